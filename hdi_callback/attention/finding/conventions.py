@@ -59,7 +59,7 @@ def looks_like_attention(place: Place) -> bool:
 
 
 def has_vectors_alone(model: nn.Module) -> bool:
-    """Return whether all that a model learns are vectors and numbers, of which its maps may be cut, if it has any.
+    """Return whether all parameters of a model are vectors and numbers, from which its matrices may be cut.
 
     Args:
         model: the whole of it.
@@ -108,7 +108,7 @@ def _matrices(module: nn.Module) -> int:
 
 
 def computes_attention(module: nn.Module) -> bool:
-    """Return whether the code of a module's forward, or of methods beside it, asks for attention.
+    """Return whether the code of a module's forward, or of its other methods, calls attention functions.
 
     Args:
         module: the module.

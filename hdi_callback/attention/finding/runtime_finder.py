@@ -101,7 +101,7 @@ class RuntimeFinder(ArgumentRecorder):
 def layers_observed(
     observer: AttentionObserver, layers: Sequence[AttentionLayer], reasons: Mapping[str, str], decided: Collection[str]
 ) -> list[AttentionLayer]:
-    """Describe attention that no layer explains by its inputs in a real forward, before training and in it.
+    """Layers for attention that belongs to no layer yet, from its inputs in a real forward, before training and in it.
 
     Args:
         observer: of that forward.

@@ -1,4 +1,4 @@
-"""`Search`: everything that is known of the attention in one model, gathered step by step.
+"""`Search`: the attention layers and refusals of one model, gathered step by step.
 
 Its methods are the steps of `discovery`, in their order, each module by module from the innermost outwards.
 """
@@ -71,7 +71,7 @@ class Reason:
 
 
 class Search:
-    """Facts about the modules of a model so far.
+    """The modules of a model, with the layers found in them and the reasons of the others.
 
     Args:
         model: the model.
@@ -166,7 +166,7 @@ class Search:
         return any(self._tracer.is_slow(part) for part in self.places[name].module.modules())
 
     def _is_known(self, path: str, around: str) -> bool:
-        """Return whether the cores of a module are explained by a layer that leaves nothing open."""
+        """Return whether the cores at a path belong to a layer that is complete."""
         if is_within(path, self._registered):
             return True
         for name in (path, *containers(path)):
@@ -214,7 +214,7 @@ class Search:
                 del self.layers[name]
 
     def _name_by_part(self, whole: AttentionLayer) -> None:
-        """Keep one of two layers where a module uses the weights of a part itself: its own, by the name of the part."""
+        """If a module uses the weights of its part itself, keep its own layer, under the name of the part."""
         for name, layer in list(self.layers.items()):
             if layer is not whole and is_inside(name, whole.name) and _has_same_keys(layer, whole):
                 self.layers.pop(whole.name, None)
@@ -223,7 +223,7 @@ class Search:
     # --- 3. names
 
     def name_what_is_silent(self) -> None:
-        """Note that modules called attention ran without a softmax over tokens."""
+        """Refuse modules that are called attention and ran without a softmax over tokens."""
         explained = self._modules_of_layers()
         reported = {*self.layers, *self.reasons}
         reported |= {name for name, place in self.places.items() if id(place.module) in explained}
@@ -264,7 +264,7 @@ class Search:
         return not any(part is None or is_within(part, {name}) for part in parts)
 
     def may_attend_beside(self, name: str) -> bool:
-        """Return whether something may attend by maps of its own, whatever else attends within it, and did not run.
+        """Return whether a module that did not run may attend with maps of its own, beside attention in its parts.
 
         Args:
             name: of a module.
@@ -305,7 +305,7 @@ class Search:
                 self.layers[one.layer] = replace(read, left_out=self._rest_of(read, ways.get(one.layer, ())))
 
     def name_what_ran_silently(self, names: Iterable[str]) -> None:
-        """Note of modules that were open before a real forward that it showed no attention in them.
+        """Refuse modules that were undecided before a real forward and showed no attention in it.
 
         Args:
             names: of the modules that were run again with the inputs of that forward.
@@ -319,7 +319,7 @@ class Search:
                 self.reasons[name] = Reason(_NO_SOFTMAX_SEEN)
 
     def _rest_of(self, layer: AttentionLayer, ways: Sequence[Inputs]) -> str:
-        """Return which further tokens a layer attends to, by the arguments of real calls."""
+        """The further tokens that a layer attends to, in words, by the arguments of real calls."""
         found = self._tracer.found_in(layer.name, layer.module, ways) or ()
         said = [one.layer.left_out for one in found if one.layer is not None and one.layer.left_out]
         return said[0] if said else "the tokens that do not come from its projections"

@@ -69,7 +69,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def note_effect(module: nn.Module, effect: Effect) -> None:
-    """Record, behind all hooks of a module, whether they changed its output in a forward.
+    """Record whether the hooks of a module changed its output in a forward.
 
     Args:
         module: a linear map.

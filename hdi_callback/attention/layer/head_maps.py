@@ -48,7 +48,7 @@ class HeadProduct:
         return max(self.outer.heads, self.inner.heads)
 
     def moved_to(self, module: nn.Module) -> HeadProduct:
-        """Describe the same parts of another module.
+        """The same slice of another module.
 
         Args:
             module: a module with the same parameters.
@@ -157,7 +157,7 @@ class HeadPieces:
         return self.pieces[0]
 
     def moved_to(self, module: nn.Module) -> HeadPieces:
-        """Describe the same parts of another module.
+        """The same slice of another module.
 
         Args:
             module: a module with the same parameters.

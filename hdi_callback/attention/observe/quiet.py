@@ -1,4 +1,4 @@
-"""Tensor work beside the user's forward that leaves no trace in it."""
+"""Tensor operations within the user's forward without an effect on it."""
 
 from __future__ import annotations
 

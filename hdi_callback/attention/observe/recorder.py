@@ -127,7 +127,7 @@ class Recorder:
         scale: float | None = None,
         unread: str = "",
     ) -> None:
-        """Record a kernel that keeps its weights to itself.
+        """Record a fused kernel, which does not return its weights.
 
         Args:
             via: its name.

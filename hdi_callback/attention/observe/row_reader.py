@@ -131,7 +131,7 @@ class RowReader:
         return self._read(axes, scores, rows)
 
     def of_operands(self, scores: Scores, unread: str) -> ReadRows:
-        """Compute the rows that a kernel keeps to itself.
+        """Compute the rows of a fused kernel, which does not return them.
 
         Args:
             scores: what it takes.

@@ -229,7 +229,7 @@ class _Detour:
 
 
 class _Boundary:
-    """The hook at the beginning or at the end of a forward; all that a graph has of it is that it is nothing."""
+    """The hook at the beginning or at the end of a forward; in a compiled graph it does nothing."""
 
     def __init__(self, note: Callable[..., None], name: str) -> None:
         self._note, self._name = note, name

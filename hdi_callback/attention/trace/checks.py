@@ -53,7 +53,7 @@ def require_tokens(view: CoreView) -> None:
 
 
 def are_mixtures(view: CoreView, tensor: Tensor, chosen: Tensor, alone: Support) -> bool:
-    """Recognise sums over tokens, each with weights of its own, that keep every feature in a column of its own.
+    """Recognise weighted sums over tokens, each with weights of its own, in which every feature keeps its column.
 
     Args:
         view: of the core.
@@ -70,7 +70,7 @@ def are_mixtures(view: CoreView, tensor: Tensor, chosen: Tensor, alone: Support)
 
 
 def added_inputs(view: CoreView) -> str:
-    """Recognise values to which an input is added that no map takes, such as those of an earlier layer."""
+    """Recognise an input that is added to values without a projection, such as the values of an earlier layer."""
     run, cores = view.trace.without_maps
     if len(cores) != len(view.trace.cores):
         return ""
@@ -161,7 +161,7 @@ def require_linear(view: CoreView, heads: dict[Role, list[Rows]], *, has_shared:
 
 
 def _are_chosen_by_values(view: CoreView) -> bool:
-    """Return whether a value is of another token in another run, as where tokens are sorted by what maps give."""
+    """Return whether a value is of another token in another run, as where tokens are sorted by the outputs of maps."""
     at_values = view.at(view.first, "value").tolist()
     found = []
     for run, cores in view.trace.with_draws:

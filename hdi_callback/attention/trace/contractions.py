@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def contracted(cut: GraphCut, x: Tensor, weight: Tensor, ix: str, iw: str, out: str) -> Any:
-    """Answer in place of a product of a tensor with a parameter.
+    """Random features in place of a product of a tensor with a parameter.
 
     Args:
         cut: of the run.
@@ -80,10 +80,10 @@ class _Contraction:
         axes, start, order = features
         new = [self.iw[at] for at in order]
         sizes = [self.weight.shape[at] for at in order]
-        taken = self.x.permute([self.ix.index(i) for i in positions + summed]).flatten(len(positions))
+        map_input = self.x.permute([self.ix.index(i) for i in positions + summed]).flatten(len(positions))
         count = torch.Size(sizes).numel()
         stub = self.view.stub if not axes else None
-        answer = self.cut.answer(self.view.parameter, taken, count, module=stub, axes=axes, start=start)
+        answer = self.cut.answer(self.view.parameter, map_input, count, module=stub, axes=axes, start=start)
         return self._arranged(answer.view(*answer.shape[:-1], *sizes), positions + new)
 
     def _by_each_matrix(self, shared: list[str], summed: list[str], new: list[str]) -> Any:
@@ -93,15 +93,15 @@ class _Contraction:
         tokens = [i for i in self.ix if i not in (*shared, *summed)]
         if not is_stack or not tokens or len(self.out) != len(self.ix):
             return NotImplemented
-        taken = self.x.permute([self.ix.index(i) for i in (*tokens, *shared, *summed)]).flatten(-2)
+        map_input = self.x.permute([self.ix.index(i) for i in (*tokens, *shared, *summed)]).flatten(-2)
         name, run = self.view.parameter, self.cut.run
         with torch._C.DisableTorchFunction():
-            is_of_maps = bool(derivatives(taken, weights_at(taken), run.tensors))
+            is_of_maps = bool(derivatives(map_input, weights_at(map_input), run.tensors))
         if is_of_maps:
             # If no map follows, this is the output projection, and its outputs for each head are summed later.
-            run.stacked.append(Leaf(name, torch.empty(width), taken, axes=(2,)))
+            run.stacked.append(Leaf(name, torch.empty(width), map_input, axes=(2,)))
             return NotImplemented
-        answer = self.cut.answer(name, taken, heads * width, axes=(0, 2), is_of_parts=True)
+        answer = self.cut.answer(name, map_input, heads * width, axes=(0, 2), is_of_parts=True)
         return self._arranged(answer.view(*answer.shape[:-1], heads, width), [*tokens, *shared, *new])
 
     def _arranged(self, tensor: Tensor, dims: list[str]) -> Tensor:
@@ -109,7 +109,7 @@ class _Contraction:
 
 
 def einsum(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
-    """Answer in place of a contraction of a tensor with a parameter."""
+    """Random features in place of an einsum of a tensor with a parameter."""
     formula, *operands = args
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = list(operands[0])

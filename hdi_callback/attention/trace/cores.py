@@ -115,7 +115,7 @@ def _are_averages(weights: Tensor) -> bool:
 
 
 def _are_exponentials(edge: Any, weights: Tensor) -> bool:
-    """Recognise a softmax that is written out and leaves a part of its sum to nobody."""
+    """Recognise a softmax that is written out, with a term in its denominator that no token receives."""
     one = weights.detach()
     if one.min() < -1e-6 or one.sum(-1).max() > 1 + _SUMS_TO_ONE or one.shape[-1] < 2:
         return False

@@ -68,7 +68,7 @@ _MOVING = ("alltoall", "allgather", "send", "recv")  # what one rank has is what
 
 
 class Exchanging(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers calls that write into tensors, so that what they write is made of what is sent, in the graph."""
+    """Answers in-place all-to-all calls such that their results depend, in the graph, on the tensors that are sent."""
 
     def __init__(self, exchange: Exchange) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -136,7 +136,7 @@ def of_all_ranks(own: TracedRun, ranks: Sequence[TracedRun]) -> TracedRun | None
     if any(run.error is not None or [leaf.parameter for leaf in run.leaves] != maps for run in ranks):
         return None
     # What comes behind a second swap is right in this rank's own run alone, and of the same features in all.
-    taking = [replace(leaf, taken=mine.taken) for run in ranks for leaf, mine in zip(run.leaves, own.leaves)]
+    taking = [replace(leaf, input=mine.input) for run in ranks for leaf, mine in zip(run.leaves, own.leaves)]
     every = [own, *ranks]
     return replace(
         own,

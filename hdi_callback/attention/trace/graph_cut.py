@@ -85,7 +85,7 @@ class GraphCut(TorchFunctionMode):
     def answer(
         self,
         parameter: str,
-        taken: Tensor,
+        map_input: Tensor,
         features: int,
         *,
         module: MapStub | None = None,
@@ -97,7 +97,7 @@ class GraphCut(TorchFunctionMode):
 
         Args:
             parameter: dotted path of its matrix.
-            taken: its input, ``(..., in_features)``.
+            map_input: its input, ``(..., in_features)``.
             features: how many it gives.
             module: the map, where it is a module.
             start: which feature of the matrix is the first of them.
@@ -110,17 +110,19 @@ class GraphCut(TorchFunctionMode):
         Raises:
             ValueError: if that would take too much memory.
         """
-        if taken.numel() // max(1, taken.shape[-1]) * features > MOST_ELEMENTS:
+        if map_input.numel() // max(1, map_input.shape[-1]) * features > MOST_ELEMENTS:
             raise ValueError("a traced run would take too much memory")
-        if features == taken.shape[-1] and self.mixing.is_at(parameter, taken):
-            return taken
+        if features == map_input.shape[-1] and self.mixing.is_at(parameter, map_input):
+            return map_input
         call = self.calls.get(parameter, 0)
         self.calls[parameter] = call + 1
         # Where nothing is recorded, a map chooses or turns tokens: the same in all runs, that are compared by what is.
         draw = self.draw if torch.is_grad_enabled() else replace(self.draw, shares=(1.0, 0.0))
         with torch._C.DisableTorchFunction():
-            drawn = draw(parameter, call, (*taken.shape[:-1], features)).requires_grad_()
+            drawn = draw(parameter, call, (*map_input.shape[:-1], features)).requires_grad_()
         original = None if module is None else module.original[0]
-        taken = taken if torch.is_grad_enabled() else taken.detach()  # a view of what has a gradient claims one
-        self.run.leaves.append(Leaf(parameter, drawn, taken, start, axes, original, is_of_parts))
+        map_input = (
+            map_input if torch.is_grad_enabled() else map_input.detach()
+        )  # a view of what has a gradient claims one
+        self.run.leaves.append(Leaf(parameter, drawn, map_input, start, axes, original, is_of_parts))
         return drawn.clone(memory_format=torch.contiguous_format)

@@ -27,27 +27,27 @@ class HeadMixing:
     def __init__(self, run: TracedRun, known: dict[str, bool]) -> None:
         self.run, self.known = run, known
 
-    def is_at(self, parameter: str, taken: Tensor, dim: int = -1) -> bool:
-        """Return whether a map mixes heads, and note it.
+    def is_at(self, parameter: str, map_input: Tensor, dim: int = -1) -> bool:
+        """Return whether a map mixes the attention weights of several heads, and record it.
 
         Args:
             parameter: of the map.
-            taken: its input.
+            map_input: its input.
             dim: that of its features.
 
         Returns:
             True if so.
         """
-        node = taken.grad_fn
+        node = map_input.grad_fn
         while node is not None and "Softmax" not in node.name():
             is_view = node.name().startswith(_VIEWS)
             node = node.next_functions[0][0] if is_view and len(node.next_functions) == 1 else None
         scores = None if node is None else self.run.scores.get(node)
-        if scores is None or scores.numel() != taken.numel() or not nearest_products(scores):
+        if scores is None or scores.numel() != map_input.numel() or not nearest_products(scores):
             return False
         if parameter not in self.known:
             with torch._C.DisableTorchFunction():
-                self.known[parameter] = self._is_over_heads(taken.movedim(dim, -1))
+                self.known[parameter] = self._is_over_heads(map_input.movedim(dim, -1))
         if self.known[parameter]:
             self.run.mixed.setdefault(node, parameter.removesuffix(".weight"))
         return self.known[parameter]

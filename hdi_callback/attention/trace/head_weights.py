@@ -103,9 +103,9 @@ def is_whole(trace: TracedCores, leaf: Leaf) -> bool:
         True if so.
     """
     if leaf.module is not None:
-        return objection_to(leaf.module) is not None or leaf.tensor.shape[-1] == projections.features(leaf.module)[1]
+        return objection_to(leaf.module) is not None or leaf.output.shape[-1] == projections.features(leaf.module)[1]
     shape = trace.run.module.get_parameter(leaf.parameter).shape
-    return leaf.tensor.shape[-1] == math.prod(shape[axis] for axis in leaf.axes or (0,))
+    return leaf.output.shape[-1] == math.prod(shape[axis] for axis in leaf.axes or (0,))
 
 
 def output_weight(trace: TracedCores, path: str, leaf: Leaf, features: Tensor) -> HeadSlice:

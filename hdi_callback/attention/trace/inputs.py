@@ -64,7 +64,7 @@ class Inputs:
 
 
 def synthetic_inputs(module: nn.Module) -> Iterator[Inputs]:
-    """Synthetic inputs that are worth trying, the plainest first: without optional arguments before with them.
+    """Synthetic inputs in the order in which they are tried: the plainest first, optional arguments last.
 
     Args:
         module: the module.

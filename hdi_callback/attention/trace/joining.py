@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hdi_callback.attention.trace.head_rows import HeadRows
 from hdi_callback.attention.trace.outputs import receiver_of
-from hdi_callback.attention.trace.own_inputs import taken_for
+from hdi_callback.attention.trace.own_inputs import inputs_of_rows
 from hdi_callback.attention.trace.support import columns_of, derivatives, random_weights
 from hdi_callback.attention.trace.traced_cores import TracedCores
 
@@ -64,7 +64,7 @@ def _of_a_sum(trace: TracedCores, heads: Mapping[int, HeadRows], receivers: Mapp
     # What depends on a sum alone has the same derivative by each of its terms; every end has a factor of its own.
     ends = enumerate(end for end in trace.run.ends if end.requires_grad and not end.is_complex())
     total = sum(((place + 2) * (end * random_weights(end.shape)).sum().float() for place, end in ends), torch.zeros(()))
-    found = derivatives(total, torch.ones(()), [trace.leaves[receiver].tensor for receiver in receivers.values()])
+    found = derivatives(total, torch.ones(()), [trace.leaves[receiver].output for receiver in receivers.values()])
     derivative = {number: found.get(place) for place, number in enumerate(receivers)}
     layers: dict[int, list[int]] = {}
     for number in receivers:
@@ -81,9 +81,9 @@ def _are_alike(
         return False
     if not one.any() or not torch.allclose(one, other, rtol=1e-4):
         return False
-    taken = [taken_for(trace, heads[number].rows["key"][0])[0] for number in pair]
+    map_input = [inputs_of_rows(trace, heads[number].rows["key"][0])[0] for number in pair]
     shapes = {trace.cores[number].weights.shape for number in pair}
-    return len(shapes) == 1 and taken[0].shape == taken[1].shape and torch.equal(*taken)
+    return len(shapes) == 1 and map_input[0].shape == map_input[1].shape and torch.equal(*map_input)
 
 
 def _side_by_side(parts: list[_Part], *, are_summed: bool) -> _Joined:
@@ -133,7 +133,7 @@ def _behind_a_chain(trace: TracedCores, first: dict[int, int | None]) -> dict[in
     receivers = sorted({one for one in first.values() if one is not None}, reverse=True)
     numbers, found = sorted(first), dict[int, int]()
     for receiver in receivers if len(receivers) > 1 else ():
-        codes = columns_of(trace.leaves[receiver].taken, [trace.cores[number].output for number in numbers])
+        codes = columns_of(trace.leaves[receiver].input, [trace.cores[number].output for number in numbers])
         columns = {numbers[place]: set(code[code >= 0].tolist()) for place, code in codes.items()}
         columns = {number: own for number, own in columns.items() if own and number not in found}
         if len(columns) > 1 and sum(map(len, columns.values())) == len(set().union(*columns.values())):

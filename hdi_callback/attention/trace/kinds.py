@@ -76,7 +76,7 @@ class KindTracer:
         self._optional: dict[type[nn.Module], set[str]] = {}  # arguments that change heads, by the class they belong to
 
     def is_slow(self, module: nn.Module) -> bool:
-        """Return whether modules of this kind took all the time that they have, and showed nothing.
+        """Return whether modules of this kind ran into the time limit without showing heads.
 
         Args:
             module: the module.
@@ -138,7 +138,7 @@ class KindTracer:
         return traced.found
 
     def _checked(self, traced: _Traced, is_known: Callable[[str], bool]) -> _Traced:
-        """Leave modules open that have other heads with other arguments than the synthetic ones."""
+        """Leave modules undecided whose heads change with an optional argument, or with other tokens for keys."""
         if traced.inputs is None or traced.found is None or not any(one.layer is not None for one in traced.found):
             return traced
         traceable = Traceable(traced.module)
@@ -176,7 +176,7 @@ class KindTracer:
 
 
 def _computes_the_same(traceable: Traceable, twin: _Traced, differing: frozenset[Attribute]) -> bool:
-    """Run a module as another of its kind was, and record whether that reads the attributes that differ."""
+    """Run a module with the inputs of another of its kind; record whether the attributes that differ are read."""
     assert twin.inputs is not None
     assert twin.run is not None
     # Some code does something else while its attributes are watched; unwatched it may compute the same.
@@ -197,7 +197,7 @@ def _kind_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _form_of(inputs: Inputs) -> tuple[Any, ...]:
-    """Names and forms of the arguments that are passed: the same module may make other heads of others."""
+    """Names, types and ranks of the arguments: with others the same module may compute other heads."""
     arguments = [*enumerate(inputs.args), *sorted(inputs.kwargs.items())]
     return tuple((name, type(one), one.dim() if isinstance(one, Tensor) else 0) for name, one in arguments)
 
@@ -205,7 +205,7 @@ def _form_of(inputs: Inputs) -> tuple[Any, ...]:
 def _is_confirmed(
     one: Found, layer: AttentionLayer, before: Sequence[Found], found: Sequence[Found], name: str
 ) -> bool:
-    """Return whether a run shows nothing else of a layer, nor that its module attends to more."""
+    """Return whether another run shows the same heads of a layer, and no further tokens that it attends to."""
     known, again = (
         [other.layer for other in of if other.layer is not None and other.layer.module is layer.module]
         for of in (before, found)

@@ -108,7 +108,7 @@ def layers_in(
 
 
 def _refused(trace: TracedCores, numbers: tuple[int, ...], error: NoHeadsError) -> list[Found]:
-    """Report why cores are not read; nothing of cores that are no attention."""
+    """The reason why cores are not read; nothing for cores that are no attention."""
     if not str(error):
         return []
     path, is_undecided = trace.cores[numbers[0]].path, isinstance(error, UndecidedError)
@@ -116,7 +116,7 @@ def _refused(trace: TracedCores, numbers: tuple[int, ...], error: NoHeadsError) 
 
 
 def _within(path: str, reason: str) -> str:
-    """Name the parts of a module as it does itself."""
+    """Write the paths in a reason relative to the module."""
     return reason.replace(f"`{path}.", "`") if path else reason
 
 
@@ -195,7 +195,7 @@ def _supports_of(trace: TracedCores, number: int) -> list[Support]:
 
 
 def _by_shared_keys(rows: dict[Role, list[Rows]]) -> list[int]:
-    """Order heads so that those which share a key, or a value, lie side by side: first by what more of them share."""
+    """Order heads so that those of one key or value head are adjacent: by the role that more heads share first."""
     shared = sorted((rows[role] for role in INPUT_ROLES[1:] if role in rows), key=lambda of_role: len(set(of_role)))
     first = [{one: head for head, one in reversed(list(enumerate(of_role)))} for of_role in shared]
     places = [[known[one] for one in of_role] for known, of_role in zip(first, shared)]

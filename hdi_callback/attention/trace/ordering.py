@@ -1,4 +1,4 @@
-"""The order of features within heads, and over which of them a norm subtracts the mean."""
+"""The order of features within heads, and the features over which a norm subtracts the mean."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def centre(view: CoreView, heads: dict[Role, list[Rows]]) -> None:
             tensor = view.tensor(role, cores[view.number])
             weights = weights_at(tensor, view.at(view.first, role))
         else:  # the map's answer cuts the graph
-            tensor = next(leaf.taken for leaf in run.leaves if leaf.parameter == first.parameter)
+            tensor = next(leaf.input for leaf in run.leaves if leaf.parameter == first.parameter)
             weights = weights_at(tensor)
         target = first.inner or first
         centring: Centring = ""

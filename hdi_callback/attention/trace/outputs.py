@@ -14,7 +14,7 @@ from torch import Tensor
 from hdi_callback.attention.trace.cores import Core
 from hdi_callback.attention.trace.graph_walk import nodes_between
 from hdi_callback.attention.trace.head_rows import HeadRows, NoHeadsError, module_of
-from hdi_callback.attention.trace.own_inputs import taken_for
+from hdi_callback.attention.trace.own_inputs import inputs_of_rows
 from hdi_callback.attention.trace.support import agreed, columns_of, depends_on, derivatives, random_weights, weights_at
 from hdi_callback.attention.trace.traced_cores import TracedCores
 from hdi_callback.attention.trace.traced_run import Leaf
@@ -77,16 +77,16 @@ def outputs_of(trace: TracedCores, cores: list[Core], heads: HeadRows) -> HeadOu
 
 
 def _ends(trace: TracedCores, cores: list[Core], row: int | None) -> tuple[Leaf | None, list[Tensor]]:
-    """Return where the outputs of heads go, features last: a linear map, else a convolution, else the caller."""
+    """The tensor that takes the outputs of heads, features last: the input of a map or convolution, else an output."""
     receiver = receiver_of(trace, cores[0], row)
     if receiver is None and row is not None and receiver_of(trace, cores[0]) is not None:
         return None, []  # the map that is there takes the outputs of another stream
     if receiver is not None:
-        return trace.leaves[receiver], [trace.leaves[receiver].taken]
+        return trace.leaves[receiver], [trace.leaves[receiver].input]
     edge = cores[0].output
     for stack in trace.run.stacked:
-        if depends_on(stack.taken, edge):
-            return stack, [stack.taken]
+        if depends_on(stack.input, edge):
+            return stack, [stack.input]
     for one in trace.run.convolved:
         if depends_on(one, edge):
             return None, [one.movedim(1, -1)]
@@ -123,7 +123,7 @@ def _outputs_in(
 
 
 def _features_of_heads(cores: list[Core], heads: HeadRows, end: Tensor) -> tuple[Tensor, bool]:
-    """Read in which features of a tensor the outputs of each head are.
+    """The features of a tensor that are the outputs of each head.
 
     Returns:
         ``(heads, width)``, -2 where there are several; and whether parts of one head are in features of their own each.
@@ -155,7 +155,7 @@ def _refuse_mixed(
 ) -> HeadOutputs:
     """Refuse outputs mixed before the map; those that are changed within each head alone are left out."""
     key, inputs = heads.rows["key"][0], {one.shape[-1] for one in trace.run.inputs if one.dim()}
-    if is_repeated and all(one.shape[-1] not in inputs for one in taken_for(trace, key)):  # parts of tokens
+    if is_repeated and all(one.shape[-1] not in inputs for one in inputs_of_rows(trace, key)):  # parts of tokens
         name = module_of(key.parameter)
         raise NoHeadsError(f"the same rows of `{name}` make the keys of several of its heads, each of other features")
     others = {core.node for core in trace.cores} - {core.node for core in cores}
@@ -171,7 +171,7 @@ def _refuse_mixed(
 
 def _is_one_of_several(trace: TracedCores, receiver: Leaf, core: Core) -> bool:
     """Return whether a map of the outputs is one of a stack of matrices, as those of experts, that all take them."""
-    alike = (one for one in trace.leaves if one.parameter == receiver.parameter and depends_on(one.taken, core.output))
+    alike = (one for one in trace.leaves if one.parameter == receiver.parameter and depends_on(one.input, core.output))
     return len({one.start for one in alike}) > 1
 
 
@@ -250,7 +250,7 @@ def _is_linear(node: Any) -> bool:
 def receiver_of(trace: TracedCores, core: Core, row: int | None = None) -> int | None:
     """The first linear map that takes the output of a core, or of a row of its weights, by its number."""
     for number, leaf in enumerate(trace.leaves):
-        found = derivatives(leaf.taken, weights_at(leaf.taken), [core.output]).get(0)
+        found = derivatives(leaf.input, weights_at(leaf.input), [core.output]).get(0)
         if found is not None and (found if row is None else core.by_row(found)[:, row]).any():
             return number
     return None

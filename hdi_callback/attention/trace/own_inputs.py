@@ -1,4 +1,4 @@
-"""Heads whose maps take inputs of their own, of which the same feature is another one for each head."""
+"""Heads with inputs of their own: the same column of two heads' weights acts on different features."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OWN_INPUTS = (
 
 
 def refuse_inputs_of_their_own(trace: TracedCores, rows: Mapping[Role, list[Rows]]) -> None:
-    """Refuse heads whose maps take other features of the tokens, or features that were changed for each head.
+    """Refuse heads whose projections take different features of the tokens, or features changed per head.
 
     Args:
         trace: of one run.
@@ -27,13 +27,13 @@ def refuse_inputs_of_their_own(trace: TracedCores, rows: Mapping[Role, list[Rows
         NoHeadsError: if two heads of a role take other features.
     """
     for role, of_role in rows.items():
-        taken = [[] if one.inner else taken_for(trace, one) for one in of_role]
-        for one in taken[1:]:
-            if one and taken[0] and not any(_may_be_the_same(a, b) for a in taken[0] for b in one):
+        map_input = [[] if one.inner else inputs_of_rows(trace, one) for one in of_role]
+        for one in map_input[1:]:
+            if one and map_input[0] and not any(_may_be_the_same(a, b) for a in map_input[0] for b in one):
                 raise NoHeadsError(OWN_INPUTS.format(roles=PLURAL[role]))
 
 
-def taken_for(trace: TracedCores, rows: Rows) -> list[Tensor]:
+def inputs_of_rows(trace: TracedCores, rows: Rows) -> list[Tensor]:
     """Return the inputs of the map of some rows, one for each of its calls that output them.
 
     Args:
@@ -44,11 +44,11 @@ def taken_for(trace: TracedCores, rows: Rows) -> list[Tensor]:
         ``(..., in_features)`` each.
     """
     return [
-        leaf.taken.detach()
+        leaf.input.detach()
         for leaf in trace.leaves
         if leaf.parameter == rows.parameter
         and leaf.start <= min(rows.features)
-        and max(rows.features) < leaf.start + leaf.tensor.shape[-1]
+        and max(rows.features) < leaf.start + leaf.output.shape[-1]
     ]
 
 

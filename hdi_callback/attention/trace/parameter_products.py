@@ -18,7 +18,7 @@ _LETTERS = "abcdefghijklmnop"  # of the dims of a tensor
 
 
 def linear(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
-    """Answer in place of a product with the matrix of a map, or with some rows of it."""
+    """Random features in place of a product with the matrix of a map, or with some rows of it."""
     x, weight = torch_arguments(args, kwargs, "input", "weight")
     if not isinstance(x, Tensor) or not isinstance(weight, Tensor) or weight.dim() != 2:
         return NotImplemented
@@ -27,7 +27,7 @@ def linear(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def matmul(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
-    """Answer in place of a product with a parameter: a matrix, its transpose, or one matrix for each head."""
+    """Random features in place of a product with a parameter: a matrix, its transpose, or one for each head."""
     x, other = torch_arguments(args, kwargs, "input", "mat2" if "mat2" in kwargs else "other")
     if func in (torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm):
         names = ("mat1", "mat2") if func.__name__ == "addmm" else ("batch1", "batch2")
@@ -50,7 +50,7 @@ def matmul(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def tensordot(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
-    """Answer in place of a contraction of some dims of a tensor with some of a parameter."""
+    """Random features in place of a contraction of some dims of a tensor with some of a parameter."""
     x, other, dims = torch_arguments(args, kwargs, "a", "b", "dims")
     if not isinstance(x, Tensor) or not isinstance(other, Tensor):
         return NotImplemented
@@ -69,7 +69,7 @@ def tensordot(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def embedding(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
-    """Count the vectors that a table returns for ids of the inputs as inputs; those for positions are none."""
+    """Treat the embeddings of input ids as inputs of the run; embeddings of positions are not."""
     at = 1 if func is torch.embedding else 0
     ids = args[at] if len(args) > at else kwargs.get("indices" if at else "input")
     answer = func(*args, **kwargs)

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def dropout(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
-    """Leave dropout out."""
+    """Skip dropout."""
     return args[0] if args else kwargs["input"]
 
 
 def top(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
-    """Choose all in place of the top k, unless the forward does not run with all."""
+    """Choose all elements in place of the top k, unless the forward fails with all of them."""
     if cut.keeps_top:
         return NotImplemented
     cut.has_all = True
@@ -58,12 +58,12 @@ def _counted(x: Tensor, dim: int) -> Tensor:
 
 
 def factor(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
-    """Detach the factor of a norm: it counts as a constant."""
+    """Detach the scale of a norm, so that it counts as a constant."""
     return func(*args, **kwargs).detach()
 
 
 def largest(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
-    """The largest of all, or of a row of scores, is taken from all of them: it moves none against another."""
+    """Detach a maximum that is subtracted from all elements, or from a row of scores: it changes no difference."""
     if len(args) == 1 and not kwargs:
         return factor(cut, func, args, kwargs)
     if (len(args) > 1 and isinstance(args[1], Tensor)) or not are_scores(args[0]):

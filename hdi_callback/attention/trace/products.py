@@ -94,7 +94,7 @@ def is_product(node: Any) -> bool:
 
 
 class ProductsBehind:
-    """The products and softmaxes that something is made of, beyond products with parameters, which mix heads.
+    """The products and softmaxes that a tensor depends on, seen through products with parameters.
 
     Args:
         parameters: of the copy that was run.
@@ -137,7 +137,7 @@ class ProductsBehind:
         return softmaxes, products
 
     def are_weights(self, node: Any) -> bool:
-        """Return whether a node is made of softmaxes of scores alone, as an inverse of weights by iteration is."""
+        """Return whether a node depends on softmaxes of scores alone, as an iterative inverse of attention does."""
         ends = [one for one in walk([node], _up_to_softmaxes) if not _up_to_softmaxes(one)]
         softmaxes = [one for one in ends if one.name() in _SOFTMAX]
         return bool(softmaxes) and softmaxes == ends and all(self.first(made_from(one)[0])[1] for one in softmaxes)
@@ -163,7 +163,7 @@ class ProductsBehind:
 
 
 def are_scores(tensor: Tensor) -> bool:
-    """Return whether a tensor is made of products none of which averages anything.
+    """Return whether a tensor depends on products of which none is a weighted average.
 
     Args:
         tensor: made in the run.

@@ -1,4 +1,4 @@
-"""`replaced`: attributes that are others for the time of a run, and functions that are others in its thread."""
+"""`replaced`: attributes that are replaced during a run, and functions that are replaced in its thread alone."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def rows_of_heads(view: CoreView) -> tuple[list[list[int]], dict[Role, list[list
 
 
 def _shared_source(view: CoreView) -> frozenset[int]:
-    """Maps that feed query, key and value alike: they make the tokens, and are no part of heads."""
+    """Maps in front of query, key and value alike: they compute the tokens, and belong to no head."""
     trace, supports = view.trace, view.supports[view.first]
     fed = [trace.fed(leaf) for support in supports.values() for leaf in support.masks]
     sources = [{leaf: one.features(leaf) for leaf in one.masks} for one in fed]
@@ -70,7 +70,7 @@ def _rows(view: CoreView, role: Role, support: Support, shared: Collection[int])
 def _fed_by(
     view: CoreView, leaf: int, support: Support, shared: Collection[int]
 ) -> tuple[Rows | None, tuple[float, ...]]:
-    """The rows of another map that feed a map at the positions of a head, and the gain in between."""
+    """The rows of another map in front of a map, and the gain between both."""
     trace, run = view.trace, view.trace.run
     nothing = None, ()
     sources = [other for other in trace.fed(leaf).masks if other != leaf]
@@ -85,14 +85,14 @@ def _fed_by(
     refusal = NoRowsError(
         f"its projection `{module_of(run.leaves[leaf].parameter)}` takes the output of another linear map"
     )
-    taken = run.leaves[leaf].taken
-    token = taken.reshape(-1, taken.shape[-1])[support.positions(leaf)[0]][None]
+    map_input = run.leaves[leaf].input
+    token = map_input.reshape(-1, map_input.shape[-1])[support.positions(leaf)[0]][None]
     if len(sources) > 1:
         sources = list(run.support(token).masks)
     if len(sources) != 1:
         raise refusal
     (source,) = sources
-    outputs = [run.leaves[source].tensor]
+    outputs = [run.leaves[source].output]
     codes = columns_of(token, outputs).get(0)
     if codes is None or (codes == -2).any() or int((codes >= 0).any(1).sum()) != 1:
         raise refusal
@@ -110,16 +110,16 @@ def _fed_by(
 
 
 def _adds_by_token(trace: TracedCores, leaf: int) -> bool:
-    """Return whether a map takes something that differs by token where other maps answer nothing."""
+    """Return whether the input of a map still differs by token when the other maps output zero."""
     run, _ = trace.without_maps
-    if len(run.leaves) != len(trace.leaves) or run.leaves[leaf].taken.dim() < 3:
+    if len(run.leaves) != len(trace.leaves) or run.leaves[leaf].input.dim() < 3:
         return False
-    taken = torch.nan_to_num(run.leaves[leaf].taken.detach())
-    return bool((taken - taken[..., :1, :]).abs().max() > 1e-4 * taken.abs().max())
+    map_input = torch.nan_to_num(run.leaves[leaf].input.detach())
+    return bool((map_input - map_input[..., :1, :]).abs().max() > 1e-4 * map_input.abs().max())
 
 
 def _is_in_front(view: CoreView, sources: list[int]) -> bool:
-    """Return whether a map in front of all projections is of this attention, and does not make its tokens."""
+    """Return whether a map in front of all projections belongs to this attention, and does not compute its tokens."""
     path, source = view.core.path, sources[0]
     is_own = not path or view.trace.leaves[source].parameter.startswith(f"{path}.")
     return len(sources) == 1 and is_own and not _takes_attention(view.trace, source)
@@ -127,11 +127,11 @@ def _is_in_front(view: CoreView, sources: list[int]) -> bool:
 
 def _takes_attention(trace: TracedCores, leaf: int) -> bool:
     """Recognise a map whose input is the output of an attention core, with no map in between."""
-    return any(depends_on(trace.leaves[leaf].taken, core.output) for core in trace.cores)
+    return any(depends_on(trace.leaves[leaf].input, core.output) for core in trace.cores)
 
 
 def leave_out_shared(view: CoreView, of_heads: dict[Role, list[list[Rows]]]) -> bool:
-    """Leave out a part of keys that all heads share beside their own, and the part of queries multiplied with it.
+    """Leave out the key features that all heads share beside their own, and the query features multiplied with them.
 
     That is the rotary part of latent attention, whose columns are apart from those of the heads' own keys.
 
@@ -192,7 +192,7 @@ def are_parts_side_by_side(view: CoreView, found: list[list[Rows]]) -> bool:
 
 
 def leave_out_beside(view: CoreView, of_heads: dict[Role, list[list[Rows]]]) -> str:
-    """Leave out features of keys that another map gives beside those of tokens, as of places (Conditional DETR).
+    """Leave out key features that come from another map than those of tokens, as of positions (Conditional DETR).
 
     Those of tokens are of the one map that takes what that of the values takes; of queries the features stay that are
     multiplied with them.
@@ -245,7 +245,7 @@ def leave_out_added(view: CoreView, of_heads: dict[Role, list[list[Rows]]]) -> s
 
 
 def _take_the_same(trace: TracedCores, one: str, other: str) -> bool:
-    """Return whether two maps are given the same tokens.
+    """Return whether two maps have the same tokens as input.
 
     A forward may pass a tensor twice. Of synthetic inputs several have the same numbers, and are others.
     """
@@ -254,7 +254,7 @@ def _take_the_same(trace: TracedCores, one: str, other: str) -> bool:
 
 
 def _are_of_other_tokens(trace: TracedCores, maps: Collection[str], kept: str) -> bool:
-    """Return whether no map adds what further maps make of the tokens themselves, as adapters do."""
+    """Return whether none of the added maps depends on the tokens themselves, as adapters do."""
     tokens = {number for at in _calls(trace, kept) for number in trace.inputs_of(at).masks}
     made = [
         _inputs_behind(trace, source) for name in maps for at in _calls(trace, name) for source in trace.fed(at).masks
@@ -263,7 +263,7 @@ def _are_of_other_tokens(trace: TracedCores, maps: Collection[str], kept: str) -
 
 
 def _inputs_behind(trace: TracedCores, leaf: int, depth: int = 4) -> set[int]:
-    """Number the inputs that a map is given, by further maps too."""
+    """The inputs of the run that a map depends on, through further maps too."""
     found = set(trace.inputs_of(leaf).masks)
     others = [other for other in trace.fed(leaf).masks if other != leaf] if depth else []
     return found.union(*(_inputs_behind(trace, other, depth - 1) for other in others))
@@ -274,7 +274,7 @@ def _calls(trace: TracedCores, name: str) -> list[int]:
 
 
 def _are_given_the_same(trace: TracedCores, one: int, other: int) -> bool:
-    mine, others = trace.leaves[one].taken, trace.leaves[other].taken
+    mine, others = trace.leaves[one].input, trace.leaves[other].input
     if mine.shape != others.shape or not torch.equal(mine, others):
         return False
     if not trace.is_synthetic:

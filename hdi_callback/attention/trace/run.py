@@ -80,7 +80,7 @@ class Traceable:
         return of_all_ranks(self._run(args, kwargs, draw, Exchange(ranks=sent)), ranks) or run
 
     def _run(self, args: Any, kwargs: Mapping[str, Any], draw: Draw, exchange: Exchange) -> TracedRun:
-        """Run it once, as one rank."""
+        """Run it once, as a single rank."""
         run = TracedRun(self.module, parameters=self.parameters)
         leaves, mode = _Leaves(run), GraphCut(run, draw, self, exchange)
         with isolated(self.module, seed=draw.seed), torch.enable_grad():

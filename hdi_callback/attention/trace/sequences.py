@@ -1,4 +1,4 @@
-"""Heads of several sequences, each with queries of other rows, as where a router chooses experts."""
+"""Heads of several sequences whose queries come from different rows, as where a router chooses experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products that are parts of one softmax: their weights add up to 1 once their sums are combined.
+"""Products that are parts of one softmax: their weights sum to 1 once the parts are combined.
 
 Attention in blocks, and round the ranks, multiplies values with exponentials of scores block by block, and divides by
 the sum of all of them at the end. Whatever it does in between, its outputs are averages of values: had all values been

@@ -1,4 +1,4 @@
-"""Two streams of tokens that attend together, with maps of their own: which of them is read."""
+"""Joint attention of two token streams, each with projections of its own: which of them is read."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _stream_of_query(trace: TracedCores, streams: list[_Stream], supports: dict[
 
 def _places(trace: TracedCores, leaf: int, positions: tuple[int, ...] | None = None) -> set[tuple[int, int]]:
     """Places in the inputs that a map reads, at some or all of its positions."""
-    found = Support.of(trace.leaves[leaf].taken, trace.run.inputs, positions)
+    found = Support.of(trace.leaves[leaf].input, trace.run.inputs, positions)
     return {(number, place) for number in found.masks for place in found.positions(number)}
 
 

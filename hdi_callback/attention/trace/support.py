@@ -20,7 +20,7 @@ _NONE, _SEVERAL = -1, -2  # in place of a number
 
 @dataclass(frozen=True, eq=False)
 class Support:
-    """Elements of leaves that something depends on.
+    """The elements of leaves that a tensor depends on.
 
     Attributes:
         masks: number of the leaf -> ``(positions, features)``, each with at least one element.
@@ -36,7 +36,7 @@ class Support:
         positions: Tensor | Sequence[int] | None = None,
         axes: Sequence[int] | None = None,
     ) -> Support:
-        """Derive a random combination of a tensor's elements by leaves.
+        """Support of a random combination of a tensor's elements: the nonzeros of its derivatives.
 
         Args:
             output: the tensor, ``(..., width)``.
@@ -51,7 +51,7 @@ class Support:
 
     @classmethod
     def of_combination(cls, output: Tensor, weights: Tensor, leaves: Sequence[Tensor]) -> Support:
-        """Derive a combination of a tensor's elements by leaves.
+        """Support of a combination of a tensor's elements: the nonzeros of its derivatives.
 
         Args:
             output: the tensor.
@@ -71,7 +71,7 @@ class Support:
 
     @classmethod
     def of_each(cls, output: Tensor, parts: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Support]:
-        """Derive each of several parts of a tensor, such as the keys of each head.
+        """Supports of several parts of a tensor, such as the keys of each head.
 
         Where no element of a leaf acts on two of them, the numbers of parts are written in binary into the weights of
         combinations, as `columns_of` does with columns: n parts take log2(n) derivatives rather than n.
@@ -95,7 +95,7 @@ class Support:
     def _of_disjoint(
         cls, output: Tensor, parts: Sequence[Sequence[int]], leaves: Sequence[Tensor]
     ) -> list[Support] | None:
-        """Derive all parts at once; `None` where two of them have a position or an element of a leaf in common."""
+        """Supports of all parts in one backward; `None` where two have a position or an element of a leaf in common."""
         owner = torch.full((output.shape[:-1].numel(), 1), -1)
         for number, at in enumerate(parts):
             owner[list(at)] = number
@@ -119,7 +119,7 @@ class Support:
         return bool(self.masks)
 
     def is_equal(self, other: Support) -> bool:
-        """Return whether both are the same elements of the same leaves."""
+        """Return whether both hold the same elements of the same leaves."""
         return self.masks.keys() == other.masks.keys() and all(
             torch.equal(mask, other.masks[leaf]) for leaf, mask in self.masks.items()
         )
@@ -167,7 +167,7 @@ class Support:
 def derivatives(
     output: Any, gradient: Tensor, leaves: Sequence[Any], axes: Sequence[int] | None = None
 ) -> dict[int, Tensor]:
-    """Derive a combination of a tensor's elements.
+    """The derivatives of a weighted sum of a tensor's elements.
 
     Args:
         output: the tensor.
@@ -190,7 +190,7 @@ def derivatives(
 
 
 def depends_on(output: Tensor, other: Any) -> bool:
-    """Return whether anything of a tensor depends on another one.
+    """Return whether any element of a tensor depends on another tensor.
 
     Args:
         output: the tensor.
@@ -203,7 +203,7 @@ def depends_on(output: Tensor, other: Any) -> bool:
 
 
 def weights_at(output: Tensor, positions: Tensor | Sequence[int] | None = None) -> Tensor:
-    """Draw the weights of the elements of a tensor in a combination that is derived, away from zero.
+    """Random weights for the elements of a tensor, or of some of its positions, bounded away from zero.
 
     Args:
         output: the tensor, ``(..., width)``.
@@ -298,7 +298,7 @@ def agreed(codes: Tensor) -> Tensor:
 
 
 def random_weights(shape: Sequence[int]) -> Tensor:
-    """Draw the weights of elements in a combination that is derived, away from zero.
+    """Random weights bounded away from zero.
 
     Args:
         shape: of the elements.

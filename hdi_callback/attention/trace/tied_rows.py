@@ -108,7 +108,7 @@ def _columns(run: TracedRun, tensor: Tensor) -> _Columns | None:
     is_whole = torch.equal(columns.flatten().sort().values, torch.arange(tensor.shape[-1]))
     if len(patterns) < 2 or not are_alike or not is_whole:
         return None
-    return _Columns(tuple(run.leaves[leaf].tensor.shape[:-1]), columns, rows)
+    return _Columns(tuple(run.leaves[leaf].output.shape[:-1]), columns, rows)
 
 
 def _are_of_the_same_rows(one: Tensor, other: Tensor) -> bool:

@@ -38,12 +38,12 @@ class TracedCores:
     def fed(self, leaf: int) -> Support:
         """Support of the input of a map in the outputs of other maps."""
         if leaf not in self._fed:
-            self._fed[leaf] = self.run.support(self.leaves[leaf].taken)
+            self._fed[leaf] = self.run.support(self.leaves[leaf].input)
         return self._fed[leaf]
 
     def inputs_of(self, leaf: int) -> Support:
-        """The part of the input of a map that inputs of the run make without another map in between."""
-        return Support.of(self.leaves[leaf].taken, self.run.inputs)
+        """Support of the input of a map in the inputs of the run, without another map in between."""
+        return Support.of(self.leaves[leaf].input, self.run.inputs)
 
     def is_of_inputs(self, leaf: int, depth: int = 8) -> bool:
         """Return whether the output of a map depends on inputs at all; tables of positions do not."""
@@ -61,7 +61,7 @@ class TracedCores:
         )
 
     def filters_behind(self, role: Role, tensor: Tensor) -> str:
-        """Name the convolution over several tokens that gives queries, keys or values.
+        """The convolution over several tokens that queries, keys or values come from, in words.
 
         Args:
             role: which of them.
@@ -80,22 +80,22 @@ class TracedCores:
 
     @cached_property
     def again(self) -> list[list[Core]]:
-        """The cores when maps answer nothing, one draw, another, and their sum."""
+        """The cores of four runs, in which maps output zero, one draw, another, and their sum."""
         return [self.without_maps[1], *(cores for _, cores in self.with_draws)]
 
     @cached_property
     def with_draws(self) -> list[tuple[TracedRun, list[Core]]]:
-        """The runs in which maps answer one draw, another, and their sum."""
+        """Three runs, in which maps output one draw, another, and their sum."""
         return [self._run(Draw(shares)) for shares in ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0))]
 
     @cached_property
     def without_maps(self) -> tuple[TracedRun, list[Core]]:
-        """The run in which maps answer nothing."""
+        """The run in which maps output zero."""
         return self._run(Draw((0.0, 0.0)))
 
     @cached_property
     def with_means(self) -> tuple[TracedRun, list[Core]]:
-        """The run in which the means that norms subtract are no constants."""
+        """The run in which the means that norms subtract depend on the features."""
         return self._run(Draw(keeps_means=True))
 
     def _run(self, draw: Draw) -> tuple[TracedRun, list[Core]]:

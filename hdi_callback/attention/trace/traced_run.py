@@ -20,8 +20,8 @@ class Leaf:
 
     Attributes:
         parameter: dotted path of its matrix in the module that was run.
-        tensor: random features, ``(..., features)``.
-        taken: the input of the map, ``(..., in_features)``, one for each position.
+        output: random features, ``(..., features)``.
+        input: the input of the map, ``(..., in_features)``, one for each position.
         start: the feature of the matrix that the first of them is.
         axes: dims of the parameter that number the features, where it is no module's matrix.
         module: the map in the original, where it is a module.
@@ -29,8 +29,8 @@ class Leaf:
     """
 
     parameter: str
-    tensor: Tensor
-    taken: Tensor
+    output: Tensor
+    input: Tensor
     start: int = 0
     axes: tuple[int, ...] = ()
     module: nn.Module | None = None
@@ -80,12 +80,12 @@ class TracedRun:
     @property
     def tensors(self) -> list[Tensor]:
         """The features of all leaves, in their order."""
-        return [leaf.tensor for leaf in self.leaves]
+        return [leaf.output for leaf in self.leaves]
 
     @property
     def ends(self) -> list[Tensor]:
         """All ends of the graph: outputs of the module, and inputs of linear maps."""
-        return [*self.outputs, *(leaf.taken for leaf in self.leaves if leaf.taken.requires_grad)]
+        return [*self.outputs, *(leaf.input for leaf in self.leaves if leaf.input.requires_grad)]
 
     @cached_property
     def products_behind(self) -> ProductsBehind:
@@ -98,7 +98,7 @@ class TracedRun:
         calls: Counter[str] = Counter()
         found = {}
         for leaf in self.leaves:
-            found[leaf.parameter, calls[leaf.parameter]] = leaf.tensor.detach()
+            found[leaf.parameter, calls[leaf.parameter]] = leaf.output.detach()
             calls[leaf.parameter] += 1
         return found
 

@@ -51,14 +51,14 @@ def unread_softmaxes(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, s
 
 
 def _weighs_constants(run: TracedRun, node: Any) -> bool:
-    """Return whether weights are multiplied with constants, which nothing in the run leads to."""
+    """Return whether weights are multiplied with constants, which depend on no input or map of the run."""
     pairs = [made_from(one)[-2:] for one in nodes_between(run.ends, node) if is_product(one)]
     alone = [side for pair in pairs if None in pair for side in pair if side is not None]
     return any(node in run.products_behind.first(side)[0] for side in alone)
 
 
 def unread_exponentials(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, str]]:
-    """Find exponentials of scores that are no weights of averages, alone or together.
+    """Find exponentials of scores that are not normalised to sum to one.
 
     Args:
         run: the run.
@@ -78,7 +78,7 @@ def unread_exponentials(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any
 
 
 def unread_averages(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, str]]:
-    """Find sums over tokens whose weights are scores that are divided by the sum of their sizes, with their signs.
+    """Find sums over tokens with weights s_j / sum_i abs(s_i): signed scores over the sum of their absolute values.
 
     Args:
         run: the run.
@@ -98,7 +98,7 @@ def unread_averages(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, st
 
 
 def _factors(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, Any, Tensor]]:
-    """Yield both factors of every product that is no core: the node of the product, that of the factor, the factor."""
+    """Yield both factors of every product that is no core, each with the node of the product and its own."""
     read = {core.node for core in cores}
     for node in nodes_behind(run.ends):
         product = None if node in read else product_at(node)
@@ -109,7 +109,7 @@ def _factors(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, Any, Tens
 
 
 def _is_of_scores(run: TracedRun, node: Any) -> bool:
-    """Return whether a tensor is made of products of tensors that are made in the run."""
+    """Return whether a tensor depends on products of two activations."""
     return any(one.is_made for one in run.products_behind.first(node)[1])
 
 
@@ -120,8 +120,8 @@ def _mixing_map(run: TracedRun, node: Any, cores: list[Core]) -> str | None:
         if is_map_of_scores(leaf, logits, cores):
             return f"`{module_of(leaf.parameter)}` maps the scores of all heads before"
     for leaf in run.leaves:
-        if _pairs_of(leaf) == logits.numel() and leaf.taken.grad_fn is not None and is_over_tokens(run, logits):
-            softmaxes, _ = run.products_behind.first(leaf.taken.grad_fn)
+        if _pairs_of(leaf) == logits.numel() and leaf.input.grad_fn is not None and is_over_tokens(run, logits):
+            softmaxes, _ = run.products_behind.first(leaf.input.grad_fn)
             if node in softmaxes:
                 return f"`{module_of(leaf.parameter)}` maps the weights of all heads after"
     return None
@@ -129,7 +129,7 @@ def _mixing_map(run: TracedRun, node: Any, cores: list[Core]) -> str | None:
 
 def _pairs_of(leaf: Leaf) -> int:
     """Number of outputs of a map, each of which it computed from the numbers of all heads."""
-    return leaf.taken.numel() // max(1, leaf.taken.shape[-1]) * leaf.tensor.shape[-1]
+    return leaf.input.numel() // max(1, leaf.input.shape[-1]) * leaf.output.shape[-1]
 
 
 def is_map_of_scores(leaf: Leaf, logits: Tensor, cores: list[Core]) -> bool:
@@ -146,7 +146,7 @@ def is_map_of_scores(leaf: Leaf, logits: Tensor, cores: list[Core]) -> bool:
     averages = {core.node for core in cores}
     return (
         _pairs_of(leaf) == logits.numel()
-        and any(product not in averages for product in nearest_products(leaf.taken))
+        and any(product not in averages for product in nearest_products(leaf.input))
         and _gives_columns_apart(leaf, logits)
     )
 
@@ -157,7 +157,7 @@ def _gives_columns_apart(leaf: Leaf, logits: Tensor) -> bool:
         return True
     flat = logits.reshape(-1, logits.shape[-1])
     some = (element(flat.shape, -1, column) for column in (0, 1))
-    first, second = (Support.of_combination(flat, one, [leaf.tensor]) for one in some)
+    first, second = (Support.of_combination(flat, one, [leaf.output]) for one in some)
     return not first or first.positions(0) != second.positions(0)
 
 
@@ -199,15 +199,15 @@ def _is_of_one_query(run: TracedRun, node: Any, logits: Tensor) -> bool:
 
 
 def _tokens_of(run: TracedRun, support: Support, pairs: int) -> set[tuple[Any, int]]:
-    """Name the tokens that a score is made of; where maps make it of a pair, those that the first of them takes."""
+    """The tokens that a score depends on; where maps compute it from a pair, those in the input of the first."""
     while True:
-        found = {(run.leaves[leaf].taken.shape[:-1], at) for leaf in support.masks for at in support.positions(leaf)}
+        found = {(run.leaves[leaf].input.shape[:-1], at) for leaf in support.masks for at in support.positions(leaf)}
         if len(found) != 1 or len(support.masks) != 1:
             return found
         ((leaf, mask),) = support.masks.items()
-        taken = run.leaves[leaf].taken
-        if taken.shape[:-1].numel() < pairs:
+        map_input = run.leaves[leaf].input
+        if map_input.shape[:-1].numel() < pairs:
             return found
-        support = Support.of(taken, run.tensors[:leaf], mask.any(1).nonzero().flatten())
+        support = Support.of(map_input, run.tensors[:leaf], mask.any(1).nonzero().flatten())
         if not support:
             return found

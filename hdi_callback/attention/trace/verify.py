@@ -1,4 +1,4 @@
-"""Does a claim agree with a traced run, and do two modules compute the same?"""
+"""Comparison of a claim with a traced run, and of two modules with each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hdi_callback.attention.trace.traced_run import TracedRun
 
 
 def compute_the_same(one: TracedRun, other: TracedRun) -> bool:
-    """Return whether two modules compute the same from the same answers of their linear maps.
+    """Return whether two modules compute the same when their linear maps have the same random outputs.
 
     Maps of the same path answer the same in all runs, and parameters of the same name are drawn the same. So two
     modules that give the same, and give the same to each of their maps, cut their features into heads in the same way.
@@ -30,7 +30,7 @@ def compute_the_same(one: TracedRun, other: TracedRun) -> bool:
         return False
     if (one.error is None) != (other.error is None):
         return False
-    pairs = [(a.taken, b.taken) for a, b in zip(one.leaves, other.leaves)]
+    pairs = [(a.input, b.input) for a, b in zip(one.leaves, other.leaves)]
     if len(one.outputs) != len(other.outputs):
         return False
     pairs += list(zip(one.outputs, other.outputs))
@@ -44,7 +44,7 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def carried_over(found: Sequence[Found], one: nn.Module, other: nn.Module, name: str, new_name: str) -> list[Found]:
-    """Read the same of a module that computes the same.
+    """The layers and reasons of a module, carried over to another module that computes the same.
 
     Args:
         found: what was found in a module.

@@ -1,4 +1,4 @@
-r"""Whether a softmax weighs tokens that are added up, however that is written.
+r"""Whether a softmax weighs tokens that are summed, however the code writes it.
 
 What a weight is multiplied with is what the sum has for a derivative by it:
 
@@ -61,7 +61,7 @@ def weighs_tokens(run: TracedRun, node: Any) -> bool:
 
 
 def _sums_behind(run: TracedRun, node: Any) -> list[Any]:
-    """Return the sums of anything that is made of a softmax, in the order in which they ran."""
+    """The sums in the graph that depend on a softmax, in the order in which they ran."""
     found = [one for one in nodes_between(run.ends, node) if one.name().rstrip("01").removesuffix("Backward") in _SUMS]
     return sorted(found, key=lambda one: one._sequence_nr())[:_MOST_SUMS]
 
@@ -102,12 +102,12 @@ class _Sources:
         """
         if number >= len(self.run.leaves):
             return False
-        taken = self.run.leaves[number].taken
-        rows = taken.detach().reshape(-1, taken.shape[-1])
+        map_input = self.run.leaves[number].input
+        rows = map_input.detach().reshape(-1, map_input.shape[-1])
         first, second = (rows[sorted(positions)] for positions in (one, other))
         if first.shape == second.shape and torch.equal(first, second):
             return True
-        mine, theirs = (self.of(taken, positions) for positions in (one, other))
+        mine, theirs = (self.of(map_input, positions) for positions in (one, other))
         apart = [at for at in mine.keys() & theirs.keys() if _are_apart(mine[at], theirs[at])]
         if apart:
             return all(self._are_the_same(at, mine[at], theirs[at]) for at in apart)
@@ -115,17 +115,17 @@ class _Sources:
 
 
 def _are_apart(one: frozenset[int], other: frozenset[int]) -> bool:
-    """Each has positions that the other lacks; those of a layer hold those of the layers before."""
+    """Each has positions that the other lacks; the positions of a layer include those of the layers before it."""
     return bool(one - other) and bool(other - one)
 
 
 def _feature_axis(run: TracedRun, tensor: Tensor) -> int:
     """Feature axis of an input: the one along which an element of a map's input depends on several of its elements."""
     for leaf in run.leaves:
-        if not leaf.taken.requires_grad or not leaf.taken.numel():
+        if not leaf.input.requires_grad or not leaf.input.numel():
             continue
-        first = weights_at(leaf.taken, [0])
-        (found,) = torch.autograd.grad(leaf.taken, tensor, first, retain_graph=True, allow_unused=True)
+        first = weights_at(leaf.input, [0])
+        (found,) = torch.autograd.grad(leaf.input, tensor, first, retain_graph=True, allow_unused=True)
         places = torch.zeros(0, tensor.dim()) if found is None else found.nonzero()
         varied = [axis for axis in range(tensor.dim()) if len(set(places[:, axis].tolist())) > 1]
         if len(varied) == 1:

@@ -38,7 +38,7 @@ class WeightView:
         return self.tensor.shape == self.base.shape and self.tensor.stride() == self.base.stride()
 
     def features(self, new: Sequence[int]) -> tuple[tuple[int, ...], int, list[int]] | None:
-        """Number the features of a map, which some dims of the view give, where it takes the others.
+        """Numbers of the output features of a map, from the dims of the view that are not contracted.
 
         Args:
             new: those dims.
@@ -110,7 +110,7 @@ class WeightViews:
         return WeightView(base, tensor, tuple(dims), name, stub) if is_plain else None
 
     def has_filled(self, arguments: Iterable[Any], made: Any) -> bool:
-        """Draw numbers for weights of maps that a function reads otherwise than in a product that is cut.
+        """Fill weights that a function uses in another way than in a product that is cut.
 
         Args:
             arguments: of the function.

@@ -17,7 +17,7 @@ HIDDEN = -5000.0
 
 @dataclass(frozen=True, eq=False)
 class MaskTerm:
-    """One thing that hides keys.
+    """One mask, or one bias, that hides keys from queries.
 
     Attributes:
         tensor: broadcastable to ``(*lead, queries, keys)``; `None` for those that follow from positions.
@@ -74,7 +74,7 @@ class MaskTerm:
         return self._rows(axes, sequences, positions).float() * self.sign if self.kind == "added" else None
 
     def seen_by_none(self, axes: Axes, sequences: Tensor, queries: int, keys: int) -> Tensor | None:
-        """Return which keys no query of a sequence sees, which is the mark of padding.
+        """The keys that are hidden from every query of a sequence: padding.
 
         Rows of padding that see every key, so that their softmax is no 0/0, are not counted as seeing.
 

@@ -234,7 +234,7 @@ def _is_at_hand(tensor: Tensor) -> bool:
 
 
 def _of_seeing(rows: Tensor, visible: Tensor) -> Tensor:
-    """Empty the rows of queries that see nothing, whose softmax is 0/0 or uniform by accident."""
+    """Zero the rows of queries without a visible key, whose softmax is 0/0 or uniform by accident."""
     sees = visible.any(-1, keepdim=True)
     if _is_at_hand(sees) and bool(sees.all()):
         return rows
