@@ -13,7 +13,16 @@ from torch import Tensor
 from hdi_callback.attention.layer.heads import INPUT_ROLES, Role
 from hdi_callback.attention.trace.core_view import CoreView, own_columns
 from hdi_callback.attention.trace.graph_walk import is_fake_quantised
-from hdi_callback.attention.trace.head_rows import NOT_FOLLOWED, NoHeadsError, Rows, UndecidedError, module_of, named
+from hdi_callback.attention.trace.head_rows import (
+    NOT_FOLLOWED,
+    VALUES_ARE_INPUTS,
+    NoHeadsError,
+    Rows,
+    UndecidedError,
+    module_of,
+    named,
+)
+from hdi_callback.attention.trace.role_rows import takes_attention
 from hdi_callback.attention.trace.support import Support
 
 _ONE_TOKEN = "one of its softmaxes runs over copies of a single token, as with several rounds of hashing"
@@ -34,6 +43,8 @@ def require_tokens(view: CoreView) -> None:
             at = at[weights.amax(0) > 0]
         chosen = at[torch.linspace(0, len(at) - 1, min(4, len(at))).long()]
         alone = [one for i in sorted(set(chosen.tolist())) if (one := run.support(tensor, [i]))]
+        if role == "value" and len(alone) < len(set(chosen.tolist())) and _are_given_by_others(view, alone):
+            raise UndecidedError(VALUES_ARE_INPUTS)
         found = {frozenset(run.features(one)) for one in alone}
         are_of_one_map = len({frozenset(run.maps(one)) for one in alone}) == 1
         if len(found) > 1 and are_of_one_map and sum(map(len, found)) == len(frozenset().union(*found)):
@@ -50,6 +61,14 @@ def require_tokens(view: CoreView) -> None:
                 raise NoHeadsError(f"its {role}s are the same for all tokens")
             if not are_mixtures(view, tensor, chosen, alone[0]):
                 raise NoHeadsError(f"each of its {role}s mixes the features of all tokens")
+
+
+def _are_given_by_others(view: CoreView, values: list[Support]) -> bool:
+    """Return whether what is averaged is an output of other cores, as where a layer weighs the layers before it."""
+    leaves = {leaf for one in values for leaf in one.masks}
+    at_keys = view.at(view.first, "key")
+    keys = view.trace.run.support(view.tensor("key"), at_keys).masks.keys()
+    return bool(leaves) and leaves == set(keys) and all(takes_attention(view.trace, leaf) for leaf in leaves)
 
 
 def are_mixtures(view: CoreView, tensor: Tensor, chosen: Tensor, alone: Support) -> bool:
@@ -155,9 +174,19 @@ def require_linear(view: CoreView, heads: dict[Role, list[Rows]], *, has_shared:
         elif _are_chosen_by_values(view):
             raise NoHeadsError("which tokens it attends to depends on the outputs of its projections")
         else:
+            several = _maps_with_others(view, role, heads[role])
+            if several:
+                raise NoHeadsError(f"its {role}s are computed from the outputs of {several}, and not as their sum")
             what = "a fake quantisation" if is_fake_quantised(view.tensor(role)) else "an activation"
             raise NoHeadsError(f"its {role} projection is followed by {what}")
     return normed
+
+
+def _maps_with_others(view: CoreView, role: Role, rows: list[Rows]) -> str:
+    """Name the maps of a role of several, as where a condition scales what a map gives; none where there is one."""
+    own, tensor = {one.parameter for one in rows}, view.tensor(role)
+    maps = set(view.trace.run.maps(view.trace.run.support(tensor, view.at(view.first, role))))
+    return named(sorted(maps | own)) if maps - own else ""
 
 
 def _are_chosen_by_values(view: CoreView) -> bool:

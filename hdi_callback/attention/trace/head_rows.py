@@ -12,6 +12,7 @@ from hdi_callback.attention.layer.heads import Centring, Role
 ROUNDED = "its {role}s are rounded, so that no gradient shows which projection they come from"
 SINGLE_KEYS = "each query had a single key when it was run, which does not show its key heads"
 NOT_FOLLOWED = "its {role}s are computed from `{name}`, but not by a linear map of single tokens that can be read"
+VALUES_ARE_INPUTS = "its values are its inputs, without a projection"
 
 
 class NoHeadsError(Exception):

@@ -35,6 +35,7 @@ from hdi_callback.attention.trace.head_rows import (
     NOT_FOLLOWED,
     ROUNDED,
     SINGLE_KEYS,
+    VALUES_ARE_INPUTS,
     HeadRows,
     NoHeadsError,
     Rows,
@@ -61,6 +62,7 @@ from hdi_callback.attention.trace.weighed_tokens import weighs_tokens
 
 _NO_MAP = "its {role}s come from no linear map of single tokens: they are learned, or a filter over tokens gives them"
 _SEVERAL = "the attention weights of one head are computed from several softmaxes"
+_THREE_TOKENS = "each of its scores is of three tokens, and not a product of a query and a key"
 _TIED = "one map for all rows, of scores summed over them"
 _STREAM = "one of two token streams that attend together"
 
@@ -205,6 +207,8 @@ class CoreReading:
         first = int(view.at(view.first, "query")[0]) // count * count
         whole = self.run.support(queries, range(first, first + count))
         if "query" not in heads:
+            if _are_of_two_tokens([self.run.support(queries, [at]) for at in range(first, first + count)]):
+                raise NoHeadsError(_THREE_TOKENS)
             return "the weights of its queries" if whole else ""
         others = set(self.run.maps(whole)) - set(self.run.maps(of_query))
         return f"the queries of other tokens, which come from {named(sorted(others))}" if others else ""
@@ -267,12 +271,19 @@ class CoreReading:
         if matrix is not None and _has_one_for_each_token(values, run.parameters[matrix]):
             raise NoHeadsError(f"each token position has a value matrix of its own in `{module_of(matrix)}`")
         if all(run.support(side) for product in self.core.scores for side in product.sides):
-            raise UndecidedError("its values are its inputs, without a projection")
+            raise UndecidedError(VALUES_ARE_INPUTS)
         if matrix is not None and run.convolved:
             raise UndecidedError(self.trace.filters_behind("value", values) or _NO_MAP.format(role="value"))
         if matrix is not None:
             raise UndecidedError(NOT_FOLLOWED.format(role="value", name=module_of(matrix)))
         raise NoHeadsError  # a part of attention whose projections lie around it
+
+
+def _are_of_two_tokens(queries: list[Support]) -> bool:
+    """Return whether there is a query for each pair of tokens, of which one map takes one and another the other."""
+    found = [tuple((leaf, one.positions(leaf)) for leaf in sorted(one.masks)) for one in queries]
+    each = [{one[place] for one in found} for place in range(min(map(len, found)))]
+    return len(each) > 1 and len(set(found)) > max(map(len, each))
 
 
 def _of_product(pairs: dict[int, list[QueryKeys]], number: int) -> dict[int, QueryKeys]:

@@ -236,7 +236,7 @@ def _others(traced: _Traced, untried: Collection[str]) -> Iterator[tuple[str, In
 def _traced(name: str, module: nn.Module, inputs: Iterable[Inputs], is_known: Callable[[str], bool]) -> _Traced:
     traceable = Traceable(module)
     best = _Traced(name, module)
-    without_heads = 0
+    without_heads, refused = 0, set[frozenset[tuple[str, int]]]()
     for one in islice(inputs, _MOST_INPUTS):
         try:
             run, found = layers_in(
@@ -244,6 +244,10 @@ def _traced(name: str, module: nn.Module, inputs: Iterable[Inputs], is_known: Ca
             )
         except Exception:  # inputs that do not fit
             continue
+        if run.error is None:
+            refused |= {item.maps for item in found if item.layer is None and not item.is_undecided}
+        else:  # of heads that a whole run refuses, a run that stopped shows a part
+            found = [item for item in found if item.maps not in refused]
         has_layers = any(item.layer is not None for item in found)
         if not has_layers and (run.error is not None or one.is_guess):
             continue

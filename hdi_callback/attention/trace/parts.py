@@ -18,6 +18,7 @@ from hdi_callback.attention.trace.traced_cores import TracedCores
 
 _MOST_QUERIES = 16  # that are traced back to their map
 _NO_MAP = "its keys come from no linear map of single tokens: a filter over tokens may give them"
+_NO_PARAMETER = "its keys are its inputs, or computed from them without a parameter"
 _LIVE = 1e-12  # a weight above this is of a token that is not masked
 
 
@@ -193,7 +194,13 @@ class CoreParts:
             if any(is_rounded(self.core.scores[one.product].sides[one.side]) for one in pairs):
                 raise NoHeadsError(ROUNDED.format(role="key"))
             sides = [self.core.scores[one.product].sides[one.side] for one in pairs]
-            why = next(filter(None, (self.trace.filters_behind("key", one) for one in sides)), _NO_MAP)
+            why = next(filter(None, (self.trace.filters_behind("key", one) for one in sides)), "")
+            parameters = list(self.trace.run.parameters.values())
+            if not why and any(
+                Support.of(one, self.trace.run.inputs) and not Support.of(one, parameters) for one in sides
+            ):
+                why = _NO_PARAMETER
+            why = why or _NO_MAP
             raise UndecidedError(why)
         if len(candidates) > 1:
             n = unit // self.units.count

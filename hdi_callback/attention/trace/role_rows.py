@@ -78,7 +78,7 @@ def _fed_by(
         return nothing
     if set(sources) == set(shared) and not _is_in_front(view, sources):
         return nothing
-    if all(_takes_attention(trace, source) for source in sources):  # which makes tokens of what heads gave
+    if all(takes_attention(trace, source) for source in sources):  # which makes tokens of what heads gave
         return nothing
     if _adds_by_token(trace, leaf):  # positions, say: what it takes are tokens, and no rows of another map alone
         return nothing
@@ -122,10 +122,10 @@ def _is_in_front(view: CoreView, sources: list[int]) -> bool:
     """Return whether a map in front of all projections belongs to this attention, and does not compute its tokens."""
     path, source = view.core.path, sources[0]
     is_own = not path or view.trace.leaves[source].parameter.startswith(f"{path}.")
-    return len(sources) == 1 and is_own and not _takes_attention(view.trace, source)
+    return len(sources) == 1 and is_own and not takes_attention(view.trace, source)
 
 
-def _takes_attention(trace: TracedCores, leaf: int) -> bool:
+def takes_attention(trace: TracedCores, leaf: int) -> bool:
     """Recognise a map whose input is the output of an attention core, with no map in between."""
     return any(depends_on(trace.leaves[leaf].input, core.output) for core in trace.cores)
 

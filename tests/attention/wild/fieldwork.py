@@ -253,6 +253,7 @@ class AnglesThatLearn(nn.Module):
 @case(
     Core(rows("to_q.weight", takes=1), rows("to_k.weight"), rows("to_v.weight"), rows("to_out.weight", "c (h d)"),
          heads_alone=True), inputs=("b n c", "b m c", "b c"),
+    may_refuse="and not as their sum",
 )  # fmt: skip
 class AConditionScalesQueries(nn.Module):
     """FiLM in attention: a vector of the whole sample scales queries and keys, feature by feature; a set is asked."""

@@ -97,6 +97,8 @@ READ = [
     "StandAlone", "RolledNeighbours", "AskedByACell",
     # Recurrences beside attention, turns by contents that no gradient sees, maps within functions that `vmap` takes.
     "EveryThirdLayerAttends", "TurnedByContents", "OneSequenceOfAMap", "LatentsNormedAndTurned", "LatentsOfGroups",
+    # A softmax over layers beside those over tokens; layers of einops that hold the maps.
+    "LayersWeighTheLayersBefore", "MapsByEinMix",
 ]  # fmt: skip
 REFUSALS = {
     "TalkingHeads": "its heads mix: `talk` maps the scores of all heads before the softmax",
@@ -137,6 +139,11 @@ REFUSALS = {
     "KernelRegression": "its scores are not products of queries and keys",
     "OneFlatVector": "multiplies with a matrix that is not a parameter",
     "AdaptersInPlace": "as its projection `qkv.b_v` takes the output of another linear map",
+    # A score for each pair of keys, what two maps multiply, matrices that are buffers, heads of several widths.
+    "PairsAreAsked": "each of its scores is of three tokens, and not a product of a query and a key",
+    "AConditionScalesQueries": "its keys are computed from the outputs of `film.1` and `to_k`, and not as their sum",
+    "QueriesAndKeysAreBuffers": "its keys are its inputs, or computed from them without a parameter",
+    "HeadsOfEveryWidth": "its query heads differ in width",
 }
 
 
@@ -212,6 +219,11 @@ def test_a_whole_model_of_vectors_alone_that_attends_is_named_once(name):
 def test_what_cannot_be_run_before_training_is_claimed_by_no_name(name):
     verdict = judge(ALL[name], "model")
     assert (verdict.verdict, verdict.reason) == (REFUSED, "it could not be run with synthetic inputs")
+
+
+def test_a_run_that_stops_shows_no_heads_that_a_whole_run_refuses():
+    verdict = judge(ALL["HeadsOfEveryWidth"], "model")
+    assert (verdict.verdict, verdict.reason) == (REFUSED, "its query heads differ in width.")
 
 
 @pytest.mark.parametrize("name", ["UnderAutocast", "AutocastOffForScores", "OwnBackward", "DenseSynthesizer"])
