@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from hdi_callback import HDICallback, HeadDiversityMonitor, LayerRecord, Record
-from hdi_callback.core import rank_allocations
+from hdi_callback.core import AttentionSums, rank_allocations
 from hdi_callback.errors import MisconfigurationError, MonitoringWarning
 from hdi_callback.monitoring.alerts import Alerts, Finding, Rule
 from hdi_callback.monitoring.history import History, read_records
 from hdi_callback.monitoring.interventions import ReviveHeads, StopTraining
 from hdi_callback.monitoring.metrics import RULE_METRICS
+from hdi_callback.monitoring.session.host import PlainHost
 from hdi_callback.monitoring.session.schedule import Schedule
 from tests.models import Classifier
 
@@ -206,3 +207,16 @@ def test_an_intervention_of_ones_own_that_asks_whether_it_lasts_is_warned_and_an
     with pytest.warns(DeprecationWarning, match="write `is_active`"):
         assert mine.lasts
     assert mine.is_active
+
+
+def test_methods_and_sums_answer_to_their_old_names():
+    rest = pytest.warns(DeprecationWarning, match="`rest` is deprecated: write `skip_forward`")
+    with HeadDiversityMonitor(Classifier()) as monitor, rest:
+        monitor.rest()
+    with pytest.warns(DeprecationWarning, match="`say` is deprecated: write `print`"):
+        assert PlainHost().say is not None
+    sums = AttentionSums.of(torch.full((1, 2, 3, 4), 0.25))
+    with pytest.warns(DeprecationWarning, match="`seeing` is deprecated: write `queries_with_keys`"):
+        assert sums.seeing is sums.queries_with_keys
+    with pytest.warns(DeprecationWarning, match="`seen` is deprecated: write `visible_keys`"):
+        assert sums.seen is sums.visible_keys

@@ -15,6 +15,7 @@ from torch import Tensor
 from hdi_callback.core.circuits import CircuitSimilarity
 from hdi_callback.core.pairs import largest_pair, live_pairs, mean_over_pairs
 from hdi_callback.core.tensors import may_decide_on_host
+from hdi_callback.deprecation import renamed_attribute
 from hdi_callback.errors import ShapeError
 
 _PIECE = 2048  # products that are added one after the other
@@ -77,8 +78,8 @@ class AttentionSums:
         product: ``(H, H)``, sum of the inner products of rows.
         centred: ``(H, H)``, the same with the uniform part taken out.
         logit: ``(H,)``, the largest score; minus infinity where there is none.
-        seeing: number of queries with a visible key, where there are several keys.
-        seen: sum of the numbers of their visible keys, mean over heads.
+        queries_with_keys: number of queries with a visible key, where there are several keys.
+        visible_keys: sum of the numbers of their visible keys, mean over heads.
         placed: number of them whose positions among the keys are known.
         ahead: ``(H,)``, sum of their attention to later keys.
     """
@@ -91,10 +92,13 @@ class AttentionSums:
     product: Tensor
     centred: Tensor
     logit: Tensor
-    seeing: Tensor
-    seen: Tensor
+    queries_with_keys: Tensor
+    visible_keys: Tensor
     placed: Tensor
     ahead: Tensor
+
+    seeing = renamed_attribute("seeing", "queries_with_keys")
+    seen = renamed_attribute("seen", "visible_keys")
 
     def of_heads(self, heads: Sequence[int]) -> AttentionSums:
         """Choose heads.
@@ -203,8 +207,8 @@ class AttentionSums:
             product=product,
             centred=of_centred,
             logit=logit,
-            seeing=seeing.sum().to(wide.dtype),
-            seen=torch.where(seeing, sees.mean(-2), 0).sum(),
+            queries_with_keys=seeing.sum().to(wide.dtype),
+            visible_keys=torch.where(seeing, sees.mean(-2), 0).sum(),
             placed=seeing.sum().to(wide.dtype) * float(positions is not None),
             ahead=ahead,
         )
@@ -267,7 +271,7 @@ class AttentionSums:
             alike_worst=alike_worst,
             alike_worst_pair=alike_worst_pair,
             logit=torch.where(self.logit == -torch.inf, torch.nan, self.logit),
-            keys=self.seen / self.seeing,
+            keys=self.visible_keys / self.queries_with_keys,
             ahead=self.ahead / self.placed,
         )
 

@@ -124,7 +124,7 @@ class HDICallback(Shell, pl.Callback):
             settings = replace(settings, history=False)
         host = LightningHost(trainer, settings, self._prefix, self._warn_once)
         # Printed before a progress bar is drawn.
-        self._start(pl_module, host, settings, name=settings.name, say=rank_zero_info)
+        self._start(pl_module, host, settings, name=settings.name, print_line=rank_zero_info)
 
     @guarded(STARTING, passes=MISUSE)
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -98,7 +98,7 @@ class LightningHost:
         self.trainer.save_checkpoint(path, weights_only=False)  # every rank takes part
         return str(path)
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Print a line to the user."""
         self.trainer.print(text)
 
@@ -112,7 +112,7 @@ class LightningHost:
         self._dashboards.close()
         self._dashboards.loggers(self.trainer.loggers, self._prefix, [layer.name for layer in monitor.layers])
         is_resumed = state is not None
-        return [latest, *self._dashboards.sinks(history, self.say, "the loggers", is_resumed=is_resumed)]
+        return [latest, *self._dashboards.sinks(history, self.print, "the loggers", is_resumed=is_resumed)]
 
     def _keep(self, curves: Mapping[str, float]) -> None:
         # `log_dict` would recompute all of these at each refresh of the progress bar, and is forbidden after the last

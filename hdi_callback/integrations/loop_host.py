@@ -172,7 +172,7 @@ class LoopHost(PlainHost):
             self.dashboards.tensorboard(board, self.folder / "hdi", state, layers)
         if run is not None:
             self.dashboards.wandb(run, layers, "hdi_step", is_guest=True)
-        return [latest, *self.dashboards.sinks(history, self.say, "the dashboards", is_resumed=state is not None)]
+        return [latest, *self.dashboards.sinks(history, self.print, "the dashboards", is_resumed=state is not None)]
 
     def _keep(self, curves: dict[str, float]) -> None:
         self.latest = curves

@@ -84,13 +84,13 @@ class Dashboards:
             self._outlets.append(wandb.add_picture(run, axis))
 
     def sinks(
-        self, history: History | None, say: Callable[[str], Any], otherwise: str, *, is_resumed: bool
+        self, history: History | None, print_line: Callable[[str], Any], otherwise: str, *, is_resumed: bool
     ) -> list[Sink]:
         """All sinks: those opened here, pictures, console, the user's function.
 
         Args:
             history: the history file; pictures are also saved in a folder beside it.
-            say: prints a line.
+            print_line: prints a line.
             otherwise: where alerts are kept without a history.
             is_resumed: draw the readings in the history as well.
 
@@ -98,7 +98,7 @@ class Dashboards:
             The sinks.
         """
         called = self._settings.on_alert
-        lines = console.AlertLines(say, otherwise if history is None else history)
+        lines = console.AlertLines(print_line, otherwise if history is None else history)
         return [
             *self._opened,
             *self._pictures(history, is_resumed),

@@ -123,7 +123,7 @@ class Shell:
         settings: Settings,
         *,
         name: str | None = None,
-        say: Callable[[str], Any] = print,
+        print_line: Callable[[str], Any] = print,
         attaches: bool = False,
     ) -> Session:
         """Find the layers, install the hooks, and print once which layers there are."""
@@ -134,7 +134,7 @@ class Shell:
         if host.is_first_rank and settings.verbose:
             with self._warn_once.guard("printing the layers"):
                 monitor, doing, every = session.monitor, session.interventions, settings.every_n_steps
-                print_layers(monitor.layers, monitor.refused, every_n_steps=every, interventions=doing, say=say)
+                print_layers(monitor.layers, monitor.refused, every_n_steps=every, interventions=doing, say=print_line)
         return session
 
     def _open(self) -> None:

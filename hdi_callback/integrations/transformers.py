@@ -215,4 +215,4 @@ class _TrainerHost(PlainHost):
         run = getattr(sys.modules.get("wandb"), "run", None) if "wandb" in wanted else None
         if run is not None:
             self.dashboards.wandb(run, layers, "train/global_step")
-        return self.dashboards.sinks(history, self.say, "TensorBoard and W&B", is_resumed=state is not None)
+        return self.dashboards.sinks(history, self.print, "TensorBoard and W&B", is_resumed=state is not None)

@@ -76,7 +76,7 @@ def test_a_layer_whose_claim_does_not_hold_is_dropped_with_what_shows_it(claimed
             record = monitor.measure(0).record()
         (message,) = [str(warning.message) for warning in reported]
         assert "`blocks.1`" in message
-        assert "head 0 attends with keys of claimed head 3" in message
+        assert "head 0 attends with the keys of claimed head 3" in message
         assert set(scalars(record)) == {"blocks.0", "blocks.2"}
         assert "contradicts its heads" in record.absent["blocks.1"]
         with warnings.catch_warnings():

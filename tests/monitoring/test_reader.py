@@ -28,8 +28,8 @@ class Monitor:
         assert training_only
         self.calls.append("arm")
 
-    def rest(self) -> None:
-        self.calls.append("rest")
+    def skip_forward(self) -> None:
+        self.calls.append("skip forward")
 
     def release(self) -> None:
         self.calls.append("release")
@@ -70,7 +70,7 @@ def test_forwards_are_captured_when_a_reading_is_due_and_left_alone_otherwise(re
         reader.after_backward(Position(step), is_last=True)
         reader.after_step(Position(step + 1))
         assert not reader.is_capturing
-    assert monitor.calls == ["arm", "measure 0", "rest", "arm", "measure 2", "rest"]
+    assert monitor.calls == ["arm", "measure 0", "skip forward", "arm", "measure 2", "skip forward"]
     assert steps(reader) == [0, 2]
     assert steps(reader) == []
 
@@ -131,7 +131,7 @@ def test_a_backward_between_readings_measures_nothing(reader, monitor):
     reader.schedule.last = 0
     reader.before_forward(1)
     reader.after_backward(Position(1), is_last=True)
-    assert monitor.calls == ["rest"]
+    assert monitor.calls == ["skip forward"]
 
 
 def test_the_last_weights_that_were_measured_early_are_the_last_reading(reader, monitor):

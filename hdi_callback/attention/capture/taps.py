@@ -193,7 +193,7 @@ class Taps(Hooks):
         if self._is_eager:
             super().suspend()
 
-    def rest(self) -> None:
+    def skip_forward(self) -> None:
         """Switch sampling in compiled graphs off, before a forward that is not to be captured.
 
         Not done by `release`, since until then it may be forbidden to compile anything anew.

@@ -210,7 +210,7 @@ class RowReader:
             if key not in self._paddings:
                 everyone = torch.arange(axes.sequences, device=device)
                 # The mask is kept with it, so that its id stays its own.
-                self._paddings[key] = (term.tensor, term.seen_by_none(axes, everyone, queries, keys))
+                self._paddings[key] = (term.tensor, term.hidden_from_all(axes, everyone, queries, keys))
             one = self._paddings[key][1]
             found = one if found is None else found if one is None else found | one
         return found

@@ -16,7 +16,7 @@ from hdi_callback.attention import AttentionLayer, Refusal, Taps
 from hdi_callback.attention.capture.padding import PaddingChoice
 from hdi_callback.attention.wrappers import inner_model
 from hdi_callback.core.whitening import Method
-from hdi_callback.deprecation import renamed_argument
+from hdi_callback.deprecation import renamed_argument, renamed_attribute
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import attempt_each, guarded
 from hdi_callback.monitoring.absent import Absent, absence_of
@@ -281,10 +281,12 @@ class HeadDiversityMonitor:
         return any(capture.has_run for capture in self._captures)
 
     @guarded("preparing to measure head diversity")
-    def rest(self) -> None:
+    def skip_forward(self) -> None:
         """Remove samples from compiled graphs before a forward that is not captured."""
         for capture in self._captures:
-            capture.rest()
+            capture.skip_forward()
+
+    rest = renamed_attribute("rest", "skip_forward")
 
     @guarded("removing the hooks")
     def release(self) -> None:

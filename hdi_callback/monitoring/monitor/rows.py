@@ -220,7 +220,7 @@ class AttentionReadings:
         self.observer.release()
         self._is_armed, self._padding_mask = False, None
 
-    def rest(self) -> None:
+    def skip_forward(self) -> None:
         """Do nothing: an observer leaves nothing in a graph."""
 
     def remove(self) -> None:

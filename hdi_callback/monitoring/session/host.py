@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdi_callback.attention import AttentionLayer
+from hdi_callback.deprecation import renamed_attribute
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
 from hdi_callback.monitoring.ranks import is_first_rank, share_within
@@ -55,7 +56,7 @@ class Host(Protocol):
     def save(self, name: str) -> str:
         """Save a checkpoint under a name without a suffix; return where."""
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Print a line to the user."""
 
     def sinks(
@@ -106,13 +107,15 @@ class PlainHost:
         """
         return self._share(value)
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Print a line.
 
         Args:
             text: the line.
         """
         print(text)  # noqa: T201
+
+    say = renamed_attribute("say", "print")
 
 
 class HostTraining:

@@ -48,7 +48,7 @@ class Reader:
             self._pending.begin()
             self._monitor.arm(training_only=True)
         else:
-            self._monitor.rest()
+            self._monitor.skip_forward()
 
     def after_backward(self, position: Position, *, is_last: bool) -> None:
         """Measure the captured forward, or add it to an incomplete reading.

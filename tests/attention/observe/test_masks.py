@@ -209,7 +209,7 @@ def test_keys_that_no_query_of_a_sequence_sees_are_marked_by_sequence(shape):
     padded = torch.zeros(B, T, dtype=torch.bool)
     padded[1, -2:] = True
     term = MaskTerm(torch.zeros(shape).masked_fill(padded[:, None, None], -torch.inf), "added")
-    found = term.seen_by_none(Axes(lead=(B, 4), batch=(0,)), torch.arange(B), T, T)
+    found = term.hidden_from_all(Axes(lead=(B, 4), batch=(0,)), torch.arange(B), T, T)
     assert found.shape == padded.shape
     assert torch.equal(found, padded)
 

@@ -73,7 +73,7 @@ class MaskTerm:
         """
         return self._rows(axes, sequences, positions).float() * self.sign if self.kind == "added" else None
 
-    def seen_by_none(self, axes: Axes, sequences: Tensor, queries: int, keys: int) -> Tensor | None:
+    def hidden_from_all(self, axes: Axes, sequences: Tensor, queries: int, keys: int) -> Tensor | None:
         """The keys that are hidden from every query of a sequence: padding.
 
         Rows of padding that see every key, so that their softmax is no 0/0, are not counted as seeing.
