@@ -82,6 +82,6 @@ def test_a_wrong_layout_is_contradicted_alike_before_training_and_in_it(wrong_la
     with HeadDiversityMonitor(model, metrics=["hdi"]) as monitor:
         monitor.arm()
         model(x)
-        with pytest.warns(match="`0` left out from now on"):
+        with pytest.warns(match="`0` is left out from now on"):
             record = monitor.measure(0).record()
     assert "contradicts its heads" in record.absent["0"]

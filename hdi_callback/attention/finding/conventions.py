@@ -125,10 +125,10 @@ def computes_attention(module: nn.Module) -> bool:
     # A layer of a graph network sends its messages in methods beside its forward.
     members = [one for name, one in vars(type(module)).items() if name != "__init__"]  # which makes parts, runs none
     own = [forward, *(one for one in members if isinstance(one, types.FunctionType))]
-    return any(_asks_for_attention(one.__code__) for one in own)
+    return any(_calls_attention(one.__code__) for one in own)
 
 
-def _asks_for_attention(code: types.CodeType) -> bool:
+def _calls_attention(code: types.CodeType) -> bool:
     within = list(_with_inner(code))  # functions that are written in it, as `vmap` takes them
     steps = [step for one in within for step in dis.get_instructions(one)]
     called = (step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))

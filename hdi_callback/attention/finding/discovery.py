@@ -110,9 +110,9 @@ def survey(
     exclude = words("exclude", exclude, what="patterns of layer names")
     search = Search(model)
     with isolated(model):
-        search.ask_registry()  # 1
+        search.apply_registry()  # 1
         search.trace()  # 2
-        search.name_what_is_silent()  # 3
+        search.refuse_silent_modules()  # 3
     if forward is not None:
         _run_for_real(forward, search)  # 4 to 6
     return chosen_from(search, include, exclude)
@@ -141,7 +141,7 @@ def _run_for_real(forward: Callable[[], Any], search: Search) -> None:
         search.trace_recorded(ran)  # 4
         if has_numbers:
             search.compare(observer, ways)  # 5
-        search.name_what_ran_silently(sorted(ran))  # 6
+        search.refuse_silent_in_forward(sorted(ran))  # 6
     observer.release()
 
 

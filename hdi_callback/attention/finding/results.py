@@ -113,7 +113,7 @@ def chosen_from(search: Search, include: Sequence[str] | None, exclude: Sequence
 
 
 def _refusal(search: Search, name: str) -> Refusal:
-    place, why = search.places.get(name), search.why(name)
+    place, why = search.places.get(name), search.reason_of(name)
     return Refusal(name, "module" if place is None else type(place.module).__name__, why.text, why.remedy)
 
 

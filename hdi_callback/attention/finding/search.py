@@ -98,7 +98,7 @@ class Search:
 
     # --- 1. the registry
 
-    def ask_registry(self) -> None:
+    def apply_registry(self) -> None:
         """Look every module up in the registry of known heads."""
         for name, place in self.places.items():
             if not is_known_kind(place.module):
@@ -124,7 +124,7 @@ class Search:
             layers_in = Counter(around for name in self.layers for around in containers(name))
             for name in names:
                 if layers_in[name] <= _MOST_LAYERS_WITHIN and self._is_worth_running(name):
-                    self._take(name, self._traced(name, None))
+                    self._record(name, self._traced(name, None))
 
     def trace_recorded(self, recorded: Mapping[str, Sequence[Inputs]]) -> None:
         """Run copies of modules with inputs of a real forward.
@@ -142,7 +142,7 @@ class Search:
                 for other in [one for one, why in self.reasons.items() if why.is_open and why.text == SINGLE_KEYS]:
                     if is_within(other, {name}):
                         del self.reasons[other]
-            self._take(name, found, is_of_forward=True)
+            self._record(name, found, is_of_forward=True)
 
     def _traced(self, name: str, recorded: Sequence[Inputs] | None) -> Sequence[Found] | None:
         def is_known(path: str) -> bool:
@@ -175,7 +175,7 @@ class Search:
                 return True
         return False
 
-    def _take(self, name: str, found: Sequence[Found] | None, *, is_of_forward: bool = False) -> None:
+    def _record(self, name: str, found: Sequence[Found] | None, *, is_of_forward: bool = False) -> None:
         if found is None:
             return
         self._ran.add(name)
@@ -222,7 +222,7 @@ class Search:
 
     # --- 3. names
 
-    def name_what_is_silent(self) -> None:
+    def refuse_silent_modules(self) -> None:
         """Refuse modules that are called attention and ran without a softmax over tokens."""
         explained = self._modules_of_layers()
         reported = {*self.layers, *self.reasons}
@@ -302,9 +302,9 @@ class Search:
             if read is None:
                 self.reasons[name] = Reason(_NOT_RUN_AGAIN if name in self._failed else one.reason)
             elif not read.left_out:
-                self.layers[one.layer] = replace(read, left_out=self._rest_of(read, ways.get(one.layer, ())))
+                self.layers[one.layer] = replace(read, left_out=self._left_out_of(read, ways.get(one.layer, ())))
 
-    def name_what_ran_silently(self, names: Iterable[str]) -> None:
+    def refuse_silent_in_forward(self, names: Iterable[str]) -> None:
         """Refuse modules that were undecided before a real forward and showed no attention in it.
 
         Args:
@@ -318,7 +318,7 @@ class Search:
             if is_named and is_silent and not self._is_explained(name):
                 self.reasons[name] = Reason(_NO_SOFTMAX_SEEN)
 
-    def _rest_of(self, layer: AttentionLayer, ways: Sequence[Inputs]) -> str:
+    def _left_out_of(self, layer: AttentionLayer, ways: Sequence[Inputs]) -> str:
         """The further tokens that a layer attends to, in words, by the arguments of real calls."""
         found = self._tracer.found_in(layer.name, layer.module, ways) or ()
         said = [one.layer.left_out for one in found if one.layer is not None and one.layer.left_out]
@@ -333,11 +333,11 @@ class Search:
         self.layers.pop(name, None)
         found = self._tracer.found_in(name, layer.module, recorded)
         if found and all(one.layer is not None for one in found):
-            self._take(name, found)
+            self._record(name, found)
         else:
             self.reasons[name] = Reason(f"in the forward that was run, {what}")
 
-    def why(self, name: str) -> Reason:
+    def reason_of(self, name: str) -> Reason:
         """Return why nothing is read of a module.
 
         Args:

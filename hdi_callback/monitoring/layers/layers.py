@@ -188,7 +188,7 @@ class WatchedLayers:
         """
         self.leave_out({name: why})
         warnings.warn(
-            f"`{name}` left out from now on: {why}. A new monitor would find its heads anew.",
+            f"`{name}` is left out from now on: {why}. A new monitor would find its heads anew.",
             UnsupportedAttentionWarning,
             stacklevel=6,
         )

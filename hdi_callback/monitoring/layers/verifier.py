@@ -183,8 +183,10 @@ class HeadVerifier:
         layers.leave_out(contradicted)
         if contradicted:
             why = "; ".join(f"`{name}`: {why}" for name, why in list(contradicted.items())[:3])
+            is_or_are = "is" if len(contradicted) == 1 else "are"
             warnings.warn(
-                f"{listed(list(contradicted))} left out from now on. {why}. Describe it with `register_layout`.",
+                f"{listed(list(contradicted))} {is_or_are} left out from now on. {why}. "
+                "Describe the heads with `register_layout`.",
                 UnsupportedAttentionWarning,
                 stacklevel=6,
             )
