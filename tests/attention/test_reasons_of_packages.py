@@ -90,6 +90,14 @@ class ReshapedImage(nn.Module):
         return self.out(out.transpose(1, 2).flatten(2).reshape(x.shape))
 
 
+class OverChannels(ReshapedImage):
+    """Attention over the channels of each image alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).flatten(2).unflatten(1, (3, H, -1)).unbind(1)
+        return self.out(((q @ k.mT).softmax(-1) @ v).flatten(1, 2).unflatten(2, x.shape[2:]))
+
+
 _IMAGE, _SEQUENCE = (2, WIDTH, 8, 8), (2, 16, WIDTH)
 
 
@@ -102,7 +110,8 @@ _IMAGE, _SEQUENCE = (2, WIDTH, 8, 8), (2, 16, WIDTH)
         (InverseByIteration, _SEQUENCE, "the attention weights of one head are computed from several softmaxes"),
         (SortedBlocks, _SEQUENCE, "one of its softmaxes weighs blocks of 4 tokens, not single tokens"),
         (ReshapedImage, _IMAGE, "each of its keys holds a few features of several tokens, as after a reshape without "
-         "a transpose"),
+         "a transpose, and its attention mixes the samples of a batch"),
+        (OverChannels, _IMAGE, "each of its keys is of a feature and not of a token, as in attention over channels"),
     ],
 )  # fmt: skip
 def test_a_module_is_refused_with_what_is_true_of_it(
@@ -124,3 +133,11 @@ def test_a_convolution_gives_what_it_is_said_to_give() -> None:
     patches = x.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5).flatten(3)  # of four tokens each
     expected = patches @ model.to_kv.weight.flatten(1).mT + model.to_kv.bias
     torch.testing.assert_close(taken["given"].movedim(1, -1), expected)
+
+
+@pytest.mark.parametrize(("kind", "mixes"), [(ReshapedImage, True), (OverChannels, False)])
+def test_what_is_said_to_mix_the_samples_of_a_batch_does(kind: type[nn.Module], mixes: bool) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(_IMAGE)
+    other = torch.cat([x[:1], torch.randn_like(x[1:])])
+    assert torch.allclose(model(x)[0], model(other)[0]) is not mixes

@@ -30,6 +30,7 @@ _BLOCKS = "one of its softmaxes weighs blocks of {count} tokens, not single toke
 _FEATURES = "each of its {role}s is of a feature and not of a token, as in attention over channels"
 _PLACES = "each of its {role}s holds a few features of several tokens, as after a reshape without a transpose"
 _MIXED = "a {role} head depends on {count} outputs of `{name}`, more than its width: heads share or mix features"
+_SAMPLES = ", and its attention mixes the samples of a batch"
 _BENT = 1e-3  # the third singular value of two vectors and their sum, relative to the first
 
 
@@ -51,7 +52,8 @@ def require_tokens(view: CoreView) -> None:
             if all(len(one.positions(leaf)) == 1 for one in alone for leaf in one.masks):  # tokens of every head
                 raise NoHeadsError("its heads mix: the weights of one head depend on the scores of several")
             places = {frozenset((leaf, at) for leaf in one.masks for at in one.positions(leaf)) for one in alone}
-            raise NoHeadsError((_FEATURES if len(places) == 1 else _PLACES).format(role=role))
+            reason = (_FEATURES if len(places) == 1 else _PLACES).format(role=role)
+            raise NoHeadsError(reason + (_SAMPLES if _mixes_samples(view) else ""))
         # A token may stand there twice, as where tokens are sorted into buckets.
         if len(alone) > 1 and all(one.is_equal(other) for one, other in itertools.pairwise(alone)):
             if _are_one(tensor, chosen):
@@ -69,6 +71,22 @@ def _are_given_by_others(view: CoreView, values: list[Support]) -> bool:
     at_keys = view.at(view.first, "key")
     keys = view.trace.run.support(view.tensor("key"), at_keys).masks.keys()
     return bool(leaves) and leaves == set(keys) and all(takes_attention(view.trace, leaf) for leaf in leaves)
+
+
+def _mixes_samples(view: CoreView) -> bool:
+    """Return whether one head attends over several samples, as where a reshape takes channels for the batch.
+
+    Of images alone: what has fewer dims may have its tokens first.
+    """
+    run, samples = view.trace.run, set()
+    for support in view.supports[view.first].values():
+        for leaf in support.masks:
+            made = Support.of(run.leaves[leaf].input, run.inputs, support.positions(leaf))
+            for number in made.masks:
+                shape = run.inputs[number].shape
+                if len(shape) >= 4:
+                    samples |= {at // shape[1:-1].numel() for at in made.positions(number)}
+    return len(samples) > 1
 
 
 def are_mixtures(view: CoreView, tensor: Tensor, chosen: Tensor, alone: Support) -> bool:
