@@ -183,6 +183,16 @@ def test_allocation_says_what_the_run_must_measure(bad_run, tmp_path):
     assert (found["best_head_dim"] is None) == (found["reason"] is not None)
 
 
+@pytest.mark.parametrize("content", [b"hello\nworld\n", b"\xff\xfe{\x00", b'{"a": 1}\n'])
+def test_a_folder_whose_history_cannot_be_read_is_not_said_to_hold_none(content, tmp_path):
+    file = tmp_path / "hdi" / "history.jsonl"
+    file.parent.mkdir()
+    file.write_bytes(content)
+    shown = run("alerts", str(tmp_path))
+    assert shown.exit_code == 2
+    assert shown.stderr.startswith(f"hdi: `{file}` is not the history of a run")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

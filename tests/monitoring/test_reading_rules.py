@@ -824,3 +824,22 @@ def test_a_layer_that_is_frozen_or_thawed_in_the_middle_of_a_run_is_no_fault():
 
     assert reported(lambda step: step >= 5) == []
     assert reported(lambda step: step < 5) == []
+
+
+@pytest.mark.parametrize(("still", "reported"), [("ab", {"rounded away"}), ("a", {"frozen heads"})])
+def test_weights_that_stop_are_reported_once_and_by_the_cause_that_fits(still, reported):
+    """One layer that stops is left out of training; where all layers stop, the rate has fallen to nothing."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: Attention(Shape(heads=2, key_heads=2, width=16)) for name in ("a", "b")})
+    x, news = torch.randn(2, 6, 16), []
+    with HeadDiversityMonitor(model, metrics=["head_movement_min"]) as monitor, torch.no_grad():
+        alerts = Alerts([FrozenHeads(), RoundedAway()], monitor.facts, pretrained=False)
+        for step in range(10):
+            monitor.arm()
+            model["a"](model["b"](x))
+            news += alerts.judge(monitor.measure(step).record())
+            for name, layer in model.items():
+                for parameter in layer.parameters():
+                    parameter.mul_(1.0 if step > 3 and name in still else 1.01)
+    assert {(one.layer, one.rule) for one in news} == {(layer, rule) for layer in still for rule in reported}
+    assert len(news) == len(still)

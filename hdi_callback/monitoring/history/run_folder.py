@@ -36,7 +36,7 @@ def find_history(run: str | os.PathLike[str]) -> Path:
     if path.is_file():
         _refuse_empty(path)
         if not run_lines(path):
-            raise MisconfigurationError(f"`{path}` is not the history of a run: write the path of a `history.jsonl`.")
+            raise MisconfigurationError(_not_of_a_run(path))
         return path
     if not path.is_dir():
         raise MisconfigurationError(
@@ -48,8 +48,9 @@ def find_history(run: str | os.PathLike[str]) -> Path:
             return near
     found = sorted(file for file in path.rglob("history*.jsonl") if file.is_file() and run_lines(file))
     if not found:
-        for file in sorted(path.rglob("history*.jsonl")):
+        for file in sorted(file for file in path.rglob("history*.jsonl") if file.is_file()):
             _refuse_empty(file)
+            raise MisconfigurationError(_not_of_a_run(file))
         raise MisconfigurationError(f"There is no `history.jsonl` in `{path}`, nor in a folder below it.")
     if len(found) > 1:
         named = ", ".join(str(file) for file in found[:_MOST_NAMED])
@@ -61,3 +62,10 @@ def find_history(run: str | os.PathLike[str]) -> Path:
 def _refuse_empty(file: Path) -> None:
     if not file.stat().st_size:
         raise MisconfigurationError(f"`{file}` is empty: its run has not written to it yet.")
+
+
+def _not_of_a_run(file: Path) -> str:
+    return (
+        f"`{file}` is not the history of a run, or its first line is damaged: write the path of a `history.jsonl` "
+        "that a callback wrote."
+    )

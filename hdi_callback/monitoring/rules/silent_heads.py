@@ -148,8 +148,9 @@ class UntrainedWeights(Rule):
 class RoundedAway(Rule):
     """Hardly any weight of a layer's heads changes between readings, to the last bit: updates round away.
 
-    For instance with weights in bfloat16 and a small learning rate, or one that has decayed to nothing. Heads that do
-    not move at all are reported by `FrozenHeads`; layers none of whose parameters requires a gradient are ignored.
+    For instance with weights in bfloat16 and a small learning rate, or one that has decayed to nothing. A layer that
+    alone does not move at all is reported by `FrozenHeads`; layers none of whose parameters requires a gradient are
+    ignored.
 
     Args:
         share: share of unchanged weights since the last reading, in each head of the layer, that is a warning.
@@ -174,6 +175,8 @@ class RoundedAway(Rule):
             return None
         has_moved = min(largest) < self.share
         if min(shares) == 1 and not has_moved:  # frozen from the start: on purpose, or reported by FrozenHeads
+            return None
+        if min(rows) == min(shares) == 1 and series.do_others_move:  # this layer alone stands still: FrozenHeads
             return None
         return Finding(
             f"{100 * min(shares):.0f} % of the weights of every head are exactly what they were at the reading before",
