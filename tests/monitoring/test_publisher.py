@@ -20,7 +20,7 @@ def test_layers_whose_padding_can_be_read_in_two_ways_are_named_once_three_of_th
     absent = {f"head_covariance/{name}": AMBIGUOUS_MASK for name in names} | {"hdi/x": "its weights are not finite"}
     written: list[Any] = []
     sink = SimpleNamespace(name="a sink", write=lambda result: written.append(result.record.step))
-    publisher = Publisher(None, None, (), [cast("Any", sink)], lambda value: value, WarnOnce())
+    publisher = Publisher(None, None, (), [cast("Any", sink)], lambda value: value, lambda **_: None, WarnOnce())
     with pytest.warns(MonitoringWarning) as caught:
         for step in (0, 1):
             publisher.publish(cast("Readout", SimpleNamespace(record=lambda step=step: Record(step, {}, absent))))
@@ -35,7 +35,7 @@ def test_a_reading_whose_numbers_cannot_be_read_out_is_published_with_the_reason
 
     published: list[Record] = []
     sink = SimpleNamespace(name="a sink", write=lambda result: published.append(result.record))
-    publisher = Publisher(None, None, (), [cast("Any", sink)], lambda value: value, WarnOnce())
+    publisher = Publisher(None, None, (), [cast("Any", sink)], lambda value: value, lambda **_: None, WarnOnce())
     reading = Reading(7, ("attn",), (), epoch=1, axis=14)
     with pytest.warns(MonitoringWarning, match="reading out head diversity failed"):
         publisher.publish(Broken(reading))

@@ -433,10 +433,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("ways", nargs="*", choices=[[], *WAYS], help="all of them if none is given")
     parser.add_argument("--every", type=int, default=1, help="try every so many of them")
+    parser.add_argument("--first", type=int, default=0, help="begin with this one")
     options = parser.parse_args()
     bad = tried = 0
     for way in options.ways or WAYS:
-        for failure in failures(way)[:: options.every]:
+        for failure in failures(way)[options.first :: options.every]:
             tried += 1
             if reached := broken_by(way, failure):
                 bad += 1

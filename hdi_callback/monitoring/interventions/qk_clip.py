@@ -222,7 +222,8 @@ class QKClip(Intervention):
 
     @guarded("scaling queries and keys")
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._collect()
+        with self._warn_once.guard("observing scores"):  # other ranks wait for the maxima of this one
+            self._collect()
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         layers = [
             layer

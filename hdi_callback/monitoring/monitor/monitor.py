@@ -182,7 +182,7 @@ class HeadDiversityMonitor:
         self._roster: Roster | None = None
         self._subject = [list(self.metrics), list(rule_metrics), rank_tol, method]
         self._sample: list[str] | None = None
-        self._failure = ""
+        self._failure, self._has_met = "", False
 
     @property
     def ranks(self) -> Ranks:
@@ -240,6 +240,17 @@ class HeadDiversityMonitor:
 
     def _remove_hooks(self) -> None:
         attempt_each([*(capture.remove for capture in self._captures), self._verifier.suspend, self._rendezvous.close])
+
+    def agree_to_act(self, *, is_ready: bool) -> None:
+        """Wait until all ranks are about to act on the reading that is published.
+
+        Args:
+            is_ready: False if this rank cannot.
+
+        Raises:
+            OtherRankError: if another one cannot.
+        """
+        self._rendezvous.agree_to_act(is_ready=is_ready)
 
     def _repr_html_(self) -> str:
         return layer_table(self.layers, self.refused)
@@ -331,6 +342,7 @@ class HeadDiversityMonitor:
             if value is not None:
                 whole_number(name, value, least=0, example=0)
         reading = self._measured(step, epoch, axis, is_last_forward)
+        self._has_met = False
         if isinstance(reading, Reading):
             return reading
         self._pending_outputs = set()
@@ -341,7 +353,7 @@ class HeadDiversityMonitor:
         self._failure = describe(error)
         self.warn_once.error(work, error)
 
-    @guarded("measuring head diversity", otherwise=lambda self: f"measuring it failed ({self._failure})")
+    @guarded("measuring head diversity", otherwise=lambda self: self._give_up())
     def _measured(self, step: int, epoch: int | None, axis: int | None, is_last_forward: bool) -> Reading | str:
         """Measure, or return why that failed."""
         absent = Absent(self.warn_once, quiet_sources=self._rule_sources)
@@ -379,6 +391,12 @@ class HeadDiversityMonitor:
         return Reading(
             step, names, tuple(measurements), absent.reasons, epoch, axis, frozen=frozen, warn_once=self.warn_once
         )
+
+    def _give_up(self) -> str:
+        """Let other ranks not wait for this one; return why there is no reading."""
+        if not self._has_met:
+            self._rendezvous.give_up()
+        return f"measuring it failed ({self._failure})"
 
     @property
     def awaits_forwards(self) -> bool:
@@ -472,11 +490,12 @@ class HeadDiversityMonitor:
     def _measure_together(self, absent: Absent) -> list[Measurement] | None:
         """Measure as one of several ranks; `None` if this rank is alone."""
         collected = [one for one in (self._outputs, self._rows, self._inputs) if one is not None]
-        self._roster = None
+        self._roster, self._has_met, has_failed = None, True, True
         try:
             is_armed = any(one.has_collected for one in collected)
             met = self._rendezvous.join(lambda: self._describe(absent), is_armed=is_armed, say=self.warn_once.warn)
             if met is None:
+                has_failed = False
                 return None
             roster, is_any_armed = met
             self._layers.adopt(roster)
@@ -499,9 +518,11 @@ class HeadDiversityMonitor:
                 captured = roster.captured(self._layers.all, "inputs")
                 left_out = roster.contradicted
                 measurements += self._inputs.measure(captured, left_out, roster.ranks, self._layers.device(), absent)
-            self._roster = roster
+            self._roster, has_failed = roster, False
             return measurements
-        except Exception as error:  # such as a backend that does not know the device; it fails on every rank alike
-            self._rendezvous.leave()
+        except Exception as error:  # on every rank, as a backend that does not know the device, or on this one
+            self._rendezvous.give_up()
             self.warn_once.error("measuring head diversity over several ranks", error)
             return None
+        finally:
+            self._rendezvous.end_reading(has_failed=has_failed)

@@ -19,16 +19,20 @@ class Ranks:
     Args:
         group: the process group; `None` for this process alone.
         peers: the ranks of the group that hold the same layers as this one; all of them by default.
+        agree: called before each collective call; raises if another rank will not make it.
 
     Attributes:
         group: the process group; `None` for this process alone.
         size: number of ranks.
         rank: number of this rank among them.
         peers: the ranks that hold the same layers as this one.
+        agree: see above; `None` where nobody waits.
     """
 
-    def __init__(self, group: Any = None, peers: Sequence[int] | None = None) -> None:
-        self.group = group
+    def __init__(
+        self, group: Any = None, peers: Sequence[int] | None = None, agree: Callable[[], None] | None = None
+    ) -> None:
+        self.group, self.agree = group, agree
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.peers = tuple(range(self.size)) if peers is None else tuple(peers)
@@ -82,6 +86,8 @@ class Ranks:
             tensor: of the same shape and type on every rank, contiguous; becomes the sum.
         """
         if self.group is not None and tensor.numel():
+            if self.agree is not None:
+                self.agree()
             dist.all_reduce(tensor, group=self.group)
 
     def largest(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
@@ -101,6 +107,8 @@ class Ranks:
             return []
         flat = torch.cat([tensor.detach().reshape(-1).to(device, torch.float64) for tensor in tensors])
         if self.group is not None:
+            if self.agree is not None:
+                self.agree()
             dist.all_reduce(flat, op=getattr(dist.ReduceOp, how), group=self.group)
         parts = torch.split(flat, [tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors)]

@@ -3,6 +3,9 @@
 A collective call without one of the ranks would end the run, so the ranks meet in the store of the process group, where
 a wait has a timeout. Each describes itself in a plain text. As long as no text is new, a rendezvous is a counter: three
 short calls of each rank. Otherwise all texts are read again.
+
+A rank may fail between two collective calls of a reading, while the others are about to make the next one. So they meet
+in the store before each of them, and a rank that has failed says so there: then every rank measures that reading alone.
 """
 
 from __future__ import annotations
@@ -20,8 +23,14 @@ from hdi_callback.monitoring.ranks.ranks import Ranks, check_process_group, numb
 from hdi_callback.monitoring.ranks.roster import Roster, why_not_together
 
 _FIRST_TIMEOUT = timedelta(seconds=120)
+_MOST_FAILED = 2  # readings in a row
 _TIMEOUT = timedelta(seconds=300)  # between two readings a rank may save a checkpoint or evaluate
 _numbers = itertools.count()
+_LEAVE, _SKIP = "!", "?"  # what a verdict begins with: no further reading together, or not this one
+
+
+class OtherRankError(RuntimeError):
+    """Another rank takes no part in a collective call."""
 
 
 class Rendezvous:
@@ -40,6 +49,8 @@ class Rendezvous:
         self._exchange: _Exchange | None = None
         self._roster: Roster | None = None
         self._is_over = False
+        self._failed = 0  # readings in a row
+        self._outside = Ranks()
 
     @property
     def asked(self) -> Ranks:
@@ -47,7 +58,7 @@ class Rendezvous:
         if self._choice is None or number_of_processes() == 1:
             return Ranks()
         if self._roster is not None:
-            return self._roster.ranks
+            return self._outside
         return Ranks(dist.group.WORLD if self._choice == "auto" else self._choice)
 
     def join(
@@ -63,17 +74,15 @@ class Rendezvous:
         Returns:
             All layers, and whether a forward was armed on any rank; `None` if this process measures alone.
         """
-        if self._is_over or self._choice is None or number_of_processes() == 1:
+        exchange = self._meeting()
+        if exchange is None:
             return None
-        if self._exchange is None:
-            ranks = Ranks(dist.group.WORLD if self._choice == "auto" else self._choice)
-            if ranks.size == 1:
-                self.leave()
-                return None
-            self._exchange = _Exchange(ranks)
         mine = json.dumps(describe(), sort_keys=False)
-        answer = self._exchange.exchange(mine, is_armed)
-        reason = answer if isinstance(answer, str) else None
+        answer = exchange.exchange(mine, is_armed)
+        reason = answer[1:] if isinstance(answer, str) else None
+        if isinstance(answer, str) and answer.startswith(_SKIP):
+            say("measuring together", f"This rank measures a reading alone: {reason}.")
+            return None
         if not isinstance(answer, str):
             texts, is_any_armed = answer
             if self._roster is not None and texts is None:
@@ -81,7 +90,9 @@ class Rendezvous:
             every = {rank: json.loads(text) for rank, text in (texts or {}).items()}
             reason = why_not_together(every)
             if reason is None:
-                self._roster = Roster(self._exchange.ranks, every)
+                ranks = exchange.ranks
+                self._roster = Roster(Ranks(ranks.group, agree=exchange.agree), every)
+                self._outside = Ranks(ranks.group, self._roster.ranks.peers)  # for calls between readings
                 return self._roster, is_any_armed
         self.leave()
         say(
@@ -91,9 +102,52 @@ class Rendezvous:
         )
         return None
 
+    def _meeting(self) -> _Exchange | None:
+        """Where the ranks meet; `None` if this process measures alone."""
+        if self._is_over or self._choice is None or number_of_processes() == 1:
+            return None
+        if self._exchange is None:
+            ranks = Ranks(dist.group.WORLD if self._choice == "auto" else self._choice)
+            if ranks.size == 1:
+                self.leave()
+                return None
+            self._exchange = _Exchange(ranks)
+        return self._exchange
+
+    def agree_to_act(self, *, is_ready: bool) -> None:
+        """Wait until all ranks are about to act on the reading that is published.
+
+        Args:
+            is_ready: False if this rank cannot.
+
+        Raises:
+            OtherRankError: if another one cannot.
+        """
+        if self._exchange is not None:
+            self._exchange.agree_to_act(is_ready=is_ready)
+
+    def give_up(self) -> None:
+        """Tell the others that this rank takes no part in what is left of this reading."""
+        exchange = self._meeting()
+        if exchange is not None:
+            exchange.give_up()
+
+    def end_reading(self, *, has_failed: bool) -> None:
+        """Note that a reading is over; after two in a row that failed this rank measures alone.
+
+        Args:
+            has_failed: whether it was given up.
+        """
+        self._failed = self._failed + 1 if has_failed else 0
+        if self._exchange is not None:
+            self._exchange.end_reading()
+        if self._failed >= _MOST_FAILED:
+            self.leave()
+
     def leave(self) -> None:
         """Measure alone from now on."""
-        self._is_over, self._exchange, self._roster = True, None, None
+        self.close()
+        self._is_over, self._roster = True, None  # whether to act is still agreed on
 
     def close(self) -> None:
         """Announce that this rank takes no further readings, so that others need not wait for it."""
@@ -109,7 +163,8 @@ class _Exchange:
         self._store: Any = dist.distributed_c10d._get_default_store()
         members = hashlib.sha256(repr(dist.get_process_group_ranks(ranks.group)).encode()).hexdigest()[:16]
         self._place = f"hdi_callback/{members}/{next(_numbers)}"
-        self._count = 0
+        self._count = self._calls = self._acts = 0
+        self._is_joined = False
         self._mine = ""
         self._alike: dict[str, int] = {}  # digest of a text -> how many ranks sent it last time
         self._written: list[str] = []
@@ -123,8 +178,8 @@ class _Exchange:
             is_armed: counted over the ranks.
 
         Returns:
-            Rank -> its text, `None` if no text is new; and whether any rank is armed. A reason if some did not take
-            part.
+            Rank -> its text, `None` if no text is new; and whether any rank is armed. If some did not take part, a
+            mark and the reason.
         """
         place, store = f"{self._place}/{self._count}", self._store
         timeout = _TIMEOUT if self._count else _FIRST_TIMEOUT
@@ -142,17 +197,73 @@ class _Exchange:
         texts = None
         if verdict == "news":
             verdict = self._read_all(place, text, digest, timeout)
-            texts = None if verdict.startswith("!") else self._texts_of(place, verdict)
-        if verdict.startswith("!"):
-            return verdict[1:]
-        self._delete_previous(place, had_news=texts is not None)
-        self._count += 1
+            texts = None if verdict[0] in (_LEAVE, _SKIP) else self._texts_of(place, verdict)
+        if verdict.startswith(_LEAVE):
+            return verdict
+        self._count, self._acts = self._count + 1, 0
+        if verdict.startswith(_SKIP):
+            return verdict
+        previous, self._is_joined = [f"call {call}" for call in range(self._calls)], True
+        self._calls = 0
+        self._delete_previous(place, previous, had_news=texts is not None)
         return texts, int(verdict.split()[1]) > 0
+
+    def agree(self) -> None:
+        """Wait until every rank is about to make the same collective call.
+
+        Raises:
+            OtherRankError: if a rank has given up.
+        """
+        place = self._next_call()
+        self._calls += 1
+        self._agree_on(place)
+
+    def agree_to_act(self, *, is_ready: bool) -> None:
+        """Wait until every rank is about to act on the same reading.
+
+        Args:
+            is_ready: False if this rank cannot.
+
+        Raises:
+            OtherRankError: if another one cannot.
+        """
+        place = f"{self._place}/{self._count - 1}/act {self._acts}"
+        self._acts += 1
+        if is_ready:
+            self._agree_on(place)
+        else:
+            self._decide(place, f"{_SKIP}rank {self.ranks.rank} cannot act on it")
+
+    def _agree_on(self, place: str) -> None:
+        if self._store.add(f"{place}/came", 1) == self.ranks.size:
+            self._decide(place, "go")
+        verdict = self._wait(place, _TIMEOUT)
+        if verdict != "go":
+            raise OtherRankError(verdict[1:])
+
+    def give_up(self) -> None:
+        """Let no rank wait for this one, before the next collective call or before the reading."""
+        why = f"rank {self.ranks.rank} could not take part in it"
+        if self._is_joined:
+            self._decide(self._next_call(), _SKIP + why)
+            return
+        for end in ("first", "second"):
+            self._decide(f"{self._place}/{self._count}/{end}", _SKIP + why)
+        self._count, self._acts = self._count + 1, 0
+
+    def end_reading(self) -> None:
+        """Note that no further call of this reading follows."""
+        self._is_joined = False
+
+    def _next_call(self) -> str:
+        return f"{self._place}/{self._count - 1}/call {self._calls}"
 
     def leave(self) -> None:
         """Announce to ranks that come to the next reading that this one does not."""
         try:
-            self._decide(f"{self._place}/{self._count}/first", f"!rank {self.ranks.rank} takes no further reading")
+            self._decide(
+                f"{self._place}/{self._count}/first", f"{_LEAVE}rank {self.ranks.rank} takes no further reading"
+            )
         except RuntimeError:  # the process with the store has ended: nobody waits
             return
 
@@ -183,7 +294,7 @@ class _Exchange:
             self._store.wait([key], timeout)
         except RuntimeError:
             late = f"some of the {self.ranks.size} ranks have taken no reading within {timeout.seconds} seconds"
-            self._decide(key, f"!{late}")
+            self._decide(key, f"{_LEAVE}{late}")
         return str(self._store.get(key).decode())
 
     def _decide(self, key: str, verdict: str) -> None:
@@ -191,10 +302,12 @@ class _Exchange:
         if self._store.add(f"{key}/decided", 1) == 1:
             self._store.set(key, verdict)
 
-    def _delete_previous(self, place: str, *, had_news: bool) -> None:
+    def _delete_previous(self, place: str, calls: list[str], *, had_news: bool) -> None:
         """Delete the entries of the reading before this one, to which all ranks have come by now."""
         if self.ranks.rank == 0:
-            for key in self._written:
+            previous = f"{self._place}/{self._count - 2}"
+            of_calls = [f"{previous}/{call}{end}" for call in [*calls, "act 0"] for end in ("", "/came", "/decided")]
+            for key in (*self._written, *of_calls):
                 self._store.delete_key(key)
             ends = ["armed", "groups", "first", "first/decided", *self._alike]
             if had_news:

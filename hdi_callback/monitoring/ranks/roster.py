@@ -57,7 +57,7 @@ class Roster:
         mine = findings[ranks.rank]
         names = _names(mine)
         peers = [rank for rank, one in findings.items() if _names(one) == names]
-        self.ranks = Ranks(ranks.group, peers)
+        self.ranks = Ranks(ranks.group, peers, ranks.agree)
         self.spans = len(peers) < len(findings)
         entries: dict[str, Mapping[str, Any]] = {}
         for one in findings.values():

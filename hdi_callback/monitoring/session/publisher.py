@@ -15,6 +15,8 @@ from hdi_callback.monitoring.readings import AMBIGUOUS_MASK, READING_OUT, Readou
 from hdi_callback.monitoring.session.sink import Result, Sink
 from hdi_callback.monitoring.warn_once import WarnOnce
 
+_INTERVENING = "agreeing on interventions"
+
 
 @dataclass(frozen=True)
 class Publisher:
@@ -26,6 +28,7 @@ class Publisher:
         interventions: the interventions.
         sinks: the sinks of results.
         broadcast: returns the value of the first rank, so that all ranks intervene alike.
+        agree: called before, with whether this rank can; raises if another one cannot.
         warn_once: warns once of each kind of failure.
     """
 
@@ -34,6 +37,7 @@ class Publisher:
     interventions: Sequence[Intervention]
     sinks: Sequence[Sink]
     broadcast: Callable[[Any], Any]
+    agree: Callable[..., None]
     warn_once: WarnOnce
 
     def publish(self, readout: Readout, *, may_intervene: bool = True, is_last: bool = False) -> list[Result]:
@@ -85,14 +89,10 @@ class Publisher:
         actions: list[Action] = []
         if not self.interventions:
             return actions
-        news = {(alert.layer, alert.rule) for alert in alerts}
-        active = [] if self.alerts is None else self.alerts.active
-        earlier = [alert for alert in active if (alert.layer, alert.rule) not in news]
-        reports: list[Any] = [None] * len(self.interventions)
-        for place, intervention in enumerate(self.interventions):
-            with self.warn_once.guard(f"the intervention {intervention.name}"):
-                reports[place] = intervention.report(record)
-        new, going_on, reported = self.broadcast((list(alerts), earlier, reports))
+        decided = self._decide(record, alerts)
+        if decided is None:
+            return actions
+        new, going_on, reported = decided
         for alerts_of, is_new in ((new, True), (going_on, False)):
             for alert in alerts_of:
                 for intervention in self.interventions:
@@ -108,6 +108,27 @@ class Publisher:
                 if action is not None:
                     actions.append(action)
         return actions
+
+    def _decide(self, record: Record, alerts: Sequence[Alert]) -> Any:
+        """What the first rank has seen, for all ranks to act on; `None` if one of them cannot."""
+        seen: list[Any] = []
+        decided: list[Any] = []
+        with self.warn_once.guard(_INTERVENING):
+            seen.append(self._seen(record, alerts))
+        with self.warn_once.guard(_INTERVENING):
+            self.agree(is_ready=bool(seen))
+            decided += [self.broadcast(one) for one in seen]
+        return decided[0] if decided else None
+
+    def _seen(self, record: Record, alerts: Sequence[Alert]) -> Any:
+        news = {(alert.layer, alert.rule) for alert in alerts}
+        active = [] if self.alerts is None else self.alerts.active
+        earlier = [alert for alert in active if (alert.layer, alert.rule) not in news]
+        reports: list[Any] = [None] * len(self.interventions)
+        for place, intervention in enumerate(self.interventions):
+            with self.warn_once.guard(f"the intervention {intervention.name}"):
+                reports[place] = intervention.report(record)
+        return list(alerts), earlier, reports
 
 
 def _note(history: History, kind: str, item: Alert | Action) -> None:

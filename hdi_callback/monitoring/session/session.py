@@ -193,7 +193,8 @@ class Session:
 
     def _publisher_to(self, sinks: Sequence[Sink]) -> Publisher:
         share = self._host.broadcast
-        return Publisher(self.history, self.alerts, self.interventions, sinks, share, self.warn_once)
+        agree = self.monitor.agree_to_act
+        return Publisher(self.history, self.alerts, self.interventions, sinks, share, agree, self.warn_once)
 
     def _resume(self, step: int, state: Mapping[str, Any] | None) -> None:
         if state is not None:
