@@ -20,7 +20,7 @@ class Cut:
         self.stack, self.run = stack, SimpleNamespace(tensors=[], stacked=[])
         self.views = SimpleNamespace(view_of=lambda weight: SimpleNamespace(parameter="stack", is_whole=True))
 
-    def answer(self, name: str, map_input: torch.Tensor, features: int, **options: Any) -> torch.Tensor:
+    def draw_output(self, name: str, map_input: torch.Tensor, features: int, **options: Any) -> torch.Tensor:
         assert (name, features, options) == ("stack", H * WIDTH, {"axes": (0, 2), "is_of_parts": True})
         parts = map_input.unflatten(-1, (H, TAKEN))
         return torch.cat([parts[..., h, :] @ self.stack[h] for h in range(H)], -1)

@@ -39,7 +39,7 @@ def contracted(cut: GraphCut, x: Tensor, weight: Tensor, ix: str, iw: str, out: 
         view = cut.views.view_of(weight)
     if view is None or x.dim() != len(ix) or len({*iw}) < len(iw):
         return NotImplemented
-    return _Contraction(cut, view, x, weight, ix, iw, out).answer()
+    return _Contraction(cut, view, x, weight, ix, iw, out).output()
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ class _Contraction:
     iw: str
     out: str
 
-    def answer(self) -> Any:
+    def output(self) -> Any:
         """Answer in its place."""
         summed = [i for i in self.ix if i in self.iw and i not in self.out]
         new = [i for i in self.iw if i not in self.ix]
@@ -83,8 +83,8 @@ class _Contraction:
         map_input = self.x.permute([self.ix.index(i) for i in positions + summed]).flatten(len(positions))
         count = torch.Size(sizes).numel()
         stub = self.view.stub if not axes else None
-        answer = self.cut.answer(self.view.parameter, map_input, count, module=stub, axes=axes, start=start)
-        return self._arranged(answer.view(*answer.shape[:-1], *sizes), positions + new)
+        result = self.cut.draw_output(self.view.parameter, map_input, count, module=stub, axes=axes, start=start)
+        return self._arranged(result.view(*result.shape[:-1], *sizes), positions + new)
 
     def _by_each_matrix(self, shared: list[str], summed: list[str], new: list[str]) -> Any:
         """Parts of tokens with a matrix each, ``(H, d, width)`` in this order."""
@@ -101,8 +101,8 @@ class _Contraction:
             # If no map follows, this is the output projection, and its outputs for each head are summed later.
             run.stacked.append(Leaf(name, torch.empty(width), map_input, axes=(2,)))
             return NotImplemented
-        answer = self.cut.answer(name, map_input, heads * width, axes=(0, 2), is_of_parts=True)
-        return self._arranged(answer.view(*answer.shape[:-1], heads, width), [*tokens, *shared, *new])
+        result = self.cut.draw_output(name, map_input, heads * width, axes=(0, 2), is_of_parts=True)
+        return self._arranged(result.view(*result.shape[:-1], heads, width), [*tokens, *shared, *new])
 
     def _arranged(self, tensor: Tensor, dims: list[str]) -> Tensor:
         return tensor.permute([dims.index(i) for i in self.out]).contiguous()  # as the product has it
@@ -154,6 +154,6 @@ def _of_three(cut: GraphCut, func: Any, terms: list[str], operands: list[Tensor]
         return NotImplemented
     first = "".join(sorted(kept, key=lambda i: summed.index(i) if i in summed else -1))
     product = torch.einsum(f"{one},{other}->{first}", left, right)
-    answer = contracted(cut, product, operands[which], first, terms[which], out)
+    result = contracted(cut, product, operands[which], first, terms[which], out)
     # The run has recorded `product`: the result is computed from it in any case.
-    return func(f"{first},{terms[which]}->{out}", product, operands[which]) if answer is NotImplemented else answer
+    return func(f"{first},{terms[which]}->{out}", product, operands[which]) if result is NotImplemented else result

@@ -18,9 +18,9 @@ class Draw:
     """Outputs drawn for linear maps: random features, the same for the same map, call and shape.
 
     Attributes:
-        shares: the answer is this much of one draw and this much of another.
+        shares: the output is this much of one draw and this much of another.
         seed: of all draws, and of the parameters that are left.
-        known: answers of a run with the same draw, which are repeated in place of drawing them.
+        known: outputs in a run with the same draw, which are repeated in place of drawing them.
         keeps_means: what norms subtract is no constant: features depend on those that it is the mean of.
     """
 
@@ -38,7 +38,7 @@ class Draw:
             shape: ``(..., features)``.
 
         Returns:
-            The answer.
+            The output.
         """
         known = self.known.get((parameter, call))
         if known is not None and known.shape == shape:

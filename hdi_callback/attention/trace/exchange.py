@@ -1,4 +1,4 @@
-"""All-to-all calls of a traced run: answered in its graph, as ranks that run the same code on the same tokens would.
+"""All-to-all calls of a traced run, kept in its graph as if all ranks ran the same code on the same tokens.
 
 Heads that are swapped for tokens while they attend (Ulysses) are on a rank a part of all heads. So the copy is run as
 each rank in turn, and then once more, with what those runs sent.
@@ -93,7 +93,7 @@ class Exchanging(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def handler_of_ranks(func: Any) -> Callable[..., Any] | None:
-    """Choose the function that answers an operator of torch's functional collectives.
+    """Choose the replacement of an operator of torch's functional collectives.
 
     Args:
         func: the operator.
@@ -127,7 +127,7 @@ def of_all_ranks(own: TracedRun, ranks: Sequence[TracedRun]) -> TracedRun | None
 
     Args:
         own: the run of this rank.
-        ranks: those of all, each answered as if every rank sent what it sends itself.
+        ranks: those of all, each with calls that return what this rank sends itself.
 
     Returns:
         The run of this rank, which is made of what the others computed; `None` if ranks do not run the same code.

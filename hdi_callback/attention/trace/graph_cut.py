@@ -1,10 +1,9 @@
 """`GraphCut`: the function mode of a traced run.
 
-The graph is cut where a parameter is multiplied with: the answer is a leaf of random features (`parameter_products`,
-`contractions`, by `weight_views`). Norms take what they divide by for constants (`plain_norms`), attention is
-computed by plain products (`plain_attention`), and a map that mixes heads is left out (`head_mixing`). What ranks swap
-is answered in the graph (`exchange`). Each of these lists, by `HANDLERS`, the functions that it answers for, by their
-names, wherever torch has them.
+The graph is cut at each product with a parameter: its result is a leaf of random features (`parameter_products`,
+`contractions`, by `weight_views`). The scales of norms count as constants (`plain_norms`), attention is written out as
+plain products (`plain_attention`), a map that mixes heads is left out (`head_mixing`), and all-to-all calls stay in
+the graph (`exchange`). Each of these files lists in `HANDLERS` the functions of torch that it replaces, by name.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ class GraphCut(TorchFunctionMode):
 
     Args:
         run: what the run shows.
-        draw: what linear maps answer.
+        draw: the outputs of linear maps.
         copy: that is run.
-        exchange: answers what ranks swap.
+        exchange: the all-to-all calls of the run.
     """
 
     def __init__(self, run: TracedRun, draw: Draw, copy: Traceable, exchange: Exchange) -> None:
@@ -62,27 +61,27 @@ class GraphCut(TorchFunctionMode):
         self.of_scores = 0  # exponentials of scores, where it records
 
     def __enter__(self) -> Any:
-        self.before, MapStub.answer = MapStub.answer, self.answer
+        self.before, MapStub.draw_output = MapStub.draw_output, self.draw_output
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *raised: Any) -> None:
-        MapStub.answer, self.before = self.before, None  # else the last run, with its model, would live on
+        MapStub.draw_output, self.before = self.before, None  # else the last run, with its model, would live on
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, handler = kwargs or {}, _HANDLERS.get(func)
         if handler is None and isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
             handler = handler_of_ranks(func)
-        answer = NotImplemented if handler is None else handler(self, func, args, kwargs)
-        if answer is not NotImplemented:
-            return answer
+        result = NotImplemented if handler is None else handler(self, func, args, kwargs)
+        if result is not NotImplemented:
+            return result
         made = func(*args, **kwargs)
         made = func(*args, **kwargs) if self.views.has_filled((*args, *kwargs.values()), made) else made
         if func in parameter_products.MIXING_TOKENS:
             parameter_products.note_mixed_tokens(self, func, made)
         return made
 
-    def answer(
+    def draw_output(
         self,
         parameter: str,
         map_input: Tensor,

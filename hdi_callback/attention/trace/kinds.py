@@ -182,7 +182,7 @@ def _computes_the_same(traceable: Traceable, twin: _Traced, differing: frozenset
     # Some code does something else while its attributes are watched; unwatched it may compute the same.
     for attributes in (differing, frozenset[Attribute]()) if differing else (differing,):
         with watched(traceable.trial, attributes) as used:
-            run = traceable.run(twin.inputs.args, twin.inputs.kwargs, Draw(known=twin.run.answers))
+            run = traceable.run(twin.inputs.args, twin.inputs.kwargs, Draw(known=twin.run.drawn))
         if compute_the_same(twin.run, run):
             if not used:  # then neither does a run of the other, nor of a third that differs in these alone
                 twin.unread.update(attributes)

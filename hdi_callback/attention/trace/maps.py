@@ -77,14 +77,14 @@ class MapStub(nn.Module):
     """Takes the place of a linear map: its size can be read, and its weight identifies the map.
 
     Attributes:
-        answer: what answers for all maps during a traced run, set by `GraphCut`.
+        draw_output: draws the outputs of all maps during a traced run, set by `GraphCut`.
         path: dotted path of the map.
         original: the map.
         has_parameter: its weight is a parameter of its own, and is not made of others.
         holds_numbers: numbers were drawn for its weight, as code reads it.
     """
 
-    answer: Callable[..., Tensor] | None = None
+    draw_output: Callable[..., Tensor] | None = None
 
     def __init__(self, linear: nn.Module, path: str) -> None:
         super().__init__()
@@ -109,10 +109,10 @@ class MapStub(nn.Module):
 
     def forward(self, x: Tensor, *others: Any) -> Tensor:
         """Return the drawn output, ``(..., out_features)`` or with the features where the map has them."""
-        answer = MapStub.answer
-        assert answer is not None
+        draw_output = MapStub.draw_output
+        assert draw_output is not None
         x = x.movedim(self.dim, -1)
         for dim, stride in enumerate(self.strides):
             x = x[(slice(None),) * (dim + x.dim() - 1 - len(self.strides)) + (slice(None, None, stride),)]
-        made = answer(f"{self.path}.weight", x, self.out_features, module=self)
+        made = draw_output(f"{self.path}.weight", x, self.out_features, module=self)
         return made if self.dim == -1 else made.movedim(-1, self.dim).contiguous()  # as a convolution has it

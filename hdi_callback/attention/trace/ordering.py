@@ -52,7 +52,7 @@ def centre(view: CoreView, heads: dict[Role, list[Rows]]) -> None:
         if first.inner is None:
             tensor = view.tensor(role, cores[view.number])
             weights = weights_at(tensor, view.at(view.first, role))
-        else:  # the map's answer cuts the graph
+        else:  # the random output of the map cuts the graph
             tensor = next(leaf.input for leaf in run.leaves if leaf.parameter == first.parameter)
             weights = weights_at(tensor)
         target = first.inner or first

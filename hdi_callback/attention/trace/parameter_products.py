@@ -1,4 +1,4 @@
-"""Products with parameters in a traced run, each answered by features that are drawn at random."""
+"""Products with parameters in a traced run, replaced by random features."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def embedding(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
     """Treat the embeddings of input ids as inputs of the run; embeddings of positions are not."""
     at = 1 if func is torch.embedding else 0
     ids = args[at] if len(args) > at else kwargs.get("indices" if at else "input")
-    answer = func(*args, **kwargs)
+    result = func(*args, **kwargs)
     if not isinstance(ids, Tensor) or not any(_are_those(ids, known) for known in cut.run.ids):
-        return answer
-    leaf = answer.detach().requires_grad_()
+        return result
+    leaf = result.detach().requires_grad_()
     cut.run.inputs.append(leaf)
     return leaf * 1.0
 
@@ -97,9 +97,9 @@ def convolution(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
 
 def note_mixed_tokens(cut: GraphCut, func: Any, made: Any) -> None:
     """Record the output of a convolution or a recurrent part for each token."""
-    answer = made[0] if isinstance(made, tuple) else made
-    if isinstance(answer, Tensor) and answer.requires_grad:
-        cut.run.mixed_tokens.append((answer, MIXING_TOKENS[func]))
+    result = made[0] if isinstance(made, tuple) else made
+    if isinstance(result, Tensor) and result.requires_grad:
+        cut.run.mixed_tokens.append((result, MIXING_TOKENS[func]))
 
 
 # Functions that mix tokens -> the feature dimension of their outputs.

@@ -18,7 +18,7 @@ from hdi_callback.attention.trace.traced_cores import TracedCores
 
 _MOST_QUERIES = 16  # that are traced back to their map
 _NO_MAP = "its keys come from no linear map of single tokens: a filter over tokens may give them"
-_NO_PARAMETER = "its keys are its inputs, or computed from them without a parameter"
+_NO_PARAMETER = "its keys are its inputs, or computed from them without a projection that can be read"
 _LIVE = 1e-12  # a weight above this is of a token that is not masked
 
 

@@ -15,7 +15,7 @@ from hdi_callback.attention.trace.products import are_scores
 if TYPE_CHECKING:
     from hdi_callback.attention.trace.graph_cut import GraphCut
 
-# The same code with its first test, whether a mode is active, answered by us.
+# The same code, with its first test (is a mode active?) replaced.
 _WITHIN = types.FunctionType(
     F.multi_head_attention_forward.__code__,
     {**vars(F), "has_torch_function": lambda *_: False},
@@ -28,10 +28,10 @@ _WITHIN = types.FunctionType(
 def softmax(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
     """Record the input of a softmax."""
     scores = args[0] if args else kwargs["input"]
-    answer = func(*args, **kwargs)
+    result = func(*args, **kwargs)
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    _note(cut, scores if dim is None else scores.movedim(dim, -1), answer)
-    return answer
+    _note(cut, scores if dim is None else scores.movedim(dim, -1), result)
+    return result
 
 
 def attention(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
@@ -54,10 +54,10 @@ def exponential(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
     return NotImplemented
 
 
-def _note(cut: GraphCut, scores: Any, answer: Any) -> None:
-    """Record the input of a softmax by the node of that softmax, found behind the answer."""
+def _note(cut: GraphCut, scores: Any, result: Any) -> None:
+    """Record the input of a softmax by the node of that softmax, found behind the result."""
     cut.hidden += not torch.is_grad_enabled()
-    node = getattr(answer, "grad_fn", None)
+    node = getattr(result, "grad_fn", None)
     while node is not None and "Softmax" not in node.name():
         node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
     if node is not None and isinstance(scores, Tensor):

@@ -68,44 +68,44 @@ def largest(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
         return factor(cut, func, args, kwargs)
     if (len(args) > 1 and isinstance(args[1], Tensor)) or not are_scores(args[0]):
         return NotImplemented
-    answer = func(*args, **kwargs)
-    return type(answer)((answer.values.detach(), answer.indices))
+    result = func(*args, **kwargs)
+    return type(result)((result.values.detach(), result.indices))
 
 
 def rounded(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
     """Keep half-precision numbers in full, as small ones would be lost."""
-    answer = func(*args, **kwargs)
-    is_half = isinstance(answer, Tensor) and answer.dtype in (torch.float16, torch.bfloat16)
+    result = func(*args, **kwargs)
+    is_half = isinstance(result, Tensor) and result.dtype in (torch.float16, torch.bfloat16)
     if is_half and isinstance(args[0], Tensor) and args[0].is_floating_point():
         return args[0].float()
-    return answer
+    return result
 
 
 def statistic(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
     """A factor for each token is a constant, and so is a mean over features."""
-    answer = func(*args, **kwargs)
-    if not isinstance(answer, Tensor):
-        return answer
+    result = func(*args, **kwargs)
+    if not isinstance(result, Tensor):
+        return result
     dim = kwargs.get("dim", next((one for one in args[1:] if isinstance(one, (int, tuple, list))), None))
     if func in (Tensor.norm, torch.norm):
         dim = kwargs.get("dim", args[2] if len(args) > 2 else None)
     if func in (torch.amax, Tensor.amax) and are_scores(args[0]):
-        return answer.detach()
+        return result.detach()
     dims = tuple(dim) if isinstance(dim, (tuple, list)) else (dim,)
     if func in (torch.sum, Tensor.sum):
-        written = as_product(cut, args[0], dims, answer)
+        written = as_product(cut, args[0], dims, result)
         if written is not None:
             return written
     last = {-1, args[0].dim() - 1}
-    if not kwargs.get("keepdim", answer.dim() == args[0].dim()) or not set(dims) & last:
-        return answer
+    if not kwargs.get("keepdim", result.dim() == args[0].dim()) or not set(dims) & last:
+        return result
     is_of_sizes = bool((args[0].detach() >= 0).all())
     is_mean = func in (torch.mean, Tensor.mean) and not is_of_sizes
     if func in (torch.sum, Tensor.sum) and not is_of_sizes:  # of products, as of two vectors
-        return answer
+        return result
     cut.run.centred |= is_mean
     cut.run.normed.append(args[0])
-    return answer if is_mean and cut.draw.keeps_means else answer.detach()
+    return result if is_mean and cut.draw.keeps_means else result.detach()
 
 
 def layer_norm(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:

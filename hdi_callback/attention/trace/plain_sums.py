@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 _LETTERS = "abcdefghijklmnop"
 
 
-def as_product(cut: GraphCut, summed: Tensor, dims: tuple[Any, ...], answer: Tensor) -> Tensor | None:
+def as_product(cut: GraphCut, summed: Tensor, dims: tuple[Any, ...], result: Tensor) -> Tensor | None:
     """Write a sum of elementwise products as a product of matrices.
 
     Args:
         cut: of the run.
         summed: the terms, as ``left * right`` returned them.
         dims: over which it is summed.
-        answer: the sum.
+        result: the sum.
 
     Returns:
         The same numbers, made by one product: all rows of one meet all columns of the other, or each row has columns of
@@ -55,7 +55,7 @@ def as_product(cut: GraphCut, summed: Tensor, dims: tuple[Any, ...], answer: Ten
     parts = [_without(one, summed.dim(), dims_of) for one, dims_of in zip(factors, own)]
     made = torch.einsum(f"{','.join(terms)}->{''.join(_LETTERS[dim] for dim in kept)}", *parts)
     whole = made.reshape([summed.shape[dim] if dim in kept else 1 for dim in range(summed.dim()) if dim not in over])
-    return whole.expand(torch.Size(size for dim, size in enumerate(summed.shape) if dim not in over)).view(answer.shape)
+    return whole.expand(torch.Size(size for dim, size in enumerate(summed.shape) if dim not in over)).view(result.shape)
 
 
 def _own_dims(factor: Tensor, product: Tensor) -> set[int]:
@@ -79,9 +79,9 @@ def cosines(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
     cut.run.normed.extend((one, other))
     sizes = [torch.linalg.vector_norm(x.detach(), 2.0, dim, keepdim=True).clamp_min(1e-8) for x in (one, other)]
     product = (one / sizes[0]) * (other / sizes[1])
-    answer = product.sum(dim)
-    written = as_product(cut, product, (dim,), answer)
-    return answer if written is None else written
+    result = product.sum(dim)
+    written = as_product(cut, product, (dim,), result)
+    return result if written is None else written
 
 
 def distances(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:

@@ -76,10 +76,10 @@ class _Applied:
             return tuple(exchange.received(args[2:], args[0]))
         known, calls, sent = len(leaves), dict(mode.calls), len(exchange.sent)
         hidden, moved, exponentials = mode.hidden, exchange.calls, mode.exponentials
-        answer = apply(cls, *args, **kwargs)
+        result = apply(cls, *args, **kwargs)
         is_open = mode.hidden == hidden and exchange.calls == moved
         if is_open and mode.exponentials == exponentials:
-            return answer
+            return result
         kept = leaves[known:], dict(mode.calls)
         del leaves[known:], exchange.sent[sent:]
         mode.calls, of_scores = calls, mode.of_scores
@@ -87,10 +87,10 @@ class _Applied:
         try:
             plain = cls.forward(*args, **kwargs) if is_split else cls.forward(_Context(), *args, **kwargs)
         except Exception:
-            return answer
+            return result
         if is_open and mode.of_scores == of_scores:  # an activation, say
             leaves[known:], mode.calls = kept
-            return answer
+            return result
         return plain
 
 

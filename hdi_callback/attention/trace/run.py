@@ -1,6 +1,6 @@
 """`Traceable`: a copy of a module that can be run traced.
 
-Linear maps answer with random features, whatever they take, so that no weight is needed and every output is a
+Linear maps return random features, whatever their input, so that no weight is needed and every output is a
 leaf of the graph (`maps`, `draw`); what torch's functions do meanwhile is in `graph_cut`, what a run showed in
 `traced_run`.
 """
@@ -66,7 +66,7 @@ class Traceable:
         Args:
             args: by position.
             kwargs: by name.
-            draw: what linear maps answer.
+            draw: the outputs of linear maps.
 
         Returns:
             What the run showed.

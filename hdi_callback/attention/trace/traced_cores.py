@@ -100,6 +100,6 @@ class TracedCores:
 
     def _run(self, draw: Draw) -> tuple[TracedRun, list[Core]]:
         run = self.traceable.run(self.args, self.kwargs, draw)
-        # Where maps answer nothing, states of a recurrence beside attention may look like averages.
+        # Where maps output zero, states of a recurrence beside attention may look like averages.
         known = {core.path for core in self.cores}
         return run, [core for core in cores_of(run) if core.path in known]

@@ -93,7 +93,7 @@ class TracedRun:
         return ProductsBehind(self.parameters.values())
 
     @property
-    def answers(self) -> dict[tuple[str, int], Tensor]:
+    def drawn(self) -> dict[tuple[str, int], Tensor]:
         """The features of all leaves, by the map and the number of its call."""
         calls: Counter[str] = Counter()
         found = {}

@@ -16,7 +16,7 @@ from hdi_callback.attention.trace.traced_run import TracedRun
 def compute_the_same(one: TracedRun, other: TracedRun) -> bool:
     """Return whether two modules compute the same when their linear maps have the same random outputs.
 
-    Maps of the same path answer the same in all runs, and parameters of the same name are drawn the same. So two
+    Maps of the same path have the same output in all runs, and parameters of the same name are drawn the same. So two
     modules that give the same, and give the same to each of their maps, cut their features into heads in the same way.
 
     Args:

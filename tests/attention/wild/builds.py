@@ -158,7 +158,7 @@ class MadeByARegistry(nn.Module):
 
 @case(
     Core(rows("W_Q"), rows("W_K"), rows("v.weight"), rows("o.weight", "c (h d)"), proved=("value", "output")),
-    may_refuse="without a parameter",
+    may_refuse="without a projection",
 )  # fmt: skip
 class QueriesAndKeysAreBuffers(nn.Module):
     """Frozen random scores: the matrices of queries and keys are buffers, values and outputs are learned."""

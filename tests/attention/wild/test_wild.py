@@ -142,7 +142,7 @@ REFUSALS = {
     # A score for each pair of keys, what two maps multiply, matrices that are buffers, heads of several widths.
     "PairsAreAsked": "each of its scores is of three tokens, and not a product of a query and a key",
     "AConditionScalesQueries": "its keys are computed from the outputs of `film.1` and `to_k`, and not as their sum",
-    "QueriesAndKeysAreBuffers": "its keys are its inputs, or computed from them without a parameter",
+    "QueriesAndKeysAreBuffers": "its keys are its inputs, or computed from them without a projection that can be read",
     "HeadsOfEveryWidth": "its query heads differ in width",
 }
 
