@@ -97,6 +97,47 @@ def test_queries_that_mix_features_of_several_tokens_are_left_out_of_the_layer(k
     assert layer.slices["key"].index().flatten().tolist() == list(range(by_hand.D))
 
 
+class HalfOfTheQueries(by_hand.Separate):
+    """The first tokens have queries of a map, the others are their own queries."""
+
+    def forward(self, x):
+        q, k, v = self.heads(x)
+        half = x.shape[1] // 2
+        others = x.unflatten(-1, (by_hand.H, -1))
+        return self.out_proj(by_hand.attend(torch.cat([q[:, :half], others[:, half:]], 1), k, v))
+
+
+def test_queries_of_later_tokens_that_no_map_gives_are_left_out_in_so_many_words():
+    torch.manual_seed(0)
+    model, x = HalfOfTheQueries(), torch.randn(2, 10, by_hand.D)
+    (layer,) = survey(nn.ModuleDict({"odd": model})).layers
+    assert layer.left_out == "the queries of other tokens, which come from no linear map"
+    assert torch.equal(layer.weight("query"), model.q_proj.weight.view(by_hand.H, -1, by_hand.D))
+    before = model(x)
+    with torch.no_grad():
+        layer.weight("query").mul_(-1)
+    assert [torch.equal(*pair) for pair in zip(before.chunk(2, 1), model(x).chunk(2, 1))] == [False, True]
+
+
+class ProjectionForEachHead(by_hand.Separate):
+    """Each head has an output projection of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.out_proj = nn.ModuleList(nn.Linear(by_hand.D // by_hand.H, by_hand.D) for _ in range(by_hand.H))
+
+    def forward(self, x):
+        q, k, v = self.heads(x)
+        outputs = by_hand.attend(q, k, v).unflatten(-1, (by_hand.H, -1))
+        return sum(one(outputs[:, :, head]) for head, one in enumerate(self.out_proj))
+
+
+def test_outputs_that_go_to_several_projections_are_left_out_in_so_many_words():
+    (layer,) = survey(nn.ModuleDict({"odd": ProjectionForEachHead()})).layers
+    assert (layer.num_heads, sorted(layer.slices)) == (by_hand.H, ["key", "query", "value"])
+    assert layer.left_out == "the outputs of its heads, which go to several output projections"
+
+
 REFUSED = {  # and how many layers there are
     "Autoformer, delays that all heads share": (
         tf.AutoformerConfig(prediction_length=4, context_length=8, label_length=2, lags_sequence=[1, 2], d_model=32,

@@ -64,6 +64,7 @@ _NO_MAP = "its {role}s come from no linear map of single tokens: they are learne
 _SEVERAL = "the attention weights of one head are computed from several softmaxes"
 _THREE_TOKENS = "each of its scores is of three tokens, and not a product of a query and a key"
 _TIED = "one map for all rows, of scores summed over them"
+_OF_NO_MAP = "the queries of other tokens, which come from no linear map"
 _STREAM = "one of two token streams that attend together"
 
 
@@ -152,7 +153,7 @@ class CoreReading:
             is_of_others = bool(others) and parts.is_of_a_map(next(iter(others.values())), product)
             pairs = others if is_of_others else pairs
         heads = self._grouped(CoreView(self.trace, self.number, core, parts.units, _of_product(pairs, product)))
-        said = "the queries of other tokens, which come from no linear map" if is_of_others else ""
+        said = _OF_NO_MAP if is_of_others and _OF_NO_MAP not in heads.left_out else ""
         heads.left_out = _joined(heads.left_out, said)
         return heads
 
@@ -211,7 +212,14 @@ class CoreReading:
                 raise NoHeadsError(_THREE_TOKENS)
             return "the weights of its queries" if whole else ""
         others = set(self.run.maps(whole)) - set(self.run.maps(of_query))
-        return f"the queries of other tokens, which come from {named(sorted(others))}" if others else ""
+        if others:
+            return f"the queries of other tokens, which come from {named(sorted(others))}"
+        # Inputs of the module as they are; padding depends on nothing.
+        if not Support.of(queries, self.run.inputs, range(first, first + count)):
+            return ""
+        some = sorted(set(torch.linspace(first, first + count - 1, 4).long().tolist()))
+        are_inputs = (not self.run.support(queries, [at]) and Support.of(queries, self.run.inputs, [at]) for at in some)
+        return _OF_NO_MAP if any(are_inputs) else ""
 
     def _are_side_by_side(self) -> bool:
         """Return whether each softmax has tokens of its own, as where learned prompts are attended to apart."""

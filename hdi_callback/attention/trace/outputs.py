@@ -19,6 +19,8 @@ from hdi_callback.attention.trace.support import agreed, columns_of, depends_on,
 from hdi_callback.attention.trace.traced_cores import TracedCores
 from hdi_callback.attention.trace.traced_run import Leaf
 
+_SEVERAL = "the outputs of its heads, which go to several output projections"
+
 # Nodes that leave each feature proportional to what it was.
 _LINEAR = (
     "Add", "Addmm", "Alias", "AsStrided", "Avg", "Baddbmm", "Bmm", "Cat", "Chunk", "Clone", "Col2Im", "ConstantPad",
@@ -161,7 +163,10 @@ def _refuse_mixed(
     others = {core.node for core in trace.cores} - {core.node for core in cores}
     is_last = all(others.isdisjoint(nodes_between([end], core.node)) for core in cores)
     if receiver is not None and heads.tied is None and is_last and _are_apart(end, cores, heads):
-        return HeadOutputs(receiver)
+        takes_all = end.shape[-1] >= len(heads.members) * cores[0].values.shape[-1]
+        of_others = (leaf.input for leaf in trace.leaves if leaf.parameter != receiver.parameter)
+        are_several = not takes_all and any(depends_on(one, core.output) for one in of_others for core in cores)
+        return HeadOutputs(receiver, left_out=_SEVERAL if are_several else "")
     if receiver is not None and _is_one_of_several(trace, receiver, cores[0]):
         raise NoHeadsError(f"the output of attention goes to {_one_of(receiver)}")
     if receiver is None:
