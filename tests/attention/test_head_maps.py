@@ -44,6 +44,15 @@ def test_maps_that_do_not_fit_each_other_or_their_heads_say_so(shapes, why):
     assert latent(**shapes).contradiction(is_output=False) == why
 
 
+@pytest.mark.parametrize(("inner", "outer", "fits"), [(1, 1, True), (1, 4, True), (4, 1, True), (2, 2, False)])
+def test_one_of_two_maps_has_a_head_alone(inner, outer, fits):
+    module = nn.ModuleDict({"down": nn.Linear(16, 6 * inner), "up": nn.Linear(6, 2 * outer)})
+    product = HeadProduct(
+        module, HeadSlice(module["up"], "weight", outer, 2), HeadSlice(module["down"], "weight", inner, 6)
+    )
+    assert (product.contradiction(is_output=False) is None) == fits
+
+
 @pytest.mark.parametrize(("gain", "is_linear"), [("", True), ("norm.weight", False)])
 def test_keys_behind_a_norm_are_no_linear_function_of_what_the_first_map_takes(gain, is_linear):
     product = replace(latent(), gain=gain)
@@ -52,3 +61,13 @@ def test_keys_behind_a_norm_are_no_linear_function_of_what_the_first_map_takes(g
     tapped, why_not = layers_of_inputs([layer])
     assert [one.output_projection for one in tapped] == ([module["down"]] if is_linear else [])
     assert ("there is a norm between its two key projections" in why_not.get("attn", "")) is not is_linear
+
+
+def test_keys_by_a_parameter_that_is_no_module_have_no_input_to_capture_and_the_reason_says_whose_it_is():
+    module = nn.ModuleDict({"q": nn.Linear(16, 8)})
+    module.keys_of = nn.Parameter(torch.zeros(8, 16))
+    query, key = HeadSlice(module["q"], "weight", 2, 4), HeadSlice(module, "keys_of", 2, 4)
+    layer = AttentionLayer("attn", module, 2, 2, 4, 4, "two maps", {"query": query, "key": key, "value": query})
+    tapped, why_not = layers_of_inputs([layer])
+    assert tapped == []
+    assert "its key projection is a parameter of ModuleDict" in why_not["attn"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import importlib
+import io
 import sys
 import types
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from hdi_callback.attention.isolation.printing import muted
 from hdi_callback.attention.isolation.user_data import UserData
 
 
@@ -151,3 +153,15 @@ def test_what_a_module_counts_is_put_back_though_torch_made_a_class_of_its_class
     assert CALLS["forward"] == 4
     data.restore()
     assert CALLS["forward"] == 3
+
+
+def test_an_output_that_user_code_sets_while_it_is_muted_stays_and_else_the_one_before_is_back(monkeypatch):
+    before, other = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", before)
+    with muted():
+        sys.stdout.write("unheard")
+    assert sys.stdout is before
+    with muted():
+        sys.stdout = other
+    assert sys.stdout is other
+    assert before.getvalue() == ""

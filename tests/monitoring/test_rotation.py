@@ -95,7 +95,7 @@ def test_each_wide_layer_has_its_turn_at_every_fourth_or_eighth_reading_and_all_
 def test_layers_of_ordinary_width_are_measured_at_every_reading(tmp_path):
     _, records = watched(classifier(NARROW, 2), tmp_path, last=3)
     for metric in IN_TURN:
-        assert all(layers_with(record, metric) == [0, 1] for record in records[:3]), metric
+        assert [layers_with(record, metric) for record in records[:3]] == [[0, 1]] * 3, metric
 
 
 def test_what_is_asked_for_by_name_is_measured_at_every_reading(tmp_path, small_is_wide):
