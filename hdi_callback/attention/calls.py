@@ -1,4 +1,4 @@
-"""The calls that are going on: of which modules, with which arguments, and on whose behalf.
+"""The running calls of modules, with their arguments, and whether checkpointing or a pipeline makes them.
 
 They are found on Python's stack, where torch keeps the arguments of each module: so nothing has to be put on modules.
 """
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 @dataclass
 class Frame:
-    """One call that is going on: a module and its arguments.
+    """One running call: a module and its arguments.
 
     Attributes:
         module: the module.
@@ -107,8 +107,8 @@ def is_inferring_shapes() -> bool:
     return any(one.f_code.co_name in _INFERENCES and "pipelining" in one.f_code.co_filename for one in _stack())
 
 
-def calls_going_on() -> list[Frame]:
-    """Return the calls of modules that are going on, from the innermost outwards.
+def running_calls() -> list[Frame]:
+    """Return the running calls of modules, from the innermost outwards.
 
     Returns:
         The calls; of a module that was compiled as a whole that of the whole.

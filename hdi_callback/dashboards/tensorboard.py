@@ -41,7 +41,7 @@ def lay_out_charts(writer: Any, metrics: Sequence[str], prefix: str = "", layers
     """
     scale = [_exactly(prefix + tag) for tag in _SCALE]
     first = {
-        "worst alignment of two heads, over all layers (0 chance, 1 the same head)": [
+        "worst alignment of two heads, over all layers (0 chance, 1 identical heads)": [
             _exactly(prefix + WORST), f"^{re.escape(prefix)}alert/worst_alignment/.*", *scale,
         ],
         "active alerts": [_exactly(prefix + tag) for tag in (ALERTS, *_ONE_ALERT)],

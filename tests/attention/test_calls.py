@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hdi_callback.attention.calls import calls_going_on, is_inferring_shapes, is_recomputing
+from hdi_callback.attention.calls import is_inferring_shapes, is_recomputing, running_calls
 
 STAGE = "torch.distributed.pipelining.stage"
 
@@ -43,7 +43,7 @@ class Noting(nn.Module):
 
     def forward(self, x, scale=1.0):
         self.repeated.append(is_recomputing())
-        self.around.append(calls_going_on())
+        self.around.append(running_calls())
         return self.linear(x).tanh() * scale
 
 

@@ -97,10 +97,10 @@ from hdi_callback.dashboards.console import AlertLines
 from hdi_callback.monitoring.alerts import Alert, Finding
 from hdi_callback.monitoring.readings import LayerRecord, Record
 from hdi_callback.monitoring.session.sink import Result
-told = Finding("all heads are nearly one", level="critical")
+told = Finding("all heads are nearly identical", level="critical")
 lines = AlertLines()
 for step in (4, 8):
-    alert = Alert(step, "attn", "mean alignment", "critical", f"step {step}, attn: all heads are nearly one", told)
+    alert = Alert(step, "attn", "mean alignment", "critical", f"step {step}, attn: {told.what}", told)
     lines.write(Result(Record(step, {"attn": LayerRecord()}), (alert,)))
 """
 
@@ -109,8 +109,10 @@ def test_a_critical_alert_is_printed_once_and_says_once_where_to_read_more(root)
     done = subprocess.run([sys.executable, "-c", COLLAPSE], cwd=root, capture_output=True, text=True, check=True)
     assert done.stderr == ""
     first, second = done.stdout.splitlines()
-    assert first == "hdi_callback critical: step 4, attn: all heads are nearly one. More: hdi explain mean-alignment"
-    assert second == "hdi_callback critical: step 8, attn: all heads are nearly one"
+    assert (
+        first == "hdi_callback critical: step 4, attn: all heads are nearly identical. More: hdi explain mean-alignment"
+    )
+    assert second == "hdi_callback critical: step 8, attn: all heads are nearly identical"
 
 
 @pytest.mark.slow

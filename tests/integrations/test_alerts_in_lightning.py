@@ -102,7 +102,7 @@ def test_the_console_shows_alerts_and_what_was_done(collapsed):
 
 def test_a_critical_alert_is_a_python_warning_once(collapsed):
     (warned,) = collapsed["warned"]
-    assert "all heads are nearly one" in str(warned.message)
+    assert "all heads are nearly identical" in str(warned.message)
     assert FIRST in str(warned.message)
 
 

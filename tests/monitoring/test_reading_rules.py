@@ -172,7 +172,7 @@ def test_tokens_that_are_nearly_one_for_a_few_readings_as_they_learn_are_no_alar
         assert judge(TokensAlike(), curve("token_cosine", values)) == []
     (alert,) = judge(TokensAlike(), curve("token_cosine", [0.6, 0.98, 0.9984, 0.999, 0.9991, 0.9992]))
     assert (alert.step, alert.finding.since) == (40, 20)
-    assert "nearly one: mean cosine (0.999, 0.989 at the start)" in alert.message
+    assert "nearly identical: mean cosine (0.999, 0.989 at the start)" in alert.message
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_sink_is_reported_where_all_heads_have_it_and_not_where_one_has():
     assert judge(AttentionSink(), curve("attention_sink", [0.2, 0.3, 0.96], arrays)) == []
     both = curve("attention_sink", [0.2, 0.3, 0.96], lambda value: {"attention_sink": [value, value]})
     (alert,) = judge(AttentionSink(), both)
-    assert "all heads look at one position: share of attention (0.96, 0.25 at the start)" in alert.message
+    assert "all heads attend to one position: share of attention (0.96, 0.25 at the start)" in alert.message
 
 
 def test_heads_with_large_scores_are_named():

@@ -98,7 +98,7 @@ def test_the_message_says_when_where_what_since_when_how_sure_and_what_to_try():
             for step, a, h in ((100, 0.2, 5.0), (200, 0.43, 2.5), (300, 0.55, 2.0))]  # fmt: skip
     (alert,) = judge(MeanAlignment(), rows)
     assert alert.message.startswith(
-        "step 300, attn: all heads are closing up (mean alignment 0.55, 0.20 200 steps ago, 2.0 effective heads are "
+        "step 300, attn: all heads are converging (mean alignment 0.55, 0.20 200 steps ago, 2.0 effective heads are "
         "left)"
     )
     assert "since step 200" in alert.message
@@ -246,7 +246,7 @@ def test_a_steady_rise_is_forecast_before_it_arrives():
     fired = alert.step // 10 - 1
     assert values[fired] < 0.5, "well before the limits of the mean"
     # y = 0.05 + 0.02 t reaches -log(0.1) at t = 112.6, which is step 1136
-    assert "all heads are moving together" in alert.message
+    assert "all heads are becoming alike" in alert.message
     assert "reach 0.90 near step 1136" in alert.message
     assert alert.finding.since == alert.step - 190
 
@@ -255,7 +255,7 @@ def test_two_heads_that_move_together_are_named():
     values = rising(40, 0.02)
     alerts = judge(AlignmentForecast(), [pair(10 * place, value) for place, value in enumerate(values, 1)])
     assert [alert.finding.heads for alert in alerts] == [(2, 5)]
-    assert "heads 2 and 5 are moving together" in alerts[0].message
+    assert "heads 2 and 5 are becoming alike" in alerts[0].message
 
 
 def test_a_rise_in_the_energy_lens_is_not_forecast():

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hdi_callback.attention.calls import Frame, calls_going_on, is_inferring_shapes, is_recomputing
+from hdi_callback.attention.calls import Frame, is_inferring_shapes, is_recomputing, running_calls
 from hdi_callback.attention.capture.graph_operator import Entry, take_in_graph
 from hdi_callback.attention.capture.padding import Padding, PaddingChoice, find_padding, fit_padding, takes_masks
 from hdi_callback.attention.capture.sampling import TokenSample, joined, sample_tokens, shared_out
@@ -251,7 +251,7 @@ class Tap:
             )
             return None
         shape = tuple(outputs.shape[:-1])
-        frames = calls_going_on()
+        frames = running_calls()
         padding = self._find_padding(shape, frames, backward)
         if is_compiled and self._may_hide_masks(padding, frames):
             padding = Padding(None, "masks that are made or handed on inside a compiled graph are not observed")
@@ -305,7 +305,7 @@ class Tap:
         if outputs.is_nested or len(self._first_times) > _FIRST_TIMES:
             return
         shape = tuple(_features_last(outputs, self.layer.output_projection).shape[:-1])
-        frames = calls_going_on()
+        frames = running_calls()
         padding = find_padding(shape, frames, path=self.layer.name, choice=self._padding)
         self._first_times.update({_place(one.first): padding for one in frames if isinstance(one.first, Tensor)})
 

@@ -100,7 +100,7 @@ def _maps() -> str:
 
 def _scale() -> str:
     boxes = (("#00224e", "0: as by chance"), ("#7c7b78", "0.5: limit of the mean"), ("#c8b866", "0.8: limit of a pair"),
-             ("#fee838", "1: one head twice"), ("var(--grey)", "not measured"))  # fmt: skip
+             ("#fee838", "1: identical heads"), ("var(--grey)", "not measured"))  # fmt: skip
     parts = [f'<span><span class="box" style="background:{colour}"></span>{words}</span>' for colour, words in boxes]
     return f'<div class="scale">{"".join(parts)}<span><span class="box ring"></span>the pair that is named</span></div>'
 

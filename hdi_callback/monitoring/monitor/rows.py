@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hdi_callback.attention import AttentionLayer
-from hdi_callback.attention.calls import calls_going_on
+from hdi_callback.attention.calls import running_calls
 from hdi_callback.attention.capture.padding import PaddingChoice, find_padding, fit_padding
 from hdi_callback.attention.observe import AttentionObserver, ObservedCore, RowChunk
 from hdi_callback.core import AttentionSums, NormSums, logit_bound
@@ -378,7 +378,7 @@ class AttentionReadings:
         elif self._choice is None:
             return torch.zeros(shape, dtype=torch.bool, device="cpu")
         else:
-            padding = find_padding(shape, calls_going_on(), choice=self._choice).padded
+            padding = find_padding(shape, running_calls(), choice=self._choice).padded
         return None if padding is None or padding.dtype != torch.bool else padding.view(shape)
 
 

@@ -62,7 +62,7 @@ class AlignmentForecast(Rule):
         pair = pair_of(series.latest, "subspace") if metric == WORST["subspace"] else ()
         who = f"heads {pair[0]} and {pair[1]}" if pair else "all heads"
         return Finding(
-            f"{who} are moving together (alignment {decimal(curve[-1])}, {decimal(curve[start])} "
+            f"{who} are becoming alike (alignment {decimal(curve[-1])}, {decimal(curve[start])} "
             f"{steps[-1] - steps[start]} steps ago) and at this rate reach {decimal(self.limit)} near step "
             f"{round(steps[-1] + arrival)}",
             "warning",

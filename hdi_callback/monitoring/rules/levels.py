@@ -102,7 +102,7 @@ class EntropyCollapse(_Level):
     name = "entropy collapse"
     metric = "attention_entropy"
     needs = ("attention_entropy",)
-    what = "the heads look at hardly more than one token: mean entropy of attention"
+    what = "the heads attend to hardly more than one token: mean entropy of attention"
     rises = False
     way = 0.5
     hysteresis = 0.02
@@ -251,7 +251,7 @@ class AttentionSink(_Level):
     name = "attention sink"
     metric = "attention_sink"
     needs = ("attention_sink",)
-    what = "all heads look at one position: share of attention"
+    what = "all heads attend to one position: share of attention"
     rises = True
     way = 0.5
     hysteresis = 0.1
@@ -280,7 +280,7 @@ class TokensAlike(_Level):
     name = "tokens alike"
     metric = "token_cosine"
     needs = ("token_cosine",)
-    what = "the input tokens of the layer are nearly one: mean cosine"
+    what = "the input tokens of the layer are nearly identical: mean cosine"
     rises = True
     way = 0.5
     hysteresis = 0.02

@@ -41,7 +41,7 @@ class LaterTokens(Rule):
         )
         since = series.since(lambda row: row.values["attention_ahead"] >= self.share, "attention_ahead")
         return Finding(
-            f"attention reaches tokens behind the query (share {decimal(value)}), which were hidden from it at step "
+            f"attention reaches tokens after the query (share {decimal(value)}), which were hidden from it at step "
             f"{series.first.step}",
             "critical",
             value,
@@ -98,7 +98,7 @@ class FewerKeys(Rule):
 
 
 class OneKey(Rule):
-    """Each query sees one key alone, so that attention mixes nothing: a mask hides too much."""
+    """Each query sees a single key, so that attention mixes nothing: a mask hides too much."""
 
     name = "one key"
     needs = ("attention_keys",)
@@ -109,7 +109,7 @@ class OneKey(Rule):
         if value > 1:
             return None
         return Finding(
-            "each query sees one key alone, though there are more: attention mixes nothing",
+            "each query sees a single key, though there are more: attention mixes nothing",
             "critical",
             value,
             1.0,

@@ -68,9 +68,13 @@ class MeanAlignment(Rule):
         if lens == "energy":
             what = f"{shared_directions(series)} over all heads"
         elif level == "critical" or (groups and not is_all):
-            what = named_groups(groups) if groups and not (is_all and len(groups) == 1) else "all heads are nearly one"
+            what = (
+                named_groups(groups)
+                if groups and not (is_all and len(groups) == 1)
+                else "all heads are nearly identical"
+            )
         else:
-            what = "all heads are closing up"
+            what = "all heads are converging"
         return Finding(
             f"{what} (mean alignment {decimal(value)}{weighed}{earlier(series, metric)}{left})",
             level,

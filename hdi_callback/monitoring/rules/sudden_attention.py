@@ -53,7 +53,7 @@ class SuddenSharpening(Rule):
         logit = series.latest.values.get("attention_logit")
         largest = "" if logit is None else f"; largest score {logit:.0f}"
         return Finding(
-            f"the heads have come to look at few tokens within {self.within} readings (mean entropy of attention "
+            f"the heads have come to attend to few tokens within {self.within} readings (mean entropy of attention "
             f"{decimal(now)}, {decimal(before[-1])} at step {steps[start]} and never below {decimal(min(before))} "
             f"until then{largest})",
             "warning",
