@@ -37,13 +37,18 @@ class DiversityPenalty(WhileActive):
         noise: size of the displacement, relative to the norm of a head.
         measure: the penalty: ``"subspace"`` for the mean overlap of the subspaces of each role, ``"circuit"`` for the
             mean squared cosine of the QK circuits (`circuit_penalty`). `roles` are for subspaces only.
-        options: see `Intervention`.
+        options: see `Intervention`; by default it answers the rules on heads that are alike, and no others: pushing
+            heads apart does not mend a lost mask or a rate that is too high. A rule of your own has to be named.
 
     Raises:
         MisconfigurationError: if an argument cannot work.
     """
 
     name = "DiversityPenalty"
+    rules = (
+        "mean alignment", "worst pair", "forecast", "shared direction", "merged scores", "merged messages",
+        "attend alike",
+    )  # fmt: skip
     waits_for_change = True
 
     def __init__(

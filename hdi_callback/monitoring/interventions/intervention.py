@@ -223,7 +223,7 @@ class Intervention(ABC):
     def _is_for(self, alert: Alert) -> bool:
         return (
             is_at_least(alert.level, self.on)
-            and (alert.rule != TiedHeads.name if self.rules is None else alert.rule in self.rules)
+            and self.is_for_rule(alert.rule)
             and not self._is_left_alone(alert)
             and self.is_for_layer(alert.layer)
         )
@@ -232,6 +232,17 @@ class Intervention(ABC):
         """Whether the finding was there from the start: pretrained heads may be equal on purpose."""
         has_named = "rules" in vars(self)  # named by the user, not by the class
         return self.waits_for_change and not has_named and alert.finding.is_from_start and not alert.is_resolved
+
+    def is_for_rule(self, name: str) -> bool:
+        """Return whether it answers alerts of a rule.
+
+        Args:
+            name: name of the rule.
+
+        Returns:
+            True if `rules` holds it, or is not given and it is not "tied heads".
+        """
+        return name != TiedHeads.name if self.rules is None else name in self.rules
 
     def is_for_layer(self, name: str) -> bool:
         """Return whether it answers alerts of a layer.

@@ -75,6 +75,11 @@ class WhileActive(Intervention):
         return {**super().state_dict(), "standing": {layer: list(rules) for layer, rules in self.standing.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of a checkpoint."""
+        """Restore the state of a checkpoint, but for alerts that it no longer answers: nothing would end them."""
         super().load_state_dict(state)
-        self.standing = {layer: list(rules) for layer, rules in state["standing"].items()}
+        answered = {
+            layer: [rule for rule in rules if self.is_for_rule(rule)]
+            for layer, rules in state["standing"].items()
+            if self.is_for_layer(layer)
+        }
+        self.standing = {layer: rules for layer, rules in answered.items() if rules}

@@ -211,6 +211,35 @@ def test_active_interventions_and_how_often_they_acted_survive_a_resumption(make
         intervention.detach()
 
 
+@pytest.mark.parametrize(
+    "rule", ["weight jump", "later tokens", "weights not finite", "sharp from the start", "one key"]
+)
+def test_heads_are_pushed_apart_only_where_the_alert_says_that_they_are_alike(rule):
+    usual, named = DiversityPenalty(), DiversityPenalty(rules=[rule])
+    for intervention in (usual, named):
+        attached(intervention, torch.optim.SGD(Classifier().parameters(), lr=1.0))
+    assert usual.answer(alert(rule=rule)) is None
+    assert not usual.is_active
+    assert named.answer(alert(rule=rule)) is not None
+    assert usual.answer(alert(rule="merged scores")) is not None
+
+
+def test_what_is_resumed_with_other_rules_or_layers_drops_alerts_that_it_would_not_see_resolved():
+    scale = ScaleLearningRate(0.1)
+    attached(scale, torch.optim.SGD(Classifier().parameters(), lr=1.0))
+    scale.answer(alert(rule="weight jump"))
+    scale.answer(alert(rule="forecast"))
+    for resumed, standing in (
+        (ScaleLearningRate(0.1), {"blocks.0.attn": ["weight jump", "forecast"]}),
+        (ScaleLearningRate(0.1, rules=["forecast"]), {"blocks.0.attn": ["forecast"]}),
+        (ScaleLearningRate(0.1, rules=["worst pair"]), {}),
+        (ScaleLearningRate(0.1, layers=["decoder.*"]), {}),
+    ):
+        resumed.load_state_dict(scale.state_dict())
+        assert resumed.standing == standing
+    scale.detach()
+
+
 # --- what goes wrong inside the user's optimizer.step()
 
 
