@@ -229,6 +229,8 @@ COMMON: dict[str, dict[str, Any]] = {
     "PPDocLayoutV2Config": {"decoder_in_channels": [MODEL] * 3, "class_thresholds": [0.0] * 2, "class_order": [0, 1]},
     "Sam2PromptEncoderConfig": {"patch_size": 16},
     "FastSpeech2ConformerHifiGanConfig": {"model_in_dim": 80},
+    # They set the size of their parts' pictures, to 1008 by default.
+    **{name: {"image_size": 32} for name in ("Sam3TrackerVideoConfig", "Sam3VideoConfig")},
     "Sam3VisionConfig": {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},
     # Every place is a point: LightGlue rotates keys by them, and the judge compares keys of many pictures.
     "SuperPointConfig": {"keypoint_decoder_dim": 65, "keypoint_threshold": -1.0},
