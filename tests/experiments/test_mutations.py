@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +17,9 @@ from hdi_callback.core import head_diversity
 from hdi_callback.core.chance import chance_of_overlap
 from tests.experiments.mutations import plan, reach
 from tests.experiments.mutations.mutate import sample, spread
-from tests.experiments.mutations.report import page
+from tests.experiments.mutations.report import BY_HAND, VERDICTS, page, read_verdicts
+from tests.experiments.mutations.report import RESULTS as RECORDED
+from tests.experiments.mutations.run import read
 
 SOURCE = '''
 """A module."""
@@ -105,19 +109,52 @@ def test_a_change_is_shown_to_the_tests_that_run_its_line_the_quickest_first(tmp
     assert found.tests_of("core/circuits.py", 1, 1000) == []
 
 
+RESULTS = [
+    {"file": "core/pairs.py", "change": "9: a | b -> a & b", "outcome": "survived", "tests": 2, "of": 3},
+    {"file": "core/pairs.py", "change": "11: 1 -> 2", "outcome": "survived", "tests": 3, "of": 3},
+    {"file": "core/pairs.py", "change": "7: 1 -> 2", "outcome": "killed"},
+    {"file": "core/chance.py", "change": "3: 1 -> 2", "outcome": "ran out of time"},
+    {"file": "core/kernels.py", "change": "3: 1 -> 2", "outcome": "the tool failed"},
+    {"file": "core/circuits.py", "change": "8: 1 -> 2", "outcome": "survived", "of": 0},
+    {"file": "core/circuits.py", "change": "9: 1 -> 2", "outcome": "survived", "of": 1},
+]
+FOUND = [
+    "core/pairs.py\t11: 1 -> 2\tno difference: there is one to spare",
+    "core/circuits.py\t9: 1 -> 2\tnoticed by `test_circuits.py::test_what_is_new`",
+    "core/chance.py\t3: 1 -> 2\tno difference: of a change that was noticed nothing is said",
+]
+
+
 def test_the_page_counts_what_was_noticed_and_lists_what_was_not():
-    results = [
-        {"file": "core/pairs.py", "change": "9: a | b -> a & b", "outcome": "survived", "tests": 3, "of": 3},
-        {"file": "core/pairs.py", "change": "11: 1 -> 2", "outcome": "survived", "tests": 2, "of": 3},
-        {"file": "core/pairs.py", "change": "7: 1 -> 2", "outcome": "killed"},
-        {"file": "core/chance.py", "change": "3: 1 -> 2", "outcome": "ran out of time"},
-        {"file": "core/kernels.py", "change": "3: 1 -> 2", "outcome": "the tool failed"},
-        {"file": "core/circuits.py", "change": "8: 1 -> 2", "outcome": "survived", "of": 0},
-    ]
-    written = page(results)
-    assert "| `core` | 3 | 5 | 2 | 1 | 1 | 1 |" in written
-    titles = [written.index(f"## What {rest}") for rest in ("survived", "is not settled", "none of them runs")]
-    assert titles[0] < written.index("9: a \\| b -> a & b") < titles[1] < written.index("11: 1 -> 2") < titles[2]
-    assert titles[2] < written.index("8: 1 -> 2")
-    assert "| `core/pairs.py` | `9: a \\| b -> a & b` | 3 of 3 | open |" in written
+    written = page(RESULTS, read_verdicts(FOUND))
+    assert "| `core` | 3 | 6 | 2 | 1 | 1 | 2 |" in written
+    titles = [written.index(f"## What {rest}") for rest in ("is open", "makes no difference", "other tests notice")]
+    assert titles[0] < written.index("| `core/pairs.py` | `9: a \\| b -> a & b` | not looked at |") < titles[1]
+    assert titles[0] < written.index("`8: 1 -> 2` | no test that was recorded runs it |") < titles[1]
+    assert titles[1] < written.index("`11: 1 -> 2` | no difference: there is one to spare |") < titles[2]
+    assert titles[2] < written.index("`9: 1 -> 2` | noticed by")
     assert "7: 1 -> 2" not in written
+    assert "nothing is said" not in written
+    assert "Not broken: `core/kernels.py`." in written
+
+
+def test_the_page_of_the_documentation_is_written_from_its_results(root):
+    there, mark, by_hand = (root / "docs" / "mutations.md").read_text().partition(BY_HAND)
+    assert mark
+    assert by_hand.strip()
+    assert there == page(read(RECORDED), read_verdicts(VERDICTS.read_text().splitlines()))
+
+
+def test_every_verdict_is_of_a_survivor_and_every_test_that_one_names_is_there(root):
+    verdicts = read_verdicts(VERDICTS.read_text().splitlines())
+    assert len(verdicts) == len(VERDICTS.read_text().splitlines())
+    survived = {(one["file"], one["change"]) for one in read(RECORDED) if one["outcome"] == "survived"}
+    assert verdicts.keys() <= survived
+    sources: defaultdict[str, str] = defaultdict(str)
+    for path in (root / "tests").rglob("test_*.py"):
+        sources[path.name] += path.read_text()
+    named = [name for verdict in verdicts.values() for name in re.findall(r"`(\w+\.py)::(\w+)", verdict)]
+    assert named
+    assert [(file, test) for file, test in named if f"def {test}(" not in sources[file]] == []
+    claimed = [verdict for verdict in verdicts.values() if verdict.startswith("noticed")]
+    assert all("::" in verdict for verdict in claimed)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tests.experiments.mutations import plan, reach
-from tests.experiments.mutations.report import page
+from tests.experiments.mutations import plan, reach, report
 from tests.experiments.mutations.run import read, run
 
 
@@ -20,20 +19,24 @@ def main() -> None:
     parser.add_argument("what", choices=["record", "run", "report"])
     parser.add_argument("--reached", type=Path, default=Path("build/reached.jsonl"), help="which tests run which lines")
     parser.add_argument("--tests", nargs="*", default=plan.TESTS, help="which tests are recorded, or run")
-    parser.add_argument("--results", type=Path, default=Path("build/mutations.jsonl"))
+    parser.add_argument("--results", type=Path, help="of changes: build/mutations.jsonl, or those of the page")
     parser.add_argument("--minutes", type=float, default=600)
     parser.add_argument("--budget", type=float, default=60, help="seconds of the processor for the tests of a change")
     parser.add_argument("--only", default="", help="parts of the paths of the files to break, with commas between")
     parser.add_argument("--part", default="0/1", help='such as "1/2": the second of two that run side by side')
-    parser.add_argument("--output", type=Path, default=Path("build/mutations.md"))
+    parser.add_argument("--output", type=Path, default=Path("docs/mutations.md"))
     asked = parser.parse_args()
     if asked.what == "record":
         reach.record(asked.reached, asked.tests)
     elif asked.what == "run":
         limits = {"minutes": asked.minutes, "budget": asked.budget}
-        run(asked.results, asked.reached, **limits, tests=asked.tests, only=asked.only, part=asked.part)
+        results = asked.results or Path("build/mutations.jsonl")
+        run(results, asked.reached, **limits, tests=asked.tests, only=asked.only, part=asked.part)
     else:
-        asked.output.write_text(page(read(asked.results)))
+        verdicts = report.read_verdicts(report.VERDICTS.read_text().splitlines())
+        written = report.page(read(asked.results or report.RESULTS), verdicts)
+        _, mark, by_hand = asked.output.read_text().partition(report.BY_HAND) if asked.output.is_file() else ("",) * 3
+        asked.output.write_text(written + mark + by_hand)
 
 
 main()

@@ -3,100 +3,114 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.experiments.mutations.plan import files
-from tests.experiments.mutations.reach import PACKAGE
-from tests.experiments.mutations.run import digest
-
+RESULTS = Path(__file__).with_name("results.jsonl")
 VERDICTS = Path(__file__).with_name("verdicts.txt")
-INTRODUCTION = """# Broken on purpose: one run
+BY_HAND = "\n<!-- From here on kept by hand. -->\n"
+INTRODUCTION = """# Broken on purpose
 
-<!-- Written by: python -m tests.experiments.mutations report -->
+<!-- Down to the mark written by: python -m tests.experiments.mutations report -->
 
 Do the tests notice when the code is wrong? One thing at a time is changed in a file: a comparison (`<` to `<=`), an
-operation (`+` to `-`), a number by one, a condition that is never met, a value that is not returned. Then the tests
-that run the changed line are run, those first that are quick and run little else, until one fails or a budget of
-processor time is spent. Which tests run which lines is recorded first. What none of them notices has survived: either
-the change makes no difference (the column says why), or a test is missing. The changes are a sample, spread over the
-lines of each file; words of errors and warnings, annotations and decorators are left as they are. Tests that are marked
-slow are left out, but for those of `attention/observe`, and so are those of the integrations and of several processes.
+operation (`+` to `-`), a number by one, a condition that is never met, a value that is not returned. Then tests that
+run the changed line are run, the quickest first, until one fails. Words of errors and warnings, annotations, decorators
+and what runs on import are left as they are. The changes are a sample, spread over the lines of each file: this page
+says how often tests notice, not that they notice everything.
 
     python -m tests.experiments.mutations record --reached build/reached.jsonl
     python -m tests.experiments.mutations run --reached build/reached.jsonl --results build/mutations.jsonl
-    python -m tests.experiments.mutations report --results build/mutations.jsonl
+    python -m tests.experiments.mutations report --results build/mutations.jsonl --output build/mutations.md
 
-What none of these tests runs at all stands apart: it is run by tests that start further processes, by slow ones, or by
-none. So does what is not settled: tests whose time was within the budget did not notice, and others that run the line
-were not asked. "Noticed by now" names a test that was written since, and that was seen to fail on the change.
+`record` notes which tests run which lines, `run` asks them within seconds of processor time that are given, and
+`report` writes one run down; without `--results` it writes this page.
 """
 NOTICED = ("killed", "ran out of time")
+KINDS = ("noticed", "noticed since", "no difference", "open")
 Result = Mapping[str, Any]
+Verdicts = Mapping[tuple[str, str], str]
 
 
-def page(results: Sequence[Result]) -> str:
-    """Write the page."""
+def page(results: Sequence[Result], verdicts: Verdicts) -> str:
+    """Write the page, but for what is kept by hand behind it.
+
+    Args:
+        results: one record a change: its file, the change, its outcome, and the state of the code if that is known.
+        verdicts: file and change -> what was found out about a survivor.
+
+    Returns:
+        The page, in Markdown.
+    """
     tried = [one for one in results if one["outcome"] in (*NOTICED, "survived")]
-    parts = [INTRODUCTION]
-    if budgets := sorted({one["budget"] for one in tried if "budget" in one}):
-        seconds = " or ".join(f"{budget:g}" for budget in budgets)
-        parts.append(f"In this run the tests of a change had {seconds} seconds of the processor.\n")
-    parts.append("| folder | files | changes | noticed | survived | not settled | not run |")
+    parts = [INTRODUCTION, "## What was broken\n"]
+    if states := sorted({one["state"] for one in results if "state" in one}):
+        parts.append(f"Lines are numbered as in {' and '.join(f'`{state}`' for state in states)}.\n")
+    parts.append("| folder | files | changes | noticed at once | noticed since | no difference | open |")
     parts.append("|---|---:|---:|---:|---:|---:|---:|")
     folders = sorted({_folder(one["file"]) for one in tried})
-    parts += [_row(f"`{folder}`", [one for one in tried if _folder(one["file"]) == folder]) for folder in folders]
-    parts.append(_row("all", tried))
-    present = {path.relative_to(PACKAGE).as_posix(): path for path in files(PACKAGE)}
-    if left := sorted(name for name in present if name not in {one["file"] for one in tried}):
-        counts = Counter(_folder(name) for name in left)
-        listed = ", ".join(f"{count} of `{folder}`" for folder, count in sorted(counts.items()))
-        parts.append(
-            f"\nFiles with nothing to change, newer ones, and those that were not broken in this run: {listed}."
-        )
-    if later := sorted({one["file"] for one in tried if _is_older(one, present)}):
-        listed = ", ".join(f"`{name}`" for name in later)
-        parts.append(f"\nWritten again or moved since, with lines numbered as they were: {listed}.")
-    titles = {"survived": "What survived", "not settled": "What is not settled", "not run": "What none of them runs"}
+    parts += [_row(f"`{name}`", [one for one in tried if _folder(one["file"]) == name], verdicts) for name in folders]
+    parts.append(_row("all", tried, verdicts))
+    if left := sorted({one["file"] for one in results} - {one["file"] for one in tried}):
+        parts.append(f"\nNot broken: {', '.join(f'`{name}`' for name in left)}.")
+    parts.append(
+        '\n"Noticed since" is noticed by a test that was not among those that were asked, or that was written since '
+        'and seen to fail on the change. "No difference" is argued below, line by line.'
+    )
+    titles = {"open": "What is open", "no difference": "What makes no difference, and why"}
+    titles["noticed since"] = "What other tests notice, or tests that were written since"
     for kind, title in titles.items():
-        parts += [f"\n## {title}\n", *_table([one for one in tried if _kind(one) == kind])]
+        rows = list(_table([one for one in tried if kind_of(one, verdicts) == kind], verdicts))
+        parts += [f"\n## {title}\n", *(rows or ["Nothing."])]
     return "\n".join(parts) + "\n"
 
 
-def _kind(one: Result) -> str:
+def kind_of(one: Result, verdicts: Verdicts) -> str:
+    """Tell which column a change counts in.
+
+    Args:
+        one: its record.
+        verdicts: file and change -> what was found out about a survivor.
+
+    Returns:
+        One of `KINDS`.
+    """
     if one["outcome"] in NOTICED:
         return "noticed"
-    if not one.get("of", 1):
-        return "not run"
-    return "survived" if one.get("tests", 0) >= one.get("of", 0) else "not settled"
+    verdict = verdicts.get((one["file"], one["change"]), "open")
+    beginnings = {"noticed by": "noticed since", "no difference": "no difference", "differs": "no difference"}
+    return next((kind for beginning, kind in beginnings.items() if verdict.startswith(beginning)), "open")
 
 
-def _table(survived: Sequence[Result]) -> Iterator[str]:
-    yield "| file | line: change | tests, of those that run it | what follows |\n|---|---|---:|---|"
-    verdicts = _verdicts()
+def read_verdicts(lines: Iterable[str]) -> dict[tuple[str, str], str]:
+    """Read what was found out about survivors.
+
+    Args:
+        lines: of file, change and verdict, with tabs between.
+
+    Returns:
+        File and change -> verdict.
+    """
+    fields = [line.rstrip("\n").split("\t") for line in lines if line.count("\t") == 2]
+    return {(file, change): verdict for file, change, verdict in fields}
+
+
+def _table(survived: Sequence[Result], verdicts: Verdicts) -> Iterator[str]:
+    if survived:
+        yield "| file | line: change | what is known |\n|---|---|---|"
     for one in sorted(survived, key=lambda one: (one["file"], int(one["change"].partition(":")[0]))):
         change = one["change"].replace("|", "\\|").replace("`", "'")
-        verdict = verdicts.get((one["file"], one["change"]), "open")
-        yield f"| `{one['file']}` | `{change}` | {one.get('tests', '')} of {one.get('of', '')} | {verdict} |"
+        unknown = "not looked at" if one.get("of", 1) else "no test that was recorded runs it"
+        verdict = verdicts.get((one["file"], one["change"]), unknown)
+        yield f"| `{one['file']}` | `{change}` | {verdict.replace('|', chr(92) + '|')} |"
 
 
 def _folder(file: str) -> str:
     return file.rpartition("/")[0]
 
 
-def _row(name: str, tried: Sequence[Result]) -> str:
-    kinds = Counter(_kind(one) for one in tried)
-    counts = [kinds[kind] for kind in ("noticed", "survived", "not settled", "not run")]
-    return f"| {name} | {' | '.join(map(str, [len({one['file'] for one in tried}), len(tried), *counts]))} |"
-
-
-def _is_older(one: Result, present: Mapping[str, Path]) -> bool:
-    return "digest" in one and (one["file"] not in present or one["digest"] != digest(present[one["file"]]))
-
-
-def _verdicts() -> dict[tuple[str, str], str]:
-    """Read what was found out about survivors: lines of file, change and verdict, with tabs between."""
-    lines = VERDICTS.read_text().splitlines() if VERDICTS.is_file() else []
-    fields = [line.split("\t") for line in lines if line.count("\t") == 2]
-    return {(file, change): verdict for file, change, verdict in fields}
+def _row(name: str, tried: Sequence[Result], verdicts: Verdicts) -> str:
+    kinds = Counter(kind_of(one, verdicts) for one in tried)
+    counts = [len({one["file"] for one in tried}), len(tried), *(kinds[kind] for kind in KINDS)]
+    return f"| {name} | {' | '.join(map(str, counts))} |"

@@ -78,7 +78,7 @@ def run(
 def read(results: Path) -> list[dict[str, Any]]:
     """Read the results so far, of each change the last."""
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.is_file() else []
-    return list({(one["file"], one["digest"], one["change"]): one for one in lines}.values())
+    return list({(one["file"], one.get("digest"), one["change"]): one for one in lines}.values())
 
 
 def digest(path: Path) -> str:
