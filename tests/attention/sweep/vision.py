@@ -38,6 +38,7 @@ _SHRUNKEN: list[dict[str, Any]] = [
     {"depths": (1, 1, 1, 1)},
     {"img_size": 64},
     {"depth": 2},
+    {"stages": (1, 2, 1, 1), "global_att_blocks": (2,), "embed_dim": 32},  # HieraDet
     {},
 ]
 _LARGEST = 1e8
