@@ -40,7 +40,7 @@ All other modules may change with any version. Earlier names of version 0.1 work
 | `unasked`, `in_turn` of `HeadDiversityMonitor` and `Settings` | `rule_metrics`, `rotate_layers` |
 | `AllocationRanking`: `tells`, `flat` | `is_conclusive`, `near_best` |
 | `HeadDiversityMonitor.rest()` | `HeadDiversityMonitor.skip_forward()` |
-| `Host.say` | `Host.print` |
+| `say` of `Host` | `print` |
 | `AttentionSums`: `seeing`, `seen` | `queries_with_keys`, `visible_keys` |
 | `loaded` of callbacks, `Settings` and `Alerts`; `Series.is_loaded` | `pretrained`, `is_pretrained` |
 | `ReviveHeads(max_loss=...)` | `max_output_error` |
