@@ -180,7 +180,7 @@ class HeadSession(Shell):
         self._started.monitor.resume()
         self._started.before_forward()
 
-    @guarded(_STEP, otherwise=lambda self: attempt_each([self._steps.end, self._started.monitor.suspend]))
+    @guarded(_STEP, otherwise=lambda self: attempt_each([self._steps.abandon, self._started.monitor.suspend]))
     def _leave_step(self, *, is_whole: bool) -> None:
         try:
             if self._steps.end():

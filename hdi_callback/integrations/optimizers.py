@@ -145,6 +145,10 @@ class OptimizerSteps:
         for optimizer in self._optimizers:
             self._prepare_once(optimizer)
 
+    def abandon(self) -> None:
+        """End counting, where `end` could not."""
+        self.is_inside = False
+
     def end(self) -> bool:
         """End counting.
 

@@ -422,8 +422,8 @@ def broken_by(way: str, failure: Failure) -> str:
     """Say how a failure reached the training; empty if it did not."""
     try:
         watched = train(way, Profile(failure))
-    except InjectedError:
-        return f"{failure} ended the training"
+    except Exception as error:  # what was raised, or misuse that follows from it
+        return f"{failure} ended the training ({type(error).__name__}: {error})"
     changed, again = differences(known(way)[0], watched), said_again(watched.said)
     return f"{failure} changed {changed}, said again {again}" if changed or again else ""
 

@@ -34,6 +34,11 @@ def test_a_function_that_raises_while_hooks_are_put_on_leaves_none_behind():
     assert list(filter(None, (broken_by("by hand", one) for one in firsts))) == []
 
 
+def test_a_step_that_could_not_be_left_is_over_all_the_same():
+    failed = [one for one in _failures_in("loop", "integrations/optimizers.py:end") if not one.after]
+    assert list(filter(None, (broken_by("loop", one) for one in failed))) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["loop", "by hand"])
 def test_whatever_raises_where_hooks_and_modes_are_put_on_leaves_none_behind(way):
