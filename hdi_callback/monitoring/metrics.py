@@ -257,7 +257,7 @@ _ROW_METRICS = [
         "attention_entropy_min",
         ROWS,
         _field("entropy", _smallest),
-        "The same of the head that looks at the fewest tokens.",
+        "The same of the head that attends to the fewest tokens.",
         "min",
     ),
     Metric(
@@ -271,7 +271,7 @@ _ROW_METRICS = [
         "attention_sink",
         ROWS,
         _field("sink", _largest),
-        "Largest mean attention of a head to one position: 1 if all queries look there.",
+        "Largest mean attention of a head to one position: 1 if all queries attend to it.",
         "max",
     ),
     Metric(
