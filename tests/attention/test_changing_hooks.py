@@ -42,8 +42,16 @@ class Recorder:
         return output * 2
 
 
+class Doubled:
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return output * 2
+
+
 LOOK_ON = [looks_on, Recorder(), lambda module, args, output: SEEN.append(output), lambda module, args, output: None]
-MAY_CHANGE = [may_return, functools.partial(with_an_option, 2), Recorder().scaled, lambda m, args, output: output + 1]
+MAY_CHANGE = [
+    *(may_return, functools.partial(with_an_option, 2), Recorder().scaled, Doubled()),
+    lambda m, args, output: output + 1,
+]
 
 
 def _plain(hook: Any) -> nn.Module:

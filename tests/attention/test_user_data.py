@@ -6,6 +6,7 @@ import collections
 import copy
 import importlib
 import io
+import os
 import sys
 import types
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from hdi_callback.attention.isolation.printing import muted
+from hdi_callback.attention.isolation.settings import environment_kept
 from hdi_callback.attention.isolation.user_data import UserData
 
 
@@ -165,3 +167,25 @@ def test_an_output_that_user_code_sets_while_it_is_muted_stays_and_else_the_one_
         sys.stdout = other
     assert sys.stdout is other
     assert before.getvalue() == ""
+
+
+def test_what_an_object_of_user_code_holds_in_its_attributes_is_put_back():
+    held = types.SimpleNamespace(losses=[1.0], names={"a": [2]})
+    data = UserData()
+    data.note([held])
+    held.losses.append(3.0)
+    held.names["a"].append(4)
+    data.restore()
+    assert held == types.SimpleNamespace(losses=[1.0], names={"a": [2]})
+
+
+def test_the_environment_is_put_back_and_is_not_written_where_nothing_changed(monkeypatch):
+    monkeypatch.setenv("HDI_TEST_KEPT", "1")
+    before = dict(os.environ)
+    with environment_kept():
+        os.environ["HDI_TEST_KEPT"] = "2"
+        os.environ["HDI_TEST_NEW"] = "3"
+    assert dict(os.environ) == before
+    monkeypatch.setattr(type(os.environ), "clear", lambda environment: pytest.fail("it was written"))
+    with environment_kept():
+        pass

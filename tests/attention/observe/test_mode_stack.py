@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from hdi_callback.attention.observe.mode_stack import put_back, take_off
+from hdi_callback.attention.observe.module_stack import ModuleStack
 
 
 class Mode(TorchFunctionMode):
@@ -29,3 +31,13 @@ def test_a_mode_that_is_not_on_the_stack_is_no_error_and_the_others_stay():
         before = _get_current_function_mode_stack()
         assert take_off(Mode()) == []
         assert _get_current_function_mode_stack() == before
+
+
+def test_the_innermost_module_is_the_last_that_began_and_has_not_ended():
+    stack, outer, inner = ModuleStack(), nn.Identity(), nn.Identity()
+    assert (stack.innermost, stack.owner) == (None, "")
+    stack.enter("outer", outer)
+    stack.enter("outer.inner", inner)
+    assert (stack.innermost, stack.owner) == (inner, "outer.inner")
+    stack.leave("outer.inner")
+    assert (stack.innermost, stack.owner) == (outer, "outer")

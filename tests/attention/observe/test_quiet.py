@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hdi_callback.attention.observe.quiet import in_the_way, quiet
+from hdi_callback.attention.observe.quiet import holds_numbers, in_the_way, quiet
 
 
 class Functions(TorchFunctionMode):
@@ -53,3 +54,11 @@ def test_what_runs_within_a_backward_a_trace_or_a_transform_is_not_observed_and_
     torch.jit.trace(noting, torch.ones(2), check_trace=False)
     torch.func.vmap(noting)(torch.ones(2))
     assert said == [None, "", "", "it runs under a transform of torch.func"]
+
+
+def test_numbers_are_compared_of_plain_tensors_that_hold_some():
+    plain = torch.ones(2)
+    assert holds_numbers(plain)
+    with FakeTensorMode():
+        others = [torch.ones(2, device="meta"), torch.ones(2)]
+    assert [holds_numbers(one) for one in (*others, plain.to("meta"))] == [False] * 3
