@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -116,6 +117,20 @@ def without(build: Build, *roots: str) -> Build:
 def beside(build: Build, *missing: str) -> Build:
     def built() -> nn.Module:
         let_miss(*missing)
+        return build()
+
+    return built
+
+
+def without_start(build: Build, *packages: str) -> Build:
+    """Build with parts of packages whose own start asks for files of the network, or for much that is missing."""
+
+    def built() -> nn.Module:
+        for package in packages:
+            spec = None if package in sys.modules else importlib.util.find_spec(package)
+            if spec is not None:
+                sys.modules[package] = ModuleType(package)
+                sys.modules[package].__path__ = list(spec.submodule_search_locations or ())
         return build()
 
     return built

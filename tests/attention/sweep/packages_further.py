@@ -1,7 +1,8 @@
 """Further packages of others: what people train with for series, images, translation, sound, text.
 
-Twenty packages were chosen before any of them was examined. Three are not here: `transformer-lens` wraps models that it
-downloads, `laion-clap` asks for tokenizers when it is imported, and `braindecode` derives from classes of MNE.
+Twenty packages were chosen before any of them was examined. Of three of them parts are in `packages_latest`:
+`transformer-lens` wraps models that it downloads, `laion-clap` asks for tokenizers when it is imported, and models
+of `braindecode` derive from classes of MNE.
 """
 
 from __future__ import annotations
