@@ -334,7 +334,7 @@ def test_keys_that_mix_heads_over_several_tokens_are_refused() -> None:
     module = Smeared()
     module.smear = nn.Conv1d(WIDTH, WIDTH, 4, padding=3)
     (found,) = read(module, torch.randn(3, 7, WIDTH))
-    assert "share features" in found.reason
+    assert "heads share or mix features" in found.reason
 
 
 # --- what must not be taken for heads

@@ -324,7 +324,7 @@ def test_interventions_compose_and_what_is_active_is_undone_when_the_alert_is_re
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", HeadCollapseWarning)
-        trainer = trainer_for(tmp_path, Collapse(stop=8), callback, max_epochs=6)
+        trainer = trainer_for(tmp_path, Collapse(stop=8), callback, max_epochs=4)
         trainer.fit(lit(learning_rate=0.02), batches(count=24))
     lines = [line for line in read_lines(callback.history_path) if line["kind"] == "intervention"]
     done = [line["message"].split(": ")[1].split(" (")[0] for line in lines]
