@@ -558,7 +558,7 @@ def test_a_layer_that_is_given_one_token_leaves_the_check_of_the_others(monkeypa
         )
         del model[1].forward
         model[1](torch.randn(3, 6, D))
-        with pytest.warns(UnsupportedAttentionWarning, match="`1` left out"):
+        with pytest.warns(UnsupportedAttentionWarning, match="`1` is left out from now on"):
             monitor.measure(0)
         assert "checking heads" not in monitor.warn_once.count
 
