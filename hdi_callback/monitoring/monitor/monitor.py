@@ -248,7 +248,7 @@ class HeadDiversityMonitor:
             is_ready: False if this rank cannot.
 
         Raises:
-            OtherRankError: if another one cannot.
+            RuntimeError: if another one cannot.
         """
         self._rendezvous.agree_to_act(is_ready=is_ready)
 
