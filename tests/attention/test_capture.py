@@ -431,3 +431,13 @@ def test_a_model_compiled_and_called_before_is_noticed(dynamo):
         compiled(tokens())
         assert taps.was_armed
         assert dict(taps.captures) == {}
+
+
+def test_a_forward_that_is_not_captured_takes_no_samples_in_compiled_graphs():
+    taps = Taps(find_attention(Classifier()))
+    for tap in taps._taps.values():
+        tap.is_in_graph = True
+    taps.skip_forward()
+    assert taps._taps
+    assert not any(tap.is_in_graph for tap in taps._taps.values())
+    taps.remove()

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from hdi_callback.attention.trace.contractions import contracted
+from hdi_callback.attention.trace.contractions import contracted, einsum
 
 H, TOKENS, TAKEN, WIDTH = 4, 5, 6, 3
 
@@ -41,3 +41,12 @@ def test_features_are_numbered_head_by_head_with_or_without_a_batch(lead, where)
 def test_a_single_matrix_is_no_matrix_for_each_part():
     x, stack = torch.randn(1, TOKENS, TAKEN), torch.randn(1, TAKEN, WIDTH)
     assert contracted(cast("Any", Cut(stack)), x, stack, "htk", "hkw", "htw") is NotImplemented
+
+
+@pytest.mark.parametrize("formula", ["ab,bc->ac", "...b,bc->...c"])
+def test_an_einsum_without_a_parameter_or_of_two_is_left_to_torch(formula):
+    x, y = torch.randn(2, 3), torch.randn(3, 4)
+    for are_parameters in (False, True):
+        views = SimpleNamespace(is_of_parameter=lambda _, answer=are_parameters: answer)
+        cut = cast("Any", SimpleNamespace(views=views))
+        assert einsum(cut, torch.einsum, (formula, x, y), {}) is NotImplemented

@@ -363,6 +363,29 @@ def test_a_second_stream_that_only_a_real_forward_has_is_said_to_be_left_out():
     assert torch.equal(layer.weight("key"), model["attn"].k_proj.weight.view(H, -1, D))
 
 
+class SecondStreamOfSums(nn.Module):
+    """A second stream whose keys and values are sums of what two maps give each."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(D, D) for _ in range(4))
+        self.one_k, self.other_k, self.one_v, self.other_v = (nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, x, second):
+        keys = torch.cat([self.k_proj(x), self.one_k(second) + self.other_k(second)], 1)
+        values = torch.cat([self.v_proj(x), self.one_v(second) + self.other_v(second)], 1)
+        return self.out_proj(attend(*(one.unflatten(-1, (H, -1)) for one in (self.q_proj(x), keys, values))))
+
+
+def test_a_second_stream_whose_keys_are_sums_is_left_out_beside_one_that_is_read():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"attn": SecondStreamOfSums()})
+    x, second = torch.randn(2, 7, D), torch.randn(2, 5, D)
+    with pytest.warns(UnsupportedAttentionWarning, match="second token stream.*`one_k`.*`other_k`"):
+        (layer,) = find_attention(model, forward=lambda: model["attn"](x, second))
+    assert torch.equal(layer.weight("key"), model["attn"].k_proj.weight.view(H, -1, D))
+
+
 class TextFirst(nn.Module):
     """Two streams that attend to each other, text before image, each by maps of its own; the image is asked first."""
 

@@ -508,3 +508,11 @@ def test_a_sum_over_ranks_is_answered_as_if_each_held_the_same(two_ranks):
         distributed.all_reduce(x)
     assert x.tolist() == [2, 4]
     assert [part.tolist() for part in parts] == [[1, 2], [1, 2]]
+
+
+@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor.* is deprecated:FutureWarning")
+def test_one_tensor_is_gathered_from_ranks_that_hold_the_same(two_ranks):
+    x, gathered = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.empty(4, 2)
+    with answered_locally():
+        distributed.all_gather_into_tensor(gathered, x)
+    assert torch.equal(gathered, torch.cat([x, x]))

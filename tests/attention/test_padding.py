@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from hdi_callback import HeadDiversityMonitor, head_covariance, watch_heads
 from hdi_callback.attention.calls import Frame
-from hdi_callback.attention.capture.padding import find_padding
+from hdi_callback.attention.capture.padding import _over_pairs, find_padding
 from hdi_callback.errors import MisconfigurationError, MonitoringWarning
 from hdi_callback.monitoring.history import read_records
 from tests.attention.test_capture import truth_of
@@ -410,3 +410,12 @@ def test_packed_sequences_have_no_padding():
 def test_a_padding_that_means_nothing_is_refused(wrong):
     with pytest.raises(MisconfigurationError, match="`padding` must be"):
         HeadDiversityMonitor(nn.ModuleDict({"attn": ByHand(None)}), padding=wrong)
+
+
+@pytest.mark.parametrize("lead", [(2, 1), (2,)])
+def test_a_mask_over_pairs_hides_what_no_query_may_see(lead):
+    may_see = torch.ones(*lead, 5, 5, dtype=torch.bool)
+    may_see[1, ..., 4] = False
+    hidden = _over_pairs(may_see, "attention", (2, 5))
+    assert hidden is not None
+    assert hidden.tolist() == 9 * [False] + [True]

@@ -22,3 +22,16 @@ def test_a_top_k_is_answered_with_all_in_the_order_that_torch_gives_them():
     assert torch.equal(loose.values, x.gather(-1, loose.indices))
     cut.keeps_top = True
     assert plain_norms.top(cast("Any", cut), torch.topk, (x, 2), {}) is NotImplemented
+
+
+def test_a_mean_over_tokens_is_no_factor_of_each_token():
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    run = SimpleNamespace(centred=False, normed=[])
+    cut = cast("Any", SimpleNamespace(run=run, draw=SimpleNamespace(keeps_means=False)))
+    over_tokens = plain_norms.statistic(cut, torch.mean, (x,), {"dim": 1, "keepdim": True})
+    assert torch.equal(over_tokens, x.mean(1, keepdim=True))
+    assert over_tokens.requires_grad
+    assert (run.normed, run.centred) == ([], False)
+    over_features = plain_norms.statistic(cut, torch.mean, (x,), {"dim": -1, "keepdim": True})
+    assert not over_features.requires_grad
+    assert (len(run.normed), run.centred) == (1, True)

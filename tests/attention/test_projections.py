@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdi_callback import HeadDiversityMonitor
-from hdi_callback.attention import find_attention, survey
+from hdi_callback.attention import HeadSlice, find_attention, survey
 from tests.attention import models as by_hand
 from tests.attention.models import D, H
 from tests.attention.witness import witness
@@ -434,3 +434,9 @@ def test_one_odd_module_costs_one_refusal():
     assert [layer.name for layer in found.layers] == ["good"]
     (refusal,) = found.refused
     assert "inspecting it raises ZeroDivisionError (division by zero)" in refusal.message
+
+
+def test_a_bias_beside_a_stack_of_matrices_is_that_of_no_slice():
+    module = nn.Module()
+    module.weight, module.bias = nn.Parameter(torch.randn(4, 6, 3)), nn.Parameter(torch.randn(12))
+    assert HeadSlice(module, "weight", 4, 3, axes=(0, 2)).bias() is None

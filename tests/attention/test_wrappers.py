@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from hdi_callback import HeadDiversityMonitor, find_attention, watch_heads
-from hdi_callback.attention.wrappers import inner_model
+from hdi_callback.attention.wrappers import inner_model, is_wrapper
 from hdi_callback.errors import UnsupportedAttentionWarning
 from hdi_callback.monitoring.interventions import StopTraining
 from tests.models import Classifier
@@ -86,3 +86,9 @@ def test_a_part_that_the_user_calls_module_is_no_wrapped_model():
     model = Holder()
     assert inner_model(model) is model
     assert inner_model(nn.DataParallel(model)) is model
+
+
+def test_a_module_around_one_of_the_users_for_training_is_a_wrapper():
+    linear = nn.Linear(2, 2)
+    wrapped = [checkpoint_wrapper(linear), torch.compile(linear, backend="eager"), linear, nn.Sequential(linear)]
+    assert [bool(is_wrapper(one)) for one in wrapped] == [True, True, False, False]

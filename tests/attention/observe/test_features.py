@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from hdi_callback import HeadDiversityMonitor
 from hdi_callback.attention.observe.compare import found_rows, judge, proposals
 from hdi_callback.attention.observe.compare.features import find_features, find_rotated, may_hold, tolerance
+from hdi_callback.attention.observe.map_log import MapLog
 
 P, H, WIDTH = 12, 3, 8
 
@@ -113,3 +116,21 @@ def test_the_first_reading_compares_each_layer_with_what_ran_near_it(is_odd):
     few, many = (comparisons_of_the_first_reading(layers, is_odd) for layers in (3, 9))
     assert few.total() > 0
     assert {name: many[name] <= 3 * few[name] for name in many} == dict.fromkeys(many, True), (few, many)
+
+
+@pytest.mark.parametrize("is_head_first", [True, False])
+def test_of_a_norm_of_heads_the_tokens_and_heads_are_compared_in_whichever_order_they_lie(is_head_first):
+    stack: Any = SimpleNamespace(owner="", innermost=None)
+    log = MapLog(stack, {}, keeps_samples=True, claimed=frozenset())
+    weight, x = torch.randn(12, 12), torch.randn(2, 5, 12)
+    log.map_ran(weight, x, x @ weight)
+    heads = (x @ weight).unflatten(-1, (3, 4))
+    before = heads.transpose(1, 2) if is_head_first else heads
+    log.norm_ran(None, before, 2 * before)
+    expected = heads.flatten(0, 1)
+    assert any(
+        one.features.shape == expected.shape
+        and torch.equal(one.features, expected)
+        and torch.equal(other.features, 2 * expected)
+        for one, other in log.calls[-1].ways
+    )

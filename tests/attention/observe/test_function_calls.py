@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from hdi_callback.attention.observe.recorder import Recorder
 from hdi_callback.attention.observe.scores.call import Call, TensorNotes, from_the_end
+from hdi_callback.attention.observe.scores.masks import MaskTerm
+from hdi_callback.attention.observe.scores.products import product_of
 
 
 @pytest.mark.parametrize(
@@ -55,3 +60,24 @@ def test_a_note_is_of_one_tensor_and_goes_with_it():
     notes[other] = "second"
     notes.clear()
     assert notes.get(other) is None
+
+
+def test_a_product_over_two_dimensions_is_one_of_matrices_with_both_side_by_side():
+    left, right = torch.randn(3, 5, 2, 4), torch.randn(3, 6, 2, 4)
+    equation = "rihd,rjhd->hij"
+    product = product_of(Call("einsum", (equation, left, right), {}, None), left, right)
+    assert product is not None
+    assert product.tied == 3
+    torch.testing.assert_close(product.left @ product.right.mT, torch.einsum(equation, left, right))
+
+
+def test_what_is_added_to_scores_and_no_mask_that_only_hides_moves_their_bound():
+    query, key = torch.randn(2, 5, 4), torch.randn(2, 6, 4)
+    mask, bias = torch.ones(5, 6, dtype=torch.bool), torch.randn(5, 6)
+    taken: list[Any] = []
+    recorder: Any = SimpleNamespace(is_repeated=True, core_ran=lambda via, scores, *rest: taken.append(scores))
+    terms = [MaskTerm(mask, "visible"), MaskTerm(None, "causal"), MaskTerm(bias, "added"), MaskTerm(mask, "hidden")]
+    Recorder.fused_ran(recorder, "kernel", query, key, key, query, terms=terms)
+    ((added, factor),) = taken[0].biases
+    assert added is bias
+    assert factor == 1

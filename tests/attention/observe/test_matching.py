@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from hdi_callback.attention.observe.compare.features import find_features, find_rotated, match_heads, tolerance
+from hdi_callback.attention.observe.compare.judge import _candidates
 from tests.attention.observe.test_features import WIDTH, H, P, turned
 
 ORDER = [2, 0, 1]
@@ -133,3 +137,14 @@ def test_turned_pairs_are_found_by_the_numbers_of_both_of_their_features(apart):
 def test_what_counts_as_rounding_follows_the_coarsest_type(dtype, expected):
     assert tolerance(torch.zeros(1, dtype=dtype), torch.zeros(1)) == expected
     assert tolerance(torch.zeros(1), torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=torch.long)) == expected
+
+
+@pytest.mark.parametrize("rows", [-1, 0, 1, 2])
+def test_a_part_of_a_map_is_compared_with_the_claimed_rows_only_if_it_gives_all_of_them(rows):
+    made = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    call: Any = SimpleNamespace(rows=rows, outputs=made, tokens=5)
+    part: Any = SimpleNamespace(index=lambda: torch.tensor([[1, 2], [3, 4]]))
+    observed: Any = SimpleNamespace(tokens=5, features=torch.zeros(5, 2, 2))
+    found = [claimed for _, claimed, _ in _candidates(call, part, [observed], [])]
+    assert len(found) == (rows == 1)
+    assert all(torch.equal(one, made.view(5, 2, 2)) for one in found)
