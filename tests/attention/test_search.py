@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
+from types import SimpleNamespace
+from typing import Any
 
 import lightning as L
 import pytest
@@ -271,3 +273,14 @@ def test_a_module_that_could_not_be_run_has_a_reason_unless_the_attention_of_its
     assert finder.reasons == {
         "alone": "it could not be run by itself with its arguments from the first captured forward"
     }
+
+
+@pytest.mark.parametrize("is_undecided", [True, False])
+def test_a_module_is_decided_where_a_run_shows_that_no_other_will_read_its_heads(is_undecided):
+    found = SimpleNamespace(layer=None, reason="its heads mix", is_undecided=is_undecided)
+    tracer = SimpleNamespace(found_in=lambda name, module, ways: [found])
+    finder: Any = SimpleNamespace(_tracer=tracer, reasons={}, decided=set(), _failed=[])
+    place: Any = SimpleNamespace(name="attention", module=nn.Identity())
+    assert RuntimeFinder._found(finder, place, ()) == []
+    assert finder.reasons == {"attention": "its heads mix"}
+    assert finder.decided == (set() if is_undecided else {"attention"})

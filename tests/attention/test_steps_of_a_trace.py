@@ -58,7 +58,7 @@ def test_heads_whose_maps_take_features_of_their_own_do_not_compare():
         refuse_inputs_of_their_own(trace, {"query": rows})
 
 
-@pytest.mark.parametrize("other", [None, torch.ones(3, 5)])
+@pytest.mark.parametrize("other", [None, torch.ones(3, 5), 2 * torch.ones(3, 4)])
 def test_heads_are_no_terms_of_one_sum_unless_what_follows_depends_alike_on_both(other):
     assert not _are_alike(fake(), (0, 1), {}, {0: torch.ones(3, 4), 1: other})
 
