@@ -263,7 +263,7 @@ def assert_reads_as_one_process(answers: list[Any]) -> None:
         assert {key.partition("/")[0] for key in one.answer["absent"]} == {"attention rows"}
 
 
-@pytest.mark.some_slow(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OVER_RANKS, ids=lambda kind: kind.__name__)
 def test_ring_attention_reads_as_in_one_process(two_ranks, kind):
     assert_reads_as_one_process(two_ranks(read, kind))

@@ -215,6 +215,7 @@ def read_described(rank: int, is_right: bool) -> dict[str, Any]:
         return {"tags": tags, "refused": [str(one) for one in monitor.refused]}
 
 
+@pytest.mark.slow
 def test_a_wrong_claim_about_swapped_heads_is_contradicted_and_a_right_one_is_not(two_ranks):
     whole = {tag: value for tag, value in read_alone().items() if tag.startswith("hdi/")}
     for one in two_ranks(read_described, True):
