@@ -32,7 +32,7 @@ FAMILIES: dict[str, tuple[str | None, str | int | None, str | None] | None] = {
 }  # fmt: skip
 
 
-@pytest.mark.some_slow(quick=6)
+@pytest.mark.some_slow(quick=3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_heads_are_those_of_the_config_and_of_the_tensors(family):
     report: dict[str, Any] = examine(family)

@@ -70,7 +70,7 @@ def read(model: nn.Module, forward, **options) -> dict:
         return monitor.measure(0).record()
 
 
-@pytest.mark.some_slow(quick=6)
+@pytest.mark.some_slow(quick=3)
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "gemma2", "qwen3", "gpt_oss", "bloom"])

@@ -11,10 +11,10 @@ import pytest
 from tests.promise.failing import CARRYING, Profile, broken_by, failures, known, train
 
 _QUICK = {"loop": 3, "by hand": 3, "lightning": 2}
-"""How many failures the quick tests try."""
+"""How many failures the tests try."""
 
 
-@pytest.mark.parametrize("way", _QUICK)
+@pytest.mark.parametrize("way", ["loop", "by hand", pytest.param("lightning", marks=pytest.mark.slow)])
 def test_a_few_functions_that_raise_leave_the_training_as_it_is(way):
     assert list(filter(None, (broken_by(way, one) for one in failures(way)[: _QUICK[way]]))) == []
 

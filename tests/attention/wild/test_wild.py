@@ -249,6 +249,7 @@ def test_tables_of_few_positions_are_no_hindrance_before_training(name):
     assert (verdict.verdict, verdict.reason) == (RIGHT, "")
 
 
+@pytest.mark.some_slow(quick=60)
 @pytest.mark.parametrize("name", READ)
 def test_modules_by_hand_are_read_as_they_are(name):
     verdict = judge(ALL[name], "forward")
@@ -261,6 +262,7 @@ def test_tied_rows_are_read_before_a_forward_with_one_and_in_a_training(way, tmp
     assert (verdict.verdict, verdict.reason) == (RIGHT, "")
 
 
+@pytest.mark.some_slow(quick=3)
 @pytest.mark.parametrize(
     "name", ["ValuesAreTheInput", "KeysOfATower", "KeysThroughAnActivation", "Joint", "ValuesOfAnEarlierLayer",
              "ValueResiduals"]
