@@ -390,6 +390,7 @@ def test_importing_the_package_loads_no_dashboard_and_no_trainer():
     assert printed.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_importing_the_callback_loads_nothing_that_lightning_does_not_load():
     code = (
         "import sys, lightning.pytorch, lightning.pytorch.loggers\n"

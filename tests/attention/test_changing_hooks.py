@@ -131,6 +131,7 @@ def test_a_hook_that_hands_on_what_the_map_gave_is_no_hindrance_once_a_forward_r
 
 @pytest.mark.parametrize("way", ["forward", "training"])
 @pytest.mark.parametrize("hook", [writes, writes_behind_autograd, *MAY_CHANGE])
+@pytest.mark.some_slow(quick=8)
 def test_a_hook_that_changed_the_keys_in_a_forward_has_them_left_out(hook, way, tmp_path):
     count, said = _of_forward(_plain(hook), way, tmp_path)
     assert count == 0

@@ -87,7 +87,7 @@ def test_latent_attention_without_the_rotary_part(family, rotary):
         assert facts["claim"] == [heads, key_heads, config.qk_nope_head_dim, config.v_head_dim]
 
 
-@pytest.mark.some_slow(quick=2)
+@pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize("family", ["deepseek_v2", "xlnet", "funnel", "reformer", "diffllama"])
 def test_what_cannot_be_read_is_refused_with_a_reason_and_never_wrong(family):
     report = examine(family)

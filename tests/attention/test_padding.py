@@ -133,6 +133,7 @@ def test_left_padding_of_llama_is_left_out_also_under_checkpointing(implementati
     require(model, lambda: model(**batch(LEFT)).logits.sum().backward(), paths, dict.fromkeys(paths, LEFT))
 
 
+@pytest.mark.slow
 def test_queries_of_cross_attention_have_the_padding_of_the_decoder():
     from transformers import T5Config, T5ForConditionalGeneration
 

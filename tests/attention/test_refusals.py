@@ -37,6 +37,7 @@ LOOK_ALIKES = {
 
 
 @pytest.mark.parametrize("kind", LOOK_ALIKES, ids=lambda kind: kind.__name__)
+@pytest.mark.some_slow(quick=10)
 def test_a_look_alike_is_refused_with_where_why_and_what_to_do(kind):
     model = nn.ModuleDict({"odd": kind(), "good": by_hand.Grouped()})
     with pytest.warns(UnsupportedAttentionWarning) as reported:

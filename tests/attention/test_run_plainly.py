@@ -125,12 +125,14 @@ def test_what_is_written_down_is_what_these_modules_do(kind):
 
 
 @pytest.mark.parametrize("kind", [one for kind in KINDS for one in (kind, strided(kind))])
+@pytest.mark.some_slow(quick=10)
 def test_heads_of_what_is_run_plainly_are_read_as_they_lie(kind):
     verdict = judge(case_of(kind), "forward")
     assert (verdict.verdict, verdict.reason) == (RIGHT, "")
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.some_slow(quick=5)
 def test_a_claim_of_other_heads_is_contradicted_by_the_first_forward(kind):
     model = nn.Sequential(strided(kind)())
     (layer,) = find_attention(model)

@@ -73,6 +73,7 @@ def test_a_run_is_made_once_and_holds_what_the_report_reads(tmp_path, monkeypatc
     assert dict(MONITORS["attention: largest score"](result))[10] > 0
 
 
+@pytest.mark.slow
 def test_the_benchmark_in_small_is_made_goes_on_where_it_ended_and_is_reported(tmp_path, monkeypatch):
     made, kind = [], "two heads copied"
     jobs = {

@@ -152,6 +152,7 @@ def test_training_is_stopped(tmp_path):
     assert trainer.state.global_step == critical.step + 1
 
 
+@pytest.mark.slow
 def test_a_run_resumes_its_history_and_its_alerts(tmp_path):
     first = HDITrainerCallback(every_n_steps=2, interventions=[SaveCheckpoint(at_most=1)])
     train(tmp_path, Collapse(), first)

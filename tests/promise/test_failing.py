@@ -15,6 +15,7 @@ _QUICK = {"loop": 3, "by hand": 3, "lightning": 2}
 
 
 @pytest.mark.parametrize("way", ["loop", "by hand", pytest.param("lightning", marks=pytest.mark.slow)])
+@pytest.mark.some_slow(quick=1)
 def test_a_few_functions_that_raise_leave_the_training_as_it_is(way):
     assert list(filter(None, (broken_by(way, one) for one in failures(way)[: _QUICK[way]]))) == []
 
@@ -28,6 +29,7 @@ def _failures_in(way, *places):
     return found
 
 
+@pytest.mark.slow
 def test_a_function_that_raises_while_hooks_are_put_on_leaves_none_behind():
     places = ("attention/hooks.py:__init__", "attention/hooks.py:put_on", "attention/observe/window.py:leave")
     firsts = [one for one in _failures_in("by hand", *places) if not one.after]

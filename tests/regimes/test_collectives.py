@@ -258,7 +258,7 @@ def find_on_one_rank(rank: int, kind: str) -> list[int] | None:
     return found
 
 
-@pytest.mark.some_slow(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gathered keys", "swapped heads", "ring", "averaged weights"])
 def test_a_rank_that_looks_for_heads_by_itself_waits_for_nobody(two_ranks, kind):
     first, second = two_ranks(find_on_one_rank, kind)

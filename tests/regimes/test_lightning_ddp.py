@@ -103,6 +103,7 @@ def joined(first: dict, second: dict) -> Witness:
     return witness
 
 
+@pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -229,6 +230,7 @@ def test_fully_sharded_weights_are_read_as_those_of_data_parallel_ranks(tmp_path
     check_alike(records, truth)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_weights_are_read_as_those_of_one_process(tmp_path, two_ranks):
     """Ranks that hold parts of one layer get the same batches."""
     callback = HDICallback(every_n_steps=2)

@@ -295,6 +295,7 @@ def train(kind: type[Attention], *, is_watched: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.some_slow(quick=8)
 def test_training_is_the_same_with_and_without_a_monitor(kind, capsys):
     alone = train(kind, is_watched=False)
     printed = capsys.readouterr().out

@@ -166,7 +166,7 @@ MOMENTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.some_slow(quick=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("moment", "accumulate"), [*((moment, 1) for moment in MOMENTS), (("measuring", 6), 2)])
 def test_a_run_that_ends_too_early_goes_on_as_if_it_had_not(tmp_path, twins, moment, accumulate):
     ended, twin = Ended(tmp_path), twins[accumulate]

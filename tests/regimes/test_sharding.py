@@ -183,6 +183,7 @@ def bytes_to_find(rank: int, width: int) -> dict[str, Any]:
 # --- what must come of it
 
 
+@pytest.mark.some_slow(quick=4)
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("sharder", SHARDERS)
 def test_sharded_weights_read_as_whole_ones(two_ranks, sharder, maker):
@@ -209,6 +210,7 @@ def test_a_monitor_from_before_the_sharding_reads_the_same(two_ranks):
         assert reported.answer["tags"] == pytest.approx(reading_alone(), abs=1e-6)
 
 
+@pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize("is_early", [True, False])
 def test_heads_that_are_spread_over_ranks_are_read_together(two_ranks, is_early):
     for reported in two_ranks(read_tensor_parallel, is_early, "with a width"):
@@ -221,6 +223,7 @@ def test_heads_that_are_spread_over_ranks_are_read_together(two_ranks, is_early)
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason=NEEDS_PEAK)
+@pytest.mark.slow
 def test_finding_heads_of_sharded_weights_copies_not_even_the_part_that_a_rank_holds(two_ranks):
     for one in two_ranks(bytes_to_find, 8192):
         assert one.answer["heads"] == [32, 32]

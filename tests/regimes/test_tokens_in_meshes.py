@@ -193,7 +193,7 @@ def assert_reads_as_one_process(told: list[Any]) -> None:
         assert one.answer["absent"] == {}
 
 
-@pytest.mark.some_slow(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Swapped, SwappedCopies, Ring])
 def test_grouped_keys_over_two_shares_of_the_tokens_read_as_in_one_process(two_ranks, kind):
     assert_reads_as_one_process(two_ranks(read, kind))

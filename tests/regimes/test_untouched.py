@@ -85,6 +85,7 @@ SOME_ABSENT = pytest.mark.filterwarnings("ignore::hdi_callback.errors.Monitoring
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("precision", ["32", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("kind", [Classifier, TorchClassifier])
+@pytest.mark.some_slow(quick=6)
 def test_eager_training_is_bit_identical(kind, precision, accumulate):
     require_equal(kind, backend=None, precision=precision, accumulate=accumulate)
 

@@ -109,6 +109,7 @@ def comparisons_of_the_first_reading(layers: int, is_odd: bool) -> Counter[str]:
     return counts
 
 
+@pytest.mark.some_slow(quick=1)
 @pytest.mark.filterwarnings("ignore::hdi_callback.errors.HDIWarning")
 @pytest.mark.parametrize("is_odd", [False, True], ids=["layers that are watched", "layers that nothing explains"])
 def test_the_first_reading_compares_each_layer_with_what_ran_near_it(is_odd):

@@ -249,7 +249,7 @@ def test_tables_of_few_positions_are_no_hindrance_before_training(name):
     assert (verdict.verdict, verdict.reason) == (RIGHT, "")
 
 
-@pytest.mark.some_slow(quick=60)
+@pytest.mark.some_slow(quick=42)
 @pytest.mark.parametrize("name", READ)
 def test_modules_by_hand_are_read_as_they_are(name):
     verdict = judge(ALL[name], "forward")
