@@ -8,7 +8,9 @@ from typing import Any, cast
 import pytest
 
 from hdi_callback.errors import MonitoringWarning
-from hdi_callback.monitoring.readings import AMBIGUOUS_MASK, Reading, Readout, Record
+from hdi_callback.monitoring.alerts import Alerts, Finding, Rule
+from hdi_callback.monitoring.interventions import ScaleLearningRate
+from hdi_callback.monitoring.readings import AMBIGUOUS_MASK, LayerRecord, Reading, Readout, Record
 from hdi_callback.monitoring.session.publisher import Publisher
 from hdi_callback.monitoring.warn_once import WarnOnce
 
@@ -42,3 +44,33 @@ def test_a_reading_whose_numbers_cannot_be_read_out_is_published_with_the_reason
     (record,) = published
     assert (record.step, record.epoch, record.axis, record.layers["attn"].values) == (7, 1, 14, {})
     assert record.absent == {"attn": "reading out head diversity failed"}
+
+
+def test_an_intervention_ends_with_its_alert_though_the_ranks_could_not_agree_at_the_reading_of_its_end():
+    class Between(Rule):
+        name = "between"
+
+        def judge(self, series, active):
+            return Finding("something") if 2 <= series.latest.step < 4 else None
+
+    failing = [4]
+
+    def agree(**_: Any) -> None:
+        if step in failing:
+            raise RuntimeError("a rank is late")
+
+    scale, alerts = ScaleLearningRate(0.5), Alerts([Between()])
+    scale.attach(cast("Any", SimpleNamespace(layers={}, optimizers=[])))
+    publisher = Publisher(None, alerts, (scale,), (), lambda value: value, agree, WarnOnce())
+    said, is_active = [], []
+    with pytest.warns(MonitoringWarning, match="agreeing on interventions"):
+        for step in range(7):
+            record = Record(step, {"attn": LayerRecord({})})
+            (result,) = publisher.publish(cast("Readout", SimpleNamespace(record=lambda record=record: record)))
+            said += [action.message for action in result.actions]
+            is_active.append(scale.is_active)
+    assert is_active == [False, False, True, True, True, False, False]
+    assert said == [
+        "step 2, attn: ScaleLearningRate multiplied the learning rate by 0.5 (between: warning)",
+        "step 5, attn: ScaleLearningRate restored the learning rate, as its alert is not active any more",
+    ]

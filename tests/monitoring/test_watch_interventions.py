@@ -139,6 +139,36 @@ def test_an_intervention_begins_anew_in_a_second_run():
         assert counts == {"ScaleLearningRate": 2, "Fails": 1, "Call": 2}
 
 
+def test_an_alert_of_a_rule_that_no_longer_judges_ends_after_a_resumption_and_the_intervention_with_it():
+    class Other(Rule):
+        name = "other"
+
+        def judge(self, series, active):
+            return None
+
+    def run(rules, state=None):
+        torch.manual_seed(0)
+        model = Classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scale = ScaleLearningRate(0.5)
+        with watch_heads(
+            model, optimizer, every_n_steps=1, history=False, verbose=False, alerts=rules, interventions=[scale]
+        ) as heads:
+            if state is not None:
+                heads.load_state_dict(state)
+            with heads.step():
+                model(torch.randint(16, (4, 12))).square().mean().backward()
+                optimizer.step()
+            return heads.state_dict(), heads.active_alerts, scale.is_active
+
+    state, active, is_scaled = run([Always()])
+    assert len(active) == 2
+    assert is_scaled
+    _, active, is_scaled = run([Other()], state)
+    assert active == []
+    assert not is_scaled
+
+
 def test_the_learning_rate_survives_a_step_that_fails():
     weight = torch.nn.Parameter(torch.ones(2))
 

@@ -135,15 +135,16 @@ def alert_of(finding: Finding, *, step: int, layer: str, rule: str) -> Alert:
     return Alert(step, layer, rule, finding.level, message, finding)
 
 
-def resolution_of(alert: Alert, *, step: int) -> Alert:
+def resolution_of(alert: Alert, *, step: int, how: str = "resolved") -> Alert:
     """The alert that reports the end of another.
 
     Args:
         alert: the alert that was active.
         step: step of the reading at which its rule finds nothing any more.
+        how: it ends so.
 
     Returns:
         An alert with `is_resolved`.
     """
-    message = f"step {step}, {alert.layer}: {alert.rule}: resolved ({alert.level} of step {alert.step})"
+    message = f"step {step}, {alert.layer}: {alert.rule}: {how} ({alert.level} of step {alert.step})"
     return replace(alert, step=step, message=message, is_resolved=True)

@@ -94,6 +94,7 @@ class Alerts:
                 else:
                     self._active[name, rule.name] = alert
                 news.append(alert)
+            news += self._end_what_is_not_judged(name, record.step)
         return news
 
     def rewrite(self, layer: str, heads: Iterable[int]) -> None:
@@ -166,6 +167,14 @@ class Alerts:
             chosen = [(rule, self._contain(rule, partial(_is_for, rule, name))) for rule in rules]
             self._rules_of[name] = [rule for rule, is_for in chosen if is_for]
         return self._rules_of[name]
+
+    def _end_what_is_not_judged(self, name: str, step: int) -> list[Alert]:
+        """End active alerts of rules that no longer judge a layer, as after a resumption with other rules."""
+        judging = {rule.name for rule in self._rules_for(name)}
+        left = [alert for (layer, rule), alert in self._active.items() if layer == name and rule not in judging]
+        for alert in left:
+            del self._active[alert.layer, alert.rule]
+        return [resolution_of(alert, step=step, how="no longer judged") for alert in left]
 
     def _ask(self, rule: Rule, series: Series) -> Alert | None:
         """Apply a rule to the latest reading; a failure or a wrong result affects this rule alone."""

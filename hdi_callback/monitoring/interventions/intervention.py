@@ -268,5 +268,6 @@ class Intervention(ABC):
 
     def _refusal(self, alert: Alert, why: str, **facts: Any) -> Action:
         """Report that nothing was done, and why."""
-        message = f"step {alert.step}, {alert.layer}: {self.name} {why} ({alert.rule}: {alert.level})"
+        because = "is over" if alert.is_resolved else alert.level
+        message = f"step {alert.step}, {alert.layer}: {self.name} {why} ({alert.rule}: {because})"
         return Action(alert.step, self.name, alert.layer, message, self.dry_run, facts, is_refusal=True)

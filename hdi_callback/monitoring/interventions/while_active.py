@@ -7,14 +7,18 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from hdi_callback.deprecation import renamed_attribute
-from hdi_callback.monitoring.alerts import Alert
+from hdi_callback.monitoring.alerts import Alert, is_at_least
 from hdi_callback.monitoring.interventions.action import Action
 from hdi_callback.monitoring.interventions.intervention import Intervention
 from hdi_callback.monitoring.interventions.training import Training
 
 
 class WhileActive(Intervention):
-    """An intervention that is active from an alert until it is resolved, layer by layer."""
+    """An intervention that is active from an alert until it is resolved, layer by layer.
+
+    It ends with the last alert of a layer that it answers. Where an alert is resolved and others of the layer hold it,
+    it says which.
+    """
 
     at_most = 100
 
@@ -27,6 +31,16 @@ class WhileActive(Intervention):
         self.standing = {}
         super().attach(training)
 
+    def answer(self, alert: Alert) -> Action | None:
+        """Answer an alert; one that holds this intervention ends with its level too, whatever was answered before."""
+        rules = self.standing.get(alert.layer, [])
+        if alert.rule in rules and (alert.is_resolved or not is_at_least(alert.level, self.on)):
+            return self.undo(alert)
+        action = super().answer(alert)
+        if action is None and rules and alert.rule not in rules and not alert.is_resolved and self._is_for(alert):
+            self.standing[alert.layer] = [*rules, alert.rule]  # beyond `at_most` too, as nothing begins
+        return action
+
     def act(self, alert: Alert) -> Action | None:
         """Begin, with the first alert of the layer."""
         rules = self.standing.get(alert.layer, [])
@@ -36,13 +50,13 @@ class WhileActive(Intervention):
         return action
 
     def undo(self, alert: Alert) -> Action | None:
-        """End, with the last alert of the layer."""
+        """End, with the last alert of the layer; before that say which others are active."""
         rules = self.standing.get(alert.layer, [])
         if alert.rule not in rules:
             return None
         rules.remove(alert.rule)
         if rules:
-            return None
+            return self._refusal(alert, f"goes on, as other alerts of the layer are active: {', '.join(rules)}")
         del self.standing[alert.layer]
         return self._action(alert, self.end())
 
@@ -54,6 +68,23 @@ class WhileActive(Intervention):
         """
         kept = {layer: [rule for rule in rules if (layer, rule) in active] for layer, rules in self.standing.items()}
         self.standing = {layer: rules for layer, rules in kept.items() if rules}
+
+    def end_all_but(self, active: Collection[tuple[str, str]], step: int) -> list[Action]:
+        """End where no alert is active any more, though its end did not arrive here.
+
+        Args:
+            active: layer and rule of every active alert.
+            step: of the reading.
+
+        Returns:
+            What was ended.
+        """
+        before = list(self.standing)
+        self.keep(active)
+        ended = [layer for layer in before if layer not in self.standing]
+        why = f"{self.end()}, as its alert is not active any more"
+        messages = {layer: f"step {step}, {layer}: {self.name} {why}" for layer in ended}
+        return [Action(step, self.name, layer, message, self.dry_run) for layer, message in messages.items()]
 
     @property
     def is_active(self) -> bool:

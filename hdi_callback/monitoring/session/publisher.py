@@ -10,7 +10,7 @@ from typing import Any
 from hdi_callback.guard import attempt_each
 from hdi_callback.monitoring.alerts import Alert, Alerts, heads_written
 from hdi_callback.monitoring.history import History
-from hdi_callback.monitoring.interventions import Action, Intervention
+from hdi_callback.monitoring.interventions import Action, Intervention, WhileActive
 from hdi_callback.monitoring.readings import AMBIGUOUS_MASK, READING_OUT, Readout, Record
 from hdi_callback.monitoring.session.sink import Result, Sink
 from hdi_callback.monitoring.warn_once import WarnOnce
@@ -102,6 +102,11 @@ class Publisher:
                             actions.append(action)
                             if self.alerts is not None:
                                 self.alerts.rewrite(action.layer, heads_written(action.to_dict()))
+        active = {(alert.layer, alert.rule) for alert in (*new, *going_on) if not alert.is_resolved}
+        for intervention in self.interventions:
+            if isinstance(intervention, WhileActive):
+                with self.warn_once.guard(f"the intervention {intervention.name}"):
+                    actions += intervention.end_all_but(active, record.step)
         for intervention, report in zip(self.interventions, reported):
             with self.warn_once.guard(f"the intervention {intervention.name}"):
                 action = intervention.follow(record, report)

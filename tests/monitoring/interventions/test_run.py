@@ -187,9 +187,40 @@ def test_two_rules_of_one_layer_count_once():
     attached(scale, torch.optim.SGD(Classifier().parameters(), lr=1.0))
     assert scale.answer(alert(rule="forecast")) is not None
     assert scale.answer(alert(rule="mean alignment")) is None
-    assert scale.answer(alert(rule="forecast", is_resolved=True)) is None
+    goes_on = scale.answer(alert(rule="forecast", is_resolved=True))
+    assert goes_on.is_refusal
+    assert goes_on.message == (
+        "step 100, blocks.0.attn: ScaleLearningRate goes on, as other alerts of the layer are active: mean alignment "
+        "(forecast: is over)"
+    )
     assert scale.is_active
     assert scale.answer(alert(rule="mean alignment", is_resolved=True)) is not None
+    assert not scale.is_active
+    assert scale.count == 1
+    scale.detach()
+
+
+@pytest.mark.parametrize("make", [ScaleLearningRate, DiversityPenalty])
+def test_what_began_at_a_critical_alert_ends_when_it_is_a_warning_again(make):
+    acts = make(on="critical")
+    attached(acts, torch.optim.SGD(Classifier().parameters(), lr=1.0))
+    assert acts.answer(alert(level="warning")) is None
+    assert acts.answer(alert(level="critical")) is not None
+    assert acts.answer(alert(level="warning", heads=(0, 1))) is not None
+    assert not acts.is_active
+    assert acts.answer(alert(level="warning", is_resolved=True)) is None
+    acts.detach()
+
+
+def test_a_second_alert_holds_what_acts_though_it_may_not_begin_again():
+    scale = ScaleLearningRate(at_most=1)
+    attached(scale, torch.optim.SGD(Classifier().parameters(), lr=1.0))
+    assert scale.answer(alert(rule="forecast")) is not None
+    assert scale.answer(alert(rule="mean alignment")) is None
+    assert scale.answer(alert("blocks.1.attn")) is None
+    scale.answer(alert(rule="forecast", is_resolved=True))
+    assert scale.standing == {"blocks.0.attn": ["mean alignment"]}
+    scale.answer(alert(rule="mean alignment", is_resolved=True))
     assert not scale.is_active
     scale.detach()
 
