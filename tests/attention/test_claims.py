@@ -11,10 +11,11 @@ from torch import nn
 
 from hdi_callback import HeadDiversityMonitor
 from hdi_callback.attention import AttentionLayer, find_attention, register_layout
-from hdi_callback.attention.finding.runtime_verifier import contradiction_in_forward
+from hdi_callback.attention.finding.runtime_verifier import comparison_with_forward
 from hdi_callback.attention.layer.registry import _REGISTERED
 from hdi_callback.attention.observe import Verdict
 from hdi_callback.attention.trace.inputs import Inputs
+from hdi_callback.errors import UnsupportedAttentionWarning
 from tests.attention.models import D, NanoGPT
 
 RECORDED = (Inputs((torch.randn(2, 8, D),), {}),)
@@ -46,7 +47,7 @@ def layer(evidence: str, *, is_right: bool) -> AttentionLayer:
     ],
 )
 def test_what_contradicts_a_claim(evidence, is_right, verdict, recorded, says):
-    assert contradiction_in_forward(layer(evidence, is_right=is_right), verdict, recorded) == says
+    assert comparison_with_forward(layer(evidence, is_right=is_right), verdict, recorded) == says
 
 
 class Described(NanoGPT):
@@ -85,3 +86,35 @@ def test_a_wrong_layout_is_contradicted_alike_before_training_and_in_it(wrong_la
         with pytest.warns(match="`0` is left out from now on"):
             record = monitor.measure(0).record()
     assert "contradicts its heads" in record.absent["0"]
+
+
+class ValuesOfAnEarlierBlock(nn.Module):
+    """Adds to its values what a dictionary may hold, which no synthetic inputs make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, extras: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        q, k, v = (one(x).unflatten(-1, (4, -1)).transpose(1, 2) for one in (self.q, self.k, self.v))
+        v = v if extras is None else v + extras["first"].unflatten(-1, (4, -1)).transpose(1, 2)
+        return self.o((q @ k.mT).softmax(-1).matmul(v).transpose(1, 2).flatten(2))
+
+
+def test_heads_are_kept_in_a_training_if_only_more_is_left_out_of_them():
+    model, tokens = nn.Sequential(ValuesOfAnEarlierBlock()), torch.randn(2, 8, D)
+    run = lambda: model[0](tokens, {"first": tokens})  # noqa: E731
+    left_out = "the input that is added to the values from `v`"
+    with HeadDiversityMonitor(model) as monitor:
+        (before,) = monitor.layers
+        monitor.arm()
+        run().sum().backward()
+        with pytest.warns(UnsupportedAttentionWarning, match=f"is read in part: without {left_out}"):
+            reading = monitor.measure(0)
+        (layer,) = monitor.layers
+        assert (before.left_out, layer.left_out, monitor.refused) == ("", left_out, ())
+    assert torch.equal(layer.weight("value").flatten(0, 1), model[0].v.weight)
+    assert reading.absent == {}
+    with pytest.warns(UnsupportedAttentionWarning):
+        (again,) = find_attention(model, forward=run)
+    assert again.left_out == left_out

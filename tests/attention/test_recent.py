@@ -303,9 +303,10 @@ def test_what_a_forward_does_not_call_is_not_sent_to_give_a_forward():
 
 def test_what_cannot_be_run_with_recorded_inputs_is_not_said_to_have_no_softmax():
     search = RuntimeFinder([Place("block", NeedsTables(), None)])
-    assert search.found({"block": [Inputs((torch.randn(2, 7, MODEL), None))]}) == []
+    assert search.found({"block": [Inputs((torch.randn(2, 7, MODEL),), {})]}) == []
     assert search.reasons == {
-        "block": "it could not be run by itself with its arguments from the first captured forward"
+        "block": "it could not be run by itself with its arguments from the first captured forward: it raises "
+        "TypeError (NeedsTables.forward() missing 1 required positional argument: 'tables')"
     }
     assert len(search.found({"block": [Inputs((torch.randn(2, 7, MODEL), {"scale": torch.ones(1)}))]})) == 1
 

@@ -292,7 +292,8 @@ def test_what_cannot_be_run_with_the_inputs_of_a_forward_either_is_refused_for_t
     (refusal,) = survey(model, forward=lambda: model(torch.randn(3, 9, D))).refused
     assert refusal.name == "odd"
     assert refusal.reason == (
-        "it could not be run by itself, neither with synthetic inputs nor with those of the forward"
+        "it could not be run by itself, neither with synthetic inputs nor with those of the forward: it raises "
+        "RuntimeError (once, and on a batch of three)"
     )
     assert "forward=" not in refusal.message, "one was given"
 

@@ -271,7 +271,8 @@ def test_a_module_that_could_not_be_run_has_a_reason_unless_the_attention_of_its
     layers = finder.found({place.name: inputs for place in places})
     assert [layer.name for layer in layers] == ["around.part"]
     assert finder.reasons == {
-        "alone": "it could not be run by itself with its arguments from the first captured forward"
+        "alone": "it could not be run by itself with its arguments from the first captured forward: it raises "
+        "RuntimeError (no second time)"
     }
 
 

@@ -108,7 +108,7 @@ def chosen_from(search: Search, include: Sequence[str] | None, exclude: Sequence
     return Survey(
         tuple(layer for layer in layers if is_chosen(layer.name)),
         kept,
-        tuple(undecided[one.name] for one in kept if one.name in undecided),
+        tuple(undecided[one.name] for one in kept if one.name in undecided and not search.is_exported(one.name)),
     )
 
 

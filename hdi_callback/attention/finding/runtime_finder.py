@@ -80,7 +80,7 @@ class RuntimeFinder(ArgumentRecorder):
         for name in self._failed:
             # A module that could not be run has no attention of its own where that of its parts is read.
             if not any(layer.name == name or layer.name.startswith(f"{name}.") for layer in layers):
-                self.reasons.setdefault(name, _NOT_RUN)
+                self.reasons.setdefault(name, _NOT_RUN + self._tracer.error_of(self._places[name].module))
         return layers
 
     def _found(self, place: Place, ways: Sequence[Inputs]) -> list[AttentionLayer]:

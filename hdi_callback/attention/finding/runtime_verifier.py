@@ -18,7 +18,7 @@ from hdi_callback.attention.observe import Verdict
 from hdi_callback.attention.trace.inputs import Inputs
 from hdi_callback.attention.trace.layers import layers_in
 from hdi_callback.attention.trace.run import Traceable
-from hdi_callback.attention.trace.verify import contradiction_of
+from hdi_callback.attention.trace.verify import agreed_part, contradiction_of
 
 
 class RuntimeVerifier(ArgumentRecorder):
@@ -26,9 +26,13 @@ class RuntimeVerifier(ArgumentRecorder):
 
     Args:
         layers: the claims.
+
+    Attributes:
+        parts: claims whose heads the forward shows as they are, with more left out: name -> what both agree on.
     """
 
     def __init__(self, layers: Sequence[AttentionLayer]) -> None:
+        self.parts: dict[str, AttentionLayer] = {}
         self._layers = {layer.name: layer for layer in layers}
         super().__init__({layer.name: layer.module for layer in layers})
 
@@ -51,14 +55,20 @@ class RuntimeVerifier(ArgumentRecorder):
         compared = [one for name, one in self._layers.items() if name not in leave_out]
         with isolated(*(one.module for one in compared if one.name in recorded)):
             for layer in compared:
-                what = contradiction_in_forward(layer, verdicts.get(layer.name), recorded.get(layer.name, ()))
-                if what is not None:
+                what = comparison_with_forward(layer, verdicts.get(layer.name), recorded.get(layer.name, ()))
+                if isinstance(what, AttentionLayer):
+                    self.parts[layer.name] = what
+                elif what is not None:
                     shown[layer.name] = what
         return shown
 
 
-def contradiction_in_forward(layer: AttentionLayer, verdict: Verdict | None, recorded: Sequence[Inputs]) -> str | None:
-    """Return how a real forward contradicts the heads of a layer, before training and in it.
+def comparison_with_forward(
+    layer: AttentionLayer, verdict: Verdict | None, recorded: Sequence[Inputs]
+) -> str | AttentionLayer | None:
+    """Return how a real forward contradicts the heads of a layer, or what it leaves of them.
+
+    It is the same before training and in it.
 
     The inputs of attention decide first. Where that leaves the claim open or contradicts it, the module is run again
     with its arguments in that forward; one way to cut them that agrees is enough, as one of the ways is right.
@@ -70,23 +80,25 @@ def contradiction_in_forward(layer: AttentionLayer, verdict: Verdict | None, rec
         recorded: the arguments of its module, in each of the ways in which they may be cut; empty if it was not called.
 
     Returns:
-        What was observed instead, as a clause; `None` if nothing contradicts the claim.
+        What was observed instead, as a clause; the layer with more left out if its heads are as they are claimed;
+        `None` if nothing contradicts the claim.
     """
     for one in single_maps(layer.slices.values()):
         if shown_change(one.owner):
             return f"a forward hook changed the output of its projection `{one.parameter.removesuffix('.weight')}`"
     if verdict is not None and verdict.state == "established":
         return None
-    shown: list[str | None] = []
+    shown: list[str | AttentionLayer | None] = []
     with suppress(Exception), isolated(seconds=MOST_SECONDS):  # what fails in one is no word on others
-        shown = list(traced_contradictions(layer, recorded))
+        shown = list(traced_comparisons(layer, recorded))
     observed = verdict.sentence if verdict is not None and verdict.state == "contradicted" else ""
     if shown:
-        return None if None in shown else observed or shown[0]
+        part = next((one for one in shown if isinstance(one, AttentionLayer)), None)
+        return None if None in shown else part or observed or shown[0]
     return None if layer.evidence in ("trace", "forward") else observed or None
 
 
-def traced_contradictions(layer: AttentionLayer, ways: Sequence[Inputs]) -> Iterator[str | None]:
+def traced_comparisons(layer: AttentionLayer, ways: Sequence[Inputs]) -> Iterator[str | AttentionLayer | None]:
     """Yield, for each set of arguments that runs, how it contradicts a layer; end with the first that agrees.
 
     Args:
@@ -94,7 +106,7 @@ def traced_contradictions(layer: AttentionLayer, ways: Sequence[Inputs]) -> Iter
         ways: arguments of its module.
 
     Yields:
-        What was observed instead, as a clause; `None` if it agrees.
+        What was observed instead, as a clause; the layer with more left out; `None` if it agrees.
     """
     try:
         traceable = Traceable(layer.module)
@@ -109,6 +121,6 @@ def traced_contradictions(layer: AttentionLayer, ways: Sequence[Inputs]) -> Iter
             if run.error is not None or not (is_reported or any(one.layer is not None for one in shown)):
                 continue
             what = contradiction_of(layer, shown, layer.name)
-            yield what
+            yield what if what is None else agreed_part(layer, shown) or what
             if what is None:
                 return

@@ -22,7 +22,7 @@ from hdi_callback.attention.finding.conventions import (
     looks_like_attention,
 )
 from hdi_callback.attention.finding.runtime_finder import layers_observed
-from hdi_callback.attention.finding.runtime_verifier import contradiction_in_forward
+from hdi_callback.attention.finding.runtime_verifier import comparison_with_forward
 from hdi_callback.attention.isolation import MOST_SECONDS, isolated
 from hdi_callback.attention.layer.heads import AttentionLayer, HeadPieces, HeadSlice, RefusedError
 from hdi_callback.attention.layer.projections import base_of, is_map, stored_shape
@@ -300,7 +300,7 @@ class Search:
         for one in observer.unexplained(list(self.layers.values()), reported=refused):
             read, name = self.layers.get(one.layer), users_name(printable(one.name))
             if read is None:
-                self.reasons[name] = Reason(_NOT_RUN_AGAIN if name in self._failed else one.reason)
+                self.reasons[name] = Reason(self._why_not_run(name) if name in self._failed else one.reason)
             elif not read.left_out:
                 self.layers[one.layer] = replace(read, left_out=self._left_out_of(read, ways.get(one.layer, ())))
 
@@ -326,7 +326,7 @@ class Search:
 
     def _correct(self, layer: AttentionLayer, verdict: Verdict, recorded: Sequence[Inputs]) -> None:
         """Read a layer again with the inputs of a forward that contradicts it."""
-        what = contradiction_in_forward(layer, verdict, recorded)
+        what = comparison_with_forward(layer, verdict, recorded)
         if what is None:
             return
         name = layer.name
@@ -334,6 +334,8 @@ class Search:
         found = self._tracer.found_in(name, layer.module, recorded)
         if found and all(one.layer is not None for one in found):
             self._record(name, found)
+        elif isinstance(what, AttentionLayer):
+            self.layers[name] = what
         else:
             self.reasons[name] = Reason(f"in the forward that was run, {what}")
 
@@ -346,7 +348,7 @@ class Search:
         Returns:
             The reason.
         """
-        if any(is_within(name, {other}) for other in self._exported):
+        if self.is_exported(name):
             return Reason(_EXPORTED, _or_skip(_BEFORE_EXPORT, name))
         if name in self.reasons:
             return self.reasons[name]
@@ -358,8 +360,22 @@ class Search:
         if self._tracer.is_slow(module):
             return Reason(_SLOW, _or_skip(_WITH_FORWARD, name))
         if name in self._failed:
-            return Reason(_NOT_RUN_AGAIN)
+            return Reason(self._why_not_run(name))
         return Reason(_NOT_CALLED) if self._has_forward else Reason(_NOT_RUN, _or_skip(_WITH_FORWARD, name))
+
+    def _why_not_run(self, name: str) -> str:
+        return _NOT_RUN_AGAIN + self._tracer.error_of(self.places[name].module)
+
+    def is_exported(self, name: str) -> bool:
+        """Return whether a module is part of a graph of torch.export, of which no forward shows more.
+
+        Args:
+            name: of the module.
+
+        Returns:
+            True if so.
+        """
+        return any(is_within(name, {other}) for other in self._exported)
 
     def _is_explained(self, name: str) -> bool:
         place = self.places.get(name)

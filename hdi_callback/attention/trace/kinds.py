@@ -42,6 +42,7 @@ class _Traced:
         inputs: what it was run with.
         run: the run.
         found: what was read in it.
+        error: what ended the first run that showed no heads, as a clause; empty if none did.
         unread: plain attributes of parts that no such run reads, whatever their values.
     """
 
@@ -50,6 +51,7 @@ class _Traced:
     inputs: Inputs | None = None
     run: TracedRun | None = None
     found: Sequence[Found] | None = None
+    error: str = ""
     unread: set[Attribute] = field(default_factory=set)
 
     @property
@@ -73,6 +75,7 @@ class KindTracer:
     def __init__(self) -> None:
         self._known: dict[Any, list[_Traced]] = {}
         self._slow: set[Any] = set()
+        self._errors: dict[Any, str] = {}
         self._optional: dict[type[nn.Module], set[str]] = {}  # arguments that change heads, by the class they belong to
 
     def is_slow(self, module: nn.Module) -> bool:
@@ -85,6 +88,17 @@ class KindTracer:
             True if so; such a module is run no further.
         """
         return bool(self._slow) and _kind_of(module) in self._slow
+
+    def error_of(self, module: nn.Module) -> str:
+        """Return what ended the last runs of modules of this kind.
+
+        Args:
+            module: the module.
+
+        Returns:
+            What a reason goes on with: ``": it raises TypeError (...)"``; empty if nothing is known.
+        """
+        return self._errors.get(_kind_of(module), "")
 
     def found_in(
         self,
@@ -134,6 +148,7 @@ class KindTracer:
             return None
         if traced.found is None and deadline.has_passed:
             self._slow.add(_kind_of(module))
+        self._errors[_kind_of(module)] = traced.error
         twins.append(traced)
         return traced.found
 
@@ -196,6 +211,11 @@ def _kind_of(module: nn.Module) -> tuple[Any, ...]:
     )
 
 
+def _as_clause(error: Exception | None) -> str:
+    said = str(error).strip().splitlines()
+    return f": it raises {type(error).__name__} ({said[0].rstrip('.')[:100]})" if said and error is not None else ""
+
+
 def _form_of(inputs: Inputs) -> tuple[Any, ...]:
     """Names, types and ranks of the arguments: with others the same module may compute other heads."""
     arguments = [*enumerate(inputs.args), *sorted(inputs.kwargs.items())]
@@ -250,8 +270,9 @@ def _traced(name: str, module: nn.Module, inputs: Iterable[Inputs], is_known: Ca
             found = [item for item in found if item.maps not in refused]
         has_layers = any(item.layer is not None for item in found)
         if not has_layers and (run.error is not None or one.is_guess):
+            best = replace(best, error=best.error or _as_clause(run.error))
             continue
-        traced = _Traced(name, module, one, run, found)
+        traced = replace(best, inputs=one, run=run, found=found)
         if best.run is None or traced.worth > best.worth:
             best = traced
         # A module that treats the first tokens as sequences may run as meant with other inputs.

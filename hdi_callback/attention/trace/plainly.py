@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import checkpoint
 
 from hdi_callback.attention.trace.graph_cut import GraphCut
+from hdi_callback.attention.trace.graph_walk import made_from
 from hdi_callback.attention.trace.plain_batches import without_batching
 from hdi_callback.attention.trace.plain_flex import without_kernels
+from hdi_callback.attention.trace.products import nearest_products
 from hdi_callback.attention.trace.replaced import in_this_thread, replaced
 
 
@@ -78,7 +81,8 @@ class _Applied:
         hidden, moved, exponentials = mode.hidden, exchange.calls, mode.exponentials
         result = apply(cls, *args, **kwargs)
         is_open = mode.hidden == hidden and exchange.calls == moved
-        if is_open and mode.exponentials == exponentials:
+        multiplies = len(leaves) == known and sum(isinstance(one, Tensor) and one.requires_grad for one in args) > 1
+        if is_open and mode.exponentials == exponentials and not multiplies:
             return result
         kept = leaves[known:], dict(mode.calls)
         del leaves[known:], exchange.sent[sent:]
@@ -88,10 +92,18 @@ class _Applied:
             plain = cls.forward(*args, **kwargs) if is_split else cls.forward(_Context(), *args, **kwargs)
         except Exception:
             return result
-        if is_open and mode.of_scores == of_scores:  # an activation, say
+        if is_open and mode.of_scores == of_scores and not _has_products(plain, args):  # an activation, say
             leaves[known:], mode.calls = kept
             return result
         return plain
+
+
+def _has_products(made: Any, arguments: Sequence[Any]) -> bool:
+    """Return whether a tensor is made of its arguments by a product of two of them, as scores are."""
+    before = {node for one in arguments if isinstance(one, Tensor) for node in nearest_products(one)}
+    return isinstance(made, Tensor) and any(
+        None not in made_from(node)[-2:] for node in nearest_products(made) if node not in before
+    )
 
 
 # Torch's all-to-all of lists sends one scatter after the other with gloo.

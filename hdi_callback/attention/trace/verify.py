@@ -92,6 +92,27 @@ def contradiction_of(claim: AttentionLayer, found: Sequence[Found], name: str) -
     return None if None in shown else shown[0]
 
 
+def agreed_part(claim: AttentionLayer, found: Sequence[Found]) -> AttentionLayer | None:
+    """Return what is left of a claim whose heads a run of its module shows as they are, with more left out.
+
+    Args:
+        claim: the layer.
+        found: what was read of the run.
+
+    Returns:
+        The claim with the roles that both have, and with what the run leaves out; `None` if they differ otherwise.
+    """
+    for one in found:
+        shown = one.layer
+        if shown is None or shown.module is not claim.module or not shown.left_out or claim.left_out:
+            continue
+        if _difference(replace(claim, left_out=shown.left_out), shown) is None:
+            slices = {role: part for role, part in claim.slices.items() if role in shown.slices}
+            projection = claim.output_projection if "output" in slices else None
+            return replace(claim, slices=slices, output_projection=projection, left_out=shown.left_out)
+    return None
+
+
 def _difference(claim: AttentionLayer, shown: AttentionLayer) -> str | None:
     counts = (claim.num_heads, claim.num_key_heads, claim.head_dim, claim.value_dim)
     others = (shown.num_heads, shown.num_key_heads, shown.head_dim, shown.value_dim)

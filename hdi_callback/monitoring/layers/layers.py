@@ -179,6 +179,14 @@ class WatchedLayers:
         kinds = {layer.name: type(layer.module).__name__ for layer in self.all}
         self.refuse(Refusal(name, kinds[name], why) for name, why in contradicted.items())
 
+    def leave_out_parts(self, parts: Mapping[str, AttentionLayer]) -> None:
+        """Read only what a forward established of layers.
+
+        Args:
+            parts: name of a layer -> the layer with more left out.
+        """
+        self.all = tuple(parts.get(layer.name, layer) for layer in self.all)
+
     def leave_out_later(self, name: str, why: str) -> None:
         """Read nothing more of a layer whose heads were right and are not any more, and warn.
 

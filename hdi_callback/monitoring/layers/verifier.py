@@ -178,6 +178,7 @@ class HeadVerifier:
         with isolated(self._model, keeps_defaults=True):
             verdicts = {name: one for name, one in observer.verdicts(layers.all).items() if name not in spread}
         against = self._check.contradictions(verdicts, leave_out=spread)
+        layers.leave_out_parts(self._check.parts)
         contradicted = {name: f"the first forward contradicts its heads: {what}" for name, what in against.items()}
         contradicted = {name: why for name, why in contradicted.items() if not layers.is_contradicted(name)}
         layers.leave_out(contradicted)

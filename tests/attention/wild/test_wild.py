@@ -231,6 +231,16 @@ def test_autocast_own_backwards_and_stacked_parameters_are_followed_without_a_fo
     assert judge(ALL[name], "model").verdict == (REFUSED if name in REFUSALS else RIGHT)
 
 
+def test_scores_that_a_function_with_its_own_backward_makes_are_followed_without_a_forward():
+    assert judge(ALL["ScoresOfAFunction"], "model").verdict == RIGHT
+
+
+def test_a_graph_of_torch_export_is_named_in_a_training_as_before_it(tmp_path):
+    verdict = judge(ALL["Exported"], "training", tmp_path)
+    assert verdict.verdict == REFUSED
+    assert verdict.reason == judge(ALL["Exported"], "model").reason
+
+
 @pytest.mark.parametrize("name", ["StackedMatrices", "FourInOneView"])
 def test_a_part_of_a_parameter_is_not_claimed_to_be_the_output_projection(name):
     holder = Holder(ALL[name])
