@@ -21,7 +21,7 @@ def has_been_trained(arrays: Mapping[str, Sequence[Any]], facts: Mapping[str, An
     """Return whether the key weights of a layer had been trained before they were read first.
 
     Heads of zeros count as fresh. Of 1,530 fresh layers of six initialisations none counts as trained
-    (`test_no_fresh_layer_is_taken_for_a_trained_one`); training of a few dozen steps, or of heads whose weights hardly
+    (`test_no_fresh_layer_is_classified_as_trained`); training of a few dozen steps, or of heads whose weights hardly
     move, may go unnoticed. Heads wider than the layer's input show nothing, and count as fresh.
 
     Args:

@@ -62,7 +62,7 @@ class Halo(nn.Module):
         return self.back(out.flatten(2, 3).mT.flatten(1, 2))
 
 
-def test_behind_an_activation_heads_are_found_and_no_output_is_claimed() -> None:
+def test_heads_before_an_activation_are_found_without_an_output_projection() -> None:
     layer = find(Activated(), torch.randn(3, 7, WIDTH))
     assert layer is not None
     assert {role: rows_of(layer, role) for role in layer.slices} == {
@@ -72,7 +72,7 @@ def test_behind_an_activation_heads_are_found_and_no_output_is_claimed() -> None
 
 
 @pytest.mark.parametrize("groups", [1, 4])
-def test_features_of_what_comes_back_may_lie_before_the_positions(groups: int) -> None:
+def test_heads_are_found_if_the_module_returns_features_before_positions(groups: int) -> None:
     layer = find(WithoutOutputProjection(groups), torch.randn(2, WIDTH, 7))
     assert layer is not None
     assert {role: rows_of(layer, role) for role in layer.slices} == {
@@ -81,14 +81,14 @@ def test_features_of_what_comes_back_may_lie_before_the_positions(groups: int) -
     }  # fmt: skip
 
 
-def test_a_convolution_that_mixes_positions_ends_what_is_followed() -> None:
+def test_heads_before_a_convolution_that_mixes_positions_are_found_without_an_output_projection() -> None:
     layer = find(Upsampled(), torch.randn(2, WIDTH, 3, 3))
     assert layer is not None
     assert rows_of(layer, "key") == ("mix.weight", [list(range(24 * h + 8, 24 * h + 16)) for h in range(H)])
     assert set(layer.slices) == {"query", "key", "value"}
 
 
-def test_padding_has_no_key_and_no_value() -> None:
+def test_padded_positions_do_not_change_the_rows_of_keys_and_values() -> None:
     layer = find(Halo(), torch.randn(2, WIDTH, 8))
     assert layer is not None
     assert rows_of(layer, "key") == ("b.weight", [list(range(16 * h, 16 * h + 8)) for h in range(H)])
@@ -122,12 +122,12 @@ class Fused(WithoutOutputProjection):
 
 
 @pytest.mark.parametrize("kind", [BentKeys, BentValues])
-def test_an_activation_before_attention_is_no_map(kind: type[nn.Module]) -> None:
+def test_keys_after_an_activation_are_not_claimed(kind: type[nn.Module]) -> None:
     assert find(kind(), torch.randn(3, 7, WIDTH)) is None
 
 
 @pytest.mark.parametrize("kind", [OnePosition, Fused])
-def test_what_comes_back_is_no_head_of_its_own(kind: type[nn.Module]) -> None:
+def test_returned_outputs_that_are_mixed_or_of_one_position_are_not_claimed(kind: type[nn.Module]) -> None:
     assert find(kind(), torch.randn(2, WIDTH, 7)) is None
 
 
@@ -139,7 +139,7 @@ class ReturnsInterleaved(Plain):
         return out.permute(0, 2, 3, 1).flatten(2)
 
 
-def test_what_comes_back_in_another_order_is_refused_as_a_projection_beside_it_would_be_read_wrong():
+def test_head_outputs_returned_in_interleaved_order_are_refused():
     module = ReturnsInterleaved()
     (found,) = read(module, torch.randn(3, 6, WIDTH))
     assert "do not lie side by side in what it returns" in found.reason

@@ -23,7 +23,7 @@ def called_by(name: str, file: str, asked) -> bool:
 
 
 @pytest.mark.parametrize("function", ["_shape_inference", "_forward_metadata_inference"])
-def test_a_stage_of_a_pipeline_that_tries_its_module_is_recognised(monkeypatch, function):
+def test_shape_inference_of_a_pipeline_stage_is_recognised(monkeypatch, function):
     file = "/torch/distributed/pipelining/stage.py"
     monkeypatch.delitem(sys.modules, STAGE, raising=False)
     assert not called_by(function, file, is_inferring_shapes), "nobody has imported it"
@@ -54,7 +54,7 @@ def test_a_forward_that_a_checkpoint_repeats_is_recognised_where_autograd_record
     assert module.repeated == repeated
 
 
-def test_the_calls_that_are_going_on_are_given_from_the_innermost_outwards_with_their_arguments():
+def test_running_calls_are_listed_innermost_first_with_their_arguments():
     inner, x = Noting(), torch.ones(2, 3)
     outer = nn.Sequential(inner)
     outer(x)

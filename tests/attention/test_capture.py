@@ -67,7 +67,7 @@ def test_nothing_is_captured_unless_armed():
         assert not taps.was_armed
 
 
-def test_hooks_that_are_put_back_keep_their_numbers():
+def test_suspended_hooks_are_restored_under_their_old_handles():
     """torch 2.10 compiles a graph anew for each number that a hook in it is given."""
     model = Classifier()
     with tap(model) as taps:
@@ -94,7 +94,7 @@ def test_all_forwards_of_an_armed_step_are_captured():
             assert capture.lengths == (12,) * 5
 
 
-def test_arming_again_captures_anew():
+def test_arming_again_captures_the_next_forward():
     model = Classifier()
     with tap(model) as taps:
         for seed in (1, 2):
@@ -141,7 +141,7 @@ def test_a_capture_is_a_detached_copy_and_is_released():
 @pytest.mark.parametrize(
     ("batch", "length", "limit"), [(16, 128, 256), (8, 12, 24), (3, 7, 5), (64, 2, 16), (1, 50, 7)]
 )
-def test_the_sample_is_bounded_and_sees_every_position(batch, length, limit):
+def test_the_sample_is_bounded_and_spread_over_all_positions(batch, length, limit):
     positions = torch.arange(length).repeat(batch).reshape(batch, length, 1).float()
     sequences = torch.arange(batch).repeat_interleave(length).reshape(batch, length, 1).float()
     outputs = torch.cat([positions, sequences], -1)
@@ -168,7 +168,7 @@ def test_a_small_batch_is_kept_whole():
 
 
 @pytest.mark.parametrize("shape", [(0, 6, D), (3, 0, D), (1, 1, D), (6, D), (2, 3, 4, D)])
-def test_odd_shapes_are_captured_without_a_word(shape):
+def test_outputs_of_unusual_shapes_are_captured_without_a_warning(shape):
     projection = nn.Linear(D, D)
     module = by_hand.Grouped()
     module.o_proj = projection
@@ -350,7 +350,7 @@ def touched(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("make", [Classifier, lambda: torch_classifier()], ids=["own", "torch"])
-def test_once_a_model_is_known_to_run_uncompiled_it_has_hooks_on_armed_steps_alone(make):
+def test_a_model_known_to_run_uncompiled_has_hooks_only_on_armed_steps(make):
     model = make()
     taps = tap(model)
     assert touched(model) > 0
@@ -433,7 +433,7 @@ def test_a_model_compiled_and_called_before_is_noticed(dynamo):
         assert dict(taps.captures) == {}
 
 
-def test_a_forward_that_is_not_captured_takes_no_samples_in_compiled_graphs():
+def test_skipping_a_forward_switches_off_sampling_in_compiled_graphs():
     taps = Taps(find_attention(Classifier()))
     for tap in taps._taps.values():
         tap.is_in_graph = True

@@ -61,14 +61,14 @@ def _plain(hook: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("hook", LOOK_ON)
-def test_a_hook_that_returns_nothing_is_no_hindrance(hook):
+def test_a_forward_hook_that_returns_none_does_not_prevent_reading(hook):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(find_attention(_plain(hook))) == 1
 
 
 @pytest.mark.parametrize("hook", MAY_CHANGE)
-def test_a_hook_that_may_change_the_keys_is_named_and_they_are_not_read(hook):
+def test_a_layer_whose_key_projection_has_a_hook_that_may_change_its_output_is_refused(hook):
     module = _plain(hook)
     what = changing_hook(module.k)
     assert what is not None
@@ -125,14 +125,14 @@ def _of_forward(module: nn.Module, way: str, folder: Path) -> tuple[int, str]:
 
 @pytest.mark.parametrize("way", ["forward", "training"])
 @pytest.mark.parametrize("hook", [hands_on, hands_on_if_it_must, *LOOK_ON])
-def test_a_hook_that_hands_on_what_the_map_gave_is_no_hindrance_once_a_forward_ran(hook, way, tmp_path):
+def test_a_hook_that_returns_the_output_unchanged_in_a_forward_does_not_prevent_reading(hook, way, tmp_path):
     assert _of_forward(_plain(hook), way, tmp_path)[0] == 1
 
 
 @pytest.mark.parametrize("way", ["forward", "training"])
 @pytest.mark.parametrize("hook", [writes, writes_behind_autograd, *MAY_CHANGE])
 @pytest.mark.some_slow(quick=8)
-def test_a_hook_that_changed_the_keys_in_a_forward_has_them_left_out(hook, way, tmp_path):
+def test_a_layer_whose_keys_a_hook_changed_in_a_forward_is_left_out(hook, way, tmp_path):
     count, said = _of_forward(_plain(hook), way, tmp_path)
     assert count == 0
     assert "`k`" in said
@@ -140,13 +140,13 @@ def test_a_hook_that_changed_the_keys_in_a_forward_has_them_left_out(hook, way, 
 
 
 @pytest.mark.parametrize("way", ["forward", "training"])
-def test_an_update_by_a_hook_that_begins_with_zeros_is_not_taken_for_none(way, tmp_path):
+def test_a_low_rank_update_by_a_hook_that_is_zero_at_first_is_not_overlooked(way, tmp_path):
     count, said = _of_forward(_plain(LowRank()), way, tmp_path)
     assert count == 0
     assert "which may change its output" in said
 
 
-def test_another_hook_is_judged_anew(tmp_path):
+def test_a_hook_added_after_the_forward_is_judged_again(tmp_path):
     module = _plain(hands_on)
     assert _of_forward(module, "forward", tmp_path)[0] == 1
     assert changing_hook(module.k) is None

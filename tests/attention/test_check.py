@@ -65,7 +65,7 @@ def scalars(record) -> dict[str, dict]:
     return {name: layer.values for name, layer in record.layers.items() if layer.values}
 
 
-def test_a_layer_whose_claim_does_not_hold_is_dropped_with_what_shows_it(claimed_by_names):
+def test_a_layer_whose_claim_the_first_forward_contradicts_is_removed_with_the_evidence(claimed_by_names):
     torch.manual_seed(0)
     model = Model(Tables(False), Tables(True), Tables(False))
     with HeadDiversityMonitor(model, metrics=["hdi", "hdi_query", "head_correlation"]) as monitor:
@@ -88,7 +88,7 @@ def test_a_layer_whose_claim_does_not_hold_is_dropped_with_what_shows_it(claimed
         assert "contradicts its heads" in record.absent["blocks.1"]
 
 
-def test_it_can_be_switched_off(claimed_by_names):
+def test_the_check_of_heads_can_be_switched_off(claimed_by_names):
     model = Model(Tables(True))
     with HeadDiversityMonitor(model, check_heads=False) as monitor:
         assert not model.blocks[0]._forward_pre_hooks
@@ -97,7 +97,7 @@ def test_it_can_be_switched_off(claimed_by_names):
         assert set(scalars(monitor.measure(0).record())) == {"blocks.0"}
 
 
-def test_a_layout_of_the_users_own_is_checked_too():
+def test_a_registered_layout_is_checked_too():
     class Mine(by_hand.Interleaved):
         pass
 

@@ -46,7 +46,9 @@ def layer(evidence: str, *, is_right: bool) -> AttentionLayer:
         ("trace", False, AGAINST, RECORDED, "its keys are others"),  # both say so: what was observed is nearer
     ],
 )
-def test_what_contradicts_a_claim(evidence, is_right, verdict, recorded, says):
+def test_the_evidence_and_the_verdict_of_the_forward_decide_if_a_claim_is_contradicted(
+    evidence, is_right, verdict, recorded, says
+):
     assert comparison_with_forward(layer(evidence, is_right=is_right), verdict, recorded) == says
 
 
@@ -72,7 +74,7 @@ def wrong_of(module: nn.Module) -> AttentionLayer:
     )
 
 
-def test_a_wrong_layout_is_contradicted_alike_before_training_and_in_it(wrong_layout):
+def test_a_wrong_registered_layout_is_contradicted_before_training_and_in_training(wrong_layout):
     torch.manual_seed(0)
     model, x = nn.Sequential(Described()), torch.randn(3, 7, D)
     with warnings.catch_warnings():

@@ -31,14 +31,14 @@ def config(monkeypatch):
 @pytest.mark.parametrize(
     ("graphs", "has_both", "expected"), [(4, False, True), (5, False, False), (7, True, True), (8, True, False)]
 )
-def test_graphs_of_both_kinds_must_be_within_the_limit_of_recompilations(
+def test_recompilation_is_allowed_if_the_graphs_with_and_without_capture_stay_within_the_limit(
     config, monkeypatch, graphs, has_both, expected
 ):
     monkeypatch.setattr(compiled, "_graphs", lambda model: graphs)
     assert may_recompile(None, has_both=has_both) is expected
 
 
-def test_where_nothing_was_compiled_or_torch_does_not_tell_they_may(config, monkeypatch):
+def test_recompilation_is_allowed_if_nothing_was_compiled_or_the_count_is_unavailable(config, monkeypatch):
     def fail(model):
         raise AttributeError("input_codes")
 
@@ -68,7 +68,7 @@ def elsewhere():
 
 
 @pytest.mark.parametrize(("of_own", "expected"), [((3, 2), 3), ((0, 0), 7)])
-def test_graphs_are_counted_of_the_files_of_the_model_and_of_all_where_these_have_none(
+def test_graphs_are_counted_in_the_files_of_the_model_or_in_all_files_if_these_have_none(
     config, monkeypatch, of_own, expected
 ):
     library = elsewhere()

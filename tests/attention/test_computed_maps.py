@@ -189,7 +189,7 @@ def test_the_weight_of_a_computed_map_is_what_it_multiplies_with(kind):
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_the_bias_of_a_computed_map_is_what_it_gives_of_nothing(kind):
+def test_the_bias_of_a_computed_linear_map_is_its_output_for_a_zero_input(kind):
     model = trained(kind)
     (layer,) = find_attention(model)
     out_features, bias = model[0].q(torch.zeros(1, 1, D)).flatten(), layer.slices["query"].bias()
@@ -218,7 +218,7 @@ def test_finding_and_reading_a_computed_map_leaves_everything_as_it_was(kind):
     assert all(map(torch.equal, before, state()))
 
 
-def test_what_is_read_trains_the_factors_and_is_no_place_to_write_to():
+def test_a_computed_weight_passes_gradients_to_its_factors_and_is_not_writable():
     model = trained(Around)
     (layer,) = find_attention(model)
     weight = layer.weight("key")
@@ -254,7 +254,7 @@ class Turned(RoundedInputs):
         (OfSeveralTokens, "sums of the outputs of `k.B` and `k.linear`"),
     ],
 )
-def test_an_update_that_is_no_matrix_is_no_part_of_a_map(kind, reason):
+def test_an_update_that_is_not_linear_is_refused(kind, reason):
     assert is_sum_of_maps(Around(D, D))
     assert not is_sum_of_maps(kind(D, D))
     found = survey(nn.Sequential(Attention(kind)))
@@ -262,7 +262,7 @@ def test_an_update_that_is_no_matrix_is_no_part_of_a_map(kind, reason):
     assert [reason in one.reason for one in found.refused] == [True]
 
 
-def test_a_factor_of_features_that_are_mixed_first_is_refused():
+def test_a_linear_map_whose_forward_mixes_its_input_first_is_refused():
     (refusal,) = survey(nn.Sequential(Attention(Turned))).refused
     assert "a Turned, whose forward does more than multiply with its weight" in refusal.reason
 
@@ -284,14 +284,14 @@ class PlainMatrixTurned(Equalized):
         return self.weight.T
 
 
-def test_an_activation_within_a_map_that_scales_its_matrix_is_refused():
+def test_a_linear_map_with_a_scaled_weight_and_an_activation_is_refused():
     assert not is_scaled(EqualizedAndBent(D, D))
     found = survey(nn.Sequential(Attention(EqualizedAndBent)))
     assert found.layers == ()
     assert ["are computed from `v`" in one.reason for one in found.refused] == [True]
 
 
-def test_a_matrix_that_is_used_as_it_is_stays_a_place_to_write_to():
+def test_a_matrix_that_is_not_scaled_is_read_as_a_live_view_of_its_parameter():
     assert is_scaled(Equalized(D, D))
     assert not is_scaled(PlainMatrix(D, D))
     assert not is_scaled(PlainMatrixTurned(D, D))
@@ -301,7 +301,7 @@ def test_a_matrix_that_is_used_as_it_is_stays_a_place_to_write_to():
     assert weight.data_ptr() == model[0].k.weight.data_ptr()
 
 
-def test_another_setting_of_the_same_class_is_tried_by_itself():
+def test_modules_of_one_class_with_different_settings_are_tried_separately():
     one, other = Attention(Switched), Attention(Switched)
     for part in (other.q, other.k, other.v, other.o):
         part.is_bent = True

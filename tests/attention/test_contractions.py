@@ -44,7 +44,7 @@ def test_a_single_matrix_is_no_matrix_for_each_part():
 
 
 @pytest.mark.parametrize("formula", ["ab,bc->ac", "...b,bc->...c"])
-def test_an_einsum_without_a_parameter_or_of_two_is_left_to_torch(formula):
+def test_an_einsum_of_no_parameter_or_of_two_parameters_is_left_to_torch(formula):
     x, y = torch.randn(2, 3), torch.randn(3, 4)
     for are_parameters in (False, True):
         views = SimpleNamespace(is_of_parameter=lambda _, answer=are_parameters: answer)

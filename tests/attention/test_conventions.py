@@ -51,13 +51,13 @@ class Mixes(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Messages, Helped])
-def test_what_asks_for_a_softmax_and_cannot_be_run_is_not_passed_over(kind):
+def test_a_module_that_calls_a_softmax_and_cannot_run_is_reported(kind):
     model = nn.ModuleDict({"odd": kind()})
     with pytest.warns(UnsupportedAttentionWarning, match="`odd`.*could not be run with synthetic inputs"):
         assert find_attention(model) == []
 
 
-def test_what_asks_for_none_is_not_reported():
+def test_a_module_that_calls_no_softmax_is_not_reported():
     assert survey(nn.ModuleDict({"other": Mixes()})).refused == ()
 
 
@@ -76,7 +76,7 @@ class SomeAttention(nn.Module):
             self.add_module(name, part)
 
 
-def test_a_module_that_is_called_attention_is_one_to_look_at_if_it_holds_two_maps_of_whatever_kind():
+def test_a_module_named_attention_is_searched_if_it_holds_two_linear_maps_of_any_class():
     model = nn.Module()
     two = {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}
     for parts, expected in (
@@ -110,6 +110,6 @@ class Gates(Weighs):
 
 
 @pytest.mark.parametrize(("kind", "expected"), [(Weighs, True), (Gates, False)])
-def test_a_scripted_module_is_known_by_the_operators_of_its_graph(kind, expected):
+def test_a_scripted_module_is_searched_if_its_graph_has_the_operators_of_attention(kind, expected):
     scripted = torch.jit.script(kind())
     assert looks_like_attention(Place("odd", scripted, nn.Module())) is expected

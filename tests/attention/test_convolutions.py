@@ -110,7 +110,7 @@ def tokens_of(x: Tensor) -> Tensor:
 every_shape = pytest.mark.parametrize(("dims", "groups"), [(1, 1), (2, 1), (3, 1), (1, 4), (2, 2), (3, 32)])
 
 
-def test_the_twins_compute_the_same():
+def test_the_convolution_and_its_linear_twin_compute_the_same():
     for dims, groups in [(1, 1), (2, 4)]:
         convolved, multiplied = twins(dims, groups)
         x = image(dims)
@@ -142,7 +142,7 @@ def test_the_matrix_of_a_convolution_without_groups_is_a_view(memory):
     assert float(matrix_of(convolution, 8, 2)[3, 5]) == pytest.approx(7, abs=1e-6)
 
 
-def test_a_stride_leaves_positions_out_and_maps_the_others():
+def test_a_strided_pointwise_convolution_maps_every_position_that_it_does_not_skip():
     convolution = nn.Conv2d(8, 12, 1, stride=(2, 3))
     assert is_pointwise(convolution)
     x = torch.randn(2, 8, 5, 7)
@@ -150,7 +150,7 @@ def test_a_stride_leaves_positions_out_and_maps_the_others():
     torch.testing.assert_close(convolution(x).flatten(2), truth)
 
 
-def test_what_mixes_positions_is_no_linear_map_of_each():
+def test_a_convolution_that_mixes_positions_is_not_pointwise():
     assert not is_pointwise(nn.Conv2d(8, 8, 3, padding=1))
     assert not is_pointwise(nn.Conv2d(8, 8, (1, 3)))
     assert not is_pointwise(nn.Conv2d(8, 8, 1, padding=1))
@@ -229,7 +229,7 @@ def test_another_update_of_a_convolution_is_refused_by_name(options):
 
 
 @every_shape
-def test_heads_are_the_same_rows_and_columns(dims, groups):
+def test_heads_of_a_convolution_are_those_of_its_linear_twin(dims, groups):
     convolved, multiplied = twins(dims, groups)
     (layer,), (twin,) = find_attention(convolved), find_attention(multiplied)
     assert {**layer.facts(), "type": "", "kind": ""} == {**twin.facts(), "type": "", "kind": ""}
@@ -280,7 +280,7 @@ def test_heads_of_different_groups_share_nothing():
         (nn.Conv2d(D, D - 8, 1), "its key weight has 24 features, fewer than 4 heads of 8"),
     ],
 )
-def test_a_claim_about_another_convolution_is_refused(convolution, contradiction):
+def test_heads_claimed_on_a_convolution_that_is_not_pointwise_are_refused(convolution, contradiction):
     module = Convolved()
     module.k_proj = convolution
     with pytest.raises(UnsupportedAttentionError, match=contradiction):
@@ -394,7 +394,7 @@ def test_training_is_bit_identical_with_a_capture_and_without(memory):
 
 
 @pytest.mark.parametrize("groups", [1, 4])
-def test_the_penalty_pushes_as_on_the_linear_twin(groups):
+def test_the_penalty_gives_a_convolution_the_gradient_of_its_linear_twin(groups):
     grown = []
     for model in twins(groups=groups):
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -409,7 +409,7 @@ def test_the_penalty_pushes_as_on_the_linear_twin(groups):
 
 
 @pytest.mark.parametrize("memory", ["contiguous", "channels last", "channels last after a step"])
-def test_a_head_is_revived_as_in_the_linear_twin_and_forgotten_by_the_optimizer(memory):
+def test_a_head_is_revived_as_in_the_linear_twin_and_its_optimizer_state_is_reset(memory):
     convolved, multiplied = twins()
     if memory == "channels last":
         convolved.to(memory_format=torch.channels_last)
@@ -447,7 +447,7 @@ def test_a_head_is_revived_as_in_the_linear_twin_and_forgotten_by_the_optimizer(
     assert not moments["output"][:, of_head].any()
 
 
-def test_heads_of_a_convolution_with_groups_are_not_written():
+def test_reviving_heads_of_a_grouped_convolution_is_refused():
     with pytest.raises(MisconfigurationError, match="cannot write the query heads of `0` in place"):
         ReviveHeads().attach(Open(twins(groups=4)[0]))
 

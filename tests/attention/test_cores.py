@@ -31,7 +31,7 @@ class OfSizes(by_hand.Separate):
         return self.out_proj(((scores / (1 + scores.sum(-1, keepdim=True))) @ v).transpose(1, 2).flatten(2))
 
 
-def test_a_softmax_that_is_written_out_and_leaves_a_part_to_nobody_is_attention():
+def test_a_handwritten_softmax_that_adds_one_to_the_denominator_is_attention():
     torch.manual_seed(0)
     model = nn.Sequential(ToNobody())
     (layer,) = survey(model).layers
@@ -41,14 +41,14 @@ def test_a_softmax_that_is_written_out_and_leaves_a_part_to_nobody_is_attention(
         assert torch.equal(layer.weight(role), own.view(H, 8, D))
 
 
-def test_weights_below_one_that_are_no_exponentials_are_no_attention():
+def test_weights_below_one_that_are_not_exponentials_are_not_attention():
     torch.manual_seed(0)
     found = survey(nn.Sequential(OfSizes(), ToNobody()))
     assert [layer.name for layer in found.layers] == ["1"], "the other one is seen beside it"
     assert found.refused == ()
 
 
-def test_columns_of_heads_are_those_their_features_act_on_and_all_if_one_of_them_shows_none():
+def test_output_columns_of_a_head_are_those_its_features_act_on_or_all_if_one_is_unknown():
     shown = {("q.weight", feature): feature // 2 for feature in range(4)}
     assert own_columns(shown, [Rows("q.weight", (0, 1)), Rows("q.weight", (2, 3))], 6) == [0, 1]
     several = {**shown, ("q.weight", 3): -2}

@@ -18,7 +18,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_softmax_of_the_scores_gives_what_torchs_attention_gives(name):
+def test_the_softmax_of_the_scores_agrees_with_scaled_dot_product_attention(name):
     query, key, value = torch.randn(3, 2, 4, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     scores = dot_product_scores(query, key, **OPTIONS[name])
     expected = F.scaled_dot_product_attention(query, key, value, **OPTIONS[name])
@@ -26,14 +26,14 @@ def test_the_softmax_of_the_scores_gives_what_torchs_attention_gives(name):
 
 
 @pytest.mark.parametrize("lead", [(3,), (2, 3, 2)])
-def test_queries_see_the_keys_up_to_their_own_whatever_stands_in_front(lead):
+def test_causal_scores_agree_with_torch_for_any_leading_dimensions(lead):
     query, key, value = torch.randn(3, *lead, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     scores = dot_product_scores(query, key, is_causal=True)
     expected = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     torch.testing.assert_close(scores.softmax(-1) @ value, expected)
 
 
-def test_hidden_keys_have_the_score_that_is_asked_for():
+def test_hidden_keys_get_the_requested_score():
     query, key = torch.randn(2, 3, 5, 4)
     visible = torch.ones(5, 5, dtype=torch.bool).tril()
     scores = dot_product_scores(query, key, visible, hidden=-7.0)

@@ -12,7 +12,7 @@ def parts_of(rank: int) -> list[torch.Tensor]:
     return [torch.tensor([10 * rank + to]) for to in range(3)]
 
 
-def test_a_run_receives_what_the_runs_of_all_ranks_sent_to_its_own_rank(monkeypatch):
+def test_an_emulated_exchange_receives_the_parts_that_all_ranks_sent_to_this_rank(monkeypatch):
     monkeypatch.setattr(exchange, "rank_in", lambda group: 1)
     sent = [Exchange(rank) for rank in range(3)]
     for rank, one in enumerate(sent):
@@ -24,14 +24,14 @@ def test_a_run_receives_what_the_runs_of_all_ranks_sent_to_its_own_rank(monkeypa
     assert own.size == 3
 
 
-def test_before_others_ran_every_rank_sends_what_this_one_does(monkeypatch):
+def test_an_emulated_exchange_assumes_equal_parts_before_the_other_ranks_ran(monkeypatch):
     monkeypatch.setattr(exchange, "rank_in", lambda group: 2)
     assert torch.cat(Exchange().received(parts_of(0), None)).tolist() == [2, 2, 2]
     assert torch.cat(Exchange(1).received(parts_of(0), None)).tolist() == [1, 1, 1], "as the rank that it plays"
     assert Exchange(1).swapped(torch.arange(6), None, (3, 2, 1)).tolist() == [3, 4] * 3
 
 
-def test_groups_of_several_sizes_are_no_swap():
+def test_exchanges_over_groups_of_different_sizes_are_not_a_swap_of_heads():
     one = Exchange(0)
     one.received(parts_of(0), None)
     one.received(parts_of(0)[:2], None)

@@ -59,7 +59,7 @@ def test_heads_are_those_of_the_config_and_of_the_tensors(family):
             assert facts["heads"][0] * facts["heads"][2] == whole, name
 
 
-def test_heads_of_t5_whose_width_is_not_a_part_of_the_models():
+def test_heads_of_t5_are_found_if_their_width_does_not_divide_the_model_width():
     """Self-attention of the encoder and the decoder, and cross-attention."""
     import transformers
 
@@ -89,7 +89,7 @@ def test_latent_attention_without_the_rotary_part(family, rotary):
 
 @pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize("family", ["deepseek_v2", "xlnet", "funnel", "reformer", "diffllama"])
-def test_what_cannot_be_read_is_refused_with_a_reason_and_never_wrong(family):
+def test_a_family_is_read_right_or_refused_with_a_reason(family):
     report = examine(family)
     assert report["verdict"] in ("right", "refused"), report["reason"]
     for kind, reason, heads in report["refused"].values():
@@ -120,7 +120,7 @@ class PooledModel(nn.Module):
         return self.attention(batch["x"], {"scale": torch.ones(1)})
 
 
-def test_what_is_refused_is_traced_again_with_the_forward_that_was_run():
+def test_the_sweep_traces_refused_modules_again_with_the_real_forward():
     torch.manual_seed(0)
     report = examine_model(PooledModel(), 41, lambda model, batch: model({"x": torch.randn(batch, 6, 32)}))
     assert report["verdict"] == "refused"

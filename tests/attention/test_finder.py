@@ -141,7 +141,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("kind", FOUND, ids=lambda kind: kind.__name__)
-def test_what_is_found_is_what_attention_receives(kind):
+def test_found_heads_are_those_that_attention_receives(kind):
     torch.manual_seed(0)
     finding = judged(kind())
     assert finding.is_right, finding.reason
@@ -196,7 +196,7 @@ REJECTED = {
 
 
 @pytest.mark.parametrize("kind", REJECTED, ids=lambda kind: kind.__name__)
-def test_what_does_not_act_as_attention_with_heads_of_its_own_is_not_found(kind):
+def test_modules_without_separate_heads_are_refused_with_the_reason(kind):
     assert REJECTED[kind] in refusal_of(kind())
 
 
@@ -209,7 +209,7 @@ def test_what_does_not_act_as_attention_with_heads_of_its_own_is_not_found(kind)
     ],
     ids=lambda module: type(module).__name__,
 )
-def test_other_modules_have_no_heads(module):
+def test_modules_without_attention_have_no_layer_and_no_refusal(module):
     assert survey(nn.Sequential(module)) == Survey((), ())
 
 
@@ -239,7 +239,7 @@ def test_a_convolution_over_tokens_between_linear_maps_is_no_attention():
         torch.tensor([[0, 1], [2, 3], [7, 8]]),
     ],
 )
-def test_any_order_is_described_and_read(index: Tensor):
+def test_features_in_any_order_are_described_and_read(index: Tensor):
     module = nn.Linear(D, 96)
     found = HeadSlice.of_features(module, "weight", index)
     assert torch.equal(found.index(), index)
@@ -247,7 +247,7 @@ def test_any_order_is_described_and_read(index: Tensor):
     assert torch.equal(HeadSlice.of_features(nn.Linear(96, D), "weight", index).index(), index)
 
 
-def test_regular_orders_are_live_views():
+def test_features_in_a_regular_order_are_read_as_a_live_view():
     module = nn.Linear(D, 96)
     found = HeadSlice.of_features(module, "weight", torch.arange(96).view(4, 3, 8)[:, 1])
     assert found.order is None
@@ -261,7 +261,7 @@ class NeedsTables(by_hand.Interleaved):
         return super().forward(x * tables["scale"])
 
 
-def test_a_real_forward_shows_what_made_up_inputs_cannot():
+def test_heads_that_synthetic_inputs_cannot_show_are_found_in_a_real_forward():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -286,7 +286,7 @@ def test_a_real_forward_shows_what_made_up_inputs_cannot():
     assert judge(claim_of(layer), observed, computation, B).is_right
 
 
-def test_a_forward_that_is_given_is_run_once_and_without_gradients():
+def test_the_forward_argument_is_run_once_and_without_gradients():
     model, ran = nn.Sequential(by_hand.NanoGPT()), []
 
     def forward():
@@ -306,7 +306,7 @@ class TwoWays(by_hand.Separate):
         return self.out_proj(attend(q, k.flip(2) if is_turned else k, v))
 
 
-def test_a_real_forward_corrects_what_made_up_inputs_showed():
+def test_a_real_forward_corrects_heads_found_with_synthetic_inputs():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -325,7 +325,7 @@ def test_a_real_forward_corrects_what_made_up_inputs_showed():
 
 
 @pytest.mark.parametrize("depth", [2, 6])
-def test_a_deeper_model_is_not_read_more_often(depth, monkeypatch):
+def test_equal_layers_of_a_deeper_model_are_traced_once(depth, monkeypatch):
     read = []
     layers_in = kinds.layers_in
     monkeypatch.setattr(kinds, "layers_in", lambda *args, **more: read.append(args[3]) or layers_in(*args, **more))
@@ -352,7 +352,7 @@ class TwoStreams(by_hand.Separate):
         return self.out_proj(attend(q, k, v))
 
 
-def test_a_second_stream_that_only_a_real_forward_has_is_said_to_be_left_out():
+def test_a_second_stream_that_only_a_real_forward_shows_is_reported_as_left_out():
     torch.manual_seed(0)
     model = nn.ModuleDict({"attn": TwoStreams()})
     x, second = torch.randn(2, 7, D), torch.randn(2, 5, D)
@@ -377,7 +377,7 @@ class SecondStreamOfSums(nn.Module):
         return self.out_proj(attend(*(one.unflatten(-1, (H, -1)) for one in (self.q_proj(x), keys, values))))
 
 
-def test_a_second_stream_whose_keys_are_sums_is_left_out_beside_one_that_is_read():
+def test_a_second_stream_whose_keys_are_sums_is_left_out_and_the_first_is_read():
     torch.manual_seed(0)
     model = nn.ModuleDict({"attn": SecondStreamOfSums()})
     x, second = torch.randn(2, 7, D), torch.randn(2, 5, D)
@@ -402,7 +402,7 @@ class TextFirst(nn.Module):
         return self.to_out(image), self.add_out(text)
 
 
-def test_two_streams_that_attend_together_are_a_layer_each():
+def test_two_streams_with_joint_attention_are_a_layer_each():
     torch.manual_seed(0)
     model = nn.ModuleDict({"attn": TextFirst()})
     image, text = torch.randn(2, 7, D), torch.randn(2, 5, D)
@@ -440,7 +440,7 @@ class OfTwoKinds(TextFirst):
 
 
 @pytest.mark.parametrize("is_text_first", [False, True])
-def test_queries_of_a_kind_of_token_go_with_the_keys_of_that_kind(is_text_first):
+def test_queries_of_each_token_type_are_paired_with_the_keys_of_that_type(is_text_first):
     torch.manual_seed(0)
     model = nn.Sequential(OfTwoKinds())
     model[0].is_text_first = is_text_first
@@ -466,7 +466,7 @@ class StridedText(TextFirst):
 
 
 @pytest.mark.parametrize("kind", [TextFirst, StridedText])
-def test_a_claim_of_other_heads_of_the_second_stream_is_contradicted_by_a_forward(kind):
+def test_a_wrong_claim_about_the_second_stream_is_contradicted_by_a_forward(kind):
     torch.manual_seed(0)
     model = nn.Sequential(kind())
     streams = {one.name: one for one in find_attention(model)}
@@ -518,7 +518,7 @@ class SelfOrCross(by_hand.Separate):
         return self.out_proj(attend(q, k, v))
 
 
-def test_heads_that_depend_on_which_tokens_are_given_are_left_to_the_real_forward():
+def test_heads_that_differ_between_self_and_cross_attention_are_decided_by_the_real_forward():
     torch.manual_seed(0)
     model = nn.ModuleDict({"attn": SelfOrCross()})
     (refusal,) = survey(model).refused
@@ -531,7 +531,7 @@ def test_heads_that_depend_on_which_tokens_are_given_are_left_to_the_real_forwar
     assert torch.equal(layer.weight("key"), rows[D : 2 * D].view(H, -1, D))
 
 
-def test_layers_alike_are_read_once_and_each_has_weights_of_its_own(monkeypatch):
+def test_equal_layers_are_traced_once_and_each_reads_its_own_weights(monkeypatch):
     read = []
     layers_in = kinds.layers_in
     monkeypatch.setattr(kinds, "layers_in", lambda *args, **kwargs: read.append(args[3]) or layers_in(*args, **kwargs))
@@ -560,7 +560,7 @@ class Turned(Nameless):
         return self.b(attend(q, k, v))
 
 
-def test_what_was_found_in_one_module_is_not_taken_for_another_that_does_something_else():
+def test_heads_are_not_carried_over_to_a_module_of_the_class_that_computes_differently():
     torch.manual_seed(0)
     model = nn.Sequential(Turned(False), Turned(True))
     first, second = find_attention(model)

@@ -32,7 +32,7 @@ def truth(model: nn.Module, *batches: torch.Tensor, name: str = LAYERS[0]) -> to
 
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_rollout_is_not_read_beside_the_forward_that_trains(guard, is_first):
+def test_a_rollout_without_gradients_is_not_captured_beside_the_training_forward(guard, is_first):
     model, rollout, trained = model_of(), tokens(5, seed=1), tokens(3, seed=2)
 
     def act():
@@ -53,7 +53,7 @@ def test_a_rollout_is_not_read_beside_the_forward_that_trains(guard, is_first):
     assert torch.equal(found, truth(model, trained))
 
 
-def test_a_metric_that_autograd_records_and_no_backward_reaches_is_not_read():
+def test_a_forward_with_autograd_that_no_backward_reaches_is_not_captured():
     model, metric, trained = model_of(), tokens(5, seed=1), tokens(3, seed=2)
     with tap(model) as taps:
         taps.arm()
@@ -115,7 +115,7 @@ def test_a_teacher_is_absent_and_its_student_is_read():
         assert set(taps.absent) == {f"teacher.{name}" for name in LAYERS}
 
 
-def test_layers_that_are_frozen_are_read_where_autograd_is_on():
+def test_frozen_layers_are_captured_if_autograd_is_on():
     model = model_of().requires_grad_(False)
     model.head.requires_grad_(True)
     with tap(model) as taps:
@@ -160,7 +160,7 @@ def test_a_layer_that_is_used_often_is_read_each_time_and_its_sequences_are_coun
         assert capture.lengths == (144,) * 3
 
 
-def test_several_forwards_share_the_room_in_proportion():
+def test_several_forwards_share_the_sample_in_proportion_to_their_tokens():
     model = model_of()
     taps = Taps(find_attention(model), max_tokens=100)
     with taps:
@@ -179,7 +179,7 @@ def test_several_forwards_share_the_room_in_proportion():
 
 
 @pytest.mark.parametrize("sizes", [[5, 5], [1000, 10], [1] * 300, [0, 7, 10**6]])
-def test_shares_never_exceed_the_room(sizes):
+def test_shares_of_the_sample_never_exceed_its_limit(sizes):
     shares = shared_out(sizes, 100)
     assert sum(shares) <= 100
     assert all(0 <= share <= size for share, size in zip(shares, sizes))
@@ -193,7 +193,7 @@ def read(monitor, compiled, x) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("is_armed_first", [True, False])
-def test_where_nothing_may_be_compiled_anew_the_run_goes_on(is_armed_first):
+def test_a_run_goes_on_without_readings_if_recompilation_is_forbidden(is_armed_first):
     torch._dynamo.reset()
     model = model_of()
     with HeadDiversityMonitor(model, metrics=["head_correlation"], check_heads=False) as monitor:

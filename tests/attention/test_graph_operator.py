@@ -21,7 +21,7 @@ def test_a_tensor_is_handed_out_detached_while_what_is_passed_goes_on_with_its_g
     assert outputs.grad is None
 
 
-def test_each_receiver_has_its_own_tensors_and_one_that_is_gone_takes_none():
+def test_each_receiver_gets_its_own_tensors_and_a_deleted_one_gets_none():
     first, second = [], []
     one, other = Entry(first.append), Entry(second.append)
     x = torch.ones(2)
@@ -34,7 +34,7 @@ def test_each_receiver_has_its_own_tensors_and_one_that_is_gone_takes_none():
     assert len(first) == 1
 
 
-def test_the_sizes_that_a_compiler_is_told_are_those_of_what_is_passed():
+def test_the_fake_result_of_the_operator_has_the_shape_of_the_passed_tensor():
     with torch.device("meta"):
         passed, outputs = torch.empty(2, 3), torch.empty(7)
     made = take_in_graph(passed, outputs, Entry(lambda _: None))

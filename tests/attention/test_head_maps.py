@@ -40,12 +40,12 @@ def test_the_weight_of_a_head_is_the_product_of_its_maps_with_the_gain_between()
         ({"inner": 5, "rows": 7}, "has 7 features, fewer than 2 heads of 4"),
     ],
 )
-def test_maps_that_do_not_fit_each_other_or_their_heads_say_so(shapes, why):
+def test_two_projections_that_do_not_fit_each_other_or_their_heads_are_contradicted(shapes, why):
     assert latent(**shapes).contradiction(is_output=False) == why
 
 
 @pytest.mark.parametrize(("inner", "outer", "fits"), [(1, 1, True), (1, 4, True), (4, 1, True), (2, 2, False)])
-def test_one_of_two_maps_has_a_head_alone(inner, outer, fits):
+def test_heads_may_be_split_in_only_one_of_the_two_projections(inner, outer, fits):
     module = nn.ModuleDict({"down": nn.Linear(16, 6 * inner), "up": nn.Linear(6, 2 * outer)})
     product = HeadProduct(
         module, HeadSlice(module["up"], "weight", outer, 2), HeadSlice(module["down"], "weight", inner, 6)
@@ -54,7 +54,7 @@ def test_one_of_two_maps_has_a_head_alone(inner, outer, fits):
 
 
 @pytest.mark.parametrize(("gain", "is_linear"), [("", True), ("norm.weight", False)])
-def test_keys_behind_a_norm_are_no_linear_function_of_what_the_first_map_takes(gain, is_linear):
+def test_inputs_of_latent_keys_are_captured_unless_a_norm_lies_between_the_two_projections(gain, is_linear):
     product = replace(latent(), gain=gain)
     module, query = product.module, HeadSlice(nn.Linear(16, 8), "weight", 2, 4)
     layer = AttentionLayer("attn", module, 2, 2, 4, 4, "two maps", {"query": query, "key": product, "value": query})
@@ -63,7 +63,7 @@ def test_keys_behind_a_norm_are_no_linear_function_of_what_the_first_map_takes(g
     assert ("there is a norm between its two key projections" in why_not.get("attn", "")) is not is_linear
 
 
-def test_keys_by_a_parameter_that_is_no_module_have_no_input_to_capture_and_the_reason_says_whose_it_is():
+def test_key_inputs_are_absent_with_the_owner_named_if_the_key_projection_is_a_bare_parameter():
     module = nn.ModuleDict({"q": nn.Linear(16, 8)})
     module.keys_of = nn.Parameter(torch.zeros(8, 16))
     query, key = HeadSlice(module["q"], "weight", 2, 4), HeadSlice(module, "keys_of", 2, 4)

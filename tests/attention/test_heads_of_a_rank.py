@@ -17,7 +17,7 @@ def counting(**numbers: int) -> nn.Module:
 
 
 @pytest.mark.parametrize(("held", "all_heads"), [(2, 4), (4, 4)])
-def test_heads_are_those_that_the_rows_of_all_ranks_hold_and_counts_are_put_back(held, all_heads):
+def test_heads_of_all_ranks_are_counted_from_the_rows_and_the_count_of_the_module_is_restored(held, all_heads):
     module, uncounted = counting(num_heads=held, head_dim=8), set()
     with ExitStack() as stack:
         _count_all_heads(module, {(32, 2)}, stack, uncounted)
@@ -27,7 +27,7 @@ def test_heads_are_those_that_the_rows_of_all_ranks_hold_and_counts_are_put_back
 
 
 @pytest.mark.parametrize("widths", [{}, {"head_dim": 8, "d_k": 4}])
-def test_without_one_width_of_heads_their_number_is_unknown(widths):
+def test_a_module_without_a_single_head_width_keeps_its_count_and_is_reported_as_uncounted(widths):
     module, uncounted = counting(num_heads=2, **widths), set()
     with ExitStack() as stack:
         _count_all_heads(module, {(32, 2)}, stack, uncounted)

@@ -22,7 +22,9 @@ def attention() -> nn.MultiheadAttention:
 
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("is_self_attention", [True, False])
-def test_head_outputs_leave_a_graph_and_equal_arguments_stay_equal(monkeypatch, attention, by_name, is_self_attention):
+def test_head_outputs_are_recomputed_inside_a_graph_and_equal_arguments_stay_identical(
+    monkeypatch, attention, by_name, is_self_attention
+):
     (layer,) = find_attention(nn.Sequential(attention))
     tap = Tap(layer, 100, None)
     tap.is_armed = True

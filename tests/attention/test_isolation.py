@@ -179,7 +179,7 @@ def test_what_a_forward_does_is_detected_without_isolation():
     assert [place for place, (one, other) in enumerate(zip(before, after)) if one == other] == []
 
 
-def test_no_device_is_seeded(monkeypatch):
+def test_isolation_seeds_no_device(monkeypatch):
     called = []
     for name in ("manual_seed", "manual_seed_all", "seed", "seed_all"):
         monkeypatch.setattr(torch.cuda, name, lambda *args, name=name: called.append(name))
@@ -275,7 +275,7 @@ class Shy(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["itself", "shared", "exit"])
-def test_a_copy_that_is_none_is_refused(kind):
+def test_a_copy_that_shares_tensors_or_exits_is_refused(kind):
     module = nn.Sequential(Shy(kind))
     before = torch.get_rng_state()
     with pytest.raises(IsolationError, match=r"copy of it shares|copying it raises SystemExit"):
@@ -307,13 +307,13 @@ def test_the_older_weight_norm_can_be_copied_after_a_forward():
 
 
 @pytest.mark.parametrize("error", [SystemExit, GeneratorExit, type("Stop", (BaseException,), {})])
-def test_code_that_would_end_the_process_costs_an_exception(error):
+def test_code_that_would_exit_the_process_raises_an_exception_instead(error):
     with pytest.raises(IsolationError, match=error.__name__), isolated():
         raise error
     assert torch.randn(1).dtype is torch.float32
 
 
-def test_what_takes_too_long_is_ended_at_its_next_operation():
+def test_a_run_over_its_deadline_is_stopped_at_its_next_operation():
     with isolated(seconds=0.05):
         x = torch.ones(2)
         with pytest.raises(IsolationError, match=r"more than 0\.05 s"):
@@ -339,7 +339,7 @@ def test_an_interruption_by_the_user_ends_the_run():
         raise KeyboardInterrupt
 
 
-def test_the_end_that_a_signal_asks_for_is_the_end():
+def test_a_system_exit_from_a_signal_handler_ends_the_process():
     def stop(number, frame):
         raise SystemExit(3)
 
@@ -351,7 +351,7 @@ def test_the_end_that_a_signal_asks_for_is_the_end():
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_settings_of_the_users_do_not_act_within():
+def test_settings_of_the_user_do_not_apply_inside_isolation():
     class Seen(torch.utils._python_dispatch.TorchDispatchMode):
         calls = 0
 
@@ -433,7 +433,7 @@ class Emptied(nn.Module):
         flat.untyped_storage().resize_(0)
 
 
-def test_memory_that_was_freed_is_neither_read_nor_written():
+def test_freed_storage_is_neither_read_nor_written():
     module = Emptied()
     with isolated(module):
         module.calls = 1
@@ -442,7 +442,7 @@ def test_memory_that_was_freed_is_neither_read_nor_written():
         isolated_copy(module)
 
 
-def test_memory_that_is_let_go_meanwhile_is_not_written():
+def test_storage_freed_during_isolation_is_not_written():
     module = Restless()
     with isolated(module):
         module.mean += 1
@@ -458,7 +458,7 @@ def test_a_static_method_kept_as_an_attribute_can_be_copied():
     assert not any(one is other for one in trial.parameters() for other in module.parameters())
 
 
-def test_what_a_module_keeps_of_its_ranks_and_devices_can_be_copied():
+def test_a_module_that_holds_process_groups_stores_and_streams_can_be_copied():
     """Process groups, stores and streams, as attention over ranks keeps them, are refused by `copy.deepcopy`."""
     module = nn.Linear(4, 4)
     kept = [torch.Stream(device="cpu"), torch.distributed.HashStore(), torch.distributed.ProcessGroup(0, 1)]
@@ -471,7 +471,7 @@ def test_what_a_module_keeps_of_its_ranks_and_devices_can_be_copied():
     assert trial.weight is not module.weight
 
 
-def test_what_was_put_on_a_module_in_place_of_its_forward_runs_with_the_weights_of_the_copy():
+def test_a_replaced_forward_runs_in_the_copy_with_the_weights_of_the_copy():
     module = nn.Linear(2, 2)
     inner = module.forward
     module.forward = lambda x: 2 * inner(x)
@@ -491,7 +491,7 @@ def two_ranks():
     distributed.destroy_process_group()
 
 
-def test_what_asks_other_ranks_is_refused_and_what_asks_none_is_computed(two_ranks):
+def test_a_collective_over_other_ranks_is_refused_and_one_within_this_rank_is_computed(two_ranks):
     with collectives_within({0}):
         x = torch.ones(2) + 1
         distributed.all_reduce(x, group=two_ranks)
@@ -511,7 +511,7 @@ def test_a_sum_over_ranks_is_answered_as_if_each_held_the_same(two_ranks):
 
 
 @pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor.* is deprecated:FutureWarning")
-def test_one_tensor_is_gathered_from_ranks_that_hold_the_same(two_ranks):
+def test_gathering_into_one_tensor_answers_with_the_same_part_for_each_rank(two_ranks):
     x, gathered = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.empty(4, 2)
     with answered_locally():
         distributed.all_gather_into_tensor(gathered, x)

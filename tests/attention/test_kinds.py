@@ -106,12 +106,12 @@ def are_alike(one: nn.Module, other: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize(("one", "other"), ALIKE)
-def test_modules_that_hold_the_same_are_alike_whatever_their_weights(one, other):
+def test_modules_with_equal_structure_are_equal_whatever_their_weights(one, other):
     assert are_alike(one, other)
 
 
 @pytest.mark.parametrize(("one", "other"), DIFFERENT)
-def test_modules_that_differ_in_anything_a_forward_may_read_are_not_alike(one, other):
+def test_modules_that_differ_in_anything_a_forward_may_read_are_not_equal(one, other):
     assert not are_alike(one, other)
 
 
@@ -175,7 +175,7 @@ class Numbered(by_hand.Separate):
         return self.out_proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-def test_layers_that_differ_in_a_number_which_no_forward_reads_are_run_twice_whatever_their_count(monkeypatch):
+def test_layers_that_differ_only_in_an_attribute_no_forward_reads_are_traced_at_most_twice(monkeypatch):
     made = []
     init = Traceable.__init__
     monkeypatch.setattr(Traceable, "__init__", lambda self, module: (made.append(module), init(self, module))[1])
@@ -189,23 +189,23 @@ def test_layers_that_differ_in_a_number_which_no_forward_reads_are_run_twice_wha
 
 
 @pytest.mark.parametrize("use", ["read", "asked", "listed"])
-def test_a_number_that_a_forward_reads_decides_for_each_layer(use):
+def test_an_attribute_that_the_forward_reads_decides_the_heads_of_each_layer(use):
     model = nn.ModuleList(Numbered(number, use) for number in (0, 2, 1, 4, 3))
     assert [layer.num_heads for layer in find_attention(model)] == [H, H, H // 2, H, H // 2]
 
 
-def test_a_number_that_is_read_where_another_says_so_is_not_passed_over():
+def test_an_attribute_that_is_read_only_under_another_attribute_is_not_overlooked():
     kinds = [(0, D // H), (0, D // 2), (0, D), (1, D // 2), (2, D // H), (1, D // 2)]
     model = nn.ModuleList(Numbered(number, "by the other", width) for number, width in kinds)
     assert [layer.num_heads for layer in find_attention(model)] == [H, H, H, 2, H, 2]
 
 
-def test_a_layer_that_asks_for_its_class_is_read_as_it_is_without_being_watched():
+def test_a_layer_whose_forward_checks_its_own_class_is_read_right():
     model = nn.ModuleList(Numbered(number, "of a class") for number in range(4))
     assert [layer.num_heads for layer in find_attention(model)] == [H] * 4
 
 
-def test_two_numbers_that_differ_are_named_by_their_parts():
+def test_differing_attributes_are_listed_with_the_path_of_their_module():
     one, other = nn.Sequential(Numbered(0), Numbered(0)), nn.Sequential(Numbered(0), Numbered(1, "read"))
     assert differing_attributes(one, other) == {("1", "number"), ("1", "use")}
 
@@ -219,7 +219,7 @@ class Reading(by_hand.Separate):
         return self
 
 
-def test_what_may_read_its_numbers_while_it_is_copied_differs_in_more_than_these():
+def test_modules_that_may_read_attributes_while_copied_are_not_compared_by_attributes():
     one, other = Reading(), Reading()
     other.number, one.number = 1, 0
     assert differing_attributes(one, other) is None
@@ -232,7 +232,7 @@ class NumberedMap(nn.Linear):
 
 
 @pytest.mark.parametrize("of", ["q_proj", "out_proj"])
-def test_layers_whose_maps_differ_in_a_number_are_all_read(of):
+def test_layers_whose_projections_differ_in_an_attribute_are_all_read(of):
     model = nn.ModuleList(Numbered(0) for _ in range(4))
     for number, layer in enumerate(model):
         setattr(layer, of, NumberedMap(D, D))
@@ -251,7 +251,7 @@ class Listed(Numbered):
         MADE.append(cls)
 
 
-def test_a_watched_part_is_put_back_and_the_list_of_its_subclasses_is_as_it_was():
+def test_a_module_watched_for_attribute_reads_is_restored_and_leaves_no_subclass():
     module = nn.Sequential(Listed(3))
     before = dict(vars(module[0]))
     with pytest.raises(RuntimeError, match="in the block"), watched(module, [("0", "number"), ("0", "use")]) as used:
@@ -281,7 +281,7 @@ def mixed(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("form", [disjoint, shared, mixed])
 @pytest.mark.parametrize("heads", [2 * H, 4 * H])
-def test_supports_of_many_parts_are_those_of_each_alone(form, heads):
+def test_supports_of_many_parts_together_are_those_of_each_part_alone(form, heads):
     torch.manual_seed(0)
     leaf, other = torch.randn(3, 4 * heads, requires_grad=True), torch.randn(3, 4 * heads, requires_grad=True)
     output = form(leaf * 2.0, heads) + 3.0 * form(other, heads)
@@ -296,14 +296,14 @@ def test_supports_of_many_parts_are_those_of_each_alone(form, heads):
         assert all(torch.equal(mask, expected.masks[number]) for number, mask in one.masks.items())
 
 
-def test_parts_that_overlap_have_supports_of_their_own():
+def test_overlapping_parts_have_separate_supports():
     leaf = torch.randn(16, 2, requires_grad=True)
     parts = [torch.tensor([row, row + 1]) for row in range(12)]
     together = Support.of_each(leaf * 1.0, parts, [leaf])
     assert [one.positions(0) for one in together] == [(row, row + 1) for row in range(12)]
 
 
-def test_parts_that_have_nothing_in_common_take_few_derivatives(monkeypatch):
+def test_supports_of_disjoint_parts_take_logarithmically_many_derivatives(monkeypatch):
     asked = []
     monkeypatch.setattr(support, "derivatives", lambda *args: asked.append(args) or derivatives(*args))
     leaf = torch.randn(3, 64, requires_grad=True)
@@ -345,7 +345,7 @@ def itself(attends: bool) -> nn.Module:
 
 @pytest.mark.parametrize("make", [Block, itself])
 @pytest.mark.parametrize("attends", [(False, True), (True, False), (False, True, False, True)])
-def test_a_module_that_does_not_attend_says_nothing_of_another_of_its_class(make, attends):
+def test_a_module_without_attention_does_not_decide_for_another_of_its_class(make, attends):
     model = nn.ModuleList(make(one) for one in attends)
     found = survey(model)
     watched = {layer.name.split(".")[0] for layer in found.layers}
@@ -353,7 +353,7 @@ def test_a_module_that_does_not_attend_says_nothing_of_another_of_its_class(make
     assert {str(place) for place, one in enumerate(attends) if one} <= watched | reported
 
 
-def test_a_run_in_which_all_attention_is_read_is_worth_most_and_one_without_any_least():
+def test_a_run_that_reads_all_attention_is_preferred_to_one_that_reads_part_or_none():
     layer, refused = Found("", layer=object()), Found("", reason="its keys have no rows")
     whole, cut_off = SimpleNamespace(error=None), SimpleNamespace(error=RuntimeError())
     traced = [
@@ -365,7 +365,7 @@ def test_a_run_in_which_all_attention_is_read_is_worth_most_and_one_without_any_
     assert kinds._Traced("attn", nn.Identity(), run=cut_off, found=[layer]).worth == 2
 
 
-def test_what_contradicts_a_claim_is_what_was_read_of_its_module_or_why_nothing_was():
+def test_a_claim_is_contradicted_by_the_layer_or_the_refusal_found_for_its_module():
     (claim,) = find_attention(nn.ModuleDict({"attn": by_hand.NanoGPT()}))
     other = replace(claim, module=nn.Identity())
     elsewhere = [Found("attn.part", reason="of a part"), Found("", layer=other)]

@@ -54,14 +54,14 @@ def with_part(layer: AttentionLayer, role: str, **fields: int) -> AttentionLayer
         (lambda one: without(one, "key"), "it has no key weight"),
     ],
 )
-def test_a_claim_that_contradicts_itself_or_its_weights_is_refused_for_that(change, reason):
+def test_a_claim_that_contradicts_itself_or_its_weights_is_refused_with_the_reason(change, reason):
     layer = grouped()
     assert check_layer(layer) is layer
     with pytest.raises(RefusedError, match=f"^{reason}$"):
         check_layer(change(layer))
 
 
-def test_values_of_other_heads_than_keys_are_a_claim_that_a_run_alone_can_make():
+def test_more_value_heads_than_key_heads_are_accepted_from_a_trace():
     layer = with_part(replace(grouped(), evidence="trace"), "value", heads=4, start=0)
     assert check_layer(layer) is layer
     assert layer.facts()["num_value_heads"] == 4
@@ -88,7 +88,7 @@ class Other(nn.MultiheadAttention):
         return x, None
 
 
-def test_torchs_attention_is_that_whose_forward_is_torchs():
+def test_a_module_is_torchs_attention_if_its_forward_is_torchs():
     wrapped = Mine(8, 2)
     wrapped.forward = MethodType(lambda self, x: x, wrapped)
     kinds = [nn.MultiheadAttention(8, 2), Mine(8, 2), Other(8, 2), wrapped, nn.Linear(8, 8)]
@@ -96,7 +96,7 @@ def test_torchs_attention_is_that_whose_forward_is_torchs():
 
 
 @pytest.mark.parametrize(("batch_first", "dims"), [(True, 3), (False, 3), (True, 2), (False, 2)])
-def test_a_gradient_behind_the_output_projection_is_taken_back_to_what_it_received(batch_first, dims):
+def test_a_gradient_after_the_output_projection_is_pulled_back_to_its_input(batch_first, dims):
     torch.manual_seed(0)
     module = nn.MultiheadAttention(8, 2, batch_first=batch_first)
     heads = torch.randn((3, 5, 8)[3 - dims :], requires_grad=True)
@@ -113,7 +113,7 @@ class Adapter(nn.Module):
         self.base_layer = base_layer
 
 
-def test_torchs_attention_is_refused_where_its_weights_are_not_those_it_multiplies_with():
+def test_torchs_attention_is_refused_if_it_does_not_multiply_with_its_own_weights():
     module = nn.MultiheadAttention(8, 2)
     around = Adapter(module)
     assert torch_attention(Place("attn", Other(8, 2))) is None
@@ -135,7 +135,7 @@ class RMSNorm(nn.Module):
     pass
 
 
-def test_of_modules_that_ran_maps_of_other_code_norms_and_hooks_are_recorded():
+def test_linear_maps_of_other_libraries_norms_and_hooked_modules_are_recorded_as_they_run():
     x, y = torch.ones(2, 4), torch.zeros(2, 4)
     hooked = nn.Linear(4, 4)
     hooked.register_forward_hook(lambda *_: None)

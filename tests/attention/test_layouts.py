@@ -166,7 +166,7 @@ def test_transformers_are_read_right(name):
 
 
 @pytest.mark.parametrize("kind", [by_hand.LengthFirst, by_hand.ThreeInputs, by_hand.AlwaysDrops])
-def test_unusual_forwards_are_seen_through(kind):
+def test_modules_with_unusual_forwards_are_read_with_the_heads_that_attention_receives(kind):
     model = without_biases(nn.Sequential(kind()))
     (layer,) = find_attention(model)
     x = torch.randn(3, 6, D, generator=torch.Generator().manual_seed(0))
@@ -197,7 +197,7 @@ def test_clip_is_read_right(tower, attention):
         assert_right(layer, observed, really)
 
 
-def test_biases_are_what_a_weight_leaves_out():
+def test_a_head_weight_plus_its_bias_gives_what_attention_receives():
     torch.manual_seed(0)
     model = tf.GPT2Model(TRANSFORMERS["gpt2"][0]).eval()
     with torch.no_grad():
@@ -279,7 +279,7 @@ def test_a_layer_is_found_before_its_weights_exist():
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_the_witness_sees_the_same_whichever_way_attention_is_computed(need_weights):
+def test_the_witness_records_the_same_heads_with_and_without_attention_weights(need_weights):
     torch.manual_seed(0)
     module, x = nn.MultiheadAttention(D, H, batch_first=True).eval(), torch.randn(3, 6, D)
     with torch.no_grad(), witness(module) as observed:
@@ -356,7 +356,7 @@ def test_a_weight_is_a_live_view_of_its_parameter():
             assert torch.equal(layer.weight(role), 2 * before), role
 
 
-def test_a_projection_that_is_replaced_is_noticed():
+def test_the_weight_of_a_replaced_projection_is_read_or_refused():
     module = by_hand.Grouped()
     (layer,) = find_attention(nn.Sequential(module))
     module.k_proj = nn.Linear(D, 16)
@@ -375,7 +375,7 @@ def test_a_parametrized_weight_is_read_as_it_is_used():
     assert torch.equal(layer.weight("key").flatten(0, 1), module.k_proj.weight)
 
 
-def test_a_role_that_is_not_there_is_refused_with_those_that_are():
+def test_an_unknown_role_is_refused_with_the_list_of_roles():
     (layer,) = find_attention(nn.Sequential(by_hand.Grouped()))
     with pytest.raises(UnsupportedAttentionError, match=r"no 'rotary' weight; it has \['key', 'output'"):
         layer.weight("rotary")

@@ -12,7 +12,7 @@ from hdi_callback.attention.trace.maps import is_like_a_map, linear_maps
 from tests.attention.test_projections import Linear
 
 
-def test_maps_are_given_in_order_and_an_adapter_in_place_of_what_it_holds():
+def test_linear_maps_are_listed_in_order_with_an_adapter_in_place_of_its_base_layer():
     module = nn.ModuleDict(
         {
             "q": nn.Linear(4, 4),
@@ -56,7 +56,7 @@ class LinearByItsOwnCode(Int8Linear):
         (nn.Bilinear(4, 4, 4), False),
     ],
 )
-def test_what_is_no_linear_map_of_torch_is_one_if_it_holds_no_matrix_and_names_itself_so(module, is_map):
+def test_a_module_of_another_library_counts_as_a_linear_map_by_name_if_it_holds_no_float_matrix(module, is_map):
     assert is_like_a_map(module) == is_map
 
 
@@ -67,7 +67,7 @@ class NamedSo(nn.Linear):
 
 
 @pytest.mark.parametrize("module", [Conv1D(6, 4), nn.Linear(4, 6), NamedSo(6, 4), nn.Conv1d(4, 6, 1)])
-def test_features_that_come_in_and_go_out_are_those_of_a_call(module):
+def test_input_and_output_features_of_a_linear_map_are_those_of_a_call(module):
     count = module.in_features if isinstance(module, nn.Linear) else 4
     x = torch.ones(1, count, 3) if isinstance(module, nn.Conv1d) else torch.ones(3, count)
     out = module(x)

@@ -36,7 +36,7 @@ def made_up(kind: type[Asks]) -> list[tuple[Tensor, object]]:
     return [(inputs.args[0], next(iter(inputs.kwargs.values()), None)) for inputs in synthetic_inputs(kind())]
 
 
-def test_what_is_tokens_by_its_name_is_tried_with_tokens_and_no_more_often_than_tokens_alone():
+def test_an_argument_named_after_tokens_gets_the_tokens_and_costs_no_further_tries():
     alone, both = made_up(ForTokens), made_up(ForMoreTokens)
     assert len(both) == len(alone) > 0
     for x, context in both:
@@ -44,14 +44,14 @@ def test_what_is_tokens_by_its_name_is_tried_with_tokens_and_no_more_often_than_
         assert torch.equal(x, context)
 
 
-def test_what_is_a_mask_is_left_out_first_and_then_lets_every_token_see_every_other():
+def test_a_mask_argument_is_tried_as_none_first_and_then_with_all_tokens_visible():
     x, masks = made_up(ForAMask)[0][0], [mask for _, mask in made_up(ForAMask)]
     assert masks[0] is None
     shown = next(mask for mask in masks if mask is not None)
     assert torch.equal(shown, torch.ones(len(x), 1, x.shape[-2], x.shape[-2]))
 
 
-def test_what_nothing_is_known_of_is_left_out_first_and_tried_with_tokens_at_last():
+def test_an_unknown_argument_is_tried_as_none_first_and_with_tokens_last():
     tried = made_up(ForSomething)
     assert len(tried) == 4 * len(made_up(ForTokens))
     own = [value for x, value in tried if x.shape == tried[0][0].shape]

@@ -19,17 +19,17 @@ from hdi_callback.attention.names import containers, is_inside, is_within, short
         (["a.b", "a.b"], ["a.b", "a.b"]),
     ],
 )
-def test_what_all_names_begin_and_end_with_is_left_out(names, short):
+def test_short_names_leave_out_the_common_prefix_and_suffix(names, short):
     assert short_names(names) == short
 
 
-def test_the_modules_around_a_path_are_those_that_it_begins_with_the_innermost_first():
+def test_the_containers_of_a_path_are_its_prefixes_innermost_first():
     assert containers("model.layers.0.attn") == ["model.layers.0", "model.layers", "model", ""]
     assert containers("model") == [""]
     assert containers("") == []
 
 
-def test_a_path_is_within_itself_and_what_is_around_it_and_not_within_what_begins_with_the_same_letters():
+def test_a_path_is_within_itself_and_its_containers_and_not_within_a_path_that_only_shares_its_letters():
     assert is_within("layers.1.attn", {"layers.1.attn"})
     assert is_within("layers.1.attn", {"layers"})
     assert is_within("layers.1.attn", {""})

@@ -75,7 +75,7 @@ def trespasses(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")))
-def test_no_file_seeds_or_draws_from_a_generator_of_the_users(path):
+def test_no_file_seeds_or_draws_from_the_global_random_state(path):
     assert trespasses((PACKAGE / path).read_text()) == []
 
 
@@ -95,12 +95,12 @@ def test_no_file_seeds_or_draws_from_a_generator_of_the_users(path):
         "from torch import nn\nnn.init.zeros_(x)",
     ],
 )
-def test_each_kind_is_found(line):
+def test_each_way_of_seeding_or_drawing_globally_is_detected(line):
     assert len(trespasses(line)) == 1
 
 
 @pytest.mark.parametrize("path", sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("attention/**/*.py")))
-def test_modules_are_copied_in_one_place_alone(path):
+def test_modules_are_copied_only_by_the_isolation_package(path):
     tree = ast.parse((PACKAGE / path).read_text())
     copies = [
         f"{node.lineno}: {owner}.{name}" for node, owner, name in calls(tree, imports(tree)) if name == "deepcopy"
@@ -108,5 +108,5 @@ def test_modules_are_copied_in_one_place_alone(path):
     assert path in ("attention/isolation/copies.py", "attention/isolation/user_data.py") or copies == []
 
 
-def test_generators_of_ones_own_are_allowed():
+def test_a_local_generator_is_allowed():
     assert trespasses("import torch\ng = torch.Generator().manual_seed(0)\ntorch.randn(3, generator=g)") == []

@@ -42,7 +42,7 @@ class Slots(Four):
 
 
 @pytest.mark.parametrize("count", [3, 12])
-def test_queries_keep_their_weights_where_the_softmax_runs_over_them(count):
+def test_queries_are_read_if_the_softmax_runs_over_the_queries(count):
     torch.manual_seed(0)
     model = nn.Sequential(Slots(count))
     found = survey(model, forward=lambda: model(torch.randn(2, 7, D)))
@@ -67,7 +67,7 @@ class PositionsOfValues(Four):
         return self.o(heads + self.near(values.mT).mT)
 
 
-def test_what_is_added_to_the_outputs_of_heads_is_not_read_as_theirs():
+def test_terms_added_to_the_head_outputs_are_not_read_as_values():
     torch.manual_seed(0)
     model = nn.Sequential(PositionsOfValues())
     (layer,) = survey(model, forward=lambda: model(torch.randn(2, 7, D))).layers
@@ -89,7 +89,7 @@ class BesideAnother(Four):
         return self.o(torch.cat([heads, self.up(x).relu()], -1))
 
 
-def test_what_is_concatenated_with_the_outputs_of_heads_leaves_them_their_weights():
+def test_output_weights_are_read_if_other_features_are_concatenated_with_the_heads():
     torch.manual_seed(0)
     model = nn.Sequential(BesideAnother())
     (layer,) = survey(model).layers
@@ -109,7 +109,7 @@ class FirstTokenApart(Four):
         return self.o((weights @ split(self.v(x))).transpose(1, 2).flatten(2))
 
 
-def test_queries_of_tokens_with_another_map_are_said_to_be_left_out():
+def test_queries_of_other_tokens_by_another_projection_are_reported_as_left_out():
     torch.manual_seed(0)
     model = nn.Sequential(FirstTokenApart())
     (layer,) = survey(model, forward=lambda: model(torch.randn(2, 7, D))).layers
@@ -131,7 +131,7 @@ class Compiled(Four):
         return self.o((weights @ split(self.v(x))).transpose(1, 2).flatten(2))
 
 
-def test_products_in_a_scripted_function_are_followed():
+def test_matrix_products_in_a_scripted_function_are_traced():
     torch.manual_seed(0)
     model = nn.Sequential(Compiled())
     found = survey(model, forward=lambda: model(torch.randn(2, 7, D)))
@@ -148,7 +148,7 @@ class Alone(Four):
         return self.o(torch.einsum("nhij,nhjd->nhid", weights, v).reshape(x.shape))
 
 
-def test_of_attention_to_a_single_key_it_is_said_that_it_has_one():
+def test_attention_to_a_single_key_is_refused_for_that():
     found = survey(nn.Sequential(Alone()))
     assert not found.layers
     assert ["a single key" in one.reason for one in found.refused] == [True]
@@ -181,7 +181,7 @@ class Kept(nn.Module):
         return self.net(x)
 
 
-def test_what_only_holds_modules_of_others_is_not_refused_after_a_forward():
+def test_a_container_of_attention_that_runs_elsewhere_is_not_refused_after_a_forward():
     model = nn.Sequential(Kept())
     assert [one.name for one in survey(model).refused] == ["0.keeper"]
     assert not survey(model, forward=lambda: model(torch.randn(2, 7, D))).refused
@@ -198,7 +198,7 @@ class Sorted(Four):
         return self.o(torch.zeros_like(heads).scatter(2, order, heads).transpose(1, 2).flatten(2))
 
 
-def test_heads_of_tokens_that_are_sorted_by_a_projection_are_read_as_they_lie():
+def test_heads_are_read_if_tokens_are_sorted_by_a_projection():
     torch.manual_seed(0)
     model = nn.Sequential(Sorted())
     found = survey(model, forward=lambda: model(torch.randn(2, 8, D)))
@@ -231,7 +231,7 @@ class Shortened(Four):
         return self.o((weights @ split(values)).transpose(1, 2).flatten(2))
 
 
-def test_keys_and_values_that_a_matrix_mixes_over_tokens_are_read_and_said_to_be_of_several():
+def test_keys_and_values_mixed_over_tokens_by_a_matrix_are_read_and_marked_so():
     torch.manual_seed(0)
     model = nn.Sequential(Shortened())
     (layer,) = find_attention(model, forward=lambda: model(torch.randn(2, 8, D)))
@@ -249,7 +249,7 @@ def test_keys_and_values_that_a_matrix_mixes_over_tokens_are_read_and_said_to_be
 
 
 @pytest.mark.parametrize("ends", ["", "left"])
-def test_a_matrix_over_tokens_is_no_map_that_contradicts_a_layer(ends):
+def test_a_matrix_over_tokens_does_not_contradict_a_layer(ends):
     """Multiplied from the left, it takes tokens in place of features."""
     torch.manual_seed(0)
     model = nn.Sequential(Shortened(ends))
@@ -276,7 +276,7 @@ class FromTheLeft(nn.Module):
         return self.o @ (v @ (q.mT @ k).softmax(-1).mT).flatten(1, 2)
 
 
-def test_a_matrix_from_the_left_is_a_map_of_features_in_front_of_tokens():
+def test_a_matrix_multiplied_from_the_left_is_a_projection_if_features_come_before_tokens():
     torch.manual_seed(0)
     model, x = nn.Sequential(FromTheLeft()), torch.randn(2, D, 7)
     parts = {role: HeadSlice(model[0], role[0], H, WIDTH) for role in ("query", "key", "value")}
@@ -293,7 +293,7 @@ def test_a_matrix_from_the_left_is_a_map_of_features_in_front_of_tokens():
     ("ends", "reason"),
     [("one", "its keys are the same for all tokens"), ("turned", "each of its keys mixes the features of all tokens")],
 )
-def test_keys_that_are_one_for_all_tokens_or_mix_features_are_refused(ends, reason):
+def test_keys_averaged_to_one_token_or_mixed_over_features_are_refused(ends, reason):
     torch.manual_seed(0)
     model = nn.Sequential(Shortened(ends))
     found = survey(model, forward=lambda: model(torch.randn(2, 8, D)))
@@ -311,7 +311,7 @@ class InRounds(Four):
         return self.o((attended + rounds.squeeze(-2)).transpose(1, 2).flatten(2))
 
 
-def test_a_softmax_over_rounds_of_one_token_is_said_to_be_none_over_tokens():
+def test_a_softmax_over_copies_of_one_token_is_reported_as_such():
     torch.manual_seed(0)
     model = nn.Sequential(InRounds())
     found = survey(model, forward=lambda: model(torch.randn(2, 8, D)))
@@ -345,7 +345,7 @@ class Mixed(Four):
 
 
 @pytest.mark.parametrize("way", ["matrix", "matrix behind", "linear", "map"])
-def test_heads_whose_weights_are_mixed_after_the_softmax_keep_their_rows_and_the_mixing_is_said(way):
+def test_heads_with_mixed_attention_weights_are_read_and_the_mixing_is_reported_as_left_out(way):
     torch.manual_seed(0)
     model = nn.Sequential(Mixed(way))
     with pytest.warns(UnsupportedAttentionWarning, match="mixing of the weights of all heads by `mix` after"):
@@ -369,7 +369,7 @@ def test_heads_whose_weights_are_mixed_after_the_softmax_keep_their_rows_and_the
     assert torch.allclose(model(x), expected, atol=1e-4)
 
 
-def test_weights_that_a_matrix_mixes_over_queries_are_not_said_to_mix_heads():
+def test_attention_weights_mixed_over_queries_are_not_reported_as_mixed_over_heads():
     torch.manual_seed(0)
     model = nn.Sequential(Mixed("queries"))
     found = survey(model, forward=lambda: model(torch.randn(2, 7, D)))
@@ -391,7 +391,7 @@ class BehindAGate(Four):
         return self.o((weights @ split(self.v(x))).transpose(1, 2).flatten(2))
 
 
-def test_a_square_map_of_what_a_softmax_gives_is_no_mixing_of_heads():
+def test_a_square_linear_map_on_softmax_outputs_is_not_mistaken_for_mixing_of_heads():
     torch.manual_seed(0)
     model = nn.Sequential(BehindAGate())
     (layer,) = survey(model, forward=lambda: model(torch.randn(2, 7, D))).layers
@@ -413,7 +413,7 @@ class WithFirstValues(Four):
         return self.o((weights @ values).transpose(1, 2).flatten(2))
 
 
-def test_values_that_several_maps_give_together_are_left_out_and_queries_and_keys_are_read():
+def test_values_from_several_projections_are_left_out_and_queries_and_keys_are_read():
     torch.manual_seed(0)
     model = nn.ModuleDict({"odd": WithFirstValues()})
     x, first = torch.randn(2, 7, D), torch.randn(2, H, 7, WIDTH)
@@ -434,7 +434,7 @@ class ClassQuery(Four):
         return self.o((weights @ split(self.v(x))).transpose(1, 2).flatten(2))
 
 
-def test_queries_of_all_tokens_but_one_are_read_and_the_one_is_said_to_be_left_out():
+def test_queries_are_read_and_the_class_token_without_a_projection_is_reported_as_left_out():
     torch.manual_seed(0)
     model = nn.Sequential(ClassQuery())
     (layer,) = survey(model, forward=lambda: model(torch.randn(2, 7, D))).layers
@@ -473,7 +473,7 @@ class LinearAttention(Four):
         return self.o((q @ (k.mT @ v) / (q @ k.sum(2)[..., None])).transpose(1, 2).flatten(2))
 
 
-def test_exponentials_that_no_softmax_divides_are_named():
+def test_attention_by_exponentials_over_graph_edges_is_refused_and_in_blocks_it_is_read():
     torch.manual_seed(0)
     x = torch.randn(9, D)
     source, target = (torch.randint(9, (30,)) for _ in range(2))

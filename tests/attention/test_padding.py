@@ -220,7 +220,7 @@ def test_a_mask_that_can_be_read_in_two_ways_leaves_the_reading_absent_with_the_
 
 
 @pytest.mark.parametrize("padding", [0, lambda ids, **_: ids == 0])
-def test_padding_can_be_said_by_the_token_or_by_a_function(padding):
+def test_padding_can_be_declared_by_a_token_or_a_function(padding):
     class Embedded(nn.Module):
         def __init__(self):
             super().__init__()
@@ -236,7 +236,7 @@ def test_padding_can_be_said_by_the_token_or_by_a_function(padding):
     require(model, lambda: model(ids), {"attn": "attn.out_proj"}, {"attn": torch.zeros_like(PADDED)})
 
 
-def test_padding_can_be_said_when_arming():
+def test_padding_can_be_passed_when_arming():
     torch.manual_seed(0)
     model, x = nn.ModuleDict({"attn": ByHand(lambda mask: None)}), torch.randn(3, 7, 32)
     outputs = recorded(model["attn"].out_proj, lambda: model["attn"](x))
@@ -248,7 +248,7 @@ def test_padding_can_be_said_when_arming():
     assert {tag: values[tag] for tag in METRICS} == pytest.approx(truth, rel=1e-3, abs=1e-6)
 
 
-def test_a_mask_of_the_same_tokens_in_another_order_is_said_once():
+def test_a_mask_that_does_not_fit_the_windows_of_a_layer_is_reported_once():
     class Windows(ByHand):
         def forward(self, x, attention_mask=None):
             return self.attend(x.view(6, 4, 32), None).view(3, 8, 32)
@@ -320,7 +320,7 @@ def test_masks_inside_a_compiled_graph_are_reported_as_not_read(way):
     torch._dynamo.reset()
 
 
-def test_a_compiled_model_that_takes_no_masks_or_is_given_none_leaves_no_doubt(recwarn):
+def test_a_compiled_model_without_masks_gives_no_padding_warning(recwarn):
     torch._dynamo.reset()
     model, x = nn.Sequential(WithPaddingMask(lambda mask: None)), torch.randn(3, 7, 32)
     with HeadDiversityMonitor(model, metrics=METRICS, check_heads=False) as monitor:
@@ -408,13 +408,13 @@ def test_packed_sequences_have_no_padding():
 
 
 @pytest.mark.parametrize("wrong", ["left", 0.5, True, [0]])
-def test_a_padding_that_means_nothing_is_refused(wrong):
+def test_an_invalid_padding_argument_is_refused(wrong):
     with pytest.raises(MisconfigurationError, match="`padding` must be"):
         HeadDiversityMonitor(nn.ModuleDict({"attn": ByHand(None)}), padding=wrong)
 
 
 @pytest.mark.parametrize("lead", [(2, 1), (2,)])
-def test_a_mask_over_pairs_hides_what_no_query_may_see(lead):
+def test_a_mask_over_pairs_hides_the_keys_that_no_query_may_see(lead):
     may_see = torch.ones(*lead, 5, 5, dtype=torch.bool)
     may_see[1, ..., 4] = False
     hidden = _over_pairs(may_see, "attention", (2, 5))

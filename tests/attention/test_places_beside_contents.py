@@ -77,7 +77,7 @@ def found(module: nn.Module, *inputs: Tensor) -> AttentionLayer:
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_with_places_silenced_the_rows_of_contents_give_what_the_module_gives(kind: type[Contents]) -> None:
+def test_with_positions_zeroed_the_content_weights_reproduce_the_output_of_the_module(kind: type[Contents]) -> None:
     torch.manual_seed(0)
     shapes, left_out = CASES[kind]
     module, inputs = kind(), [torch.randn(2, *shape) for shape in shapes]
@@ -111,13 +111,13 @@ class Places(Contents):
         return self.attend(q, k, self.v(hidden_states))
 
 
-def test_two_maps_of_the_same_tokens_are_no_contents_and_places() -> None:
+def test_keys_concatenated_from_two_projections_of_the_same_tokens_are_refused() -> None:
     module = nn.Sequential(OfTwoMaps())
     with pytest.warns(UserWarning, match="concatenated outputs of several maps: `k` and `k_place`"):
         assert find_attention(module) == []
 
 
-def test_equal_numbers_that_are_made_up_do_not_make_contents_of_places() -> None:
+def test_positional_key_features_are_left_out_even_if_synthetic_positions_equal_the_tokens() -> None:
     module = nn.ModuleDict({"attention": Places()})
     with pytest.warns(UserWarning, match="without the features of its keys that come from `k_place`"):
         (layer,) = find_attention(module)

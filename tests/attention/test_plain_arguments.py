@@ -21,7 +21,7 @@ class KeyCache:
         self.keys = torch.ones(2)
 
 
-def test_tensors_are_replaced_wherever_they_lie_and_the_users_objects_stay_as_they_are():
+def test_tensors_are_replaced_in_copies_of_nested_containers_and_the_originals_are_unchanged():
     x, module, cache = torch.ones(2), nn.Linear(2, 2), KeyCache()
     held = SimpleNamespace(mask=x, inner=SimpleNamespace(x=x), width=3)
     given = {
@@ -58,7 +58,7 @@ class Owner:
         return "own"
 
 
-def test_attributes_are_others_within_a_block_and_as_they_were_behind_it_and_behind_an_error():
+def test_a_replaced_attribute_is_restored_after_the_block_and_after_an_error():
     before = vars(Owner)["kind"]
     with pytest.raises(KeyError), replaced((Owner, "kind", lambda: "other")):
         assert Owner.kind() == "other"
@@ -67,7 +67,7 @@ def test_attributes_are_others_within_a_block_and_as_they_were_behind_it_and_beh
     assert Owner().kind() == "own"
 
 
-def test_another_function_runs_in_this_thread_alone_and_where_it_has_an_answer():
+def test_a_replacement_function_runs_only_in_this_thread_and_falls_back_on_the_original():
     chosen = in_this_thread(lambda x: x + 1, lambda own, x: NotImplemented if x < 0 else own(x) * 10)
     assert (chosen(1), chosen(-1)) == (20, 0)
     found: list[int] = []

@@ -21,7 +21,7 @@ def one_and_other(x, y):
 @pytest.mark.parametrize(
     ("in_dims", "out_dims"), [((0, None), 0), ((1, 0), (1, {"sum": 0})), ((0, 2), (0, {"sum": 1}))]
 )
-def test_a_loop_over_parts_gives_what_vmap_does(in_dims, out_dims):
+def test_a_loop_in_place_of_vmap_gives_the_same_result(in_dims, out_dims):
     torch.manual_seed(0)
     x, y = torch.randn(3, 3, 3), torch.randn(3, 3, 3)
     expected = torch.vmap(one_and_other, in_dims, out_dims)(x, y)
@@ -30,16 +30,16 @@ def test_a_loop_over_parts_gives_what_vmap_does(in_dims, out_dims):
 
 
 @pytest.mark.parametrize(("parts", "is_looped"), [(64, True), (65, False)])
-def test_a_loop_has_sixty_four_parts_at_most(parts, is_looped):
+def test_vmap_over_more_than_64_parts_is_not_replaced_by_a_loop(parts, is_looped):
     assert (_looped(lambda x: x, 0, 0, torch.ones(parts, 2)) is not NotImplemented) is is_looped
 
 
-def test_what_gives_no_tensors_is_left_to_torch():
+def test_a_vmap_whose_function_returns_other_types_is_left_to_torch():
     assert _looped(lambda x: (x, 1), 0, 0, torch.ones(2, 2)) is NotImplemented
 
 
 @pytest.mark.parametrize("how", [{"offsets": torch.tensor([0, 2, 5])}, {"lengths": torch.tensor([2, 3])}])
-def test_sequences_side_by_side_are_padded_at_their_ends(how):
+def test_jagged_sequences_are_padded_at_their_ends(how):
     values = torch.arange(10.0).view(5, 2)
     expected = torch.tensor([[[0, 1], [2, 3], [0, 0]], [[4, 5], [6, 7], [8, 9]]])
     assert torch.equal(_of_jagged(None, values, **how), expected)
@@ -87,7 +87,7 @@ def nodes(tensor: torch.Tensor) -> set[str]:
         (((2, 5, 1, 4), (2, 5, 7, 4)), (3,)),  # each query and its own neighbours
     ],
 )
-def test_a_sum_of_elementwise_products_is_one_product_of_matrices(shapes, dims):
+def test_a_sum_of_elementwise_products_becomes_one_matrix_product(shapes, dims):
     left, right = activations(*shapes)
     terms = left * right
     answer = terms.sum(dims)
@@ -115,7 +115,7 @@ def test_a_sum_that_is_no_product_of_two_activations_stays_a_sum():
         assert as_product(cut(behind=narrow.grad_fn), terms, (-1,), terms.sum(-1)) is not None
 
 
-def test_cosines_and_distances_are_torchs_and_norms_count_as_constants():
+def test_cosine_similarity_and_cdist_agree_with_torch_and_their_norms_are_constants():
     left, right = activations((5, 1, 4), (7, 4))
     run = cut()
     found = cosines(run, F.cosine_similarity, (left, right), {"dim": -1})
@@ -132,7 +132,7 @@ def test_cosines_and_distances_are_torchs_and_norms_count_as_constants():
     assert distances(run, torch.cdist, (queries, keys), {"p": 1.0}) is NotImplemented
 
 
-def test_parts_whose_keys_have_tokens_in_common_are_of_one_sequence():
+def test_parts_with_key_tokens_in_common_belong_to_one_sequence():
     def of(*positions: int, leaf: int = 0) -> SimpleNamespace:
         return SimpleNamespace(masks=[leaf], positions=lambda leaf: positions)
 

@@ -10,7 +10,7 @@ import torch
 from hdi_callback.attention.trace import plain_norms
 
 
-def test_a_top_k_is_answered_with_all_in_the_order_that_torch_gives_them():
+def test_topk_is_replaced_by_all_values_in_the_order_of_torch():
     x, cut = torch.randn(3, 40), SimpleNamespace(keeps_top=False, has_all=False)
     for largest in (True, False):
         answer = plain_norms.top(cast("Any", cut), torch.topk, (x, 2), {"largest": largest})
@@ -24,7 +24,7 @@ def test_a_top_k_is_answered_with_all_in_the_order_that_torch_gives_them():
     assert plain_norms.top(cast("Any", cut), torch.topk, (x, 2), {}) is NotImplemented
 
 
-def test_a_mean_over_tokens_is_no_factor_of_each_token():
+def test_a_mean_over_tokens_keeps_its_gradient_and_a_mean_over_features_counts_as_centring():
     x = torch.randn(2, 3, 4, requires_grad=True)
     run = SimpleNamespace(centred=False, normed=[])
     cut = cast("Any", SimpleNamespace(run=run, draw=SimpleNamespace(keeps_means=False)))

@@ -77,7 +77,7 @@ def test_the_weight_of_a_lora_layer_is_base_and_update(kind, active):
     assert is_base == (active == []), "an active update is seen"
 
 
-def test_updates_that_are_switched_off_or_merged_are_not_added():
+def test_adapter_updates_that_are_switched_off_or_merged_are_not_added():
     module = by_hand.Grouped()
     module.k_proj = Linear(module.k_proj)
     (layer,) = find_attention(nn.Sequential(module))
@@ -87,7 +87,7 @@ def test_updates_that_are_switched_off_or_merged_are_not_added():
         setattr(module.k_proj, switch, False)
 
 
-def test_updates_train_the_heads_that_are_read():
+def test_gradients_of_a_read_weight_reach_the_adapter():
     """The gradient of what is read reaches the adapter: an intervention can act on it."""
     module = by_hand.Grouped()
     module.k_proj = Linear(module.k_proj)
@@ -166,7 +166,7 @@ def test_adapters_of_peft_are_read_as_they_multiply(kind):
 
 
 @pytest.mark.slow
-def test_a_switch_of_the_adapter_that_is_read_is_followed():
+def test_the_active_adapter_is_read_after_a_switch():
     torch.manual_seed(0)
     llama = tf.LlamaConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, vocab_size=99
@@ -306,7 +306,7 @@ def test_a_subclass_of_torch_attention_with_a_forward_of_its_own_is_read_by_what
     assert layer.evidence == "trace"
 
 
-def test_such_a_subclass_is_read_in_training_with_its_attention_rows():
+def test_a_subclass_of_torch_attention_with_its_own_forward_has_attention_rows_in_training():
     torch.manual_seed(0)
     model = nn.Sequential(Turned(D, H, batch_first=True))
     with HeadDiversityMonitor(model, metrics=["hdi", "attention_entropy", "head_correlation"]) as monitor:
@@ -348,7 +348,7 @@ class UsesItsMaps(UsesItsParts):
     ],
 )
 @pytest.mark.parametrize("has_forward", [False, True])
-def test_weights_that_a_module_around_uses_itself_are_read_once(model, has_forward):
+def test_weights_of_torch_attention_that_its_parent_uses_directly_are_read_once(model, has_forward):
     model = nn.Sequential(model())
     layers = find_attention(model, forward=(lambda: model(torch.randn(2, 5, D))) if has_forward else None)
     assert [(layer.name, layer.module) for layer in layers] == [("0.attn", model[0])]
@@ -395,7 +395,7 @@ class NeedsMore(by_hand.Grouped):
 
 
 @pytest.mark.parametrize("config", [{"num_attention_heads": 8}, {"num_key_value_heads": 4}])
-def test_counts_that_contradict_the_config_are_settled_by_a_run(config):
+def test_head_counts_that_contradict_the_config_are_decided_by_a_run(config):
     unclear, clear = NeedsMore(), by_hand.Grouped()
     unclear.config = clear.config = Config(**config)
     model, x = nn.ModuleList([unclear, clear]), torch.randn(2, 5, D)
@@ -409,7 +409,7 @@ def test_counts_that_contradict_the_config_are_settled_by_a_run(config):
         assert (layer.num_heads, layer.head_dim) == (really.query.shape[1], really.query.shape[-1])
 
 
-def test_key_heads_by_name_that_contradict_the_rows_are_settled_by_a_forward():
+def test_a_key_head_attribute_that_contradicts_the_rows_is_decided_by_a_forward():
     module, x = NeedsMore(key_heads=4), torch.randn(2, 5, D)
     module.num_kv_heads = 2
     model = nn.Sequential(module)
@@ -419,14 +419,14 @@ def test_key_heads_by_name_that_contradict_the_rows_are_settled_by_a_forward():
     assert (layer.num_key_heads, layer.evidence) == (4, "trace")
 
 
-def test_a_config_that_raises_is_read_around():
+def test_a_config_that_raises_on_access_is_ignored():
     module = by_hand.Grouped()
     module.config = Raises()
     (layer,) = find_attention(nn.Sequential(module))
     assert (layer.num_heads, layer.num_key_heads) == (4, 2)
 
 
-def test_one_odd_module_costs_one_refusal():
+def test_a_module_that_raises_on_inspection_costs_one_refusal():
     class Broken(nn.MultiheadAttention):
         num_heads = property(lambda self: 1 / 0, lambda self, value: None)
 
@@ -436,7 +436,7 @@ def test_one_odd_module_costs_one_refusal():
     assert "inspecting it raises ZeroDivisionError (division by zero)" in refusal.message
 
 
-def test_a_bias_beside_a_stack_of_matrices_is_that_of_no_slice():
+def test_a_stack_of_matrices_has_no_head_bias():
     module = nn.Module()
     module.weight, module.bias = nn.Parameter(torch.randn(4, 6, 3)), nn.Parameter(torch.randn(12))
     assert HeadSlice(module, "weight", 4, 3, axes=(0, 2)).bias() is None

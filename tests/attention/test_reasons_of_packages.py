@@ -114,7 +114,7 @@ _IMAGE, _SEQUENCE = (2, WIDTH, 8, 8), (2, 16, WIDTH)
         (OverChannels, _IMAGE, "each of its keys is of a feature and not of a token, as in attention over channels"),
     ],
 )  # fmt: skip
-def test_a_module_is_refused_with_what_is_true_of_it(
+def test_a_module_is_refused_with_a_true_reason(
     kind: type[nn.Module], shape: tuple[int, ...], reason: str, has_forward: bool
 ) -> None:
     torch.manual_seed(0)
@@ -124,7 +124,7 @@ def test_a_module_is_refused_with_what_is_true_of_it(
     assert [one.reason for one in found.refused] == [reason]
 
 
-def test_a_convolution_gives_what_it_is_said_to_give() -> None:
+def test_the_strided_convolution_of_the_keys_covers_patches_of_several_tokens() -> None:
     torch.manual_seed(0)
     model, x = KeysOfPatches(), torch.randn(_IMAGE)
     taken = {}
@@ -136,7 +136,7 @@ def test_a_convolution_gives_what_it_is_said_to_give() -> None:
 
 
 @pytest.mark.parametrize(("kind", "mixes"), [(ReshapedImage, True), (OverChannels, False)])
-def test_what_is_said_to_mix_the_samples_of_a_batch_does(kind: type[nn.Module], mixes: bool) -> None:
+def test_modules_refused_for_mixing_the_samples_of_a_batch_do_mix_them(kind: type[nn.Module], mixes: bool) -> None:
     torch.manual_seed(0)
     model, x = kind(), torch.randn(_IMAGE)
     other = torch.cat([x[:1], torch.randn_like(x[1:])])

@@ -104,7 +104,7 @@ class TwoKernelsSubtracted(Four):
         return self.o(join(out))
 
 
-def test_two_kernels_that_are_subtracted_are_two_layers_with_rows_of_their_own():
+def test_attention_by_a_difference_of_two_kernels_is_two_layers_with_separate_rows():
     torch.manual_seed(0)
     model = nn.Sequential(TwoKernelsSubtracted())
     found = survey(model)
@@ -126,7 +126,7 @@ class CutInTwoWays(Four):
         return self.o(join(out[0]) + join(out[1]))
 
 
-def test_two_softmaxes_that_cut_the_same_rows_into_other_heads_are_refused():
+def test_two_softmaxes_that_split_the_same_projections_into_different_heads_are_refused():
     found = survey(nn.Sequential(CutInTwoWays()))
     assert not found.layers
     assert [one.reason for one in found.refused] == [
@@ -144,7 +144,7 @@ class ValuesInTwoCalls(Four):
         return self.o(one - two)
 
 
-def test_the_same_queries_and_keys_with_other_values_in_each_of_two_calls_are_refused_for_that():
+def test_two_softmaxes_of_the_same_queries_and_keys_with_different_values_are_refused():
     (refusal,) = survey(nn.Sequential(ValuesInTwoCalls())).refused
     assert refusal.reason == "several of its softmaxes have the same queries and keys, but each has values of its own"
 
@@ -158,7 +158,7 @@ class FeatureByFeature(Four):
 
 
 @pytest.mark.parametrize("is_run", [False, True])
-def test_of_attention_feature_by_feature_a_softmax_was_observed(is_run):
+def test_attention_per_feature_is_refused_because_its_values_are_not_weighted_by_a_matrix_product(is_run):
     model = nn.Sequential(FeatureByFeature())
     found = survey(model, forward=(lambda: model(torch.randn(2, 7, MODEL))) if is_run else None)
     assert not found.layers
@@ -183,7 +183,9 @@ class Blocks(nn.Module):
         (SecondStreamIfGiven, "context", ""),
     ],
 )
-def test_heads_that_an_argument_changes_are_left_open_until_a_forward_shows_whether_it_is_given(kind, argument, reason):
+def test_heads_that_an_optional_argument_changes_stay_undecided_until_a_forward_shows_if_it_is_passed(
+    kind, argument, reason
+):
     torch.manual_seed(0)
     model = Blocks(kind)
     found = survey(model)
@@ -235,14 +237,14 @@ class Swallowed(Star):
 
 @pytest.mark.parametrize("kind", [ValuesOfAnEarlierLayer, SecondStreamIfGiven])
 @pytest.mark.parametrize("holder", [Star, Keywords, Renamed, Boxed])
-def test_what_a_module_may_pass_on_without_naming_it_leaves_heads_open(holder, kind):
+def test_heads_stay_undecided_if_a_parent_may_pass_the_optional_argument(holder, kind):
     found = survey(holder(kind))
     assert not found.layers
     assert [one.name for one in found.undecided] == ["block"]
 
 
 @pytest.mark.parametrize("kind", [ValuesOfAnEarlierLayer, SecondStreamIfGiven])
-def test_what_a_module_passes_on_in_no_case_leaves_nothing_open(kind):
+def test_heads_are_read_if_no_parent_can_pass_the_optional_argument(kind):
     found = survey(Swallowed(kind))
     assert [one.name for one in found.layers] == ["block"]
     assert not found.refused
@@ -268,7 +270,7 @@ class OthersOfAnotherWidth(SecondStreamIfGiven):
     ("kind", "argument"),
     [(OthersByPosition, "*others"), (OthersByKeyword, "others"), (OthersOfAnotherWidth, "context")],
 )
-def test_a_second_stream_is_asked_for_however_it_is_taken(kind, argument):
+def test_an_optional_second_stream_leaves_heads_undecided_in_whatever_form_it_is_taken(kind, argument):
     found = survey(nn.ModuleList([kind()]))
     assert not found.layers
     assert [f"if the argument `{argument}` is passed" in one.reason for one in found.refused] == [True]
@@ -291,7 +293,7 @@ class NotCalled(nn.Module):
         return self.used(x)
 
 
-def test_what_a_forward_does_not_call_is_not_sent_to_give_a_forward():
+def test_a_module_that_the_forward_did_not_call_is_not_advised_to_pass_a_forward():
     model = NotCalled()
     (before,) = survey(model).refused
     assert "forward=" in before.message
@@ -301,7 +303,7 @@ def test_what_a_forward_does_not_call_is_not_sent_to_give_a_forward():
     assert "forward=" not in after.message
 
 
-def test_what_cannot_be_run_with_recorded_inputs_is_not_said_to_have_no_softmax():
+def test_a_module_that_fails_on_its_recorded_inputs_is_refused_for_that_failure():
     search = RuntimeFinder([Place("block", NeedsTables(), None)])
     assert search.found({"block": [Inputs((torch.randn(2, 7, MODEL),), {})]}) == []
     assert search.reasons == {
@@ -311,7 +313,7 @@ def test_what_cannot_be_run_with_recorded_inputs_is_not_said_to_have_no_softmax(
     assert len(search.found({"block": [Inputs((torch.randn(2, 7, MODEL), {"scale": torch.ones(1)}))]})) == 1
 
 
-def test_what_takes_too_long_with_recorded_inputs_is_not_said_to_be_impossible_to_run(monkeypatch):
+def test_a_module_that_is_too_slow_on_its_recorded_inputs_is_refused_for_the_time_it_takes(monkeypatch):
     search = RuntimeFinder([Place("block", NeedsTables(), None)])
     monkeypatch.setattr("hdi_callback.attention.trace.kinds.MOST_SECONDS", 0.0)
     assert search.found({"block": [Inputs((torch.randn(2, 7, MODEL), None))]}) == []
@@ -333,7 +335,7 @@ class Convolutions(nn.Module):
         return ModelOutputWithNoAttention(self.second(self.first(x * sizes["scale"]).relu()))
 
 
-def test_a_module_that_names_its_result_after_attention_is_not_warned_about():
+def test_a_module_that_only_names_a_variable_attention_is_not_reported():
     assert survey(nn.Sequential(Convolutions())).refused == ()
 
 
@@ -358,7 +360,7 @@ class AMapForEachOutput(nn.Module):
 @pytest.mark.parametrize(
     ("factors", "heads"), [((1.0, 1.0, 1.0), [3]), ((1.0, 1.0, 2.0), [1, 2]), ((0.0, 0.0), [1, 1])]
 )
-def test_heads_with_an_output_map_each_are_one_layer_where_their_sum_alone_is_used(factors, heads):
+def test_heads_with_an_output_projection_each_are_one_layer_if_only_their_sum_is_used(factors, heads):
     torch.manual_seed(0)
     model = nn.Sequential(AMapForEachOutput(factors))
     layers = survey(model).layers

@@ -38,7 +38,7 @@ LOOK_ALIKES = {
 
 @pytest.mark.parametrize("kind", LOOK_ALIKES, ids=lambda kind: kind.__name__)
 @pytest.mark.some_slow(quick=10)
-def test_a_look_alike_is_refused_with_where_why_and_what_to_do(kind):
+def test_a_module_that_resembles_attention_is_refused_with_path_reason_and_remedy(kind):
     model = nn.ModuleDict({"odd": kind(), "good": by_hand.Grouped()})
     with pytest.warns(UnsupportedAttentionWarning) as reported:
         layers = find_attention(model)
@@ -53,21 +53,21 @@ def test_a_look_alike_is_refused_with_where_why_and_what_to_do(kind):
     assert LOOK_ALIKES[kind] in refusal.reason
 
 
-def test_a_model_that_is_refused_whole_is_not_told_to_exclude_itself():
+def test_a_refused_root_model_is_not_advised_to_exclude_itself():
     (refusal,) = survey(by_hand.OverChannels()).refused
     assert refusal.name == ""
     assert refusal.message.startswith("The heads of the model (OverChannels) cannot be read: ")
     assert refusal.message.endswith(" Describe it with `register_layout`.")
 
 
-def test_outputs_that_do_not_lie_side_by_side_are_read_and_not_captured():
+def test_interleaved_head_outputs_have_weights_and_no_captured_projection():
     (layer,) = find_attention(nn.ModuleDict({"odd": by_hand.OutputsInAnotherOrder()}))
     assert layer.output_projection is None
     assert layer.slices["output"].index()[:2, :3].tolist() == [[0, 4, 8], [1, 5, 9]]
     assert layer.slices["key"].index().flatten().tolist() == list(range(D, 2 * D))
 
 
-def test_queries_that_see_other_tokens_are_rows_of_their_map_unless_features_mix():
+def test_queries_mixed_over_tokens_are_read_as_rows_of_their_projection():
     model = nn.ModuleDict({"odd": by_hand.TokensMixed()})
     (layer,) = find_attention(model)
     assert torch.equal(layer.weight("query"), model["odd"].q_proj.weight.view(by_hand.H, -1, by_hand.D))
@@ -108,7 +108,7 @@ class HalfOfTheQueries(by_hand.Separate):
         return self.out_proj(by_hand.attend(torch.cat([q[:, :half], others[:, half:]], 1), k, v))
 
 
-def test_queries_of_later_tokens_that_no_map_gives_are_left_out_in_so_many_words():
+def test_queries_of_tokens_without_a_projection_are_reported_as_left_out():
     torch.manual_seed(0)
     model, x = HalfOfTheQueries(), torch.randn(2, 10, by_hand.D)
     (layer,) = survey(nn.ModuleDict({"odd": model})).layers
@@ -133,7 +133,7 @@ class ProjectionForEachHead(by_hand.Separate):
         return sum(one(outputs[:, :, head]) for head, one in enumerate(self.out_proj))
 
 
-def test_outputs_that_go_to_several_projections_are_left_out_in_so_many_words():
+def test_outputs_to_several_output_projections_are_reported_as_left_out():
     (layer,) = survey(nn.ModuleDict({"odd": ProjectionForEachHead()})).layers
     assert (layer.num_heads, sorted(layer.slices)) == (by_hand.H, ["key", "query", "value"])
     assert layer.left_out == "the outputs of its heads, which go to several output projections"
@@ -170,7 +170,7 @@ def test_a_refused_layer_can_be_skipped_by_name():
         assert [layer.name for layer in find_attention(model, exclude=["odd"])] == ["good"]
 
 
-def test_a_wrapper_is_not_reported_beside_its_attention():
+def test_a_parent_named_attention_is_not_reported_beside_its_attention_child():
     class SomeAttention(nn.Module):
         def __init__(self):
             super().__init__()
@@ -181,7 +181,7 @@ def test_a_wrapper_is_not_reported_beside_its_attention():
     assert found.refused == ()
 
 
-def test_a_model_without_attention_has_none_and_nothing_is_said():
+def test_a_model_without_attention_has_no_layers_and_no_warning():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.LSTM(8, 8))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -226,7 +226,7 @@ class OnAGraph(nn.Module):
         return self.layer(x, torch.cartesian_prod(torch.arange(len(x)), torch.arange(len(x))).T)
 
 
-def test_attention_over_the_edges_of_a_graph_is_named_before_a_forward_and_after() -> None:
+def test_attention_over_graph_edges_is_refused_with_and_without_a_forward() -> None:
     model = OnAGraph()
     reasons = {None: "could not be run", lambda: model(torch.randn(6, 32)): "summed by index"}
     for forward, reason in reasons.items():
@@ -249,7 +249,7 @@ class MultiheadByFeature(nn.Module):
         return self.back((weights * v[:, None]).sum(2))
 
 
-def test_attention_feature_by_feature_is_named() -> None:
+def test_attention_per_feature_is_refused_by_name() -> None:
     found = survey(nn.Sequential(MultiheadByFeature()))
     assert found.layers == ()
     assert [refusal.name for refusal in found.refused] == ["0"]
@@ -268,7 +268,7 @@ class RunsOnce(by_hand.Separate):
         return self.out_proj(by_hand.attend(*self.heads(x)))
 
 
-def test_what_cannot_be_run_by_itself_is_read_by_observation():
+def test_a_module_that_cannot_run_alone_is_read_by_observation():
     model = nn.ModuleDict({"odd": RunsOnce()})
     model.forward = lambda x: model["odd"](x)
     found = survey(model, forward=lambda: model(torch.randn(3, 9, D)))
@@ -286,7 +286,7 @@ class RunsOnceBehindATanh(RunsOnce):
         return (one.tanh() for one in super().heads(x, count))
 
 
-def test_what_cannot_be_run_with_the_inputs_of_a_forward_either_is_refused_for_that():
+def test_a_module_that_cannot_run_alone_and_is_unclear_to_observation_is_refused_for_that():
     model = nn.ModuleDict({"odd": RunsOnceBehindATanh()})
     model.forward = lambda x: model["odd"](x)
     (refusal,) = survey(model, forward=lambda: model(torch.randn(3, 9, D))).refused
@@ -366,7 +366,7 @@ class Holder(nn.Module):
 
 
 @pytest.mark.parametrize("inner", [NeedsNone, NeedsTablesToo], ids=lambda kind: kind.__name__)
-def test_what_attends_beside_an_attention_that_it_holds_is_not_passed_over_in_silence(inner):
+def test_a_module_that_attends_beside_its_attention_child_is_refused_or_read(inner):
     torch.manual_seed(0)
     model = Holder(inner())
     found = survey(model)
@@ -378,7 +378,7 @@ def test_what_attends_beside_an_attention_that_it_holds_is_not_passed_over_in_si
 
 
 @pytest.mark.parametrize("name", ["whole", "part"])
-def test_a_graph_of_an_export_is_refused_for_what_it_is(name):
+def test_an_exported_graph_is_refused_as_such(name):
     x = torch.randn(3, 9, D)
     graph = torch.export.export(nn.Sequential(by_hand.NanoGPT()), (x,)).module()
     model = graph if name == "whole" else nn.Sequential(nn.LayerNorm(D), graph)
@@ -413,7 +413,7 @@ class RoundsInputs(RoundsKeys):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["FakeQuantize", "FusedMovingAvgObsFakeQuantize"])
-def test_features_that_are_rounded_on_their_way_are_refused_for_that(kind):
+def test_keys_from_fake_quantised_features_are_refused_for_that(kind):
     kind = getattr(torch.ao.quantization, kind)
     torch.manual_seed(0)
     (refusal,) = survey(nn.ModuleDict({"odd": RoundsKeys(kind)})).refused

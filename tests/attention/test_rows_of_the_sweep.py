@@ -58,7 +58,7 @@ def test_a_layer_whose_weights_are_not_returned_is_compared_with_its_own_softmax
 
 
 @pytest.mark.parametrize("returned", ["its own", "another's", "unknown"])
-def test_a_misread_layer_is_wrong_whichever_weights_come_back(ran, returned):
+def test_a_misread_layer_is_wrong_whichever_attention_weights_the_model_returns(ran, returned):
     (encoder, decoder), kept = ran
     misread = encoder.roll(1, 0).mT.softmax(-1)
     weights = {"its own": encoder, "another's": decoder, "unknown": encoder.square() / 2}[returned]

@@ -120,20 +120,20 @@ def case_of(kind: type[Written]) -> Case:
 
 
 @pytest.mark.parametrize("kind", [one for kind in PROVED for one in (kind, strided(kind))])
-def test_what_is_written_down_is_what_these_modules_do(kind):
+def test_the_declared_heads_of_vmap_and_custom_autograd_modules_are_true(kind):
     assert contradictions(case_of(kind), step=7) == []
 
 
 @pytest.mark.parametrize("kind", [one for kind in KINDS for one in (kind, strided(kind))])
 @pytest.mark.some_slow(quick=10)
-def test_heads_of_what_is_run_plainly_are_read_as_they_lie(kind):
+def test_heads_are_read_through_vmap_checkpoints_and_custom_autograd_functions(kind):
     verdict = judge(case_of(kind), "forward")
     assert (verdict.verdict, verdict.reason) == (RIGHT, "")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.some_slow(quick=5)
-def test_a_claim_of_other_heads_is_contradicted_by_the_first_forward(kind):
+def test_a_wrong_claim_about_heads_under_vmap_is_contradicted_by_the_first_forward(kind):
     model = nn.Sequential(strided(kind)())
     (layer,) = find_attention(model)
     side_by_side = {role: HeadSlice(model[0], f"{role[0]}.weight", H, WIDTH) for role in ("query", "key", "value")}
@@ -174,7 +174,7 @@ class MappedOverParts(Written):
 
 
 @pytest.mark.parametrize("kind", [CosinesOfFeatures, HeadsAttendToHeads, MappedOverParts])
-def test_what_looks_the_same_and_has_no_heads_over_tokens_is_not_claimed(kind):
+def test_modules_under_vmap_without_heads_over_tokens_are_refused_with_one_warning(kind):
     model = nn.Sequential(kind())
     with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
@@ -182,7 +182,7 @@ def test_what_looks_the_same_and_has_no_heads_over_tokens_is_not_claimed(kind):
     assert len(reported) == 1, "and that is said"
 
 
-def test_flex_attention_is_read_and_what_it_is_made_of_stays_as_it_was():
+def test_flex_attention_is_read_and_its_module_is_left_unchanged():
     from torch.nn.attention import flex_attention as flex
 
     class Flex(Written):
@@ -216,7 +216,7 @@ def test_a_vmap_without_parameters_is_left_to_torch():
     assert len(calls) < 100, "a hundred parts are not run one by one"
 
 
-def test_modules_run_plainly_where_functions_are_applied_by_a_class_method_of_c(monkeypatch):
+def test_tracing_works_if_autograd_function_apply_is_a_builtin_method(monkeypatch):
     # So it is in torch 2.14: what has no `__func__` had every traced run fail.
     written_in_c = torch._C._FunctionBase.__dict__["apply"]
     assert not hasattr(written_in_c, "__func__")

@@ -22,28 +22,28 @@ def taken(sample: TokenSample) -> list[int]:
     return sample.rows[:, 0].long().tolist()
 
 
-def test_few_tokens_are_all_kept_and_represent_themselves():
+def test_few_tokens_are_all_sampled_with_weight_one():
     sample = sample_tokens(outputs(), 1000, first_sequence=7)
     assert taken(sample) == list(range(B * T))
     assert sample.sequences.tolist() == [7] * T + [8] * T + [9] * T
     assert torch.equal(sample.weight(), torch.ones(B * T))
 
 
-def test_of_many_tokens_as_many_as_a_prime_are_kept_and_represent_all():
+def test_of_many_tokens_a_prime_number_is_sampled_with_weights_that_sum_to_all():
     sample = sample_tokens(outputs(), 40)
     assert taken(sample) == [place * B * T // 37 for place in range(37)]
     assert sample.sequences.tolist() == [one // T for one in taken(sample)]
     assert torch.allclose(sample.weight(), torch.full((37,), B * T / 37))
 
 
-def test_padding_weighs_nothing_where_all_tokens_are_kept():
+def test_padding_has_weight_zero_if_all_tokens_are_sampled():
     padded = NUMBERS % 5 == 0
     sample = sample_tokens(outputs(), 1000, padded=padded)
     assert torch.equal(sample.weight(), (~padded).float())
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_padding_is_passed_over_and_what_is_kept_represents_all_other_tokens(share):
+def test_padding_is_skipped_and_the_weights_of_the_sample_sum_to_all_other_tokens(share):
     padded = torch.rand(B * T, generator=torch.Generator().manual_seed(0)) < share
     sample = sample_tokens(outputs(), 40, padded=padded)
     weight, there = sample.weight(), ~padded[taken(sample)]
@@ -55,11 +55,11 @@ def test_padding_is_passed_over_and_what_is_kept_represents_all_other_tokens(sha
     assert kept == sorted(kept)
 
 
-def test_where_padding_is_not_known_no_weight_is_a_number():
+def test_weights_are_nan_if_the_padding_is_unknown():
     assert bool(sample_tokens(outputs(), 40, padded=torch.full((B * T,), torch.nan)).weight().isnan().all())
 
 
-def test_a_sample_that_is_thinned_represents_as_many_tokens_as_before():
+def test_thinning_a_sample_keeps_the_sum_of_its_weights():
     for padded in (None, NUMBERS % 5 == 0):
         sample = sample_tokens(outputs(), 1000, padded=padded)
         thin = sample.thinned(30)
@@ -70,7 +70,7 @@ def test_a_sample_that_is_thinned_represents_as_many_tokens_as_before():
         assert sample.thinned(B * T) is sample
 
 
-def test_the_largest_prime_is_that_of_a_table():
+def test_the_largest_prime_below_a_number_agrees_with_a_table():
     assert [largest_prime(one) for one in (2, 3, 4, 10, 25, 40, 100, 1024)] == [2, 3, 3, 7, 23, 37, 97, 1021]
 
 
@@ -86,13 +86,13 @@ def test_the_largest_prime_is_that_of_a_table():
         ({"window": (2, 2, 2), "size": 7, "scale": (0.5, 2.0)}, []),
     ],
 )
-def test_lengths_that_a_module_keeps_are_areas_of_windows_and_numbers_of_positions(attributes, lengths):
+def test_sequence_lengths_are_taken_from_window_sizes_and_position_counts_of_a_module(attributes, lengths):
     module = nn.Module()
     for name, value in attributes.items():
         setattr(module, name, value)
     assert list(kept_lengths(module, [])) == lengths
 
 
-def test_tables_of_pairs_of_positions_tell_their_length():
+def test_sequence_lengths_are_taken_from_square_tables_of_positions():
     tables = [torch.zeros(4, 9, 9), torch.zeros(9, 8), torch.zeros(2, 2), torch.zeros(257, 257), torch.zeros(5)]
     assert list(kept_lengths(nn.Module(), tables)) == [9]

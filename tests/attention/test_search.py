@@ -70,7 +70,7 @@ def test_refused_layers_are_found_in_the_first_armed_forward():
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_what_the_first_reading_lacks_of_layers_that_are_found_late_has_its_reason():
+def test_curves_that_the_first_reading_lacks_of_layers_found_in_its_forward_have_a_reason():
     torch.manual_seed(0)
     model, names = Model(), ["hdi", "head_correlation", "hdi_keys", "token_rank", "attention_entropy"]
     with HeadDiversityMonitor(model, metrics=names) as monitor:
@@ -90,7 +90,7 @@ def test_what_the_first_reading_lacks_of_layers_that_are_found_late_has_its_reas
         assert set(names) <= set(layer.values)
 
 
-def test_without_the_check_nothing_is_searched():
+def test_without_check_heads_no_layer_is_searched_in_the_first_forward():
     model = Model()
     with pytest.warns(UnsupportedAttentionWarning) as reported:
         monitor = HeadDiversityMonitor(model, check_heads=False)
@@ -118,7 +118,7 @@ class TalkingHeads(by_hand.Interleaved):
         return self.o_proj((rows @ value).transpose(1, 2).flatten(2))
 
 
-def test_what_the_first_forward_does_not_settle_is_said_once_after_it_with_its_reason():
+def test_modules_that_the_first_forward_does_not_decide_are_reported_once_with_the_reason():
     torch.manual_seed(0)
     model = Model()
     model.first, model.third = TalkingHeads(), TalkingHeads()
@@ -143,7 +143,7 @@ def test_what_the_first_forward_does_not_settle_is_said_once_after_it_with_its_r
         assert "made up" not in refusal.reason
 
 
-def test_a_reading_before_any_forward_says_once_what_awaits_one():
+def test_a_reading_before_any_forward_warns_once_of_the_layers_that_wait_for_one():
     model = Model()
     monitor = HeadDiversityMonitor(model, metrics=["hdi"])
     with monitor:
@@ -235,7 +235,7 @@ class Lends(nn.Module):
         return self.called({"x": (one for one in [x])})
 
 
-def test_a_module_that_holds_the_maps_of_others_is_refused_if_it_was_called_and_cannot_be_run_again():
+def test_a_called_module_that_only_lends_its_projections_is_refused_if_it_cannot_run_again():
     model = Lends()
     found = survey(model, forward=lambda: model(torch.randn(2, 5, D)))
     assert found.layers == ()
@@ -262,7 +262,7 @@ class Takes(nn.Module):
         raise RuntimeError("no second time")
 
 
-def test_a_module_that_could_not_be_run_has_a_reason_unless_the_attention_of_its_parts_is_read():
+def test_a_module_that_cannot_run_alone_has_a_reason_unless_its_child_is_read():
     around, alone = Takes(by_hand.NanoGPT()), Takes(None)
     places = [Place("around", around, nn.Module()), Place("alone", alone, nn.Module())]
     places.append(Place("around.part", around.part, around))
@@ -277,7 +277,7 @@ def test_a_module_that_could_not_be_run_has_a_reason_unless_the_attention_of_its
 
 
 @pytest.mark.parametrize("is_undecided", [True, False])
-def test_a_module_is_decided_where_a_run_shows_that_no_other_will_read_its_heads(is_undecided):
+def test_a_module_is_decided_if_its_refusal_does_not_wait_for_another_run(is_undecided):
     found = SimpleNamespace(layer=None, reason="its heads mix", is_undecided=is_undecided)
     tracer = SimpleNamespace(found_in=lambda name, module, ways: [found])
     finder: Any = SimpleNamespace(_tracer=tracer, reasons={}, decided=set(), _failed=[])

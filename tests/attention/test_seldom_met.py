@@ -32,7 +32,7 @@ class SlidingFeatures(Attention):
         return self.o(self.sums(query, key, self.in_heads(self.v(x))))
 
 
-def test_heads_whose_features_overlap_are_refused_for_that():
+def test_heads_with_overlapping_features_are_refused_for_that():
     found = survey(SlidingFeatures())
     assert found.layers == ()
     assert [one.reason for one in found.refused] == ["its query heads share features of `q`"]
@@ -44,7 +44,7 @@ class OneHeadInFourTemperatures(Attention):
         return self.o(self.sums(query * torch.arange(1.0, 1 + HEADS).view(-1, 1, 1), key, value)[..., :WIDTH])
 
 
-def test_one_head_whose_scores_are_weighed_in_several_ways_is_not_read_as_a_head():
+def test_several_softmaxes_of_one_score_are_refused_as_mixed_heads():
     found = survey(OneHeadInFourTemperatures())
     assert found.layers == ()
     reason = "its heads mix: several heads depend on the same features of the same tokens"
@@ -85,7 +85,7 @@ class KeysOfALatentOfSevenTokens(Attention):
         return self.o(self.sums(*(self.in_heads(one) for one in (self.q(x), keys, self.v(x)))))
 
 
-def test_keys_of_two_maps_that_a_real_forward_alone_shows_are_not_read_from_the_second(monkeypatch):
+def test_keys_of_two_projections_in_a_row_are_refused_if_only_observation_shows_them(monkeypatch):
     module, x = KeysOfALatentOfSevenTokens(), torch.randn(2, TOKENS, WIDTH)
     # What the forward showed cannot be run again, so that its rows are judged by observation alone.
     monkeypatch.setattr("hdi_callback.attention.finding.search.Search.trace_recorded", lambda *_: None)
@@ -112,14 +112,14 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("how", BY_HAND)
-def test_a_norm_over_all_heads_that_is_written_by_hand_hides_no_head(how):
+def test_a_handwritten_norm_over_all_heads_does_not_hide_the_heads(how):
     module = NormedOverAllHeads(BY_HAND[how])
     (layer,) = survey(module).layers
     assert torch.equal(layer.weight("key").flatten(0, 1), module.k.weight)
     assert layer.normed == {"query", "key"}
 
 
-def test_products_of_half_precision_hide_no_head():
+def test_heads_are_found_if_the_forward_casts_to_half_precision():
     module = NormedOverAllHeads(lambda x: x.half())
     (layer,) = survey(module).layers
     assert torch.equal(layer.weight("key").flatten(0, 1), module.k.weight)
@@ -140,7 +140,7 @@ class UsesTheWeightsOfItsPart(nn.Module):
         )[0]  # fmt: skip
 
 
-def test_weights_of_a_part_that_its_module_uses_itself_are_one_layer_by_the_name_of_the_part():
+def test_a_parent_that_uses_the_weights_of_its_child_gives_one_layer_named_after_the_child():
     found = survey(nn.Sequential(UsesTheWeightsOfItsPart()))
     assert [layer.name for layer in found.layers] == ["0.attn"]
     assert found.refused == ()
@@ -170,7 +170,7 @@ class PassesOn(nn.Module):
         return self.part(x, **options)
 
 
-def test_a_context_that_only_the_code_of_a_forward_names_leaves_its_heads_open_until_a_forward():
+def test_heads_stay_undecided_if_an_optional_context_appears_only_in_the_code_of_the_forward():
     module = PassesOn()
     found = survey(module)
     assert found.layers == ()
@@ -197,7 +197,7 @@ class HeadsOfTwoSequences(nn.Module):
 
 
 @pytest.mark.parametrize("has_forward", [False, True])
-def test_heads_that_attend_within_sequences_of_their_own_are_no_heads_of_one_layer(has_forward):
+def test_heads_that_attend_to_different_sequences_are_refused_as_one_layer(has_forward):
     module = nn.Sequential(HeadsOfTwoSequences())
     x = torch.randn(2, 2, TOKENS, WIDTH)
     found = survey(module, forward=(lambda: module[0](*x)) if has_forward else None)
@@ -225,7 +225,7 @@ class EveryHeadMeetsAllKeys(Attention):
 
 
 @pytest.mark.parametrize("is_one_product", [False, True])
-def test_heads_that_attend_to_the_keys_of_all_heads_mix(is_one_product):
+def test_heads_that_attend_to_the_keys_of_all_heads_are_refused_as_mixed(is_one_product):
     found = survey(EveryHeadMeetsAllKeys(is_one_product))
     assert found.layers == ()
     reason = "its heads mix: the weights of one head depend on the scores of several"
@@ -260,13 +260,13 @@ class PositionsFromAnArgument(Attention):
         return self.o(outputs.transpose(1, 2).flatten(2))
 
 
-def test_keys_of_relative_positions_are_no_keys_of_tokens_though_inputs_give_them():
+def test_keys_of_relative_positions_passed_as_an_argument_are_not_read_as_keys_of_tokens():
     module = PositionsFromAnArgument()
     (layer,) = survey(module).layers
     assert torch.equal(layer.weight("key").flatten(0, 1), module.k.weight)
 
 
-def test_what_may_attend_beside_its_part_and_could_not_run_is_named():
+def test_a_module_that_may_attend_beside_its_child_and_cannot_run_is_refused_by_name():
     module = nn.Sequential(AttendsBesideItsPart())
     found = survey(module)
     assert [layer.name for layer in found.layers] == ["0.part"]
@@ -285,7 +285,7 @@ class CallsTheForwardOfItsPart(nn.Module):
         return scale * self.part.forward(x)
 
 
-def test_attention_whose_forward_is_called_without_its_module_is_that_of_its_layer():
+def test_attention_whose_forward_is_called_directly_belongs_to_its_layer():
     module = nn.Sequential(CallsTheForwardOfItsPart())
     found = survey(module, forward=lambda: module[0](torch.randn(2, TOKENS, WIDTH), {"scale": 2.0}))
     assert [layer.name for layer in found.layers] == ["0.part"]
@@ -330,7 +330,7 @@ class QueryOfAClassToken(Attention):
         return self.o(self.sums(*map(self.in_heads, (query, self.k(x), self.v(x)))))
 
 
-def test_queries_that_a_map_gives_are_read_where_the_first_token_asks_as_it_came_in():
+def test_queries_are_read_if_the_class_token_attends_without_a_projection():
     module = QueryOfAClassToken()
     (layer,) = survey(module).layers
     assert torch.equal(layer.weight("query").flatten(0, 1), module.q.weight)
@@ -351,7 +351,7 @@ class ContextOfAnotherWidth(Attention):
         return self.o(self.sums(*map(self.in_heads, (self.q(x), key, value))))
 
 
-def test_a_context_that_is_wider_than_tokens_leaves_its_heads_open_until_a_forward():
+def test_heads_stay_undecided_if_an_optional_context_is_wider_than_the_tokens():
     found = survey(ContextOfAnotherWidth())
     assert found.layers == ()
     assert "its heads change if the argument `more` is passed" in found.refused[0].reason
@@ -374,7 +374,7 @@ class OneHeadOfSixteen(nn.Module):
         return self.o((outputs * gates[..., None]).flatten(2))
 
 
-def test_the_output_map_is_read_of_heads_that_no_token_of_a_run_may_choose():
+def test_the_output_projection_is_read_if_each_token_chooses_one_of_many_heads():
     module = OneHeadOfSixteen()
     (layer,) = survey(module).layers
     assert torch.equal(layer.weight("output").flatten(0, 1), module.o.weight.T)
@@ -406,7 +406,7 @@ class QueriesOfExperts(nn.Module):
 
 
 @pytest.mark.parametrize("has_forward", [False, True])
-def test_heads_of_experts_are_counted_once_whichever_expert_gives_their_queries(has_forward):
+def test_heads_with_queries_from_several_experts_are_counted_once(has_forward):
     module, x = QueriesOfExperts(), torch.randn(3, TOKENS, WIDTH)
     (layer,) = survey(module, forward=(lambda: module(x)) if has_forward else None).layers
     module(x)
@@ -443,7 +443,7 @@ class ValuesTurned(Attention):
 
 
 @pytest.mark.parametrize(("is_turned_back", "groups"), [(False, 1), (True, 1), (True, 2)])
-def test_values_that_are_rotated_hide_no_keys(is_turned_back, groups):
+def test_queries_and_keys_are_read_if_the_values_are_rotated(is_turned_back, groups):
     module = ValuesTurned(is_turned_back, groups)
     (layer,) = survey(module).layers
     for role, matrix in (("query", module.q), ("key", module.k)):
@@ -468,7 +468,7 @@ class SummariesBeside(Attention):
         return self.o(self.sums(self.in_heads(self.q(x)), key, key))
 
 
-def test_keys_of_tokens_are_read_beside_those_that_several_maps_make_of_several_tokens():
+def test_keys_of_tokens_are_read_beside_keys_of_summaries_of_several_tokens():
     module = SummariesBeside()
     (layer,) = survey(module).layers
     assert (layer.num_heads, layer.num_key_heads) == (HEADS, 1)
@@ -490,7 +490,7 @@ class ValuesSharedByMoreHeads(Attention):
         return self.o(self.sums(self.in_heads(self.q(x)), self.in_heads(self.k(x)), value))
 
 
-def test_heads_that_share_values_and_no_keys_are_read_in_an_order_in_which_they_lie_side_by_side():
+def test_heads_that_share_values_and_not_keys_are_read_in_the_order_of_their_value_heads():
     module = ValuesSharedByMoreHeads()
     (layer,) = survey(module).layers
     assert layer.head_order == (0, 2, 1, 3)
@@ -512,7 +512,7 @@ class MemoryAttentionLayer(nn.Module):
         return self.linear2(self.linear1(self.part(x)[: plan["tokens"]]).softmax(-1))
 
 
-def test_a_feed_forward_beside_a_part_that_attends_is_not_named():
+def test_a_feed_forward_layer_beside_an_attention_child_is_not_reported():
     found = survey(nn.Sequential(MemoryAttentionLayer()))
     assert [layer.name for layer in found.layers] == ["0.part"]
     assert found.refused == ()
@@ -530,7 +530,7 @@ class TokensOfATable(Attention):
         return self.o(self.sums(*map(self.in_heads, (self.q(x), self.norm(self.k(x)), self.v(x)))))
 
 
-def test_what_a_table_gives_for_words_are_tokens():
+def test_token_embeddings_looked_up_inside_the_module_count_as_tokens():
     module = nn.Sequential(TokensOfATable())
     found = survey(module, forward=lambda: module(torch.randint(50, (2, TOKENS))))
     (layer,) = found.layers
@@ -555,7 +555,7 @@ class WithoutACopy(nn.Module):
         return weigh(*made).transpose(1, 2).flatten(2)
 
 
-def test_the_output_map_is_read_of_a_layer_from_observation_alone():
+def test_the_output_projection_outside_a_module_is_read_from_observation_alone():
     module = nn.Sequential(WithoutACopy(WIDTH), nn.Linear(WIDTH, WIDTH))
     found = survey(module, forward=lambda: module(torch.randn(2, TOKENS, WIDTH)))
     (layer,) = found.layers
@@ -573,7 +573,7 @@ class SingleHeads(nn.Module):
         return self.o(torch.cat([part(x, heads=1) for part in self.parts], -1))
 
 
-def test_heads_in_modules_of_their_own_that_observation_alone_shows_are_named():
+def test_heads_computed_in_separate_modules_are_refused_if_only_observation_shows_them():
     module = SingleHeads()
     found = survey(module, forward=lambda: module(torch.randn(2, TOKENS, WIDTH)))
     assert found.layers == ()

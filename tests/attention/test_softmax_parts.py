@@ -29,7 +29,7 @@ class Part:
 
 
 @pytest.mark.parametrize("is_turned", [False, True])
-def test_parts_are_found_that_are_divided_by_the_sum_of_all_their_weights(is_turned):
+def test_parts_of_one_softmax_are_found_by_their_common_denominator(is_turned):
     one, other, undivided, apart = (Part(seed, is_turned) for seed in range(4))
     ends = [
         undivided.output + 1,
@@ -45,7 +45,7 @@ def test_parts_are_found_that_are_divided_by_the_sum_of_all_their_weights(is_tur
 
 
 @pytest.mark.parametrize(("args", "kwargs", "last"), [((1,), {}, 1), ((), {"dim": 1}, 1), ((-1,), {}, 2)])
-def test_scores_are_noted_with_the_dimension_last_that_a_softmax_runs_over(args, kwargs, last):
+def test_scores_are_recorded_with_the_softmax_dimension_last(args, kwargs, last):
     run = cut()
     run.run.scores, run.hidden = {}, 0
     (scores,) = activations((2, 3, 4))
@@ -61,7 +61,7 @@ def test_scores_are_noted_with_the_dimension_last_that_a_softmax_runs_over(args,
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.3}, {"enable_gqa": True}, {"mask": True}])
-def test_attention_that_is_written_out_gives_what_torchs_does(options):
+def test_the_handwritten_attention_agrees_with_scaled_dot_product_attention(options):
     options = dict(options)
     query, key, value = activations((2, 4, 5, 8), *[(2, 2 if "enable_gqa" in options else 4, 5, 8)] * 2)
     if options.pop("mask", False):

@@ -32,25 +32,25 @@ def leaf(parameter: str, output: torch.Tensor, map_input: torch.Tensor) -> Any:
     return fake(parameter=parameter, output=output, input=map_input, start=0)
 
 
-def test_a_part_has_the_rows_of_its_own_matrix_that_belong_together():
+def test_the_rows_of_a_unit_are_selected_within_its_own_matrix():
     tensor = torch.arange(24).view(2, 4, 3)
     units = Units((torch.tensor([0, 2]), torch.tensor([1, 3])))
     assert torch.equal(units.of(tensor, 3), tensor[1, [1, 3]])
     assert torch.equal(Units().of(tensor, 1), tensor[1])
 
 
-def test_tokens_that_are_kept_are_counted_within_the_sequence_of_each_part():
+def test_kept_tokens_are_numbered_within_the_sequence_of_each_unit():
     view = fake(tensor=lambda role: torch.zeros(4, 5, 8), units=Units(), tokens=torch.tensor([0, 3]))
     assert CoreView.at(view, 2, "value").tolist() == [10, 13]
 
 
-def test_memory_is_that_of_the_features_of_all_tokens():
+def test_a_traced_run_whose_features_need_too_much_memory_is_refused():
     tokens = torch.empty(MOST_ELEMENTS // 4 + 1, 1, device="meta")
     with pytest.raises(ValueError, match="too much memory"):
         GraphCut.draw_output(fake(), "weight", tokens, 4)
 
 
-def test_heads_whose_maps_take_features_of_their_own_do_not_compare():
+def test_heads_whose_projections_take_different_inputs_are_refused():
     trace = fake(leaves=[leaf(f"{width}.weight", torch.zeros(5, 8), torch.zeros(5, width)) for width in (4, 6)])
     rows = [Rows(f"{width}.weight", tuple(range(8))) for width in (4, 6)]
     refuse_inputs_of_their_own(trace, {"query": rows[:1], "key": [rows[1], rows[1]]})
@@ -59,11 +59,11 @@ def test_heads_whose_maps_take_features_of_their_own_do_not_compare():
 
 
 @pytest.mark.parametrize("other", [None, torch.ones(3, 5), 2 * torch.ones(3, 4)])
-def test_heads_are_no_terms_of_one_sum_unless_what_follows_depends_alike_on_both(other):
+def test_heads_are_terms_of_one_sum_only_if_all_derivatives_of_both_are_equal(other):
     assert not _are_alike(fake(), (0, 1), {}, {0: torch.ones(3, 4), 1: other})
 
 
-def test_a_layer_is_the_innermost_module_that_computes_around_its_keys_and_values():
+def test_a_layer_belongs_to_the_innermost_module_that_contains_its_keys_and_values():
     class Part(nn.Module):
         def __init__(self, **parts: nn.Module) -> None:
             super().__init__()
@@ -83,19 +83,19 @@ def test_a_layer_is_the_innermost_module_that_computes_around_its_keys_and_value
 
 
 @pytest.mark.parametrize(("dtype", "is_map"), [(torch.int8, True), (torch.uint8, True), (torch.int64, False)])
-def test_a_matrix_of_bytes_is_that_of_a_quantised_map(dtype, is_map):
+def test_an_integer_weight_marks_a_quantised_linear_map(dtype, is_map):
     module = nn.Module()
     module.register_buffer("weight", torch.zeros(4, 4, dtype=dtype))
     assert is_like_a_map(module) is is_map
 
 
-def test_mixed_outputs_of_a_single_head_are_refused_for_that():
+def test_mixed_outputs_without_an_output_projection_are_refused_for_that():
     heads = fake(rows={"key": [Rows("k.weight", (0, 1))]})
     with pytest.raises(NoHeadsError, match="no output projection was found"):
         _refuse_mixed(fake(run=fake(inputs=[]), cores=[]), [], heads, None, torch.zeros(1), is_repeated=False)
 
 
-def test_powers_of_a_softmax_are_weights_and_a_sum_with_values_is_not():
+def test_a_product_of_softmax_weights_counts_as_weights_and_one_with_values_does_not():
     x = torch.randn(2, 3, 4, requires_grad=True)
     weights = (x @ (2 * x).mT).softmax(-1)
     behind = ProductsBehind([])
@@ -104,7 +104,7 @@ def test_powers_of_a_softmax_are_weights_and_a_sum_with_values_is_not():
     assert not behind.are_weights((x * 2).softmax(-1).square().grad_fn), "no scores"
 
 
-def test_the_scores_of_one_sequence_without_a_batch_are_over_tokens():
+def test_scores_of_one_unbatched_sequence_are_recognised_as_scores_over_tokens():
     queries, keys = (torch.randn(5, 8, requires_grad=True) for _ in range(2))
     run = fake(
         tensors=[queries, keys], leaves=[leaf(name, one, torch.zeros(5, 8)) for name, one in zip("qk", (queries, keys))]
@@ -113,7 +113,7 @@ def test_the_scores_of_one_sequence_without_a_batch_are_over_tokens():
     assert not is_over_tokens(run, queries @ torch.randn(8, 5)), "of one token each"
 
 
-def test_what_acts_on_no_column_or_on_several_has_no_columns_of_rows():
+def test_rows_that_act_on_several_output_columns_have_no_columns():
     made = torch.randn(6, 4, requires_grad=True)
     run = fake(tensors=[made], leaves=[leaf("v.weight", made, torch.zeros(6, 4))])
     rows = torch.stack([made[:3], made[3:].roll(1, -1)])
@@ -121,7 +121,7 @@ def test_what_acts_on_no_column_or_on_several_has_no_columns_of_rows():
     assert _columns(run, made.cumsum(-1)) is None
 
 
-def test_where_weights_are_silent_queries_and_keys_are_found_from_the_input_of_the_softmax():
+def test_queries_and_keys_are_found_from_the_logits_if_the_weights_have_no_derivative():
     logits, found = torch.zeros(2, 5, 5), ["a query and its keys"]
     parts = fake(core=fake(weights=torch.full((2, 5, 5), 0.2)), units=Units(), row=None, is_last_first=False)
     parts._logits = lambda: logits
@@ -129,7 +129,7 @@ def test_where_weights_are_silent_queries_and_keys_are_found_from_the_input_of_t
     assert CoreParts.query_keys_of(parts, 0) == found
 
 
-def test_a_mean_is_subtracted_from_what_a_map_gives_and_not_from_what_is_added_to_it():
+def test_a_mean_that_is_subtracted_belongs_to_the_projection_only_if_it_is_a_mean_of_its_output():
     keys, places = (torch.randn(5, 4, requires_grad=True) for _ in range(2))
     for centred in (keys, places):
         made = keys + places - centred.mean(-1, keepdim=True)

@@ -67,7 +67,7 @@ class WindowAttention(nn.Module):
         return self.back(joined(out)).view(b, h // 2, w // 2, 2, 2, WIDTH).transpose(2, 3).reshape(b, h, w, WIDTH)
 
 
-def test_heads_of_windows_that_are_cut_within_the_module() -> None:
+def test_heads_of_window_attention_are_found_if_the_module_cuts_the_windows_itself() -> None:
     layer = find(WindowAttention(), torch.randn(3, 4, 4, WIDTH))
     assert layer is not None
     assert rows_of(layer, "query") == ("mix.weight", blocks(0))
@@ -77,7 +77,7 @@ def test_heads_of_windows_that_are_cut_within_the_module() -> None:
     assert (layer.num_heads, layer.num_key_heads, layer.head_dim, layer.value_dim) == (H, H, D, D)
 
 
-def test_a_real_forward_shows_them_to_a_survey() -> None:
+def test_heads_of_window_attention_are_found_in_a_real_forward() -> None:
     model = nn.Sequential(WindowAttention(), WindowAttention())
     found = survey(model, forward=lambda: model(torch.randn(2, 4, 4, WIDTH)))
     assert [(layer.name, layer.num_heads) for layer in found.layers] == [("0", H), ("1", H)]
@@ -95,7 +95,7 @@ class InterleavedWindows(nn.Module):
         return self.back(F.scaled_dot_product_attention(q, k, v).permute(0, 2, 3, 1, 4).reshape(x.shape))
 
 
-def test_a_training_contradicts_no_true_claim_where_tokens_change_places() -> None:
+def test_only_the_wrong_claim_is_contradicted_if_windows_are_interleaved() -> None:
     model = nn.Sequential(InterleavedWindows())
     x = torch.randn(2, 8, WIDTH)
     layers = survey(model, forward=lambda: model(x)).layers
@@ -126,7 +126,7 @@ class Grouped(nn.Module):
         return self.back(joined(out).reshape(b, t, WIDTH))
 
 
-def test_grouped_queries_that_are_interleaved() -> None:
+def test_query_heads_interleaved_with_the_key_heads_of_their_group_are_found() -> None:
     layer = find(Grouped(), torch.randn(2, 8, WIDTH))
     assert layer is not None
     assert (layer.num_heads, layer.num_key_heads) == (4, 2)
@@ -174,7 +174,7 @@ def test_keys_of_relative_positions_are_distinguished_from_keys_of_tokens() -> N
     assert rows_of(layer, "key")[1] == blocks()
 
 
-def test_nothing_is_concluded_about_relative_positions_from_sequences_of_one_token() -> None:
+def test_keys_with_relative_positions_are_not_claimed_from_sequences_of_one_token() -> None:
     assert find(RelativeKeys(), torch.randn(3, 1, WIDTH), torch.randn(1, 1, WIDTH)) is None
 
 
@@ -193,7 +193,7 @@ class AddedScores(Plain):
         return self.d(joined(scores.softmax(-1) @ v))
 
 
-def test_what_is_added_to_the_scores_is_no_key_and_no_query() -> None:
+def test_terms_added_to_the_scores_are_read_neither_as_keys_nor_as_queries() -> None:
     layer = find(AddedScores(), torch.randn(2, 6, WIDTH))
     assert layer is not None
     assert [rows_of(layer, role)[0] for role in ("query", "key", "value")] == ["a.weight", "b.weight", "c.weight"]
@@ -213,7 +213,7 @@ class Pooling(Plain):
         return self.d(joined(self.attend(q, split(self.b(x)), split(self.c(x)))))
 
 
-def test_a_query_that_is_learned_is_left_out_unless_a_map_makes_it() -> None:
+def test_a_learned_query_is_left_out_unless_a_projection_computes_it() -> None:
     without, mapped = find(Pooling(False), torch.randn(3, 6, WIDTH)), find(Pooling(True), torch.randn(3, 6, WIDTH))
     assert without is not None
     assert mapped is not None
@@ -230,7 +230,7 @@ class PooledQueries(Plain):
         return self.d(joined(self.attend(q, split(self.b(x)), split(self.c(x)))))
 
 
-def test_a_query_of_several_tokens_is_left_out() -> None:
+def test_a_query_pooled_over_several_tokens_is_left_out() -> None:
     layer = find(PooledQueries(), torch.randn(2, 8, WIDTH))
     assert layer is not None
     assert sorted(layer.slices) == ["key", "output", "value"]
@@ -251,7 +251,7 @@ class Reduced(Plain):
         return self.d(joined(self.attend(split(self.a(x)), split(self.b(few)), split(self.c(few)))))
 
 
-def test_keys_of_fewer_tokens_than_queries() -> None:
+def test_heads_are_found_with_fewer_keys_than_queries() -> None:
     layer = find(Reduced(), torch.randn(2, 16, WIDTH), 4, 4)
     assert layer is not None
     assert [rows_of(layer, role)[0] for role in ("query", "key", "value")] == ["a.weight", "b.weight", "c.weight"]
@@ -269,7 +269,7 @@ class Pixels(nn.Module):
         return self.back((v @ (k.mT @ q).softmax(-2)).flatten(1, 2).unflatten(-1, x.shape[2:]))
 
 
-def test_maps_that_are_convolutions() -> None:
+def test_heads_are_found_with_projections_by_pointwise_convolutions() -> None:
     layer = find(Pixels(), torch.randn(2, WIDTH, 3, 3))
     assert layer is not None
     assert rows_of(layer, "query") == ("mix.weight", blocks())
@@ -291,7 +291,7 @@ class Gated(Plain):
         return self.d(out + self.memory(v.mT).mT)
 
 
-def test_gates_and_what_is_added_to_the_outputs() -> None:
+def test_values_are_found_beside_gates_and_terms_added_to_the_outputs() -> None:
     layer = find(Gated(), torch.randn(2, 6, WIDTH))
     assert layer is not None
     assert rows_of(layer, "value") == ("c.weight", blocks())
@@ -323,7 +323,9 @@ class SmearedValues(Plain):
 
 
 @pytest.mark.parametrize("kind", [Smeared, SmearedValues])
-def test_keys_and_values_of_several_tokens_by_the_same_rows(kind: type[nn.Module]) -> None:
+def test_keys_and_values_that_combine_several_tokens_are_read_from_the_rows_of_their_head(
+    kind: type[nn.Module],
+) -> None:
     layer = find(kind(), torch.randn(3, 7, WIDTH))
     assert layer is not None
     assert [rows_of(layer, role) for role in ("key", "value")] == [("b.weight", blocks()), ("c.weight", blocks())]
@@ -466,7 +468,7 @@ class ToExperts(Plain):
         return self.d(joined(out)) * (first + second)[..., None]
 
 
-def test_a_forward_that_counts_on_its_top_k_is_run_with_them() -> None:
+def test_heads_are_found_in_a_forward_that_needs_exactly_k_results_of_topk() -> None:
     layer = find(ToExperts(), torch.randn(3, 7, WIDTH))
     assert layer is not None
     assert rows_of(layer, "key") == ("b.weight", blocks())
@@ -481,7 +483,7 @@ class Blocks(Plain):
         return self.d(joined(scores[..., :3] @ v[:, :, :3] + scores[..., 3:] @ v[:, :, 3:]))
 
 
-def test_scores_that_are_put_together_from_blocks_of_keys_are_of_one_head() -> None:
+def test_scores_concatenated_from_blocks_of_keys_belong_to_one_head() -> None:
     layer = find(Blocks(), torch.randn(3, 7, WIDTH))
     assert layer is not None
     for role, name in (("query", "a"), ("key", "b"), ("value", "c")):
@@ -557,7 +559,7 @@ class Fed(Plain):
         (OfEachPlace, 1, "each token position has a value matrix of its own in `stack`"),
     ],
 )
-def test_what_has_no_heads_of_its_own_is_refused_with_what_was_found(
+def test_a_module_without_separate_heads_is_refused_with_the_reason(
     kind: type[nn.Module], inputs: int, reason: str
 ) -> None:
     assert find(Plain(), torch.randn(3, 7, WIDTH)) is not None
@@ -566,13 +568,13 @@ def test_what_has_no_heads_of_its_own_is_refused_with_what_was_found(
     assert reason in found.reason
 
 
-def test_keys_that_are_sums_are_read_in_part_and_it_is_said() -> None:
+def test_a_term_added_to_the_keys_is_reported_as_left_out() -> None:
     (found,) = read(SummedKeys(), torch.randn(3, 7, WIDTH), torch.randn(3, 7, WIDTH))
     assert found.layer is not None
     assert found.layer.left_out == "what `e` adds to its keys"
 
 
-def test_features_of_places_beside_those_of_contents_are_left_out_and_it_is_said() -> None:
+def test_positional_key_features_concatenated_with_content_are_reported_as_left_out() -> None:
     layer = find(PartsOfKeys(), torch.randn(3, 7, WIDTH))
     assert layer is not None
     assert layer.left_out == "the features of its keys that come from `e`"
@@ -594,7 +596,7 @@ def test_several_attentions_are_several_layers() -> None:
     assert [layer.output_projection for layer in added] == [None, None], "it is given the sum of both"
 
 
-def test_keys_of_keys_are_the_product_of_both_maps() -> None:
+def test_keys_projected_twice_are_read_as_the_product_of_both_weights() -> None:
     module = Fed()
     layer = find(module, torch.randn(3, 7, WIDTH))
     assert layer is not None
@@ -603,7 +605,7 @@ def test_keys_of_keys_are_the_product_of_both_maps() -> None:
     assert torch.equal(layer.weight("value"), module.c.weight.view(H, D, WIDTH))
 
 
-def test_the_reason_is_in_the_refusal() -> None:
+def test_the_refusal_has_the_reason_from_the_forward_that_was_run() -> None:
     class CrossAttention(SummedKeys):
         pass
 

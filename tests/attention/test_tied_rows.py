@@ -66,7 +66,7 @@ def observed(model: nn.Module, x: Tensor, layer: AttentionLayer, **options):
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_each_role_of_rows_that_attend_alike_is_read(is_first):
+def test_heads_of_tied_row_attention_are_read_in_every_role(is_first):
     torch.manual_seed(0)
     model, x = nn.Sequential(Tied(is_first)), alignment(is_first)
     (layer,) = find_attention(model, forward=lambda: model(x))
@@ -96,7 +96,7 @@ WIDER = "one of its softmaxes weighs blocks of 3 tokens, not single tokens"
         ("k heads", "a key of 24 features depends on only 16 outputs of `k`"),
     ],
 )
-def test_rows_in_another_order_or_of_other_features_are_refused(turned, reason, is_first):
+def test_tied_row_attention_with_reordered_rows_or_features_is_refused(turned, reason, is_first):
     torch.manual_seed(0)
     model, x = nn.Sequential(Tied(is_first, turned)), alignment(is_first)
     found = survey(model, forward=lambda: model(x))
@@ -105,7 +105,7 @@ def test_rows_in_another_order_or_of_other_features_are_refused(turned, reason, 
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_forward_establishes_the_rows_of_every_role(is_first):
+def test_a_forward_verifies_every_role_of_tied_row_attention(is_first):
     torch.manual_seed(0)
     model, x = nn.Sequential(Tied(is_first)), alignment(is_first)
     verdict = observed(model, x, claim(model[0]))
@@ -117,7 +117,7 @@ def test_a_forward_establishes_the_rows_of_every_role(is_first):
 
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("turned", ["k rows", "q rows", "v rows", "k features", "q features", "v features", "k heads"])
-def test_a_forward_establishes_no_rows_in_another_order_or_of_other_features(turned, is_first):
+def test_a_forward_does_not_verify_tied_row_attention_with_reordered_rows_or_features(turned, is_first):
     torch.manual_seed(0)
     model, x = nn.Sequential(Tied(is_first, turned)), alignment(is_first)
     verdict = observed(model, x, claim(model[0]))
@@ -127,7 +127,7 @@ def test_a_forward_establishes_no_rows_in_another_order_or_of_other_features(tur
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_the_one_map_of_each_head_is_what_is_read_as_its_attention(is_first):
+def test_the_attention_weights_shared_by_all_rows_are_read_once_for_each_head(is_first):
     torch.manual_seed(0)
     model, x = nn.Sequential(Tied(is_first)), alignment(is_first)
     read = []

@@ -26,7 +26,7 @@ def torchvision():
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_heads_are_those_that_attention_computes_with(name):
+def test_heads_of_timm_models_are_those_that_their_attention_computes_with(name):
     from tests.attention.sweep.examine import examine
 
     report = examine(f"timm.{name}")
@@ -39,7 +39,7 @@ def test_heads_are_those_that_attention_computes_with(name):
 
 
 @pytest.mark.parametrize("name", OTHERWISE)
-def test_what_is_no_plain_attention_is_left_out(name):
+def test_layers_of_timm_other_than_softmax_attention_over_tokens_are_left_out(name):
     from tests.attention.sweep.examine import examine
 
     report = examine(f"timm.{name}")

@@ -58,7 +58,7 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("kind", RIGHT, ids=lambda kind: kind.__name__)
-def test_heads_are_what_attention_receives_whatever_names_say(kind):
+def test_heads_are_found_by_what_attention_receives_even_under_misleading_names(kind):
     torch.manual_seed(0)
     module = kind()
     (layer,) = layers_of(module)
@@ -66,7 +66,7 @@ def test_heads_are_what_attention_receives_whatever_names_say(kind):
     require_right(module, [layer])
 
 
-def test_query_and_key_are_distinguished_by_what_they_do():
+def test_query_and_key_are_distinguished_by_computation_and_not_by_name():
     module = adversarial.SwappedNames()
     (layer,) = layers_of(module)
     assert torch.equal(layer.weight("query"), module.k_proj.weight.view(H, 8, D))
@@ -74,7 +74,7 @@ def test_query_and_key_are_distinguished_by_what_they_do():
 
 
 @pytest.mark.parametrize("kind", [adversarial.MapPerHead, adversarial.HeadsInAList])
-def test_maps_of_single_heads_are_one_layer(kind):
+def test_a_linear_map_per_head_makes_one_layer_of_all_heads(kind):
     torch.manual_seed(0)
     module = kind()
     (layer,) = layers_of(module)
@@ -87,7 +87,7 @@ def test_maps_of_single_heads_are_one_layer(kind):
 
 
 @pytest.mark.parametrize("by_matmul", [False, True])
-def test_bare_parameters_are_read_as_live_views(by_matmul):
+def test_projections_as_bare_parameters_are_read_as_live_views(by_matmul):
     torch.manual_seed(0)
     module = adversarial.BareParameters(by_matmul)
     (layer,) = layers_of(module)
@@ -116,7 +116,7 @@ def test_an_attention_beside_a_child_that_is_attention_is_a_layer_too():
     assert [(one.path, one.layer and one.layer.name) for one in found] == [("child", "block.child"), ("", "block")]
 
 
-def test_of_joint_attention_each_stream_is_a_layer():
+def test_each_stream_of_joint_attention_is_a_layer():
     torch.manual_seed(0)
     module = adversarial.Joint()
     layers = {one.name: one for one in layers_of(module, torch.randn(2, 8, D), torch.randn(2, 5, D))}
@@ -128,7 +128,7 @@ def test_of_joint_attention_each_stream_is_a_layer():
 
 
 @pytest.mark.parametrize(("kind", "centring"), [("function", "head"), ("ln_k", "head"), ("by hand", "head"), ("", "")])
-def test_what_a_norm_subtracts_is_found_where_it_is_computed(kind, centring):
+def test_the_mean_that_a_functional_norm_subtracts_is_subtracted_from_the_key_weight(kind, centring):
     torch.manual_seed(0)
     module = adversarial.NormedByFunction(kind)
     (layer,) = layers_of(module)
@@ -167,13 +167,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
-def test_what_has_no_heads_of_its_own_is_refused_with_what_was_found(kind):
+def test_a_module_without_separate_heads_is_refused_with_the_reason(kind):
     found = read(kind())
     assert [one.layer for one in found] == [None]
     assert REFUSED[kind] in found[0].reason
 
 
-def test_heads_whose_outputs_are_subtracted_are_read_without_these():
+def test_heads_whose_outputs_are_subtracted_are_read_without_their_outputs():
     torch.manual_seed(0)
     module = by_hand.DifferentialByConstant()
     (layer,) = layers_of(module)
@@ -207,7 +207,7 @@ class InFront(by_hand.Separate):
         return self.out_proj(by_hand.attend(*self.heads(self.shared(x))))
 
 
-def test_a_map_in_front_of_all_projections_is_part_of_their_weights():
+def test_a_linear_map_before_all_projections_is_multiplied_into_their_weights():
     torch.manual_seed(0)
     module = InFront()
     (layer,) = layers_of(module)
@@ -229,7 +229,7 @@ class Stacked(nn.Module):
         return self.back(by_hand.attend(q, k, v))
 
 
-def test_a_stack_of_matrices_and_an_object_for_an_input_are_read():
+def test_projections_stacked_in_one_parameter_are_read_from_a_forward_that_takes_an_object():
     module = Stacked()
     (layer,) = layers_of(module, SimpleNamespace(x=torch.randn(2, 8, D)))
     assert torch.equal(layer.weight("query"), module.a)
@@ -257,7 +257,7 @@ class Latent(nn.Module):
         return self.out(by_hand.attend(self.q(x).unflatten(-1, (H, 10)), k, v))
 
 
-def test_keys_of_a_latent_are_the_product_of_both_maps_and_of_what_lies_between():
+def test_latent_keys_are_the_product_of_both_projections_with_the_norm_between_them():
     torch.manual_seed(0)
     module = Latent()
     (layer,) = layers_of(module)
@@ -276,7 +276,7 @@ class NormedRotary(Latent):
         return nn.functional.rms_norm(x, (4,))
 
 
-def test_a_norm_of_the_part_that_all_heads_share_is_no_activation():
+def test_a_norm_on_the_shared_rotary_part_of_latent_attention_changes_no_heads():
     torch.manual_seed(0)
     (layer,) = layers_of(NormedRotary())
     (plain,) = layers_of(Latent())
@@ -296,7 +296,7 @@ class Blocks(by_hand.Separate):
         return self.out_proj(out.transpose(2, 3).flatten(1, 2).flatten(2))
 
 
-def test_padding_of_blocks_has_no_key():
+def test_padding_of_attention_in_blocks_does_not_change_the_keys():
     torch.manual_seed(0)
     module = Blocks()
     (layer,) = layers_of(module)
@@ -307,7 +307,7 @@ def test_padding_of_blocks_has_no_key():
 @pytest.mark.parametrize(
     "module", [nn.Sequential(nn.Linear(D, 64), nn.GELU(), nn.Linear(64, D)), nn.LSTM(D, D, batch_first=True)]
 )
-def test_other_modules_have_no_attention(module):
+def test_modules_without_attention_have_no_layer_and_no_refusal(module):
     assert read(module) == []
 
 
@@ -336,7 +336,7 @@ class Chosen(by_hand.Separate):
         return self.out_proj((scores.softmax(-1) @ v.transpose(1, 2)).transpose(1, 2).flatten(2))
 
 
-def test_parts_of_a_forward_that_forbid_gradients_are_no_hindrance():
+def test_heads_are_read_from_a_forward_with_parts_under_no_grad():
     torch.manual_seed(0)
     module = Chosen()
     (layer,) = layers_of(module)
@@ -373,7 +373,7 @@ def test_attention_under_activation_checkpointing_is_read_as_without(reentrant):
     assert len(kept) <= 1, "a checkpoint keeps its input alone"
 
 
-def test_no_weight_is_needed():
+def test_heads_are_found_on_the_meta_device():
     module = by_hand.Interleaved().to("meta")
     (layer,) = layers_of(module)
     assert tuple(layer.weight("key").shape) == (H, 8, D)
@@ -404,7 +404,7 @@ class Turned(by_hand.NanoGPT):
         return self.c_proj(by_hand.attend(*(part.unflatten(-1, (H, 8)) for part in (q, k, v))))
 
 
-def test_a_run_draws_what_may_be_zero_at_first_and_keeps_matrices_of_maps_wherever_else_they_are():
+def test_a_traced_copy_draws_biases_of_zero_at_random_and_keeps_the_matrices_of_linear_maps():
     module = nn.Module()
     module.map, module.bias = nn.Linear(4, 4), nn.Parameter(torch.zeros(5))
     module.twin = module.map.weight
@@ -423,7 +423,7 @@ def test_modules_that_compute_the_same_are_distinguished_from_those_that_only_lo
     assert not compute_the_same(one, turned)
 
 
-def test_what_is_carried_over_has_weights_of_its_own():
+def test_a_layer_carried_over_to_an_equal_module_reads_the_weights_of_that_module():
     first, second = nn.Sequential(Turned(True)), nn.Sequential(Turned(True))
     found = read(first, name="blocks.0")
     (moved,) = carried_over(found, first, second, "blocks.0", "blocks.7")
@@ -496,7 +496,7 @@ class AndAnotherOne(by_hand.Separate):
         return self.out_proj(by_hand.attend(*self.heads(x))) + mixed.transpose(1, 2).flatten(2)
 
 
-def test_an_attention_that_is_read_beside_one_that_is_not_is_read_in_part():
+def test_a_layer_beside_an_attention_that_cannot_be_read_reports_it_as_left_out():
     torch.manual_seed(0)
     (layer,) = survey(nn.Sequential(AndAnotherOne())).layers
     assert "another attention in it" in layer.left_out
@@ -526,7 +526,7 @@ class BesideScales(nn.Module):
         return F.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)
 
 
-def test_a_map_of_a_class_of_its_own_is_read_by_the_matrix_that_it_multiplies_with():
+def test_a_linear_map_of_a_custom_class_is_read_from_the_matrix_it_multiplies_with():
     torch.manual_seed(0)
     (layer,) = find_attention(nn.Sequential(BesideScales(scaled=False)))
     assert {role: one.parameter for role, one in layer.slices.items()} == {
@@ -535,7 +535,7 @@ def test_a_map_of_a_class_of_its_own_is_read_by_the_matrix_that_it_multiplies_wi
     assert torch.equal(layer.weight("key").flatten(0, 1), layer.module.one.weight)
 
 
-def test_a_map_that_multiplies_with_another_matrix_than_its_own_is_not_read():
+def test_a_linear_map_that_multiplies_with_a_computed_matrix_is_refused():
     torch.manual_seed(0)
     model = nn.Sequential(BesideScales(scaled=True), BesideScales(scaled=False))
     reason = r"`0` \(BesideScales\).*its query heads come from `0.two`, which multiplies with a matrix that is not"
@@ -557,7 +557,7 @@ class OneHeadAfterAnother(nn.Module):
         return self.out(x)
 
 
-def test_attentions_of_one_head_that_feed_each_other_are_the_heads_of_one_only_side_by_side():
+def test_attentions_of_one_head_in_a_row_are_separate_layers():
     torch.manual_seed(0)
     module = OneHeadAfterAnother()
     layers = layers_of(module)

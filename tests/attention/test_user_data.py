@@ -49,7 +49,7 @@ CONTAINERS = [
 
 @pytest.mark.parametrize("one", CONTAINERS, ids=lambda one: type(one).__name__)
 @pytest.mark.parametrize("is_emptied", [False, True])
-def test_a_container_is_put_back_whatever_its_kind(one, is_emptied):
+def test_every_kind_of_container_is_restored(one, is_emptied):
     one, before, writes = copy.deepcopy(one), copy.deepcopy(one), Guarded.writes
     data = UserData()
     data.note([one])
@@ -105,7 +105,7 @@ class Lazy(collections.OrderedDict):
 
 
 @pytest.mark.parametrize("is_empty", [True, False])
-def test_a_lazy_mapping_loads_nothing(is_empty):
+def test_restoring_a_lazy_mapping_loads_none_of_its_entries(is_empty):
     mapping = Lazy()
     if not is_empty:
         collections.OrderedDict.__setitem__(mapping, "first", 1)
@@ -118,7 +118,7 @@ def test_a_lazy_mapping_loads_nothing(is_empty):
 
 
 @pytest.mark.parametrize("before", [(), (int,)])
-def test_what_a_module_registers_when_it_is_imported_stays_registered(tmp_path, monkeypatch, before):
+def test_registrations_by_an_import_during_isolation_stay(tmp_path, monkeypatch, before):
     """It does so once: what forgets it there fails at the next use, as outputs of transformers did."""
     (tmp_path / "registered_late.py").write_text(
         "import sys\n\nclass Output:\n    pass\n\nsys.modules['registry_of_late'].known.add(Output)\n"
@@ -145,7 +145,7 @@ class Counted(nn.Linear):
         return super().forward(x)
 
 
-def test_what_a_module_counts_is_put_back_though_torch_made_a_class_of_its_class():
+def test_class_counters_are_restored_under_a_subclass_that_torch_made():
     module = nn.utils.parametrizations.weight_norm(Counted(2, 2))
     assert type(module).__module__.partition(".")[0] == "torch"  # a subclass, which torch made
     CALLS["forward"] = 3
@@ -157,7 +157,7 @@ def test_what_a_module_counts_is_put_back_though_torch_made_a_class_of_its_class
     assert CALLS["forward"] == 3
 
 
-def test_an_output_that_user_code_sets_while_it_is_muted_stays_and_else_the_one_before_is_back(monkeypatch):
+def test_stdout_is_restored_after_muting_unless_user_code_replaced_it(monkeypatch):
     before, other = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", before)
     with muted():
@@ -169,7 +169,7 @@ def test_an_output_that_user_code_sets_while_it_is_muted_stays_and_else_the_one_
     assert before.getvalue() == ""
 
 
-def test_what_an_object_of_user_code_holds_in_its_attributes_is_put_back():
+def test_attributes_of_a_user_object_are_restored():
     held = types.SimpleNamespace(losses=[1.0], names={"a": [2]})
     data = UserData()
     data.note([held])

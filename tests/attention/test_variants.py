@@ -112,7 +112,7 @@ def require_right(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("make", [GroupedTied, MixtureOfHeads])
-def test_variants_are_read_as_attention_receives_them(make):
+def test_each_variant_is_read_with_the_heads_that_attention_receives(make):
     torch.manual_seed(0)
     require_right(make())
 
@@ -126,7 +126,7 @@ def test_grouped_tied_attention_has_its_keys_as_its_values():
 
 
 @pytest.mark.parametrize("roles", ["k", "q", "v", "qk", "qkv"])
-def test_a_shared_map_after_those_of_the_heads_is_part_of_their_weight(roles):
+def test_a_linear_map_that_all_heads_share_after_their_projections_is_part_of_their_weights(roles):
     torch.manual_seed(0)
     module = Knocking(roles)
     (layer,) = find_attention(nn.Sequential(module))
@@ -137,7 +137,7 @@ def test_a_shared_map_after_those_of_the_heads_is_part_of_their_weight(roles):
     require_right(module)
 
 
-def test_one_map_for_all_roles_is_part_of_all_weights():
+def test_one_shared_linear_map_after_all_projections_is_part_of_all_weights():
     torch.manual_seed(0)
     module = Knocking("k")
     module.knock["q"] = module.knock["v"] = module.knock["k"]
@@ -178,7 +178,7 @@ class MixedInPairs(nn.Module):
         return self.o_proj(attend(q, k, v))
 
 
-def test_a_map_over_several_heads_is_not_taken_for_none():
+def test_a_second_linear_map_that_mixes_several_heads_is_refused():
     assert "come from two projections in a row that are both split into heads" in refusal_of(MixedInPairs())
 
 
@@ -198,7 +198,7 @@ class Relative(nn.Module):
         return self.o_proj(((q @ k.mT + bias).softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
-def test_scores_from_positions_leave_the_keys_as_they_are():
+def test_positional_terms_in_the_scores_do_not_change_the_keys():
     torch.manual_seed(0)
     module = Relative()
     (layer,) = find_attention(nn.Sequential(module))
@@ -220,7 +220,7 @@ class Differential(nn.Module):
 
 
 @pytest.mark.parametrize("share", [-1.0, -0.2, 0.2, 0.8])
-def test_two_softmaxes_are_not_taken_for_one_head(share):
+def test_two_subtracted_softmaxes_that_share_a_value_are_two_heads(share):
     require_two_heads_for_each_value(Differential(share))
 
 
@@ -269,7 +269,7 @@ class LearnedDifference(Differential):
         return super().forward(x)
 
 
-def test_a_learned_difference_of_two_softmaxes_is_not_taken_for_one_head():
+def test_a_learned_difference_of_two_softmaxes_is_two_heads():
     require_two_heads_for_each_value(LearnedDifference())
 
 
@@ -291,7 +291,7 @@ class ScaledLatent(nn.Module):
         return self.out(attend(self.q(x).unflatten(-1, (H, 8)), k, v))
 
 
-def test_a_number_between_the_maps_of_a_latent_leaves_the_keys_where_they_are():
+def test_a_constant_scale_between_the_latent_projections_is_part_of_the_key_weight():
     torch.manual_seed(0)
     module = ScaledLatent()
     (layer,) = find_attention(nn.Sequential(module))
@@ -317,7 +317,7 @@ class TwoSources(nn.Module):
         return self.o(attend(*(part.unflatten(-1, (H, 8)) for part in (q, k, self.v(x)))))
 
 
-def test_keys_are_known_where_no_single_weight_gives_the_queries():
+def test_keys_are_read_if_the_queries_come_from_two_projections():
     torch.manual_seed(0)
     module = TwoSources("query")
     with pytest.warns(UnsupportedAttentionWarning, match="read in part: without the weights of its queries"):
@@ -327,7 +327,7 @@ def test_keys_are_known_where_no_single_weight_gives_the_queries():
     assert torch.equal(layer.weight("value"), module.v.weight.view(H, 8, D))
 
 
-def test_keys_that_no_single_weight_gives_are_refused():
+def test_keys_from_two_projections_are_refused():
     torch.manual_seed(0)
     assert "takes the output of another linear map" in refusal_of(TwoSources("key"))
 
@@ -359,7 +359,7 @@ BETWEEN = [(nn.LayerNorm(D),), (nn.Hardswish(),), (nn.LayerNorm(D), nn.Hardswish
 
 
 @pytest.mark.parametrize("between", BETWEEN, ids=["norm", "activation", "both"])
-def test_what_comes_between_heads_and_output_projection_hides_no_keys(between):
+def test_an_operation_between_heads_and_output_projection_does_not_hide_the_keys(between):
     torch.manual_seed(0)
     module = NormedOutputs(*between)
     (layer,) = find_attention(nn.Sequential(module))
@@ -371,7 +371,7 @@ def test_what_comes_between_heads_and_output_projection_hides_no_keys(between):
 
 
 @pytest.mark.parametrize("between", BETWEEN, ids=["norm", "activation", "both"])
-def test_two_softmaxes_behind_a_norm_are_two_heads_without_an_output(between):
+def test_two_subtracted_softmaxes_before_a_norm_are_two_heads_without_outputs(between):
     torch.manual_seed(0)
     module = NormedOutputs(*between, is_twin=True)
     with pytest.warns(UnsupportedAttentionWarning, match="the outputs of its heads, several of which are added up"):
@@ -402,7 +402,7 @@ class FedByValues(nn.Module):
         return self.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
-def test_what_values_add_to_the_scores_is_no_key():
+def test_a_bias_of_the_scores_computed_from_values_is_not_part_of_the_keys():
     torch.manual_seed(0)
     module = FedByValues()
     (layer,) = find_attention(nn.Sequential(module))
@@ -422,13 +422,13 @@ def checked(layer: AttentionLayer, *inputs: Tensor) -> dict[str, str]:
         check.suspend()
 
 
-def test_what_values_add_to_the_scores_is_no_contradiction_of_the_heads():
+def test_a_bias_of_the_scores_computed_from_values_does_not_contradict_the_heads():
     torch.manual_seed(0)
     (layer,) = find_attention(nn.Sequential(FedByValues()))
     assert checked(layer, torch.randn(3, T, D)) == {}
 
 
-def test_keys_to_which_the_values_of_their_tokens_add_are_not_read_in_silence():
+def test_keys_to_which_values_are_added_are_refused():
     torch.manual_seed(0)
     module = FedByValues(is_twin=True)
     with pytest.warns(UnsupportedAttentionWarning, match="its keys are sums of the outputs of `dt` and `k_proj`"):
@@ -451,7 +451,7 @@ class Exclusive(nn.Module):
         return self.o_proj((out - 0.3 * (out * own).sum(-1, keepdim=True) * own).flatten(2))
 
 
-def test_where_features_mix_within_the_outputs_of_a_head_no_output_is_claimed():
+def test_no_output_projection_is_claimed_if_the_output_features_of_a_head_are_mixed():
     torch.manual_seed(0)
     (layer,) = find_attention(nn.Sequential(Exclusive()))
     assert {role: (one.parameter, one.index().tolist()) for role, one in layer.slices.items()} == {
@@ -490,7 +490,7 @@ class Memory(nn.Module):
         return self.e(out) + self.convolution((v * lengths.unsqueeze(-1)).mT).mT
 
 
-def test_what_fails_behind_the_output_projection_hides_no_heads():
+def test_an_error_after_the_output_projection_does_not_hide_the_heads():
     torch.manual_seed(0)
     module = Memory()
     (layer,) = find_attention(nn.Sequential(module))
@@ -514,7 +514,7 @@ class InGroups(nn.Module):
         return self.o_proj(attend(q, k, v).reshape(*query.shape[:2], -1, D))
 
 
-def test_groups_of_tokens_are_no_contradiction():
+def test_attention_within_groups_of_tokens_does_not_contradict_the_heads():
     torch.manual_seed(0)
     module = InGroups()
     (layer,) = find_attention(nn.Sequential(module))
@@ -529,7 +529,7 @@ def test_groups_of_tokens_are_no_contradiction():
 
 
 @pytest.mark.parametrize("shape", [(T, 3, D), (3, T, D), (T, 1, D)])
-def test_heads_are_not_contradicted_wherever_the_length_stands(shape):
+def test_heads_are_verified_with_the_length_in_the_first_or_second_dimension(shape):
     torch.manual_seed(0)
     (layer,) = find_attention(nn.Sequential(by_hand.LengthFirst()))
     x = torch.randn(shape)
@@ -552,7 +552,7 @@ class Viewed(by_hand.Separate):
         return self.out_proj(out.transpose(0, 1).reshape(length, batch, D))
 
 
-def test_another_input_under_any_name_and_views_are_no_hindrance():
+def test_heads_are_read_and_verified_with_a_second_input_of_any_name_and_with_views():
     torch.manual_seed(0)
     (layer,) = find_attention(nn.Sequential(Viewed()))
     assert checked(layer, torch.randn(T, 3, D), torch.randn(T + 2, 3, D)) == {}
@@ -572,7 +572,7 @@ class ManyGates(nn.Module):
         return self.e((attend(q, k, v).unflatten(-1, (64, 4)) * self.gate(x)[..., None].sigmoid()).flatten(2))
 
 
-def test_no_gate_is_taken_for_a_value():
+def test_a_gate_on_the_outputs_is_not_read_as_values():
     torch.manual_seed(0)
     module = ManyGates()
     (layer,) = find_attention(nn.Sequential(module))
@@ -594,7 +594,7 @@ class QueriesInPieces(by_hand.NanoGPT):
 
 
 @pytest.mark.parametrize("length", [3, 4, 8])
-def test_queries_in_pieces_are_no_part_of_what_is_attended(length):
+def test_queries_split_into_pieces_are_no_extra_heads_and_nothing_stays_unexplained(length):
     """With 4 heads, 2 sequences of 16 and pieces of 8, heads x queries are as many tokens as the map gave."""
     torch.manual_seed(0)
     model = nn.Sequential(QueriesInPieces(length))
@@ -619,14 +619,14 @@ class Gated(by_hand.NanoGPT):
         return self.c_proj((weights @ v).transpose(1, 2).flatten(2))
 
 
-def test_attention_by_gates_is_named_and_not_passed_over_in_silence():
+def test_attention_with_sigmoid_weights_is_refused_by_name():
     torch.manual_seed(0)
     model = nn.Sequential(Gated())
     with pytest.warns(UnsupportedAttentionWarning, match=r"`0` \(Gated\).*its weights are not a softmax \(sigmoid\)"):
         assert find_attention(model, forward=lambda: model(torch.randn(2, 6, D))) == []
 
 
-def test_a_gate_that_is_no_attention_is_not_named():
+def test_a_squeeze_and_excitation_gate_is_not_reported_as_attention():
     """Squeeze and excitation: a product with a sigmoid that no scores went into."""
 
     class Excited(nn.Module):
@@ -657,7 +657,7 @@ class PackedInOneParameter(nn.Module):
         return torch.einsum("bhqn,bhnk,hkd->bqd", weights, v, self.back)
 
 
-def test_a_product_of_three_is_taken_apart():
+def test_queries_keys_and_values_from_one_einsum_with_a_packed_parameter_are_read():
     torch.manual_seed(0)
     model = nn.Sequential(PackedInOneParameter())
     (layer,) = find_attention(model)
@@ -679,7 +679,7 @@ class Bilinear(nn.Module):
         return self.o(out.transpose(1, 2).flatten(2))
 
 
-def test_a_product_of_two_inputs_and_a_matrix_is_no_map():
+def test_a_bilinear_product_of_two_inputs_is_refused_as_no_linear_map():
     model = nn.Sequential(Bilinear())
     found = survey(model, forward=lambda: model(torch.randn(2, 6, D)))
     assert not found.layers
@@ -699,7 +699,7 @@ class LearnedTokensBeside(by_hand.NanoGPT):
         return self.c_proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-def test_learned_tokens_are_not_said_to_be_given_by_maps():
+def test_learned_tokens_are_reported_as_left_out():
     model = nn.Sequential(LearnedTokensBeside())
     with pytest.warns(UnsupportedAttentionWarning) as reported:
         (layer,) = find_attention(model, forward=lambda: model(torch.randn(2, 6, D)))
@@ -724,7 +724,7 @@ class TwoScores(by_hand.NanoGPT):
         return self.c_proj(out[0]) + self.layout_proj(out[1])
 
 
-def test_what_a_run_shows_to_mix_is_not_claimed_from_observation():
+def test_scores_that_a_trace_shows_to_be_sums_are_not_claimed_from_observation():
     torch.manual_seed(0)
     model = nn.Sequential(TwoScores())
     found = survey(model, forward=lambda: model(torch.randn(2, 6, D)))
@@ -753,7 +753,7 @@ class OneKeyHead(nn.Module):
 
 
 @pytest.mark.parametrize("mask", ["", "filled", "added"])
-def test_one_key_head_by_einsum_is_read_under_any_mask(mask):
+def test_a_single_key_head_by_einsum_is_read_with_and_without_a_causal_mask(mask):
     """The first query of a causal mask has one key, which shows nothing."""
     module = OneKeyHead(mask)
     (layer,) = find_attention(nn.Sequential(module))
@@ -785,7 +785,7 @@ class FilteredAttention(nn.Module):
         return self.to_out(attended.transpose(2, 3).reshape(x.shape))
 
 
-def test_keys_and_values_of_filters_are_not_called_learned():
+def test_keys_and_values_of_a_strided_convolution_are_refused_by_its_name():
     model = nn.Sequential(FilteredAttention())
     with pytest.warns(
         UnsupportedAttentionWarning, match="come from the convolution `to_kv`, whose filters cover several tokens"

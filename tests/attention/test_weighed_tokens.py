@@ -220,11 +220,11 @@ def test_a_softmax_over_experts_classes_layers_or_features_is_not_reported(modul
 
 @pytest.mark.parametrize("has_forward", [False, True])
 @pytest.mark.parametrize("module", NAMED)
-def test_tokens_that_are_pooled_by_scores_of_their_own_are_named(module, has_forward):
+def test_attention_pooling_without_a_product_of_queries_and_keys_is_refused_for_that(module, has_forward):
     assert _refusals(module, has_forward=has_forward) == [NO_PRODUCTS]
 
 
-def test_three_recurrent_layers_in_a_row_are_run_in_seconds():
+def test_tracing_three_recurrent_layers_in_a_row_takes_less_than_20_seconds():
     start = time.process_time()
     _refusals(LayersWeighed, has_forward=False)
     assert time.process_time() - start < 20  # it took minutes, as each step was followed to the first
@@ -264,11 +264,11 @@ class _OfAList(_Model):
         return self.block([x])
 
 
-def test_a_block_is_not_taken_for_attention_by_how_it_is_made():
+def test_a_block_of_convolutions_is_not_taken_for_attention():
     assert _refusals(ABlockOfConvolutions, has_forward=False) == []
 
 
-def test_what_computed_no_attention_in_a_forward_is_not_listed():
+def test_a_module_that_computed_no_attention_in_a_forward_is_not_listed():
     model, x = _OfAList(KernelsWeighedByAList()), torch.randn(2, 7, WIDTH)
     assert [one.reason for one in survey(model).refused] == ["it could not be run with synthetic inputs"]
     assert survey(model, forward=lambda: model(x)).refused == ()

@@ -129,7 +129,7 @@ def test_finding_and_reading_leave_everything_as_it_was(change):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("change", [spectral, old_spectral, old_weight, pruned])
-def test_the_weight_is_that_of_the_last_forward(change):
+def test_a_reparametrised_weight_is_read_as_in_the_last_forward(change):
     linear = change(nn.Linear(D, D))
     used = []
     handle = linear.register_forward_hook(lambda module, args, output: used.append(output))
@@ -147,7 +147,7 @@ def test_after_an_optimizer_step_the_older_norms_are_computed_anew():
     torch.testing.assert_close(read_tensor(linear, "weight"), 2 * linear.weight.detach())
 
 
-def test_noise_is_left_out():
+def test_a_weight_is_read_without_the_noise_of_its_parametrization():
     linear = noisy(nn.Linear(D, D))
     assert torch.equal(read_tensor(linear, "weight"), 2 * linear.parametrizations.weight.original)
 
@@ -160,7 +160,7 @@ def test_a_weight_that_is_a_property_is_read_without_a_trace():
 
 
 @pytest.mark.parametrize("change", [spectral, noisy])
-def test_gradients_reach_the_parameters_behind(change):
+def test_gradients_of_a_read_weight_reach_the_parameters_of_its_parametrization(change):
     linear = change(nn.Linear(D, D))
     original = linear.parametrizations.weight.original
     (gradient,) = torch.autograd.grad(read_tensor(linear, "weight").square().sum(), original)
@@ -171,7 +171,7 @@ def test_gradients_reach_the_parameters_behind(change):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("change", ALL)
-def test_the_penalty_leaves_vectors_and_counters_as_they_are(change):
+def test_the_penalty_does_not_advance_the_buffers_of_a_parametrization(change):
     module = Attention()
     change(module.k_proj)
     (layer,) = find_attention(nn.Sequential(module))
@@ -184,7 +184,7 @@ def test_the_penalty_leaves_vectors_and_counters_as_they_are(change):
     assert any(not torch.equal(one, parameter.grad) for one, parameter in zip(grads, parameters))
 
 
-def test_a_cache_of_parametrizations_is_left_alone():
+def test_reading_a_weight_does_not_change_the_cache_of_parametrizations():
     linear = spectral(nn.Linear(D, D))
     with parametrize.cached():
         linear.weight  # noqa: B018 - fills the cache
@@ -202,7 +202,7 @@ class Turned(nn.Module):
         return torch.eye(weight.shape[0]) @ weight
 
 
-def test_what_is_computed_is_computed_with_the_users_defaults():
+def test_a_computed_weight_uses_the_default_type_and_device_of_the_user():
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -220,7 +220,7 @@ def test_what_is_computed_is_computed_with_the_users_defaults():
         torch.set_default_dtype(before)
 
 
-def test_a_plain_parameter_is_itself_and_a_lazy_one_is_not_there():
+def test_a_plain_parameter_is_returned_itself_and_a_lazy_one_as_none():
     linear = nn.Linear(2, 2)
     assert read_tensor(linear, "weight") is linear.weight
     assert read_tensor(linear, "scale") is None

@@ -48,7 +48,7 @@ class ByItsMatrix(nn.Module):
 
 @pytest.mark.parametrize("has_forward", [False, True])
 @pytest.mark.parametrize("way", KEYS)
-def test_keys_are_read_from_the_matrix_that_is_multiplied_with_turned_or_not(way, has_forward):
+def test_keys_are_read_from_a_matrix_that_is_used_directly_or_transposed(way, has_forward):
     torch.manual_seed(0)
     module, x = ByItsMatrix(way), torch.randn(2, 5, WIDTH)
     (layer,) = survey(module, forward=(lambda: module(x)) if has_forward else None).layers
@@ -62,7 +62,7 @@ class BothWays(ByItsMatrix):
 
 
 @pytest.mark.parametrize("has_forward", [False, True])
-def test_a_matrix_that_gives_queries_and_turned_gives_keys_is_refused_for_that(has_forward):
+def test_a_matrix_that_gives_queries_and_transposed_gives_keys_is_refused(has_forward):
     module, x = BothWays("called"), torch.randn(2, 5, WIDTH)
     found = survey(module, forward=(lambda: module(x)) if has_forward else None)
     assert found.layers == ()
@@ -81,7 +81,7 @@ class InAnotherShape(ByItsMatrix):
 
 @pytest.mark.parametrize("has_forward", [False, True])
 @pytest.mark.parametrize("kind", [PartOfTheInput, InAnotherShape])
-def test_a_matrix_that_takes_a_part_of_the_input_or_is_shaped_anew_is_not_taken_for_the_parameter(kind, has_forward):
+def test_a_part_or_a_reshape_of_a_parameter_is_not_read_as_the_whole_parameter(kind, has_forward):
     module, x = kind("called"), torch.randn(2, 5, WIDTH)
     found = survey(module, forward=(lambda: module(x)) if has_forward else None)
     assert found.layers == ()

@@ -90,7 +90,7 @@ def test_permuted_heads_of_one_role_are_wrong(role):
     assert f"the claimed {role} heads" in finding.reason
 
 
-def test_heads_that_are_cut_across_each_other_are_wrong():
+def test_heads_shifted_by_one_row_are_wrong():
     torch.manual_seed(0)
     module = by_hand.NanoGPT().eval()
     rows = thirds(module, "c_attn")
@@ -119,7 +119,7 @@ def test_groups_in_another_order_are_wrong():
     assert finding.key_heads != 2  # repeated in tiles, they are not told from as many of their own
 
 
-def test_heads_that_are_claimed_in_an_order_of_their_keys_are_compared_in_it():
+def test_heads_claimed_in_the_order_of_their_key_heads_are_compared_in_that_order():
     torch.manual_seed(0)
     module = by_hand.GroupsTiled()
     claim = claim_of(find_attention(nn.Sequential(module))[0])
@@ -142,7 +142,7 @@ def test_a_wrong_output_weight_or_projection_is_wrong():
     assert "side by side" in judged(shuffled, claim).reason
 
 
-def test_a_norm_a_bias_a_rotation_and_a_factor_leave_a_head_determined_and_mixing_does_not():
+def test_a_head_is_determined_under_norm_bias_rotation_and_scale_and_not_under_mixing():
     g = torch.Generator().manual_seed(0)
     u = torch.randn(B, H, 8, generator=g, dtype=torch.float64)
     bias = torch.randn(H, 8, generator=g, dtype=torch.float64)
@@ -157,7 +157,7 @@ def test_a_norm_a_bias_a_rotation_and_a_factor_leave_a_head_determined_and_mixin
     assert float(determined(mixed, u).diagonal().min()) > 0.02
 
 
-def test_keys_and_queries_are_found_however_they_are_multiplied():
+def test_queries_and_keys_are_recorded_for_every_way_to_multiply_them():
     """A product, a batched one, a sum over letters, and torch's function give the same computation."""
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(B, H, T, 8, generator=g) for _ in range(3))
@@ -196,7 +196,7 @@ def test_keys_and_queries_are_found_however_they_are_multiplied():
         assert heads_of(one, B, T + 1) == H, way
 
 
-def test_queries_of_several_heads_that_meet_one_key_head_are_counted():
+def test_query_heads_that_share_one_key_head_are_counted():
     """As `attn_one_kv_head` of x-transformers multiplies them: no dim of the keys numbers heads."""
     g = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(B, H, T, 8, generator=g), *(torch.randn(B, T, 8, generator=g) for _ in range(2))
@@ -213,7 +213,7 @@ def test_queries_of_several_heads_that_meet_one_key_head_are_counted():
     assert heads_of(one, B, T + 1) == H
 
 
-def test_a_product_with_positions_of_any_size_is_no_reason_not_to_compare():
+def test_heads_are_compared_beside_a_product_with_positions_of_any_size():
     """Positions that are as many as sequences, times something, belong to no sequence all the same."""
     places = torch.randn(H, B, 8, generator=torch.Generator().manual_seed(0))
 
@@ -242,7 +242,7 @@ class TiedRows(nn.Module):
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_scores_that_are_summed_over_rows_are_read_row_by_row(is_first):
+def test_scores_summed_over_rows_are_compared_row_by_row(is_first):
     torch.manual_seed(0)
     ways = ("rinhd,rjnhd->hnij", "hnij,rjnhd->rinhd"), ("brihd,brjhd->bhij", "bhij,brjhd->brihd")
     module = TiedRows(*ways[not is_first])
@@ -351,7 +351,7 @@ CORES = [softly, by_log_sums, in_parts, with_relative_values, with_keys_from_els
 
 @pytest.mark.some_slow(quick=3)
 @pytest.mark.parametrize("core", CORES, ids=lambda core: core.__name__)
-def test_attention_by_odd_means_is_judged_as_strictly(core):
+def test_attention_by_unusual_operations_is_judged_as_strictly(core):
     """Right claims are right; with swapped heads, roles, or outputs the same computation is judged wrong."""
     torch.manual_seed(0)
     module = Attend(core)
@@ -395,7 +395,7 @@ def claimed_by_maps(module: nn.Module, **maps: nn.Module) -> Claim:
     return Claim(module, H, H, 8, 8, heads.__getitem__, maps.get("output"), frozenset(maps))
 
 
-def test_a_layer_without_queries_is_right_only_where_queries_are_learned():
+def test_a_claim_without_queries_is_right_only_if_the_queries_are_learned():
     torch.manual_seed(0)
     pool = Pool()
     finding = judged(pool, claimed_by_maps(pool, key=pool.k, value=pool.v, output=pool.back))
@@ -439,7 +439,7 @@ def test_projections_that_are_convolutions_are_compared_with_and_without_their_o
     assert "output weight" in judged(module, turned).reason
 
 
-def test_keys_that_are_parameters_are_no_tokens():
+def test_attention_to_learned_memory_slots_is_not_recorded_as_attention_over_tokens():
     class Memory(nn.Module):
         def __init__(self):
             super().__init__()
@@ -477,7 +477,7 @@ def test_a_softmax_over_features_is_distinguished_from_one_over_tokens(is_over_t
     assert is_over_features(one, observed, B) is not is_over_tokens
 
 
-def test_normed_values_of_tokens_and_heads_are_no_image_with_tokens_for_channels():
+def test_normed_values_in_four_dimensions_are_not_mistaken_for_an_image():
     """As in Gemma 4's vision tower: what its norm of values gives has four dims, tokens the second of them."""
 
     class NormedValues(nn.Module):
@@ -498,7 +498,7 @@ def test_normed_values_of_tokens_and_heads_are_no_image_with_tokens_for_channels
     assert not is_over_features(one, observed, B)
 
 
-def test_heads_as_wide_as_their_input_are_separated_by_their_inputs():
+def test_swapped_heads_as_wide_as_their_input_are_not_judged_right():
     """Any map of one head's key is a map of another's, for both have all features of the input."""
 
     class Wide(nn.Module):
@@ -534,7 +534,7 @@ class Filtered(Attend):
         return self.back(softly(q, k, v).transpose(1, 2).flatten(2))
 
 
-def test_keys_that_are_filtered_over_time_are_of_several_tokens_of_their_own_head():
+def test_keys_filtered_over_time_are_right_only_for_their_own_head():
     torch.manual_seed(0)
     module = Filtered()
     finding = judged(module, whole(module))
@@ -571,7 +571,7 @@ def fewer_of_mixed_features(q, k, v):
     return fewer(q, k + 0.2 * k.roll(1, -1), v)
 
 
-def test_keys_and_values_that_are_sums_over_tokens_are_of_their_own_head_and_features():
+def test_keys_and_values_summed_over_tokens_are_right_only_for_their_own_head_and_features():
     torch.manual_seed(0)
     module = Attend(fewer)
     finding = judged(module, whole(module))
@@ -587,7 +587,7 @@ def test_keys_and_values_that_are_sums_over_tokens_are_of_their_own_head_and_fea
     assert judged(module, whole(module)).is_right is False
 
 
-def test_an_output_projection_that_takes_more_than_the_heads_is_compared_where_it_takes_them():
+def test_an_output_projection_with_further_inputs_is_compared_in_the_columns_of_the_heads():
     torch.manual_seed(0)
     module = BesideAFilter()
     columns = module.o.weight.detach().mT
@@ -612,7 +612,7 @@ class AsksWhetherTheyAreOne(nn.Module):
         return self.o(softly(*(part.transpose(1, 2) for part in (q, k, v))).transpose(1, 2).flatten(2))
 
 
-def test_what_is_one_tensor_stays_one_where_inputs_are_disturbed():
+def test_identical_arguments_stay_identical_when_inputs_are_perturbed():
     torch.manual_seed(0)
     module = AsksWhetherTheyAreOne()
     parts = module.qkv.weight.detach().view(H, 3, 8, D)
@@ -649,7 +649,7 @@ class OneProductForBothStreams(nn.Module):
     [lambda s: s.transpose(-1, -2), lambda s: s.transpose(3, 2), lambda s: s.mT, lambda s: s.permute(0, 1, 3, 2),
      lambda s: s.permute((0, 1, 3, 2)), lambda s: torch.swapaxes(s, 2, 3)],
 )  # fmt: skip
-def test_scores_that_are_turned_are_those_of_the_other_stream(turn):
+def test_transposed_scores_belong_to_the_other_stream(turn):
     torch.manual_seed(0)
     module = OneProductForBothStreams(turn)
     rows = {name: one.weight.detach() for name, one in module.named_children()}
@@ -681,7 +681,7 @@ class RelativeValues(nn.Module):
         return out
 
 
-def test_what_is_averaged_of_learned_values_and_added_is_a_part_of_what_attention_gives():
+def test_averaged_learned_values_are_part_of_the_attention_output():
     torch.manual_seed(0)
     module = RelativeValues()
     with torch.no_grad(), witness(module) as observed:
@@ -706,7 +706,7 @@ class PooledByOneQuery(nn.Module):
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["shared", "for each head"])
-def test_one_query_for_all_sequences_is_compared_up_to_gains_that_heads_share(own):
+def test_one_query_for_all_sequences_is_compared_up_to_a_gain_shared_by_heads(own):
     torch.manual_seed(0)
     module = PooledByOneQuery(own=own)
     key, value = module.kv.weight.detach().chunk(2)
@@ -757,7 +757,7 @@ class UncalledOutput(nn.Module):
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_an_output_projection_whose_weight_is_used_uncalled_is_compared_with_what_the_module_gives(turned):
+def test_an_output_weight_used_without_calling_its_module_is_compared_with_the_output_of_the_attention(turned):
     torch.manual_seed(0)
     module = UncalledOutput(turned=turned)
     rows = thirds(module, "qkv")
@@ -805,7 +805,7 @@ class OutputBeside(nn.Module):
 
 
 @pytest.mark.parametrize("wrong", ["", "turned", "claim"])
-def test_an_output_weight_that_a_map_beside_the_module_holds_is_compared_with_what_that_map_takes_and_gives(wrong):
+def test_an_output_projection_outside_the_module_is_compared_with_its_own_inputs_and_outputs(wrong):
     torch.manual_seed(0)
     model = OutputBeside(turned=wrong == "turned")
     claim = claimed_by_rows(model.inner, thirds(model.inner, "qkv"))
@@ -832,7 +832,7 @@ class AddsToValues(nn.Module):
         return ((query @ key.mT).softmax(-1) @ value).transpose(1, 2).flatten(2)
 
 
-def test_values_to_which_an_input_is_added_are_right_where_that_is_said_and_no_head_takes_another_s_place():
+def test_values_with_an_added_input_are_right_only_if_the_claim_says_so_and_heads_are_in_order():
     torch.manual_seed(0)
     part, first = AddsToValues(), nn.Linear(D, D)
     rows = {role: one.weight.detach() for role, one in part.maps.items()}
@@ -862,7 +862,7 @@ class TurnsValues(nn.Module):
 
 
 @pytest.mark.parametrize("is_everywhere_the_same", [False, True])
-def test_values_are_left_out_rightly_where_no_one_map_gives_those_of_all_positions(is_everywhere_the_same):
+def test_a_claim_without_values_is_right_if_no_single_projection_gives_all_positions(is_everywhere_the_same):
     torch.manual_seed(0)
     module = TurnsValues(is_everywhere_the_same=is_everywhere_the_same)
     rows = {role: module.maps[role].weight.detach() for role in ("query", "key")}
@@ -901,7 +901,7 @@ _CLAIMS = {
 
 
 @pytest.mark.parametrize("claimed", _CLAIMS)
-def test_behind_filters_over_many_tokens_and_a_norm_it_shows_which_head_changes(claimed):
+def test_changing_one_head_at_a_time_separates_heads_after_filters_and_a_norm(claimed):
     torch.manual_seed(0)
     module = FilteredPixels()
     x = torch.randn(3, 16, D)

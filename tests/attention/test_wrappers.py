@@ -77,7 +77,7 @@ def test_patterns_refusals_and_layers_within_a_wrapped_submodule_have_the_users_
     watch_heads(model, optimizer, exclude=["odd.0"], history=False, verbose=False, **settings).close()
 
 
-def test_a_part_that_the_user_calls_module_is_no_wrapped_model():
+def test_a_submodule_that_the_user_named_module_is_not_taken_for_a_wrapped_model():
     class Holder(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -88,7 +88,7 @@ def test_a_part_that_the_user_calls_module_is_no_wrapped_model():
     assert inner_model(nn.DataParallel(model)) is model
 
 
-def test_a_module_around_one_of_the_users_for_training_is_a_wrapper():
+def test_checkpoint_and_compile_wrappers_are_recognised():
     linear = nn.Linear(2, 2)
     wrapped = [checkpoint_wrapper(linear), torch.compile(linear, backend="eager"), linear, nn.Sequential(linear)]
     assert [bool(is_wrapper(one)) for one in wrapped] == [True, True, False, False]

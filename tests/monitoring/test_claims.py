@@ -56,7 +56,7 @@ def step(monitor: HeadDiversityMonitor, model: nn.Module, number: int):
     return monitor.measure(number).record()
 
 
-def test_a_claim_by_names_is_published_from_the_forward_on_that_confirms_it():
+def test_heads_claimed_by_names_are_published_once_a_forward_confirms_them():
     model = Model(TakesAnObject(), TakesAnObject(), runs=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -78,7 +78,7 @@ def test_a_claim_by_names_is_published_from_the_forward_on_that_confirms_it():
         assert monitor.refused == ()
 
 
-def test_a_claim_by_names_that_the_forward_contradicts_is_never_published():
+def test_heads_claimed_by_names_are_never_published_if_the_forward_contradicts_them():
     model = Model(TakesAnObject(heads=2, claimed=4))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -113,7 +113,7 @@ def reported(model: nn.Module, **options) -> tuple[list[str], HeadDiversityMonit
     return [str(one.message) for one in caught if issubclass(one.category, UnsupportedAttentionWarning)], monitor
 
 
-def test_attention_that_is_not_watched_is_named_once_with_its_module():
+def test_unwatched_attention_is_reported_once_with_its_module():
     messages, monitor = reported(Model(Attention(D, H), Mixing()))
     assert [layer.name for layer in monitor.layers] == ["blocks.0"]
     (message,) = messages
@@ -122,7 +122,7 @@ def test_attention_that_is_not_watched_is_named_once_with_its_module():
 
 
 @pytest.mark.parametrize("patterns", [{"include": ["blocks.0"]}, {"exclude": ["blocks.1*"]}])
-def test_nothing_is_said_of_attention_that_was_left_out(patterns):
+def test_excluded_attention_is_not_reported(patterns):
     messages, _ = reported(Model(Attention(D, H), Mixing()), **patterns)
     assert messages == []
 
@@ -136,7 +136,7 @@ class CallsForward(nn.Module):
         return self.attn.forward(x)
 
 
-def test_a_layer_whose_forward_is_called_without_its_module_is_no_other_attention():
+def test_a_layer_whose_forward_is_called_directly_is_not_reported_as_unwatched_attention():
     model = CallsForward()
     with warnings.catch_warnings(), HeadDiversityMonitor(model, metrics=["hdi"]) as monitor:
         warnings.simplefilter("error", UnsupportedAttentionWarning)
@@ -151,7 +151,7 @@ class AttendsItself(CallsForward):
         return self.attn(x) + F.scaled_dot_product_attention(y, y, y).transpose(1, 2).flatten(2)
 
 
-def test_attention_of_the_models_own_forward_is_named_without_an_empty_name():
+def test_attention_in_the_root_forward_is_reported_without_an_empty_name():
     model = AttendsItself()
     with HeadDiversityMonitor(model, metrics=["hdi"]) as monitor:
         monitor.arm()
@@ -161,7 +161,7 @@ def test_attention_of_the_models_own_forward_is_named_without_an_empty_name():
     assert [word for one in reported for word in ("``", "exclude=") if word in str(one.message)] == []
 
 
-def test_nothing_is_said_where_all_attention_is_watched():
+def test_no_unwatched_attention_is_reported_if_all_of_it_is_watched():
     messages, monitor = reported(Model(Attention(D, H), nn.Sequential(Attention(D, H))))
     assert messages == []
     assert len(monitor.layers) == 2
@@ -180,7 +180,7 @@ class Unnamed(nn.Module):
 
 
 @pytest.mark.parametrize("is_strict", [False, True])
-def test_heads_that_only_the_first_forward_shows_are_no_reason_to_end(is_strict):
+def test_strict_does_not_raise_for_heads_that_the_first_forward_shows(is_strict):
     model = Unnamed()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -203,7 +203,7 @@ class Mlp(nn.Module):
         return self.b(self.a(states.tensor).relu())
 
 
-def test_a_model_that_attends_nowhere_is_reported_at_the_first_forward():
+def test_a_model_without_attention_is_reported_at_the_first_forward():
     model = Mlp()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -26,7 +26,7 @@ def read(monitor: HeadDiversityMonitor, model: Classifier, step: int, layer: str
     ("role", "value", "at"),
     [("query", math.nan, 1), ("key", math.inf, 2), ("value", -math.inf, 2), ("output", math.nan, 0)],
 )
-def test_a_weight_that_is_no_number_is_found_at_the_first_reading_and_at_later_ones(role, value, at):
+def test_a_nan_weight_is_reported_at_the_first_reading_and_at_later_ones(role, value, at):
     torch.manual_seed(0)
     model = Classifier()
     attention = model.blocks[0].attn
@@ -59,7 +59,7 @@ def test_weights_too_large_for_their_squares_are_finite():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("is_padded", [False, True])
-def test_outputs_that_are_no_numbers_are_found_by_head_unless_in_padding(value, is_padded):
+def test_non_finite_outputs_are_counted_per_head_except_in_padding(value, is_padded):
     outputs = torch.randn(7, 3, 4, generator=torch.Generator().manual_seed(0))
     weight = torch.randn(3, 4, 12, generator=torch.Generator().manual_seed(1))
     weights = torch.tensor([1.0, 1, 1, 1, 1, 1, 0])

@@ -34,7 +34,7 @@ def cosines(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cosine_similarity(products[:, None], products[None], dim=-1)
 
 
-def test_circuits_are_those_of_the_products_written_out(model):
+def test_circuits_agree_with_products_computed_by_hand(model):
     with HeadDiversityMonitor(model, metrics=CIRCUITS) as monitor:
         record = monitor.measure(step=0).record()
     for name in LAYERS:
@@ -63,7 +63,7 @@ def test_a_cloned_head_is_named(model):
 
 
 @pytest.mark.parametrize("beside", [[], ["head_correlation"]], ids=["alone", "beside the covariance"])
-def test_contributions_are_those_of_the_head_outputs_written_out(model, beside):
+def test_contributions_agree_with_head_outputs_computed_by_hand(model, beside):
     recorded = {}
     for name in LAYERS:
         model.get_submodule(name).out_proj.register_forward_pre_hook(
@@ -82,7 +82,7 @@ def test_contributions_are_those_of_the_head_outputs_written_out(model, beside):
         assert ("head_correlation" in record.layers[name].values) == bool(beside)  # only what is asked for
 
 
-def test_what_is_not_finite_is_counted_head_by_head_in_every_role(model):
+def test_non_finite_weights_and_outputs_are_counted_per_head_in_every_role(model):
     attn = model.get_submodule(LAYERS[0])
     with torch.no_grad():
         attn.v_proj.weight.unflatten(0, (HEADS, -1))[2, 0, 0] = torch.nan
@@ -126,7 +126,7 @@ def test_movement_is_the_change_since_the_last_reading(model):
 
 
 @pytest.mark.parametrize("others", [[], ["update_hdi"]])
-def test_movement_is_counted_from_each_reading_anew(model, others):
+def test_movement_is_measured_from_the_previous_reading(model, others):
     """Alone, a reading is written over the last one; with curves of updates both are kept till its end."""
     with HeadDiversityMonitor(model, metrics=["head_movement_min", *others]) as monitor:
         monitor.measure(step=0)
@@ -144,7 +144,7 @@ def test_movement_is_counted_from_each_reading_anew(model, others):
             assert record.layers[LAYERS[0]].arrays["head_movement"] == pytest.approx(truth.tolist(), rel=1e-5)
 
 
-def test_more_weights_than_fit_are_absent_and_said_so(model, monkeypatch):
+def test_movement_is_absent_with_a_warning_if_the_weights_exceed_the_memory_limit(model, monkeypatch):
     with HeadDiversityMonitor(model, metrics=["head_movement_min"]) as monitor:
         monkeypatch.setattr(monitor, "_last_weights", LastWeights(largest=1))
         monitor._weight_sources[-1] = type(monitor._weight_sources[-1])(

@@ -43,7 +43,7 @@ def alert_at(step: int, layer: str) -> Alert:
 
 @settings(max_examples=60, deadline=None)
 @given(heads=st.integers(1, 9), low=st.floats(-1e3, 1e3), width=st.floats(0, 1e3), seed=st.integers(0, 99))
-def test_no_entry_is_off_by_more_than_half_a_code(heads, low, width, seed):
+def test_a_decoded_entry_is_off_by_at_most_half_a_quantisation_step(heads, low, width, seed):
     matrix = low + width * symmetric(heads, seed)
     again = decode_layer(encode_layer({"m": matrix}))["m"]
     ranges = matrix.amax() - matrix.amin()
@@ -61,7 +61,7 @@ def test_entries_that_are_not_finite_come_back_as_nan_and_leave_the_others_alone
     assert torch.equal(again["other"], torch.eye(3, dtype=torch.float64))
 
 
-def test_the_format_can_be_read_with_the_standard_library_alone(tmp_path):
+def test_matrices_can_be_decoded_with_the_standard_library_alone(tmp_path):
     record = record_at(0)
     History(tmp_path / "history.jsonl").write(record)
     line = json.loads((tmp_path / "history.matrices").read_text())
@@ -134,7 +134,7 @@ def test_the_numbers_of_single_heads_are_left_out_once_a_quarter_of_the_budget_i
 
 @settings(max_examples=100, deadline=None)
 @given(steps=st.sets(st.integers(0, 10**6), min_size=1, max_size=60), share=st.floats(0, 1.2))
-def test_as_much_is_left_out_as_is_asked_for_and_no_more(steps, share):
+def test_thinning_removes_as_much_as_requested_and_no_more(steps, share):
     sizes = dict.fromkeys(steps, 10)
     surplus = share * 10 * len(steps)
     without = steps_to_leave_out(sizes, surplus)
@@ -143,7 +143,7 @@ def test_as_much_is_left_out_as_is_asked_for_and_no_more(steps, share):
     assert 10 * len(without) <= surplus + 10
 
 
-def test_half_a_line_of_a_killed_process_loses_only_itself(tmp_path):
+def test_a_half_written_line_of_a_killed_process_loses_only_its_own_matrices(tmp_path):
     history = History(tmp_path / "history.jsonl", matrix_every=1)
     for step in (0, 1):
         history.write(record_at(step))
@@ -168,7 +168,7 @@ def test_matrices_beyond_the_checkpoint_that_a_run_resumed_from_do_not_count(tmp
     assert run.matrices(30, "a") == {}
 
 
-def test_a_branch_takes_the_matrices_of_its_parent_with_it(tmp_path):
+def test_a_branch_copies_the_matrices_of_its_parent_up_to_its_step(tmp_path):
     parent = place_history(True, tmp_path / "one", matrix_every=1)
     assert parent is not None
     parent.begin(0, [{"name": "a"}])
@@ -192,7 +192,7 @@ def test_matrices_in_the_lines_of_earlier_versions_are_read(tmp_path):
     assert run.matrices(5, "attn")["overlap"][0, 1] == pytest.approx(0.3)
 
 
-def test_asking_for_the_steps_of_every_layer_walks_the_lines_once(tmp_path, monkeypatch):
+def test_listing_the_steps_of_every_layer_scans_the_file_once(tmp_path, monkeypatch):
     path = tmp_path / "history.jsonl"
     old = {"values": {}, "matrices": {"overlap": [[1.0, 0.5], [0.5, 1.0]]}}
     lines = [
@@ -223,7 +223,7 @@ def test_asking_for_the_steps_of_every_layer_walks_the_lines_once(tmp_path, monk
         {"matrices": 7},
     ],
 )
-def test_what_was_damaged_is_refused_and_read_as_not_kept(tmp_path, damage):
+def test_damaged_matrices_are_refused_and_read_as_not_kept(tmp_path, damage):
     layer = {**encode_layer({"m": torch.eye(3)}), **damage}
     with pytest.raises(MatrixError):
         decode_layer(layer)
@@ -236,7 +236,7 @@ def test_what_was_damaged_is_refused_and_read_as_not_kept(tmp_path, damage):
     assert read_history(history.path).matrices(0, "a") == {}
 
 
-def test_a_reader_that_was_opened_before_the_file_was_thinned_gives_no_matrix_of_another_step(tmp_path):
+def test_a_reader_opened_before_thinning_returns_no_matrix_of_another_step(tmp_path):
     history = History(tmp_path / "history.jsonl", matrix_every=1)
     for step in range(30):
         history.write(record_at(step))

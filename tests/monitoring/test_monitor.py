@@ -28,7 +28,7 @@ def model() -> Classifier:
     return Classifier()
 
 
-def test_a_reading_of_weights_is_that_of_each_layer_alone(model):
+def test_a_reading_of_weights_agrees_with_each_layer_measured_alone(model):
     with HeadDiversityMonitor(model, metrics=["hdi", "hdi_output"]) as monitor:
         record = monitor.measure(step=3).record()
     assert list(record.layers) == LAYERS
@@ -43,7 +43,7 @@ def test_a_reading_of_weights_is_that_of_each_layer_alone(model):
         assert record.layers[name].arrays["worst_pair"] == worst.worst_pair.tolist()
 
 
-def test_head_outputs_are_those_of_the_armed_forward(model):
+def test_head_covariance_is_that_of_the_outputs_in_the_armed_forward(model):
     recorded = {}
 
     def keep(name):
@@ -65,7 +65,7 @@ def test_head_outputs_are_those_of_the_armed_forward(model):
         assert record.layers[name].values["head_covariance"] == pytest.approx(float(truth.covariance), rel=1e-4)
 
 
-def test_without_arming_the_covariance_is_absent_and_nothing_is_said(model):
+def test_without_arming_the_covariance_is_absent_without_a_warning(model):
     with HeadDiversityMonitor(model) as monitor:
         model(tokens())
         tags = monitor.measure(step=0).record().scalars(monitor.metrics)
@@ -73,7 +73,7 @@ def test_without_arming_the_covariance_is_absent_and_nothing_is_said(model):
     assert not [tag for tag in tags if tag.startswith("head_")]
 
 
-def test_an_armed_forward_that_captures_nothing_is_said_once(model):
+def test_an_armed_step_without_a_capture_warns_once(model):
     with HeadDiversityMonitor(model) as monitor, pytest.warns(MonitoringWarning, match="compiled") as caught:
         for step in range(3):
             monitor.arm()  # and no forward at all
@@ -81,7 +81,7 @@ def test_an_armed_forward_that_captures_nothing_is_said_once(model):
     assert len(caught) == 1
 
 
-def test_nothing_captured_outlives_its_reading(model):
+def test_captured_tensors_are_freed_after_their_reading(model):
     captured = []
     with HeadDiversityMonitor(model) as monitor:
         monitor.arm()
@@ -189,7 +189,7 @@ def test_measuring_under_the_users_autocast_changes_nothing(model):
     assert mixed == plain
 
 
-def test_a_single_key_head_has_no_index_and_the_reason_is_given():
+def test_a_single_key_head_has_no_index_and_the_absence_has_its_reason():
     class MultiQuery(nn.Module):
         def __init__(self):
             super().__init__()
@@ -228,7 +228,7 @@ def test_mean_and_minimum_are_over_the_layers(model):
     assert tags["hdi/min"] == min(index)
 
 
-def test_the_hooks_leave_with_the_monitor(model):
+def test_closing_the_monitor_removes_its_hooks(model):
     def hooks():
         return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
 
@@ -246,7 +246,7 @@ def test_no_hook_is_installed_when_no_metric_needs_it(model):
             assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules()), arms
 
 
-def test_a_model_without_attention_lists_what_was_found():
+def test_a_model_without_attention_is_reported_with_the_modules_that_were_found():
     with pytest.warns(MonitoringWarning, match=r"Sequential.*Linear, ReLU, Sequential.*register_layout"):
         HeadDiversityMonitor(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     with pytest.raises(MisconfigurationError, match="nothing to watch"):
@@ -282,14 +282,14 @@ def test_a_layer_on_the_meta_device_costs_its_own_readings_alone(model):
     assert {"hdi", "head_correlation"} <= set(record.layers[LAYERS[1]].values)
 
 
-def test_the_largest_limit_of_tokens_costs_nothing(model):
+def test_a_very_large_max_tokens_allocates_nothing(model):
     with HeadDiversityMonitor(model, max_tokens=sys.maxsize) as monitor:
         monitor.arm()
         model(tokens())
         assert monitor.measure(step=0).record().layers[LAYERS[0]].values["head_correlation"] < 1
 
 
-def test_where_the_user_makes_new_tensors_changes_no_reading(model):
+def test_the_default_device_of_the_user_changes_no_reading(model):
     ids = tokens()
 
     def read() -> list[str]:
@@ -341,7 +341,7 @@ def test_outputs_that_the_fast_path_of_torch_computed_are_absent_with_that_reaso
     assert "head_correlation" in record.layers["own.blocks.0.attn"].values
 
 
-def test_a_weight_that_lies_in_a_parameter_is_looked_up_once_for_all_that_is_computed_of_it(model, monkeypatch):
+def test_a_weight_that_is_a_parameter_is_looked_up_once_per_reading(model, monkeypatch):
     asked = []
     of = AttentionLayer.weight
 
@@ -365,7 +365,7 @@ def test_a_weight_that_lies_in_a_parameter_is_looked_up_once_for_all_that_is_com
     assert before.layers[LAYERS[0]].values["hdi"] < 0.99
 
 
-def test_a_new_user_sees_eight_curves_of_a_layer_at_most(model, tmp_path):
+def test_the_default_settings_log_at_most_eight_curves_per_layer(model, tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     heads = watch_heads(model, optimizer, every_n_steps=1, log_dir=tmp_path, tensorboard=True, verbose=False)
     with heads.step():
@@ -404,9 +404,7 @@ def test_attention_rows_form_no_matrix_of_all_queries_and_keys():
 
 
 @pytest.mark.parametrize("metric", ["head_covariance", "token_rank"])
-def test_ranks_agree_on_a_captured_forward_whether_outputs_or_inputs_are_all_that_is_captured(
-    model, metric, monkeypatch
-):
+def test_ranks_agree_on_a_captured_forward_if_only_outputs_or_only_inputs_are_captured(model, metric, monkeypatch):
     armed = []
     with HeadDiversityMonitor(model, metrics=[metric]) as monitor:
         join = monitor._rendezvous.join

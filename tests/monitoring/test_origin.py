@@ -37,7 +37,7 @@ def test_digamma_and_trigamma_agree_with_scipy():
 
 
 @pytest.mark.parametrize(("k", "d"), [(4, 32), (16, 64), (16, 16)])
-def test_the_law_of_the_flatness_is_that_of_gaussian_heads(k, d):
+def test_the_distribution_of_the_flatness_is_that_of_gaussian_heads(k, d):
     draw = torch.Generator().manual_seed(0)
     flatness = head_diversity(torch.randn(4000, 1, k, d, generator=draw)).flatness.double().log().flatten()
     mean, deviation = origin._law(k, d)
@@ -47,7 +47,7 @@ def test_the_law_of_the_flatness_is_that_of_gaussian_heads(k, d):
 
 @pytest.mark.some_slow(quick=3)
 @pytest.mark.parametrize("name", INITIALISATIONS)
-def test_no_fresh_layer_is_taken_for_a_trained_one(name):
+def test_no_fresh_layer_is_classified_as_trained(name):
     torch.manual_seed(0)
     taken = 0
     for heads, k, d in [(4, 8, 32), (4, 16, 64), (8, 2, 16), (2, 16, 16), (4, 12, 48), (8, 64, 512)]:
@@ -59,7 +59,7 @@ def test_no_fresh_layer_is_taken_for_a_trained_one(name):
     assert taken == 0
 
 
-def test_copied_or_dead_heads_do_not_make_a_fresh_layer_a_trained_one():
+def test_a_fresh_layer_with_copied_or_dead_heads_is_not_classified_as_trained():
     torch.manual_seed(0)
     weight = torch.randn(4, 8, 32)
     weight[1:] = weight[:1].clone()
@@ -72,7 +72,7 @@ def test_copied_or_dead_heads_do_not_make_a_fresh_layer_a_trained_one():
 
 
 @pytest.mark.slow
-def test_a_model_that_has_learned_is_recognised_by_its_weights_and_is_quiet_where_it_is_trained_on():
+def test_a_trained_model_is_recognised_by_its_weights_and_raises_no_alert_at_its_first_reading():
     torch.manual_seed(0)
     model, data = Model(Shape(layers=2, width=48)), Data("text", 0, 8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)

@@ -76,7 +76,7 @@ def layers_with(record: Record, metric: str) -> list[int]:
     return [place for place, layer in enumerate(record.layers.values()) if metric in layer.values]
 
 
-def test_each_wide_layer_has_its_turn_at_every_fourth_or_eighth_reading_and_all_at_the_first(tmp_path):
+def test_wide_layers_are_measured_all_at_the_first_reading_and_then_every_fourth_or_eighth_in_rotation(tmp_path):
     _, records = watched(classifier(WIDE), tmp_path, last=5)
     everyone = list(range(BLOCKS))
     for metric in IN_TURN:
@@ -98,7 +98,7 @@ def test_layers_of_ordinary_width_are_measured_at_every_reading(tmp_path):
         assert [layers_with(record, metric) for record in records[:3]] == [[0, 1]] * 3, metric
 
 
-def test_what_is_asked_for_by_name_is_measured_at_every_reading(tmp_path, small_is_wide):
+def test_metrics_named_by_the_user_are_measured_at_every_reading(tmp_path, small_is_wide):
     _, records = watched(classifier(), tmp_path, last=6, metrics=["default", "attention_sink", "circuit_qk"])
     everyone = list(range(BLOCKS))
     for metric in ("attention_sink", "attention_logit", "circuit_qk", "circuit_qk_worst"):
@@ -114,7 +114,7 @@ class Own(Rule):
         return None
 
 
-def test_interventions_and_rules_of_the_users_see_every_layer_at_every_reading(small_is_wide):
+def test_user_interventions_and_rules_get_every_layer_at_every_reading(small_is_wide):
     assert Settings().measuring["rotate_layers"]
     assert Settings(alerts=default_rules()).measuring["rotate_layers"]
     assert not Settings(alerts=[*default_rules(), Own()]).measuring["rotate_layers"]
@@ -126,7 +126,7 @@ def test_interventions_and_rules_of_the_users_see_every_layer_at_every_reading(s
     assert [layers_with(record, "circuit_qk_worst") for record in records] == [list(range(BLOCKS))] * 3
 
 
-def test_values_are_the_same_in_turn_and_every_time(small_is_wide):
+def test_values_with_rotation_equal_values_without(small_is_wide):
     found = []
     for rotate_layers in (False, True):
         model, records = classifier(), []
@@ -150,7 +150,7 @@ def test_values_are_the_same_in_turn_and_every_time(small_is_wide):
             assert found_here == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-def test_training_in_turns_is_bit_for_bit_that_without_a_monitor(tmp_path, small_is_wide):
+def test_training_with_rotation_is_bit_identical_to_training_without_a_monitor(tmp_path, small_is_wide):
     alone, beside = classifier(), classifier()
     train(alone, 0, 6)
     watched(beside, tmp_path, last=6)
@@ -158,7 +158,7 @@ def test_training_in_turns_is_bit_for_bit_that_without_a_monitor(tmp_path, small
         assert torch.equal(one, other)
 
 
-def test_a_resumed_run_begins_with_a_whole_reading_and_goes_on_in_turn(tmp_path, small_is_wide):
+def test_a_resumed_run_starts_with_a_full_reading_and_continues_the_rotation(tmp_path, small_is_wide):
     model = classifier()
     state, _ = watched(model, tmp_path, last=3)
     _, records = watched(model, tmp_path, first=3, last=9, state=state)
@@ -169,7 +169,7 @@ def test_a_resumed_run_begins_with_a_whole_reading_and_goes_on_in_turn(tmp_path,
     assert later[1:5] == [[3], [2], [1], [0, 4]]
 
 
-def test_a_forward_that_is_armed_and_given_up_takes_no_turn(small_is_wide):
+def test_an_armed_step_that_is_released_does_not_advance_the_rotation(small_is_wide):
     model = classifier()
     with HeadDiversityMonitor(model, rule_metrics=RULE_METRICS, rotate_layers=True) as monitor:
         monitor.measure(0)
@@ -183,7 +183,7 @@ def test_a_forward_that_is_armed_and_given_up_takes_no_turn(small_is_wide):
 
 
 @pytest.mark.parametrize("source", EVERY)
-def test_every_layer_of_a_model_has_its_turn_as_often_as_is_said(source):
+def test_every_wide_layer_is_measured_once_per_rotation_period(source):
     layers = [{"name": str(place), "num_heads": 12, "head_dim": 64, "width": 768} for place in range(11)]
     layers.insert(3, {"name": "narrow", "num_heads": 4, "head_dim": 16, "width": 64})
     rotation, every = LayerRotation([source]), EVERY[source]
@@ -201,7 +201,7 @@ def test_every_layer_of_a_model_has_its_turn_as_often_as_is_said(source):
         assert set().union(*measured[first : first + every]) == {facts["name"] for facts in layers}
 
 
-def test_products_that_nothing_takes_at_this_reading_take_no_room():
+def test_products_of_layers_not_due_at_this_reading_are_not_kept():
     role: Role = "key"
     part = HeadProducts(((slice(0, 1), torch.zeros(1, 2, 1, 2)),), torch.ones(1))
     shared = SharedProducts(part.nbytes, frozenset({role}))
@@ -226,13 +226,13 @@ def judged(rule: Rule, metric: str, values: list[float | None], **arrays) -> tup
     return alerts, news
 
 
-def test_three_readings_in_a_row_are_three_of_the_layers_own():
+def test_a_streak_counts_only_readings_that_measured_the_layer():
     _, news = judged(TokensAlike(), "token_cosine", [0.1, 0.1, 0.1, 0.1, None, 0.999, None, 0.9991, None, 0.9992])
     assert [len(one) for one in news] == [0] * 9 + [1]
     assert news[-1][0].finding.since == 50, "since the first of its own readings at which it was so"
 
 
-def test_an_alert_stays_active_while_other_layers_have_their_turn_and_ends_at_a_reading_of_its_own():
+def test_an_alert_stays_active_until_its_own_layer_is_measured_again():
     values = [1.0, 90.0, None, None, None, 95.0, None, None, None, 2.0, None]
     alerts, news = judged(LogitGrowth(), "attention_logit", values, of=["attention_logit"])
     assert [len(one) for one in news] == [0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 0]
@@ -248,7 +248,7 @@ def test_an_alert_stays_active_while_other_layers_have_their_turn_and_ends_at_a_
         (LogitGrowth(), "attention_logit", 1.0, 90.0),
     ],
 )
-def test_an_alarm_says_since_when_by_the_readings_that_the_layer_had(rule, metric, quiet, loud):
+def test_the_start_of_a_finding_is_counted_in_readings_of_its_own_layer(rule, metric, quiet, loud):
     alerts = Alerts([rule], [{"name": "layer", "num_heads": 2, "num_key_heads": 2, "head_dim": 4, "width": 64}])
     worse = loud + 0.01
     of_heads = {"attention_ahead": [loud] * 2, "attention_logit": [loud] * 2, "circuit_qk_worst_pair": [0, 1]}
@@ -263,7 +263,7 @@ def test_an_alarm_says_since_when_by_the_readings_that_the_layer_had(rule, metri
     assert again.since == 30, "a reading of other layers does not end what has gone on"
 
 
-def test_the_movement_of_wide_layers_is_read_off_a_quarter_of_their_weights():
+def test_movement_of_wide_layers_is_measured_on_a_quarter_of_their_weights():
     model = classifier(WIDE, 1)
     attention, head_dim = model.blocks[0].attn, WIDE // 4
     maps = [attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj]
@@ -294,7 +294,7 @@ def test_the_movement_of_wide_layers_is_read_off_a_quarter_of_their_weights():
 
 
 @pytest.mark.parametrize("options", [{"metrics": ["default", "head_movement_min"]}, {"rotate_layers": False}])
-def test_movement_that_is_asked_for_or_counted_on_is_that_of_all_weights(options):
+def test_movement_uses_all_weights_if_named_by_the_user_or_without_rotation(options):
     model = classifier(WIDE, 1)
     with HeadDiversityMonitor(model, **{"rule_metrics": RULE_METRICS, "rotate_layers": True, **options}) as monitor:
         monitor.measure(0)

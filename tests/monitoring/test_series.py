@@ -17,7 +17,7 @@ def series(*rows: Row, first: Row | None = None) -> Series:
     return found
 
 
-def test_numbers_of_heads_are_nan_where_they_are_not_finite_and_none_where_they_were_not_measured():
+def test_per_head_numbers_are_nan_if_not_finite_and_empty_if_not_measured():
     row = Row(3, {}, {"rank": [2, None, 4.5]})
     numbers = row.per_head("rank")
     assert (numbers[0], numbers[2]) == (2.0, 4.5)
@@ -25,7 +25,7 @@ def test_numbers_of_heads_are_nan_where_they_are_not_finite_and_none_where_they_
     assert row.per_head("alignment") == []
 
 
-def test_pairs_of_earlier_readings_are_kept_and_their_other_arrays_let_go():
+def test_earlier_readings_keep_their_pairs_and_drop_their_other_arrays():
     rows = [Row(step, {}, {"worst_pair": [step, 9], "rank": [step]}, matrices={"m": torch.ones(1)}) for step in (0, 5)]
     found = series(*rows)
     assert [dict(row.arrays) for row in found.rows] == [{"worst_pair": [0, 9]}, {"worst_pair": [5, 9], "rank": [5]}]
@@ -41,13 +41,13 @@ def test_the_first_reading_and_the_latest_64_are_kept():
     assert found.latest.step == 99
 
 
-def test_a_new_series_knows_of_no_training_before_it_and_of_nothing_that_was_rewritten():
+def test_a_new_series_is_not_pretrained_and_has_no_rewritten_heads():
     found = series(Row(0, {}))
     assert (found.is_pretrained, found.do_others_move, found.rewritten) == (False, False, set())
     assert Series("layer", {}, 1, Row(0, {}), is_pretrained=True).is_pretrained
 
 
-def test_a_curve_has_the_readings_that_measured_it():
+def test_a_curve_has_only_the_readings_that_measured_it():
     found = series(Row(0, {"a": 1.0}), Row(5, {"b": 7.0}), Row(9, {"a": 3.0}))
     assert found.curve("a") == ([0, 9], [1.0, 3.0])
     assert found.value("a") == 3.0
@@ -64,12 +64,12 @@ def test_a_curve_has_the_readings_that_measured_it():
         (0, [-1.0, 2.0], False),
     ],
 )
-def test_what_holds_from_the_start_holds_at_step_0_and_ever_since(first, values, holds):
+def test_a_condition_holds_from_the_start_if_it_holds_at_step_0_and_at_every_later_reading(first, values, holds):
     rows = [Row(first + 10 * place, {"a": value}) for place, value in enumerate(values)]
     assert series(*rows).holds_from_start(lambda row: row.values["a"] > 0) == holds
 
 
-def test_the_first_reading_counts_when_it_is_no_longer_among_the_latest():
+def test_the_first_reading_still_counts_after_it_left_the_window_of_latest_readings():
     rows = [Row(step, {"a": -1.0 if step == 0 else 1.0}) for step in range(80)]
     assert not series(*rows).holds_from_start(lambda row: row.values["a"] > 0)
 

@@ -39,7 +39,7 @@ def test_a_monitor_that_breaks_the_promise_is_caught(fault: Fault):
     assert any(fault.difference in one for one in result.differences), report(result)
 
 
-def test_a_hook_that_stays_is_detected():
+def test_a_hook_that_is_not_removed_is_detected():
     with leaving_hooks():
         result = compare(PLAINEST)
     assert any(one.startswith("hooks of modules: head None alone, 1 watched") for one in result.differences)

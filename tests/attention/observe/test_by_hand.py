@@ -73,7 +73,7 @@ def is_right(core: Core, layer: AttentionLayer, model: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("name", [name for name, case in ALL.items() if not case.none and name not in ELSEWHERE])
-def test_attention_is_observed_and_no_proposed_head_is_wrong(name):
+def test_attention_of_handmade_modules_is_observed_and_no_proposed_head_is_wrong(name):
     observer = observed(name)
     assert observer.failures == []
     assert bool(observer.cores) == (name not in NOT_SEEN)
@@ -85,7 +85,7 @@ def test_attention_is_observed_and_no_proposed_head_is_wrong(name):
             assert name in OTHERS or any(is_right(core, layer, observer._model.written[0]) for core in ALL[name].cores)
 
 
-def test_the_heads_of_two_thirds_of_them_are_found_by_looking_on_alone():
+def test_heads_of_more_than_a_hundred_handmade_modules_are_found_by_observation_alone():
     found = [name for name, case in ALL.items() if not case.none and not case.refused and name not in ELSEWHERE
              and any(isinstance(one, AttentionLayer) for one in observed(name).proposals().values())]  # fmt: skip
     assert len(found) > 100

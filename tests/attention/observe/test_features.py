@@ -34,7 +34,7 @@ def turned(x: Tensor, apart: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("how", ["as they are", "scaled", "turned halves", "turned neighbours", "with a large mean"])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_map_that_gave_the_heads_is_never_ruled_out(how, dtype, seed):
+def test_the_filter_never_rules_out_the_linear_map_that_gave_the_heads(how, dtype, seed):
     torch.manual_seed(seed)
     made = torch.randn(P, 40) + 100 * (how == "with a large mean")
     heads = made[:, torch.randperm(40 - WIDTH * H)[0] :][:, : H * WIDTH].view(P, H, WIDTH)
@@ -112,7 +112,7 @@ def comparisons_of_the_first_reading(layers: int, is_odd: bool) -> Counter[str]:
 @pytest.mark.some_slow(quick=1)
 @pytest.mark.filterwarnings("ignore::hdi_callback.errors.HDIWarning")
 @pytest.mark.parametrize("is_odd", [False, True], ids=["layers that are watched", "layers that nothing explains"])
-def test_the_first_reading_compares_each_layer_with_what_ran_near_it(is_odd):
+def test_comparisons_in_the_first_reading_grow_linearly_with_the_number_of_layers(is_odd):
     """Not with every map of the model, which made 32 layers take a minute and a half."""
     few, many = (comparisons_of_the_first_reading(layers, is_odd) for layers in (3, 9))
     assert few.total() > 0
@@ -120,7 +120,7 @@ def test_the_first_reading_compares_each_layer_with_what_ran_near_it(is_odd):
 
 
 @pytest.mark.parametrize("is_head_first", [True, False])
-def test_of_a_norm_of_heads_the_tokens_and_heads_are_compared_in_whichever_order_they_lie(is_head_first):
+def test_a_norm_over_heads_is_matched_with_heads_or_tokens_as_the_first_dimension(is_head_first):
     stack: Any = SimpleNamespace(owner="", innermost=None)
     log = MapLog(stack, {}, keeps_samples=True, claimed=frozenset())
     weight, x = torch.randn(12, 12), torch.randn(2, 5, 12)

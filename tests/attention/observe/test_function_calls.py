@@ -26,11 +26,11 @@ from hdi_callback.attention.observe.scores.products import product_of
         ("index_add", "index_add"),
     ],
 )
-def test_a_function_in_place_or_as_an_operator_is_the_same_operation(name, base):
+def test_an_in_place_function_or_an_operator_has_the_name_of_its_base_operation(name, base):
     assert Call(name, (), {}, None).base == base
 
 
-def test_arguments_are_found_by_position_or_name_and_tensors_in_lists_too():
+def test_arguments_are_found_by_position_or_name_and_tensors_inside_lists():
     a, b, c, d = torch.zeros(4, 1)
     call = Call("cat", (1, [a, 2, b]), {"out": c, "others": (d,)}, (a, None, b))
     assert call.argument(0, "out") == 1
@@ -42,11 +42,11 @@ def test_arguments_are_found_by_position_or_name_and_tensors_in_lists_too():
 
 
 @pytest.mark.parametrize(("dim", "expected"), [(0, -3), (2, -1), (-1, -1), (-3, -3)])
-def test_a_dimension_is_counted_from_the_last(dim, expected):
+def test_dimensions_are_counted_from_the_last(dim, expected):
     assert from_the_end(dim, 3) == expected
 
 
-def test_a_note_is_of_one_tensor_and_goes_with_it():
+def test_a_note_belongs_to_one_tensor_and_is_deleted_with_it():
     notes: TensorNotes[str] = TensorNotes()
     one, other = torch.zeros(2), torch.zeros(2)
     assert not notes
@@ -62,7 +62,7 @@ def test_a_note_is_of_one_tensor_and_goes_with_it():
     assert notes.get(other) is None
 
 
-def test_a_product_over_two_dimensions_is_one_of_matrices_with_both_side_by_side():
+def test_an_einsum_over_two_dimensions_is_one_matrix_product_over_both_flattened():
     left, right = torch.randn(3, 5, 2, 4), torch.randn(3, 6, 2, 4)
     equation = "rihd,rjhd->hij"
     product = product_of(Call("einsum", (equation, left, right), {}, None), left, right)
@@ -71,7 +71,7 @@ def test_a_product_over_two_dimensions_is_one_of_matrices_with_both_side_by_side
     torch.testing.assert_close(product.left @ product.right.mT, torch.einsum(equation, left, right))
 
 
-def test_what_is_added_to_scores_and_no_mask_that_only_hides_moves_their_bound():
+def test_a_bias_of_the_scores_moves_their_bound_and_a_mask_that_only_hides_does_not():
     query, key = torch.randn(2, 5, 4), torch.randn(2, 6, 4)
     mask, bias = torch.ones(5, 6, dtype=torch.bool), torch.randn(5, 6)
     taken: list[Any] = []

@@ -75,7 +75,7 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("case", RIGHT)
-def test_heads_that_are_where_they_are_said_to_be_are_established(case):
+def test_right_claims_are_established_by_observation(case):
     kind, claim = RIGHT[case]
     inner = built(kind)
     verdict = observed(inner, claim(inner)).verdicts()["inner"]
@@ -124,7 +124,7 @@ class Plain(models.Separate):
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_heads_that_are_elsewhere_are_contradicted_by_what_was_observed(case):
+def test_wrong_claims_are_contradicted_by_observation(case):
     kind, claim, said = WRONG[case]
     inner = built(Plain if kind is models.Separate else kind)
     verdict = observed(inner, claim(inner)).verdicts()["inner"]
@@ -133,7 +133,7 @@ def test_heads_that_are_elsewhere_are_contradicted_by_what_was_observed(case):
 
 
 @pytest.mark.parametrize("kind", [models.TokensMixed, models.ValuesSquashed, models.OverChannels])
-def test_what_is_no_feature_of_the_map_is_neither_established_nor_contradicted(kind):
+def test_heads_that_are_no_features_of_the_linear_map_stay_undecided(kind):
     inner = built(kind)
     claim = fused(inner) if kind is models.OverChannels else separate(inner)
     observer = observed(inner, claim)
@@ -168,7 +168,7 @@ class SumsHeads(models.Separate):
         (SumsHeads, "no attention was observed in its module"),
     ],
 )
-def test_a_product_of_weights_that_is_no_average_of_one_heads_values_is_not_taken_for_one(kind, reason):
+def test_weights_that_mix_heads_or_do_not_average_the_values_leave_the_claim_undecided(kind, reason):
     inner = built(kind)
     verdict = observed(inner, separate(inner)).verdicts()["inner"]
     assert (verdict.state, verdict.sentence) == ("undecided", reason)
@@ -192,7 +192,7 @@ class OneByOne(nn.Module):
 
 
 @pytest.mark.parametrize("bent", [None, 0, 2])
-def test_heads_that_are_computed_one_by_one_are_established_if_every_one_of_them_is(bent):
+def test_heads_computed_one_by_one_are_established_only_if_all_of_them_match(bent):
     inner = built(OneByOne)
     (claim,) = find_attention(Around(inner))
     inner.bent = bent
@@ -228,7 +228,7 @@ class Rotary(models.Separate):
 
 @pytest.mark.parametrize("part", [8, 4])
 @pytest.mark.parametrize("kind", ["halves", "neighbours"])
-def test_rotated_heads_are_established_and_shifted_ones_are_not(kind, part):
+def test_rotary_heads_are_established_and_shifted_claims_are_not(kind, part):
     inner = built(Rotary, kind=kind, part=part)
     claim = separate(inner)
     assert observed(inner, claim).verdicts()["inner"].state == "established"
@@ -283,7 +283,7 @@ class TwoStreams(nn.Module):
         return self.out_proj(out[:, : image.shape[1]])
 
 
-def test_keys_of_a_second_stream_are_accounted_for_in_part():
+def test_keys_of_a_second_stream_are_reported_as_partly_unexplained():
     inner = built(TwoStreams)
     observer = observed(inner, separate(inner), torch.randn(B, T, D), torch.randn(B, 4, D))
     (one,) = observer.unexplained()
@@ -304,7 +304,7 @@ class TwoInOne(Plain):
         return super().forward(x) + torch.einsum("bhts,bhsk->bthk", weights, v).flatten(2)
 
 
-def test_an_attention_that_no_layer_explains_is_named():
+def test_a_second_attention_by_other_projections_is_reported_as_unexplained():
     inner = built(TwoInOne)
     observer = observed(inner, separate(inner))
     (one,) = observer.unexplained()
@@ -328,7 +328,7 @@ class HalfOfTheHeads(nn.Module):
         return self.out(torch.cat([first, second], -1))
 
 
-def test_a_second_attention_by_other_rows_of_the_same_map_is_named():
+def test_a_second_attention_by_other_rows_of_the_same_projection_is_reported_as_unexplained():
     inner, width = built(HalfOfTheHeads), D // 4
     slices = {
         role: HeadSlice(inner, "qkv.weight", 2, width, start=number * D)
@@ -372,7 +372,7 @@ class Gated(models.Separate):
         (lambda: Gated(lambda scores: scores), "linear", "its weights are not a softmax (linear)"),
     ],
 )
-def test_attention_with_other_weights_is_named_with_its_kind_and_not_read(inner, kind, unread):
+def test_attention_without_softmax_weights_is_reported_with_its_kind_and_not_read(inner, kind, unread):
     observer = AttentionObserver(Around(built(inner)), reduce_rows=lambda chunk: chunk.weights)
     observer.arm()
     observer._model(torch.randn(B, T, D))
@@ -390,7 +390,7 @@ def test_attention_with_other_weights_is_named_with_its_kind_and_not_read(inner,
         (lambda: Rotary("halves"), separate),
     ],
 )
-def test_heads_that_nobody_claims_are_found(kind, claim):
+def test_heads_without_a_claim_are_proposed_from_observation(kind, claim):
     inner = built(kind)
     expected = claim(inner)
     (found,) = observed(inner, None).proposals().values()
@@ -411,7 +411,7 @@ class OfTwoStreams(models.Separate):
 
 
 @pytest.mark.parametrize("keys", [4, 11])
-def test_heads_that_nobody_claims_are_found_where_queries_are_more_or_fewer_than_keys(keys):
+def test_heads_without_a_claim_are_proposed_with_more_or_fewer_queries_than_keys(keys):
     inner = built(OfTwoStreams)
     (found,) = observed(inner, None, torch.randn(B, T, D), torch.randn(B, keys, D)).proposals().values()
     assert isinstance(found, AttentionLayer), found
@@ -444,7 +444,7 @@ def test_heads_are_established_in_every_type_of_number(dtype):
     )
 
 
-def test_heads_that_became_one_are_still_where_they_are():
+def test_heads_that_collapsed_into_one_are_not_contradicted():
     """A collapse must not be taken for a contradiction: heads of equal weights cannot be told apart."""
     inner = built(Plain)
     with torch.no_grad():
@@ -468,7 +468,7 @@ def test_a_layer_that_did_not_run_is_not_observed_and_says_so():
     assert observer.verdicts()["inner.other"].sentence == "no attention was observed in its module"
 
 
-def test_nothing_is_read_by_the_host_while_a_forward_runs():
+def test_judging_reads_no_value_on_the_host_during_a_forward():
     """A tensor on the meta device has no numbers: whoever asks for one fails."""
     model = Around(Rotary("halves")).to("meta")
     observer = AttentionObserver(
@@ -498,7 +498,7 @@ class ManyExperts(nn.Module):
         return self.other(x)
 
 
-def test_maps_of_many_experts_do_not_push_out_those_of_claims():
+def test_linear_maps_of_many_experts_do_not_evict_those_of_claimed_layers():
     inner = built(ManyExperts)
     claims = [replace(separate(getattr(inner, name)), name=f"inner.{name}") for name in ("one", "other")]
     model = Around(inner)

@@ -43,7 +43,7 @@ def readings(model: nn.Module, *, keeps_samples: bool) -> list[tuple[object, ...
 
 
 @pytest.mark.parametrize("where", ["kernel", "nowhere", "scores", "normed scores", "weights"])
-def test_what_is_observed_of_attention_does_not_depend_on_samples(where):
+def test_later_readings_without_samples_observe_the_same_attention(where):
     torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(16), Mixing(where))
     later = readings(model, keeps_samples=False)
@@ -53,7 +53,7 @@ def test_what_is_observed_of_attention_does_not_depend_on_samples(where):
         assert (later[0][3] is None) == (where == "scores")
 
 
-def test_maps_and_norms_are_not_observed_where_no_samples_are_kept(monkeypatch):
+def test_linear_maps_and_norms_are_not_recorded_if_no_samples_are_kept(monkeypatch):
     examined = []
     for name in ("map_ran", "norm_ran", "module_ran"):
         monkeypatch.setattr(map_log.MapLog, name, lambda *args, name=name, **options: examined.append(name))

@@ -131,7 +131,7 @@ def require_rows(core, weights: Tensor, visible: Tensor) -> None:
 
 
 @pytest.mark.parametrize("way", ways(Read))
-def test_what_hides_a_key_is_known_however_it_is_written(way):
+def test_hidden_keys_are_known_for_every_way_to_write_a_mask(way):
     torch.manual_seed(0)
     model, x = nn.Sequential(Read(way)), torch.randn(B, T, 16)
     (core,) = observed(model, lambda: model(x)).cores
@@ -141,7 +141,7 @@ def test_what_hides_a_key_is_known_however_it_is_written(way):
 
 
 @pytest.mark.parametrize("way", ways(Read))
-def test_the_bound_of_the_scores_holds_and_is_not_far_above_them_however_masks_are_written(way):
+def test_the_bound_of_the_scores_holds_and_is_tight_for_every_way_to_write_a_mask(way):
     torch.manual_seed(0)
     model, x = nn.Sequential(Read(way)), torch.randn(B, T, 16)
     (core,) = observed_sums(model, lambda: model(x)).cores
@@ -154,7 +154,7 @@ def test_the_bound_of_the_scores_holds_and_is_not_far_above_them_however_masks_a
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_a_number_that_is_added_to_all_scores_moves_their_bound_by_as_much(sign):
+def test_a_constant_added_to_all_scores_moves_their_bound_by_the_same_amount(sign):
     class Shifted(Attention):
         def shifted(self, q, k):
             scores = q @ k.mT / 2
@@ -168,7 +168,7 @@ def test_a_number_that_is_added_to_all_scores_moves_their_bound_by_as_much(sign)
 
 
 @pytest.mark.parametrize("way", ways(Changed))
-def test_where_scores_are_changed_in_another_way_all_keys_are_taken_as_attended_and_no_bound_is_claimed(way):
+def test_scores_changed_in_an_unknown_way_have_all_keys_visible_and_no_bound(way):
     torch.manual_seed(0)
     model, x = nn.Sequential(Changed(way)), torch.randn(B, T, 16)
     (core,) = observed(model, lambda: model(x)).cores
@@ -178,7 +178,7 @@ def test_where_scores_are_changed_in_another_way_all_keys_are_taken_as_attended_
 
 
 @pytest.mark.parametrize("way", ways(Altered))
-def test_rows_of_weights_that_are_changed_after_the_softmax_are_not_read(way):
+def test_attention_weights_changed_after_the_softmax_are_not_read(way):
     torch.manual_seed(0)
     model, x = nn.Sequential(Altered(way)), torch.randn(B, T, 16)
     (core,) = observed(model, lambda: model(x)).cores
@@ -186,7 +186,7 @@ def test_rows_of_weights_that_are_changed_after_the_softmax_are_not_read(way):
     assert core.rows is None
 
 
-def test_masks_over_dimensions_in_another_order_are_read_from_the_scores():
+def test_a_mask_on_transposed_scores_is_read_from_the_scores():
     torch.manual_seed(0)
     model, x = nn.Sequential(Swapped("keys_on_the_left")), torch.randn(B, T, 16)
     (core,) = observed(model, lambda: model(x)).cores
@@ -215,7 +215,7 @@ def test_keys_that_no_query_of_a_sequence_sees_are_marked_by_sequence(shape):
 
 
 @pytest.mark.parametrize("window", [-1, 0, 1, 3])
-def test_a_window_hides_the_keys_that_lie_further_back_than_it_reaches(window):
+def test_a_sliding_window_hides_the_keys_before_its_start(window):
     n, offset = 6, 1
     term = MaskTerm(None, "causal", offset=offset, window=window)
     hidden = term.hidden(None, torch.arange(1), torch.arange(n), n + offset)[0, 0]

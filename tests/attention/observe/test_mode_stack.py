@@ -16,7 +16,7 @@ class Mode(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_mode_is_taken_from_under_others_and_put_back_to_its_place(place):
+def test_a_mode_is_removed_from_under_others_and_restored_at_its_place(place):
     modes = [Mode(), Mode(), Mode()]
     with modes[0], modes[1], modes[2]:
         before = _get_current_function_mode_stack()
@@ -33,7 +33,7 @@ def test_a_mode_that_is_not_on_the_stack_is_no_error_and_the_others_stay():
         assert _get_current_function_mode_stack() == before
 
 
-def test_the_innermost_module_is_the_last_that_began_and_has_not_ended():
+def test_the_innermost_module_is_the_last_one_that_began_and_has_not_ended():
     stack, outer, inner = ModuleStack(), nn.Identity(), nn.Identity()
     assert (stack.innermost, stack.owner) == (None, "")
     stack.enter("outer", outer)

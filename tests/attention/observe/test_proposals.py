@@ -17,7 +17,7 @@ from tests.attention.wild.verdict import Holder
 
 @pytest.mark.parametrize("pairs", [[0, 1, 2, 3], [0, 2, 1, 3], [2, 0, 3, 1]])
 @pytest.mark.parametrize("start", [0, 8])
-def test_rotated_rows_are_those_of_their_heads_whatever_the_order_of_the_pairs(pairs, start):
+def test_rows_of_rotary_heads_are_sorted_whatever_the_order_of_the_pairs(pairs, start):
     model = nn.ModuleDict({"qk": nn.Linear(6, 16)})
     rows = start + torch.tensor([pairs, [4 + place for place in pairs]])
     found = slice_of(model, "", FoundRows("qk.weight", rows, "rotated"))
@@ -27,7 +27,7 @@ def test_rotated_rows_are_those_of_their_heads_whatever_the_order_of_the_pairs(p
     assert torch.equal(turned.rows(), found.rows().flip(0))
 
 
-def test_columns_of_a_part_of_a_parameter_are_proposed_as_no_output_projection():
+def test_a_slice_of_a_parameter_is_not_proposed_as_the_output_projection():
     case = cases()["FourQuartersOfOneMatrix"]
     model = Holder(case)
     observer = AttentionObserver(model)

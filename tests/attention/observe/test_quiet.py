@@ -29,7 +29,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_what_is_computed_quietly_is_recorded_by_no_mode_and_no_autograd_and_keeps_its_precision():
+def test_quiet_computation_is_invisible_to_modes_and_autograd_and_ignores_autocast():
     x = torch.randn(3, 3, requires_grad=True)
     with Functions() as functions, Operators() as operators, torch.autocast("cpu", dtype=torch.bfloat16):
         torch.mm(x, x)
@@ -41,7 +41,7 @@ def test_what_is_computed_quietly_is_recorded_by_no_mode_and_no_autograd_and_kee
     assert not made.requires_grad
 
 
-def test_what_runs_within_a_backward_a_trace_or_a_transform_is_not_observed_and_a_transform_is_named():
+def test_forwards_inside_a_backward_a_trace_or_a_transform_are_not_observed_and_a_transform_is_named():
     said = [in_the_way()]
     x = torch.ones(2, requires_grad=True)
     x.register_hook(lambda gradient: said.append(in_the_way()))
@@ -56,7 +56,7 @@ def test_what_runs_within_a_backward_a_trace_or_a_transform_is_not_observed_and_
     assert said == [None, "", "", "it runs under a transform of torch.func"]
 
 
-def test_numbers_are_compared_of_plain_tensors_that_hold_some():
+def test_fake_and_meta_tensors_are_known_to_hold_no_numbers():
     plain = torch.ones(2)
     assert holds_numbers(plain)
     with FakeTensorMode():

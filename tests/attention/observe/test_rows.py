@@ -195,7 +195,7 @@ WAYS = [name for name in vars(ByHand) if name not in ("forward", "keep") and not
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_rows_of_attention_that_is_written_out_are_those_that_it_multiplies_with(way):
+def test_attention_weights_written_out_by_hand_are_read_for_every_way_to_write_them(way):
     torch.manual_seed(0)
     model, x = nn.Sequential(ByHand(way)), torch.randn(B, T, 16)
     cores = observed(model, lambda: model(x)).cores
@@ -209,7 +209,7 @@ def test_rows_of_attention_that_is_written_out_are_those_that_it_multiplies_with
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "one_dimension"])  # told apart by what maps gave
-def test_however_attention_is_written_the_host_reads_nothing_while_it_runs(way):
+def test_observing_handwritten_attention_reads_no_value_on_the_host(way):
     """A tensor on the meta device has no numbers: whoever asks for one fails."""
     model = nn.Sequential(ByHand(way)).to("meta")
     observer = AttentionObserver(
@@ -224,7 +224,7 @@ def test_however_attention_is_written_the_host_reads_nothing_while_it_runs(way):
 
 
 @pytest.mark.parametrize("way", ["transposed", "by_einsum", "in_place", "one_dimension", "capped", "fused_and_grouped"])
-def test_no_logit_is_above_its_certificate(way):
+def test_no_attention_logit_exceeds_its_bound_and_the_bound_is_tight(way):
     torch.manual_seed(0)
     model, x = nn.Sequential(ByHand(way)), torch.randn(B, T, 16)
     (core,) = observed_sums(model, lambda: model(x)).cores
@@ -237,7 +237,7 @@ def test_no_logit_is_above_its_certificate(way):
     assert (largest > 0.05 * bound).all()  # it is no bound that anything would satisfy
 
 
-def test_reduced_in_small_pieces_it_is_the_same_number(monkeypatch):
+def test_attention_rows_reduced_in_chunks_give_the_same_sums(monkeypatch):
     torch.manual_seed(0)
     model, x = nn.Sequential(ByHand("transposed")), torch.randn(B, T, 16)
     whole = observed(model, lambda: model(x)).cores[0].rows
@@ -307,7 +307,7 @@ EACH_FOR_ITSELF = [
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("role", ["query", "key"])
 @pytest.mark.parametrize("way", [*EACH_FOR_ITSELF, "alike, one index", "alike, gathered"])
-def test_heads_that_choose_tokens_each_for_itself_are_not_compared_row_by_row(way, role, fused):
+def test_rows_are_not_read_if_each_head_chooses_its_own_queries_or_keys(way, role, fused):
     torch.manual_seed(0)
     model = nn.Sequential(Choosing(role, way, fused=fused))
     observer = observed(model, lambda: model(torch.randn(B, T, 16)))
@@ -326,7 +326,7 @@ DOCUMENTS = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2, 2])
 
 
 @pytest.mark.parametrize("way", ["written out", "fused, of truth values", "fused, of numbers", "torch's own"])
-def test_documents_that_are_packed_into_a_sequence_are_attended_to_apart(way):
+def test_rows_of_packed_documents_have_only_the_keys_of_their_document(way):
     torch.manual_seed(0)
     length = len(DOCUMENTS)
     sees = (DOCUMENTS[:, None] == DOCUMENTS) & torch.ones(length, length, dtype=torch.bool).tril()
@@ -389,21 +389,21 @@ OPERATORS = {
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_operators_are_reported_with_their_own_heads_and_lengths(name):
+def test_attention_operators_are_recorded_with_their_heads_and_lengths(name):
     model, x = ByOperator(*OPERATORS[name]), torch.randn(B, T, 16)
     (core,) = observed(model, lambda: model(x)).cores
     assert (core.heads, core.queries, core.keys, core.width) == (4, T, T, 4)
 
 
 @pytest.mark.parametrize("way", ["transposed", "fused_and_grouped"])
-def test_of_an_empty_batch_it_is_said_that_it_is_empty(way):
+def test_attention_on_an_empty_batch_is_unread_with_that_reason(way):
     model = nn.Sequential(ByHand(way))
     (core,) = observed(model, lambda: model(torch.randn(0, T, 16))).cores
     assert core.rows is None
     assert core.unread == "it ran on no tokens: the batch is empty"
 
 
-def test_attention_under_data_parallel_is_observed_where_it_makes_no_copies():
+def test_attention_under_data_parallel_is_observed_only_if_the_model_is_not_replicated():
     model, x = nn.DataParallel(nn.Sequential(ByHand("transposed"))), torch.randn(B, T, 16)
     model.device_ids = []  # as on a machine without accelerators
     observer = observed(model, lambda: model(x))

@@ -9,7 +9,7 @@ from hdi_callback.attention.observe.compare.samples import TOKENS, arrangements,
 
 
 @pytest.mark.parametrize("tokens", [TOKENS + 1, TOKENS + 2, 1000, 2**20 + 7])
-def test_of_many_tokens_the_first_three_the_last_and_others_far_apart_are_kept(tokens):
+def test_the_sampled_places_include_the_first_three_tokens_and_the_last(tokens):
     kept = places(tokens, torch.device("cpu")).tolist()
     assert len(set(kept[:3])) == 3
     assert kept[:3] == [0, 1, 2]
@@ -24,7 +24,7 @@ def test_few_tokens_are_all_kept(tokens):
 
 
 @pytest.mark.parametrize("sequences_first", [True, False])
-def test_heads_and_sequences_that_share_a_dimension_are_taken_apart_in_both_orders(sequences_first):
+def test_a_joint_dimension_of_heads_and_sequences_is_split_in_both_orders(sequences_first):
     B, H, T, D = 2, 3, 4, 5
     tensor = torch.randn(B, H, T, D)  # of B * T tokens, fewer than are kept
     flat = (tensor if sequences_first else tensor.transpose(0, 1)).reshape(B * H, T, D)
@@ -35,7 +35,7 @@ def test_heads_and_sequences_that_share_a_dimension_are_taken_apart_in_both_orde
     assert any(torch.equal(one.features, tensor.permute(2, 0, 1, 3).reshape(T * B, H, D)) for one in found)
 
 
-def test_a_part_of_the_tokens_of_each_sequence_is_taken_from_its_beginning_and_from_its_end():
+def test_a_part_of_each_sequence_is_tried_from_its_start_and_from_its_end():
     tensor = torch.randn(2, 3, 7, 5)
     found = {one.start: one.features for one in arrangements(tensor, [2 * 4])}
     assert found.keys() == {0, 3}

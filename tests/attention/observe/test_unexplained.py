@@ -32,7 +32,7 @@ def said(cores, verdicts=None, **options):
     return named.unexplained(cores, [], verdicts or {}, paths, options.pop("reasons", {}), **options)
 
 
-def test_attention_in_no_watched_layer_is_named_with_its_size_and_what_can_be_done():
+def test_attention_outside_watched_layers_is_reported_with_its_size_and_the_remedy():
     (one,) = said([core()])
     assert (one.name, one.module_type, one.layer) == ("block.attn", "Block", "")
     assert one.message == (
@@ -44,7 +44,7 @@ def test_attention_in_no_watched_layer_is_named_with_its_size_and_what_can_be_do
     assert whole.message.endswith("is not watched: its heads mix. Describe it with `register_layout`.")
 
 
-def test_of_one_module_and_of_what_is_reported_already_nothing_more_is_said():
+def test_attention_of_a_module_is_reported_once_and_not_if_the_module_was_reported_before():
     assert len(said([core(), core()])) == 1
     assert said([core()], reported=["block"]) == []
     assert len(said([core()], reported=["other"])) == 1
@@ -60,7 +60,7 @@ def test_of_one_module_and_of_what_is_reported_already_nothing_more_is_said():
         (["heads.0", "others.1"], [8, 8], 0),
     ],
 )
-def test_an_attention_of_one_head_is_named_where_it_is_one_of_several(modules, widths, count):
+def test_attention_of_one_head_is_reported_only_if_there_are_several_of_its_kind(modules, widths, count):
     cores = [core(module, 1, width=width) for module, width in zip(modules, widths, strict=True)]
     found = said(cores)
     assert len(found) == count
@@ -87,11 +87,13 @@ def test_an_attention_of_one_head_is_named_where_it_is_one_of_several(modules, w
         ({"axes": None, "queries": 0, "keys": 0}, [mapped(6)], False),
     ],
 )
-def test_weights_over_tokens_are_told_by_how_many_tokens_maps_gave(fields, maps, expected):
+def test_attention_is_reported_only_if_its_kind_and_its_sizes_are_those_of_attention_over_tokens(
+    fields, maps, expected
+):
     assert bool(said([core(**fields, maps=maps)])) is expected
 
 
-def test_a_layer_whose_maps_give_some_of_the_tokens_explains_attention_in_part():
+def test_a_layer_whose_projections_give_some_of_the_keys_explains_its_attention_in_part():
     one = core("attn")
     part = Verdict(
         "established", "", {"query": RoleVerdict("established", ""), "key": RoleVerdict("established", "", 4)}, one
@@ -107,7 +109,7 @@ def test_a_layer_whose_maps_give_some_of_the_tokens_explains_attention_in_part()
     assert both == [], "four tokens of the one stream and three of the other are all seven"
 
 
-def test_an_attention_beside_that_of_a_layer_is_named_by_its_keys_if_they_are_none_of_the_claimed(monkeypatch):
+def test_a_second_attention_in_a_layer_is_reported_if_its_keys_are_not_the_claimed_ones(monkeypatch):
     one, beside = core("attn"), core("attn")
     rows = SimpleNamespace(map="k2", rows=torch.tensor([[0, 1], [2, 3]]))
     monkeypatch.setattr(named, "find_rows", lambda core, maps, role: rows if core is beside else None)

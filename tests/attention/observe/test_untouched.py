@@ -230,7 +230,7 @@ def test_losses_gradients_weights_and_random_states_are_bit_identical(body, auto
     assert [core.unread for core in cores] == [""] * expected
 
 
-def test_two_observers_of_torchs_encoder_see_the_same_and_leave_no_mode_behind():
+def test_two_observers_of_torchs_encoder_observe_the_same_and_remove_their_modes():
     model = nn.Sequential(nn.TransformerEncoderLayer(WIDTH, 4, 64, batch_first=True))
     observers = [AttentionObserver(model), AttentionObserver(model)]
     for observer in observers:
@@ -242,7 +242,7 @@ def test_two_observers_of_torchs_encoder_see_the_same_and_leave_no_mode_behind()
         assert [core.module for core in observer.cores] == ["0.self_attn"]
 
 
-def test_the_fast_path_of_a_frozen_encoder_is_taken_as_before_and_named(monkeypatch):
+def test_a_frozen_encoder_still_takes_the_fast_path_and_is_reported_for_it(monkeypatch):
     calls = []
     kernel = torch._transformer_encoder_layer_fwd
     monkeypatch.setattr(
@@ -262,7 +262,7 @@ def test_the_fast_path_of_a_frozen_encoder_is_taken_as_before_and_named(monkeypa
 
 
 @pytest.mark.parametrize("compile_it", ["the model", "a block", "in place"])
-def test_nothing_is_compiled_anew_and_the_reason_is_given(compile_it):
+def test_compiled_parts_are_not_recompiled_and_the_reason_is_given(compile_it):
     torch._dynamo.reset()
     model: Any = Net(nn.Sequential(Block(WIDTH, 4), Block(WIDTH, 4))).train()
     if compile_it == "in place":

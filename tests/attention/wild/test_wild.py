@@ -28,16 +28,16 @@ def test_every_module_has_a_name_of_its_own_and_there_are_more_than_a_hundred():
 
 
 @pytest.mark.parametrize("name", PROVED)
-def test_what_is_written_down_as_true_is_what_the_module_does(name):
+def test_the_declared_heads_of_each_module_are_true_on_sampled_rows(name):
     assert contradictions(ALL[name], step=3) == []
 
 
 @pytest.mark.parametrize("name", DISPROVED)
-def test_what_must_be_refused_is_not_what_it_looks_like(name):
+def test_modules_to_be_refused_do_not_compute_the_heads_they_suggest(name):
     assert contradictions(ALL[name], step=3) != []
 
 
-def test_the_proof_notices_rows_of_another_head_role_and_order():
+def test_the_proof_rejects_rows_of_another_head_role_or_order():
     plain = ALL["Plain"]
     untrue = {
         "strided": separate(pattern="(d h) c"),
@@ -52,13 +52,13 @@ def test_the_proof_notices_rows_of_another_head_role_and_order():
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES if case.none])
-def test_what_is_said_to_be_no_attention_has_no_softmax_over_tokens(name):
+def test_modules_declared_as_no_attention_have_no_softmax_over_tokens(name):
     assert softmaxes_over_tokens(ALL[name]) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [case.name for case in CASES if not case.none])
-def test_all_that_is_written_down_is_proved_row_by_row(name):
+def test_the_declared_heads_of_each_module_are_true_on_every_row(name):
     assert bool(contradictions(ALL[name])) == bool(ALL[name].refused)
 
 
@@ -153,7 +153,7 @@ _SECONDS = {"CriticsOfOthers"}  # 64 attentions
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in _SECONDS else ()) for name in REFUSALS]
 )
-def test_modules_by_hand_that_are_not_read_are_refused_with_what_is_true_of_them(name):
+def test_modules_by_hand_that_are_not_read_are_refused_with_a_true_reason(name):
     verdict = judge(ALL[name], "forward")
     assert verdict.verdict == REFUSED
     assert REFUSALS[name] in verdict.reason
@@ -161,7 +161,7 @@ def test_modules_by_hand_that_are_not_read_are_refused_with_what_is_true_of_them
 
 @pytest.mark.parametrize("way", ["model", "training"])
 @pytest.mark.parametrize("name", ["Deformable", "PooledByOneScore", "WordsOfADocument", "EfficientAttention"])
-def test_sums_with_weights_of_no_pairs_are_refused_alike_before_a_forward_and_in_a_training(name, way, tmp_path):
+def test_sums_over_tokens_without_pairwise_scores_are_refused_before_training_and_in_it(name, way, tmp_path):
     verdict = judge(ALL[name], way, tmp_path)
     assert (verdict.verdict, verdict.reason) == (REFUSED, f"{REFUSALS[name]}.")
 
@@ -183,7 +183,7 @@ def test_sums_with_weights_of_no_pairs_are_refused_alike_before_a_forward_and_in
         ),
     ],
 )
-def test_what_is_added_to_keys_or_values_is_left_out_and_named(name, left_out):
+def test_terms_added_to_keys_or_values_are_reported_as_left_out(name, left_out):
     holder, case = Holder(ALL[name]), ALL[name]
     inputs = make_inputs(case, case.cast)
     with pytest.warns(UnsupportedAttentionWarning) as reported:
@@ -194,17 +194,17 @@ def test_what_is_added_to_keys_or_values_is_left_out_and_named(name, left_out):
 
 
 @pytest.mark.parametrize("name", ["LinearAttention", "LinearAttentionQuadratic", "AttentionInNameOnly"])
-def test_what_is_called_attention_and_is_none_is_not_claimed(name):
+def test_modules_named_attention_that_do_not_attend_are_not_claimed(name):
     assert judge(ALL[name], "forward").verdict == RIGHT
 
 
 @pytest.mark.parametrize("name", ["LimbsOfABody", "GraphAsAMask", "WithoutABatch"])
-def test_modules_of_one_sequence_or_one_vector_are_read_without_a_forward(name):
+def test_modules_that_take_one_sequence_or_one_vector_are_read_without_a_forward(name):
     assert judge(ALL[name], "model").verdict == RIGHT
 
 
 @pytest.mark.parametrize("name", ["KernelRegression", "OneFlatVector"])
-def test_a_whole_model_of_vectors_alone_that_attends_is_named_once(name):
+def test_an_attention_model_that_takes_only_vectors_is_refused_with_one_warning(name):
     case = ALL[name]
     model, inputs = randomize(case.make()), make_inputs(case)
     for options, reason in ({}, "could not be run"), ({"forward": lambda: model(*inputs)}, REFUSALS[name]):
@@ -216,18 +216,18 @@ def test_a_whole_model_of_vectors_alone_that_attends_is_named_once(name):
 @pytest.mark.parametrize(
     "name", ["Windows", "KeysOfFewerPixels", "PositionsAddedToKeys", "BiasOfEdges", "KernelRegression", "OneFlatVector"]
 )
-def test_what_cannot_be_run_before_training_is_claimed_by_no_name(name):
+def test_a_module_that_cannot_run_before_training_is_not_claimed_by_names(name):
     verdict = judge(ALL[name], "model")
     assert (verdict.verdict, verdict.reason) == (REFUSED, "it could not be run with synthetic inputs")
 
 
-def test_a_run_that_stops_shows_no_heads_that_a_whole_run_refuses():
+def test_a_run_that_stops_early_does_not_claim_heads_of_different_widths():
     verdict = judge(ALL["HeadsOfEveryWidth"], "model")
     assert (verdict.verdict, verdict.reason) == (REFUSED, "its query heads differ in width.")
 
 
 @pytest.mark.parametrize("name", ["UnderAutocast", "AutocastOffForScores", "OwnBackward", "DenseSynthesizer"])
-def test_autocast_own_backwards_and_stacked_parameters_are_followed_without_a_forward(name):
+def test_heads_under_autocast_custom_backwards_and_stacked_parameters_are_found_before_training(name):
     assert judge(ALL[name], "model").verdict == (REFUSED if name in REFUSALS else RIGHT)
 
 
@@ -248,26 +248,26 @@ def test_a_part_of_a_parameter_is_not_claimed_to_be_the_output_projection(name):
     assert "output" not in layer.slices
 
 
-def test_a_second_stream_that_may_be_given_is_not_left_out_in_silence():
+def test_an_optional_second_stream_is_refused_with_the_name_of_its_argument():
     verdict = judge(ALL["SecondStreamIfGiven"], "model")
     assert (verdict.verdict, "`context` is passed" in verdict.reason) == (REFUSED, True)
 
 
 @pytest.mark.parametrize("name", ["RelativeKeys", "BiasTable"])
-def test_tables_of_few_positions_are_no_hindrance_before_training(name):
+def test_heads_are_found_before_training_beside_tables_of_few_positions(name):
     verdict = judge(ALL[name], "model")
     assert (verdict.verdict, verdict.reason) == (RIGHT, "")
 
 
 @pytest.mark.some_slow(quick=42)
 @pytest.mark.parametrize("name", READ)
-def test_modules_by_hand_are_read_as_they_are(name):
+def test_modules_by_hand_are_read_right_in_a_forward(name):
     verdict = judge(ALL[name], "forward")
     assert (verdict.verdict, verdict.reason) == (RIGHT, "")
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_tied_rows_are_read_before_a_forward_with_one_and_in_a_training(way, tmp_path):
+def test_tied_row_attention_is_read_without_a_forward_with_one_and_in_training(way, tmp_path):
     verdict = judge(ALL["TiedRows"], way, tmp_path)
     assert (verdict.verdict, verdict.reason) == (RIGHT, "")
 
@@ -277,7 +277,7 @@ def test_tied_rows_are_read_before_a_forward_with_one_and_in_a_training(way, tmp
     "name", ["ValuesAreTheInput", "KeysOfATower", "KeysThroughAnActivation", "Joint", "ValuesOfAnEarlierLayer",
              "ValueResiduals"]
 )  # fmt: skip
-def test_a_forward_and_a_training_give_the_same_answer(name, tmp_path):
+def test_a_forward_and_a_training_give_the_same_verdict(name, tmp_path):
     forward, training = (judge(ALL[name], way, tmp_path) for way in ("forward", "training"))
     assert (training.verdict, training.reason) == (forward.verdict, forward.reason)
     assert forward.verdict in (RIGHT, REFUSED)
