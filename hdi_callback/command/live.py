@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hdi_callback.attention.names import short_names
+from hdi_callback.audits.audit import decimal
 from hdi_callback.command.terminal import LEVEL_STYLES, active_sentence, cell, console, legend
 from hdi_callback.dashboards.report.pair_matrices import pair_alignment
 from hdi_callback.errors import MisconfigurationError
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 
 _FEWEST_COLUMNS = 8
 _FEWEST_HEADS, _MOST_HEADS = 6, 24  # side by side, by the height of the terminal
+_MOST_NAMED = 3  # heads of an alert, beside its layer
 
 
 def follow(run: str, *, once: bool, until: int | None, idle: float | None, interval: float) -> bool:
@@ -96,28 +100,29 @@ def frame(history: RunHistory, active: Sequence[Alert], width: int, height: int)
     parts.append(Text(("! " if active else "") + active_sentence(active), style=style))
     if not records:
         return Group(*parts, Text("There is no reading yet."))
-    alerted = {alert.layer: alert.finding.heads for alert in reversed(active)}
+    alerted = {alert.layer: alert.finding for alert in reversed(active)}
     heads = _heads_map(history, records, alerted, min(_MOST_HEADS, max(_FEWEST_HEADS, (height - 8) // 2)))
     shown = _layers_to_show(records, alerted, max(4, height - 8 - len(heads)))
-    label = min(max(map(len, shown), default=8), max(12, width // 3)) + 2
-    columns = max(_FEWEST_COLUMNS, width - label - 16)
+    labels = _labels(list(records[-1].layers), shown, max(12, width // 3))
+    label = max(map(len, labels.values()), default=8) + 2
+    heads_of = {layer: _named(alerted[layer].heads if layer in alerted else (), records[-1], layer) for layer in shown}
+    columns = max(_FEWEST_COLUMNS, width - label - 10 - max(map(len, heads_of.values()), default=0))
     for layer in shown:
         mark = "! " if layer in alerted else "  "
-        short = layer if len(layer) <= label - 2 else f"...{layer[-(label - 5) :]}"
-        line = Text(mark + short.ljust(label), style="bold" if layer in alerted else "")
+        line = Text(mark + labels[layer].ljust(label), style="bold" if layer in alerted else "")
         values = [record.layers[layer].values.get("hdi_worst_alignment") if layer in record.layers else None
                   for record in records]  # fmt: skip
         for value in squeezed(values, columns):
             line.append_text(cell(value))
-        last = values[-1]
-        pair = alerted.get(layer) or _pair(records[-1], layer)
-        line.append(f"  {'-' if last is None else f'{last:.2f}'} {'-'.join(map(str, pair))}")
+        line.append(f"  {decimal(values[-1])} {heads_of[layer]}".rstrip())
         parts.append(line)
     hidden = [layer for layer in records[-1].layers if layer not in shown]
     if hidden:
-        known = [records[-1].layers[layer].values.get("hdi_worst_alignment", 0.0) for layer in hidden]
-        parts.append(Text(f"  {len(hidden)} more layers, at most {max(known):.2f}", style="dim"))
-    return Group(*parts, legend(), *heads)
+        known = [records[-1].layers[layer].values.get("hdi_worst_alignment") for layer in hidden]
+        largest = max((value for value in known if value is not None), default=None)
+        most = "not measured" if largest is None else f"at most {decimal(largest)}"
+        parts.append(Text(f"  {len(hidden)} more {'layer' if len(hidden) == 1 else 'layers'}, {most}", style="dim"))
+    return Group(*parts, legend(width), *heads)
 
 
 def squeezed(values: Sequence[float | None], columns: int) -> list[float | None]:
@@ -141,6 +146,21 @@ def squeezed(values: Sequence[float | None], columns: int) -> list[float | None]
         [value for value in values[start : start + size] if value is not None] for start in range(0, len(values), size)
     ]
     return [max(part) if part else None for part in parts]
+
+
+def _labels(names: Sequence[str], shown: Sequence[str], room: int) -> dict[str, str]:
+    """Names of layers; where one does not fit, what they differ in."""
+    labels = {name: name for name in names}
+    if max((len(name) for name in shown), default=0) > room:
+        labels = {name: f"layer {text}" if text.isdigit() else text for name, text in zip(names, short_names(names))}
+    return {name: text if len(text := labels[name]) <= room else f"...{text[-(room - 3) :]}" for name in shown}
+
+
+def _named(heads: Sequence[int], record: Record, layer: str) -> str:
+    """The heads of an alert, or else the closest two."""
+    heads = heads or _pair(record, layer)
+    more = f"+{len(heads) - _MOST_NAMED}" if len(heads) > _MOST_NAMED else ""
+    return "-".join(map(str, heads[:_MOST_NAMED])) + more
 
 
 def _pair(record: Record, layer: str) -> tuple[int, ...]:
@@ -170,12 +190,16 @@ def _heads_map(history: RunHistory, records: Sequence[Record], alerted: Any, mos
     alignment = pair_alignment(history.matrices(record.step, layer), record.layers[layer])
     if alignment is None:
         return []
-    pair = alerted.get(layer) or _pair(record, layer)
+    off = alignment.clone().fill_diagonal_(math.nan)
+    if not off.isfinite().any():
+        return []
+    finding = alerted.get(layer)
+    pair = finding.heads if finding is not None and finding.heads else _pair(record, layer)
+    groups = finding.groups if finding is not None and finding.groups else (pair,)
     H = alignment.shape[-1]
     heads = list(range(H))
     if most < H:
-        off = alignment - alignment.diag().diag()
-        closest = off.amax(-1).argsort(descending=True).tolist()
+        closest = off.nan_to_num(-1).amax(-1).argsort(descending=True).tolist()
         heads = sorted([*pair, *(head for head in closest if head not in pair)][:most])
     some = f" (the {len(heads)} closest of {H})" if len(heads) < H else ""
     rows: list[Any] = [Text(f"heads of {layer} at step {record.step}{some}:", style="bold")]
@@ -183,7 +207,7 @@ def _heads_map(history: RunHistory, records: Sequence[Record], alerted: Any, mos
     for head in heads:
         row = Text(f"{head:>3} ", style="bold" if head in pair else "")
         for other in heads:
-            is_marked = {head, other} == set(pair) and head != other
+            is_marked = head != other and any({head, other} <= set(group) for group in groups)
             value = None if head == other else float(alignment[head, other])
             row.append_text(Text("[", style="bold red") if is_marked else Text(" "))
             row.append_text(cell(value))

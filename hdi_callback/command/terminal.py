@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,7 @@ def cell(value: float | None, width: int = 1) -> Text:
     """An alignment as a coloured cell that is also readable without colour.
 
     Args:
-        value: the alignment; `None` where nothing was measured.
+        value: the alignment; `None` or NaN where nothing was measured.
         width: characters of the cell.
 
     Returns:
@@ -75,7 +76,7 @@ def cell(value: float | None, width: int = 1) -> Text:
     """
     from rich.text import Text
 
-    if value is None:
+    if value is None or math.isnan(value):
         return Text(" " * width)
     red, green, blue = colour_of(value)
     mark = "#" if value >= 0.8 else "o" if value >= 0.5 else "."
@@ -83,16 +84,21 @@ def cell(value: float | None, width: int = 1) -> Text:
     return Text(mark * width, style=f"{ink} on rgb({red},{green},{blue})")
 
 
-def legend() -> Text:
+def legend(width: int) -> Text:
     """The legend of a map.
+
+    Args:
+        width: columns of the terminal; a narrow one gets a shorter legend.
 
     Returns:
         One line.
     """
     from rich.text import Text
 
-    line = Text("alignment of the closest two heads: ")
-    for value, words in ((0.1, " below 0.5   "), (0.6, " 0.5 to 0.8   "), (1.0, " 0.8 and above: nearly one head")):
+    is_narrow = width < _NARROW
+    line = Text("alignment: " if is_narrow else "alignment of the closest two heads: ")
+    last = " 0.8 and above" if is_narrow else " 0.8 and above: nearly one head"
+    for value, words in ((0.1, " below 0.5   "), (0.6, " 0.5 to 0.8   "), (1.0, last)):
         line.append_text(cell(value, 2))
         line.append(words)
     return line
@@ -248,4 +254,5 @@ def active_sentence(active: Sequence[Alert]) -> str:
     more = f", and {len(active) - 1} more" if len(active) > 1 else ""
     count = "1 active alert" if len(active) == 1 else f"{len(active)} active alerts"
     since = first.step if first.finding.since is None else first.finding.since
-    return f"{count}: {first.layer}: {first.finding.what}, since step {since}{more}."
+    began = f"{'; ' if ';' in first.finding.what else ', '}since step {since}"
+    return f"{count}: {first.layer}: {first.finding.what}{began}{more}."

@@ -83,6 +83,11 @@ def _smallest_flatness(diversity: Any) -> Tensor:
     return smallest.masked_fill(diversity.dead.all(-1), float("nan"))
 
 
+def _dead_heads(diversity: Any) -> Tensor:
+    count: Tensor = diversity.dead.sum(-1).double()
+    return count.masked_fill(~diversity.effective_heads.isfinite(), float("nan"))  # of weights that are not finite
+
+
 def _diversity_metrics(role: str) -> list[Metric]:
     prefix = "hdi" if role == "key" else f"hdi_{role}"
     of = f"the heads' {role} weights"
@@ -106,7 +111,7 @@ def _diversity_metrics(role: str) -> list[Metric]:
         metric(
             "_energy_worst_alignment", "energy_worst_alignment", "Largest energy overlap against chance, from {of}."
         ),
-        metric("_dead_heads", lambda d: d.dead.sum(-1), "Number of heads whose weights are nearly zero, from {of}."),
+        metric("_dead_heads", _dead_heads, "Number of heads whose weights are nearly zero, from {of}."),
         metric("_min_rank", lambda d: d.rank.amin(-1), "Smallest numerical rank of a head, from {of}."),
         metric("_head_norm", lambda d: d.head_norm.mean(-1), "Mean norm of a head, from {of}."),
         metric("_min_flatness", _smallest_flatness, "Smallest spectral flatness of a live head, from {of}."),

@@ -165,6 +165,26 @@ def test_watching_a_large_run_fits_the_terminal_and_keeps_the_alerted_layer(tmp_
     assert sum("[#]" in line for line in lines) == 2
 
 
+def test_watching_a_run_whose_weights_are_no_numbers_shows_that_nothing_was_measured(tmp_path):
+    for name, lost in (("one", (1,)), ("all", (0, 1, 2, 3))):
+        write_run(tmp_path / name / "history.jsonl", collapsed=None, lost=lost)
+        shown = run("watch", tmp_path / name, "--once")
+        assert shown.exit_code == 1
+        assert re.search(r"! model\.blocks\.1\.attn  \.{4} {4}  -$", shown.output, re.M)
+        assert "heads of" not in shown.output
+
+
+def test_layers_with_long_names_are_told_apart_in_a_narrow_terminal(tmp_path):
+    name = "wrapper." * 9 + "{}.attention"
+    write_run(tmp_path / "history.jsonl", heads=8, collapsed=(2, 1, 3, 4), name=name.format)
+    lines = run("watch", tmp_path, "--once", width=60).output.splitlines()
+    assert max(map(len, lines)) <= 60
+    assert [line[:9] for line in lines if "layer" in line and ".." in line] == [
+        "  layer 0", "  layer 1", "! layer 2", "  layer 3"
+    ]  # fmt: skip
+    assert sum(line.count("[#]") for line in lines) == 6  # all pairs of the three heads, on both sides of the diagonal
+
+
 def test_watching_ends_when_a_step_is_read_or_nothing_is_written(bad_run, good_run):
     assert run("watch", bad_run, "--until", 700, "--interval", 0.01).exit_code == 1
     assert run("watch", good_run, "--idle", 0.02, "--interval", 0.01).exit_code == 0

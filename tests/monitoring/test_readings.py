@@ -43,6 +43,15 @@ def test_a_record_has_the_numbers_of_its_reading_in_the_order_of_the_model():
     assert record.absent == {"b": "cannot be read"}
 
 
+def test_of_weights_that_are_not_finite_no_number_is_given_of_dead_heads_either():
+    weights = torch.randn(2, 4, 8, 32, generator=torch.Generator().manual_seed(0))
+    weights[0, 1, 0, 0], weights[1, 2] = math.nan, 0
+    record = Reading(0, ("a", "b"), (Measurement(("a", "b"), "key", head_diversity(weights)),)).record()
+    assert record.absent == {"hdi/a": "the weights are not finite"}
+    assert "hdi_dead_heads" not in record.layers["a"].values
+    assert record.layers["b"].values["hdi_dead_heads"] == 1
+
+
 def test_scalars_leave_out_what_is_absent():
     tags = reading().record().scalars(["hdi", "head_covariance"])
     assert set(tags) == {"hdi/a", "hdi/c", "hdi/mean", "hdi/min", "head_covariance/a"}

@@ -99,8 +99,9 @@
         const where = isAudit ? run.quantities[quantities[c]] : "step " + run.steps[c];
         return escaped(run.layers[r]) + "<br>" + where + ": " + number(value) + (pair ? "<br>" + named(pair) : "");
       }));
-      const space = width(node) - y.margin - 14;
       const wide = Math.max(...(isAudit ? [10] : run.steps.map((step) => String(step).length))) * 8 + 16;
+      const right = isAudit ? 14 : Math.max(14, wide / 2);  // room for the last label, which stands in the middle of its column
+      const space = width(node) - y.margin - right;
       const places = isAudit ? quantities.map((_, c) => c) : ticks(columns, [state.column, 0], Math.max(1, wide / (space / columns)));
       const audited = isAudit && space / columns < 130 ? ["pair", "mean", "pair,<br>energy", "mean,<br>energy"] : ["closest pair", "mean", "closest pair<br>by energy", "mean<br>by energy"];
       const traces = [{
@@ -120,7 +121,7 @@
       const shapes = [{ type: "rect", x0: -0.5, x1: columns - 0.5, y0: row - 0.5, y1: row + 0.5, line: { color: run.alerted[state.layer] ? css("--ring") : "#ffffff", width: 2 } }];
       if (!isAudit && columns > 1) shapes.push({ type: "line", x0: state.column, x1: state.column, y0: -0.5, y1: run.layers.length - 0.5, line: { color: "#ffffff", width: 2, dash: "dot" } });
       Plotly.react(node, traces, base({
-        height: height + 62, width: width(node), margin: { l: y.margin, r: 14, t: 6, b: 56 }, shapes: shapes,
+        height: height + 62, width: width(node), margin: { l: y.margin, r: right, t: 6, b: 56 }, shapes: shapes,
         xaxis: { tickvals: places, ticktext: places.map((c) => (isAudit ? audited[c] : String(run.steps[c]))), tickangle: 0,
           fixedrange: true, range: [-0.5, columns - 0.5], showgrid: false, zeroline: false, title: isAudit ? undefined : { text: "optimizer step", standoff: 6 } },
         yaxis: { tickvals: y.tickvals, ticktext: y.ticktext, fixedrange: true, range: [run.layers.length - 0.5, -0.5], showgrid: false, zeroline: false },
@@ -162,12 +163,13 @@
       const words = state.layer + (run.isAudit ? "" : ", step " + step) + ": " +
         (pair ? named(pair) + (value >= LIMITS.pair ? " are nearly one head" : " are the closest") + " (alignment " + number(value) + ")." : "no pair of heads was compared.") +
         (bold.length > 2 ? " Marked are heads " + bold.slice(0, -1).join(", ") + " and " + bold[bold.length - 1] + "." : "");
-      const stale = from !== null && from !== step && !run.isAudit ? " The map is of step " + from + ", the last that was kept until then." : "";
-      const missing = from === null ? " The overlaps of all pairs were not kept up to this step." : "";
+      const z = from === null || heads < 2 ? [] : unpack(kept[from], heads);
+      const isEmpty = !z.some((row) => row.some((entry) => entry !== null));
+      const stale = !isEmpty && from !== step && !run.isAudit ? " The map is of step " + from + ", the last that was kept until then." : "";
+      const missing = from === null && heads > 1 ? " The overlaps of all pairs were not kept up to this step." : "";
       part("pair").textContent = words + stale + missing;
-      node.style.display = from === null || heads < 2 ? "none" : "";
-      if (from === null || heads < 2) return;
-      const z = unpack(kept[from], heads);
+      node.style.display = isEmpty ? "none" : "";
+      if (isEmpty) return;
       const side = Math.min(width(node), 560), margin = 34, room = side - margin - 10;
       const isAlerted = Boolean(alert) && isLast, ring = css(isAlerted ? "--ring" : "--grey");
       const label = (head) => (bold.includes(head) ? '<b><span style="color:' + css(isAlerted ? "--bad" : "--ink") + '">' + head + "</span></b>" : String(head));
@@ -201,6 +203,9 @@
       const from = usable.length ? usable[usable.length - 1] : steps[0];
       node.style.display = from === undefined ? "none" : "";
       if (from === undefined) { part("spectra-note").textContent = "The spectra of this layer were not kept."; return; }
+      const isMeasured = kept[from].some((value) => value !== null);
+      node.style.display = isMeasured ? "" : "none";
+      if (!isMeasured) { part("spectra-note").textContent = state.layer + (run.isAudit ? "" : ", step " + from) + ": not measured."; return; }
       const values = kept[from], pair = pairAt(state.layer, state.column) || [];
       const room = width(node) - 58;
       const places = ticks(values.length, pair, (10 + 8 * String(values.length).length) / (room / values.length));
@@ -211,7 +216,7 @@
         yaxis: { fixedrange: true, rangemode: "tozero", gridcolor: css("--line"), zeroline: false, nticks: 5 },
       }), CONFIG);
       const low = values.indexOf(Math.min(...values.filter((value) => value !== null)));
-      const words = state.layer + (run.isAudit ? "" : ", step " + from) + ": head " + low + " uses the fewest directions (" + number(values[low], 1) + " of " + (run.widths[rowOf(state.layer)] || "its width") + ").";
+      const words = state.layer + (run.isAudit ? "" : ", step " + from) + ": head " + low + " uses the fewest directions (" + number(values[low], 1) + " of " + (run.widths[rowOf(state.layer)] || "its width") + ")." + (pair.length ? " The closest pair has another colour." : "");
       part("spectra-note").textContent = words;
       node.setAttribute("aria-label", "Directions over which each head spreads its energy. " + words);
     }
@@ -225,6 +230,7 @@
         return known.length ? Math.max(...known) : null;
       });
       const hasLoss = run.losses.length > 0;
+      const lowest = Math.min(-0.02, ...top.filter((value) => value !== null).map((value) => value - 0.05));
       const traces = [{ type: "scatter", mode: run.steps.length < 30 ? "lines+markers" : "lines", x: run.steps, y: top, yaxis: "y", line: { color: css("--accent"), width: 2 }, hovertemplate: "step %{x}: closest pair of all layers %{y:.2f}<extra></extra>" }];
       run.losses.forEach((curve, place) => traces.push({ type: "scatter", mode: "lines", x: curve.steps, y: curve.values, yaxis: "y2", line: { color: css("--ink"), width: 1.5, dash: place ? "dot" : "solid" }, hovertemplate: escaped(curve.name) + " %{y:.4g} at step %{x}<extra></extra>" }));
       const mark = (items, symbol, colour, height) => traces.push({ type: "scatter", mode: "markers", x: items.map((item) => item.step), y: items.map(height), yaxis: "y",
@@ -238,7 +244,7 @@
       Plotly.react(node, traces, base({
         plot_bgcolor: "rgba(0,0,0,0)", width: width(node), height: hasLoss ? 340 : 220, margin: { l: 48, r: 14, t: 10, b: 48 }, shapes: shapes,
         xaxis: { fixedrange: true, title: { text: "optimizer step", standoff: 4 }, gridcolor: css("--line"), zeroline: false, nticks: width(node) < 500 ? 5 : 10, tickangle: 0, anchor: "y" },
-        yaxis: { domain: hasLoss ? [0, 0.5] : [0, 1], range: [-0.02, 1.12], tickvals: [0, 0.5, 0.8, 1], fixedrange: true, gridcolor: css("--line"), zeroline: false },
+        yaxis: { domain: hasLoss ? [0, 0.5] : [0, 1], range: [lowest, 1.12], tickvals: [0, 0.5, 0.8, 1], fixedrange: true, gridcolor: css("--line"), zeroline: false },
         yaxis2: { domain: [0.58, 1], fixedrange: true, gridcolor: css("--line"), zeroline: false, nticks: 5, visible: hasLoss },
       }), CONFIG);
       node.setAttribute("aria-label", "What happened when. " + section.dataset.verdict);

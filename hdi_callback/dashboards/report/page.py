@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 from collections.abc import Sequence
 from importlib import resources
 from typing import Any
@@ -116,7 +117,7 @@ dashed: the limits 0.5 and 0.8.</figcaption></figure>"""
 
 def _pairs(run: RunPage) -> str:
     alerted = run.data["alerted"]
-    rows = sorted(run.data["table"], key=lambda row: (row["layer"] not in alerted, -(row["worst"] or -1)))
+    rows = sorted(run.data["table"], key=lambda row: (row["layer"] not in alerted, -_or_least(row["worst"])))
     if not rows:
         return ""
     cells = "".join(_pair_row(row, row["layer"] in alerted) for row in rows[:_MOST_ROWS])
@@ -130,6 +131,10 @@ def _pairs(run: RunPage) -> str:
     return f"<h3>The closest heads of each layer{when}</h3><table>{_HEADING}{cells}</table>{more}"
 
 
+def _or_least(value: float | None) -> float:
+    return -math.inf if value is None else value
+
+
 _HEADING = (
     '<tr><th scope="col">layer</th><th scope="col">heads</th><th scope="col" class="number">aligned</th>'
     '<th scope="col" class="number">mean</th><th scope="col" class="number minor">by energy</th>'
@@ -140,6 +145,7 @@ _HEADING = (
 
 def _pair_row(row: dict[str, Any], is_alerted: bool) -> str:
     effective = "-" if row["effective"] is None else f"{row['effective']:.1f}"
+    dead = ", ".join(map(str, row["dead"])) or ("-" if row["effective"] is None else "none")
     return (
         f"<tr{' class=alerted' if is_alerted else ''}><td class='layer'>{_e(row['layer'])}</td>"
         f'<td class="heads">{" and ".join(map(str, row["pair"])) or "-"}</td>'
@@ -147,14 +153,14 @@ def _pair_row(row: dict[str, Any], is_alerted: bool) -> str:
         f'<td class="number minor">{decimal(row["energy"])}</td>'
         f'<td class="number minor">{decimal(row["hdi"])} / {decimal(row["chance"])}</td>'
         f'<td class="number minor">{effective}</td>'
-        f'<td class="minor">{", ".join(map(str, row["dead"])) or "none"}</td></tr>'
+        f'<td class="minor">{dead}</td></tr>'
     )
 
 
 def _spectra() -> str:
     return """<h3>Directions that each head of the layer uses</h3>
 <figure><div class="spectra" role="img" aria-label="Directions over which each head spreads its energy"></div>
-<figcaption><span class="spectra-note"></span> The closest pair has another colour.</figcaption></figure>"""
+<figcaption class="spectra-note"></figcaption></figure>"""
 
 
 def _events(data: dict[str, Any]) -> str:
@@ -254,7 +260,7 @@ def _closest(run: RunPage) -> str:
     if not rows:
         return "-"
     row = max(rows, key=lambda one: one["worst"])
-    return f"heads {' and '.join(map(str, row['pair']))} of {row['layer']} ({row['worst']:.2f})"
+    return f"heads {' and '.join(map(str, row['pair']))} of {row['layer']} ({decimal(row['worst'])})"
 
 
 def _e(text: Any) -> str:

@@ -93,7 +93,7 @@ def packed(
     """
     steps = {name: matrices.steps(name) for name in layers}
     chosen: list[tuple[str, int]] = [(name, of[-1]) for name, of in steps.items() if of]
-    chosen += [(name, step) for name, step in alerted if step in steps.get(name, ())]
+    chosen += [(name, step) for name, step in sorted(alerted) if step in steps.get(name, ())]
     for names, most in ((important, _MOST_MAPS), (layers, _MOST_MAPS_ELSEWHERE)):
         chosen += [(name, step) for name in names for step in thinned(steps.get(name, []), most)]
     texts = {}

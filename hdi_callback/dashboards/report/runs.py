@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hdi_callback.audits import Audit
+from hdi_callback.audits.audit import decimal
 from hdi_callback.dashboards.report.losses import find_losses
 from hdi_callback.dashboards.report.page_data import WORST, page_data, pair_in, rounded
 from hdi_callback.dashboards.report.pair_matrices import AuditMatrices, KeptMatrices
@@ -110,7 +111,8 @@ def _name_of(path: Path) -> str:
 
 
 def _state(records: Sequence[Record], active: Sequence[Alert]) -> str:
-    return "bad" if active else "good" if records else "unknown"
+    has_numbers = bool(records) and any(layer.values for layer in records[-1].layers.values())
+    return "bad" if active else "good" if has_numbers else "unknown"
 
 
 def _verdict(records: Sequence[Record], alerts: Sequence[Alert], active: Sequence[Alert]) -> str:
@@ -126,17 +128,31 @@ def _verdict(records: Sequence[Record], alerts: Sequence[Alert], active: Sequenc
         last = records[-1]
         now = last.layers[first.layer].values.get(first.finding.metric or "") if first.layer in last.layers else None
         later = f"; now {now:.2f}, at step {last.step}" if now is not None and last.step > first.step else ""
-        return f"{first.layer}: {first.finding.what}, since step {since}{later}.{more}"
+        start = f"{'; ' if ';' in first.finding.what else ', '}since step {since}"
+        return f"{first.layer}: {first.finding.what}{start}{later}.{more}"
     began = [alert for alert in alerts if not alert.is_resolved and alert.level != "notice"]
     before = ""
     if began:
         before = f" {len(began)} earlier {'alert is' if len(began) == 1 else 'alerts are'} resolved."
-    worst = [(layer.values[WORST], name, layer) for name, layer in records[-1].layers.items() if WORST in layer.values]
+    last = records[-1]
+    worst = [(layer.values[WORST], name, layer) for name, layer in last.layers.items() if WORST in layer.values]
+    without = [name for name in last.layers if WORST not in last.layers[name].values]
+    why = next((f": {reason}" for name in without if (reason := _why_not(last, name))), "")
     if not worst:
-        return f"No active alert.{before}"
+        return f"No active alert. No two heads were compared at step {last.step}{why}.{before}"
     value, name, layer = max(worst, key=lambda item: item[0])
     pair = " and ".join(map(str, pair_in(layer, WORST)))
-    return f"No active alert. The two closest heads are {pair} of {name} (alignment {value:.2f}).{before}"
+    unread = ""
+    if without:
+        many = f" and {len(without) - 1} more" if len(without) > 1 else ""
+        unread = f" No two heads of {without[0]}{many} were compared at step {last.step}{why}."
+    closest = f"The two closest heads are {pair} of {name} (alignment {decimal(value)})."
+    return f"No active alert. {closest}{unread}{before}"
+
+
+def _why_not(record: Record, layer: str) -> str:
+    """The reason why the heads of a layer were not compared."""
+    return record.absent.get(f"hdi/{layer}", record.absent.get(layer, ""))
 
 
 def _facts_of(
@@ -150,7 +166,8 @@ def _facts_of(
     found = [("layers", _layers_fact(facts))]
     if records:
         first, last = records[0], records[-1]
-        found.append(("readings", f"{len(records)}, from step {first.step} to step {last.step}"))
+        steps = f"from step {first.step} to step {last.step}" if len(records) > 1 else f"at step {first.step}"
+        found.append(("readings", f"{len(records)}, {steps}"))
         if first.time > 0:
             begun = datetime.datetime.fromtimestamp(first.time, datetime.timezone.utc)
             length = datetime.timedelta(seconds=round(max(0, last.time - first.time)))
@@ -179,9 +196,13 @@ def _layers_fact(facts: Sequence[Mapping[str, Any]]) -> str:
         groups[shape] = groups.get(shape, 0) + 1
     parts = []
     for (kind, heads, key_heads, width), count in groups.items():
-        shared = f" with {key_heads} key heads" if key_heads not in (None, heads) else ""
-        parts.append(f"{count} x {kind}, {heads} heads{shared} of width {width}")
+        shared = "" if key_heads in (None, heads) else f" with {key_heads} key {_heads_word(key_heads)}"
+        parts.append(f"{count} x {kind}, {heads} {_heads_word(heads)}{shared} of width {width}")
     return "; ".join(parts) or "none"
+
+
+def _heads_word(count: Any) -> str:
+    return "head" if count == 1 else "heads"
 
 
 def _on_steps(axis: Sequence[int], records: Sequence[Record]) -> list[float]:

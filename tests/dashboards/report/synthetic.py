@@ -26,8 +26,13 @@ def write_run(
     collapsed: tuple[int, ...] | None = (2, 1, 3),
     name: Callable[[int], str] = "model.blocks.{}.attn".format,
     seed: int = 0,
+    lost: tuple[int, ...] = (),
 ) -> list[str]:
-    """Write the history of a run; of `collapsed`, a layer and heads of it, all come close to the first head."""
+    """Write the history of a run.
+
+    Of `collapsed`, a layer and heads of it, all come close to the first head. The weights of the layers `lost` are NaN
+    in the second half.
+    """
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(layers, heads, width, features, generator=generator)
     names = [name(layer) for layer in range(layers)]
@@ -46,6 +51,8 @@ def write_run(
             layer, first, *others = collapsed
             weight[layer, others] += 0.7 * (weight[layer, first] - weight[layer, others])
         weight += 0.02 * torch.randn(weight.shape, generator=generator)
+        if place >= steps // 2:
+            weight[list(lost)] = torch.nan
         values = head_diversity(weight)
         reading = Reading(
             place * every, tuple(names), (Measurement(tuple(names), "key", values),), time=1.7e9 + 60 * place

@@ -62,10 +62,16 @@ def pages(tmp_path_factory) -> dict[str, Path]:
         steps=8,
         collapsed=(61, 7, 90),
     )
+    write_run(folder / "lost" / "history.jsonl", collapsed=None, lost=(1,))
+    write_run(folder / "alone" / "history.jsonl", heads=1, collapsed=None)
+    write_run(folder / "apart" / "history.jsonl", layers=1, heads=2, features=8, collapsed=None, seed=0)
+    write_run(folder / "wide" / "history.jsonl", every=100_000, steps=30)
+    long_name = ("wrapper" * 4 + ".") * 9 + "{}.attention"
+    write_run(folder / "long" / "history.jsonl", name=long_name.format)
     write_run(folder / "three" / "history.jsonl", heads=8, width=2, collapsed=(1, 2, 4, 7))
     found = {
         name: report(folder / name, path=folder / f"{name}.html").path
-        for name in ("small", "good", "deep", "deepest", "three")
+        for name in ("small", "good", "deep", "deepest", "three", "lost", "alone", "apart", "wide", "long")
     }
     found["audit"] = report(audit(_grouped()), path=folder / "audit.html").path
     found["both"] = report(folder / "small", folder / "good", path=folder / "both.html").path
@@ -78,7 +84,7 @@ def show(browser: Browser, page: Path, width: int = 1440, *, dark: bool = False)
 
 
 @pytest.mark.parametrize("width", [390, 1440])
-@pytest.mark.parametrize("name", ["small", "good", "deep", "deepest", "both", "trio", "audit"])
+@pytest.mark.parametrize("name", ["small", "good", "deep", "deepest", "both", "trio", "audit", "lost", "long"])
 def test_no_text_is_cut_off_or_covered_and_nothing_goes_wrong(browser, pages, name, width):
     show(browser, pages[name], width)
     assert browser.value(f"(() => {{ {TEXTS} return texts.cutOff(); }})()") == []
@@ -127,6 +133,36 @@ def test_the_page_of_an_audit_shows_the_layer_and_the_pair(browser, pages):
     assert [row for row, value in enumerate(rows) if value > 0.8] == [5]
     assert sorted(browser.value("document.querySelector('.heads-map').data.slice(-1)[0].x.concat([])")) == [2, 5]
     assert browser.value("getComputedStyle(document.querySelector('.slider').closest('label')).display") == "none"
+
+
+def test_what_was_not_measured_is_said_and_not_drawn(browser, pages):
+    browser.open(pages["lost"].as_uri(), width=1440, ready=DRAWN)
+    assert browser.value("document.querySelector('.spectra-note').textContent") == (
+        "model.blocks.1.attn, step 700: not measured."
+    )
+    for drawing in ("spectra", "heads-map"):
+        assert browser.value(f"document.querySelector('.{drawing}').style.display") == "none"
+    browser.open(pages["alone"].as_uri(), width=1440, ready=DRAWN)
+    assert browser.value("document.querySelector('.pair').textContent").endswith("no pair of heads was compared.")
+    assert "closest pair" not in browser.value("document.querySelector('.spectra-note').textContent")
+
+
+def test_a_curve_below_chance_stays_in_its_drawing(browser, pages):
+    browser.open(pages["apart"].as_uri(), width=1440, ready=DRAWN)
+    node = "document.querySelector('.timeline')"
+    lowest, range_ = browser.value(f"[Math.min(...{node}.data[0].y), {node}.layout.yaxis.range[0]]")
+    assert range_ < lowest < -0.02
+
+
+def test_the_last_step_is_labelled_however_many_digits_it_has(browser, pages):
+    browser.open(pages["wide"].as_uri(), width=1440, ready=DRAWN)
+    labels = browser.value("[...document.querySelectorAll('.layers-map .xtick text')].map((one) => one.textContent)")
+    assert labels[-1] == "2900000"
+
+
+def test_words_beside_a_list_are_not_broken_within_a_word(browser, pages):
+    browser.open(pages["long"].as_uri(), width=390, ready=DRAWN)
+    assert browser.value("document.querySelector('.controls label').getBoundingClientRect().height") < 50
 
 
 def test_all_heads_that_merge_are_marked(browser, pages):

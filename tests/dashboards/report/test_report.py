@@ -81,6 +81,41 @@ def test_a_run_without_alerts_says_so_and_names_its_closest_pair(runs, tmp_path)
     assert "No active alert. The two closest heads are" in read(found.path).text
 
 
+def test_the_verdict_names_layers_of_which_no_two_heads_were_compared(tmp_path):
+    write_run(tmp_path / "one" / "history.jsonl", heads=1, collapsed=None)
+    page = page_of_run(tmp_path / "one")
+    assert page.verdict == "No active alert. No two heads were compared at step 700: fewer than two live heads."
+    assert dict(page.facts)["layers"] == "4 x Attention, 1 head of width 4"
+
+    history = History(tmp_path / "some" / "history.jsonl")
+    history.begin(0, [])
+    known = LayerRecord({"hdi_worst_alignment": 0.001}, {"worst_alignment_pair": [0, 2]})
+    layers = {"a": LayerRecord(), "b": known, "c": LayerRecord()}
+    history.write(Record(50, layers, {"hdi/a": "fewer than two live heads"}))
+    assert page_of_run(tmp_path / "some").verdict == (
+        "No active alert. The two closest heads are 0 and 2 of b (alignment 0.00). "
+        "No two heads of a and 1 more were compared at step 50: fewer than two live heads."
+    )
+
+    history = History(tmp_path / "none" / "history.jsonl")
+    history.begin(0, [])
+    history.write(Record(50, {"a": LayerRecord()}, {"a": "its key weight cannot be read"}))
+    page = page_of_run(tmp_path / "none")
+    assert (page.state, page.verdict) == (
+        "unknown", "No active alert. No two heads were compared at step 50: its key weight cannot be read."
+    )  # fmt: skip
+
+
+def test_layers_at_chance_stand_above_those_below_it_and_what_was_not_measured_is_last(tmp_path):
+    history = History(tmp_path / "history.jsonl")
+    history.begin(0, [])
+    values = {"below": {"hdi_worst_alignment": -0.1}, "none": {}, "chance": {"hdi_worst_alignment": 0.0}}
+    layers = {name: LayerRecord(of) for name, of in values.items()}
+    history.write(Record(50, layers))
+    shown = report(tmp_path, path=tmp_path / "page.html").path.read_text(encoding="utf-8")
+    assert re.findall(r"<td class='layer'>(\w+)</td>", shown) == ["chance", "below", "none"]
+
+
 def test_the_map_of_a_layer_is_what_was_measured(runs):
     import base64
 
