@@ -157,6 +157,7 @@ class QKClip(Intervention):
     def follow(self, record: Record, reported: list[str]) -> Action | None:
         """Observe the layers that the first rank reports, and report what was done since the last reading."""
         self._count_up()
+        self._name_what_no_optimizer_holds()
         self.watched = list(reported)
         done, self._done = self._done, {}
         parts, facts = [], {}
@@ -175,6 +176,25 @@ class QKClip(Intervention):
             f"({'; '.join(parts)})"
         )
         return Action(record.step, self.name, next(iter(facts)), message, self.dry_run, facts)
+
+    def _name_what_no_optimizer_holds(self) -> None:
+        """Warn of layers above the limit that are never scaled, as their optimizer keeps weights of its own."""
+        held = {
+            id(parameter)
+            for optimizer in self.training.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        for name, largest in self._largest.items():
+            layer = self.training.layers[name]
+            if any(id(owner) in held for owner in _owners(layer)) or not bool((largest > self.limit).any()):
+                continue
+            self._warn_once.warn(
+                f"{name} is in no optimizer",
+                f"QKClip leaves `{name}` as it is, though a score of {float(largest.max()):.3g} exceeds "
+                f"{self.limit:g}: no optimizer holds its query and key weights, as where they are frozen, or where an "
+                "optimizer steps copies of its own and writes them back.",
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """State for a resumed run."""
@@ -329,10 +349,17 @@ def clip_heads(layer: AttentionLayer, factor: Tensor) -> None:
     of_queries = (groups / of_keys[:, None]).flatten()
     for role, scale in (("query", of_queries), ("key", of_keys)):
         weight = layer.weight(role)  # type: ignore[arg-type]
-        weight.mul_(scale.to(weight)[:, None, None])
+        weight.mul_(_rounded_down(scale, weight)[:, None, None])
         bias = _bias(layer, role)  # type: ignore[arg-type]
         if bias is not None:
-            bias.mul_(scale.to(bias)[:, None])
+            bias.mul_(_rounded_down(scale, bias)[:, None])
+
+
+def _rounded_down(scale: Tensor, like: Tensor) -> Tensor:
+    """The scale in the type of a weight; in bfloat16 the nearest to 0.999 is 1, which leaves scores above the limit."""
+    nearest = scale.to(like)
+    below = (scale * (1 - torch.finfo(like.dtype).eps / 2)).to(like)
+    return torch.where(nearest.to(scale) > scale, below, nearest)
 
 
 def _is_cleared(bound: Sequence[float | None], limit: float) -> bool:

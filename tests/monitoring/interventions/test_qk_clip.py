@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from hdi_callback import interventions, watch_heads
 from hdi_callback.attention import find_attention
-from hdi_callback.errors import MisconfigurationError
+from hdi_callback.errors import MisconfigurationError, MonitoringWarning
 from hdi_callback.interventions import QKClip
 from hdi_callback.monitoring.interventions.qk_clip import clip_heads
 from tests.attention.models import Timm
@@ -145,6 +145,39 @@ def test_heads_above_the_limit_come_down_to_it_and_others_are_not_touched(name, 
     assert torch.equal(layer.weight("key")[some_below], was.weight("key")[some_below])
     for role in ("value", "output"):
         assert torch.equal(layer.weight(role), was.weight(role))
+
+
+@pytest.mark.some_slow(quick=1)
+@pytest.mark.parametrize("over", [1.001, 1.003, 1.02, 2.0])
+def test_weights_in_bfloat16_come_below_the_limit_however_little_scores_exceed_it(over):
+    model, x = make("separate", 0)
+    model, x = model.bfloat16(), x.bfloat16()
+    before = largest_scores(model, x)
+    limit, was = float(before.max()) / over, copy.deepcopy(model)
+    step(model, x, QKClip(limit), steps=2)  # the second for what rounding of the scaled weights adds
+    after = largest_scores(model, x)
+    assert after.max() <= limit
+    assert after.max() >= 0.98 * limit, "by a few roundings of queries and keys at most"
+    (layer,), (old,) = find_attention(model), find_attention(was)
+    below = before <= limit
+    assert torch.equal(layer.weight("query")[below], old.weight("query")[below]), "not by a bit"
+
+
+def test_weights_that_an_optimizer_overwrites_with_copies_of_its_own_are_named_and_not_left_in_silence():
+    model, x = make("separate", 0)
+    copies = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(copies, lr=0.0)
+    limit = float(largest_scores(model, x).max()) / 2
+    watching = watch_heads(
+        model, optimizer, interventions=[QKClip(limit)], every_n_steps=1, history=False, verbose=False
+    )
+    with pytest.warns(MonitoringWarning, match="no optimizer holds its query and key weights") as caught, watching:
+        for _ in range(3):
+            with watching.step():
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert sum("QKClip leaves `attn` as it is" in str(one.message) for one in caught) == 1
 
 
 def test_queries_and_keys_of_a_head_share_the_scaling():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.models import Classifier, LitClassifier, batches, step
 # Readings at 0, 3, 6, 8: the checkpoint at step 4 lies between two, with heads that were scaled since the last one.
 OPTIONS = {"every_n_steps": 3, "verbose": False, "alerts": None, "metrics": ["default", "attention_logit_bound"]}
 HALF, WHOLE = 4, 8
-LIMITS = {"loop": 0.5, "ignite": 0.5, "lightning": 0.5, "transformers": 0.02}
+LIMITS = {"loop": 0.5, "loop, bfloat16": 0.5, "ignite": 0.5, "lightning": 0.5, "transformers": 0.02}
 
 
 def made() -> tuple[Classifier, torch.optim.Optimizer]:
@@ -33,8 +34,11 @@ def made() -> tuple[Classifier, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def in_a_loop(folder: Path, clip: QKClip, saved: Any, end: int) -> tuple[Any, Any, Any]:
+def in_a_loop(
+    folder: Path, clip: QKClip, saved: Any, end: int, dtype: torch.dtype = torch.float32
+) -> tuple[Any, Any, Any]:
     model, optimizer = made()
+    model.to(dtype)
     with watch_heads(model, optimizer, interventions=[clip], log_dir=folder, **OPTIONS) as heads:
         start = 0
         if saved is not None:
@@ -101,7 +105,13 @@ def _written(states: Any, path: Path) -> Path:
     return path
 
 
-SHELLS = {"loop": in_a_loop, "ignite": in_ignite, "lightning": in_lightning, "transformers": in_transformers}
+SHELLS = {
+    "loop": in_a_loop,
+    "loop, bfloat16": partial(in_a_loop, dtype=torch.bfloat16),
+    "ignite": in_ignite,
+    "lightning": in_lightning,
+    "transformers": in_transformers,
+}
 
 
 @pytest.mark.some_slow(quick=2)
