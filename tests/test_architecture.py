@@ -205,7 +205,7 @@ def cycle_in(graph: dict[Path, set[Path]]) -> list[Path]:
         left = {node: left[node] for node in inner}
 
 
-def test_no_files_import_each_other_in_a_circle(root):
+def test_there_are_no_import_cycles(root):
     assert cycle_in(imports_between(root / PACKAGE)) == []
 
 
@@ -267,7 +267,7 @@ def test_folders_of_a_room_import_one_way(root):
         ),
     ],
 )
-def test_an_arrow_between_folders_that_runs_the_wrong_way_is_noticed(tmp_path, files, is_wrong):
+def test_an_import_between_folders_in_the_wrong_direction_is_detected(tmp_path, files, is_wrong):
     for name, text in files.items():
         path = tmp_path / PACKAGE / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -284,7 +284,7 @@ def test_an_arrow_between_folders_that_runs_the_wrong_way_is_noticed(tmp_path, f
         ("import hdi_callback.other", "import torch", False),
     ],
 )
-def test_files_that_import_each_other_are_noticed(tmp_path, one, other, is_circle):
+def test_files_that_import_each_other_are_detected(tmp_path, one, other, is_circle):
     package = tmp_path / PACKAGE
     package.mkdir()
     for name, text in {"__init__": "", "one": one, "other": other, "third": "import hdi_callback.one"}.items():
@@ -305,7 +305,7 @@ def test_files_that_import_each_other_are_noticed(tmp_path, one, other, is_circl
         "try:\n    import lightning\nexcept ImportError:\n    pass",
     ],
 )
-def test_an_arrow_that_runs_the_wrong_way_is_noticed(tmp_path, line):
+def test_an_import_in_the_wrong_direction_is_detected(tmp_path, line):
     offender = tmp_path / PACKAGE / "core" / "offender.py"
     offender.parent.mkdir(parents=True)
     offender.write_text(line + "\n")
@@ -363,12 +363,12 @@ def changed_members(tree: ast.AST) -> set[str]:
     return {ast.unparse(node) for node in found if ast.unparse(node.value) not in {"self", "cls"}}
 
 
-def test_an_assignment_to_a_member_of_another_object_is_noticed():
+def test_an_assignment_to_a_member_of_another_object_is_detected():
     code = "self.a = b.c = 1\nself.d.e += 1\nfor f.g in []: pass\nh.i, j = 1, 2\nk = l.m"
     assert changed_members(ast.parse(code)) == {"b.c", "self.d.e", "f.g", "h.i"}
 
 
-def test_nobody_replaces_the_members_of_another_object(root):
+def test_no_object_assigns_members_of_another(root):
     package = root / PACKAGE
     found = {
         path.relative_to(package).as_posix(): changed

@@ -312,7 +312,7 @@ def test_every_shell_refuses_what_the_settings_refuse_and_names_an_unknown_argum
         shell(*first, every_step=5)
 
 
-def test_the_name_of_a_state_in_a_checkpoint_has_patterns_as_they_were_written():
+def test_the_state_key_has_the_patterns_as_the_user_wrote_them():
     written = HDICallback(include=("a.*",), exclude=["b"], name="left").state_key
     assert written == "HDICallback{'name': 'left', 'include': ('a.*',), 'exclude': ['b']}"
 
@@ -337,7 +337,7 @@ def test_an_unlimited_number_of_tokens_costs_nothing_and_keeps_all_of_them():
     assert records[0] == records[1] != {}
 
 
-def test_a_callback_that_is_given_to_the_other_trainer_names_the_right_one(tmp_path):
+def test_a_callback_passed_to_the_wrong_trainer_names_the_right_class(tmp_path):
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=8, n_positions=8)
     with pytest.raises(MisconfigurationError, match=r"write transformers.Trainer\(..., callbacks=\[HDITrainerCallback"):
         transformers.Trainer(
@@ -356,13 +356,13 @@ def test_a_callback_that_is_given_to_the_other_trainer_names_the_right_one(tmp_p
         ).fit(BoringModel())  # fmt: skip
 
 
-def test_what_came_is_shown_in_one_short_line_whatever_it_is():
+def test_any_value_is_shown_in_one_short_line():
     assert shown(Stubborn()) == "a Stubborn"
     assert shown(torch.ones(100, 100)) == "a Tensor"
     assert shown("x") == "'x'"
 
 
-def test_default_rules_in_a_list_are_passed_over_where_they_are_not_measured_and_others_are_refused():
+def test_default_rules_without_their_metrics_are_skipped_and_custom_ones_refused():
     assert any("circuit_qk_worst" in rule.needs for rule in rules.default_rules())
     mine = Needy()
     chosen = Settings(alerts=[*rules.default_rules(), mine], metrics=["default", "hdi_query"]).rules

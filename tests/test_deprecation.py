@@ -43,12 +43,12 @@ SESSION = "hdi_callback.monitoring.session"
         ("hdi_callback.integrations.loop.HeadWatch", "hdi_callback.integrations.loop.HeadSession"),
     ],
 )
-def test_a_name_that_moved_warns_and_is_what_it_was(before, now):
+def test_a_moved_name_warns_and_still_works(before, now):
     module, name = now.rsplit(".", 1)
     assert old(before) is getattr(importlib.import_module(module), name)
 
 
-def test_faults_are_contained_reported_and_warned_of_as_before():
+def test_the_deprecated_faults_object_still_contains_reports_and_warns():
     faults = old("hdi_callback.monitoring.faults.Faults")()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -179,7 +179,7 @@ def test_revived_heads_may_be_limited_under_the_old_name():
         assert revive.max_loss == 1
 
 
-def test_a_ranking_answers_to_the_old_names_of_its_attributes():
+def test_a_ranking_has_its_attributes_under_their_old_names():
     ranking = rank_allocations(64, 64, effective_samples=[9.0, 11.0], head_dim=8, input_rank=3.0)
     with pytest.warns(DeprecationWarning, match="`tells` is deprecated: write `is_conclusive`"):
         assert ranking.tells is ranking.is_conclusive
@@ -187,12 +187,12 @@ def test_a_ranking_answers_to_the_old_names_of_its_attributes():
         assert ranking.flat is ranking.near_best
 
 
-def test_a_name_that_never_was_is_no_attribute():
+def test_a_name_that_never_existed_raises_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         importlib.import_module("hdi_callback.monitoring.watch").nothing  # noqa: B018
 
 
-def test_an_intervention_of_ones_own_that_asks_whether_it_lasts_is_warned_and_answered():
+def test_a_custom_intervention_that_reads_lasts_is_warned_and_answered():
     class Mine(old("hdi_callback.interventions.WhileItStands")):
         name = "Mine"
 
@@ -209,7 +209,7 @@ def test_an_intervention_of_ones_own_that_asks_whether_it_lasts_is_warned_and_an
     assert mine.is_active
 
 
-def test_methods_and_sums_answer_to_their_old_names():
+def test_methods_and_sums_work_under_their_old_names():
     rest = pytest.warns(DeprecationWarning, match="`rest` is deprecated: write `skip_forward`")
     with HeadDiversityMonitor(Classifier()) as monitor, rest:
         monitor.rest()

@@ -42,7 +42,7 @@ def test_the_picture_of_the_rooms_shows_the_imports_as_they_are(root):
     assert drawn.count("<path d=") - 1 == 6, "and one is the head of an arrow"
 
 
-def test_every_name_that_was_deprecated_warns_and_is_found_where_the_warning_says(root):
+def test_every_deprecated_name_warns_and_exists_where_the_warning_says(root):
     """Of each module with a table of old names; the policy in the reference says for how long."""
     checked = 0
     for path in sorted((root / "hdi_callback").rglob("*.py")):
@@ -96,7 +96,7 @@ def test_dir_shows_what_is_public_and_nothing_else():
         assert set(dir(room)) == set(room.__all__)
 
 
-def test_rules_and_interventions_can_be_imported_from_the_door():
+def test_rules_and_interventions_can_be_imported_from_the_package():
     import hdi_callback
     from hdi_callback.interventions import StopTraining
     from hdi_callback.rules import MeanAlignment

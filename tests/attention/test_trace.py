@@ -140,7 +140,7 @@ def test_the_mean_that_a_functional_norm_subtracts_is_subtracted_from_the_key_we
 
 
 @pytest.mark.parametrize("kind", [by_hand.GroupsTiled, adversarial.TiledWithOption])
-def test_tiled_keys_are_read_with_heads_that_share_one_side_by_side(kind):
+def test_tiled_keys_are_read_with_heads_ordered_by_their_shared_key_head(kind):
     module = kind()
     (layer,) = layers_of(module)
     assert (layer.num_key_heads, layer.head_order) == (2, (0, 2, 1, 3))

@@ -215,7 +215,7 @@ def test_dead_heads_are_counted_by_name():
     assert "dead heads" in {one.rule for one in found.unusual}
 
 
-def test_a_checkpoint_is_judged_as_it_is_whatever_it_was_before():
+def test_an_audit_judges_the_weights_of_a_checkpoint_without_regard_to_pretraining():
     """A run leaves alone what was so in the weights that it loaded; an audit is asked about just that."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"attn": nn.MultiheadAttention(64, 4)})
@@ -226,7 +226,7 @@ def test_a_checkpoint_is_judged_as_it_is_whatever_it_was_before():
     assert [(one.rule, one.finding.heads) for one in audit(model).unusual] == [("worst pair", (0, 3))]
 
 
-def test_a_single_key_head_has_nothing_to_be_compared_with():
+def test_a_single_key_head_is_reported_as_not_comparable():
     config = transformers.LlamaConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=1, intermediate_size=32,
         vocab_size=64,
@@ -258,7 +258,7 @@ def test_a_function_that_builds_a_model_is_called():
         (3, "must be a torch.nn.Module, a path or a name"),
     ],
 )
-def test_what_cannot_be_audited_is_an_error_that_says_what_to_write(what, said):
+def test_input_that_cannot_be_audited_is_an_error_with_the_remedy(what, said):
     with pytest.raises(MisconfigurationError) as caught:
         audit(what)
     assert said in str(caught.value)

@@ -40,7 +40,7 @@ def test_the_head_that_moved_is_named_first_with_its_layer(model):
     assert json.loads(json.dumps(found.to_dict()))["layers"][0]["name"] == "b"
 
 
-def test_another_basis_of_the_same_head_is_no_movement(model):
+def test_a_change_of_basis_within_a_head_is_not_counted_as_movement(model):
     changed = copy.deepcopy(model)
     with torch.no_grad():
         keys = changed["a"].in_proj_weight[32:64]
@@ -48,7 +48,7 @@ def test_another_basis_of_the_same_head_is_no_movement(model):
     assert max(next(layer for layer in compare(model, changed).layers if layer.name == "a").moved) < 1e-3
 
 
-def test_layers_that_only_one_has_are_named(model):
+def test_layers_of_only_one_model_are_named(model):
     other = nn.ModuleDict({"a": model["a"], "d": nn.MultiheadAttention(32, 4), "b": nn.MultiheadAttention(32, 2)})
     found = compare(model, other)
     assert found.only_in_first == ("c",)

@@ -121,7 +121,7 @@ def test_alerts_are_listed_from_a_step_on(bad_run):
 
 
 @pytest.mark.parametrize("words", [["alerts"], ["replay"], ["replay", "--threshold", "pair=off"]])
-def test_active_alerts_are_found_under_the_key_of_version_0_1_as_well(bad_run, words):
+def test_active_alerts_are_also_listed_under_their_key_of_version_0_1(bad_run, words):
     data = json.loads(run(words[0], bad_run, *words[1:], "--json").stdout)
     assert list(data) == ["alerts", "active", "standing"]
     assert data["standing"] == data["active"]
@@ -185,12 +185,12 @@ def test_layers_with_long_names_are_told_apart_in_a_narrow_terminal(tmp_path):
     assert sum(line.count("[#]") for line in lines) == 6  # all pairs of the three heads, on both sides of the diagonal
 
 
-def test_watching_ends_when_a_step_is_read_or_nothing_is_written(bad_run, good_run):
+def test_watching_ends_at_a_step_or_when_idle(bad_run, good_run):
     assert run("watch", bad_run, "--until", 700, "--interval", 0.01).exit_code == 1
     assert run("watch", good_run, "--idle", 0.02, "--interval", 0.01).exit_code == 0
 
 
-def test_allocation_says_what_the_run_must_measure(bad_run, tmp_path):
+def test_allocate_names_the_metrics_that_the_run_must_measure(bad_run, tmp_path):
     shown = run("allocate", bad_run, "--keys", 64)
     assert shown.exit_code == 2
     assert "attention_samples and token_rank" in shown.stderr
@@ -204,7 +204,7 @@ def test_allocation_says_what_the_run_must_measure(bad_run, tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"hello\nworld\n", b"\xff\xfe{\x00", b'{"a": 1}\n'])
-def test_a_folder_whose_history_cannot_be_read_is_not_said_to_hold_none(content, tmp_path):
+def test_an_unreadable_history_is_reported_as_no_history_of_a_run(content, tmp_path):
     file = tmp_path / "hdi" / "history.jsonl"
     file.parent.mkdir()
     file.write_bytes(content)
@@ -240,7 +240,7 @@ def test_an_error_is_one_line_that_says_what_to_write(bad_run, words, said):
     assert shown.stdout == ""
 
 
-def test_a_folder_with_several_runs_is_not_chosen_from(bad_run, good_run, tmp_path):
+def test_a_folder_with_several_runs_is_refused(bad_run, good_run, tmp_path):
     for name in ("a", "b"):
         History(tmp_path / name / "hdi" / "history.jsonl").begin(0, [])
     shown = run("alerts", tmp_path)
@@ -294,7 +294,7 @@ def unreadable() -> nn.Module:
 
 
 @pytest.mark.parametrize(("model", "said"), [("without_attention", "no attention"), ("unreadable", "Nothing could")])
-def test_an_audit_that_judged_nothing_does_not_say_that_all_is_well(model, said):
+def test_an_audit_that_judged_no_layer_ends_with_exit_code_2(model, said):
     shown = run("audit", f"{__name__}:{model}")
     assert shown.exit_code == 2
     assert said in shown.output.splitlines()[-1]
@@ -314,7 +314,7 @@ def nested() -> nn.Module:
     return nn.ModuleDict({"model": nn.ModuleDict({"blocks": nn.ModuleList([block])})})
 
 
-def test_a_comparison_says_which_layers_only_one_has_and_names_no_change_that_rounds_away(good_run, tmp_path):
+def test_a_comparison_names_layers_of_one_side_and_no_change_below_rounding(good_run, tmp_path):
     write_run(tmp_path / "history.jsonl", layers=2, collapsed=None)
     last = run("compare", good_run, tmp_path).output.splitlines()[-1]
     assert last.endswith("2 layers are only in A.")
@@ -323,13 +323,13 @@ def test_a_comparison_says_which_layers_only_one_has_and_names_no_change_that_ro
 
 
 @pytest.mark.parametrize("command", ["alerts", "replay"])
-def test_a_run_that_has_only_begun_has_no_reading_yet(tmp_path, command):
+def test_a_run_that_has_just_begun_is_reported_without_readings(tmp_path, command):
     History(tmp_path / "history.jsonl").begin(0, [])
     shown = run(command, tmp_path)
     assert (shown.exit_code, shown.output.splitlines()) == (0, ["No active alert.", "There is no reading yet."])
 
 
-def test_a_history_without_a_line_is_said_to_be_empty(tmp_path):
+def test_an_empty_history_is_reported_as_empty(tmp_path):
     (tmp_path / "history.jsonl").touch()
     for where in (tmp_path, tmp_path / "history.jsonl"):
         shown = run("alerts", where)
@@ -337,5 +337,5 @@ def test_a_history_without_a_line_is_said_to_be_empty(tmp_path):
         assert "is empty: its run has not written to it yet" in shown.stderr
 
 
-def test_the_list_of_commands_cuts_no_sentence_off():
+def test_the_list_of_commands_is_not_truncated():
     assert [line for line in run("--help", width=80).output.splitlines()[1:] if line.endswith("...")] == []

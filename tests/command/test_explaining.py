@@ -33,7 +33,7 @@ def run(*words: str, width: int = 100):
     return CliRunner().invoke(hdi, list(words), prog_name="hdi", env={"COLUMNS": str(width)})
 
 
-def test_the_text_in_the_package_is_that_of_the_pages(root):
+def test_the_explanations_in_the_package_are_those_of_the_docs(root):
     spec = importlib.util.spec_from_file_location("explanations_of_docs", root / "docs" / "explanations.py")
     writer = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(writer)
@@ -55,7 +55,7 @@ def test_each_limit_belongs_to_one_rule():
         assert one.limits == {limit: getattr(defaults, limit) for limit in one.limits}
 
 
-def test_alerts_read_as_the_page_quotes_them():
+def test_alert_messages_quoted_in_the_docs_exist_in_the_rules():
     """Sentences are put together from parts: some two words of each quote must be in one of them."""
     sources = " ".join(path.read_text() for path in Path(folder_of_rules.__file__).parent.glob("*.py"))
     sources = re.sub(r'"\s+f?"', "", sources)  # parts that are broken over lines
@@ -80,14 +80,14 @@ def test_the_command_that_an_alert_names_prints_what_to_do(name):
 
 
 @pytest.mark.parametrize("word", ["worst pair", "worst-pair", "Worst_Pair", "WorstPair", "pair", "energy_pair"])
-def test_a_rule_has_its_class_and_its_limits_as_other_names(word):
+def test_a_rule_can_be_explained_by_its_class_or_limit_name(word):
     found = explain(word)
     assert isinstance(found, RuleExplanation)
     assert found.name == "worst pair"
     assert found.metrics == ("hdi_worst_alignment", "hdi_energy_worst_alignment")
 
 
-def test_a_name_of_several_words_needs_no_quotes():
+def test_a_rule_name_of_several_words_needs_no_quotes():
     assert run("explain", "worst", "pair").output == run("explain", "worst pair").output
 
 
@@ -106,7 +106,7 @@ def test_a_curve_says_what_is_bad_and_which_rules_judge_it():
     assert data["rules"] == ["worst pair", "forecast"]
 
 
-def test_without_a_name_all_rules_are_listed():
+def test_explain_without_a_name_lists_all_rules():
     shown = run("explain")
     assert shown.exit_code == 0
     assert all(f"\n  {name} " in shown.output for name in RULES)
@@ -123,7 +123,7 @@ def test_a_narrow_terminal_gets_narrow_lines():
     ("word", "meant"),
     [("wurst-pair", "worst-pair"), ("hdi_alignmnt", "hdi_alignment"), ("mean alignement", "mean-alignment")],
 )
-def test_a_misspelt_name_is_one_line_that_names_the_closest(word, meant):
+def test_a_misspelt_name_is_answered_in_one_line_with_the_closest_name(word, meant):
     shown = run("explain", word)
     assert shown.exit_code == 2
     assert f"Did you mean '{meant}'?" in shown.stderr
@@ -133,7 +133,7 @@ def test_a_misspelt_name_is_one_line_that_names_the_closest(word, meant):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("word", "code"), [("worst-pair", 0), ("no-such-rule", 2)])
-def test_the_program_explains_where_the_package_alone_is_there(root, tmp_path, word, code):
+def test_explain_works_with_only_the_package_installed(root, tmp_path, word, code):
     """Neither the pages nor the libraries for tables are needed."""
     hidden = "import sys; sys.modules.update(dict.fromkeys(('rich', 'plotly', 'pandas', 'matplotlib', 'transformers')))"
     program = f"{hidden}; from hdi_callback.command import main; main()"

@@ -93,7 +93,7 @@ def hdi(folder: Path, root: Path, *words: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.some_slow(quick=0)
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_a_command_says_what_it_found_and_ends_with_the_code_for_it(folder, root, words):
+def test_a_command_prints_its_finding_and_ends_with_the_matching_exit_code(folder, root, words):
     done = hdi(folder, root, *words)
     code, said = COMMANDS[words]
     assert (done.returncode, said in done.stdout + done.stderr) == (code, True), done.stdout + done.stderr
@@ -106,7 +106,7 @@ def test_a_command_says_what_it_found_and_ends_with_the_code_for_it(folder, root
 
 @pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize("words", WRONG, ids=" ".join)
-def test_input_that_is_wrong_is_one_line_and_the_code_2(folder, root, words):
+def test_wrong_input_is_one_line_on_stderr_and_exit_code_2(folder, root, words):
     done = hdi(folder, root, *words)
     assert done.returncode == 2, done.stdout + done.stderr
     assert WRONG[words] in done.stderr

@@ -20,7 +20,7 @@ def error(width: float, D: int, n: float, *, B=1.0, g=0.1, L=0.1, noise=1.0) -> 
 
 
 @pytest.mark.parametrize(("samples", "heads", "width"), [(10**3, 16, 48), (10**6, 12, 64), (10**9, 6, 128)])
-def test_the_sanity_row(samples, heads, width):
+def test_the_allocation_agrees_with_the_published_table(samples, heads, width):
     answer = allocate_heads(768, samples)
     assert (answer.num_heads, answer.head_dim) == (heads, width)
 
@@ -52,14 +52,14 @@ def test_the_head_width_grows_with_the_logarithm_of_the_samples():
     assert slopes == pytest.approx([1 / (0.1 + 0.1)] * 8, rel=0.03)
 
 
-def test_a_width_may_be_held_to_multiples():
+def test_the_head_width_can_be_restricted_to_multiples():
     assert allocate_heads(720, 1000, multiple_of=16).head_dim % 16 == 0
     with pytest.raises(MisconfigurationError, match="write multiple_of=1"):
         allocate_heads(9, 1000, multiple_of=2)
 
 
 @pytest.mark.parametrize("argument", ["bias_scale", "bias_decay", "variance_growth", "noise"])
-def test_what_is_not_positive_is_refused(argument):
+def test_arguments_that_are_not_positive_are_refused(argument):
     with pytest.raises(MisconfigurationError, match=argument):
         allocate_heads(768, 1000, **{argument: 0})
 
@@ -95,7 +95,7 @@ def modelled(width: int, *, D=64, n=64, left_out, inflation, noise=1.0) -> float
     return left_out + noise / n * (width / D * inflation + 1 - width / D)
 
 
-def test_the_ranking_is_that_of_the_model_written_out():
+def test_the_ranking_agrees_with_the_error_model_computed_by_hand():
     effective = [9.0, 11.0]
     answer = rank_allocations(64, 64, effective_samples=effective, head_dim=8, spectrum=FALLING)
     growth = np.mean(np.log(64 / np.array(effective))) / 8
@@ -132,7 +132,7 @@ def test_the_participation_ratio_is_that_of_an_exponential_spectrum():
         assert left.error == pytest.approx(right.error, rel=1e-9)
 
 
-def test_it_says_where_the_assumptions_agree_within_a_factor_of_two():
+def test_the_ranking_is_conclusive_if_the_assumptions_agree_within_a_factor_of_two():
     answer = rank_allocations(64, 64, effective_samples=[9.0, 11.0], head_dim=8, spectrum=FALLING)
     assert answer.is_conclusive
     assert answer.span[1] <= 2 * answer.span[0]
@@ -149,7 +149,7 @@ def test_it_says_where_the_assumptions_agree_within_a_factor_of_two():
         ({"effective_samples": [50.0], "spectrum": [1.0] * 1000, "multiple_of": 16, "noise": 1e-9}, "does not matter"),
     ],
 )
-def test_it_says_that_it_cannot_tell_and_why(measured, why):
+def test_an_inconclusive_ranking_has_no_best_width_and_states_the_reason(measured, why):
     answer = rank_allocations(64, 64, head_dim=8, **measured)
     assert not answer.is_conclusive
     assert answer.best is None
@@ -169,7 +169,7 @@ def test_scales_of_the_spectrum_and_its_order_do_not_matter():
 
 
 @pytest.mark.parametrize("rounding", [[], [0.0, -5e-7]])
-def test_a_covariance_of_one_direction_leaves_nothing_out_whatever_rounding_stands_behind_it(rounding):
+def test_a_spectrum_of_one_direction_is_ranked_as_rank_one_despite_rounding(rounding):
     measured = {"effective_samples": [10.0], "head_dim": 8}
     found = rank_allocations(64, 64, **measured, spectrum=[1.0, *rounding])
     assert found.choices == rank_allocations(64, 64, **measured, input_rank=1).choices  # r = 0: the first has it all
@@ -192,7 +192,7 @@ def test_a_covariance_of_one_direction_leaves_nothing_out_whatever_rounding_stan
         ({"multiple_of": 3}, "write multiple_of=1"),
     ],
 )
-def test_what_cannot_have_been_measured_is_refused(wrong, what):
+def test_impossible_measurements_are_refused(wrong, what):
     right = {"effective_samples": [10.0], "head_dim": 8, "spectrum": FALLING}
     with pytest.raises(MisconfigurationError, match=what):
         rank_allocations(64, 64, **{**right, **wrong})

@@ -63,7 +63,7 @@ odd = st.sampled_from([None, 5, -1, 2.5, math.nan, "x", [[1.0]], {}, object(), n
 
 @settings(max_examples=400, deadline=None)
 @given(st.data())
-def test_whatever_comes_is_computed_or_refused_with_an_error_of_our_own(data):
+def test_every_argument_is_computed_or_refused_with_a_package_error(data):
     function = data.draw(st.sampled_from(list(FUNCTIONS)))
     arguments = [data.draw(tensors | odd) for _ in range(FUNCTIONS[function])]
     refused = None
@@ -77,7 +77,7 @@ def test_whatever_comes_is_computed_or_refused_with_an_error_of_our_own(data):
 @pytest.mark.parametrize(
     ("wrong", "why"), [([[1.0]], "got a list"), (torch.ones(2, 2, 2).long(), "int64"), (None, "got a NoneType")]
 )
-def test_no_function_takes_what_is_no_tensor_of_floats(wrong, why):
+def test_no_function_accepts_anything_but_float_tensors(wrong, why):
     for function, count in FUNCTIONS.items():
         if function is allocate_heads:
             continue
@@ -117,7 +117,7 @@ numbers = st.integers(-3, 2000) | st.floats() | st.sampled_from([None, "x", [], 
 @given(st.tuples(numbers, numbers), st.fixed_dictionaries({}, optional=dict.fromkeys(
     ["bias_scale", "bias_decay", "variance_growth", "noise", "multiple_of"], numbers
 )))  # fmt: skip
-def test_an_allocation_is_one_or_is_refused(places, options):
+def test_an_allocation_is_valid_or_refused(places, options):
     try:
         found = allocate_heads(*places, **options)
     except MisconfigurationError:
@@ -126,7 +126,7 @@ def test_an_allocation_is_one_or_is_refused(places, options):
 
 
 @pytest.mark.parametrize("step", ["x", None, 2.5, -1, True, torch.tensor(1.5)])
-def test_a_reading_at_no_step_is_refused(step):
+def test_a_reading_at_an_invalid_step_is_refused(step):
     with HeadDiversityMonitor(Classifier()) as monitor:
         with pytest.raises(MisconfigurationError, match="`step` must be a whole number"):
             monitor.measure(step)
@@ -134,7 +134,7 @@ def test_a_reading_at_no_step_is_refused(step):
             monitor.measure(0, epoch="first")
 
 
-def test_a_step_of_no_epoch_is_refused_before_it():
+def test_a_step_with_an_invalid_epoch_is_refused_before_it_is_counted():
     model = Classifier()
     with watch_heads(model, torch.optim.SGD(model.parameters(), lr=0.1), history=False, verbose=False) as heads:
         with pytest.raises(MisconfigurationError, match="`epoch` must be a whole number"), heads.step(epoch="first"):
@@ -153,6 +153,6 @@ def test_a_step_of_no_epoch_is_refused_before_it():
         ({"start": -1}, "`start` of HeadSlice"),
     ],
 )
-def test_a_slice_of_nothing_is_refused(wrong, why):
+def test_an_invalid_head_slice_is_refused(wrong, why):
     with pytest.raises(MisconfigurationError, match=why):
         HeadSlice(**({"module": nn.Linear(4, 4), "parameter": "weight", "heads": 2, "width": 2} | wrong))

@@ -45,7 +45,7 @@ def test_many_pairs_make_a_large_overlap_less_surprising():
     assert 90 * one < many < 100 * one * (1 + 1e-9)
 
 
-def test_identical_heads_cannot_be_chance_and_heads_that_fill_the_space_tell_nothing():
+def test_identical_heads_have_chance_zero_and_heads_that_span_the_space_have_chance_one():
     assert chance_of_overlap(1.0, ranks=(8, 8), width=64) == 0
     assert chance_of_overlap(0.9, ranks=(64, 8), width=64) == 1
 

@@ -91,7 +91,7 @@ def test_a_covariance_of_few_tokens_compares_what_the_heads_score_on_them():
 
 @given(SHAPES, st.floats(0, 3))
 @SEARCH
-def test_what_leaves_attention_as_it_is_leaves_the_cosines_as_they_are(shape, log_condition):
+def test_cosines_are_invariant_under_changes_that_preserve_attention_scores(shape, log_condition):
     G, m, k, d, d_keys, seed = shape
     query, key = gaussian(G * m, k, d, seed=seed), gaussian(G, k, d_keys, seed=seed + 1)
     A = with_spectrum(log_spectrum(10**log_condition, k), G, k, seed=seed + 2)
@@ -102,7 +102,7 @@ def test_what_leaves_attention_as_it_is_leaves_the_cosines_as_they_are(shape, lo
 
 
 @pytest.mark.parametrize("condition", [1e2, 1e4])
-def test_a_scale_that_is_shared_unevenly_between_queries_and_keys_loses_nothing_in_float32(condition):
+def test_cosines_are_precise_in_float32_if_queries_and_keys_share_their_scale_unevenly(condition):
     query, key = gaussian(6, 16, 96), gaussian(6, 16, 96, seed=1)
     A = with_spectrum(log_spectrum(condition, 16), 6, 16, seed=2)
     query, key = (torch.linalg.inv(A).mT @ query).float(), (A @ key).float()
@@ -137,7 +137,7 @@ def test_in_float32_every_layer_of_a_batch_is_exact_however_uneven_its_scale(sha
     assert torch.allclose(similarity.norm[0].double(), torch.linalg.matrix_norm(plain), rtol=1e-5)
 
 
-def test_only_layers_in_which_digits_cancel_are_whitened(monkeypatch):
+def test_only_layers_with_cancellation_are_whitened(monkeypatch):
     whitened = []
     way = circuits._whitened
     monkeypatch.setattr(circuits, "_whitened", lambda own, *rest: whitened.append(own) or way(own, *rest))
@@ -171,7 +171,7 @@ def test_temperature_changes_nothing_and_a_sign_turns_the_cosine():
     assert torch.allclose(turned[0, 1:], -before[0, 1:], atol=1e-12)
 
 
-def test_independent_heads_sit_at_zero():
+def test_independent_heads_have_mean_cosine_zero():
     cosines = [qk_circuits(gaussian(4, 8, 64, seed=s), gaussian(4, 8, 64, seed=s + 100)).mean for s in range(40)]
     assert abs(float(torch.stack(cosines).mean())) < 4 * float(torch.stack(cosines).std()) / 40**0.5
 
@@ -200,7 +200,7 @@ def test_heads_that_merge_where_subspaces_fill_the_space_are_detected():
     assert float(similarity.nearest_cosine[3]) == pytest.approx(1)
 
 
-def test_clusters_are_joined_by_chains():
+def test_clusters_follow_chains_of_similar_heads():
     plane = torch.tensor([0.0, 0.4, 0.8, 1.2, 3.0], dtype=torch.float64)
     query = torch.stack([plane.cos(), plane.sin()], -1)[:, None]  # lines in a plane, one key for all
     similarity = qk_circuits(query, torch.ones(1, 1, 1, dtype=torch.float64), limit=0.9)
@@ -247,7 +247,7 @@ def test_fewer_than_two_live_heads_have_no_mean(H):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("side", ["query", "key"])
-def test_a_weight_that_is_not_finite_spoils_its_own_layer_and_no_other(bad, side):
+def test_a_non_finite_weight_affects_only_its_own_layer(bad, side):
     weights = {"query": gaussian(3, 4, 4, 12), "key": gaussian(3, 2, 4, 12, seed=1)}
     clean = qk_circuits(**weights)
     weights[side][1, 0, 0, 0] = bad
@@ -319,7 +319,7 @@ def test_the_circuit_penalty_of_two_heads_is_the_squared_cosine_of_their_one_pai
     assert float(circuit_penalty(query, key)) == pytest.approx(cosine**2, rel=1e-5)
 
 
-def test_a_head_that_nothing_joins_has_a_cluster_of_its_own():
+def test_an_isolated_head_is_its_own_cluster():
     matrix = torch.eye(5, dtype=torch.float64)
     matrix[1, 3] = matrix[3, 1] = matrix[3, 4] = matrix[4, 3] = 0.9
     pairs = ~torch.eye(5, dtype=torch.bool)
@@ -329,7 +329,7 @@ def test_a_head_that_nothing_joins_has_a_cluster_of_its_own():
 
 
 @pytest.mark.parametrize("condition", [1, 1e2, 1e4])
-def test_products_of_keys_that_the_index_leaves_give_the_cosines_of_the_plain_products(condition, monkeypatch):
+def test_key_products_reused_from_the_index_give_the_same_cosines(condition, monkeypatch):
     query, key = gaussian(7, 16, 96).float(), with_spectrum(log_spectrum(condition, 16), 7, 96).float()
     key *= torch.logspace(-1, 1, 7)[:, None, None]
     blocks, products = blocks_and_products(key[None])
@@ -345,7 +345,7 @@ def test_products_of_keys_that_the_index_leaves_give_the_cosines_of_the_plain_pr
     assert torch.equal(formed[0], query.flatten(0, 1))
 
 
-def test_products_of_keys_are_not_taken_for_those_of_groups():
+def test_key_products_of_grouped_heads_give_the_cosines_of_their_query_heads():
     query, key = gaussian(6, 4, 24).float(), gaussian(3, 4, 24).float()
     _, products = blocks_and_products(key[None])
     found = qk_circuits_from_products(query[None], key[None], products).similarity()
@@ -359,7 +359,7 @@ def test_a_head_without_numbers_leaves_no_products(bad):
     assert blocks_and_products(key[None])[1] is None
 
 
-def test_products_of_output_weights_that_circuits_leave_are_the_plain_ones():
+def test_output_products_reused_from_circuits_are_the_plain_products():
     value, output = gaussian(5, 8, 40, seed=1).float(), gaussian(5, 8, 48, seed=2).float()
     inner, products = ov_circuits_and_products(value[None], output[None])
     assert inner.similarity().cosine[0].numpy() == pytest.approx(plain_cosines(output, value, list(range(5))), abs=1e-6)

@@ -105,7 +105,7 @@ def test_pairs_of_heads_are_added_up_within_the_numbers_that_a_chunk_may_hold(mo
     assert sizes.largest <= 20
 
 
-def test_what_has_no_gradient_may_be_anything():
+def test_tokens_without_a_gradient_may_hold_nan():
     outputs, gradients = gaussian(2, 5, 3, 4), gaussian(2, 5, 3, 4, seed=1)
     gradients[0, 3:] = 0
     spoiled = outputs.clone()
@@ -113,7 +113,7 @@ def test_what_has_no_gradient_may_be_anything():
     assert torch.equal(ImportanceSums.of(outputs, gradients).pairs, ImportanceSums.of(spoiled, gradients).pairs)
 
 
-def test_a_head_that_the_loss_is_linear_in_costs_exactly_what_is_said():
+def test_the_cost_of_a_head_is_exact_for_a_linear_loss():
     outputs, direction = gaussian(10, 2, 3), gaussian(2, 3, seed=1)
     sums = ImportanceSums.of(outputs, direction.expand(10, 2, 3))
     loss = (outputs * direction).sum()

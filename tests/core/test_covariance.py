@@ -57,7 +57,7 @@ def test_the_traces_add_up_to_the_variance_of_the_modules_own_output():
     )
 
 
-def test_the_terms_are_what_their_names_say():
+def test_variance_covariance_and_correlation_agree_with_the_naive_trace():
     outputs, weight = layer()
     T = naive_trace(outputs, weight)
     measured = head_covariance(outputs, weight)
@@ -86,7 +86,7 @@ def test_identical_heads_have_correlation_one():
     assert float(twins.effective_heads) == pytest.approx(1)
 
 
-def test_independent_heads_count_in_full():
+def test_independent_heads_have_as_many_effective_heads():
     measured = head_covariance(gaussian(40_000, 4, 3), gaussian(4, 3, 12, seed=1))
     assert abs(float(measured.correlation)) < 0.01
     assert float(measured.effective_heads) == pytest.approx(4, rel=0.02)
@@ -99,7 +99,7 @@ def test_heads_that_cancel_are_capped_at_their_number():
     assert float(opposed.effective_heads) == 2
 
 
-def test_clones_behind_different_output_projections_show_before_it_and_not_after():
+def test_clones_with_different_output_projections_overlap_before_them_and_not_after():
     one = gaussian(5000, 1, 4)
     apart = torch.linalg.qr(gaussian(16, 16, seed=1)).Q.reshape(4, 4, 16)
     measured = head_covariance(one.expand(-1, 4, -1), apart)
@@ -301,7 +301,7 @@ def test_a_sequence_without_tokens_is_no_replicate():
     assert math.isnan(float(head_covariance(outputs, weight, lengths=[200, 0]).covariance_error))
 
 
-def test_five_merges_cost_a_few_roundings():
+def test_five_merges_agree_with_one_pass_to_float64_rounding():
     outputs = layer(tokens=300)[0]
     moments, whole = HeadMoments.of(outputs[:60]), HeadMoments.of(outputs)
     for piece in outputs[60:].split(60):
@@ -310,7 +310,7 @@ def test_five_merges_cost_a_few_roundings():
     assert float((moments.mean - whole.mean).abs().max() / whole.mean.abs().max()) < 2e-15
 
 
-def test_centring_first_keeps_in_float32_what_subtracting_the_means_afterwards_loses():
+def test_centring_first_is_precise_in_float32_and_subtracting_means_later_is_not():
     outputs, weight = (gaussian(2000, 4, 6) + 1000).float(), gaussian(4, 6, 24, seed=1).float()
     exact = np.trace(naive_trace(outputs, weight)) / 4
     second = (outputs.flatten(1).T @ outputs.flatten(1)) / 2000
@@ -321,7 +321,7 @@ def test_centring_first_keeps_in_float32_what_subtracting_the_means_afterwards_l
     assert abs(float(late) / exact - 1) > 1e-3
 
 
-def test_taking_the_tokens_of_an_autoregression_as_independent_makes_the_error_three_times_too_small():
+def test_errors_from_single_tokens_of_an_autoregression_are_three_times_too_small():
     rng, r, length, sequences = np.random.default_rng(1), 0.9, 60, 200
     weight = torch.eye(2, dtype=torch.float64).expand(3, 2, 2)
     # Products of two such series correlate as r^(2j): the variance of a mean over `length` of them grows by this.
@@ -364,7 +364,7 @@ def test_sums_over_tokens_of_several_ranks_are_those_of_the_centred_outputs(is_w
 
 
 @pytest.mark.parametrize("heads", [1, 3, 9])
-def test_sums_that_are_mixed_later_are_those_that_were_mixed_at_once(heads):
+def test_sums_mixed_with_output_weights_later_equal_those_mixed_at_once(heads):
     outputs, output_weight = gaussian(30, heads, 4, seed=1) + 2, gaussian(heads, 4, 10, seed=2)
     mean = outputs.mean(0)
     at_once = HeadSums.of(outputs, output_weight, mean, with_scatter=True)
@@ -389,7 +389,7 @@ def products_of_output(output_weight):
     return products
 
 
-def test_one_token_that_counts_often_is_no_covariance():
+def test_one_token_with_a_large_weight_gives_no_covariance():
     outputs, output_weight = gaussian(5, 3, 4, seed=1), gaussian(3, 4, 10, seed=2)
     often = torch.tensor([0.0, 7.0, 0.0, 0.0, 0.0])
     assert head_covariance(outputs, output_weight, weights=often).covariance.isnan()
@@ -424,7 +424,7 @@ def test_two_numbered_sequences_are_enough_for_a_standard_error():
     assert float(found) == pytest.approx(abs(alone[0] - alone[1]) / 2, rel=1e-4)
 
 
-def test_products_of_output_weights_that_are_known_change_nothing():
+def test_precomputed_products_of_output_weights_change_nothing():
     generator = torch.Generator().manual_seed(0)
     outputs, value, weight = (
         torch.randn(*shape, generator=generator) for shape in ((50, 6, 8), (6, 8, 40), (6, 8, 40))

@@ -422,7 +422,7 @@ def test_clones_are_a_stationary_point_of_the_penalty_and_repeated_singular_valu
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_penalty_and_its_gradient_exist_in_every_type_that_trains(dtype):
+def test_the_penalty_and_its_gradient_exist_in_every_training_type(dtype):
     weight = gaussian(3, 6, 30).to(dtype).requires_grad_()
     penalty = diversity_penalty(weight)
     (gradient,) = torch.autograd.grad(penalty, weight)
@@ -581,7 +581,7 @@ def plain_energy(weight: torch.Tensor) -> np.ndarray:
 
 @pytest.mark.parametrize("method", ["whiten", "svd", "exact"])
 @pytest.mark.parametrize("case", [name for name in CASES if "1e-18" not in name])
-def test_the_energy_taken_back_from_the_whitened_product_is_that_of_the_weights(case, method):
+def test_the_energy_recovered_from_the_whitened_product_is_that_of_the_weights(case, method):
     weight = CASES[case].float()
     measured = head_diversity(weight, method=method).energy_overlap.double().numpy()
     assert np.abs(measured - plain_energy(weight)).max() < (1e-11 if method == "exact" else 2e-6)
@@ -686,7 +686,7 @@ def test_a_metric_gives_what_the_covariance_of_the_keys_gives(method):
 
 @given(st.integers(2, 4), st.integers(1, 5), st.integers(2, 12), st.integers(0, 10**6))
 @SEARCH
-def test_a_gain_that_is_folded_from_a_norm_into_the_weights_changes_the_keys_in_nothing(H, k, d, seed):
+def test_folding_a_norm_gain_into_the_weights_changes_no_key_overlap(H, k, d, seed):
     weight, S = gaussian(H, k, d, seed=seed), input_covariance(d, seed=seed + 1)
     gain = gaussian(d, seed=seed + 2).exp()
     before = head_diversity(weight, metric=gain[:, None] * S * gain)
@@ -700,7 +700,7 @@ def test_a_gain_changes_the_index_of_weights():
     assert abs(float(head_diversity(weight).index - head_diversity(weight * gain).index)) > 1e-3
 
 
-def test_with_few_tokens_the_features_of_the_heads_do_instead_of_a_covariance():
+def test_with_few_tokens_the_head_features_give_the_same_overlaps_as_the_covariance():
     tokens, weight = gaussian(30, 64) @ input_covariance(64), gaussian(4, 6, 64, seed=1)
     centred = tokens - tokens.mean(0)
     S = centred.mT @ centred / 30
@@ -709,7 +709,7 @@ def test_with_few_tokens_the_features_of_the_heads_do_instead_of_a_covariance():
     assert torch.allclose(by_metric.energy_overlap, by_features.energy_overlap, atol=1e-9)
 
 
-def test_a_metric_of_the_identity_is_none_and_each_layer_may_have_its_own():
+def test_the_identity_metric_changes_nothing_and_each_layer_may_have_its_own_metric():
     weight = gaussian(3, 4, 6, 20)
     plain, S = head_diversity(weight), torch.stack([input_covariance(20, seed) for seed in range(3)])
     assert torch.allclose(head_diversity(weight, metric=torch.eye(20)).overlap, plain.overlap, atol=1e-9)

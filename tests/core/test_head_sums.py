@@ -13,7 +13,7 @@ from hdi_callback.core.head_sums import HeadSums, count_and_total
 from tests.core.test_subspaces import gaussian
 
 
-def test_nothing_merged_with_one_token_is_that_token():
+def test_empty_moments_merged_with_one_token_are_that_token():
     token = gaussian(1, 3, 4)
     for moments in (HeadMoments.of(token[:0]).merge(HeadMoments.of(token)), HeadMoments.of(token).update(token[:0])):
         assert float(moments.count) == 1
@@ -22,7 +22,7 @@ def test_nothing_merged_with_one_token_is_that_token():
 
 
 @pytest.mark.parametrize("size", [1.0, 2.0**-10])
-def test_weights_are_relative_however_small_their_sum(size):
+def test_token_weights_are_relative_however_small_their_sum(size):
     outputs, output_weight = gaussian(20, 3, 4, seed=1) + 2, gaussian(3, 4, 10, seed=2)
     weights = size * (torch.arange(20.0) % 3)
     parts = [HeadMoments.of(outputs[part], weights[part]) for part in (slice(0, 7), slice(7, 20))]
@@ -38,7 +38,7 @@ def test_weights_are_relative_however_small_their_sum(size):
     assert int(measured.tokens) == 13
 
 
-def test_the_number_and_the_sum_of_tokens_count_each_as_often_as_it_weighs_and_read_no_padding():
+def test_count_and_total_weigh_each_token_and_ignore_padding():
     outputs, times = gaussian(6, 2, 3), torch.tensor([2, 0, 1, 3, 0, 1])
     often = outputs.repeat_interleave(times, 0).numpy()
     outputs[times == 0] = math.nan

@@ -81,14 +81,14 @@ def assert_equal(rows, expected: dict, tolerance: float = 1e-9) -> None:
 
 @given(SHAPES, st.integers(0, 4), st.sampled_from([None, 0, 2]))
 @SEARCH
-def test_everything_is_what_a_loop_over_queries_and_heads_finds(shape, min_keys, first):
+def test_attention_sums_agree_with_a_loop_over_queries_and_heads(shape, min_keys, first):
     rows, visible, logits = attention(*shape)
     sums = AttentionSums.of(rows, visible, logits=logits, min_keys=min_keys, first=first)
     assert_equal(sums.rows(), plain(rows, visible, logits, min_keys, first))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_single_and_half_precision_read_the_rows_as_they_were_rounded(dtype):
+def test_single_and_half_precision_agree_with_double_precision_on_the_rounded_rows(dtype):
     rows, visible, logits = attention(2, 4, 16, 200)
     rows, logits = rows.to(dtype), logits.to(dtype)
     assert_equal(AttentionSums.of(rows, visible, logits=logits).rows(), plain(rows, visible, logits), 1e-5)
@@ -153,7 +153,7 @@ def test_uniform_rows_average_over_everything_and_are_not_alike():
     ("sequences", "queries", "keys"),
     [(2, 1214, 1214), (1, 64, 16384), pytest.param(60000, 8, 3, marks=pytest.mark.slow)],
 )
-def test_overlaps_keep_their_digits_however_long_the_rows_and_however_many(sequences, queries, keys):
+def test_overlaps_stay_precise_for_long_and_for_many_rows(sequences, queries, keys):
     generator = torch.Generator().manual_seed(0)
     rows = (0.1 * torch.randn(sequences, 3, queries, keys, generator=generator)).softmax(-1)
     got, wide = AttentionSums.of(rows).rows(), AttentionSums.of(rows.double()).rows()
@@ -161,7 +161,7 @@ def test_overlaps_keep_their_digits_however_long_the_rows_and_however_many(seque
     torch.testing.assert_close(got.product.double(), wide.product, rtol=1e-6, atol=0)
 
 
-def test_flat_heads_of_float32_have_no_rounding_that_looks_alike():
+def test_float32_rounding_of_flat_heads_is_not_reported_as_similarity():
     scores = 1e-9 * gaussian(4, 16, 1000).float()
     assert AttentionSums.of(torch.softmax(scores, -1)).rows().alike_mean.isnan()
     rows = AttentionSums.of(torch.softmax(1e6 * scores, -1)).rows()
@@ -169,7 +169,7 @@ def test_flat_heads_of_float32_have_no_rounding_that_looks_alike():
     assert float(rows.overlap_mean) > 0.99
 
 
-def test_one_hot_rows_draw_on_one_token():
+def test_one_hot_rows_sample_one_token():
     rows = torch.zeros(2, 5, 8)
     rows[0, :, 3] = 1
     rows[1, torch.arange(5), torch.arange(5)] = 1
@@ -205,7 +205,7 @@ def test_a_sink_that_is_left_out_shows_what_else_the_heads_attend_to():
     assert (without.sink_position > 0).all()
 
 
-def test_a_query_whose_head_puts_all_its_weight_on_the_sink_does_not_count_without_it():
+def test_a_query_with_all_weight_on_the_sink_is_left_out_of_the_metrics_without_the_sink():
     rows, visible = torch.softmax(gaussian(1, 2, 5, 6), -1), torch.ones(1, 1, 5, 6, dtype=torch.bool)
     rows[0, 1, 3] = torch.eye(6, dtype=rows.dtype)[0]
     others = [0, 1, 2, 4]
@@ -225,7 +225,7 @@ def test_the_first_key_may_differ_from_sequence_to_sequence():
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 1), (2, 3, 0, 5), (0, 3, 4, 5), (1, 3, 4, 0)])
-def test_without_a_query_that_counts_nothing_is_measured(shape):
+def test_without_a_counted_query_all_metrics_are_nan(shape):
     rows = torch.ones(shape)
     read = AttentionSums.of(rows, logits=rows if rows.numel() == 0 else None).rows()
     assert read.queries == 0
@@ -245,7 +245,7 @@ def test_a_query_counts_for_all_heads_or_for_none():
         assert torch.equal(getattr(read, item.name).nan_to_num(), getattr(expected, item.name).nan_to_num()), item.name
 
 
-def test_a_query_that_sees_nothing_may_hold_anything():
+def test_a_query_without_visible_keys_may_hold_nan():
     rows, visible, logits = attention(2, 3, 5, 6)
     clean = AttentionSums.of(rows, visible, logits=logits)
     hidden = ~visible.expand(rows.shape)
@@ -265,7 +265,7 @@ def test_a_head_that_is_not_finite_is_not_hidden_by_the_others():
     assert read.entropy[[0, 2]].isfinite().all()
 
 
-def test_rows_that_leave_a_part_to_a_learned_sink_are_taken_as_they_are():
+def test_rows_with_a_learned_sink_are_not_normalised():
     rows = torch.full((2, 3, 4), 0.125)
     rows[1] = 0
     read = AttentionSums.of(rows).rows()
@@ -323,7 +323,7 @@ def test_the_bound_holds_for_all_queries_and_is_attained_by_parallel_ones(G, m, 
     assert torch.allclose(parallel, (key @ key.mT).amax((0, 2, 3)))
 
 
-def test_a_bound_knows_its_key_heads_and_its_absence():
+def test_the_logit_bound_maps_key_heads_and_is_nan_without_keys():
     query, key = NormSums.of(torch.ones(4, 3, 1)), NormSums.of(torch.tensor([[[1.0]], [[5.0]]]))
     assert logit_bound(query, key, 1.0).tolist() == [1, 1, 5, 5]
     assert logit_bound(query, key, 1.0, key_head=torch.tensor([0, 1, 0, 1])).tolist() == [1, 5, 1, 5]

@@ -89,7 +89,7 @@ SILENT = {
 }
 
 
-def test_the_host_looks_at_plain_tensors_on_a_cpu_whose_result_is_float32_and_at_no_others():
+def test_only_plain_cpu_tensors_with_float32_results_may_be_read_on_the_host():
     weight = torch.ones(2)
     assert all(map(may_decide_on_host, (weight, torch.nn.Parameter(weight), weight.bfloat16())))
     others = weight.to("meta"), weight.double(), weight.as_subclass(type("Wrapped", (torch.Tensor,), {}))
@@ -123,7 +123,7 @@ def test_the_default_path_never_reads_a_value(what, device, monkeypatch):
         lambda x: torch.index_put(x, (torch.ones(4, dtype=torch.bool),), x.clone()),
     ],
 )
-def test_what_does_read_a_value_is_refused(loud):
+def test_an_operation_that_reads_a_value_is_detected(loud):
     with pytest.raises(AssertionError, match="makes the host wait"), NoSync():
         loud(gaussian(4, 8, 32))
 
@@ -155,7 +155,7 @@ def test_fake_tensors_on_cuda_go_through_with_their_devices_and_shapes(what, fas
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason=NEEDS_GPU)
 @pytest.mark.parametrize("what", SILENT)
-def test_cuda_agrees_that_nothing_waits(what):
+def test_no_operation_synchronises_on_cuda(what):
     read, tensors = SILENT[what]
     tensors = [tensor.cuda() for tensor in tensors]
     read(*tensors)  # libraries are loaded in the first call, and may wait there
@@ -171,7 +171,7 @@ def test_cuda_agrees_that_nothing_waits(what):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason=NEEDS_GPU)
 @pytest.mark.parametrize("tf32", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_cuda_agrees_with_the_host(case, tf32, monkeypatch):
+def test_cuda_results_agree_with_the_cpu(case, tf32, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
     weight = CASES[case].float()
     host, device = head_diversity(weight.double(), method="exact"), head_diversity(weight.cuda())

@@ -34,7 +34,7 @@ def test_products_of_rows_are_those_of_float64_to_the_rounding_of_float32(shape,
     assert (error <= 2e-6 * size).all()
 
 
-def test_rows_that_do_not_lie_one_after_the_other_are_multiplied_as_they_are_or_laid_out(library):
+def test_non_contiguous_rows_are_multiplied_directly_or_copied_first(library):
     columns = gaussian(520, 300)
     exact = columns.double().mT @ columns.double()
     for rows in (columns.mT, laid_out(columns.mT)):
@@ -55,14 +55,14 @@ def test_a_product_is_mapped_over_a_batch_by_torch_func(library):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_types_stay_what_they_are(dtype, library):
+def test_products_of_other_types_are_those_of_torch(dtype, library):
     rows = gaussian(30, 40).to(dtype)
     product = row_products(rows, rows)
     assert product.dtype == dtype
     assert torch.equal(product, rows @ rows.mT)
 
 
-def test_what_is_measured_does_not_depend_on_the_library(monkeypatch):
+def test_measurements_do_not_depend_on_the_matrix_library(monkeypatch):
     key, output = gaussian(6, 32, 256), gaussian(192, 256, seed=1).view(256, 192).T.view(6, 32, 256)
     uneven = key * torch.logspace(0, 3, 32)[:, None]
     tokens = 5 + gaussian(600, 6, 32, seed=2)
@@ -100,14 +100,14 @@ def test_what_is_measured_does_not_depend_on_the_library(monkeypatch):
         ("vendor_id\t: GenuineIntel", "AVX512_VNNI", False),
     ],
 )
-def test_mkl_is_the_slower_on_a_cpu_of_amd_with_avx_512_alone(maker, capability, is_slower, monkeypatch):
+def test_mkl_counts_as_slower_only_on_amd_with_avx_512(maker, capability, is_slower, monkeypatch):
     monkeypatch.setattr(products, "_maker_of_cpu", lambda: maker)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     has_both = torch.backends.mkl.is_available() and HAS_ONEDNN
     assert products._mkl_is_the_slower.__wrapped__() == (is_slower and has_both)
 
 
-def test_float32_that_the_user_has_rounded_coarsely_or_a_library_that_is_off_is_left_to_torch(monkeypatch):
+def test_reduced_float32_precision_or_a_disabled_library_leaves_products_to_torch(monkeypatch):
     monkeypatch.setattr(products, "_mkl_is_the_slower", lambda: HAS_ONEDNN)
     monkeypatch.setattr(products, "_LARGE", 1)
     rows = gaussian(300, 200).mT

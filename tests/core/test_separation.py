@@ -67,7 +67,7 @@ def attend(x, weights, value, bias):
 
 
 @pytest.mark.parametrize("same_values", [True, False])
-def test_folding_leaves_the_function_of_heads_that_attend_alike(same_values):
+def test_folding_preserves_the_output_of_heads_that_attend_alike(same_values):
     x, weights = gaussian(7, 12, seed=3), torch.softmax(gaussian(7, 7, seed=4), -1)
     stay, out_stay, out_leave = gaussian(4, 12, seed=5), gaussian(4, 12, seed=6), gaussian(4, 12, seed=7)
     leave = stay if same_values else gaussian(4, 4, seed=8) @ stay
@@ -79,7 +79,7 @@ def test_folding_leaves_the_function_of_heads_that_attend_alike(same_values):
     assert folded.lost < 1e-12
 
 
-def test_what_cannot_be_folded_is_said():
+def test_folding_reports_the_share_that_is_lost():
     stay, leave = torch.eye(8, dtype=torch.float64)[:4], torch.eye(8, dtype=torch.float64)[4:]
     output = gaussian(4, 8)
     assert float(fold_head((stay, leave), (output, output)).lost) == pytest.approx(1)
@@ -87,7 +87,7 @@ def test_what_cannot_be_folded_is_said():
     assert 0.1 < float(fold_head((stay, half), (output, output)).lost) < 0.95
 
 
-def test_after_folding_and_a_fresh_subspace_the_layer_computes_what_it_did():
+def test_after_folding_and_a_fresh_subspace_the_layer_output_is_unchanged():
     torch.manual_seed(0)
     H, k, d, x = 3, 4, 24, torch.randn(5, 9, 24, dtype=torch.float64)
     q, key, v = (torch.randn(H, k, d, dtype=torch.float64) for _ in range(3))
@@ -111,7 +111,7 @@ def test_after_folding_and_a_fresh_subspace_the_layer_computes_what_it_did():
 
 @pytest.mark.parametrize("size", [0.02, 0.1, 1.0, 3.0])
 @pytest.mark.parametrize("has_biases", [False, True])
-def test_the_agreement_of_two_heads_is_that_of_their_products_written_out(size, has_biases):
+def test_the_agreement_of_two_heads_agrees_with_products_computed_by_hand(size, has_biases):
     (q_a, q_b), (k_a, k_b) = size * gaussian(2, 6, 20, seed=1), gaussian(2, 6, 20, seed=2)
     q_b, k_b = q_a + 0.2 * q_b, k_a + 0.1 * k_b
     biases = tuple(gaussian(2, 6, seed=3)) if has_biases else None
@@ -126,7 +126,7 @@ def test_the_agreement_of_two_heads_is_that_of_their_products_written_out(size, 
     assert float(found) == pytest.approx(math.exp(-apart / spread / 2), rel=1e-6)
 
 
-def test_the_agreement_behind_a_norm_is_of_the_directions_alone():
+def test_the_agreement_under_a_norm_depends_only_on_directions():
     (q_a, q_b), (k_a, k_b) = gaussian(2, 6, 20, seed=1), gaussian(2, 6, 20, seed=2)
     q_b, k_b = q_a + 0.5 * q_b, k_a + 0.5 * k_b
     one, other = (q_a.mT @ k_a).flatten(), (q_b.mT @ k_b).flatten()

@@ -28,7 +28,7 @@ def test_the_gram_matrix_is_exactly_that_of_rows_rounded_to_24_bits(k, d, expone
     assert np.allclose(sliced_gram(rows).numpy(), expected, rtol=1e-14, atol=1e-14 * np.abs(expected).max())
 
 
-def test_slices_are_whole_numbers_that_bfloat16_holds_and_their_sums_stay_exact_in_float32():
+def test_slices_are_integers_exact_in_bfloat16_with_sums_exact_in_float32():
     rows = torch.cat([gaussian(4, 3000).float(), torch.ones(1, 3000), -torch.full((1, 3000), 255 / 256)])
     slices, _ = slices_module._cut(rows, dim=-1)
     for piece in slices:
@@ -48,7 +48,7 @@ def test_a_product_is_that_of_float64_to_the_stated_error(k, d, seed):
     assert ((product.double() - left @ right.double()).abs() <= 2**-22 * scale).all()
 
 
-def test_rows_of_zeros_and_rows_that_are_not_finite_stay_what_they_are():
+def test_rows_of_zeros_give_zero_and_non_finite_rows_give_nan():
     rows = torch.zeros(3, 5)
     rows[1] = torch.arange(5)
     assert sliced_gram(rows).tolist() == [[0, 0, 0], [0, 30, 0], [0, 0, 0]]
@@ -86,7 +86,7 @@ def test_the_index_of_a_layer_of_full_size_is_off_by_less_than_1e_6_without_floa
     ("capability", "fast"),
     [((7, 0), True), ((8, 0), True), ((9, 0), True), ((8, 6), False), ((8, 9), False), ((12, 0), False)],
 )
-def test_gpus_are_distinguished_by_what_they_can_do(capability, fast, monkeypatch):
+def test_fast_float64_is_known_from_the_compute_capability(capability, fast, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", None)

@@ -176,7 +176,7 @@ def test_a_batch_is_its_layers_one_by_one():
         assert torch.allclose(head_overlap(bases.rows)[place], head_overlap(alone.rows), atol=1e-12)
 
 
-def test_without_a_way_back_both_lenses_see_the_blocks_themselves():
+def test_block_norms_without_whitening_are_those_of_the_blocks():
     rows = gaussian(3, 4, 20)
     blocks = np.einsum("hid,gjd->hgij", rows.numpy(), rows.numpy())
     for norms in block_norms(rows):
@@ -292,7 +292,7 @@ def test_a_layer_of_full_size_is_read_to_ten_times_the_documented_error(case):
 
 
 @pytest.mark.parametrize("condition", [1, 3, 10, 30, 100, 300])
-def test_a_head_that_needs_no_rank_cut_is_as_exact_without_it(condition, monkeypatch):
+def test_a_head_without_a_rank_cut_is_as_precise_as_with_one(condition, monkeypatch):
     weight = with_spectrum(log_spectrum(condition, 16), 6, 96).float()
     steps = []
     of = whitening.whitener_of

@@ -64,7 +64,7 @@ def test_turning_scaling_and_shifting_change_what_they_should(n, seed):
     assert float(shifted.cosine) > 0.99
 
 
-def test_tokens_that_become_one_lose_their_rank_and_their_angles():
+def test_tokens_that_become_equal_have_rank_zero_and_cosine_one():
     mean, noise = gaussian(1, 16), gaussian(40, 16, seed=1)
     assert float(token_spread(noise).rank) > 8
     line = mean + torch.linspace(-1, 1, 40, dtype=torch.float64)[:, None] * gaussian(1, 16, seed=2)
@@ -93,7 +93,7 @@ def test_padding_does_not_count_whatever_it_holds():
         assert torch.allclose(getattr(spread, name), getattr(clean, name))
 
 
-def test_a_token_of_zeros_points_nowhere_and_fewer_than_two_tokens_say_nothing():
+def test_a_token_of_zeros_has_cosine_zero_and_fewer_than_two_tokens_give_nan():
     tokens = torch.tensor([[0.0, 0], [1, 0], [0, 1]])
     assert float(token_spread(tokens).cosine) == 0
     assert float(token_spread(tokens).tokens) == 3
@@ -114,7 +114,7 @@ def test_chunks_change_nothing_and_no_large_matrix_is_formed(monkeypatch):
     assert sizes.largest <= tokens.numel()
 
 
-def test_four_products_give_the_energy_so_that_three_eighths_of_one_are_left_out():
+def test_the_gram_energy_takes_four_products_and_skips_symmetric_blocks():
     rows = gaussian(40, 300)
     rows /= rows.norm()
     with Products() as products:

@@ -48,7 +48,7 @@ def test_uneven_heads_are_whitened_before_they_are_multiplied(condition):
     assert head_diversity(weight.float()).overlap.double().numpy() == pytest.approx(scipy_overlap(weight), abs=1e-6)
 
 
-def test_what_one_product_cannot_tell_is_left_to_whitening():
+def test_heads_that_one_product_cannot_resolve_are_whitened():
     weight = gaussian(4, 8, 32).float()
     dead, short, lost = weight.clone(), weight.clone(), weight.clone()
     dead[1], short[1, 0], lost[1, 0, 0] = 0, short[1, 1], torch.nan
@@ -74,7 +74,7 @@ def test_a_head_below_the_rank_tolerance_times_the_largest_is_dead_and_one_produ
 
 
 @pytest.mark.parametrize("condition", [3.0, 1e3])
-def test_circuits_from_the_products_that_are_left_are_those_of_the_weights(condition):
+def test_circuits_from_reused_products_agree_with_the_weights(condition):
     key, query = with_spectrum(log_spectrum(condition, 16), 6, 64), gaussian(6, 16, 64, seed=5)
     found, products = blocks_and_products(key.float()[None])
     assert torch.equal(found.diversity().overlap[0], head_diversity(key.float()).overlap)
@@ -91,7 +91,7 @@ def test_chunks_change_nothing():
     assert torch.allclose(whole.energy, parts.energy, atol=1e-6)
 
 
-def test_the_products_that_are_left_know_what_they_take():
+def test_reused_products_report_their_size_in_bytes():
     _, products = blocks_and_products(gaussian(1, 6, 16, 64).float())
     chunks = list(products.parts)
     assert chunks

@@ -28,7 +28,7 @@ CODE = (
 )
 
 
-def test_plain_lines_where_there_is_no_terminal(capsys):
+def test_without_a_terminal_the_layers_are_plain_lines(capsys):
     found = survey(Classifier())
     print_layers(found.layers, found.refused, every_n_steps=50)
     lines = capsys.readouterr().out.splitlines()
@@ -59,7 +59,7 @@ def test_a_table_on_a_terminal(root):
     assert all(name in text for name in LAYERS)
 
 
-def test_what_is_not_watched_is_listed_with_the_reason(capsys):
+def test_modules_that_are_not_watched_are_listed_with_the_reason(capsys):
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
@@ -105,7 +105,7 @@ for step in (4, 8):
 """
 
 
-def test_a_critical_alert_is_printed_once_and_says_once_where_to_read_more(root):
+def test_a_critical_alert_is_printed_once_and_the_first_one_links_to_its_explanation(root):
     done = subprocess.run([sys.executable, "-c", COLLAPSE], cwd=root, capture_output=True, text=True, check=True)
     assert done.stderr == ""
     first, second = done.stdout.splitlines()
@@ -117,7 +117,7 @@ def test_a_critical_alert_is_printed_once_and_says_once_where_to_read_more(root)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["-W error", "captureWarnings", "record"])
-def test_a_critical_alert_is_a_warning_for_those_who_take_warnings(root, way):
+def test_a_critical_alert_is_a_python_warning_if_warnings_are_errors_or_captured(root, way):
     before = {
         "-W error": "import warnings; from hdi_callback.errors import HeadCollapseWarning as W\n"
         "warnings.simplefilter('error', W)\n",
@@ -130,7 +130,7 @@ def test_a_critical_alert_is_a_warning_for_those_who_take_warnings(root, way):
     assert "HeadCollapseWarning" in done.stderr
 
 
-def test_the_place_to_read_more_is_the_address_of_the_project_where_there_is_one(monkeypatch):
+def test_the_link_to_an_explanation_is_the_documentation_url_if_the_package_has_one(monkeypatch):
     known = {"Project-URL": ["Repository, https://example.org/hdi", "Documentation, https://example.org/docs/"]}
     console._documentation.cache_clear()
     assert place_to_read("worst pair") == "hdi explain worst-pair"
@@ -141,7 +141,7 @@ def test_the_place_to_read_more_is_the_address_of_the_project_where_there_is_one
     console._documentation.cache_clear()
 
 
-def test_objects_show_themselves_in_a_notebook_and_names_stay_text():
+def test_notebook_representations_escape_names():
     alert = Alert(4, "<attn>", "worst pair", "warning", "step 4, <attn>: two heads", Finding("two heads"))
     assert alert._repr_html_() == ('<p><b style="color:#b35900">warning</b> step 4, &lt;attn&gt;: two heads</p>')
     monitor = HeadDiversityMonitor(Classifier())
@@ -151,7 +151,7 @@ def test_objects_show_themselves_in_a_notebook_and_names_stay_text():
     assert "no run has begun" in HDICallback()._repr_html_()
 
 
-def test_a_rule_that_is_given_by_its_name_is_answered_by_what_to_write():
+def test_a_rule_passed_as_a_string_is_refused_with_the_class_to_write():
     class WorstPairs(Rule):  # one of the user's own is none of `hdi_callback.rules`
         name = "worst pairs"
 

@@ -29,7 +29,7 @@ def test_every_layer_is_a_curve_with_the_values_of_the_history():
         assert np.array_equal(line.get_ydata(), rows["hdi"])
 
 
-def test_chance_is_drawn_in_the_panel_of_the_index_alone():
+def test_chance_is_drawn_only_in_the_panel_of_the_index():
     figure = plot_trajectories(frame())
     dashed = [[line.get_ydata()[0] for line in panel.lines if line.get_linestyle() == "--"] for panel in figure.axes]
     assert dashed == [[0.875], []]

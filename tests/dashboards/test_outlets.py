@@ -56,7 +56,7 @@ def test_every_alert_is_delivered_to_a_function_that_raises_at_each():
     assert delivered == ["a", "b", "c"]
 
 
-def test_a_tag_that_cannot_be_written_leaves_the_other_curves_and_marks():
+def test_a_tag_that_cannot_be_written_does_not_lose_other_curves_and_marks():
     writer = RefusesOne("/b")
     board = Board(writer, ["hdi", "hdi_worst_pair"])
     with pytest.raises(ValueError, match="hdi/b cannot be written"):
@@ -65,7 +65,7 @@ def test_a_tag_that_cannot_be_written_leaves_the_other_curves_and_marks():
     assert set(writer.written) == curves | {"hdi/mean", "hdi/min", "alert/hdi/c"}
 
 
-def test_a_line_that_cannot_be_printed_keeps_neither_the_next_one_nor_the_warning_back():
+def test_a_line_that_cannot_be_printed_loses_neither_the_next_line_nor_the_warning():
     lines = []
 
     def say(text):
@@ -80,7 +80,7 @@ def test_a_line_that_cannot_be_printed_keeps_neither_the_next_one_nor_the_warnin
     assert "layer.b" in lines[1]
 
 
-def test_names_are_printed_where_the_stream_knows_ascii_alone():
+def test_names_are_printed_on_a_stream_that_is_ascii_only():
     buffer = io.BytesIO()
     stream = io.TextIOWrapper(buffer, encoding="ascii", write_through=True)
     AlertLines(lambda text: print(text, file=stream)).write(result({}, [alert("köpfe.0")]))
@@ -88,7 +88,7 @@ def test_names_are_printed_where_the_stream_knows_ascii_alone():
     stream.write("still open")
 
 
-def test_a_table_shows_names_with_brackets_as_they_are(monkeypatch, capsys):
+def test_a_table_shows_names_with_brackets_unchanged(monkeypatch, capsys):
     rich_console = pytest.importorskip("rich.console")
     terminal = rich_console.Console(force_terminal=True, width=120, color_system=None)
     monkeypatch.setattr(rich_console, "Console", lambda: terminal)
@@ -118,7 +118,7 @@ def test_the_summary_of_wandb_has_the_extremes_of_names_with_dots_also_of_a_laye
     assert summary["hdi/min"]["min"] == 0.2
 
 
-def test_a_failure_that_cannot_say_what_it_is_costs_one_warning():
+def test_an_exception_whose_message_raises_costs_one_warning():
     class MuteError(Exception):
         def __str__(self):
             raise RuntimeError("no words")

@@ -78,7 +78,7 @@ def test_pictures_come_at_their_cadence_at_alerts_and_at_the_end():
 
 
 @pytest.mark.usefixtures("quick")
-def test_drawing_takes_no_more_than_its_share_of_the_time():
+def test_drawing_stays_within_its_share_of_the_time():
     clock, drawn = Clock(), []
     pictures = Pictures([taken_by(clock, drawn)], every=1, clock=clock)
     for step in range(600):
@@ -111,7 +111,7 @@ def test_no_random_number_is_drawn_and_no_figure_is_left_open():
     assert plt.get_fignums() == []
 
 
-def test_an_outlet_that_fails_keeps_the_others_from_nothing(tmp_path):
+def test_a_failing_picture_outlet_does_not_stop_the_others(tmp_path):
     clock = Clock()
 
     def fails(picture):
@@ -181,7 +181,7 @@ def test_the_map_of_layers_marks_the_alert_and_names_layer_and_heads(run):
     assert panel.get_ylabel() == "blocks.*.attn"
 
 
-def test_a_collapse_that_was_mended_is_still_named_with_its_heads_and_with_what_was_done(run):
+def test_a_resolved_collapse_is_still_named_with_its_heads_and_the_intervention(run):
     history = History(run)
     history.note("alert", **replace(alert(110), is_resolved=True).to_dict())
     for step, is_dry in ((100, False), (50, True)):
@@ -237,14 +237,14 @@ def test_with_96_layers_the_alerted_one_is_named_and_labels_do_not_overlap(tmp_p
         assert not any(one.overlaps(other) for i, one in enumerate(boxes) for other in boxes[:i])
 
 
-def test_the_layers_that_matter_are_the_alerted_ones_and_the_five_worst():
+def test_the_layers_shown_are_the_alerted_ones_and_the_five_worst():
     layers = {f"l{i}": layer(4, (0, 1), 0.1 * i) for i in range(9)}
     assert layers_that_matter(Record(0, layers), ["l2"]) == ["l2", "l8", "l7", "l6", "l5", "l4"]
     notice = Alert(0, "l3", "trend", "notice", "", Finding("", level="notice"))
     assert heads_of([notice, alert(0, "l2")]) == {"l2": (2, 5)}
 
 
-def test_columns_that_are_put_together_keep_their_largest_number():
+def test_merged_columns_keep_their_largest_value():
     steps, (row,) = thinned_columns(range(1000), [[0.1] * 999 + [0.9]])
     assert len(steps) == len(row) <= 400
     assert max(row) == 0.9

@@ -218,7 +218,7 @@ def test_every_dotted_name_of_the_package_leads_somewhere(page):
     assert [name for name in sorted(named) if not names_something(name)] == []
 
 
-def test_a_name_of_nothing_is_found_out():
+def test_a_dotted_name_that_does_not_exist_is_detected():
     assert names_something("hdi_callback.attention.trace.run")
     assert names_something("hdi_callback.core.HeadDiversity.index")
     assert not names_something("hdi_callback.attention.trace.nowhere")

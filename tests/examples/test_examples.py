@@ -163,7 +163,7 @@ def test_the_examples_end_with_a_figure(example):
 
 
 @pytest.mark.parametrize("name", ["plain_loop", "with_accelerate", "with_transformers"])
-def test_the_loops_say_where_everything_is(name, request):
+def test_the_loop_examples_print_where_their_files_are(name, request):
     example = request.getfixturevalue(name)
     reported = dict(re.findall(r"^(\w[\w ]+?) {3,}(?:tensorboard --logdir )?(\S+)", example.printed, flags=re.M))
     assert reported["every reading"] == str(example.folder / "hdi" / "history.jsonl")

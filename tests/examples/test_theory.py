@@ -108,7 +108,7 @@ def test_the_variance_against_heads_follows_the_closed_form():
 # --- 4. Weights
 
 
-def test_best_weights_are_those_that_a_solver_finds():
+def test_best_weights_agree_with_a_solver():
     from examples.theory.estimators import noise_covariance, random_heads
     from examples.theory.weighted_ensembles import best_weights, error
 
@@ -120,7 +120,7 @@ def test_best_weights_are_those_that_a_solver_finds():
     assert error(C, best_weights(C)) == pytest.approx(1 / float(torch.linalg.inv(C).sum()))
 
 
-def test_a_copy_costs_nothing_once_weighted_and_hdi_does_not_order_layers():
+def test_a_copied_head_costs_nothing_under_best_weights_and_hdi_does_not_order_layers():
     from examples.theory.weighted_ensembles import counterexample
 
     found = claim("weighted_ensembles")
@@ -135,7 +135,7 @@ def test_a_copy_costs_nothing_once_weighted_and_hdi_does_not_order_layers():
 # --- 5. The error and HDI
 
 
-def test_the_noise_falls_with_hdi_and_the_counterexample_rises():
+def test_the_noise_falls_with_hdi_and_rises_in_the_counterexample():
     found = claim("error_falls_with_diversity")
     closed = [number.value for number in found.numbers if number.name.startswith("closed form")]
     assert (np.diff(closed) < 0).all()
@@ -145,7 +145,7 @@ def test_the_noise_falls_with_hdi_and_the_counterexample_rises():
     assert verdicts("error_falls_with_diversity")[3:] == ["fails", "fails"]
 
 
-def test_heads_at_an_angle_have_the_index_that_is_said():
+def test_heads_at_an_angle_have_the_stated_index():
     from scipy.linalg import subspace_angles
 
     from examples.theory.estimators import heads_at_angle
@@ -213,7 +213,7 @@ def test_trained_models_are_compared_with_both_rules():
 
 
 @pytest.mark.slow
-def test_specialisation_is_judged_by_sign_tests_that_few_seeds_cannot_pass():
+def test_specialisation_stays_open_with_too_few_seeds_for_the_sign_test():
     found = claim("specialisation")
     assert {part.verdict for part in found.parts} == {"open"}, "two seeds have p = 0.5 at least"
     assert found["p-value, with noise"].value >= 0.5
@@ -230,7 +230,7 @@ def test_specialisation_is_judged_by_sign_tests_that_few_seeds_cannot_pass():
         ("same heads", "head_output_overlap", 1),
     ],
 )
-def test_each_fault_moves_the_reading_that_is_named_for_it(fault, name, sign):
+def test_each_fault_moves_its_named_reading(fault, name, sign):
     from examples.theory.collapses import FAULTS, LAYER
     from examples.theory.models import LENGTH, recorded_gpt
     from examples.theory.readings import readings
@@ -298,7 +298,7 @@ def test_every_pair_of_a_layer_is_merged():
 
 
 @pytest.mark.slow
-def test_what_is_said_of_every_neighbour_is_so_and_none_is_misread():
+def test_the_claims_about_every_related_attention_are_exact_and_none_is_misread():
     from examples.theory.neighbours import EXACT, NEIGHBOURS
 
     with torch.random.fork_rng(devices=[]):
@@ -309,7 +309,7 @@ def test_what_is_said_of_every_neighbour_is_so_and_none_is_misread():
             assert finding.read != "misread", finding
 
 
-def test_a_map_over_heads_does_turn_subspaces():
+def test_mixing_heads_changes_the_index():
     from examples.theory.neighbours import index
 
     draw = torch.Generator().manual_seed(0)
@@ -321,7 +321,7 @@ def test_a_map_over_heads_does_turn_subspaces():
 # --- 13. Rank and what cannot be told apart
 
 
-def test_as_many_directions_are_hidden_behind_a_mean_as_is_said():
+def test_the_stated_number_of_directions_is_hidden_by_a_mean_over_heads():
     from examples.theory.rank_and_identifiability import (
         hidden_by_jacobian,
         hidden_directions,
@@ -364,7 +364,7 @@ def test_a_page_says_its_numbers_its_rules_and_its_command(tmp_path):
     assert (tmp_path / "docs" / "images" / "claims" / "sparse_kernels.png").stat().st_size < 100_000
 
 
-def test_what_has_been_tried_is_not_tried_again_unless_asked_for_or_changed(tmp_path, capsys):
+def test_a_claim_is_not_run_again_unless_requested_or_changed(tmp_path, capsys):
     arguments = ["sparse_kernels", "--size", "small", "--results", str(tmp_path), "--docs", str(tmp_path)]
     main(arguments)
     stored = tmp_path / "sparse_kernels-small.json"
@@ -384,7 +384,7 @@ def test_an_unknown_claim_is_an_error_that_lists_the_claims(capsys):
     assert "sparse_kernels" in capsys.readouterr().err
 
 
-def test_a_claim_comes_back_from_its_file_as_it_was():
+def test_a_claim_survives_json():
     found = claim("sparse_kernels")
     again = Claim.from_json(json.loads(json.dumps(found.to_json())))
     assert again.page() == found.page()
@@ -411,6 +411,6 @@ def test_intervals_are_those_of_scipy_and_cover():
     assert number.high - number.low == pytest.approx(2 * 1.96 / 200**0.5, rel=0.2)
 
 
-def test_every_claim_of_the_paper_has_its_module():
+def test_every_claim_of_the_paper_has_a_module():
     for name in CLAIMS:
         assert callable(importlib.import_module(f"examples.theory.{name}").run)

@@ -37,7 +37,7 @@ def test_a_head_is_removed_as_if_its_output_weights_were_zero(subject, found):
         assert float(subject.loss()) == whole
 
 
-def test_what_is_said_of_heads_and_pairs_is_there_and_the_first_order_cost_goes_with_the_damage(found):
+def test_every_head_and_pair_score_is_finite_and_the_first_order_cost_follows_the_damage(found):
     for one in found:
         assert set(one.heads) == set(HEADS)
         assert set(one.said) == set(PAIRS)

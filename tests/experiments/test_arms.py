@@ -24,13 +24,13 @@ def test_an_interval_is_that_of_student():
     assert arms.interval([1.0, math.inf]) == "not finite in some"
 
 
-def test_every_run_of_a_seed_has_a_place_of_its_own(tmp_path):
+def test_every_run_of_a_seed_has_a_separate_file(tmp_path):
     needed = [*arms.pairs_needed(3), *arms.scores_needed(3)]
     places = [arms.place_of(job, arm, tmp_path) for job, arm in needed]
     assert len(set(places)) == len(places) == 2 + len(arms.OF_PAIRS) + len(arms.GROWN) * len(arms.OF_SCORES)
 
 
-def test_arms_are_judged_by_whether_heads_attend_alike_and_by_the_loss_of_the_healthy_run(monkeypatch, tmp_path):
+def test_arms_are_judged_by_alike_heads_and_by_the_loss_against_the_healthy_run(monkeypatch, tmp_path):
     def make(job, arm, folder):
         if job.kind == HEALTHY:
             return result(2.0)
@@ -51,7 +51,7 @@ def test_arms_are_judged_by_whether_heads_attend_alike_and_by_the_loss_of_the_he
     ]
 
 
-def test_going_back_brings_back_weights_and_slows_down():
+def test_going_back_restores_weights_and_reduces_the_learning_rate():
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     back = arms.GoBack()

@@ -18,7 +18,7 @@ from tests.experiments.collapse.models import Data, Model, Shape
 from tests.experiments.collapse.plan import HEALTHY, draw, plan
 
 
-def test_the_plan_holds_what_is_asked_of_it_and_examined_seeds_confirm_nothing():
+def test_the_plan_covers_all_settings_and_keeps_exploratory_and_confirming_seeds_apart():
     looked_at, confirming = plan("looked-at"), plan("confirming")
     assert not {spec.seed for spec in looked_at} & {spec.seed for spec in confirming}
     assert len({spec.name for spec in confirming}) == len(confirming)
@@ -54,7 +54,7 @@ def test_the_models_learn(task, norm):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("rewarded alignment", "high learning rate")])
 @pytest.mark.parametrize("key_heads", [8, 4])
-def test_each_force_makes_the_heads_collapse_in_its_own_way(kind, key_heads):
+def test_each_force_collapses_the_heads_in_its_own_way(kind, key_heads):
     torch.manual_seed(0)
     model = Model(Shape(heads=8, key_heads=key_heads, width=64))
     first, second = find_attention(model)
@@ -84,7 +84,7 @@ def test_each_force_makes_the_heads_collapse_in_its_own_way(kind, key_heads):
     assert torch.equal(second.weight("key"), untouched)
 
 
-def test_a_finished_run_is_never_made_again_and_an_interrupted_one_is(tmp_path, monkeypatch):
+def test_a_finished_run_is_not_repeated_and_an_interrupted_one_is(tmp_path, monkeypatch):
     spec = replace(draw("one pair", 3), steps=12, start=2, shape=Shape(width=32, layers=1))
     run.run(spec, tmp_path)
     result = json.loads((tmp_path / f"{spec.name}.json").read_text())
@@ -114,7 +114,7 @@ def fake(kind: str, curve: dict[int, float], alarms: list[tuple[int, str]], star
     return report.Run(kind, start, "a", 2, records, alerts, {"spec": {"shape": {"task": "text"}}})
 
 
-def test_alarms_before_the_collapse_begins_are_false_and_those_after_it_are_timed():
+def test_alarms_before_the_collapse_are_false_alarms_and_later_ones_are_timed():
     late = fake("keys only", {0: 0.1, 100: 0.2, 200: 0.95}, [(50, "worst pair"), (150, "mean alignment")])
     assert [alert.step for alert in late.false_alarms] == [50]
     assert (late.first(), late.arrival, late.first("worst pair")) == (150, 200, None)
@@ -137,7 +137,7 @@ def test_the_tables_count_runs():
     assert row == "| keys only | 10 | 10 | 10/10 (69-100 %) | 10/10 (69-100 %) | 50 (50 to 50) | 50 (50 to 50) |"
 
 
-def test_interventions_are_compared_with_twins(tmp_path):
+def test_interventions_are_compared_with_paired_runs(tmp_path):
     for arm, loss in (("none", 1.0), ("ReviveHeads()", 0.9)):
         for kind in [*interventions.COLLAPSES, interventions.MISTAKE]:
             for seed in (1, 2, 3):
@@ -156,6 +156,6 @@ def test_interventions_are_compared_with_twins(tmp_path):
     assert "| ReviveHeads() | 0.50 | 0.50 | -0.100 (-0.100 to -0.100) | -0.100" in text
 
 
-def test_runs_of_one_seed_are_twins():
+def test_runs_of_one_seed_share_model_and_training_settings():
     specs = [interventions.spec_of(kind, 20_001) for kind in [*interventions.COLLAPSES, interventions.MISTAKE]]
     assert len({(spec.shape, spec.learning_rate, spec.start, spec.layer) for spec in specs}) == 1

@@ -24,7 +24,7 @@ from tests.experiments.faults.trainings import BASES, DEEP, LONG, PROVOKED
 PUBLISHED = Path(__file__).parents[2] / "docs" / "benchmarks" / "faults.json.gz"
 
 
-def test_the_plan_holds_what_is_asked_of_it_and_examined_seeds_confirm_nothing():
+def test_the_plan_covers_all_kinds_and_keeps_exploratory_and_confirming_seeds_apart():
     looked_at, confirming, again = plan.plan("looked-at"), plan.plan("confirming", rounds=3), plan.plan("again")
     third, fresh = plan.plan("third"), plan.plan("fresh")
     seeds = [{job.seed for job in part} for part in (looked_at, confirming, again, third, fresh)]
@@ -50,14 +50,14 @@ def test_the_plan_holds_what_is_asked_of_it_and_examined_seeds_confirm_nothing()
         assert sum(job.kind == kind for job in confirming) == 3
 
 
-def test_an_early_end_leaves_no_kind_out():
+def test_the_first_round_of_the_plan_has_every_kind():
     first_round = plan.plan("confirming")[: len(BASES) + len(set(PROVOKED) - LONG) + len(FAULTS)]
     assert {job.kind for job in first_round} == {HEALTHY, *FAULTS}
     assert {job.base for job in first_round if job.kind == HEALTHY} == {*BASES, *PROVOKED} - LONG
     assert {job.base for job in plan.plan("confirming") if job.kind == HEALTHY} == {*BASES, *PROVOKED}
 
 
-def test_a_run_is_made_once_and_holds_what_the_report_reads(tmp_path, monkeypatch):
+def test_a_run_is_made_once_and_has_every_field_of_the_report(tmp_path, monkeypatch):
     calls = []
     short = run.train
     monkeypatch.setattr(run, "train", lambda job: calls.append(job) or short(job, 12))
@@ -74,7 +74,7 @@ def test_a_run_is_made_once_and_holds_what_the_report_reads(tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-def test_the_benchmark_in_small_is_made_goes_on_where_it_ended_and_is_reported(tmp_path, monkeypatch):
+def test_a_small_benchmark_runs_resumes_and_is_reported(tmp_path, monkeypatch):
     made, kind = [], "two heads copied"
     jobs = {
         "looked-at": [Job(HEALTHY, "table", seed) for seed in (1, 2)],
@@ -114,7 +114,7 @@ def test_the_benchmark_in_small_is_made_goes_on_where_it_ended_and_is_reported(t
     assert sorted((one["kind"], one["seed"]) for one in kept) == sorted((job.kind, job.seed) for job in made)
 
 
-def test_at_least_ten_causes_of_faults_cost_a_twentieth_of_a_nat():
+def test_at_least_ten_kinds_of_fault_raise_the_loss_by_0_05_nats():
     runs = [one for one in json.loads(gzip.decompress(PUBLISHED.read_bytes())) if one["kind"] in {HEALTHY, *FAULTS}]
     healthy = [one for one in runs if one["kind"] == HEALTHY]
     costly = {
@@ -155,7 +155,7 @@ def test_every_fault_acts_and_is_written(kind, monkeypatch, tmp_path):
     assert [faulty[name] for name in shown] != [healthy[name] for name in shown]
 
 
-def test_runs_that_are_published_are_judged_as_when_they_were_made(tmp_path):
+def test_published_runs_are_judged_as_the_original_ones(tmp_path):
     losses = [1.0 + 0.01 * (step % 2) for step in range(30)]
     one = twin([3.0] * 6, losses=[*losses[:22], None, *losses[23:]])
     kept = tmp_path / "kept.json.gz"
@@ -178,14 +178,14 @@ def twin(validation, **more):
             "gradients": [1.0] * 30, "warnings": [], "norms": [1.0] * 6, "readings": [], **more}  # fmt: skip
 
 
-def test_the_loss_has_left_when_it_is_above_all_twins_twice():
+def test_the_loss_departs_if_it_is_above_all_twins_at_two_readings():
     twins = [twin([6.0, 5.0, 4.0, 3.0, 3.0, 3.0]), twin([6.0, 5.0, 4.2, 3.1, 3.0, 3.0])]
     assert report.departure(twin([9.0, 5.0, 4.24, 3.16, 3.0, 3.04]), twins, 0) is None
     assert report.departure(twin([6.0, 5.0, 4.5, 3.1, 3.2, None]), twins, 0) == 20
     assert report.departure(twin([6.0, 5.0, 9.0, 9.0, 9.0, 9.0]), twins, 20) == 20
 
 
-def test_faults_are_counted_that_the_rules_reported_before_a_loss_spike_and_before_the_gradient():
+def test_faults_reported_before_the_loss_spike_and_before_the_gradient_are_counted():
     def row(**alarms):
         named = {"ours": report.SHIPPED, "loss": report.LOSS, "gradient": report.GRADIENT}
         return {"alarms": dict.fromkeys(named.values()) | {named[name]: step for name, step in alarms.items()}}
@@ -196,7 +196,7 @@ def test_faults_are_counted_that_the_rules_reported_before_a_loss_spike_and_befo
     assert report.before_both(rows) == [rows[0], rows[2]]
 
 
-def test_of_each_rule_it_is_counted_what_it_reported_first_and_alone_once_the_fault_had_begun():
+def test_for_each_rule_first_and_sole_reports_after_the_start_of_the_fault_are_counted():
     def one(kind, seed, *alerts):
         return {"kind": kind, "seed": seed, "alerts": [[step, "a", rule, level] for step, rule, level in alerts]}
 
@@ -215,7 +215,7 @@ def test_of_each_rule_it_is_counted_what_it_reported_first_and_alone_once_the_fa
     assert not any(row.startswith("| trend") for row in rows)
 
 
-def test_a_run_is_judged_again_by_the_rules_of_today_from_what_was_read_of_it():
+def test_recorded_readings_are_judged_again_by_the_current_rules():
     names = {"name": "a", "num_heads": 2, "num_key_heads": 2, "head_dim": 4, "value_dim": 4, "width": 8}
     cosines = [0.1, 0.2, 0.1, 0.2, 0.1, 0.999, 0.999, 0.9991, 0.9991]
     readings = [
@@ -230,7 +230,7 @@ def test_a_run_is_judged_again_by_the_rules_of_today_from_what_was_read_of_it():
     assert extremes_of(one)["tokens alike"] == 0.999
 
 
-def test_a_limit_is_what_one_in_a_hundred_healthy_runs_goes_beyond():
+def test_a_limit_is_the_99th_percentile_of_healthy_runs():
     runs = [twin([3.0], scores={name: [[0, 0.1], [5, float(place)]] for name in MONITORS}) for place in range(200)]
     assert set(report.limits_of(runs).values()) == {197.0}
     assert set(report.limits_of(runs[:99]).values()) == {98.0}
@@ -292,7 +292,7 @@ def reached_by(run):
         ("attention_sink", "attention: sink"),
     ],
 )
-def test_how_unusual_an_alarm_is_comes_from_the_healthy_runs_that_are_published(metric, monitor):
+def test_the_stated_peaks_of_healthy_runs_are_those_of_the_published_runs(metric, monitor):
     healthy = published_healthy()
     peak = healthy_runs._HEALTHY_PEAKS[metric]
     scores = [score for one in healthy for score in one["reached"].get(monitor, ())]
@@ -308,7 +308,7 @@ def test_how_unusual_an_alarm_is_comes_from_the_healthy_runs_that_are_published(
         ("hdi_worst_alignment", "HDI of keys: worst pair", 0.44),
     ],
 )
-def test_alignments_of_healthy_runs_are_those_of_both_benchmarks(metric, monitor, of_others):
+def test_the_stated_alignment_peaks_are_those_of_both_benchmarks(metric, monitor, of_others):
     healthy = published_healthy()
     scores = [score for one in healthy for score in one["reached"].get(monitor, ())]
     peak = healthy_runs._HEALTHY_PEAKS[metric]
@@ -316,7 +316,7 @@ def test_alignments_of_healthy_runs_are_those_of_both_benchmarks(metric, monitor
 
 
 @pytest.mark.parametrize("rule", MEASURES)
-def test_how_near_healthy_runs_came_to_a_rule_is_what_they_came_to(rule):
+def test_the_stated_distance_of_healthy_runs_from_each_rule_is_that_of_the_published_runs(rule):
     judged = [one for one in published_healthy() if one.get("rules") == NOW]
     if rule == "rounded away":  # reached by weights that have not begun to learn
         assert rule in healthy_runs._OF_SEVERAL
@@ -328,7 +328,7 @@ def test_how_near_healthy_runs_came_to_a_rule_is_what_they_came_to(rule):
     assert peak.is_least == MEASURES[rule][1]
 
 
-def test_healthy_runs_raised_a_rule_as_often_as_is_said():
+def test_the_stated_number_of_healthy_runs_that_raised_a_rule_is_right():
     judged = [one for one in published_healthy() if one.get("rules") == NOW]
     raised = Counter(rule for one in judged for rule in {alert[2] for alert in one["alerts"]})
     assert len(judged) == healthy_runs.HEALTHY_RUNS_JUDGED

@@ -39,15 +39,13 @@ def test_runs_are_made_until_enough_have_diverged_and_those_that_are_saved_are_c
     assert sum("not saved" in row for row in rows) == 3 - saved
 
 
-def test_each_kind_of_growth_meets_each_training_and_no_seed_twice():
+def test_each_kind_of_growth_is_paired_with_each_training_under_distinct_seeds():
     rounds = list(itertools.islice(growth.candidates(), 16))
     assert {(job.kind, job.base) for job in rounds} == set(itertools.product(growth.KINDS, growth.BASES))
     assert len({job.seed for job in rounds}) == 16
 
 
-def test_healthy_runs_are_made_until_it_acted_in_enough_at_their_own_largest_score_beside_nudged_twins(
-    monkeypatch, tmp_path
-):
+def test_healthy_runs_are_made_until_qk_clip_acted_in_enough_of_them_beside_nudged_twins(monkeypatch, tmp_path):
     limits, twins = [], []
 
     def make(job, limit, folder, *, nudge=0.0):
@@ -73,7 +71,7 @@ def test_healthy_runs_are_made_until_it_acted_in_enough_at_their_own_largest_sco
     assert row.endswith(", from +0.005 to +0.005, 0 and 0 |")
 
 
-def test_every_fourth_healthy_run_has_muon_and_no_seed_was_examined_before():
+def test_every_fourth_healthy_run_uses_muon_and_all_seeds_are_new():
     jobs = list(itertools.islice(growth.healthy_candidates(), 20))
     assert sum("Muon" in job.base for job in jobs) == 5
     seeds = {job.seed for job in jobs} | {job.seed for job in itertools.islice(growth.candidates(), 30)}
@@ -81,7 +79,7 @@ def test_every_fourth_healthy_run_has_muon_and_no_seed_was_examined_before():
     assert min(seeds) >= 100_000
 
 
-def test_a_nudged_twin_begins_a_rounding_away_and_trains_on_the_same_batches():
+def test_a_nudged_twin_starts_slightly_apart_and_trains_on_the_same_batches():
     job = Job(HEALTHY, "table", 3)
     plain, same, nudged = (train(job, 3, metrics=["hdi"], nudge=nudge) for nudge in (0.0, 0.0, 1e-3))
     assert plain["losses"] == same["losses"]
@@ -89,7 +87,7 @@ def test_a_nudged_twin_begins_a_rounding_away_and_trains_on_the_same_batches():
     assert nudged["losses"] == pytest.approx(plain["losses"], rel=0.02)
 
 
-def test_queries_and_keys_get_a_rate_of_their_own_and_the_rest_keeps_its_own():
+def test_queries_and_keys_get_their_own_learning_rate_and_other_weights_keep_theirs():
     kind = "queries and keys learn 100 times faster"
     job = Job(HEALTHY, "text", 3)
     plain, fast = (train(job, 2, fault=fault, metrics=growth.METRICS) for fault in (None, growth.KINDS[kind]))
@@ -102,14 +100,14 @@ def test_queries_and_keys_get_a_rate_of_their_own_and_the_rest_keeps_its_own():
     assert plain["losses"][1] != fast["losses"][1]
 
 
-def test_runs_of_one_turn_on_one_training_share_their_healthy_twin():
+def test_runs_of_one_round_on_one_training_share_their_healthy_twin():
     jobs = further.plan("confirming")
     assert {job.kind for job in jobs} == set(further.EVERY_KIND)
     assert len({(job.base, job.seed) for job in jobs}) < len(jobs) / 2
     assert not {job.seed for job in jobs} & {job.seed for job in further.plan("looked-at")}
 
 
-def test_a_further_fault_is_dated_by_its_first_alarm_and_not_by_what_prepares_it():
+def test_a_further_fault_is_dated_by_its_first_alarm_after_the_fault():
     def one(kind, alerts, warnings=()):
         return {"kind": kind, "alerts": alerts, "warnings": list(warnings)}
 

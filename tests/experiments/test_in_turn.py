@@ -30,7 +30,7 @@ def made_up(kind: str = HEALTHY, logits: tuple[float, ...] = (1.0,) * 6) -> dict
     return {"kind": kind, "base": "text", "seed": 0, "facts": facts, "readings": readings, "alerts": []}
 
 
-def test_what_waits_for_its_turn_is_left_out_with_what_is_kept_of_heads_and_all_else_stays():
+def test_rotation_of_a_recorded_run_removes_only_the_metrics_that_were_not_due():
     run = made_up()
     cut = in_turn(run)["readings"]
     for part, name in (("values", "attention_logit"), ("values", "token_cosine"), ("arrays", "attention_logit")):

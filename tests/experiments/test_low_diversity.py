@@ -14,7 +14,7 @@ from tests.experiments.low_diversity import Confinement, Copies, Job, plan, trai
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dimension", [16, 32])
-def test_heads_in_one_subspace_have_the_hdi_of_its_dimension_and_heads_in_their_own_that_of_chance(dimension):
+def test_heads_in_a_shared_subspace_have_the_hdi_of_its_dimension_and_others_that_of_chance(dimension):
     shared, private = [], []
     for seed in range(20):
         torch.manual_seed(seed)
@@ -56,7 +56,7 @@ def test_the_arms_of_a_seed_differ_in_their_confinement_alone():
     )
 
 
-def test_the_tasks_ask_what_they_say():
+def test_the_tasks_have_the_right_answers():
     x, y = low_diversity.recall(3, torch.Generator().manual_seed(0))
     for row, answers in zip(x.tolist(), y.tolist()):
         facts = {key: value - 16 for key, value in zip(row[0:16:2], row[1:16:2])}

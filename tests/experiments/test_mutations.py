@@ -57,7 +57,7 @@ def test_every_mutation_changes_one_thing_in_the_code_and_none_in_its_words():
         assert "-> int | float" in source
 
 
-def test_a_change_says_which_lines_run_with_it_and_whether_it_stands_in_a_function():
+def test_a_mutation_lists_the_lines_that_run_with_it_and_its_function():
     found = {one.key: one for one in sample(SOURCE, 100, seed=0)}
     assert found["10: 0 -> 1"].run == (10, 10)
     assert found["10: 0 -> 1"].function == 7  # where the code of the function begins, with its decorator
@@ -66,7 +66,7 @@ def test_a_change_says_which_lines_run_with_it_and_whether_it_stands_in_a_functi
     assert default.function is None  # it is evaluated on import
 
 
-def test_the_first_few_changes_lie_far_from_each_other():
+def test_the_first_sampled_mutations_are_far_apart():
     assert spread(8) == [0, 4, 2, 6, 1, 3, 5, 7]
     for count in range(20):
         assert sorted(spread(count)) == list(range(count))
@@ -79,7 +79,7 @@ def test_a_sample_is_spread_over_the_lines_and_the_same_every_time():
     assert len(found) == 3
 
 
-def test_every_file_of_the_folders_is_broken(root):
+def test_every_file_of_the_folders_is_mutated(root):
     package = root / "hdi_callback"
     chosen = {path.relative_to(package).as_posix() for path in plan.files(package)}
     rooms = ("attention", "audits", "core", "dashboards", "monitoring")
@@ -96,7 +96,7 @@ def record(path: Path, name: str, run: Callable[[], object]) -> None:
         around.send(None)
 
 
-def test_a_change_is_shown_to_the_tests_that_run_its_line_the_quickest_first(tmp_path):
+def test_a_mutation_is_tested_by_the_tests_that_run_its_line_fastest_first(tmp_path):
     bases = torch.linalg.qr(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))[0].mT.view(2, 2, 8)
     heads = torch.cat([bases, bases[:1]])
     record(tmp_path / "found", "slow", lambda: [chance_of_overlap(0.5, ranks=(2, 2), width=8) for _ in range(300)])
@@ -125,7 +125,7 @@ FOUND = [
 ]
 
 
-def test_the_page_counts_what_was_noticed_and_lists_what_was_not():
+def test_the_page_counts_detected_mutations_and_lists_survivors():
     written = page(RESULTS, read_verdicts(FOUND))
     assert "| `core` | 3 | 6 | 2 | 1 | 1 | 2 |" in written
     titles = [written.index(f"## What {rest}") for rest in ("is open", "makes no difference", "other tests notice")]
@@ -145,7 +145,7 @@ def test_the_page_of_the_documentation_is_written_from_its_results(root):
     assert there == page(read(RECORDED), read_verdicts(VERDICTS.read_text().splitlines()))
 
 
-def test_every_verdict_is_of_a_survivor_and_every_test_that_one_names_is_there(root):
+def test_every_verdict_is_about_a_survivor_and_names_tests_that_exist(root):
     verdicts = read_verdicts(VERDICTS.read_text().splitlines())
     assert len(verdicts) == len(VERDICTS.read_text().splitlines())
     survived = {(one["file"], one["change"]) for one in read(RECORDED) if one["outcome"] == "survived"}

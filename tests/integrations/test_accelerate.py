@@ -113,7 +113,7 @@ def two_processes(tmp_path_factory, request):
     return folder, done.stdout, [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
-def test_both_processes_step_stop_and_save_alike(two_processes):
+def test_both_processes_step_stop_and_save_together(two_processes):
     _, _, (first, second) = two_processes
     for name, weight in first["weights"].items():
         assert torch.equal(weight, second["weights"][name]), name

@@ -100,13 +100,13 @@ def test_the_console_shows_alerts_and_what_was_done(collapsed):
     assert any("StopTraining would have stopped the training" in line for line in lines)
 
 
-def test_a_critical_alert_is_a_python_warning_once(collapsed):
+def test_a_critical_alert_is_one_python_warning(collapsed):
     (warned,) = collapsed["warned"]
     assert "all heads are nearly identical" in str(warned.message)
     assert FIRST in str(warned.message)
 
 
-def test_tensorboard_has_the_text_and_a_mark_that_lies_on_the_curve(collapsed):
+def test_tensorboard_has_the_alert_text_and_a_mark_on_the_curve(collapsed):
     events = EventAccumulator(collapsed["board"].log_dir, size_guidance={"tensors": 0}).Reload()
     reported = read_alerts(collapsed["callback"].history_path)
     texts = {
@@ -134,7 +134,7 @@ def test_wandb_gets_the_alerts_offline(collapsed):
     assert any(item["title"] == "Attention heads: StopTraining" and item["level"] == "INFO" for item in alerts)
 
 
-def test_what_was_done_is_in_the_history(collapsed):
+def test_actions_are_in_the_history(collapsed):
     lines = [line for line in read_lines(collapsed["callback"].history_path) if line["kind"] == "intervention"]
     assert [(line["intervention"], line["is_dry_run"]) for line in lines] == [
         ("Call", False), ("Call", False), ("StopTraining", True),
@@ -142,7 +142,7 @@ def test_what_was_done_is_in_the_history(collapsed):
     assert lines[0]["facts"] == {"result": "noted"}
 
 
-def test_without_alerts_nothing_is_judged_and_nothing_said(tmp_path, recwarn):
+def test_without_alerts_no_reading_is_judged_and_nothing_is_printed(tmp_path, recwarn):
     callback, printed = HDICallback(every_n_steps=2, alerts=None), []
     trainer = trainer_for(tmp_path, Collapse(), callback)
     trainer.print = printed.append
@@ -153,7 +153,7 @@ def test_without_alerts_nothing_is_judged_and_nothing_said(tmp_path, recwarn):
     assert replay(callback.history_path) != [], "though there was something to tell"
 
 
-def test_limits_by_layer_are_heeded(tmp_path):
+def test_limits_by_layer_are_applied_in_lightning(tmp_path):
     callback = HDICallback(every_n_steps=2, thresholds={"*blocks.0*": {"mean": None, "energy_mean": None}})
     trainer = trainer_for(tmp_path, Collapse(), callback)
     with pytest.warns(HeadCollapseWarning):
@@ -287,7 +287,7 @@ def test_a_head_is_revived_in_the_middle_of_a_run(tmp_path):
     assert float(head_diversity(keys(module)).worst_alignment) < 0.6
 
 
-def test_heads_whose_keys_alone_collapse_are_not_overwritten_and_the_history_says_why(tmp_path):
+def test_heads_that_collapse_only_in_their_keys_are_not_revived_and_the_history_says_why(tmp_path):
     callback = HDICallback(every_n_steps=2, interventions=[ReviveHeads()])
     module = lit()
     trainer_for(tmp_path, Collapse(stop=5, heads=[1, 2], rate=0.9), callback, max_epochs=2).fit(
@@ -299,7 +299,7 @@ def test_heads_whose_keys_alone_collapse_are_not_overwritten_and_the_history_say
     assert all(bool(head.any()) for head in module.net.blocks[0].attn.out_proj.weight.T.unflatten(0, (4, -1)))
 
 
-def test_a_loaded_checkpoint_with_heads_alike_is_not_written_to_at_step_zero(tmp_path):
+def test_equal_heads_of_a_loaded_checkpoint_are_not_revived_at_step_zero(tmp_path):
     module, loaded = lit(), lit()
     with torch.no_grad():
         keys(module)[2] = keys(module)[1]
@@ -316,7 +316,7 @@ def test_a_loaded_checkpoint_with_heads_alike_is_not_written_to_at_step_zero(tmp
 
 
 @pytest.mark.slow
-def test_interventions_compose_and_what_is_active_is_undone_when_the_alert_is_resolved(tmp_path):
+def test_interventions_compose_and_are_undone_when_the_alert_is_resolved(tmp_path):
     callback = HDICallback(
         every_n_steps=2,
         interventions=[SaveCheckpoint(), ScaleLearningRate(0.5), DiversityPenalty(5.0)],

@@ -104,7 +104,7 @@ def test_every_metric_arrives_by_its_name_or_is_absent_with_a_reason(door, tmp_p
     }
 
 
-def test_every_metric_goes_on_after_a_resumption(tmp_path):
+def test_every_metric_is_measured_again_after_a_resumption(tmp_path):
     model, optimizer = made()
     heads = watch_heads(model, optimizer, metrics=NAMES, log_dir=tmp_path, **QUIET)
     for number in range(2):

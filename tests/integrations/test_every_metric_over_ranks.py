@@ -80,7 +80,7 @@ def read_parts_of_heads(rank: int) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_attention_of_which_each_rank_has_a_part_is_absent_with_the_reason_which_is_said_once(two_ranks):  # noqa: F811
+def test_attention_split_over_ranks_is_absent_with_the_reason_and_reported_once(two_ranks):  # noqa: F811
     for reported in two_ranks(read_parts_of_heads):
         assert [len(layers) for _, layers in reported.answer] == [len(classifier().blocks)] * 2, "two readings"
         for absent, layers in reported.answer:

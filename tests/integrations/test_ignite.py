@@ -126,7 +126,7 @@ def test_a_checkpoint_goes_on_in_one_history(tmp_path):
     assert [entry for entry in values(second.heads.history_path) if entry[0] != 3] == expected
 
 
-def test_a_trainer_that_is_run_for_further_epochs_is_watched_on(tmp_path):
+def test_a_trainer_run_again_for_further_epochs_continues_the_history(tmp_path):
     model = classifier()
     optimizer = adam(model)
     handler, trainer = HDIHandler(model, optimizer, log_dir=tmp_path, **QUIET), trainer_for(model, optimizer)

@@ -190,7 +190,7 @@ def test_runs_that_share_a_log_directory_keep_a_history_each(tmp_path):
     assert [list(load_history(path)["step"].unique()) for path in paths] == [[0, 2], [0, 2]]
 
 
-def test_a_history_path_of_ones_own_is_used_and_none_is_written_when_declined(tmp_path):
+def test_a_custom_history_path_is_used_and_history_false_writes_none(tmp_path):
     own = HDICallback(every_n_steps=2, history=str(tmp_path / "mine" / "heads.jsonl"))
     trainer_for(tmp_path, own).fit(LitClassifier(), batches(count=2))
     assert own.history_path == tmp_path / "mine" / "heads.jsonl"
@@ -253,7 +253,7 @@ class ManualWithoutTrainer(Adversaries):
             nn.functional.cross_entropy(net(tokens), label).backward()
 
 
-def test_a_batch_without_a_backward_of_the_trainer_is_read_all_the_same(tmp_path):
+def test_a_batch_without_a_backward_by_the_trainer_is_read(tmp_path):
     callback = HDICallback(every_n_steps=4)
     trainer_for(tmp_path, callback).fit(ManualWithoutTrainer(), batches(count=3))
     assert [record.step for record in read_records(callback.history_path)] == [0]
@@ -279,7 +279,7 @@ class SkipsAfter(LitClassifier):
 
 
 @pytest.mark.parametrize(("place", "steps"), [(0, [0]), (4, [0, 2, 4, 6, 8]), (3, [0, 2, 4, 6])])
-def test_a_batch_that_the_module_skips_is_no_forward_that_was_missed(tmp_path, place, steps):
+def test_a_batch_that_the_module_skips_raises_no_warning(tmp_path, place, steps):
     callback = HDICallback(every_n_steps=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error", MonitoringWarning)
@@ -348,7 +348,7 @@ def test_a_resumed_run_continues_its_history_without_a_gap_or_a_double_point(tmp
     assert steps == [0, 2, 4, 5, 6, 8, 10]
 
 
-def test_two_callbacks_with_names_of_their_own_share_a_trainer(tmp_path):
+def test_two_callbacks_with_different_names_share_a_trainer(tmp_path):
     first = HDICallback(every_n_steps=2, name="first", include=[LIT_LAYERS[0]])
     second = HDICallback(every_n_steps=3, name="second", include=[LIT_LAYERS[1]])
     logger = Remember()
@@ -385,7 +385,7 @@ def test_an_exception_in_training_leaves_no_hook_and_keeps_what_was_measured(tmp
     assert [record.step for record in read_records(callback.history_path)] == [0, 2]
 
 
-def test_hooks_are_there_on_steps_that_are_read_and_gone_afterwards(tmp_path):
+def test_hooks_are_installed_only_on_steps_that_are_read(tmp_path):
     counts = []
 
     class Count(L.Callback):

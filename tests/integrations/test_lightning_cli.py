@@ -78,7 +78,7 @@ def test_every_argument_works_from_yaml(tmp_path, root):
         ("padding: tests.integrations.test_padding_argument.is_zero", ("is_zero", "auto")),
     ],
 )
-def test_padding_and_process_group_arrive_as_yaml_writes_them(written, arrives, tmp_path):
+def test_padding_and_process_group_can_be_set_from_yaml(written, arrives, tmp_path):
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--callback", type=pl.Callback)
     config = {"callback": {"class_path": "hdi_callback.HDICallback", "init_args": yaml.safe_load(written)}}

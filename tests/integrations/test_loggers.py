@@ -105,7 +105,7 @@ def test_tensorboard_gets_one_chart_per_metric_with_all_layers(run):
         assert all(tag.startswith(f"{metric}/") for tag in matched)
 
 
-def test_the_page_of_tensorboard_begins_with_what_is_over_all_layers(run):
+def test_the_tensorboard_page_begins_with_the_charts_over_all_layers(run):
     board, _, callback = run
     events = EventAccumulator(board.log_dir).Reload()
     title, charts = next(iter(layout(board).items()))
@@ -130,7 +130,7 @@ def test_the_page_of_tensorboard_begins_with_what_is_over_all_layers(run):
     assert re.search(charts["active alerts"][1], "scale/one alert")
 
 
-def test_every_mark_of_an_alert_is_a_curve_of_one_point_that_lies_on_its_curve(run):
+def test_every_alert_mark_is_one_point_on_its_curve(run):
     board, _, _ = run
     events = EventAccumulator(board.log_dir).Reload()
     marks = [tag for tag in events.Tags()["scalars"] if tag.startswith("alert/") and "worst_alignment/" not in tag]

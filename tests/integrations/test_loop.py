@@ -222,7 +222,7 @@ def step_plainly(model, optimizer, step, losses):
     ("make", "take_step"),
     [(SharpnessAware, climb_by_hand), (OnItsBaseClass, step_plainly), (OnItsBaseClass, step_by_closure)],
 )
-def test_a_step_within_another_is_one_step(tmp_path, make, take_step):
+def test_nested_optimizer_steps_count_as_one_step(tmp_path, make, take_step):
     torch.optim.SGD(classifier().parameters())  # from now on SGD itself calls hooks, and so does what it is the base of
     model, twin, losses, losses_alone = classifier(), classifier(), [], []
     optimizer, alone = make(model.parameters(), lr=0.1), make(twin.parameters(), lr=0.1)
@@ -244,7 +244,7 @@ def test_a_step_within_another_is_one_step(tmp_path, make, take_step):
         assert "head_covariance" in values
 
 
-def test_weights_that_another_optimizer_trains_are_named(tmp_path):
+def test_a_step_of_another_optimizer_is_reported(tmp_path):
     trained = fresh()
     with watch_heads(trained.model, trained.optimizer, every_n_steps=1, log_dir=tmp_path, **QUIET) as heads:
         train(heads, trained, steps=2)
@@ -257,7 +257,7 @@ def test_weights_that_another_optimizer_trains_are_named(tmp_path):
     assert heads.global_step == 2
 
 
-def test_weights_whose_shape_the_first_forward_decides_are_trained_as_without_the_watch(tmp_path):
+def test_lazy_parameters_are_trained_as_without_the_monitor(tmp_path):
     def run(is_watched: bool) -> list[Tensor]:
         trained = fresh()
         trained.model.head = nn.LazyLinear(CLASSES)
@@ -288,7 +288,7 @@ class CallsNoHooks(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("wrapper", [Lookahead, CallsNoHooks])
-def test_what_calls_no_hooks_is_refused_with_the_optimizer_that_it_holds(tmp_path, wrapper):
+def test_an_optimizer_wrapper_without_hooks_is_refused_with_the_inner_optimizer_named(tmp_path, wrapper):
     trained = fresh()
     says = r"calls no hooks. It holds AdamW as `base`: write watch_heads\(model, optimizer.base\)"
     with pytest.raises(MisconfigurationError, match=says):
@@ -297,7 +297,7 @@ def test_what_calls_no_hooks_is_refused_with_the_optimizer_that_it_holds(tmp_pat
 
 @pytest.mark.parametrize("take_step", [step_by_closure, step_by_name])
 @pytest.mark.parametrize("make", [lbfgs, torch.optim.SGD, SharpnessAware])
-def test_a_step_that_calls_a_closure_is_read_at_the_weights_and_outputs_of_its_first_forward(tmp_path, make, take_step):
+def test_a_step_with_a_closure_is_read_at_its_first_forward(tmp_path, make, take_step):
     model, twin = classifier(dropout=0.1), classifier(dropout=0.1)
     weights, outputs, losses, losses_alone = {}, {}, [], []
     optimizer, alone = make(model.parameters()), make(twin.parameters())
@@ -401,7 +401,7 @@ def test_several_optimizers_make_one_step(tmp_path):
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
-def test_a_step_that_a_gradient_scaler_passes_over_is_not_counted(tmp_path, is_fused):
+def test_a_step_that_the_gradient_scaler_skips_is_not_counted(tmp_path, is_fused):
     def run(heads, model, optimizer):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
         for step in range(6):
@@ -478,7 +478,7 @@ def test_evaluation_between_steps_is_neither_read_nor_touched(tmp_path):
      "hdi_callback.monitoring.session.session.Session.after_step",
      "hdi_callback.monitoring.session.session.place_history"],
 )  # fmt: skip
-def test_an_error_in_the_watch_costs_one_warning_and_training_goes_on_as_without_it(tmp_path, broken):
+def test_an_error_in_the_monitor_costs_one_warning_and_training_is_unchanged(tmp_path, broken):
     plain = train(None, fresh()).state()
     trained = fresh()
     with warnings.catch_warnings(record=True) as caught, mock.patch(broken, side_effect=RuntimeError("broken")):
@@ -492,7 +492,7 @@ def test_an_error_in_the_watch_costs_one_warning_and_training_goes_on_as_without
     assert not any(module._forward_pre_hooks for module in trained.model.modules())
 
 
-def test_a_step_that_fails_is_given_up_and_its_reading_is_made_in_the_next(tmp_path):
+def test_a_failed_step_is_abandoned_and_its_reading_is_taken_in_the_next(tmp_path):
     trained = fresh()
     with watch_heads(trained.model, trained.optimizer, every_n_steps=5, log_dir=tmp_path, **QUIET) as heads:
         with pytest.raises(ZeroDivisionError), heads.step():
@@ -512,7 +512,7 @@ def test_a_step_that_fails_is_given_up_and_its_reading_is_made_in_the_next(tmp_p
         ), "of the forward that was trained on, not of the one that failed"
 
 
-def test_a_run_that_breaks_off_leaves_what_was_read_and_no_hook(tmp_path):
+def test_an_interrupted_run_keeps_its_readings_and_leaves_no_hook(tmp_path):
     trained = fresh()
     with pytest.raises(KeyboardInterrupt), watch_heads(
         trained.model, trained.optimizer, every_n_steps=2, log_dir=tmp_path, tensorboard=True, **QUIET
@@ -690,7 +690,7 @@ def load_by_hand(heads, path: Path, trained: Trained) -> int:
     return state["heads"]["step"]
 
 
-def test_a_run_that_goes_back_within_a_second_is_shown_from_its_checkpoint_on(tmp_path, monkeypatch):
+def test_a_run_resumed_within_a_second_is_shown_from_its_checkpoint_on(tmp_path, monkeypatch):
     # TensorBoard orders files of one second by a count that is compared as text: 10 comes before 9.
     writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
     monkeypatch.setattr(writer, "_global_uid", type(writer._global_uid)(9))
@@ -863,7 +863,7 @@ def test_misuse_in_the_loop_is_reported_once(tmp_path, misuse, says):
         ({"thresholds": {"nothing.*": {"mean": 0.5}}}, "matches no attention layer"),
     ],
 )
-def test_misuse_of_the_arguments_is_refused_at_once_and_leaves_no_hook(arguments, says):
+def test_invalid_arguments_are_refused_at_once_and_leave_no_hook(arguments, says):
     trained = fresh()
     with pytest.raises(MisconfigurationError, match=says):
         watch_heads(**({"model": trained.model, "optimizer": trained.optimizer, **QUIET} | arguments))
@@ -871,7 +871,7 @@ def test_misuse_of_the_arguments_is_refused_at_once_and_leaves_no_hook(arguments
     assert not any(module._forward_pre_hooks for module in trained.model.modules())
 
 
-def test_a_state_of_something_else_costs_a_warning_and_is_refused_when_strict(tmp_path):
+def test_a_state_of_another_object_costs_a_warning_and_is_refused_when_strict(tmp_path):
     trained = fresh()
     with watch_heads(trained.model, trained.optimizer, log_dir=tmp_path, **QUIET) as heads:
         with pytest.warns(MonitoringWarning, match=r"no state of `watch_heads`, it has \['model'\]"):
@@ -907,7 +907,7 @@ def test_a_checkpoint_of_another_model_starts_a_new_history(tmp_path):
     assert readings(again.history_path) == [2, 4]
 
 
-def test_the_optimizer_is_found_in_what_others_put_around_it(tmp_path):
+def test_the_optimizer_is_found_inside_wrappers_of_other_libraries(tmp_path):
     trained = fresh()
     wrapped = SimpleNamespace(optimizer=SimpleNamespace(optimizer=trained.optimizer))
     with watch_heads(trained.model, wrapped, log_dir=tmp_path, **QUIET) as heads:

@@ -47,7 +47,9 @@ def script(version: str, first: str) -> str:
     ("version", "first", "works"),
     [("2.5.6", "", False), ("2.6.0", "", True), ("2.10.1", "", True), ("2.5.6", "import lightning", True)],
 )
-def test_an_older_trainer_that_cannot_take_the_callback_is_refused_with_the_line_to_write(version, first, works):
+def test_a_pytorch_lightning_trainer_that_cannot_use_the_callback_is_refused_with_the_line_to_write(
+    version, first, works
+):
     done = subprocess.run([sys.executable, "-c", script(version, first)], capture_output=True, text=True, check=False)
     assert ("constructed" in done.stdout) is works
     if not works:

@@ -165,7 +165,7 @@ def test_generation_in_an_evaluation_has_no_hook(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_training_that_an_exception_ended_leaves_no_hook_to_the_next(tmp_path):
+def test_a_training_ended_by_an_exception_leaves_no_hook_for_the_next_one(tmp_path):
     class Fails(transformers.TrainerCallback):
         def on_substep_end(self, args, state, control, **kwargs):
             raise RuntimeError("out of luck")

@@ -39,7 +39,7 @@ def reported(alerts: Alerts, records) -> list[tuple[int, bool]]:
     return [(alert.step, alert.is_resolved) for item in records for alert in alerts.judge(item)]
 
 
-def test_a_rule_of_ones_own_is_reported_once_and_resolved_once():
+def test_a_custom_rule_is_reported_once_and_resolved_once():
     alerts = Alerts([FewEffectiveHeads()])
     assert reported(
         alerts, [heads(step, n) for step, n in ((0, 3), (1, 1.9), (2, 1.5), (3, 2.2), (4, 2.6), (5, 1))]
@@ -51,7 +51,7 @@ def test_a_rule_of_ones_own_is_reported_once_and_resolved_once():
     assert [alert.message for alert in alerts.active] == ["step 5, attn: 1.0 effective heads are left"]
 
 
-def test_layers_are_judged_apart():
+def test_each_layer_is_judged_separately():
     alerts = Alerts([FewEffectiveHeads()])
     news = alerts.judge(record(7, a={"hdi_effective_heads": 1.0}, b={"hdi_effective_heads": 3.0}))
     assert [alert.layer for alert in news] == ["a"]
@@ -59,7 +59,7 @@ def test_layers_are_judged_apart():
     assert [alert.layer for alert in news] == ["b"]
 
 
-def test_what_was_not_measured_neither_begins_nor_ends_an_alert():
+def test_a_reading_without_the_metric_neither_starts_nor_ends_an_alert():
     alerts = Alerts([FewEffectiveHeads()])
     assert reported(
         alerts, [record(0, attn={}), heads(1, 1), record(2, attn={}), record(3), heads(4, 1), heads(5, 9)]
@@ -69,7 +69,7 @@ def test_what_was_not_measured_neither_begins_nor_ends_an_alert():
     ]
 
 
-def test_a_rule_for_some_layers_is_not_asked_about_others():
+def test_a_rule_with_layer_patterns_judges_only_these_layers():
     rule = FewEffectiveHeads()
     rule.layers = ["decoder.*"]
     low = {"hdi_effective_heads": 1.0}
@@ -77,7 +77,7 @@ def test_a_rule_for_some_layers_is_not_asked_about_others():
     assert [alert.layer for alert in news] == ["decoder.0"]
 
 
-def test_an_exception_in_a_rule_costs_one_warning_and_leaves_the_others_at_work():
+def test_an_exception_in_a_rule_costs_one_warning_and_does_not_stop_other_rules():
     class Broken(Rule):
         name = "broken"
 
@@ -108,7 +108,7 @@ def odd_rule(name: str, answer=None, **attributes) -> Rule:
     ],
     ids=["unknown level", "level that is a number", "no finding", "needs", "layers", "pattern"],
 )
-def test_a_rule_that_is_wrong_in_itself_silences_no_rule_after_it(odd):
+def test_a_malformed_rule_costs_one_warning_and_does_not_stop_other_rules(odd):
     alerts = Alerts([odd, FewEffectiveHeads()], warn_once=WarnOnce())
     with pytest.warns(MonitoringWarning, match="the alert rule 'odd' failed") as caught:
         assert reported(alerts, [heads(0, 1.0), heads(1, 3.0)]) == [(0, False), (1, True)]
@@ -125,7 +125,7 @@ def test_a_rule_that_is_wrong_in_itself_silences_no_rule_after_it(odd):
         (Finding("something", since=10**6), "at most that of the reading"),
     ],
 )
-def test_a_finding_that_cannot_be_costs_one_warning_and_silences_no_rule(finding, said):
+def test_a_malformed_finding_costs_one_warning_and_does_not_stop_other_rules(finding, said):
     alerts = Alerts([odd_rule("odd", finding), FewEffectiveHeads()], [{"name": "attn", "num_heads": 4}], WarnOnce())
     with pytest.warns(MonitoringWarning, match=f"the alert rule 'odd' failed.*{said}") as caught:
         assert reported(alerts, [heads(0, 1.0), heads(1, 3.0)]) == [(0, False), (1, True)]
@@ -203,13 +203,13 @@ def test_a_layer_that_looks_fresh_counts_as_loaded_where_most_of_the_model_was_l
 
 
 @pytest.mark.parametrize("loaded", [True, False])
-def test_where_it_is_said_weights_count_as_loaded_or_fresh_whatever_they_look_like(loaded):
+def test_the_pretrained_argument_overrides_what_the_weights_look_like(loaded):
     assert origins(reading_of(0, a=TRAINED, b=FRESH), pretrained=loaded) == {"a": loaded, "b": loaded}
 
 
 @pytest.mark.parametrize("resumes", [False, True])
 @pytest.mark.parametrize(("at_first", "loaded"), [(FRESH, False), (TRAINED, True)])
-def test_a_layer_that_is_found_late_counts_as_the_model_did_at_its_first_reading(at_first, loaded, resumes):
+def test_a_layer_found_late_counts_as_pretrained_if_the_model_did_at_its_first_reading(at_first, loaded, resumes):
     later = reading_of(50, a=TRAINED, b=TRAINED, c=FRESH)
     found = origins(reading_of(0, a=at_first, b=at_first), later, resumes=resumes)
     assert found == {"a": loaded, "b": loaded, "c": loaded}
@@ -229,7 +229,7 @@ def test_a_layer_that_is_found_late_counts_as_the_model_did_at_its_first_reading
         ({}, []),
     ],
 )
-def test_heads_count_as_written_where_an_action_names_them_and_was_carried_out(line, heads):
+def test_heads_count_as_rewritten_if_a_completed_action_names_them(line, heads):
     assert heads_written(line) == heads
 
 
@@ -267,7 +267,7 @@ def collapse(tmp_path):
     return history.path
 
 
-def test_a_history_file_is_judged_after_the_fact(collapse):
+def test_replay_judges_a_history_file(collapse):
     assert [(alert.step, alert.level, alert.is_resolved) for alert in replay(collapse)] == [
         (20, "warning", False),
         (40, "critical", False),
@@ -275,7 +275,7 @@ def test_a_history_file_is_judged_after_the_fact(collapse):
     ]
 
 
-def test_limits_are_tuned_without_training_again(collapse):
+def test_replay_with_other_limits_raises_other_alerts(collapse):
     assert [alert.step for alert in replay(collapse, thresholds={"attn": {"mean": 0.7}})] == [30, 40, 50]
     assert [alert.step for alert in replay(collapse, thresholds={"at*": {"mean": None, "critical": None}})] == []
     assert [alert.step for alert in replay(collapse, [MeanAlignment(0.9, critical=None)])] == [40, 50]
@@ -283,7 +283,7 @@ def test_limits_are_tuned_without_training_again(collapse):
         replay(collapse, [MeanAlignment()], thresholds={"*": {"mean": 0.2}})
 
 
-def test_alerts_of_a_history_are_read_back_and_those_that_a_resumption_made_void_are_not(tmp_path):
+def test_alerts_of_a_history_are_read_back_without_those_that_a_resumption_voided(tmp_path):
     history, alerts = History(tmp_path / "history.jsonl"), Alerts([FewEffectiveHeads()])
     history.begin(0, [], last_reading=-1)
     (first,) = alerts.judge(heads(10, 1))

@@ -34,7 +34,7 @@ def rows_of(lens: str, sizes: list[float], pairs: dict[tuple[int, int], float]) 
 
 
 @pytest.mark.parametrize("lens", LENSES)
-def test_heads_are_joined_from_a_limit_above_chance_on(lens):
+def test_heads_are_grouped_from_the_limit_above_chance_on(lens):
     chance = 2 / WIDTH  # of two heads of rank 2
     at, below = chance + 0.5 * (1 - chance), chance + 0.499 * (1 - chance)
     for row in rows_of(lens, [2, 2, 2, 2, 2], {(0, 3): at + 1e-6, (1, 2): below}):
@@ -42,7 +42,7 @@ def test_heads_are_joined_from_a_limit_above_chance_on(lens):
 
 
 @pytest.mark.parametrize("lens", LENSES)
-def test_heads_of_one_direction_can_be_one_and_dead_heads_and_heads_that_fill_the_space_cannot(lens):
+def test_dead_heads_and_heads_that_span_the_whole_space_are_not_grouped(lens):
     for row in rows_of(lens, [1, 1, 10, 10, 0], {(0, 1): 1.0, (2, 3): 1.0}):
         assert aligned_groups(row, {"width": WIDTH}, lens, 0.9) == ((0, 1),)
     row = Row(10, {}, {LENSES[lens][0]: [0, 2, 2]}, matrices={LENSES[lens][1]: torch.ones(3, 3)})
@@ -50,7 +50,7 @@ def test_heads_of_one_direction_can_be_one_and_dead_heads_and_heads_that_fill_th
 
 
 @pytest.mark.parametrize("lens", LENSES)
-def test_where_no_more_is_known_the_closest_pair_represents_all(lens):
+def test_without_a_matrix_the_closest_pair_is_the_only_group(lens):
     prefix = LENSES[lens][2]
     worst, pair = f"hdi_{prefix}worst_alignment", f"{prefix}worst_alignment_pair"
     row = Row(10, {worst: 0.91}, {pair: [2, 0]})
@@ -62,18 +62,18 @@ def test_where_no_more_is_known_the_closest_pair_represents_all(lens):
 
 
 @pytest.mark.parametrize("lens", LENSES)
-def test_a_head_whose_nearest_is_the_first_is_joined_to_it_though_that_one_has_a_nearer(lens):
+def test_a_head_joins_its_nearest_head_even_if_that_head_has_a_nearer_one(lens):
     for row in rows_of(lens, [2, 2, 2, 2], {(0, 1): 1.0, (0, 2): 0.95}):
         assert aligned_groups(row, {"width": WIDTH}, lens, 0.9) == ((0, 1, 2),)
 
 
-def test_chains_of_pairs_are_one_group_in_whatever_order_they_come():
+def test_chained_pairs_form_one_group_in_any_order():
     assert groups_of([(0, 1), (2, 3), (1, 2)]) == ((0, 1, 2, 3),)
     assert groups_of([(5, 4), (1, 0), (0, 3)]) == ((0, 1, 3), (4, 5))
     assert groups_of([]) == ()
 
 
-def test_similar_heads_are_joined_at_the_limit_and_their_pair_represents_them_without_a_matrix():
+def test_similar_heads_are_grouped_at_the_limit_by_matrix_or_by_worst_pair():
     row = Row(10, {}, {}, matrices={"circuit_qk": overlaps({(0, 4): 0.95, (1, 2): 0.949})})
     assert similar_groups(row, "circuit_qk", float(torch.tensor(0.95))) == ((0, 4),)
     alone = Row(10, {"circuit_qk_worst": 0.93}, {"circuit_qk_worst_pair": [3, 1]})
@@ -90,7 +90,7 @@ def steps_of(alerts) -> list[tuple[int, bool]]:
     return [(one.step, one.is_resolved) for one in alerts]
 
 
-def test_a_head_that_lost_directions_is_reported_until_it_has_twice_of_what_was_too_little():
+def test_falling_rank_is_reported_at_a_tenth_and_resolved_at_twice_that():
     def reading(step: int, flatness: float) -> Record:
         return record(step, flatness=[0.4, flatness], rank=[8.0, 8.0], effective_rank=[6.0, 6.0])
 
@@ -102,7 +102,7 @@ def test_a_head_that_lost_directions_is_reported_until_it_has_twice_of_what_was_
     assert steps_of(judge(FallingRank(), small)) == [(2, False)], "five hundredths, where a tenth would be more"
 
 
-def test_a_head_is_dead_at_a_hundredth_of_what_it_was_and_alive_again_at_twice_that():
+def test_a_head_is_dead_at_a_hundredth_of_its_first_norm_and_resolved_at_twice_that():
     def reading(step: int, norm: float) -> Record:
         return record(step, head_norm=[1.0, norm, 1.0, 1.0], rank=[8.0] * 4)
 
@@ -112,7 +112,7 @@ def test_a_head_is_dead_at_a_hundredth_of_what_it_was_and_alive_again_at_twice_t
     assert reported[0].finding.heads == (1,)
 
 
-def test_keys_that_a_norm_divides_by_their_size_are_dead_at_zero_alone():
+def test_normed_keys_are_dead_only_at_zero():
     def reading(step: int, norm: float) -> Record:
         return record(step, head_norm=[1.0, norm, 1.0, 1.0], rank=[8.0] * 4)
 
@@ -122,7 +122,7 @@ def test_keys_that_a_norm_divides_by_their_size_are_dead_at_zero_alone():
     assert steps_of(judge(DeadHeads(), readings)) == [(1, False)]
 
 
-def test_heads_that_began_at_zero_have_time_to_come_alive():
+def test_heads_initialised_at_zero_are_reported_only_after_others_moved():
     def reading(step: int, norm: float) -> Record:
         return record(step, head_norm=[0.0, norm, norm, norm], rank=[0.0, 8.0, 8.0, 8.0])
 
@@ -132,7 +132,7 @@ def test_heads_that_began_at_zero_have_time_to_come_alive():
     assert not math.isnan(reported[0].finding.value)
 
 
-def test_heads_that_attend_alike_are_named_at_the_third_reading_in_a_row_and_said_to_be_so_since_the_first():
+def test_heads_that_attend_alike_are_reported_at_the_third_reading_in_a_row_and_dated_to_the_first():
     def reading(step: int, value: float) -> Record:
         arrays = {"attention_alike_worst_pair": [1, 2]}
         return Record(step, {"attn": LayerRecord({"attention_alike_worst": value}, arrays)}, {})

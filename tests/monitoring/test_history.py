@@ -56,7 +56,7 @@ def test_the_file_is_only_ever_appended_to(tmp_path):
         before = after
 
 
-def test_what_json_has_no_word_for_is_written_as_null(tmp_path):
+def test_nan_and_infinity_are_written_as_null(tmp_path):
     history = History(tmp_path / "history.jsonl")
     history.write(
         Record(0, {"attn": LayerRecord(values={"hdi": math.nan}, arrays={"nearest_overlap": [math.inf, 0.5]})})
@@ -66,7 +66,7 @@ def test_what_json_has_no_word_for_is_written_as_null(tmp_path):
     assert line["layers"]["attn"]["arrays"] == {"nearest_overlap": [None, 0.5]}
 
 
-def test_a_torn_last_line_loses_only_itself(tmp_path):
+def test_a_truncated_last_line_loses_only_its_own_reading(tmp_path):
     history = History(tmp_path / "history.jsonl")
     for step in (0, 1, 2):
         history.write(record_at(step))
@@ -82,7 +82,7 @@ def test_a_torn_last_line_loses_only_itself(tmp_path):
     assert records[-1].layers["attn"].values["hdi"] == 0.25
 
 
-def test_each_line_that_cannot_be_read_is_named_but_for_a_torn_one_at_the_end(tmp_path):
+def test_unreadable_lines_are_reported_by_number_except_a_truncated_last_one(tmp_path):
     history = History(tmp_path / "history.jsonl")
     for step in (0, 1):
         history.write(record_at(step))
@@ -93,7 +93,7 @@ def test_each_line_that_cannot_be_read_is_named_but_for_a_torn_one_at_the_end(tm
         assert [record.step for record in read_records(history.path)] == [0, 1]
 
 
-def test_a_resumption_makes_void_what_was_written_beyond_its_step(tmp_path):
+def test_a_resumption_voids_readings_after_its_step(tmp_path):
     history = History(tmp_path / "history.jsonl")
     history.begin(0, [])
     for step in (0, 10, 20, 30):
@@ -107,14 +107,14 @@ def test_a_resumption_makes_void_what_was_written_beyond_its_step(tmp_path):
     assert [line["kind"] for line in read_lines(history.path)].count("run") == 2
 
 
-def test_of_two_readings_of_one_step_the_later_counts(tmp_path):
+def test_the_later_of_two_readings_of_one_step_counts(tmp_path):
     history = History(tmp_path / "history.jsonl")
     history.write(record_at(5, 0.1))
     history.write(record_at(5, 0.9))
     assert [record.layers["attn"].values["hdi"] for record in read_records(history.path)] == [0.9]
 
 
-def test_what_could_not_be_written_is_written_with_the_next_line(tmp_path):
+def test_a_line_that_could_not_be_written_is_written_with_the_next_one(tmp_path):
     blocked = tmp_path / "folder"
     blocked.write_text("a file where the folder should be")
     history = History(blocked / "history.jsonl")
@@ -125,7 +125,7 @@ def test_what_could_not_be_written_is_written_with_the_next_line(tmp_path):
     assert [record.step for record in read_records(history.path)] == [0, 1]
 
 
-def test_a_killed_process_leaves_all_that_it_had_written(tmp_path, root):
+def test_a_killed_process_leaves_every_line_it_had_written(tmp_path, root):
     path = tmp_path / "history.jsonl"
     code = (
         "import os, signal, sys\n"
@@ -206,7 +206,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("hostile", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_line_is_reported_with_its_number_and_skipped(tmp_path, hostile):
+def test_a_malformed_line_is_reported_with_its_number_and_skipped(tmp_path, hostile):
     history = History(tmp_path / "history.jsonl")
     history.begin(0, [{"name": "attn"}])
     history.write(record_at(0))
@@ -233,7 +233,7 @@ def test_a_hostile_line_is_reported_with_its_number_and_skipped(tmp_path, hostil
         reading_line(layers={}),
     ],
 )
-def test_a_line_that_is_merely_odd_is_read(tmp_path, odd):
+def test_an_unusual_but_valid_line_is_read(tmp_path, odd):
     (tmp_path / "history.jsonl").write_bytes(odd + b"\n" + reading_line(step=8))
     frame = load_history(tmp_path / "history.jsonl")
     assert frame["step"].tolist()[-1] == 8
@@ -250,7 +250,7 @@ def test_a_line_that_is_far_too_long_is_reported_and_skipped(tmp_path, monkeypat
 
 @given(data=st.binary(max_size=200))
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_bytes_between_two_readings_keep_either_from_being_read(tmp_path, data):
+def test_arbitrary_bytes_between_two_readings_do_not_hide_either(tmp_path, data):
     path = tmp_path / "history.jsonl"
     path.write_bytes(reading_line(step=1) + b"\n" + data + b"\n" + reading_line(step=2) + b"\n")
     with warnings.catch_warnings():
@@ -281,7 +281,7 @@ def steps_of(path) -> list[int]:
 
 
 @pytest.mark.parametrize("is_path", [True, False])
-def test_a_second_run_with_the_path_of_another_gets_a_file_of_its_own(tmp_path, is_path):
+def test_a_second_run_with_the_path_of_another_gets_a_separate_file(tmp_path, is_path):
     choice, said = (tmp_path / "hdi" / "history.jsonl" if is_path else True), []
     first, second = histories = [
         start(place_history(choice, tmp_path, say=lambda *reported: said.append(reported)), 0, 10, hdi=hdi)
@@ -302,7 +302,7 @@ def test_runs_that_begin_at_the_same_moment_get_a_file_each(tmp_path):
         assert [r.layers["attn"].values["hdi"] for r in read_records(history.path)] == [pytest.approx(0.1 * place)]
 
 
-def test_a_fork_of_the_process_writes_a_copy_of_its_own(tmp_path):
+def test_a_forked_process_writes_its_own_copy(tmp_path):
     said: list[str] = []
     history = start(place_history(True, tmp_path, say=lambda kind, message: said.append(message)), 0)
     process = os.fork()
@@ -318,7 +318,7 @@ def test_a_fork_of_the_process_writes_a_copy_of_its_own(tmp_path):
     assert said == []
 
 
-def test_of_two_live_writers_of_one_run_the_later_has_the_file_and_the_other_a_copy_of_its_own(tmp_path):
+def test_the_later_of_two_writers_of_one_run_keeps_the_file_and_the_other_writes_a_copy(tmp_path):
     said: list[tuple[str, str]] = []
     first = start(place_history(True, tmp_path, say=lambda *reported: said.append(reported)), 0, 10, hdi=0.1)
     path, state = first.path, state_of(first, 10)
@@ -343,7 +343,7 @@ def test_of_two_live_writers_of_one_run_the_later_has_the_file_and_the_other_a_c
     assert again.path == first.path, "each resumes its own"
 
 
-def test_a_history_that_is_deleted_while_it_is_written_begins_again_as_one_of_its_run(tmp_path):
+def test_a_history_deleted_while_it_is_written_is_started_again_for_the_same_run(tmp_path):
     history = start(place_history(True, tmp_path), 0, 10)
     history.path.unlink()
     start(history, 20, has_begun=True)
@@ -351,7 +351,7 @@ def test_a_history_that_is_deleted_while_it_is_written_begins_again_as_one_of_it
     assert place_history(True, tmp_path, state=state_of(history, 20)).path == history.path
 
 
-def test_a_file_that_takes_the_place_of_a_history_is_left_alone(tmp_path):
+def test_a_file_that_replaces_the_history_is_not_written_to(tmp_path):
     history = start(place_history(True, tmp_path, say=lambda *reported: None), 0, 10)
     history.path.rename(tmp_path / "kept.jsonl")
     history.path.write_text("a shopping list\n")
@@ -365,7 +365,7 @@ def test_a_file_that_takes_the_place_of_a_history_is_left_alone(tmp_path):
 
 @pytest.mark.parametrize("content", ["Dear Mr Vernon,\n", '{"a": 1}\n', "\n", '{"kind":"reading"}\n'])
 @pytest.mark.parametrize("is_named", [True, False])
-def test_a_file_that_is_no_history_is_not_written_to(tmp_path, content, is_named):
+def test_a_file_that_is_not_a_history_is_not_written_to(tmp_path, content, is_named):
     file = tmp_path / "hdi" / "history.jsonl"
     file.parent.mkdir()
     file.write_text(content)
@@ -391,7 +391,7 @@ def make_link_to_a_file(path):
 
 
 @pytest.mark.parametrize("make", [make_folder, make_link_to_nothing, make_link_to_a_file])
-def test_what_is_in_the_place_of_a_history_is_left_alone(tmp_path, make):
+def test_a_folder_or_link_in_the_place_of_a_history_is_not_written_to(tmp_path, make):
     make(tmp_path / "hdi" / "history.jsonl")
     history = start(place_history(True, tmp_path), 0)
     assert history.path.name == "history-1.jsonl"
@@ -418,7 +418,7 @@ def as_written_before_ids(path) -> None:
         ({"alerts": {"active": [], "series": {"attn": [{"step": 10, "values": {"hdi": 0.4}}]}}}, False),
     ],
 )
-def test_a_history_without_an_id_is_taken_up_if_its_last_reading_agrees(tmp_path, change, is_ours):
+def test_a_history_without_an_id_is_continued_if_its_last_reading_agrees(tmp_path, change, is_ours):
     history = start(place_history(True, tmp_path), 0, 10)
     as_written_before_ids(history.path)
     before = history.path.read_bytes()
@@ -429,7 +429,7 @@ def test_a_history_without_an_id_is_taken_up_if_its_last_reading_agrees(tmp_path
     assert steps_of(resumed.path) == ([0, 10, 20] if is_ours else [20])
 
 
-def test_names_that_make_one_file_name_keep_a_file_each_and_long_ones_fit_the_file_system(tmp_path):
+def test_names_that_map_to_one_file_name_get_separate_files_and_long_ones_are_shortened(tmp_path):
     names = ["a/b", "a-b", "a\\b", "../../a", "x" * 300, "x" * 301, "köpfe", "\ud800", "\0", "a\nb", "…" * 200]
     paths = [start(place_history(True, tmp_path, name=name), 0).path for name in names]
     assert len({path.name for path in paths}) == len(names)
@@ -438,7 +438,7 @@ def test_names_that_make_one_file_name_keep_a_file_each_and_long_ones_fit_the_fi
     assert paths[1].name == "history-a-b.jsonl"
 
 
-def test_data_that_json_has_no_word_for_costs_no_line(tmp_path):
+def test_facts_that_json_cannot_represent_do_not_lose_the_line(tmp_path):
     history = History(tmp_path / "history.jsonl")
     history.note("intervention", step=3, facts={"value": torch.tensor(0.5), "set": {1}, "odd": object, 3: b"x"})
     (line,) = read_lines_of_any_kind(history.path)

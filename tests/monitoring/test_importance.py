@@ -55,7 +55,7 @@ def read(model: nn.Module, *batches, **options) -> dict[str, object]:
         return monitor.measure(step=0).record()
 
 
-def test_importance_is_what_gates_on_the_heads_find(model):
+def test_importance_agrees_with_gradients_of_head_gates(model):
     tokens, label = batch()
     truth = slopes_by_gates(model, tokens, label)
     record = read(model, (tokens, label), max_tokens=8)  # of all tokens, however many are kept
@@ -113,7 +113,7 @@ class Torch(nn.Module):
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_torch_attention_is_read_behind_its_output_projection(batch_first):
+def test_importance_of_torchs_attention_is_read_after_its_output_projection(batch_first):
     torch.manual_seed(0)
     model, x, target = Torch(batch_first=batch_first), torch.randn(3, 7, WIDTH), torch.randn(3, 7, WIDTH)
     with HeadDiversityMonitor(model, metrics=METRICS) as monitor:
@@ -140,7 +140,7 @@ class Grouped(nn.Module):
         return self.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-def test_a_key_head_is_lost_with_all_its_query_heads():
+def test_the_importance_of_a_key_head_sums_its_query_heads():
     torch.manual_seed(0)
     model = nn.ModuleDict({"attn": Grouped()})
     x, target = torch.randn(1, 7, WIDTH), torch.randn(1, 7, WIDTH)  # of one sequence all is known from the slopes
@@ -215,7 +215,7 @@ def frozen(model, tokens, label):
         (frozen, "autograd computes no gradient"),
     ],
 )
-def test_where_it_cannot_be_read_it_is_absent_with_the_reason(model, step, why):
+def test_importance_is_absent_with_the_reason_if_it_cannot_be_read(model, step, why):
     with HeadDiversityMonitor(model, metrics=[*METRICS, "head_contribution_min"]) as monitor:
         monitor.arm()
         with pytest.warns(MonitoringWarning, match=why):
@@ -226,7 +226,7 @@ def test_where_it_cannot_be_read_it_is_absent_with_the_reason(model, step, why):
     assert "head_contribution_min" in record.layers[NAME].values
 
 
-def test_reentrant_checkpointing_is_read_as_its_forward_is_repeated(model):
+def test_importance_is_read_under_reentrant_checkpointing(model):
     tokens, label = batch()
     truth = slopes_by_gates(model, tokens, label)[NAME].sum(0)
     with HeadDiversityMonitor(model, metrics=METRICS) as monitor:
@@ -237,7 +237,7 @@ def test_reentrant_checkpointing_is_read_as_its_forward_is_repeated(model):
     assert layer.arrays["head_slope"] == pytest.approx(truth.tolist(), rel=1e-3, abs=1e-7)
 
 
-def test_a_backward_after_the_reading_is_none_of_the_next_one(model):
+def test_a_late_backward_does_not_enter_the_next_reading(model):
     tokens, label = batch()
     with HeadDiversityMonitor(model, metrics=METRICS) as monitor:
         monitor.arm()
@@ -252,7 +252,7 @@ def test_a_backward_after_the_reading_is_none_of_the_next_one(model):
     assert mixed.arrays["head_slope"] == read(model, batch(seed=1)).layers[NAME].arrays["head_slope"]
 
 
-def test_nothing_is_read_where_the_backward_is_compiled(model, monkeypatch):
+def test_importance_is_absent_if_the_backward_is_compiled(model, monkeypatch):
     from torch._dynamo import compiled_autograd
 
     with HeadDiversityMonitor(model, metrics=METRICS) as monitor:

@@ -31,7 +31,7 @@ def in_double(tokens: Tensor, weights: Tensor) -> InputSums:
 
 @pytest.mark.parametrize("kind", list(TOKENS))
 @pytest.mark.parametrize("is_weighted", [False, True])
-def test_single_precision_says_of_tokens_what_double_precision_does(kind, is_weighted):
+def test_token_metrics_in_single_precision_agree_with_double_precision(kind, is_weighted):
     tokens = TOKENS[kind].float()
     weights = torch.arange(len(tokens)).remainder(4).double() if is_weighted else torch.ones(len(tokens)).double()
     sums, exact = InputSums.in_single(tokens, weights), in_double(tokens, weights)
@@ -43,7 +43,7 @@ def test_single_precision_says_of_tokens_what_double_precision_does(kind, is_wei
     assert torch.allclose(sums.mean.size, exact.mean.size, rtol=1e-6)
 
 
-def test_tokens_that_are_one_have_rank_zero_and_what_is_no_number_is_left_to_double_precision():
+def test_equal_tokens_have_rank_zero_and_non_finite_or_extreme_tokens_need_double_precision():
     ones = torch.ones(N).double()
     same = gaussian(1, D).float().expand(N, D)
     assert float(InputSums.in_single(same, ones).spread().rank) == 0

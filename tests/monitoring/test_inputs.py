@@ -121,7 +121,7 @@ class Calling(nn.Module):
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_keys_of_torchs_attention_are_made_of_what_it_attends_to(batch_first):
+def test_keys_of_torchs_cross_attention_are_those_of_the_memory(batch_first):
     torch.manual_seed(1)
     model = Cross(batch_first)
     query, memory = torch.randn(3, 7, WIDTH), torch.randn(3, 20, WIDTH)
@@ -133,7 +133,7 @@ def test_keys_of_torchs_attention_are_made_of_what_it_attends_to(batch_first):
 
 
 @pytest.mark.parametrize("by_name", [("value",), ("key", "value"), ("query", "key", "value")])
-def test_keys_of_torchs_attention_are_found_whichever_of_its_arguments_are_given_by_name(by_name):
+def test_keys_of_torchs_attention_are_found_with_positional_and_keyword_arguments(by_name):
     torch.manual_seed(1)
     attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
     streams = {name: torch.randn(3, length, WIDTH) for name, length in (("query", 7), ("key", 20), ("value", 20))}
@@ -147,7 +147,7 @@ def test_keys_of_torchs_attention_are_found_whichever_of_its_arguments_are_given
 
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 10_000), spread=st.floats(0.3, 1.0))
-def test_a_gain_that_is_folded_into_the_weights_changes_nothing(seed, spread):
+def test_folding_a_norm_gain_into_the_weights_changes_no_input_metric(seed, spread):
     torch.manual_seed(seed)
     model, gains = Classifier(), torch.exp(spread * torch.randn(WIDTH))
     folded = Classifier()
@@ -166,7 +166,7 @@ def test_a_gain_that_is_folded_into_the_weights_changes_nothing(seed, spread):
     assert abs(later["hdi"] - before["hdi"]) > 1e-4  # which looks at the weights alone
 
 
-def test_tokens_that_are_one_have_no_rank(model):
+def test_equal_tokens_have_rank_zero_and_cosine_one(model):
     with torch.no_grad():
         model.embed.weight.copy_(model.embed.weight[:1].expand_as(model.embed.weight))
     model.blocks[0].register_forward_pre_hook(
@@ -212,7 +212,7 @@ def test_training_is_bit_identical_with_inputs_captured_at_every_step():
     assert all(torch.equal(one, other) for one, other in zip(weights, watched_weights))
 
 
-def test_a_compiled_model_hands_its_inputs_over(model):
+def test_inputs_of_a_compiled_model_are_captured(model):
     alone = read(model, tokens())
     compiled = torch.compile(model, backend="eager")
     with HeadDiversityMonitor(compiled, metrics=METRICS, max_tokens=10_000) as monitor:

@@ -22,7 +22,7 @@ SHAPES = {
 }
 
 
-def test_a_steady_approach_to_one_is_a_straight_line_and_one_itself_is_no_infinity():
+def test_the_stretched_scale_makes_an_exponential_approach_to_one_a_line_and_is_finite_at_one():
     assert [stretch(1 - math.exp(-0.5 * t)) for t in range(6)] == pytest.approx([0.5 * t for t in range(6)])
     assert stretch(0.0) == 0.0
     assert 20 < stretch(1.0) < 21
@@ -31,7 +31,7 @@ def test_a_steady_approach_to_one_is_a_straight_line_and_one_itself_is_no_infini
 
 @pytest.mark.parametrize("readings", [6, 9])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_line_is_that_of_scipy_and_its_error_is_wider_where_readings_hang_together(shape, readings):
+def test_the_line_agrees_with_scipy_and_its_error_grows_with_autocorrelation(shape, readings):
     x, y = np.array(STEPS[-readings:]), -np.log1p(-np.array(SHAPES[shape][-readings:]))
     truth = scipy.stats.linregress(x, y)
     rest = y - truth.intercept - truth.slope * x
@@ -61,7 +61,7 @@ def test_a_curve_that_is_straight_has_no_error():
     assert (flat.slope, flat.error) == (0.0, 0.0)
 
 
-def test_a_rise_after_readings_that_did_not_move_at_all_cannot_be_held_against_their_spread():
+def test_no_trend_is_reported_after_readings_without_any_spread():
     assert judge(AlignmentTrend(), curve([0.3] * 30 + [0.6] * 10)) == []
 
 
@@ -74,7 +74,7 @@ def alert(step: int, layer: str, level: str, rule: str = "worst pair", is_resolv
     return Alert(step, layer, rule, level, "...", Finding("...", level), is_resolved)
 
 
-def test_active_alerts_are_those_not_resolved_as_last_reported_the_most_serious_first():
+def test_active_alerts_are_the_unresolved_ones_most_serious_first():
     reported = [
         alert(10, "a", "warning"),
         alert(10, "b", "critical"),
@@ -91,7 +91,7 @@ def test_active_alerts_are_those_not_resolved_as_last_reported_the_most_serious_
     assert [one.layer for one in active_alerts(reported, "critical")] == ["a"]
 
 
-def test_an_alert_that_has_become_less_than_what_is_asked_for_is_not_active():
+def test_an_alert_that_eased_below_the_requested_level_is_not_active():
     reported = [alert(10, "a", "critical"), alert(20, "a", "warning")]
     assert active_alerts(reported, "critical") == []
     assert [one.step for one in active_alerts(reported)] == [20]

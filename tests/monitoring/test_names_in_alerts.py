@@ -62,12 +62,12 @@ HOVERING = {
 
 
 @pytest.mark.parametrize("name", HOVERING)
-def test_a_head_that_hovers_at_the_limit_of_leaving_does_not_join_an_alert(name):
+def test_a_head_that_hovers_at_the_hysteresis_limit_does_not_join_an_alert(name):
     rule, readings = HOVERING[name]
     assert news_of(rule, readings) == [(1, (0,), False)]
 
 
-def test_a_head_that_has_joined_an_alert_stays_until_it_is_well_back():
+def test_a_head_in_an_alert_stays_until_it_is_beyond_the_hysteresis():
     joins = [(1.0, 1.0), (0.05, 0.5), (0.05, 0.09), (0.05, 0.11), (0.05, 0.09), (0.05, 0.19), (0.05, 0.21)]
     readings = [({"circuit_qk_norm": min(row)}, {"circuit_qk_norm": list(row)}, {}) for row in joins]
     assert news_of(VanishingWeights(), readings) == [(1, (0,), False), (2, (0, 1), False), (6, (0,), False)]
@@ -84,7 +84,7 @@ def links(inner: float, between: float) -> torch.Tensor:
 HOVER = [0.0, 0.0, 0.0, 0.7, 0.86, 0.7, 0.86, 0.7]
 
 
-def test_groups_of_alike_heads_are_not_joined_and_divided_by_a_pair_below_the_limit():
+def test_two_groups_are_not_merged_by_a_pair_that_hovers_below_the_limit():
     fresh, later = links(0.0, 0.0), [links(0.95, between) for between in HOVER]
     scores = [({"circuit_qk_worst": float(m[0, 1])}, {}, {"circuit_qk": m}) for m in [fresh, *later]]
     assert news_of(MergedScores(), scores) == [(1, ((0, 1), (2, 3)), False)]
@@ -100,7 +100,7 @@ def test_groups_of_alike_heads_are_not_joined_and_divided_by_a_pair_below_the_li
     assert news_of(WorstPair(), aligned) == [(1, ((0, 1), (2, 3)), False)]
 
 
-def test_a_pair_that_reaches_the_limit_joins_groups_once_and_holds_them_until_it_is_well_back():
+def test_a_pair_above_the_limit_merges_two_groups_until_it_is_beyond_the_hysteresis():
     between = [0.0, 0.91, 0.85, 0.91, 0.85, 0.7]
     scores = [({"circuit_qk_worst": 0.95}, {}, {"circuit_qk": links(0.95, value)}) for value in between]
     assert news_of(MergedScores(), scores) == [

@@ -18,7 +18,7 @@ from hdi_callback.monitoring.warn_once import WarnOnce
 @pytest.mark.parametrize(
     ("names", "listed"), [(["a", "b.attn"], "`a`, `b.attn`"), (["a", "b", "c", "d"], "`a`, `b`, `c` and others")]
 )
-def test_layers_whose_padding_can_be_read_in_two_ways_are_named_once_three_of_them(names, listed):
+def test_layers_with_an_ambiguous_padding_mask_are_reported_once_with_three_names(names, listed):
     absent = {f"head_covariance/{name}": AMBIGUOUS_MASK for name in names} | {"hdi/x": "its weights are not finite"}
     written: list[Any] = []
     sink = SimpleNamespace(name="a sink", write=lambda result: written.append(result.record.step))

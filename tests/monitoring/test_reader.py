@@ -63,7 +63,7 @@ def steps(reader: Reader, **options: Any) -> list[int]:
     return [readout.step for readout in reader.arrived(**{"waits": True, **options})]
 
 
-def test_forwards_are_captured_when_a_reading_is_due_and_left_alone_otherwise(reader, monitor):
+def test_forwards_are_captured_only_if_a_reading_is_due(reader, monitor):
     for step in range(4):
         reader.before_forward(step)
         assert reader.is_capturing == (step % 2 == 0)
@@ -92,7 +92,7 @@ def test_a_batch_without_a_backward_is_read_when_its_step_ends(reader, monitor):
     assert steps(reader) == [0]
 
 
-def test_a_reading_that_was_given_up_is_due_again_at_once(reader, monitor):
+def test_an_abandoned_reading_is_due_again_at_once(reader, monitor):
     reader.before_forward(0)
     reader.abandon()
     assert not reader.is_capturing
@@ -103,12 +103,12 @@ def test_a_reading_that_was_given_up_is_due_again_at_once(reader, monitor):
     assert steps(reader) == [0]
 
 
-def test_giving_up_where_nothing_is_captured_releases_nothing(reader, monitor):
+def test_abandoning_without_a_capture_releases_nothing(reader, monitor):
     reader.abandon()
     assert monitor.calls == []
 
 
-def test_a_reading_is_kept_back_until_the_last_forward_of_its_step(reader, monitor):
+def test_a_reading_is_held_until_the_last_forward_of_its_step(reader, monitor):
     reader.before_forward(0)
     reader.after_backward(Position(0), is_last=False)
     assert steps(reader) == []
@@ -119,7 +119,7 @@ def test_a_reading_is_kept_back_until_the_last_forward_of_its_step(reader, monit
     assert monitor.calls == ["arm", "measure 0", "complete 0", "complete 0"]
 
 
-def test_the_end_of_a_step_ends_a_reading_that_still_awaits_forwards(reader, monitor):
+def test_the_end_of_a_step_completes_a_reading_that_still_waits_for_forwards(reader, monitor):
     reader.before_forward(0)
     reader.after_backward(Position(0), is_last=False)
     reader.after_step(Position(1))
@@ -134,7 +134,7 @@ def test_a_backward_between_readings_measures_nothing(reader, monitor):
     assert monitor.calls == ["skip forward"]
 
 
-def test_the_last_weights_that_were_measured_early_are_the_last_reading(reader, monitor):
+def test_weights_measured_early_become_the_last_reading_if_no_step_follows(reader, monitor):
     reader.measure_final_early(Position(3))
     reader.measure_final_early(Position(3))
     assert steps(reader) == [], "it is not known yet that this is the end"
@@ -144,14 +144,14 @@ def test_the_last_weights_that_were_measured_early_are_the_last_reading(reader, 
     assert reader.schedule.last == 3
 
 
-def test_weights_that_were_measured_early_are_dropped_if_there_are_further_steps(reader, monitor):
+def test_weights_measured_early_are_dropped_if_further_steps_follow(reader, monitor):
     reader.measure_final_early(Position(3))
     reader.finish(Position(5))
     assert monitor.calls == ["measure 3", "measure 5"]
     assert steps(reader) == [5]
 
 
-def test_a_step_that_was_read_is_read_no_second_time_at_the_end(reader, monitor):
+def test_the_last_step_is_not_read_twice(reader, monitor):
     reader.before_forward(4)
     reader.after_backward(Position(4), is_last=True)
     reader.measure_final_early(Position(4))

@@ -95,7 +95,7 @@ def move(layer: Layer) -> None:
 # --- circuits and rows
 
 
-def test_query_heads_that_merge_under_grouped_queries_are_named():
+def test_query_heads_that_merge_within_a_group_are_reported():
     def merge(layer):
         move(layer)
         q = heads(layer, "q")
@@ -107,7 +107,7 @@ def test_query_heads_that_merge_under_grouped_queries_are_named():
     assert 'DiversityPenalty(measure="circuit")' in alert.message
 
 
-def test_values_and_outputs_that_merge_are_named_with_a_second_group_later():
+def test_merged_value_and_output_heads_are_reported_and_again_with_a_second_group():
     calls = []
 
     def merge(layer):
@@ -121,12 +121,12 @@ def test_values_and_outputs_that_merge_are_named_with_a_second_group_later():
     assert [(alert.step, alert.finding.groups) for alert in alerts] == [(10, ((0, 1),)), (80, ((0, 1), (4, 5)))]
 
 
-def test_outputs_that_begin_at_zero_and_move_the_same_way_at_first_are_left_alone():
+def test_outputs_initialised_at_zero_that_first_move_alike_are_not_reported():
     values = [0.99, 0.97, 0.95, 0.91, 0.6, 0.3, 0.2, 0.2]
     assert judge(MergedMessages(), curve("circuit_ov_worst", values)) == []
 
 
-def test_heads_that_were_loaded_scoring_alike_are_left_alone():
+def test_pretrained_heads_with_equal_scores_are_not_reported():
     layer = Layer()
     q = heads(layer, "q")
     q[1] = q[0]
@@ -135,7 +135,7 @@ def test_heads_that_were_loaded_scoring_alike_are_left_alone():
     assert len(judge(MergedScores(), records)) == 1
 
 
-def test_heads_that_attend_alike_are_named():
+def test_heads_that_attend_alike_are_reported_with_their_group():
     def sharpen(layer):
         q = heads(layer, "q")
         q[1] = q[0]
@@ -156,13 +156,15 @@ def test_heads_that_attend_alike_are_named():
         (TokensAlike(), "token_cosine", [0.0, 0.1, 0.2, 0.98], 0.999, 0.3, 60),
     ],
 )
-def test_a_level_is_reported_once_and_resolved_below_its_hysteresis(rule, metric, healthy, broken, over, reported):
+def test_a_metric_beyond_its_limit_is_reported_once_and_resolved_below_its_hysteresis(
+    rule, metric, healthy, broken, over, reported
+):
     alerts = judge(rule, curve(metric, [*healthy, broken, broken, broken, over]))
     assert [(alert.step, alert.is_resolved) for alert in alerts] == [(reported, False), (70, True)]
     assert alerts[0].finding.metric == metric
 
 
-def test_tokens_that_are_nearly_one_for_a_few_readings_as_they_learn_are_no_alarm():
+def test_tokens_that_are_nearly_equal_for_a_few_early_readings_raise_no_alert():
     of_healthy = [  # plain SGD at a high rate
         [0.6184, 0.9035, 0.9711, 0.9942, 0.9952, 0.9943, 0.989, 0.9206, 0.9174],
         [0.3497, 0.8661, 0.9875, 0.9937, 0.9972, 0.997, 0.9957, 0.9856, 0.9367],
@@ -180,11 +182,11 @@ def test_tokens_that_are_nearly_one_for_a_few_readings_as_they_learn_are_no_alar
     [(EntropyCollapse(), "attention_entropy", 0.005), (LogitGrowth(), "attention_logit", 90.0),
      (TokensAlike(), "token_cosine", 0.999)],
 )  # fmt: skip
-def test_what_a_run_has_been_from_its_start_is_its_own_and_no_alarm(rule, metric, value):
+def test_a_value_that_a_run_has_had_from_its_start_raises_no_alert(rule, metric, value):
     assert judge(rule, curve(metric, [value] * 20)) == []
 
 
-def test_a_sink_is_reported_where_all_heads_have_it_and_not_where_one_has():
+def test_an_attention_sink_is_reported_only_if_all_heads_have_it():
     def arrays(value):
         return {"attention_sink": [value, value if value < 0.95 else 0.3]}
 
@@ -204,7 +206,7 @@ def test_heads_with_large_scores_are_named():
 # --- silence
 
 
-def test_a_head_whose_values_die_adds_nothing():
+def test_heads_whose_values_vanish_are_reported_as_without_contribution():
     def kill(layer):
         heads(layer, "v")[2] *= 1e-9
 
@@ -213,14 +215,14 @@ def test_a_head_whose_values_die_adds_nothing():
     assert alert.step == 10
 
 
-def test_heads_that_begin_without_an_output_are_given_twenty_readings():
+def test_heads_initialised_without_an_output_are_reported_after_twenty_readings():
     values = {"head_contribution_min": 0.0}
     record = [Record(step, {"attn": LayerRecord(values, {"head_contribution": [0.0, 0.7]})}) for step in range(25)]
     assert [alert.step for alert in judge(NoContribution(), record)] == [20]
     assert judge(NoContribution(), record, pretrained=True) == []
 
 
-def test_a_head_that_does_not_move_while_others_do_is_frozen():
+def test_a_head_that_does_not_move_while_others_do_is_reported_as_frozen():
     layer = Layer(key_heads=8)
     held = {name: heads_of(layer, name)[3].clone() for name in ("q", "k", "v")}
     out = heads(layer, "out")[3].clone()
@@ -271,9 +273,7 @@ def test_a_layer_that_does_not_move_is_reported_if_it_should_train_and_others_mo
         ("m......", []),
     ],
 )
-def test_a_movement_that_is_not_known_after_a_resumption_neither_begins_nor_ends_an_alert(
-    rule, still, has_stood, reported
-):
+def test_an_unknown_movement_after_a_resumption_neither_starts_nor_ends_an_alert(rule, still, has_stood, reported):
     """Each reading of which it is not known (`.`) comes first after a resumption."""
 
     def layer(kind, heads):
@@ -299,7 +299,7 @@ def moving(*readings):
     ]
 
 
-def test_single_heads_that_jump_are_named_where_the_others_move_as_they_did():
+def test_single_heads_whose_weights_jump_are_named_if_the_others_move_as_before():
     steady = [(0.01, 0.012, 0.008, 0.011)] * 6
     (alert,) = asked([WeightJump()], moving(*steady, (0.01, 0.9, 0.009, 0.4)))
     assert (alert.step, alert.finding.heads, alert.finding.value) == (60, (1, 3), 0.9)
@@ -313,7 +313,7 @@ def test_single_heads_that_jump_are_named_where_the_others_move_as_they_did():
     assert asked([WeightJump()], moving(*still, (0.01, 0.9, 0.009, 0.4))) == [], "a head is frozen: nothing to compare"
 
 
-def test_heads_that_an_intervention_has_written_do_not_jump():
+def test_heads_rewritten_by_an_intervention_are_not_reported_as_a_jump():
     records = moving(*[(0.01, 0.012)] * 6, (0.01, 0.9))
     alerts = Alerts([WeightJump()], [{"name": "attn", "num_heads": 2}], pretrained=False)
     for record in records[:-1]:
@@ -329,7 +329,7 @@ def norms(queries, keys=None):
     ]
 
 
-def test_queries_or_keys_that_shrink_at_once_and_stay_so_are_reported_until_half_way_back():
+def test_queries_or_keys_that_shrink_suddenly_for_good_are_reported_until_halfway_back():
     steady = [2.0, 2.1, 2.2, 2.1, 2.3, 2.4]
     (alert,) = asked([SuddenShrink()], norms([*steady, 0.4, 0.5]))
     assert (alert.step, alert.finding.since, alert.finding.metric) == (70, 60, "query_norm")
@@ -342,7 +342,7 @@ def test_queries_or_keys_that_shrink_at_once_and_stay_so_are_reported_until_half
     assert asked([SuddenShrink()], norms([0.0] * 9)) == [], "keys that begin at zero"
 
 
-def test_an_intervention_that_makes_queries_smaller_is_no_sudden_shrink():
+def test_queries_shrunk_by_an_intervention_are_not_reported():
     alerts = Alerts([SuddenShrink()], [{"name": "attn", "num_heads": 2}], pretrained=False)
     news = []
     for place, record in enumerate(norms([2.0] * 6 + [0.4, 0.4])):
@@ -352,7 +352,7 @@ def test_an_intervention_that_makes_queries_smaller_is_no_sudden_shrink():
     assert news == []
 
 
-def test_noisy_inputs_of_the_first_layer_that_fall_to_another_level_are_reported_and_slow_ones_are_not():
+def test_a_sudden_fall_of_noisy_first_layer_input_rank_is_reported_and_a_slow_one_is_not():
     def reported(values, layer="first"):
         facts = [{"name": "first", "num_heads": 2, "is_first": True}, {"name": "second", "num_heads": 2}]
         alerts = Alerts([InputsLoseRank()], facts, pretrained=False)
@@ -367,7 +367,7 @@ def test_noisy_inputs_of_the_first_layer_that_fall_to_another_level_are_reported
     assert reported([21.0, 20.0, 19.0, 18.0, 17.0, 16.0, 15.0, *fallen]) == [], "it had been falling"
 
 
-def test_a_jump_is_held_against_the_movements_before_a_resumption_and_one_that_is_not_known_against_none():
+def test_a_weight_jump_is_compared_with_the_known_movements_before_a_resumption():
     moves = [0.01] * 5 + [None, 0.5, None, 0.01]
     records = [Record(step, {"attn": LayerRecord({} if move is None else {"head_movement_min": move})})
                for step, move in enumerate(moves)]  # fmt: skip
@@ -375,7 +375,7 @@ def test_a_jump_is_held_against_the_movements_before_a_resumption_and_one_that_i
 
 
 @pytest.mark.parametrize("name", ["q", "v", "out"])
-def test_weights_that_are_no_numbers_are_critical_whatever_their_role(name):
+def test_nan_weights_are_critical_in_every_role(name):
     def spoil(layer):
         heads(layer, name)[-1, 0, 0] = math.nan
 
@@ -388,14 +388,14 @@ def test_weights_that_are_no_numbers_are_critical_whatever_their_role(name):
 # --- healthy layers, and rules that are not measured
 
 
-def test_a_layer_that_is_trained_raises_none_of_these_alerts():
+def test_a_layer_in_healthy_training_raises_no_alert():
     layer = Layer()
     alerts = Alerts(default_rules(), [{"name": "attn", "num_heads": 8}])
     reported = [alert for item in readings(layer, move, steps=range(0, 250, 10)) for alert in alerts.judge(item)]
     assert reported == []
 
 
-def test_what_is_not_measured_is_not_asked_and_null_in_a_history_is_no_number():
+def test_missing_metrics_and_null_values_raise_no_alert():
     alerts = Alerts(default_rules(), [{"name": "attn", "num_heads": 8}])
     assert alerts.judge(Record(0, {"attn": LayerRecord({"hdi": 0.5}, {"rank": [1.0, 1.0]})})) == []
     nothing = [Record(step, {"attn": LayerRecord({"head_movement_min": 0.0, "head_contribution_min": 0.5},
@@ -451,7 +451,7 @@ def asked(rules, records, *, pretrained=False):
     return [alert for item in records for alert in alerts.judge(item)]
 
 
-def test_attention_to_later_tokens_is_what_the_softmax_gives_them():
+def test_attention_ahead_agrees_with_the_softmax_weights_of_later_tokens():
     model = Masked("none").double()
     x = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(3)).double()
     with HeadDiversityMonitor(nn.ModuleDict({"attn": model}), metrics=["hdi", "attention_ahead"]) as monitor:
@@ -466,7 +466,7 @@ def test_attention_to_later_tokens_is_what_the_softmax_gives_them():
     assert layer.values["attention_keys"] == 12
 
 
-def test_a_mask_that_is_lost_is_reported_and_one_that_was_never_there_is_not():
+def test_a_lost_causal_mask_is_reported_and_a_model_without_one_is_not():
     def lose(step, model):
         model.mask = "none" if step >= 30 else "causal"
 
@@ -477,7 +477,7 @@ def test_a_mask_that_is_lost_is_reported_and_one_that_was_never_there_is_not():
     assert asked([LaterTokens()], watched(Masked("causal"))) == []
 
 
-def test_a_mask_that_leaves_each_token_itself_is_reported_from_the_first_step():
+def test_a_mask_that_leaves_each_token_only_itself_is_reported_at_step_0():
     rows = ["hdi", "attention_keys"]
     (alert,) = asked([OneKey()], watched(Masked("self"), metrics=rows))
     assert (alert.step, alert.level) == (0, "critical")
@@ -504,7 +504,7 @@ def test_attention_that_stays_uniform_is_reported_after_fifteen_readings():
     assert asked([FlatAttention()], watched(Masked(), begin, steps=range(0, 200, 10))) == []
 
 
-def test_a_layer_whose_scores_have_grown_is_still_learning_and_not_flat():
+def test_flat_attention_is_not_reported_while_the_scores_grow():
     def entropy(largest):
         values = [{"attention_entropy": 0.9998, "attention_logit": logit} for logit in largest]
         return [Record(10 * place, {"attn": LayerRecord(value)}) for place, value in enumerate(values)]
@@ -532,7 +532,7 @@ def test_a_layer_whose_scores_have_grown_is_still_learning_and_not_flat():
     assert "largest score 0.083" in alert.message
 
 
-def test_updates_that_round_away_are_reported_and_small_ones_that_do_not_are_not():
+def test_updates_that_bfloat16_rounds_away_are_reported_and_small_float32_updates_are_not():
     def train(kind):
         def act(step, model):
             for parameter in model.parameters():
@@ -558,7 +558,7 @@ def test_the_share_of_weights_that_do_not_move_is_counted():
     assert layer.values["head_unchanged"] == 1
 
 
-def test_weights_that_are_rewritten_at_once_are_reported_and_a_schedule_is_not():
+def test_weights_rewritten_at_once_are_reported_and_a_warm_up_is_not():
     def rewrite(step, model):
         for parameter in model.parameters():
             parameter += 1e-4 * step * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
@@ -578,7 +578,7 @@ def test_weights_that_are_rewritten_at_once_are_reported_and_a_schedule_is_not()
 
 
 @pytest.mark.parametrize(("rows", "metric"), [(slice(32, 40), "circuit_qk_norm"), (slice(64, 72), "circuit_ov_norm")])
-def test_a_head_whose_weights_fade_is_named_by_the_circuit_that_fades(rows, metric):
+def test_a_head_with_vanishing_weights_is_reported_with_the_circuit_that_vanishes(rows, metric):
     def fade(step, model):
         if step:
             model.qkv.weight[rows] *= 0.5
@@ -588,7 +588,7 @@ def test_a_head_whose_weights_fade_is_named_by_the_circuit_that_fades(rows, metr
     assert alert.finding.value == pytest.approx(0.5**4, rel=1e-3)
 
 
-def test_a_head_that_begins_near_zero_has_nothing_to_lose():
+def test_a_head_initialised_near_zero_is_not_reported_as_vanishing():
     model = Masked()
     with torch.no_grad():
         model.qkv.weight[32:40] *= 1e-4
@@ -632,7 +632,7 @@ def asked_of(rules, model, breaks, steps=range(0, 60, 10)):
 
 
 @pytest.mark.parametrize("rule", [VanishingWeights, DeadHeads])
-def test_keys_that_shrink_before_a_norm_lose_nothing_and_are_not_reported(rule):
+def test_keys_that_shrink_before_a_norm_are_not_reported(rule):
     def shrink(step, model):
         model.k_proj.weight *= 0.3 if step else 1.0
 
@@ -658,7 +658,7 @@ def move_all_but(*left):
     ("left", "said"),
     [(("k",), "one of the query"), (("q", "k"), "two of the query"), (("q", "k", "v"), "three of the query")],
 )
-def test_weights_that_no_step_changes_are_reported_by_their_share(left, said):
+def test_weights_that_no_step_changes_are_reported_with_their_share(left, said):
     steps = range(0, 80, 10)
     (alert,) = asked_of([UntrainedWeights()], Normed(False), move_all_but(*left), steps)
     assert alert.step == 50, "at five readings that know what the one before was"
@@ -666,7 +666,7 @@ def test_weights_that_no_step_changes_are_reported_by_their_share(left, said):
     assert alert.finding.value == pytest.approx(len(left) / 4, abs=0.002)
 
 
-def test_weights_that_all_change_or_are_frozen_on_purpose_are_no_untrained_ones():
+def test_weights_that_all_change_or_have_no_gradient_are_not_reported_as_untrained():
     steps = range(0, 80, 10)
     assert asked_of([UntrainedWeights()], Normed(False), move_all_but(), steps) == []
     model = Normed(False)
@@ -680,7 +680,7 @@ def keys(*numbers):
     return curve("attention_keys", numbers)
 
 
-def test_fewer_keys_than_ever_are_reported_once_they_stay():
+def test_a_lasting_fall_of_visible_keys_is_reported():
     (alert,) = judge(FewerKeys(), keys(*[22.0] * 7, 8.0, 8.0, 8.0))
     assert (alert.step, alert.finding.since, alert.finding.value) == (80, 70, 8)
     assert "a query sees 8 keys, and saw 22 at every reading until step 60" in alert.message
@@ -698,11 +698,11 @@ def test_fewer_keys_than_ever_are_reported_once_they_stay():
         [22.0] * 5 + [8.0, 8.0, 8.0],  # too little is known of before
     ],
 )
-def test_keys_that_vary_or_become_more_are_left_alone(numbers):
+def test_visible_keys_that_vary_or_increase_are_not_reported(numbers):
     assert judge(FewerKeys(), keys(*numbers)) == []
 
 
-def test_a_head_of_zeros_is_dead_behind_a_norm_too():
+def test_a_head_of_zeros_before_a_norm_is_reported_as_dead():
     def clear(step, model):
         model.k_proj.weight[:8] *= 0.3 if step < 30 else 0.0
 
@@ -710,7 +710,7 @@ def test_a_head_of_zeros_is_dead_behind_a_norm_too():
     assert (alert.step, alert.finding.heads) == (30, (0,))
 
 
-def test_values_that_fade_are_reported_where_a_norm_follows_queries_and_keys():
+def test_vanishing_values_are_reported_beside_normed_queries_and_keys():
     def fade(step, model):
         model.v_proj.weight[:8] *= 0.4 if step else 1.0
 
@@ -718,7 +718,7 @@ def test_values_that_fade_are_reported_where_a_norm_follows_queries_and_keys():
     assert (alert.finding.heads, alert.finding.metric) == ((0,), "circuit_ov_norm")
 
 
-def test_inputs_that_lose_directions_at_once_are_reported_and_those_that_lose_them_slowly_are_not():
+def test_inputs_that_lose_rank_suddenly_are_reported_and_slow_losses_are_not():
     def tokens(ranks):
         values = [{"token_rank": rank} for rank in ranks]
         return [Record(10 * place, {"attn": LayerRecord(value)}) for place, value in enumerate(values)]
@@ -738,7 +738,7 @@ def test_inputs_that_lose_directions_at_once_are_reported_and_those_that_lose_th
     assert asked([InputsLoseRank()], tokens([*steady, 17.0])) == []
 
 
-def test_layers_that_look_fresh_count_as_loaded_where_most_of_the_model_was():
+def test_layers_that_look_fresh_count_as_pretrained_if_most_of_the_model_is():
     facts = [{"name": name, "num_heads": 4, "num_key_heads": 4, "head_dim": 8, "width": 32} for name in "abc"]
     even, uneven = ([flatness] * 4 for flatness in (0.85, 0.05))
 
@@ -774,7 +774,7 @@ def test_the_default_rules_have_what_they_need_with_the_default_metrics():
     )
 
 
-def test_how_unusual_an_alarm_is_is_a_number_of_its_own_rule_and_limit():
+def test_the_certainty_of_a_finding_is_stated_only_for_the_default_limit_of_its_rule():
     def fade(step, model):
         model.v_proj.weight[:8] *= 0.4 if step else 1.0
 
@@ -787,7 +787,7 @@ def test_how_unusual_an_alarm_is_is_a_number_of_its_own_rule_and_limit():
     assert alert.finding.certainty == "", "nothing is known of another limit"
 
 
-def test_the_first_layer_is_known_where_all_attention_of_the_model_is_watched():
+def test_the_first_layer_is_marked_only_if_all_attention_of_the_model_is_watched():
     torch.manual_seed(0)
     model = nn.Sequential(
         Attention(Shape(heads=2, key_heads=2, width=16)), Attention(Shape(heads=2, key_heads=2, width=16))
@@ -802,7 +802,7 @@ def test_the_first_layer_is_known_where_all_attention_of_the_model_is_watched():
     assert first(exclude=["0"]) == []
 
 
-def test_a_layer_that_is_frozen_or_thawed_in_the_middle_of_a_run_is_no_fault():
+def test_freezing_or_unfreezing_a_layer_during_a_run_raises_no_alert():
     torch.manual_seed(0)
     model = nn.ModuleDict({name: Attention(Shape(heads=2, key_heads=2, width=16)) for name in ("a", "b")})
     x = torch.randn(2, 6, 16)
@@ -827,7 +827,7 @@ def test_a_layer_that_is_frozen_or_thawed_in_the_middle_of_a_run_is_no_fault():
 
 
 @pytest.mark.parametrize(("still", "reported"), [("ab", {"rounded away"}), ("a", {"frozen heads"})])
-def test_weights_that_stop_are_reported_once_and_by_the_cause_that_fits(still, reported):
+def test_weights_that_stop_moving_are_reported_once_by_the_rule_that_fits(still, reported):
     """One layer that stops is left out of training; where all layers stop, the rate has fallen to nothing."""
     torch.manual_seed(0)
     model = nn.ModuleDict({name: Attention(Shape(heads=2, key_heads=2, width=16)) for name in ("a", "b")})

@@ -27,7 +27,7 @@ def reading(device: str = "cpu") -> Reading:
     )
 
 
-def test_a_record_has_the_numbers_of_its_reading_in_the_order_of_the_model():
+def test_a_record_has_the_numbers_of_its_reading_in_model_order():
     source = reading()
     record = source.record()
     key, outputs = (measurement.values for measurement in source.measurements)
@@ -64,7 +64,7 @@ def test_a_record_without_an_index_has_no_summary():
     }
 
 
-def test_on_the_host_a_reading_has_arrived_at_once():
+def test_a_reading_on_the_cpu_is_ready_at_once():
     readout = Readout(reading())
     assert readout.is_ready()
     assert readout.record().scalars(["hdi"]) == reading().record().scalars(["hdi"])
@@ -72,7 +72,7 @@ def test_on_the_host_a_reading_has_arrived_at_once():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason=NEEDS_GPU)
-def test_on_a_gpu_the_readout_does_not_wait_and_brings_the_same_numbers():
+def test_the_readout_on_a_gpu_does_not_wait_and_has_the_same_numbers():
     source = reading("cuda")
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

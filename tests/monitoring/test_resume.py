@@ -23,7 +23,7 @@ def state(layers, **more):
     return {"last_step": 3, "layers": {layer.name: sizes_of(layer) for layer in layers}, **more}
 
 
-def test_layers_of_other_ranks_are_no_difference_where_ranks_had_wrote_it(layers):
+def test_a_state_written_over_ranks_may_list_layers_of_other_ranks(layers):
     mine, kept = layers[:1], state(layers, spans_ranks=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -33,7 +33,7 @@ def test_layers_of_other_ranks_are_no_difference_where_ranks_had_wrote_it(layers
 
 
 @pytest.mark.parametrize(("is_alone", "spans_ranks"), [(True, True), (False, False), (True, False)])
-def test_layers_that_are_not_there_are_another_model_to_one_process_or_where_ranks_had_the_same(
+def test_missing_layers_mean_another_model_for_one_process_or_if_the_state_spans_no_ranks(
     layers, is_alone, spans_ranks
 ):
     kept = state(layers, **({"spans_ranks": True} if spans_ranks else {}))

@@ -74,7 +74,7 @@ def read(model: nn.Module, forward, **options) -> dict:
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "gemma2", "qwen3", "gpt_oss", "bloom"])
-def test_curves_are_those_of_the_weights_that_the_model_returns(family, padding, implementation):
+def test_attention_curves_agree_with_the_weights_that_the_model_returns(family, padding, implementation):
     torch.manual_seed(0)
     model = next(variants(family)).eval()
     require_a_kernel_with_softcap(model, implementation)
@@ -146,7 +146,7 @@ def test_padding_that_is_passed_is_left_out(model):
     assert by_token.values == pytest.approx(plain.values)
 
 
-def test_a_compiled_model_says_that_its_rows_cannot_be_read(model):
+def test_attention_curves_of_a_compiled_model_are_absent_with_the_reason(model):
     compiled = torch.compile(model, backend="eager")
     with pytest.warns(match="its graph cannot be observed"):
         record = read(compiled, lambda: compiled(tokens()))
@@ -155,7 +155,7 @@ def test_a_compiled_model_says_that_its_rows_cannot_be_read(model):
 
 
 @pytest.mark.parametrize("path", [LAYERS[0], LAYERS[0].rpartition(".")[0]])
-def test_of_a_model_with_a_compiled_part_that_part_alone_is_not_read_and_says_why(model, path):
+def test_only_the_compiled_part_of_a_model_lacks_attention_curves(model, path):
     model.get_submodule(path).compile(backend="eager")
     with pytest.warns(match="its graph cannot be observed"):
         record = read(model, lambda: model(tokens()))
@@ -166,7 +166,7 @@ def test_of_a_model_with_a_compiled_part_that_part_alone_is_not_read_and_says_wh
 
 
 @pytest.mark.parametrize("path", [LAYERS[0], LAYERS[0].rpartition(".")[0]])
-def test_the_heads_of_a_compiled_part_stay_undecided_with_that_reason(model, path):
+def test_heads_of_a_compiled_part_stay_undecided_with_the_reason(model, path):
     layers = find_attention(model)
     model.get_submodule(path).compile(backend="eager")
     observer = AttentionObserver(model, layers, reduce_rows=lambda chunk: chunk.weights.sum())
@@ -181,7 +181,7 @@ def test_the_heads_of_a_compiled_part_stay_undecided_with_that_reason(model, pat
     assert "its graph cannot be observed" in reasons[LAYERS[0]]
 
 
-def test_nothing_is_observed_that_nobody_asks_for(model):
+def test_attention_is_not_observed_if_no_metric_needs_it(model):
     with HeadDiversityMonitor(model) as monitor:
         monitor.arm()
         model(tokens())
@@ -250,7 +250,7 @@ def count_kernels(monkeypatch) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", ["training", "evaluation, recorded by autograd"])
-def test_curves_of_torchs_encoder_are_those_of_the_weights_of_its_attention(mode):
+def test_attention_curves_of_torchs_encoder_agree_with_its_attention_weights(mode):
     torch.manual_seed(0)
     model, x = Encoder().train(mode == "training"), torch.randn(B, T, 16)
     padding = torch.zeros(B, T, dtype=torch.bool)
@@ -262,7 +262,7 @@ def test_curves_of_torchs_encoder_are_those_of_the_weights_of_its_attention(mode
         assert {name: layer.values[name] for name in truth} == pytest.approx(truth, abs=1e-5, rel=1e-5)
 
 
-def test_a_rollout_of_an_armed_encoder_takes_its_fast_path(monkeypatch):
+def test_a_rollout_of_an_armed_encoder_still_takes_the_fast_path(monkeypatch):
     model, x, calls = Encoder().train(), torch.randn(B, T, 16), count_kernels(monkeypatch)
 
     def rollout() -> torch.Tensor:
@@ -291,7 +291,7 @@ def test_a_rollout_of_an_armed_encoder_takes_its_fast_path(monkeypatch):
 
 
 @pytest.mark.parametrize("copy", ["deepcopy", "saved"])
-def test_a_copy_that_is_made_of_an_armed_model_is_without_what_observes_it(copy, tmp_path):
+def test_a_copy_or_a_saved_armed_model_is_not_observed(copy, tmp_path):
     model = nn.ModuleDict({"encoder": Encoder(), "classifier": Classifier()})
     with HeadDiversityMonitor(model, metrics=METRICS) as monitor:
         monitor.arm()
@@ -309,7 +309,7 @@ def test_a_copy_that_is_made_of_an_armed_model_is_without_what_observes_it(copy,
     assert "attention_entropy" not in record.layers[f"classifier.{LAYERS[0]}"].values
 
 
-def test_heads_of_a_layer_are_counted_in_every_list(model):
+def test_per_head_lists_have_one_entry_for_each_head(model):
     layer = read(model, lambda: model(tokens())).layers[LAYERS[1]]
     for name in ("attention_entropy", "attention_sink", "attention_logit", "query_norm", "key_norm"):
         assert len(layer.arrays[name]) == HEADS
@@ -328,7 +328,7 @@ class Opaque(Attention):
         return self.out_proj(opaque(q, k, v).flatten(2))
 
 
-def test_weights_that_a_kernel_keeps_to_itself_are_absent_with_the_reason_which_is_said_once():
+def test_attention_curves_of_an_opaque_kernel_are_absent_and_reported_once():
     torch.manual_seed(0)
     model = nn.ModuleList([Opaque(), Opaque()])
     model.forward = lambda x: model[1](model[0](x))

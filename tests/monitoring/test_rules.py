@@ -69,7 +69,7 @@ def curve(values, other: float = 0.0, every: int = 10, lens: int = 0) -> list[Re
 # --- the mean
 
 
-def test_the_mean_alignment_warns_at_its_limit_turns_critical_and_is_over_below_the_hysteresis():
+def test_the_mean_alignment_warns_turns_critical_and_is_resolved_below_its_hysteresis():
     values = [0.2, 0.49, 0.52, 0.45, 0.41, 0.6, 0.91, 0.85, 0.5, 0.41, 0.39, 0.2]
     alerts = judge(MeanAlignment(), curve(values))
     assert [(alert.step, alert.level, alert.is_resolved) for alert in alerts] == [
@@ -80,7 +80,7 @@ def test_the_mean_alignment_warns_at_its_limit_turns_critical_and_is_over_below_
 
 
 @pytest.mark.parametrize("lens", [0, 1])
-def test_either_lens_is_enough_and_is_named(lens):
+def test_the_mean_alignment_alert_names_the_lens_that_exceeded_its_limit(lens):
     value, limit = (0.6, 0.5) if lens == 0 else (0.96, 0.95)
     (alert,) = judge(MeanAlignment(), curve([0.1, value], lens=lens))
     assert alert.finding.metric == LENSES[lens]
@@ -116,7 +116,7 @@ def pair(step: int, value: float, heads=(2, 5), energy: float = 0.0, mean: float
                   hdi_alignment=mean, hdi_energy_alignment=mean)  # fmt: skip
 
 
-def test_a_pair_that_becomes_one_is_named_with_its_past():
+def test_a_merging_pair_is_named_with_its_past():
     (alert,) = judge(WorstPair(), [pair(1100, 0.61), pair(1150, 0.75), pair(1200, 0.93)])
     assert alert.finding.heads == (2, 5)
     assert alert.message.startswith(
@@ -124,13 +124,13 @@ def test_a_pair_that_becomes_one_is_named_with_its_past():
     )
 
 
-def test_the_past_of_another_pair_is_not_passed_off_as_that_of_this_one():
+def test_the_message_does_not_attribute_the_past_of_another_pair_to_this_one():
     (alert,) = judge(WorstPair(), [pair(1100, 0.61, (0, 1)), pair(1200, 0.93)])
     assert "100 steps ago no pair was above 0.61" in alert.message
     assert alert.finding.since == 1200
 
 
-def test_a_pair_is_not_named_where_all_heads_are_one_and_the_mean_says_so():
+def test_the_worst_pair_is_silent_if_the_mean_alignment_reports_all_heads():
     assert judge(WorstPair(), [pair(100, 0.99, mean=0.55)]) == []
     assert len(judge(WorstPair(), [pair(100, 0.99, mean=0.3)])) == 1
 
@@ -146,7 +146,7 @@ def facts_of(model: nn.Module) -> list[dict]:
     return [layer.facts() for layer in HeadDiversityMonitor(model, metrics=["hdi"]).layers]
 
 
-def test_all_heads_that_have_merged_are_named_and_all_groups_of_them():
+def test_all_merged_heads_and_all_their_groups_are_named():
     model = attention(heads=8, width=64)
     facts = facts_of(model)
     (alert,) = judge(WorstPair(), [merged(model, 10, (1, 4, 6)), merged(model, 20, (1, 4, 6))], facts)
@@ -170,7 +170,7 @@ def test_a_second_pair_is_reported_while_the_alert_of_the_first_is_active_and_so
     ]
 
 
-def test_a_head_that_wavers_about_the_limit_is_not_reported_again_and_again():
+def test_a_head_that_hovers_at_the_limit_is_reported_once():
     model = attention(heads=8, width=64)
     noises = [0.03, 0.047, 0.04, 0.048, 0.039, 0.047]
     records = []
@@ -193,28 +193,28 @@ def test_a_history_without_matrices_names_all_merged_heads_as_well():
     assert alert.finding.heads == (1, 4, 6)
 
 
-def test_heads_that_stay_apart_are_not_named_where_most_have_merged():
+def test_heads_that_stay_apart_are_not_named_among_merged_heads():
     model = attention(heads=8, width=64)
     (alert,) = judge(MeanAlignment(), [merged(model, 10, (0, 1, 2, 4, 5, 7), noise=0.01)], facts_of(model))
     assert alert.finding.heads == (0, 1, 2, 4, 5, 7)
     assert "heads 0, 1, 2, 4, 5 and 7 are nearly one head (mean alignment" in alert.message
 
 
-def test_no_remedy_is_promised_for_what_none_has_helped_with():
+def test_an_alert_without_a_proven_remedy_says_so():
     (alert,) = judge(MeanAlignment(), curve([0.1, 0.96], lens=1))
     assert "try" not in alert.message
     assert "no remedy has been shown to help" in alert.message
     assert "which healthy runs reach" not in alert.message
 
 
-def test_what_is_said_of_healthy_runs_goes_with_the_limit():
+def test_the_message_compares_the_limit_with_healthy_runs():
     (alert,) = judge(MeanAlignment(subspace=0.3), curve([0.1, 0.35]))
     assert "the limit is 0.30, which healthy runs reach: of 1442 healthy runs of small models one came to 0.39" in (
         alert.message
     )
 
 
-def test_one_direction_is_said_of_one_direction_alone():
+def test_the_message_says_one_direction_only_if_it_is_one():
     model = attention()
     fresh, direction = measured(model, 0), torch.randn(32)
     keys(model).mul_(0.02)
@@ -227,7 +227,7 @@ def test_one_direction_is_said_of_one_direction_alone():
     assert "one direction has taken over all heads" in one.message
 
 
-def test_a_pair_is_over_below_the_hysteresis():
+def test_the_worst_pair_is_resolved_below_its_hysteresis():
     alerts = judge(WorstPair(), [pair(100, 0.82), pair(200, 0.72), pair(300, 0.69)])
     assert [(alert.step, alert.is_resolved) for alert in alerts] == [(100, False), (300, True)]
 
@@ -251,7 +251,7 @@ def test_a_steady_rise_is_forecast_before_it_arrives():
     assert alert.finding.since == alert.step - 190
 
 
-def test_two_heads_that_move_together_are_named():
+def test_a_forecast_for_one_pair_names_its_heads():
     values = rising(40, 0.02)
     alerts = judge(AlignmentForecast(), [pair(10 * place, value) for place, value in enumerate(values, 1)])
     assert [alert.finding.heads for alert in alerts] == [(2, 5)]
@@ -267,7 +267,7 @@ def test_nothing_is_forecast_where_the_mean_has_been_reported_already():
 
 
 @pytest.mark.parametrize(("end", "is_forecast"), [(10.0, True), (5.5, True), (4.5, False), (1.0, False)])
-def test_heads_that_shrink_to_half_within_the_readings_of_the_line_are_not_forecast_to_meet(end, is_forecast):
+def test_no_collapse_is_forecast_if_the_head_norm_halves_within_the_fitted_readings(end, is_forecast):
     values = rising(22, 0.03)
     norms = [10.0] * 3 + [10 + (end - 10) * place / 18 for place in range(19)]
     records = [
@@ -292,7 +292,7 @@ def test_heads_that_shrink_to_half_within_the_readings_of_the_line_are_not_forec
     ],
     ids=["noise", "too slow", "levelling off", "a step"],
 )
-def test_what_does_not_lead_to_collapse_is_not_forecast(values):
+def test_curves_that_do_not_lead_to_collapse_are_not_forecast(values):
     assert judge(AlignmentForecast(), curve(values)) == []
 
 
@@ -301,7 +301,7 @@ def test_nothing_is_forecast_from_fewer_than_twenty_two_readings():
     assert len(judge(AlignmentForecast(), curve(rising(22, 0.03)))) == 1
 
 
-def test_a_forecast_is_over_when_the_rise_is_and_not_when_it_has_come_true():
+def test_a_forecast_is_resolved_if_the_rise_ends_and_not_if_it_comes_true():
     arrived = judge(AlignmentForecast(), curve([*rising(120, 0.02), *[0.95] * 30]))
     assert [alert.is_resolved for alert in arrived] == [False]
     turned = judge(AlignmentForecast(), curve([*rising(40, 0.02), *[0.3] * 30]))
@@ -334,7 +334,7 @@ def test_a_late_sudden_rise_of_the_energy_alignment_is_reported_and_resolved_whe
     ],
     ids=["early", "early after a warm-up", "slow", "not far", "not quiet before"],
 )
-def test_what_healthy_training_does_in_the_energy_lens_is_left_alone(values):
+def test_energy_alignment_of_healthy_training_is_not_reported(values):
     assert judge(SharedDirection(), energy(values)) == []
 
 
@@ -351,7 +351,7 @@ def test_a_notice_reports_a_rise_and_noise_alone_is_silent():
     assert 280 <= alert.finding.since <= 360
 
 
-def test_trends_in_noise_are_no_more_frequent_than_the_rule_says():
+def test_trends_in_noise_are_reported_at_most_at_the_stated_rate():
     notices = 0
     for seed in range(200):
         draw, y, values = random.Random(seed), 0.3, []
@@ -397,7 +397,7 @@ def keys(model: nn.ModuleDict) -> torch.Tensor:
     return attn.in_proj_weight.data[attn.embed_dim : 2 * attn.embed_dim].view(attn.num_heads, attn.head_dim, -1)
 
 
-def test_dead_heads_are_named_and_over_when_they_live_again():
+def test_dead_heads_are_named_and_resolved_when_they_recover():
     model = attention()
     alive = measured(model, 10)
     keys(model)[[1, 3]] *= 1e-9
@@ -407,7 +407,7 @@ def test_dead_heads_are_named_and_over_when_they_live_again():
     assert [alert.is_resolved for alert in alerts] == [False, True]
 
 
-def test_keys_that_begin_at_zero_are_reported_only_when_they_stay_there_while_others_move():
+def test_keys_initialised_at_zero_are_reported_only_if_they_stay_there_while_others_move():
     model = attention()
     keys(model).zero_()
     resting = [measured(model, step) for step in range(20)]
@@ -444,7 +444,7 @@ def test_a_head_at_a_hundredth_of_its_norm_is_dead_for_practical_purposes_and_on
 
 
 @pytest.mark.parametrize(("shrinks", "reported"), [(1.0, 1), (0.99, 1), (0.9, 0)])
-def test_keys_that_vanish_are_not_said_to_be_moving_together(shrinks, reported):
+def test_vanishing_keys_are_not_forecast_to_become_alike(shrinks, reported):
     rising_curve = rising(40, 0.02)
     records = [
         record(10 * place, hdi_alignment=value, hdi_worst_alignment=0.0, hdi_head_norm=shrinks**place)
@@ -453,7 +453,7 @@ def test_keys_that_vanish_are_not_said_to_be_moving_together(shrinks, reported):
     assert len(judge(AlignmentForecast(), records)) == reported
 
 
-def test_keys_that_vanish_together_are_reported_as_dead():
+def test_keys_of_all_heads_that_vanish_are_reported_as_dead():
     model = attention()
     records = [measured(model, 0)]
     for step in (10, 20):
@@ -484,7 +484,7 @@ def test_a_single_direction_that_is_lost_for_good_is_noticed():
     assert alert.finding.heads == (2,)
 
 
-def test_one_direction_that_grows_is_no_loss_of_the_others():
+def test_growth_of_one_direction_is_not_reported_as_loss_of_the_others():
     model = attention(width=64)
     before = measured(model, 0)
     left, spectrum, right = torch.linalg.svd(keys(model)[2], full_matrices=False)
@@ -516,7 +516,7 @@ def test_weights_that_are_not_finite_are_critical_at_once():
 FACTS = [{"name": "attn", "width": 32, "head_dim": 8, "num_heads": 4, "num_key_heads": 4}]
 
 
-def test_heads_that_begin_too_close_are_found_at_step_zero_and_over_when_they_come_apart():
+def test_heads_initialised_too_close_are_reported_at_step_zero_and_resolved_when_they_separate():
     model = attention()
     keys(model)[3] = 2 * keys(model)[1] + 0.02 * torch.randn(8, 32)
     alerts = judge(TiedHeads(), [measured(model, 0), measured(attention(), 10)], FACTS)
@@ -527,7 +527,7 @@ def test_heads_that_begin_too_close_are_found_at_step_zero_and_over_when_they_co
 
 
 @pytest.mark.parametrize("step", [0, 70])
-def test_equal_heads_are_called_tied_or_a_bug_whenever_they_are_found(step):
+def test_equal_heads_are_reported_as_tied_or_a_bug_at_any_step(step):
     model = attention()
     fresh = measured(model, 0)
     keys(model)[3] = 2 * keys(model)[1]
@@ -542,7 +542,7 @@ def test_equal_heads_are_called_tied_or_a_bug_whenever_they_are_found(step):
     assert "DiversityPenalty" not in alert.message
 
 
-def test_equal_heads_are_found_where_heads_are_as_wide_as_the_model():
+def test_equal_heads_as_wide_as_the_model_are_reported():
     model = attention(heads=1, width=32)
     wide = nn.ModuleDict({"attn": WideHeads(32, 4)})
     assert judge(TiedHeads(), [measured(wide, 0)]) == []
@@ -552,7 +552,7 @@ def test_equal_heads_are_found_where_heads_are_as_wide_as_the_model():
     assert judge(TiedHeads(), [measured(model, 0)]) == []
 
 
-def test_equal_heads_that_come_apart_where_no_alignment_is_defined_are_over():
+def test_tied_heads_as_wide_as_the_model_are_resolved_once_they_differ():
     torch.manual_seed(0)
     apart = nn.ModuleDict({"attn": WideHeads(32, 4)})
     tied = copy.deepcopy(apart)
@@ -561,7 +561,7 @@ def test_equal_heads_that_come_apart_where_no_alignment_is_defined_are_over():
     assert [(alert.step, alert.is_resolved) for alert in alerts] == [(0, False), (10, True)]
 
 
-def test_all_copies_of_a_layer_are_named():
+def test_all_equal_heads_of_a_layer_are_named():
     model = attention()
     keys(model)[:] = keys(model)[:1].clone()
     (alert,) = judge(TiedHeads(), [measured(model, 0)], FACTS)
@@ -569,11 +569,11 @@ def test_all_copies_of_a_layer_are_named():
     assert alert.finding.heads == (0, 1, 2, 3)
 
 
-def test_two_hundred_fresh_layers_are_not_called_tied():
+def test_no_pair_of_two_hundred_fresh_layers_is_reported_as_tied():
     assert [seed for seed in range(200) if judge(TiedHeads(), [measured(attention(seed), 0)], FACTS)] == []
 
 
-def test_equal_heads_are_reported_once_and_as_close_ones_once_they_differ():
+def test_tied_heads_are_reported_once_and_as_aligned_after_they_differ():
     model = attention()
     keys(model)[:] = keys(model)[:1].clone()
     facts = [layer.facts() for layer in HeadDiversityMonitor(model, metrics=["hdi"]).layers]
@@ -590,7 +590,7 @@ def test_equal_heads_are_reported_once_and_as_close_ones_once_they_differ():
 # --- weights that were loaded
 
 
-def test_close_heads_that_were_loaded_are_left_alone_until_others_join_them():
+def test_close_heads_of_a_pretrained_model_are_reported_only_if_others_join_them():
     model = attention()
     keys(model)[1] = keys(model)[0] + 0.02 * torch.randn(8, 32)
     keys(model)[3] *= 1e-4
@@ -608,7 +608,7 @@ def test_close_heads_that_were_loaded_are_left_alone_until_others_join_them():
     assert reported(False)[:2] == [(0, "tied heads", (0, 1)), (10, "worst pair", (0, 1))]
 
 
-def test_a_model_that_was_loaded_aligned_is_quiet_for_as_long_as_it_stays_so():
+def test_a_pretrained_aligned_model_raises_no_alert_while_it_stays_so():
     model = attention()
     keys(model)[1:] = keys(model)[:1] + 0.02 * torch.randn(3, 8, 32)
     alerts = Alerts(default_rules(), FACTS, pretrained=True)
@@ -629,7 +629,7 @@ def test_a_fresh_model_raises_no_alert_by_any_rule():
 # --- which rules are asked
 
 
-def test_limits_go_by_layer_and_later_patterns_win():
+def test_limits_apply_by_layer_pattern_and_later_patterns_win():
     rules_for = choose_rules("default", {"*": {"mean": 0.6, "pair": None}, "decoder.*": {"mean": None}})
     mean = {name: rules_for(name)[0].limits for name in ("encoder.0", "decoder.0")}
     assert ("warning", "subspace", 0.6) in mean["encoder.0"]
@@ -658,7 +658,7 @@ RULE_OF_A_LIMIT = {
 
 
 @pytest.mark.parametrize("limit", Thresholds.__dataclass_fields__)
-def test_a_limit_switches_on_the_rule_that_it_belongs_to_and_no_other(limit):
+def test_setting_a_limit_switches_on_only_its_own_rule(limit):
     off = Thresholds(**dict.fromkeys(Thresholds.__dataclass_fields__, None))
     without = [rule.name for rule in default_rules(off)]
     with_it = [
@@ -681,7 +681,7 @@ def test_a_limit_switches_on_the_rule_that_it_belongs_to_and_no_other(limit):
         ("default", {"*": {"logit": -4}}, "must be a positive number, got -4"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_with_what_to_write(rules, thresholds, message):
+def test_invalid_rules_and_thresholds_are_refused_with_the_remedy(rules, thresholds, message):
     with pytest.raises(MisconfigurationError, match=message):
         choose_rules(rules, thresholds)
 
@@ -697,7 +697,7 @@ BETWEEN_0_AND_1 = {
 
 
 @pytest.mark.parametrize(("rule", "name"), [(rule, name) for rule, names in BETWEEN_0_AND_1.items() for name in names])
-def test_a_share_that_nothing_reaches_or_everything_is_refused(rule, name):
+def test_a_share_of_zero_or_one_is_refused(rule, name):
     for refused in (0, 1):
         with pytest.raises(MisconfigurationError, match=f"lie between 0 and 1, got {refused}"):
             rule(**{name: refused})

@@ -115,7 +115,7 @@ SLOW = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 @given(data=st.data())
 @settings(max_examples=300, **SLOW)
-def test_whatever_is_taken_from_a_state_is_sound(loop_state, data):
+def test_a_malformed_state_is_validated_with_at_most_one_warning(loop_state, data):
     state = data.draw(malformed(loop_state))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -136,7 +136,7 @@ def test_whatever_is_taken_from_a_state_is_sound(loop_state, data):
 @pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=25, **SLOW)
-def test_a_loop_goes_on_from_any_state_and_reads(loop_state, tmp_path_factory, data):
+def test_a_loop_resumes_from_a_malformed_state_and_takes_readings(loop_state, tmp_path_factory, data):
     state = data.draw(malformed(loop_state))
     model = classifier()
     optimizer = adam(model)
@@ -177,7 +177,7 @@ class Puts(L.Callback):
 @pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=8, **SLOW)
-def test_lightning_goes_on_from_any_state_and_reads(lightning_checkpoint, tmp_path_factory, data):
+def test_lightning_resumes_from_a_malformed_state_and_takes_readings(lightning_checkpoint, tmp_path_factory, data):
     (key,) = [key for key in lightning_checkpoint["callbacks"] if key.startswith("HDICallback")]
     state = data.draw(malformed(lightning_checkpoint["callbacks"][key]))
     folder = tmp_path_factory.mktemp("again")
@@ -216,7 +216,7 @@ TORN = {
 
 @pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize("tear", TORN.values(), ids=TORN)
-def test_a_torn_or_odd_state_file_costs_one_warning_and_the_run_goes_on(trainer_folder, tear):
+def test_a_damaged_state_file_costs_one_warning_and_the_run_goes_on(trainer_folder, tear):
     file = trainer_folder / "checkpoint-5" / "hdi_state.json"
     whole = file.read_bytes()
     histories = {path: path.read_bytes() for path in (trainer_folder / "hdi").glob("*.jsonl")}
@@ -238,7 +238,7 @@ def test_a_torn_or_odd_state_file_costs_one_warning_and_the_run_goes_on(trainer_
 
 
 @pytest.mark.parametrize("number", [10**9, -1, math.nan, True, "5", [5], 2.0])
-def test_a_last_step_that_cannot_be_is_reported_and_the_next_forward_is_read(loop_state, tmp_path, number):
+def test_an_impossible_last_step_is_reported_and_the_next_forward_is_read(loop_state, tmp_path, number):
     model = classifier()
     optimizer = adam(model)
     with pytest.warns(HDIWarning, match="`last_step`") as caught, watch_heads(
@@ -259,7 +259,7 @@ class FailsHalfWay(Call):
         raise ZeroDivisionError
 
 
-def test_an_intervention_that_cannot_take_its_state_is_left_as_it_was_and_the_next_one_takes_its_own(tmp_path):
+def test_an_intervention_that_cannot_load_its_state_is_unchanged_and_the_next_one_loads_its_own(tmp_path):
     model = classifier()
     optimizer = adam(model)
     state = {"step": 0, "last_step": None, "interventions": [("FailsHalfWay", {"count": 7}), ("Call", {"count": 5})]}
@@ -272,7 +272,7 @@ def test_an_intervention_that_cannot_take_its_state_is_left_as_it_was_and_the_ne
     assert [item.count for item in chosen] == [0, 5]
 
 
-def test_nothing_lasts_for_an_alert_that_the_state_does_not_hold(loop_state):
+def test_an_intervention_is_not_active_for_an_alert_that_the_state_lacks(loop_state):
     model = classifier()
     optimizer = adam(model)
     slow = ScaleLearningRate(0.5)
@@ -290,7 +290,7 @@ def test_nothing_lasts_for_an_alert_that_the_state_does_not_hold(loop_state):
 # --- files that are there whole or not at all
 
 
-def test_a_file_that_cannot_be_finished_leaves_the_old_one_and_nothing_else(tmp_path, monkeypatch):
+def test_an_atomic_write_that_fails_leaves_only_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "state.json"
     write_atomically(path, b"old")
     monkeypatch.setattr("os.fsync", lambda handle: (_ for _ in ()).throw(OSError("the disk is full")))
@@ -311,7 +311,7 @@ def test_a_file_is_created_once(tmp_path, monkeypatch, has_links):
     assert {one.name: one.read_bytes() for one in tmp_path.iterdir()} == {"file": b"first"}
 
 
-def test_layers_of_the_state_that_is_written_are_those_of_the_model(lightning_checkpoint):
+def test_a_saved_state_lists_the_layers_of_the_model_and_is_valid(lightning_checkpoint):
     (state,) = [held for key, held in lightning_checkpoint["callbacks"].items() if key.startswith("HDICallback")]
     assert list(state["layers"]) == LIT_LAYERS
     assert valid_state(state, step=5, warn_once=WarnOnce()) == {name: state[name] for name in state if name != "format"}

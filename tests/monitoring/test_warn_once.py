@@ -8,7 +8,7 @@ from hdi_callback.errors import MonitoringWarning
 from hdi_callback.monitoring.warn_once import WarnOnce
 
 
-def test_a_failure_that_repeats_is_said_once_and_counted():
+def test_a_repeated_failure_warns_once_and_is_counted():
     warn_once = WarnOnce()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -22,7 +22,7 @@ def test_a_failure_that_repeats_is_said_once_and_counted():
     assert warn_once.count == {"writing the history": 5}
 
 
-def test_two_kinds_of_failure_are_said_each():
+def test_each_kind_of_failure_warns_once():
     warn_once = WarnOnce()
     with pytest.warns(MonitoringWarning) as caught:
         for work in ("a", "b"):

@@ -109,7 +109,7 @@ def test_a_state_that_cannot_be_loaded_costs_one_warning_and_the_others_resume()
     [lambda: None, torch.ones(2), {1: 2}, {1, 2}, object()],
     ids=["function", "tensor", "keys", "set", "object"],
 )
-def test_a_state_that_no_checkpoint_could_keep_is_left_out_with_one_warning(state):
+def test_a_state_that_cannot_be_saved_is_left_out_with_one_warning(state):
     _, kept, messages, _ = train(Fails(state=state))
     assert len(messages) == 1
     assert "keeping the state of the intervention Fails" in messages[0]
@@ -129,7 +129,7 @@ def test_an_intervention_that_refuses_the_model_is_an_error_and_leaves_no_hook_o
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_an_intervention_begins_anew_in_a_second_run():
+def test_an_intervention_starts_anew_in_a_second_run():
     scale, fails = ScaleLearningRate(0.5), Fails()
     for _ in range(2):
         _, kept, messages, reported = train(scale, fails)

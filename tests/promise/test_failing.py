@@ -16,7 +16,7 @@ _QUICK = {"loop": 3, "by hand": 3, "lightning": 2}
 
 @pytest.mark.parametrize("way", ["loop", "by hand", pytest.param("lightning", marks=pytest.mark.slow)])
 @pytest.mark.some_slow(quick=1)
-def test_a_few_functions_that_raise_leave_the_training_as_it_is(way):
+def test_training_is_unchanged_if_one_of_a_few_functions_raises(way):
     assert list(filter(None, (broken_by(way, one) for one in failures(way)[: _QUICK[way]]))) == []
 
 
@@ -30,24 +30,24 @@ def _failures_in(way, *places):
 
 
 @pytest.mark.slow
-def test_a_function_that_raises_while_hooks_are_put_on_leaves_none_behind():
+def test_training_is_unchanged_if_installing_hooks_raises_early():
     places = ("attention/hooks.py:__init__", "attention/hooks.py:put_on", "attention/observe/window.py:leave")
     firsts = [one for one in _failures_in("by hand", *places) if not one.after]
     assert list(filter(None, (broken_by("by hand", one) for one in firsts))) == []
 
 
-def test_a_step_that_could_not_be_left_is_over_all_the_same():
+def test_training_goes_on_if_the_end_of_a_step_raises():
     failed = [one for one in _failures_in("loop", "integrations/optimizers.py:end") if not one.after]
     assert list(filter(None, (broken_by("loop", one) for one in failed))) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["loop", "by hand"])
-def test_whatever_raises_where_hooks_and_modes_are_put_on_leaves_none_behind(way):
+def test_training_is_unchanged_if_any_function_that_installs_hooks_or_modes_raises(way):
     assert list(filter(None, (broken_by(way, one) for one in _failures_in(way, *_PUT_ON)))) == []
 
 
-def test_a_reading_whose_numbers_cannot_be_read_out_says_so_and_does_not_raise():
+def test_a_failed_readout_warns_once_and_leaves_the_training_unchanged():
     failure = next(one for one in _failures_in("by hand", "monitoring/readings.py:_tabulate") if not one.after)
     assert broken_by("by hand", failure) == ""
     said = train("by hand", Profile(failure)).said
@@ -55,6 +55,6 @@ def test_a_reading_whose_numbers_cannot_be_read_out_says_so_and_does_not_raise()
     assert said[0].startswith("reading out head diversity failed")
 
 
-def test_functions_that_carry_code_of_the_user_are_still_there():
+def test_functions_listed_as_carrying_user_code_still_run():
     ran = {name.rpartition(":")[0] for way in ("loop", "lightning") for name in known(way)[1].calls}
     assert set(CARRYING) <= ran

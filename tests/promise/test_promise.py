@@ -62,7 +62,7 @@ def test_the_same_training_run_twice_without_the_monitor_is_the_same():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_few_dozen_have_every_model_and_shell_and_nearly_every_trait(seed):
+def test_a_draw_of_trainings_covers_every_model_and_shell_and_85_percent_of_the_traits(seed):
     drawn = draw(seed, RUNS + MORE)
     assert {one.family for one in drawn} == set(FAMILIES)
     assert {one.shell for one in drawn} == set(SHELLS)
@@ -93,7 +93,7 @@ def test_a_compiled_training_that_cannot_run_alone_is_compared_uncompiled(monkey
     assert result.measurements
 
 
-def test_what_its_trainer_cannot_save_is_not_resumed():
+def test_trainings_that_their_trainer_cannot_save_are_not_drawn_as_resumed():
     for seed in range(40):
         for training in draw(seed, 60):
             assert ("resumed" not in training) or (training.family, training.shell) != ("t5", "transformers")

@@ -163,7 +163,7 @@ def answers(rank: int) -> dict[str, tuple[Any, Any]]:
 
 
 @pytest.mark.slow
-def test_code_that_is_run_apart_is_answered_what_ranks_with_the_same_tensors_would_answer(two_ranks):
+def test_isolated_collectives_answer_as_if_all_ranks_had_the_same_tensors(two_ranks):
     for one in two_ranks(answers):
         lacking = {name for name, (sent, _) in one.answer.items() if isinstance(sent, str)}
         assert lacking <= {"reduce_scatter", "all_to_all", "functional reduce_scatter"}, one.answer  # of gloo
@@ -260,7 +260,7 @@ def find_on_one_rank(rank: int, kind: str) -> list[int] | None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gathered keys", "swapped heads", "ring", "averaged weights"])
-def test_a_rank_that_looks_for_heads_by_itself_waits_for_nobody(two_ranks, kind):
+def test_finding_heads_on_one_rank_waits_for_no_other(two_ranks, kind):
     first, second = two_ranks(find_on_one_rank, kind)
     assert first.answer == [HEADS] * {"gathered keys": 3, "swapped heads": 3}.get(kind, 2)
     assert second.answer is None
@@ -317,14 +317,14 @@ def read_averaged(rank: int, who: str) -> dict[str, Any]:
     return {"tags": record.scalars(["hdi", "hdi_value"]), "absent": record.absent}
 
 
-def test_a_weight_that_is_computed_over_ranks_is_read_where_all_of_them_read_it(two_ranks):
+def test_a_weight_computed_over_ranks_is_read_if_all_ranks_read_it(two_ranks):
     with HeadDiversityMonitor(averaged_model(0.0, is_averaged=False), metrics=["hdi", "hdi_value"]) as monitor:
         plain = monitor.measure(0).record().scalars(["hdi", "hdi_value"])
     for one in two_ranks(read_averaged, "all"):
         assert one.answer == {"tags": pytest.approx(plain, abs=1e-5), "absent": {}}
 
 
-def test_a_rank_that_reads_alone_waits_for_no_other_and_leaves_out_what_is_computed_over_ranks(two_ranks):
+def test_a_rank_that_reads_alone_waits_for_no_other_and_leaves_out_weights_computed_over_ranks(two_ranks):
     first, second = two_ranks(read_averaged, "one")
     assert second.answer == {}
     assert first.answer["tags"].keys() == {"hdi/2", "hdi/mean", "hdi/min", "hdi_value/1"}
@@ -361,7 +361,7 @@ def arm_on_one_rank(rank: int, averaged: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("averaged", ["in_proj_weight", "weight"])
-def test_what_torch_attention_does_not_show_is_computed_again_without_asking_other_ranks(two_ranks, averaged):
+def test_outputs_of_torch_attention_are_recomputed_without_other_ranks(two_ranks, averaged):
     first, second = two_ranks(arm_on_one_rank, averaged)
     assert second.answer == {}
     reasons = list(first.answer["absent"].values())

@@ -93,7 +93,7 @@ def test_a_compiled_model_reads_as_the_eager_one_under_the_users_names(dynamo, w
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [classifier, torch_classifier])
-def test_sequences_of_every_length_need_no_graph_of_their_own(dynamo, make):
+def test_sequences_of_different_lengths_compile_no_further_graphs(dynamo, make):
     """Else a monitor would use up the compiler's limit of recompilations, and the model would run uncompiled."""
     shapes = [(3, 12), (3, 13), (4, 14), (5, 17), (2, 20)]
 
@@ -137,7 +137,7 @@ def test_an_armed_step_leaves_the_model_compiled(kind):
             assert len(runs) == 1
 
 
-def test_a_monitor_that_rests_during_evaluation_sees_training_again(dynamo):
+def test_a_monitor_suspended_during_evaluation_captures_training_again(dynamo):
     model = classifier()
     compiled = torch.compile(model, backend="eager")
     with HeadDiversityMonitor(model, metrics=METRICS) as monitor:

@@ -132,7 +132,7 @@ def test_in_a_context_of_torch_all_tokens_make_one_reading(two_ranks):
         assert all("(DTensor)" in why for why in one.answer["absent"].values())
 
 
-def test_torch_itself_has_no_ring_for_cpus(two_ranks):
+def test_torch_has_no_ring_attention_on_cpus(two_ranks):
     """Once it has, the test above needs no kernel of its own."""
     for one in two_ranks(run_without_the_kernel):
         assert "_scaled_dot_product_flash_attention_for_cpu" in one.answer

@@ -396,7 +396,7 @@ def test_each_layer_is_measured_once_and_three_sums_make_a_reading(two_ranks):
     assert [rank.answer["collectives"] for rank in reported] == [6, 6]
 
 
-def test_the_shapes_of_what_is_added_up_are_computed_once(two_ranks):
+def test_shapes_of_the_reduced_sums_are_computed_once(two_ranks):
     """Computing them takes as long as a small reading, so that each rank would pay for sharing."""
     for rank in two_ranks(read_under_ddp, False):
         assert rank.answer["shapes computed"] == [1, 0]
@@ -409,9 +409,7 @@ SCATTER = HeadSums.scatter_size(4, WIDTH // 4)
     ("round_bytes", "rounds"),
     [(1, [SCATTER] * 3), (8 * SCATTER, [2 * SCATTER, SCATTER]), (2**22, [3 * SCATTER])],
 )
-def test_scatters_are_added_up_in_rounds_and_multiplied_once_as_those_of_the_joined_batch(
-    two_ranks, round_bytes, rounds
-):
+def test_scatters_reduced_in_rounds_agree_with_the_joined_batch(two_ranks, round_bytes, rounds):
     alone, reported = reading_alone(), two_ranks(read_in_rounds, round_bytes)
     for rank in reported:
         assert rank.warnings == []
@@ -422,14 +420,14 @@ def test_scatters_are_added_up_in_rounds_and_multiplied_once_as_those_of_the_joi
     assert [rank.answer["mixed"] for rank in reported] == [2, 1]
 
 
-def test_over_ranks_the_host_waits_for_other_hosts_alone(two_ranks):
+def test_over_ranks_no_value_is_read_from_the_device(two_ranks):
     for rank in two_ranks(read_without_waiting):
         assert rank.warnings == []
         assert rank.answer["absent"] == {}
         assert rank.answer["tags"] > 3 * len(METRICS)
 
 
-def test_a_rank_without_a_forward_adds_nothing_and_nobody_waits(two_ranks):
+def test_a_rank_without_a_forward_contributes_nothing_and_no_rank_waits(two_ranks):
     model = classifier()
     with monitor_of(model) as monitor:
         monitor.arm()
@@ -440,7 +438,7 @@ def test_a_rank_without_a_forward_adds_nothing_and_nobody_waits(two_ranks):
         assert rank.answer["tags"][-1] == pytest.approx(alone, abs=1e-6)
 
 
-def test_what_fails_on_one_rank_does_not_hold_up_the_other(two_ranks):
+def test_a_layer_that_fails_on_one_rank_does_not_block_the_other(two_ranks):
     reported = two_ranks(read_with_a_layer_that_one_rank_lacks)
     first, second = (rank.answer for rank in reported)
     # The second rank had to measure layer 1 and could not, so that nobody has it; all the rest is there.
@@ -456,7 +454,7 @@ def test_what_fails_on_one_rank_does_not_hold_up_the_other(two_ranks):
     assert "hdi/blocks.2.attn" in second
 
 
-def test_a_rank_whose_companions_have_no_monitor_says_so_and_reads_alone(two_ranks):
+def test_a_rank_reads_alone_with_a_warning_if_the_others_have_no_monitor(two_ranks):
     first, second = two_ranks(read_where_one_rank_has_no_monitor)
     assert [f"hdi/blocks.{place}.attn" in first.answer for place in range(3)] == [True] * 3
     assert len(first.warnings) == 1
@@ -464,7 +462,7 @@ def test_a_rank_whose_companions_have_no_monitor_says_so_and_reads_alone(two_ran
     assert second.warnings == []
 
 
-def test_a_rank_that_never_arms_takes_part_and_nobody_waits(two_ranks):
+def test_a_rank_that_never_arms_takes_part_and_no_rank_waits(two_ranks):
     model = classifier()
     with monitor_of(model, metrics=[*METRICS, *ROWS]) as monitor:
         monitor.arm()
@@ -487,12 +485,12 @@ def test_a_rank_that_misses_a_reading_costs_one_warning_and_not_the_run(two_rank
         assert "taken no reading within" in warning
 
 
-def test_readings_leave_no_growing_heap_in_the_store(two_ranks):
+def test_readings_do_not_fill_the_store(two_ranks):
     counts = two_ranks(keys_in_the_store)[0].answer
     assert len(set(counts[2:])) == 1
 
 
-def test_ranks_with_different_models_say_so_and_read_alone(two_ranks):
+def test_ranks_with_different_models_warn_and_read_alone(two_ranks):
     for rank, reported in enumerate(two_ranks(read_different_models)):
         assert len(reported.answer) == 1 + rank + 2
         assert ["do not watch the same layers" in line for line in reported.warnings] == [True]
@@ -500,7 +498,7 @@ def test_ranks_with_different_models_say_so_and_read_alone(two_ranks):
 
 @pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize("on_both", [True, False])
-def test_layers_that_only_the_forward_of_one_rank_shows_hold_up_no_rank(two_ranks, on_both):
+def test_layers_found_in_the_forward_of_one_rank_block_no_rank(two_ranks, on_both):
     first, second = two_ranks(read_what_the_forward_of_one_rank_shows, on_both)
     over_layers = ["hdi/mean", "hdi/min"]
     named = sorted(["hdi/second", *over_layers])

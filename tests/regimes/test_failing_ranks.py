@@ -65,7 +65,7 @@ def read_while_one_rank_fails(rank: int, place: str) -> dict:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_rank_that_fails_in_a_reading_holds_up_no_other_and_takes_part_in_the_next(two_ranks, place):
+def test_a_rank_that_fails_in_a_reading_blocks_no_other_and_takes_part_in_the_next(two_ranks, place):
     first, second = two_ranks(read_while_one_rank_fails, place)
     for rank in (first, second):
         assert rank.answer["sums"] == [[3.0] * 3] * 3, "the training's own calls meet their like"
@@ -97,7 +97,7 @@ def train_where_one_rank_cannot_judge(rank: int, fails: bool) -> dict:
     return {"acted": acting.count, "seconds": time.monotonic() - begun}
 
 
-def test_where_one_rank_cannot_take_part_in_an_intervention_none_acts(two_ranks):
+def test_no_rank_intervenes_if_one_cannot_take_part(two_ranks):
     acting, failing = (two_ranks(train_where_one_rank_cannot_judge, fails) for fails in (False, True))
     assert acting[0].answer["acted"] == acting[1].answer["acted"] > 0
     for rank in failing:

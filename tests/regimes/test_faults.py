@@ -127,7 +127,7 @@ def test_a_layer_that_is_replaced_is_not_read_under_its_old_name():
     assert run.tags() == {tag for tag in ALL if tag.endswith(SECOND)}
 
 
-def test_a_block_that_comes_in_the_middle_of_a_run_is_read_from_then_on():
+def test_a_block_added_during_a_run_is_read_from_then_on():
     run = Run()
     run.step()
     run.model.blocks.append(copy.deepcopy(run.model.blocks[0]))
@@ -140,7 +140,7 @@ def test_a_block_that_comes_in_the_middle_of_a_run_is_read_from_then_on():
     assert run.tags() == ALL | {f"{metric}/{new}" for metric in METRICS}
 
 
-def test_a_block_that_takes_the_place_of_one_that_moved_is_reported_once():
+def test_a_block_in_the_place_of_a_moved_one_is_reported_once():
     run = Run()
     run.step()
     moved = run.model.blocks[0].attn
@@ -154,7 +154,7 @@ def test_a_block_that_takes_the_place_of_one_that_moved_is_reported_once():
     assert run.monitor.layers[0].module is moved
 
 
-def test_a_projection_that_is_replaced_is_read_in_its_new_form():
+def test_a_replaced_projection_is_read_from_its_new_weight():
     def index(projection: nn.Linear) -> float:
         return float(head_diversity(projection.weight.detach().unflatten(0, (4, 8))).index)
 
@@ -182,7 +182,7 @@ def lose_a_head(attention: Attention) -> None:
 
 
 @pytest.mark.parametrize("change", [split_into_more_heads, lose_a_head])
-def test_a_layer_whose_heads_change_in_the_middle_of_a_run_is_left_out(change):
+def test_a_layer_whose_heads_change_during_a_run_is_left_out(change):
     run = Run(metrics=[*METRICS, "attention_entropy", "circuit_qk", "circuit_ov"])
     for _ in range(2):
         run.step()
@@ -199,7 +199,7 @@ def test_a_layer_whose_heads_change_in_the_middle_of_a_run_is_left_out(change):
         assert FIRST not in record.layers or not record.layers[FIRST].values
 
 
-def test_a_layer_that_cannot_be_read_any_more_costs_one_warning_whatever_is_measured():
+def test_a_layer_that_can_no_longer_be_read_costs_one_warning_for_all_metrics():
     every = [name for name, metric in CATALOGUE.items() if metric.source not in (COVARIANCE, "attention rows")]
     run = Run(metrics=every)
     run.step()
@@ -292,7 +292,7 @@ def out_of_memory(*_, **__):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-def test_memory_that_ends_in_a_reading_is_met_with_fewer_layers_at_once(monkeypatch):
+def test_out_of_memory_in_a_reading_halves_the_layers_measured_at_once(monkeypatch):
     at_once = []
 
     def only_one(weight, **options):
@@ -308,7 +308,7 @@ def test_memory_that_ends_in_a_reading_is_met_with_fewer_layers_at_once(monkeypa
     assert at_once == [4, 2, 1, 1, 2, 1, 1, *(1, 1, 1, 1)], "what was learnt is remembered"
 
 
-def test_memory_that_is_not_enough_for_one_layer_costs_one_warning(monkeypatch):
+def test_out_of_memory_for_a_single_layer_costs_one_warning(monkeypatch):
     run = Run()
     monkeypatch.setattr("hdi_callback.monitoring.monitor.sources.blocks_and_products", out_of_memory)
     monkeypatch.setattr("hdi_callback.monitoring.monitor.outputs.head_covariance", out_of_memory)
@@ -322,7 +322,7 @@ def test_memory_that_is_not_enough_for_one_layer_costs_one_warning(monkeypatch):
     assert run.tags() == ALL
 
 
-def test_memory_that_ends_in_a_capture(monkeypatch):
+def test_out_of_memory_in_a_capture_costs_one_warning(monkeypatch):
     run = Run()
     monkeypatch.setattr("hdi_callback.attention.capture.tap.sample_tokens", out_of_memory)
     for _ in range(3):

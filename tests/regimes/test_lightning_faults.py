@@ -85,7 +85,7 @@ def trained(folder: Path, *callbacks: L.Callback, epochs: int = 1) -> list[torch
     return [*module.parameters()]
 
 
-def test_a_rate_that_is_searched_in_the_middle_of_a_run_ends_neither_the_run_nor_its_history(tmp_path):
+def test_a_learning_rate_search_during_a_run_ends_neither_the_run_nor_its_history(tmp_path):
     finders = [
         FindsRateAtEachEpoch(num_training_steps=3, min_lr=1e-5, max_lr=1e-2, attr_name="learning_rate") for _ in "ab"
     ]
@@ -101,7 +101,7 @@ def test_a_rate_that_is_searched_in_the_middle_of_a_run_ends_neither_the_run_nor
 @pytest.mark.parametrize(
     "hook", ["on_train_batch_start", "on_after_backward", "on_train_batch_end", "on_train_epoch_end"]
 )
-def test_a_callback_that_is_added_in_the_middle_of_a_run_reads_from_then_on(tmp_path, hook):
+def test_a_callback_added_during_a_run_reads_from_then_on(tmp_path, hook):
     class Adds(L.Callback):
         """Adds the watch once two steps are made."""
 
@@ -131,7 +131,7 @@ def test_a_file_in_place_of_the_folder_of_the_history(tmp_path):
     assert next(line["kind"] for line in read_lines(callback.history_path)) == "run"
 
 
-def test_a_disk_that_is_full_to_the_end(tmp_path):
+def test_a_disk_that_stays_full_costs_one_warning_and_keeps_lines_in_memory(tmp_path):
     """The device at hand takes nothing."""
     callback = HDICallback(every_n_steps=2, history="/dev/full")
     unwritten: list[int] = []
@@ -144,7 +144,7 @@ def test_a_disk_that_is_full_to_the_end(tmp_path):
     assert unwritten == [5], "the start of the run and the readings before its end are kept"
 
 
-def test_a_disk_that_stays_full_does_not_fill_the_memory_instead(monkeypatch):
+def test_a_disk_that_stays_full_keeps_a_bounded_number_of_lines_in_memory(monkeypatch):
     monkeypatch.setattr(writer, "_MOST_KEPT", 3)
     history = writer.History("/dev/full")
     for step in range(10):
@@ -173,7 +173,7 @@ def fill_disk_for_a_while(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_for_a_while_leaves_no_gap_no_double_and_no_torn_line(tmp_path):
+def test_a_disk_that_is_full_for_a_while_leaves_no_gap_duplicate_or_truncated_line(tmp_path):
     assert in_a_process(fill_disk_for_a_while, tmp_path) == 0
     left = json.loads((tmp_path / "told.json").read_text())
     assert len(left["said"]) == 1
@@ -217,7 +217,7 @@ class Lose(L.Callback):
         trainer.loggers[0].is_lost = True
 
 
-def test_a_logger_that_cannot_be_reached_does_not_take_the_others_with_it(tmp_path):
+def test_an_unreachable_logger_does_not_stop_the_others(tmp_path):
     callback, board = HDICallback(every_n_steps=2), TensorBoardLogger(tmp_path)
     said = fit(tmp_path, callback, Lose(), logger=[Unreachable(), board])
     assert sorted(message.split(" failed ")[0] for message in said) == [
@@ -263,7 +263,7 @@ class Breaks(Rule):
         raise ZeroDivisionError("nothing to divide by")
 
 
-def test_a_rule_that_raises_does_not_silence_the_others(tmp_path):
+def test_a_rule_that_raises_does_not_stop_the_others(tmp_path):
     callback = HDICallback(every_n_steps=2, alerts=[Breaks(), Always()])
     said = fit(tmp_path, callback)
     assert len(said) == 1
@@ -282,7 +282,7 @@ class BreaksInGradients(Intervention):
         raise ZeroDivisionError("nothing to divide by")
 
 
-def test_interventions_that_raise_do_not_keep_the_others_from_acting(tmp_path):
+def test_interventions_that_raise_do_not_stop_the_others(tmp_path):
     called = []
     broken = [BreaksInGradients(), Call(lambda alert: 1 / 0), SaveCheckpoint()]
     callback = HDICallback(every_n_steps=2, alerts=[Always()], interventions=[*broken, Call(called.append)])
@@ -317,7 +317,7 @@ def test_an_exception_that_ends_the_run_is_not_followed_by_interventions(tmp_pat
     assert called == []
 
 
-def test_all_at_once(tmp_path):
+def test_callback_metrics_survive_failures_of_history_logger_rule_and_function_together(tmp_path):
     """Without a disk, a logger or a working rule the numbers are still where early stopping looks for them."""
     (tmp_path / "hdi").write_text("in the way")
     callback = HDICallback(every_n_steps=2, alerts=[Breaks(), Always()], on_alert=lambda alert: 1 / 0)

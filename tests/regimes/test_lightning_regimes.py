@@ -140,7 +140,7 @@ def test_a_module_that_only_evaluated_before_is_read(tmp_path, dynamo):
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true"])
-def test_in_every_precision_readings_are_of_the_stored_weights_and_the_outputs_as_they_came(tmp_path, precision):
+def test_in_every_precision_readings_use_the_stored_weights_and_the_computed_outputs(tmp_path, precision):
     """Without a GPU Lightning trains in bf16-mixed when it is asked for 16-mixed, and says so."""
     witness, callback = Witness(), HDICallback(every_n_steps=2)
     trainer = trainer_for(tmp_path, witness, callback, precision=precision)
@@ -187,7 +187,7 @@ class TwoInTurn(L.LightningModule):
         return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.a, self.b)]
 
 
-def test_networks_that_are_trained_in_turn_are_all_read_with_their_outputs(tmp_path):
+def test_networks_trained_alternately_are_all_read_with_their_outputs(tmp_path):
     """Manual optimization; the second network's forward comes after the first has stepped."""
     witness, callback = Witness(), HDICallback(every_n_steps=4)
     trainer_for(tmp_path, witness, callback).fit(TwoInTurn(), batches(count=6))
@@ -203,7 +203,7 @@ class UnusedInTurn(TwoInTurn):
         optimizer.step()
 
 
-def test_a_network_that_rests_is_reported_once(tmp_path):
+def test_a_network_that_did_not_run_is_reported_once(tmp_path):
     callback = HDICallback(every_n_steps=2)
     with reported() as warnings:
         trainer_for(tmp_path, callback).fit(UnusedInTurn(), batches(count=6))
@@ -271,7 +271,7 @@ class WithBatchNorm(Module):
 @pytest.mark.parametrize(
     ("average", "kind"), [*((name, Module) for name in AVERAGES), ("StochasticWeightAveraging", WithBatchNorm)]
 )
-def test_readings_are_of_the_weights_that_train_not_of_their_average(tmp_path, average, kind, comes_first):
+def test_readings_use_the_trained_weights_and_not_their_average(tmp_path, average, kind, comes_first):
     def fit(folder, *watching):
         averaging, lit = AVERAGES[average](), kind()
         callbacks = [*watching, averaging] if comes_first else [averaging, *watching]

@@ -69,7 +69,7 @@ def test_losses_weights_optimizer_and_random_state_are_those_without_the_callbac
     assert any(alert.level == "critical" for alert in read_alerts(callback.history_path)), "rules were asked, and spoke"
 
 
-def test_the_comparison_sees_what_it_is_to_see(tmp_path):
+def test_the_comparison_detects_one_extra_random_number(tmp_path):
     """One random number drawn, and all is different."""
     alone, other = train(tmp_path / "alone"), None
 

@@ -329,11 +329,11 @@ def test_the_search_of_a_slow_module_is_bounded(monkeypatch, tmp_path):
     assert len((tmp_path / "calls").read_text()) <= 3 * 0.3 / 0.05 + 2
 
 
-def test_a_slow_module_that_is_read_at_once_is_read():
+def test_a_slow_module_that_is_read_in_its_first_trial_is_read():
     assert [layer.num_heads for layer in find_attention(Model(Sleeping))] == [H, H]
 
 
-def test_no_trial_seeds_a_device(monkeypatch):
+def test_neither_search_nor_reading_seeds_a_device(monkeypatch):
     called = []
     for name in ("manual_seed", "manual_seed_all", "seed", "seed_all"):
         monkeypatch.setattr(torch.cuda, name, lambda *args, name=name: called.append(name))
@@ -389,7 +389,7 @@ def test_lazy_attention_is_found_in_the_first_forward():
         }
 
 
-def test_lazy_parts_elsewhere_leave_the_layers_that_are_there():
+def test_lazy_modules_elsewhere_do_not_hide_attention_layers():
     model = nn.ModuleList([Attention(), nn.LazyLinear(3), nn.LazyConv1d(3, 1), nn.LazyBatchNorm1d()])
     assert [layer.name for layer in find_attention(model)] == ["0"]
     with HeadDiversityMonitor(model) as monitor:
@@ -456,12 +456,12 @@ def steps_taken(model: nn.Module, folder: Path, *, strict: bool) -> tuple[int, l
 
 @pytest.mark.filterwarnings("ignore::hdi_callback.errors.HDIWarning")
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_loop_reads_what_the_first_forward_shows(tmp_path, strict):
+def test_a_loop_reads_layers_that_the_first_forward_shows(tmp_path, strict):
     assert steps_taken(Needy(NeedyAttention), tmp_path, strict=strict) == (3, ["blocks.0", "blocks.1"])
 
 
 @pytest.mark.filterwarnings("ignore::hdi_callback.errors.HDIWarning")
-def test_a_strict_loop_without_attention_ends_before_its_first_step(tmp_path):
+def test_a_strict_loop_without_attention_raises_before_its_first_step(tmp_path):
     assert steps_taken(nn.Sequential(HeadlessAttention()), tmp_path / "lenient", strict=False) == (3, [])
     model = nn.Sequential(HeadlessAttention())
     before = [parameter.clone() for parameter in model.parameters()]
@@ -484,7 +484,7 @@ class Lit(L.LightningModule):
 
 @pytest.mark.filterwarnings("ignore::hdi_callback.errors.HDIWarning")
 @pytest.mark.parametrize(("model", "steps"), [(Needy(NeedyAttention), 3), (nn.Sequential(HeadlessAttention()), 0)])
-def test_a_strict_callback_ends_before_the_first_step_or_not_at_all(tmp_path, model, steps):
+def test_a_strict_callback_raises_before_the_first_step_or_not_at_all(tmp_path, model, steps):
     trainer = L.Trainer(
         max_steps=3, callbacks=[HDICallback(every_n_steps=1, strict=True)], logger=False, accelerator="cpu",
         default_root_dir=tmp_path, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -496,7 +496,7 @@ def test_a_strict_callback_ends_before_the_first_step_or_not_at_all(tmp_path, mo
     assert bool(steps) == ("hdi/min" in trainer.callback_metrics)
 
 
-def test_strict_raises_at_once_where_nothing_can_come():
+def test_strict_raises_at_once_if_no_forward_can_show_attention():
     with pytest.raises(MisconfigurationError, match="nothing to watch"):
         HeadDiversityMonitor(nn.Sequential(nn.Linear(2, 2)), strict=True)
     with warnings.catch_warnings(), pytest.raises(MisconfigurationError, match="nothing to watch"):
@@ -504,7 +504,7 @@ def test_strict_raises_at_once_where_nothing_can_come():
         HeadDiversityMonitor(nn.Sequential(HeadlessAttention()), strict=True, check_heads=False)
 
 
-def test_without_strict_it_is_said_once_the_forward_is_over():
+def test_without_strict_missing_attention_is_a_warning_after_the_forward():
     model = nn.Sequential(HeadlessAttention())
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -521,7 +521,7 @@ def test_without_strict_it_is_said_once_the_forward_is_over():
 
 
 @pytest.mark.filterwarnings("ignore::hdi_callback.errors.MonitoringWarning")
-def test_a_layer_on_meta_is_absent_and_the_others_are_read():
+def test_a_layer_on_the_meta_device_is_absent_and_the_others_are_read():
     model = Model(Attention)
     with HeadDiversityMonitor(model, metrics=["hdi", "head_covariance"]) as monitor:
         model.blocks[1].to("meta")
@@ -534,7 +534,7 @@ def test_a_layer_on_meta_is_absent_and_the_others_are_read():
     assert "meta device" in record.absent["blocks.1"]
 
 
-def test_a_layer_that_is_given_one_token_leaves_the_check_of_the_others(monkeypatch):
+def test_a_layer_that_runs_on_one_token_does_not_stop_the_check_of_the_others(monkeypatch):
     model = nn.ModuleList([Attention(), Attention()])
     with HeadDiversityMonitor(model) as monitor:
         monitor.arm()
@@ -572,7 +572,7 @@ class Complex(Attention):
 
 
 @pytest.mark.filterwarnings("ignore:Complex modules")
-def test_complex_weights_are_called_complex():
+def test_complex_weights_are_refused_as_complex():
     with pytest.warns(UnsupportedAttentionWarning, match="complex weight") as said:
         assert find_attention(Model(Complex)) == []
     assert not any("quantised" in str(one.message) for one in said)
@@ -587,7 +587,7 @@ class Direct(Attention):
         return F.linear(outputs, self.out_proj.weight, self.out_proj.bias)
 
 
-def test_why_outputs_are_absent_is_said_where_the_projection_is_not_called():
+def test_outputs_are_absent_with_the_reason_if_the_output_projection_is_not_called():
     model = Model(Direct)
     with HeadDiversityMonitor(model, metrics=["hdi", "head_covariance"]) as monitor:
         for step in range(2):
@@ -602,7 +602,7 @@ def test_why_outputs_are_absent_is_said_where_the_projection_is_not_called():
             ] * (step == 0)
 
 
-def test_after_an_adapter_was_unloaded_the_warning_says_so():
+def test_unloading_an_adapter_is_named_in_the_warning():
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(Model(Attention), peft.LoraConfig(target_modules=["q_proj", "out_proj"]))
     with HeadDiversityMonitor(model, metrics=["hdi", "head_covariance"]) as monitor:

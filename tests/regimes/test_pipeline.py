@@ -302,7 +302,7 @@ def test_two_stages_on_each_rank_give_one_reading_of_the_whole_model(two_ranks, 
                 assert found == (pytest.approx(whole[tag], rel=1e-4, abs=1e-5) if tag in whole else None), tag
 
 
-def test_stages_whose_layers_are_numbered_anew_are_not_taken_for_copies(two_ranks):
+def test_pipeline_stages_that_renumber_their_layers_are_reported_and_not_taken_for_copies(two_ranks):
     for one in two_ranks(read_stages_numbered_anew):
         assert sorted(one.answer) == ["hdi/blocks.0.attn", "hdi/blocks.1.attn", "hdi/mean", "hdi/min"]
         (warning,) = one.warnings
@@ -310,7 +310,7 @@ def test_stages_whose_layers_are_numbered_anew_are_not_taken_for_copies(two_rank
         assert "keep the names of the whole model" in warning
 
 
-def test_what_one_stage_cannot_capture_is_absent_with_its_reason_on_all_ranks(two_ranks):
+def test_outputs_that_one_stage_cannot_capture_are_absent_with_the_reason_on_all_ranks(two_ranks):
     first, second = (one.answer for one in two_ranks(read_without_an_output))
     assert first["tags"] == second["tags"]
     assert "hdi/blocks.3.attn" in first["tags"]

@@ -87,7 +87,7 @@ def resumes(rank: int, folder: str, place: int) -> list:
 
 @pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize("place", range(len(ODD_STATES)))
-def test_ranks_that_resume_from_an_odd_state_end_with_the_same_step_and_do_not_hang(two_ranks, tmp_path, place):
+def test_ranks_that_resume_from_a_malformed_state_end_at_the_same_step(two_ranks, tmp_path, place):
     first, second = (one.answer for one in two_ranks(resumes, str(tmp_path), place))
     assert first == second
     assert first[1] > 0
@@ -113,7 +113,7 @@ def resumes_beside_a_sound_rank(rank: int, folder: str, odd_rank: int) -> list:
 
 @pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize("odd_rank", [0, 1])
-def test_one_rank_with_an_odd_state_reads_with_the_others(two_ranks, tmp_path, odd_rank):
+def test_one_rank_with_a_malformed_state_reads_with_the_others(two_ranks, tmp_path, odd_rank):
     first, second = (one.answer for one in two_ranks(resumes_beside_a_sound_rank, str(tmp_path), odd_rank))
     assert first == second
     assert first[0] == 8

@@ -168,7 +168,7 @@ MOMENTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("moment", "accumulate"), [*((moment, 1) for moment in MOMENTS), (("measuring", 6), 2)])
-def test_a_run_that_ends_too_early_goes_on_as_if_it_had_not(tmp_path, twins, moment, accumulate):
+def test_a_run_that_was_killed_or_interrupted_resumes_with_the_same_curves(tmp_path, twins, moment, accumulate):
     ended, twin = Ended(tmp_path), twins[accumulate]
     code = process(tmp_path, moment, accumulate)
     assert (code == -signal.SIGKILL) == (moment[0] not in ("interrupted", "terminated"))
@@ -328,7 +328,7 @@ def test_a_second_fit_with_another_model_starts_anew(tmp_path):
     assert readings(callback.history_path) == [5, 6, 8, 10]
 
 
-def test_a_layer_that_has_come_in_addition_is_read_from_the_resumption_on(tmp_path, saved):
+def test_a_layer_that_the_checkpoint_lacks_is_read_from_the_resumption_on(tmp_path, saved):
     """As after an upgrade that can read more layers than before."""
     checkpoint, history = saved
     kept, new = LIT_LAYERS
@@ -345,7 +345,7 @@ def test_a_layer_that_has_come_in_addition_is_read_from_the_resumption_on(tmp_pa
     assert [series[name][0]["step"] for name in (kept, new)] == [0, 6]
 
 
-def test_a_history_that_was_moved_away_begins_again_where_the_run_goes_on(tmp_path, saved):
+def test_a_history_that_was_moved_away_is_started_again_at_the_resumption(tmp_path, saved):
     checkpoint, history = saved
     history.rename(tmp_path / "elsewhere.jsonl")
     callback = HDICallback(every_n_steps=2)
@@ -354,7 +354,7 @@ def test_a_history_that_was_moved_away_begins_again_where_the_run_goes_on(tmp_pa
     assert readings(callback.history_path) == [6, 8, 10]
 
 
-def test_a_branch_in_a_folder_of_its_own_has_the_whole_curve_and_leaves_its_parent_alone(tmp_path, saved):
+def test_a_branch_in_its_own_folder_has_the_whole_curve_and_does_not_change_its_parent(tmp_path, saved):
     checkpoint, history = saved
     fit(tmp_path / "first", HDICallback(every_n_steps=2), epochs=3, checkpoint=checkpoint)  # the parent goes on
     before = history.read_bytes()
@@ -377,7 +377,7 @@ def test_a_branch_in_a_folder_of_its_own_has_the_whole_curve_and_leaves_its_pare
     assert readings(third.history_path) == [0, 2, 4, 5, 6, 8, 10, 12, 14, 15]
 
 
-def test_a_file_that_a_checkpoint_names_and_that_is_no_history_is_never_written_to(tmp_path, saved):
+def test_a_file_named_in_a_checkpoint_is_not_written_to_unless_it_is_the_history(tmp_path, saved):
     checkpoint, history = saved
     letter = history.with_name("history-7.jsonl")
     letter.write_text("Dear Mr Vernon,\n\n")
@@ -449,7 +449,7 @@ class SaveInTheMiddle(L.Callback):
             self.recorded.append(readings(self.watching.history_path))
 
 
-def test_what_a_checkpoint_knows_of_is_in_the_history_before_it_is_saved(tmp_path, monkeypatch):
+def test_readings_up_to_a_checkpoint_are_written_before_it_is_saved(tmp_path, monkeypatch):
     """On a device whose numbers arrive late a process may be killed before they would have been written."""
     monkeypatch.setattr(Readout, "is_ready", lambda readout: readout.step == 0)
     callback = HDICallback(every_n_steps=2)

@@ -224,20 +224,20 @@ def test_heads_that_are_spread_over_ranks_are_read_together(two_ranks, is_early)
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason=NEEDS_PEAK)
 @pytest.mark.slow
-def test_finding_heads_of_sharded_weights_copies_not_even_the_part_that_a_rank_holds(two_ranks):
+def test_finding_heads_of_sharded_weights_copies_no_shard(two_ranks):
     for one in two_ranks(bytes_to_find, 8192):
         assert one.answer["heads"] == [32, 32]
         assert one.answer["peak"] < one.answer["half a weight"] <= one.answer["with a copy"], one.answer
 
 
-def test_a_rank_that_may_count_its_own_heads_alone_is_refused(two_ranks):
+def test_a_tensor_parallel_layer_without_a_head_width_is_refused(two_ranks):
     """Half the heads, each twice as wide, would fit all shapes."""
     for reported in two_ranks(read_tensor_parallel, False, "without a width"):
         assert reported.answer["heads"] == []
         assert sum("head_dim" in line for line in reported.warnings) == 3
 
 
-def test_a_rank_that_reads_alone_does_not_wait_for_the_parts_of_others(two_ranks):
+def test_a_rank_that_reads_alone_does_not_wait_for_shards_of_other_ranks(two_ranks):
     for reported in two_ranks(read_sharded_alone):
         assert [f"blocks.{place}.attn" in reported.answer for place in range(3)] == [True] * 3
         assert "take no readings with this one" in reported.answer["blocks.0.attn"]
@@ -282,7 +282,7 @@ def test_weights_of_zero_3_are_gathered_through_deepspeed(monkeypatch, maker):
     assert all(parameter.numel() == 0 for parameter in model.parameters())
 
 
-def test_looking_for_layers_gathers_nothing_and_leaves_nothing(monkeypatch):
+def test_finding_layers_under_zero_3_gathers_no_weights(monkeypatch):
     model = classifier()
     engine = Zero3(model)
     monkeypatch.setitem(sys.modules, "deepspeed", engine)
@@ -310,9 +310,7 @@ def test_looking_for_layers_gathers_nothing_and_leaves_nothing(monkeypatch):
         (["copies", "rows", "copies"], True, 1),
     ],
 )
-def test_rows_that_fully_shard_stores_apart_are_distinguished_from_rows_that_ranks_compute_apart(
-    splits, is_managed, degree
-):
+def test_rows_sharded_by_fsdp_are_distinguished_from_tensor_parallel_rows(splits, is_managed, degree):
     """In a mesh of both, FSDP's dims come first; `_StridedShard` splits rows that are split already."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard

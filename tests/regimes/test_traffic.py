@@ -40,7 +40,7 @@ def read_within(rank: int, budget: int) -> dict:
     return {"tags": sorted(record.scalars(monitor.metrics)), "absent": record.absent}
 
 
-def test_what_would_outgrow_the_budget_over_ranks_is_left_out_with_a_reason_and_nothing_else(two_ranks):
+def test_only_metrics_beyond_the_memory_budget_over_ranks_are_left_out_with_the_reason(two_ranks):
     needed = 3 * 4 * HeadSums.scatter_size(HEADS, WIDTH // HEADS)
     for reported, less in zip(two_ranks(read_within, needed), two_ranks(read_within, needed - 1)):
         assert reported.answer["absent"] == {}

@@ -100,7 +100,7 @@ def test_compiled_training_is_bit_identical(kind, precision):
 # --- what stays behind
 
 
-def test_nothing_of_a_reading_outlives_it():
+def test_tensors_of_a_reading_and_a_closed_monitor_are_freed():
     model = Classifier(dropout=0.1)
     alive: list[weakref.ref] = []
     with HeadDiversityMonitor(model, metrics=METRICS) as monitor:

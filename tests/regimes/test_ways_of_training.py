@@ -227,7 +227,7 @@ def test_two_ranks_read_as_one_process(two_ranks, way):
 
 
 @pytest.mark.filterwarnings("ignore:head importance")
-def test_what_no_rank_knows_is_absent_for_the_reason_that_one_process_gives(two_ranks):
+def test_metrics_absent_on_every_rank_have_the_reason_of_one_process(two_ranks):
     metrics = [*SPREAD, "head_importance_min"]
     alone = read_alone(recomputed_classifier, metrics)
     assert len(alone["absent"]) == 3
@@ -238,7 +238,7 @@ def test_what_no_rank_knows_is_absent_for_the_reason_that_one_process_gives(two_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [1, 3])
-def test_uneven_stages_with_one_matrix_at_both_ends_read_as_one_process(two_ranks, cut):
+def test_uneven_stages_with_tied_embeddings_read_as_one_process(two_ranks, cut):
     assert_same(two_ranks(read_tied_pipeline, cut), read_tied_alone())
 
 
@@ -247,7 +247,7 @@ def test_shards_of_replicas_read_as_one_process(four_ranks):
     assert_same(four_ranks(read_hybrid), read_alone())
 
 
-def test_a_rank_that_has_no_batch_left_keeps_no_other_waiting(two_ranks):
+def test_a_rank_that_runs_out_of_batches_blocks_no_other(two_ranks):
     whole, rest = classifier(), classifier()
     first, second = two_ranks(read_joined)
     together = read(whole, lambda: train(whole, batch()), JOINED)["tags"]

@@ -85,14 +85,14 @@ def show(browser: Browser, page: Path, width: int = 1440, *, dark: bool = False)
 
 @pytest.mark.parametrize("width", [390, 1440])
 @pytest.mark.parametrize("name", ["small", "good", "deep", "deepest", "both", "trio", "audit", "lost", "long"])
-def test_no_text_is_cut_off_or_covered_and_nothing_goes_wrong(browser, pages, name, width):
+def test_no_text_is_cut_off_or_covered_and_no_script_error_occurs(browser, pages, name, width):
     show(browser, pages[name], width)
     assert browser.value(f"(() => {{ {TEXTS} return texts.cutOff(); }})()") == []
     assert browser.value(f"(() => {{ {TEXTS} return texts.overlaps(); }})()") == []
     assert browser.errors == []
 
 
-def test_the_check_of_texts_notices_what_is_wrong(browser, pages):
+def test_the_check_of_texts_detects_cut_off_and_covered_text(browser, pages):
     show(browser, pages["small"], 390)
     browser.value(
         "document.querySelector('main').insertAdjacentHTML('beforeend',"
@@ -224,7 +224,7 @@ def test_another_layer_can_be_chosen_from_the_list_and_on_the_map(browser, pages
     assert browser.value("document.querySelector('.layer-choice').value") == "model.blocks.40.attn"
 
 
-def test_the_loss_stands_above_the_alerts_on_one_axis_of_steps(browser, pages):
+def test_the_loss_is_drawn_above_the_alerts_on_the_same_step_axis(browser, pages):
     show(browser, pages["small"])
     curves = browser.value("document.querySelector('.timeline').data.map((one) => [one.yaxis, one.x.length])")
     assert ["y2", 36] in curves
@@ -253,7 +253,7 @@ def test_every_drawing_says_in_words_what_it_shows(browser, pages):
     )
 
 
-def test_it_prints_on_paper(browser, pages, tmp_path):
+def test_the_report_can_be_printed(browser, pages, tmp_path):
     import base64
 
     show(browser, pages["small"])

@@ -65,7 +65,7 @@ def runs(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_report_says_first_which_layer_and_which_two_heads(runs):
+def test_a_report_begins_with_the_alerted_layer_and_its_pair_of_heads(runs):
     found = report(runs / "bad")
     assert found.path == runs / "bad" / "hdi" / "report.html"
     assert found.is_unusual
@@ -116,7 +116,7 @@ def test_layers_at_chance_stand_above_those_below_it_and_what_was_not_measured_i
     assert re.findall(r"<td class='layer'>(\w+)</td>", shown) == ["chance", "below", "none"]
 
 
-def test_the_map_of_a_layer_is_what_was_measured(runs):
+def test_the_map_of_a_layer_has_the_measured_values(runs):
     import base64
 
     (run,) = data_of(report(runs / "bad").path)
@@ -145,7 +145,7 @@ def test_an_audit_is_a_page_as_well(tmp_path):
     assert "Nothing unusual in 2 layers" in page.text
 
 
-def test_names_from_a_run_cannot_end_the_script(tmp_path):
+def test_layer_names_cannot_inject_a_script(tmp_path):
     name = "</script><script>alert(1)</script>"
     history = History(tmp_path / "history.jsonl")
     history.begin(0, [{"name": name, "num_heads": 2}])
@@ -162,7 +162,7 @@ def test_a_history_without_a_reading_is_a_page_that_says_so(tmp_path):
     assert "There is no reading yet." in read(found.path).text
 
 
-def test_many_readings_are_joined_and_the_largest_is_kept(tmp_path):
+def test_many_readings_are_thinned_and_the_largest_value_is_kept(tmp_path):
     history = History(tmp_path / "history.jsonl", matrix_every=0)
     history.begin(0, [{"name": "attn", "num_heads": 4}])
     for step in range(1000):
@@ -225,7 +225,7 @@ def test_a_file_that_cannot_be_written_is_an_error_that_says_so(runs, tmp_path):
         report()
 
 
-def test_a_number_is_rounded_once_so_that_verdict_and_tables_agree(tmp_path):
+def test_numbers_are_rounded_once_so_that_verdict_and_tables_agree(tmp_path):
     write_run(tmp_path / "history.jsonl", collapsed=None)
     read_back = read_history(tmp_path / "history.jsonl").records()[-1].layers
     rows = page_of_run(tmp_path / "history.jsonl", "run").data["table"]

@@ -84,7 +84,7 @@ def test_scaled_gradients_get_a_scaled_penalty():
     torch.testing.assert_close(1024 * grads[0], grads[1])
 
 
-def test_no_gradient_is_given_to_what_is_frozen_or_belongs_to_another_optimizer():
+def test_the_penalty_skips_frozen_parameters_and_those_of_other_optimizers():
     model = classifier()
     first, second = model.blocks[0].attn, model.blocks[1].attn
     first.k_proj.weight.requires_grad_(False)
@@ -101,7 +101,7 @@ def test_no_gradient_is_given_to_what_is_frozen_or_belongs_to_another_optimizer(
 
 @pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize("kind", ["copies", "one subspace"])
-def test_exact_clones_are_pushed_apart_and_the_weights_and_the_random_state_are_left_alone(kind):
+def test_the_penalty_separates_exact_clones_without_drawing_global_random_numbers(kind):
     model = classifier()
     with torch.no_grad():
         turn = torch.eye(8) if kind == "copies" else torch.randn(8, 8)
@@ -150,7 +150,7 @@ def test_the_gradient_of_the_circuits_is_that_of_the_products_written_out():
 
 @pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize("groups", [4, 2, 1], ids=["own keys", "grouped", "multi-query"])
-def test_heads_of_one_circuit_are_pushed_apart_until_they_attend_to_other_things(groups):
+def test_the_circuit_penalty_separates_heads_with_equal_scores(groups):
     torch.manual_seed(0)
     model = nn.Sequential(LlamaLike(key_heads=groups))
     (layer,) = find_attention(model)
@@ -177,14 +177,14 @@ def test_heads_of_one_circuit_are_pushed_apart_until_they_attend_to_other_things
     assert cosine() < 0.5
 
 
-def test_roles_are_refused_where_circuits_are_measured():
+def test_the_circuit_penalty_refuses_roles():
     with pytest.raises(MisconfigurationError, match="leave `roles` out"):
         DiversityPenalty(roles=["value"], measure="circuit")
     with pytest.raises(MisconfigurationError, match="`measure` of DiversityPenalty"):
         DiversityPenalty(measure="kernel")
 
 
-def test_without_the_noise_clones_would_stay_clones():
+def test_clones_get_equal_gradients_without_noise():
     weight = torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(0))
     weight[2] = weight[0]
     weight.requires_grad_()
@@ -238,7 +238,7 @@ def make_clones(layer, first: int, second: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["packed", "grouped", "many"])
-def test_a_clone_gets_a_subspace_of_its_own_and_the_layer_computes_what_it_did(kind):
+def test_a_revived_clone_gets_a_new_subspace_and_the_layer_output_is_unchanged(kind):
     model = make(kind)
     (layer,) = find_attention(model)
     make_clones(layer, 1, 3)
@@ -264,7 +264,7 @@ def test_a_clone_gets_a_subspace_of_its_own_and_the_layer_computes_what_it_did(k
 
 
 @pytest.mark.parametrize("kind", [LlamaLike, lambda: nn.MultiheadAttention(32, 4, batch_first=True)])
-def test_what_the_leaving_head_adds_by_its_bias_goes_to_the_bias_of_the_output(kind):
+def test_the_bias_contribution_of_a_revived_head_moves_to_the_output_bias(kind):
     torch.manual_seed(0)
     model = Wrapped(kind())
     (layer,) = find_attention(model)
@@ -288,7 +288,7 @@ def test_what_the_leaving_head_adds_by_its_bias_goes_to_the_bias_of_the_output(k
     assert float(head_diversity(layer.weight("key")).worst) < 0.7
 
 
-def test_the_head_that_contributes_more_stays():
+def test_the_clone_that_contributes_more_is_kept():
     model = make("many")
     (layer,) = find_attention(model)
     make_clones(layer, 1, 3)
@@ -318,7 +318,7 @@ def test_the_revived_head_learns_again():
 
 
 @pytest.mark.parametrize("kind", ["packed", "grouped"])
-def test_the_optimizer_forgets_the_revived_head_and_no_other(kind):
+def test_only_the_optimizer_state_of_the_revived_head_is_reset(kind):
     model = make(kind)
     (layer,) = find_attention(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -347,7 +347,7 @@ def test_the_optimizer_forgets_the_revived_head_and_no_other(kind):
             assert torch.equal(after["value"], layer.weight("value"))
 
 
-def test_of_heads_that_are_all_alike_all_but_one_are_revived():
+def test_all_but_one_of_equal_heads_are_revived():
     model = make("many")
     (layer,) = find_attention(model)
     for head in (1, 2, 3):
@@ -362,7 +362,7 @@ def test_of_heads_that_are_all_alike_all_but_one_are_revived():
 @pytest.mark.some_slow(quick=2)
 @pytest.mark.parametrize("dry_run", [False, True])
 @pytest.mark.parametrize("kind", ["packed", "grouped", "many"])
-def test_a_head_that_only_shares_its_keys_is_left_as_it_is_and_the_action_says_so(kind, dry_run):
+def test_a_head_that_shares_only_its_keys_is_not_revived_and_the_action_says_so(kind, dry_run):
     model = make(kind)
     (layer,) = find_attention(model)
     with torch.no_grad():
@@ -382,7 +382,7 @@ def test_a_head_that_only_shares_its_keys_is_left_as_it_is_and_the_action_says_s
     assert revive.count == 0, "a refusal is not counted"
 
 
-def test_what_could_not_be_given_over_is_said():
+def test_the_action_states_the_output_error_of_an_incomplete_handover():
     model = make("many")
     (layer,) = find_attention(model)
     with torch.no_grad():
@@ -396,7 +396,7 @@ def test_what_could_not_be_given_over_is_said():
     assert re.search(rf"{said} or writes differently \(max_output_error=1 allows it\)", action.message)
 
 
-def test_a_head_that_is_taken_over_whole_is_said_to_be():
+def test_the_action_states_a_complete_handover():
     model = make("many")
     (layer,) = find_attention(model)
     with torch.no_grad():
@@ -416,7 +416,7 @@ def test_a_head_that_is_taken_over_whole_is_said_to_be():
     ("role", "noise"),
     [("key", 0.0), ("key", 0.03), ("key", 0.3), ("query", 0.1), ("query", 10.0), ("value", 0.05), ("value", 10.0)],
 )
-def test_the_estimated_loss_bounds_the_real_change_of_the_output(kind, gain, role, noise):
+def test_the_estimated_error_bounds_the_real_change_of_the_output(kind, gain, role, noise):
     model = make(kind)
     (layer,) = find_attention(model)
     with torch.no_grad():
@@ -455,7 +455,7 @@ class Sinks(GroupedAttention):
 
 
 @pytest.mark.parametrize("differs", [True, False])
-def test_heads_whose_own_terms_differ_do_not_attend_alike(differs):
+def test_heads_with_different_learned_sinks_are_not_revived(differs):
     torch.manual_seed(0)
     model = Wrapped(Sinks())
     (layer,) = find_attention(model)
@@ -467,7 +467,7 @@ def test_heads_whose_own_terms_differ_do_not_attend_alike(differs):
     assert revive.answer(alert("attn", rule="worst pair", heads=(1, 3))).is_refusal == differs
 
 
-def test_a_failure_half_way_leaves_weights_and_optimizer_as_they_were(monkeypatch):
+def test_a_failure_during_a_revival_restores_weights_and_optimizer(monkeypatch):
     model = make("grouped")
     (layer,) = find_attention(model)
     make_clones(layer, 1, 3)
@@ -497,13 +497,13 @@ def test_a_failure_half_way_leaves_weights_and_optimizer_as_they_were(monkeypatc
     assert revive.count == 0
 
 
-def test_layers_that_it_is_not_for_need_not_be_writable():
+def test_layers_excluded_by_pattern_need_not_be_writable():
     model = make("many")
     nn.utils.parametrizations.weight_norm(model.attn.k_proj)
     ReviveHeads(layers=["blocks.*"]).attach(Open(model))
 
 
-def test_tied_heads_are_answered_by_what_names_them_alone():
+def test_tied_heads_are_treated_only_if_the_intervention_names_that_rule():
     model = make("many")
     (layer,) = find_attention(model)
     make_clones(layer, 1, 3)
@@ -516,7 +516,7 @@ def test_tied_heads_are_answered_by_what_names_them_alone():
     assert asked.answer(tied) is not None
 
 
-def test_alerts_of_other_rules_are_not_answered_by_default():
+def test_alerts_about_all_heads_are_not_answered_by_default():
     revive = ReviveHeads()
     revive.attach(Open(make("many")))
     assert revive.answer(alert("attn", rule="mean alignment")) is None
@@ -559,7 +559,7 @@ def grouped_alert(layer: str, groups, rule="worst pair", metric="hdi_worst_align
     return Alert(step, layer, rule, "warning", "", Finding("", heads=heads, groups=groups, metric=metric))
 
 
-def test_of_each_group_one_head_stays_and_takes_over():
+def test_one_head_of_each_group_stays_and_takes_over_the_output():
     torch.manual_seed(0)
     model = nn.Sequential(GroupedAttention(Shape(heads=8, key_heads=8, width=64)))
     (layer,) = find_attention(model)
@@ -580,7 +580,7 @@ def test_of_each_group_one_head_stays_and_takes_over():
     assert head_diversity(layer.weight("key")).worst_alignment < 0.3
 
 
-def test_query_heads_that_score_alike_under_one_key_get_queries_of_their_own():
+def test_query_heads_with_equal_scores_under_one_key_get_fresh_queries():
     torch.manual_seed(0)
     model = nn.Sequential(GroupedAttention(Shape(heads=8, key_heads=2, width=64)))
     (layer,) = find_attention(model)
@@ -598,7 +598,7 @@ def test_query_heads_that_score_alike_under_one_key_get_queries_of_their_own():
     assert float(qk_circuits(layer.weight("query"), layer.weight("key")).worst) < 0.5
 
 
-def test_it_goes_on_while_an_alert_is_active_and_not_where_it_was_refused():
+def test_reviving_continues_while_the_alert_is_active_unless_it_was_refused():
     torch.manual_seed(0)
     model = nn.Sequential(GroupedAttention(Shape(heads=8, key_heads=8, width=64)))
     (layer,) = find_attention(model)

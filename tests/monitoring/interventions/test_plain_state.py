@@ -14,7 +14,7 @@ class Count(int):
     """A number of a type of its own."""
 
 
-def test_a_state_is_given_back_as_plain_types_that_json_reads_again():
+def test_a_state_is_returned_as_plain_types_that_survive_json():
     state = {
         "none": None,
         "flag": True,
@@ -41,6 +41,6 @@ ITSELF["again"] = [ITSELF]
         (ITSELF, "must not hold itself"),
     ],
 )
-def test_a_state_that_no_checkpoint_could_keep_is_refused(state, says):
+def test_a_state_that_cannot_be_saved_is_refused(state, says):
     with pytest.raises(MisconfigurationError, match=says):
         plain_state(state)

@@ -128,7 +128,7 @@ def step(model, x, clip, rate=0.0, steps=1, metrics=("attention_logit_bound",), 
 @pytest.mark.some_slow(quick=4)
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", MODELS)
-def test_heads_above_the_limit_come_down_to_it_and_others_are_not_touched(name, seed):
+def test_heads_above_the_limit_are_scaled_to_it_and_others_are_unchanged(name, seed):
     model, x = make(name, seed)
     before = largest_scores(model, x)
     limit = float(before.median()) * 0.999
@@ -192,7 +192,7 @@ def test_queries_and_keys_of_a_head_share_the_scaling():
         torch.testing.assert_close(layer.weight(role)[head], 0.5 * old.weight(role)[head], rtol=1e-5, atol=1e-8)
 
 
-def test_a_shared_key_moves_only_if_all_of_its_heads_exceed_the_limit():
+def test_a_shared_key_is_scaled_only_if_all_of_its_query_heads_exceed_the_limit():
     model, _ = make("grouped", 0)
     (layer,) = find_attention(model)
     was = layer.weight("key").detach().clone(), layer.weight("query").detach().clone()
@@ -205,7 +205,7 @@ def test_a_shared_key_moves_only_if_all_of_its_heads_exceed_the_limit():
     torch.testing.assert_close(queries, scale[:, None, None] * was[1])
 
 
-def test_a_model_below_the_limit_is_trained_bit_for_bit_as_without():
+def test_training_below_the_limit_is_bit_identical_to_training_without_qk_clip():
     model, x = make("separate", 0)
     twin, limit = copy.deepcopy(model), 100 * float(largest_scores(model, x).max())
     step(model, x, QKClip(limit), rate=0.1, steps=4)
@@ -218,7 +218,7 @@ def test_a_model_below_the_limit_is_trained_bit_for_bit_as_without():
         assert torch.equal(left, right)
 
 
-def test_a_layer_that_the_certificate_clears_is_not_observed(monkeypatch):
+def test_a_layer_whose_score_bound_is_below_the_limit_is_not_observed(monkeypatch):
     model, x = make("separate", 0)
     armed = []
     from hdi_callback.monitoring.interventions import qk_clip
@@ -279,7 +279,7 @@ def test_scores_that_grow_are_kept_at_the_limit():
     assert float(largest_scores(model, x).max()) <= limit * 1.05**2 * 1.001, "the growth of one step is beyond it"
 
 
-def test_what_was_done_is_in_the_history(tmp_path):
+def test_the_action_is_in_the_history(tmp_path):
     model, x = make("separate", 0)
     limit = float(largest_scores(model, x).max()) / 2
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -299,7 +299,7 @@ def test_what_was_done_is_in_the_history(tmp_path):
     assert action["facts"]["attn"]["largest"] == pytest.approx(2 * limit, rel=1e-3)
 
 
-def test_a_dry_run_says_so_and_touches_nothing():
+def test_a_dry_run_of_qk_clip_says_so_and_changes_nothing():
     model, x = make("separate", 0)
     was = copy.deepcopy(model)
     clip = QKClip(float(largest_scores(model, x).max()) / 2, dry_run=True)
@@ -336,7 +336,7 @@ def test_a_state_survives_a_resume():
     ],
     ids=["normed", "latent", "not in place"],
 )
-def test_layers_where_scaling_does_not_do_what_it_says_are_refused(model, message):
+def test_layers_that_qk_clip_cannot_scale_are_refused(model, message):
     built = nn.Sequential(model())
     optimizer = torch.optim.SGD(built.parameters(), lr=0.0)
     with pytest.raises(MisconfigurationError, match=message):
@@ -354,7 +354,7 @@ class Produced(Separate):
         nn.utils.parametrizations.weight_norm(self.attn.q_proj)
 
 
-def test_it_takes_no_options_for_alerts_and_needs_none():
+def test_qk_clip_takes_no_alert_options_and_works_without_alerts():
     with pytest.raises(MisconfigurationError, match="takes `layers`, `at_most` and `dry_run`, and not 'rules'"):
         QKClip(rules=["worst pair"])
     model, x = make("separate", 0)

@@ -33,7 +33,7 @@ def attached(intervention, *optimizers, model=None):
 # --- when, and how often
 
 
-def test_the_least_level_the_rules_and_the_layers_decide():
+def test_level_rules_and_layers_decide_if_an_intervention_acts():
     stop = StopTraining(on="critical", rules=["mean alignment"], layers=["blocks.1.*"])
     training = attached(stop)
     for other in (
@@ -49,7 +49,7 @@ def test_the_least_level_the_rules_and_the_layers_decide():
     assert action.message == "step 100, blocks.1.attn: StopTraining stopped the training (mean alignment: critical)"
 
 
-def test_an_intervention_acts_at_most_as_often_as_it_says():
+def test_an_intervention_acts_at_most_at_most_times():
     save = SaveCheckpoint(at_most=2)
     training = attached(save)
     actions = [save.answer(alert(step=step)) for step in (10, 20, 30)]
@@ -58,7 +58,7 @@ def test_an_intervention_acts_at_most_as_often_as_it_says():
     assert "at most 2 times" in save.describe()
 
 
-def test_a_dry_run_says_what_would_have_happened_and_does_nothing():
+def test_a_dry_run_reports_the_action_and_does_nothing():
     model = Classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     called = []
@@ -132,7 +132,7 @@ def copies(number: int):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_the_learning_rate_of_all_is_scaled_while_the_alert_is_active_and_no_longer(kind):
+def test_the_learning_rate_of_all_parameters_is_scaled_only_while_the_alert_is_active(kind):
     touched, by_hand = copies(2)
     optimizer, reference = kind(touched.parameters(), lr=0.1), kind(by_hand.parameters(), lr=0.1)
     scale = ScaleLearningRate(0.25)
@@ -163,7 +163,7 @@ def test_the_learning_rate_of_all_is_scaled_while_the_alert_is_active_and_no_lon
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_one_layer_alone_takes_smaller_steps(kind):
+def test_the_learning_rate_of_one_layer_can_be_scaled_alone(kind):
     touched, by_hand = copies(2)
     inside = {id(parameter) for parameter in by_hand.blocks[0].attn.parameters()}
     groups = [[p for p in by_hand.parameters() if (id(p) in inside) == flag] for flag in (True, False)]
@@ -182,7 +182,7 @@ def test_one_layer_alone_takes_smaller_steps(kind):
     scale.detach()
 
 
-def test_two_rules_of_one_layer_count_once():
+def test_alerts_of_two_rules_for_one_layer_count_as_one_action():
     scale = ScaleLearningRate()
     attached(scale, torch.optim.SGD(Classifier().parameters(), lr=1.0))
     assert scale.answer(alert(rule="forecast")) is not None
@@ -245,7 +245,7 @@ def test_active_interventions_and_how_often_they_acted_survive_a_resumption(make
 @pytest.mark.parametrize(
     "rule", ["weight jump", "later tokens", "weights not finite", "sharp from the start", "one key"]
 )
-def test_heads_are_pushed_apart_only_where_the_alert_says_that_they_are_alike(rule):
+def test_the_penalty_acts_by_default_only_on_alerts_about_heads_that_are_alike(rule):
     usual, named = DiversityPenalty(), DiversityPenalty(rules=[rule])
     for intervention in (usual, named):
         attached(intervention, torch.optim.SGD(Classifier().parameters(), lr=1.0))
@@ -255,7 +255,7 @@ def test_heads_are_pushed_apart_only_where_the_alert_says_that_they_are_alike(ru
     assert usual.answer(alert(rule="merged scores")) is not None
 
 
-def test_what_is_resumed_with_other_rules_or_layers_drops_alerts_that_it_would_not_see_resolved():
+def test_a_resumed_intervention_drops_alerts_of_rules_and_layers_it_no_longer_covers():
     scale = ScaleLearningRate(0.1)
     attached(scale, torch.optim.SGD(Classifier().parameters(), lr=1.0))
     scale.answer(alert(rule="weight jump"))
@@ -305,7 +305,7 @@ def test_a_failure_around_an_optimizer_step_costs_one_warning_and_the_step_is_ma
 
 
 @pytest.mark.parametrize("kind", [DiversityPenalty, ReviveHeads])
-def test_clones_that_were_loaded_are_left_alone_until_the_run_changes_something(kind):
+def test_head_interventions_ignore_pretrained_clones_until_the_run_changes_them(kind):
     def reported(curve, intervention):
         attached(intervention)
         alerts = Alerts([WorstPair()], {})
