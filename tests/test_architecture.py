@@ -416,7 +416,7 @@ def test_nothing_in_the_package_uses_a_name_that_is_deprecated(root):
     assert done.returncode == 0, done.stderr
 
 
-def test_every_public_name_is_there():
+def test_every_public_name_exists():
     import hdi_callback
 
     missing = [name for name in hdi_callback.__all__ if getattr(hdi_callback, name, None) is None]

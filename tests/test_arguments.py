@@ -246,7 +246,7 @@ def test_any_value_of_any_argument_is_accepted_or_refused_by_name(data, tmp_path
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )  # fmt: skip
-def test_the_error_says_what_to_write_instead(arguments, message):
+def test_the_error_states_the_remedy(arguments, message):
     arguments = dict(arguments)
     if arguments.get("thresholds") == {"*": {}}:
         arguments["thresholds"] = {"*": {"pair": 0.9}}

@@ -139,7 +139,7 @@ def test_a_session_reads_records_judges_intervenes_and_writes_to_its_sinks_as_be
         ({"in_turn": False}, {"rotate_layers": False}),
     ],
 )
-def test_an_argument_under_its_old_name_warns_at_the_line_of_the_user_and_does_what_it_did(old_arguments, now):
+def test_an_argument_under_its_old_name_warns_at_the_line_of_the_user_and_still_works(old_arguments, now):
     def reading(**arguments):
         model = torch.nn.ModuleDict({"attn": torch.nn.MultiheadAttention(528, 4, batch_first=True)})
         with HeadDiversityMonitor(model, **arguments) as monitor:

@@ -31,7 +31,7 @@ def metadata(root: Path, folder: Path, monkeypatch, urls: str = "") -> Message:
         return Parser().parsestr(wheel.read(name).decode())
 
 
-def test_the_readme_of_a_package_index_has_no_relative_link_while_no_address_is_known(root, tmp_path, monkeypatch):
+def test_the_readme_on_a_package_index_has_no_relative_links_without_a_project_url(root, tmp_path, monkeypatch):
     shown = metadata(root, tmp_path, monkeypatch)
     text = shown.get_payload()
     assert RELATIVE.search(text) is None

@@ -84,13 +84,13 @@ def test_the_reference_names_everything_that_is_public_once(root):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_everything_in_a_public_list_is_there_and_listed_once(module):
+def test_every_name_in_a_public_list_exists_and_is_listed_once(module):
     room = importlib.import_module(module)
     assert len(set(room.__all__)) == len(room.__all__)
     assert all(getattr(room, name) is not None for name in room.__all__)
 
 
-def test_dir_shows_what_is_public_and_nothing_else():
+def test_dir_lists_only_public_names():
     for module in MODULES[:3]:
         room = importlib.import_module(module)
         assert set(dir(room)) == set(room.__all__)
@@ -114,7 +114,7 @@ def test_the_import_of_the_package_loads_nothing_else(root):
     assert ran.stdout.strip() == "['hdi_callback']"
 
 
-def test_type_checkers_see_the_public_names_where_they_are_loaded_from(root):
+def test_type_checkers_see_the_public_names_of_lazy_imports(root):
     import hdi_callback
 
     tree = ast.parse((root / "hdi_callback" / "__init__.py").read_text())

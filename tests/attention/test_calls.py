@@ -48,7 +48,7 @@ class Noting(nn.Module):
 
 
 @pytest.mark.parametrize(("reentrant", "repeated"), [(False, [False, True]), (True, [False, False])])
-def test_a_forward_that_a_checkpoint_repeats_is_recognised_where_autograd_recorded_the_first(reentrant, repeated):
+def test_a_forward_repeated_by_checkpointing_is_recognised_if_autograd_recorded_the_first(reentrant, repeated):
     module, x = Noting(), torch.ones(2, 3, requires_grad=True)
     checkpoint(module, x, use_reentrant=reentrant).sum().backward()
     assert module.repeated == repeated

@@ -422,7 +422,7 @@ def test_a_compiled_model_is_captured_without_a_graph_break(dynamo, make, backen
     assert not dynamo["graph_break"]
 
 
-def test_a_model_compiled_and_called_before_is_noticed(dynamo):
+def test_a_model_compiled_and_called_before_is_detected(dynamo):
     model = Classifier()
     compiled = torch.compile(model, backend="eager")
     compiled(tokens())

@@ -38,7 +38,7 @@ def test_features_are_numbered_head_by_head_with_or_without_a_batch(lead, where)
     torch.testing.assert_close(answer, torch.einsum(formula, x, stack))
 
 
-def test_a_single_matrix_is_no_matrix_for_each_part():
+def test_a_single_matrix_is_not_split_into_matrices_of_parts():
     x, stack = torch.randn(1, TOKENS, TAKEN), torch.randn(1, TAKEN, WIDTH)
     assert contracted(cast("Any", Cut(stack)), x, stack, "htk", "hkw", "htw") is NotImplemented
 

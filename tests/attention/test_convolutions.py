@@ -240,7 +240,7 @@ def test_heads_of_a_convolution_are_those_of_its_linear_twin(dims, groups):
 
 
 @pytest.mark.parametrize("groups", [1, 4])
-def test_heads_that_do_not_lie_side_by_side_are_read_from_a_convolution(groups):
+def test_interleaved_heads_are_read_from_a_convolution(groups):
     convolution = nn.Conv2d(16, 24, 1, groups=groups)
     keys = HeadSlice(convolution, "weight", heads=2, width=4, start=4, stride=12)
     really = matrix_of(convolution, 16, 2)
@@ -513,7 +513,7 @@ def test_a_norm_over_the_batch_leaves_principal_angles_as_they_are(kind, is_trai
 
 
 @pytest.mark.parametrize("sides", [(2, 3), (2, D), (D, 2), (8, 8)])
-def test_a_claim_is_checked_on_images_whatever_their_sides(sides):
+def test_a_claim_is_checked_on_images_of_any_size(sides):
     (layer,) = find_attention(twins()[0])
     wrong = replace(layer, slices={role: replace(part, stride=1, step=H) for role, part in layer.slices.items()})
     for claim, names in ((layer, set()), (wrong, {layer.name})):

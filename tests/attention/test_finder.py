@@ -163,7 +163,7 @@ def test_latent_keys_are_the_product_of_both_maps(norm):
     assert "without the part that all heads share" in layer.kind
 
 
-def test_what_a_norm_of_the_latent_subtracts_is_subtracted_from_the_inner_rows():
+def test_the_mean_that_a_norm_of_the_latent_subtracts_is_subtracted_from_the_inner_rows():
     torch.manual_seed(0)
     module = Latent(nn.LayerNorm)
     (layer,) = find_attention(nn.Sequential(module))
@@ -174,7 +174,7 @@ def test_what_a_norm_of_the_latent_subtracts_is_subtracted_from_the_inner_rows()
 
 
 @pytest.mark.parametrize("width", [8, 32])
-def test_what_a_layer_norm_subtracts_is_subtracted_from_the_rows(width):
+def test_the_mean_that_a_layer_norm_subtracts_is_subtracted_from_the_rows(width):
     torch.manual_seed(0)
     module = NormedOverAll(width)
     finding = judged(module)
@@ -213,7 +213,7 @@ def test_modules_without_attention_have_no_layer_and_no_refusal(module):
     assert survey(nn.Sequential(module)) == Survey((), ())
 
 
-def test_a_convolution_over_tokens_between_linear_maps_is_no_attention():
+def test_a_convolution_over_tokens_between_linear_maps_is_not_claimed_as_attention():
     class Mixer(nn.Module):
         def __init__(self):
             super().__init__()

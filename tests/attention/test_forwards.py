@@ -81,7 +81,7 @@ def test_a_forward_that_raised_and_was_run_again_is_read_once():
         assert taps.captures[LAYERS[0]].num_tokens == 36
 
 
-def test_only_forwards_without_autograd_are_absent_with_the_reason_where_training_alone_is_meant():
+def test_with_training_only_forwards_without_autograd_are_absent_with_the_reason():
     model = model_of()
     with tap(model) as taps:
         taps.arm(training_only=True)

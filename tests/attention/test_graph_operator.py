@@ -7,7 +7,7 @@ import torch
 from hdi_callback.attention.capture.graph_operator import Entry, take_in_graph
 
 
-def test_a_tensor_is_handed_out_detached_while_what_is_passed_goes_on_with_its_gradient():
+def test_the_receiver_gets_a_detached_tensor_and_the_passed_one_keeps_its_gradient():
     taken: list[torch.Tensor] = []
     entry = Entry(taken.append)
     passed, outputs = torch.randn(2, 3, requires_grad=True), torch.randn(4, requires_grad=True)

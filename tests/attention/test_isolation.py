@@ -134,7 +134,7 @@ def everything(module: Restless) -> list:
     ]  # fmt: skip
 
 
-def test_whatever_a_forward_does_is_put_back(capsys):
+def test_side_effects_of_a_forward_are_undone_by_isolation(capsys):
     module, settings = Restless(), settings_of_torch()
     with isolated(module):  # what the classes keep from other tests does not matter
         module.forward(torch.ones(4, dtype=torch.float32))
@@ -169,7 +169,7 @@ def test_a_setting_of_a_backend_is_put_back(backend, name):
         setattr(backend, name, before)
 
 
-def test_what_a_forward_does_is_detected_without_isolation():
+def test_side_effects_of_a_forward_are_detected_without_isolation():
     module = Restless()
     with isolated(module):
         before = everything(module)
@@ -394,7 +394,7 @@ def test_a_compiled_child_runs_as_it_was_written():
     torch._dynamo.reset()
 
 
-def test_another_thread_goes_on_printing(capsys):
+def test_another_thread_can_print_during_isolation(capsys):
     with isolated():
         print("mine")  # noqa: T201
         thread = threading.Thread(target=print, args=("theirs",))

@@ -290,7 +290,7 @@ def test_the_witness_records_the_same_heads_with_and_without_attention_weights(n
     assert torch.allclose(module.out_proj(by_softmax.transpose(1, 2).flatten(2)), answer, atol=1e-6)
 
 
-def test_both_towers_of_clip_are_found_with_heads_of_their_own():
+def test_both_towers_of_clip_are_found_with_separate_heads():
     text = SMALL | {"num_attention_heads": 8}
     config = tf.CLIPConfig(text_config=text, vision_config=IMAGE, projection_dim=16)
     layers = find_attention(tf.CLIPModel(config))
@@ -400,7 +400,7 @@ def test_patterns_choose_layers():
 
 
 @pytest.mark.parametrize("argument", ["include", "exclude"])
-def test_a_pattern_that_matches_nothing_is_refused_with_what_there_is(argument):
+def test_a_pattern_that_matches_nothing_is_refused_with_the_layers_that_exist(argument):
     model = nn.ModuleDict({"encoder": by_hand.Grouped()})
     with pytest.raises(
         MisconfigurationError, match=r"'decoder\.\*', which matches no attention layer. There are: encoder"

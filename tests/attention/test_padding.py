@@ -364,7 +364,7 @@ def test_a_square_mask_of_distances_is_over_pairs_also_with_as_many_sequences_as
 
 
 @pytest.mark.parametrize("form", [lambda mask: mask, added], ids=["boolean", "added to scores"])
-def test_a_square_mask_that_may_be_over_tokens_or_over_pairs_is_ambiguous_and_one_warning_says_so(form, tmp_path):
+def test_an_ambiguous_square_mask_costs_one_warning(form, tmp_path):
     torch.manual_seed(0)
     model = nn.ModuleDict({"attn": ByHand(lambda mask: mask[:, None, None])})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -390,7 +390,7 @@ def test_a_square_attention_mask_is_over_tokens_by_its_name():
     require(model, lambda: model["attn"](x, (~RAGGED).long()), {"attn": "attn.out_proj"}, {"attn": RAGGED})
 
 
-def test_the_causal_mask_of_torchs_encoder_is_no_padding_also_with_as_many_sequences_as_tokens():
+def test_the_causal_mask_of_torchs_encoder_is_not_taken_for_padding():
     torch.manual_seed(0)
     block = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
     model, x = nn.TransformerEncoder(block, 1, enable_nested_tensor=False), torch.randn(N, N, 32)

@@ -97,7 +97,7 @@ def test_a_sum_of_elementwise_products_becomes_one_matrix_product(shapes, dims):
     assert "MulBackward0" not in nodes(found) - nodes(left) - nodes(right)
 
 
-def test_a_sum_that_is_no_product_of_two_activations_stays_a_sum():
+def test_a_sum_of_anything_but_products_of_two_activations_stays_a_sum():
     left, right = activations((5, 1, 4), (7, 4))
     leaf = torch.randn(7, 4, requires_grad=True)
     marked = right * 1

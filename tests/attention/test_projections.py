@@ -296,7 +296,7 @@ class Turned(nn.MultiheadAttention):
 
 
 @pytest.mark.parametrize("kind", [Tempered, Alone, Turned])
-def test_a_subclass_of_torch_attention_with_a_forward_of_its_own_is_read_by_what_it_computes(kind):
+def test_a_subclass_of_torch_attention_with_its_own_forward_is_read_by_tracing(kind):
     module = kind(D, H, batch_first=True)
     (layer,) = find_attention(nn.Sequential(module))
     weights = dict(zip(("query", "key", "value"), module.in_proj_weight.detach().chunk(3)))

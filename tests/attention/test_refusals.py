@@ -154,7 +154,7 @@ REFUSED = {  # and how many layers there are
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_families_whose_heads_cannot_be_read_are_refused_layer_by_layer(name):
+def test_layers_of_families_that_cannot_be_read_are_refused_one_by_one(name):
     config, layers, reason = REFUSED[name]
     found = survey(tf.AutoModel.from_config(config))
     assert found.layers == ()

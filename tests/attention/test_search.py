@@ -198,7 +198,7 @@ def test_a_lightning_run_watches_them_and_resumes(tmp_path):
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_each_kind_of_module_is_read_once_however_many_there_are(monkeypatch, device):
+def test_each_kind_of_module_is_traced_once_for_any_number_of_layers(monkeypatch, device):
     read = []
     monkeypatch.setattr(kinds, "layers_in", lambda *args, **kwargs: read.append(args[3]) or layers_in(*args, **kwargs))
     counts = []

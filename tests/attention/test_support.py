@@ -581,7 +581,7 @@ def test_positional_key_features_concatenated_with_content_are_reported_as_left_
     assert [rows_of(layer, role) for role in ("query", "key")] == [("a.weight", blocks()), ("b.weight", blocks())]
 
 
-def test_a_router_is_no_attention() -> None:
+def test_a_router_is_not_claimed_as_attention() -> None:
     assert read(Routed(), torch.randn(3, 7, WIDTH)) == []
 
 

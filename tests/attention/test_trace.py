@@ -99,7 +99,7 @@ def test_projections_as_bare_parameters_are_read_as_live_views(by_matmul):
     assert torch.equal(layer.weight("key"), module.W_K.mT)
 
 
-def test_two_attentions_in_one_module_are_two_layers_with_names_of_their_own():
+def test_two_attentions_in_one_module_are_two_layers_with_separate_names():
     torch.manual_seed(0)
     module = adversarial.TwoInOne()
     first, second = layers_of(module)
@@ -110,7 +110,7 @@ def test_two_attentions_in_one_module_are_two_layers_with_names_of_their_own():
         assert layer.output_projection is back
 
 
-def test_an_attention_beside_a_child_that_is_attention_is_a_layer_too():
+def test_a_module_with_its_own_attention_and_an_attention_child_gives_two_layers():
     module = adversarial.BesideAChild()
     found = read(module, name="block")
     assert [(one.path, one.layer and one.layer.name) for one in found] == [("child", "block.child"), ("", "block")]
@@ -185,7 +185,7 @@ def test_heads_whose_outputs_are_subtracted_are_read_without_their_outputs():
 
 
 @pytest.mark.filterwarnings("ignore")  # torch says that its own way to quantise is old
-def test_maps_whose_matrix_cannot_be_read_are_named():
+def test_linear_maps_whose_matrix_cannot_be_read_are_named_in_the_refusal():
     class Mixer(by_hand.Separate):
         def forward(self, x):
             return self.out_proj(by_hand.attend(*self.heads(x)))

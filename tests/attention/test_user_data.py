@@ -75,7 +75,7 @@ def change(one, is_emptied):
         one.append(9)
 
 
-def test_a_counter_that_a_forward_counts_up_goes_on_from_where_it_was():
+def test_a_counter_incremented_in_isolation_is_restored():
     calls = collections.Counter(forward=2)
     for _ in range(2):
         data = UserData()
@@ -179,7 +179,7 @@ def test_attributes_of_a_user_object_are_restored():
     assert held == types.SimpleNamespace(losses=[1.0], names={"a": [2]})
 
 
-def test_the_environment_is_put_back_and_is_not_written_where_nothing_changed(monkeypatch):
+def test_environment_variables_are_restored_and_unchanged_ones_are_not_written(monkeypatch):
     monkeypatch.setenv("HDI_TEST_KEPT", "1")
     before = dict(os.environ)
     with environment_kept():

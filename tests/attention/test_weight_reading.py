@@ -140,7 +140,7 @@ def test_a_reparametrised_weight_is_read_as_in_the_last_forward(change):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_after_an_optimizer_step_the_older_norms_are_computed_anew():
+def test_older_weight_and_spectral_norms_are_recomputed_after_an_optimizer_step():
     linear = old_weight(nn.Linear(D, D))
     with torch.no_grad():
         linear.weight_g.mul_(2)

@@ -275,7 +275,7 @@ def test_scores_summed_over_rows_are_compared_row_by_row(is_first):
         assert judge(replace(claim, weight=swapped), observed, one, B).is_right is False, role
 
 
-def test_products_without_a_softmax_and_routers_are_no_attention():
+def test_products_without_a_softmax_and_routers_are_not_recorded_as_attention():
     class Router(nn.Module):
         def __init__(self):
             super().__init__()
@@ -733,7 +733,7 @@ class TimeFirst(nn.Module):
         return torch.einsum("ijbh,jbhd->ibhd", weights, v).transpose(0, 1).flatten(2)
 
 
-def test_queries_and_keys_are_distinguished_where_the_softmax_runs_over_a_dim_in_the_middle():
+def test_queries_and_keys_are_distinguished_if_the_softmax_runs_over_a_middle_dimension():
     torch.manual_seed(0)
     module = TimeFirst()
     rows = thirds(module, "qkv")

@@ -197,7 +197,7 @@ def test_quantised_weights_are_refused_and_not_read_as_numbers(llama, tmp_path, 
     assert found.verdict == "Nothing could be audited."
 
 
-def test_weights_that_are_no_numbers_are_a_finding():
+def test_nan_weights_are_a_finding_of_an_audit():
     model = nn.ModuleDict({"attn": nn.MultiheadAttention(32, 4)})
     with torch.no_grad():
         model["attn"].in_proj_weight[40, 0] = float("nan")

@@ -28,7 +28,7 @@ def test_a_benchmark_writes_its_command_and_a_ratio_with_its_spread(bench, rows,
 
 
 @pytest.mark.slow
-def test_armed_steps_of_a_user_are_kept_pair_by_pair_and_go_on_where_they_stopped(tmp_path):
+def test_measured_pairs_of_armed_steps_are_stored_and_resumed(tmp_path):
     pairs, report = tmp_path / "pairs.jsonl", tmp_path / "report.md"
     for rounds in (2, 3):
         options = ["--gpt2", "--small", "--rounds", str(rounds), "--pairs", str(pairs), "--output", str(report)]
@@ -85,7 +85,7 @@ def test_the_interval_of_a_median_leaves_out_what_order_statistics_allow():
     assert [ratios.outside(rounds) for rounds in (2, 5, 8, 9, 15, 20, 100)] == [0, 0, 0, 1, 3, 5, 39]
 
 
-def test_what_work_adds_is_the_median_difference_of_pairs_whatever_the_drift(monkeypatch):
+def test_the_added_time_is_the_median_difference_of_pairs_under_any_drift(monkeypatch):
     clock = SimpleNamespace(now=0.0, drift=0.0)
 
     def takes(seconds):
@@ -103,7 +103,7 @@ def test_what_work_adds_is_the_median_difference_of_pairs_whatever_the_drift(mon
     assert cost.high - cost.low <= 0.0021
 
 
-def test_the_plan_sends_what_its_sizes_say():
+def test_the_traffic_plan_sends_as_many_bytes_as_its_sizes_state():
     small = plan.Model(layers=1, heads=2, key_heads=1, value_dim=3, width=8)
     assert plan.bytes_of_weights(small) == 8 * (4 + 9 + 22)
     # Blocks of each pair of heads once, and the squares of them.

@@ -60,7 +60,7 @@ def test_the_help_names_every_command_and_the_exit_codes():
 
 
 @pytest.mark.parametrize("command", sorted(hdi.commands))
-def test_every_command_has_a_help_that_keeps_its_examples_on_lines_of_their_own(command):
+def test_the_help_of_every_command_has_each_example_on_its_own_line(command):
     shown = run(command, "--help")
     assert shown.exit_code == 0
     assert len(shown.output.splitlines()) > 5
@@ -97,7 +97,7 @@ def test_a_narrow_terminal_cuts_no_name_off():
     assert "…" not in shown
 
 
-def test_pages_are_written_where_they_are_asked_for(bad_run, good_run, tmp_path):
+def test_pages_are_written_to_the_requested_path(bad_run, good_run, tmp_path):
     audited = run("audit", f"{__name__}:collapsed", "--html", tmp_path / "audit.html")
     assert audited.exit_code == 1
     assert "heads 1 and 3 are nearly one head" in (tmp_path / "audit.html").read_text()
@@ -127,7 +127,7 @@ def test_active_alerts_are_also_listed_under_their_key_of_version_0_1(bad_run, w
     assert data["standing"] == data["active"]
 
 
-def test_alerts_say_last_which_are_active(bad_run, good_run):
+def test_the_alerts_command_ends_with_the_active_alerts(bad_run, good_run):
     bad, good = run("alerts", bad_run), run("alerts", good_run)
     assert (bad.exit_code, good.exit_code) == (1, 0)
     assert bad.output.splitlines()[-1].startswith("1 active alert: model.blocks.2.attn: heads 1 and 3")
@@ -165,7 +165,7 @@ def test_watching_a_large_run_fits_the_terminal_and_keeps_the_alerted_layer(tmp_
     assert sum("[#]" in line for line in lines) == 2
 
 
-def test_watching_a_run_whose_weights_are_no_numbers_shows_that_nothing_was_measured(tmp_path):
+def test_watch_shows_that_nothing_was_measured_if_the_weights_are_nan(tmp_path):
     for name, lost in (("one", (1,)), ("all", (0, 1, 2, 3))):
         write_run(tmp_path / name / "history.jsonl", collapsed=None, lost=lost)
         shown = run("watch", tmp_path / name, "--once")

@@ -67,7 +67,7 @@ def test_alert_messages_quoted_in_the_docs_exist_in_the_rules():
 
 
 @pytest.mark.parametrize("name", sorted(RULES))
-def test_the_command_that_an_alert_names_prints_what_to_do(name):
+def test_the_command_named_in_an_alert_prints_the_remedy(name):
     place = place_to_read(name)
     assert place.startswith(("https://", "hdi explain "))
     shown = run("explain", name.replace(" ", "-"))

@@ -101,7 +101,7 @@ def test_empty_tensors_and_those_without_heads_are_refused(function, given_shape
         function(*map(torch.ones, given_shapes))
 
 
-def test_a_fresh_head_that_is_wider_than_its_input_fills_what_there_is():
+def test_a_fresh_head_wider_than_its_input_spans_the_input():
     weight = torch.randn(3, 5, 2, generator=torch.Generator().manual_seed(0))
     fresh = fresh_head(weight, 1)
     assert fresh.shape == (5, 2)

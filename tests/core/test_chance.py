@@ -28,7 +28,7 @@ def test_the_bound_lies_above_the_tail_of_the_beta_law_and_within_a_factor_of_fi
     assert law.sf(overlap) <= bound <= max(50 * law.sf(overlap), 1e-300)
 
 
-def test_fresh_layers_exceed_the_bound_no_more_often_than_it_says():
+def test_fresh_layers_exceed_the_bound_at_most_at_its_stated_rate():
     H, k, d, layers = 6, 8, 48, 4000
     weight = torch.randn(layers, H, k, d, generator=torch.Generator().manual_seed(0))
     worst = head_diversity(weight).worst.tolist()
@@ -56,7 +56,7 @@ def test_a_dead_head_has_no_overlap_to_be_judged():
 
 
 @pytest.mark.parametrize(("width", "overlap"), [(20, 0.3), (64, 0.2), (512, 0.05)])
-def test_for_two_lines_the_bound_is_chernoffs_for_their_own_distribution(width, overlap):
+def test_for_two_lines_the_bound_is_the_chernoff_bound_of_their_distribution(width, overlap):
     # The squared cosine of two random lines is Beta(1/2, (d - 1)/2), whose parameters add up to d/2.
     mean = 1 / width
     divergence = mean * math.log(mean / overlap) + (1 - mean) * math.log((1 - mean) / (1 - overlap))

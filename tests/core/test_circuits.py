@@ -53,7 +53,7 @@ def side_by_side(H: int, G: int) -> list[int]:
 
 @given(SHAPES)
 @SEARCH
-def test_cosines_are_those_of_the_plain_products_whatever_the_grouping_and_the_widths(shape):
+def test_cosines_agree_with_plain_products_for_any_grouping_and_widths(shape):
     G, m, k, d, d_keys, seed = shape
     query, key = gaussian(G * m, k, d, seed=seed), gaussian(G, k, d_keys, seed=seed + 1)
     expected = plain_cosines(query, key, side_by_side(G * m, G))
@@ -66,7 +66,7 @@ def test_cosines_are_those_of_the_plain_products_whatever_the_grouping_and_the_w
 
 @given(SHAPES)
 @SEARCH
-def test_covariances_weigh_both_sides_by_what_comes_in(shape):
+def test_covariances_weight_both_sides_of_a_circuit_by_their_inputs(shape):
     G, m, k, d, d_keys, seed = shape
     query, key = gaussian(G * m, k, d, seed=seed), gaussian(G, k, d_keys, seed=seed + 1)
     of_queries, of_keys = covariance(d, seed + 2), covariance(d_keys, seed + 3)
@@ -80,7 +80,7 @@ def test_covariances_weigh_both_sides_by_what_comes_in(shape):
     assert np.abs(values.cosine.numpy() - plain_cosines(query, key, group, None, of_keys)).max() < 1e-8
 
 
-def test_a_covariance_of_few_tokens_compares_what_the_heads_score_on_them():
+def test_a_covariance_of_few_tokens_compares_the_scores_of_the_heads_on_them():
     tokens = gaussian(5, 24, seed=9)
     query, key, S = gaussian(4, 6, 24), gaussian(4, 6, 24, seed=1), tokens.mT @ tokens / 5
     scores = torch.stack([(tokens @ q.mT @ k @ tokens.mT).flatten() for q, k in zip(query, key)])
@@ -149,7 +149,7 @@ def test_only_layers_with_cancellation_are_whitened(monkeypatch):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30, 0.0])
-def test_a_layer_that_float32_cannot_square_spoils_no_other(bad):
+def test_a_layer_that_float32_cannot_square_affects_no_other(bad):
     query, key = gaussian(3, 4, 4, 12).float(), gaussian(3, 4, 4, 12, seed=1).float()
     clean = qk_circuits(query, key)
     key[1] *= bad
@@ -187,7 +187,7 @@ def test_query_heads_that_merge_on_one_key_head_are_detected():
     assert float(merged.distinct) == 1
 
 
-def test_heads_that_merge_where_subspaces_fill_the_space_are_detected():
+def test_merged_heads_are_detected_if_key_subspaces_fill_the_space():
     query, key = gaussian(4, 16, 12), gaussian(4, 16, 12, seed=1)
     A = gaussian(16, 16, seed=2)
     query[3], key[3] = torch.linalg.inv(A).mT @ query[1], A @ key[1]

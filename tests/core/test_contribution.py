@@ -23,7 +23,7 @@ def test_contributions_are_those_of_the_heads_one_by_one(with_bias):
     assert float(sums.count) == 50
 
 
-def test_a_head_alone_contributes_everything_and_two_that_cancel_more():
+def test_one_head_contributes_everything_and_two_cancelling_heads_more():
     outputs, weight = gaussian(9, 1, 3), gaussian(1, 3, 5, seed=1)
     assert ContributionSums.of(outputs, weight).relative.tolist() == pytest.approx([1])
     against = ContributionSums.of(outputs.expand(9, 2, 3), torch.cat([weight, -0.5 * weight]))
@@ -96,7 +96,7 @@ def test_importance_in_chunks_is_that_of_one_pass(monkeypatch):
     assert sizes.largest <= 6 * 3 * 4
 
 
-def test_pairs_of_heads_are_added_up_within_the_numbers_that_a_chunk_may_hold(monkeypatch):
+def test_pairs_of_heads_are_summed_within_the_size_limit_of_a_chunk(monkeypatch):
     slopes = gaussian(40, 3)
     monkeypatch.setattr("hdi_callback.core.contribution._CHUNK", 20)
     with TensorSizes() as sizes:

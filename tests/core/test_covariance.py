@@ -232,7 +232,7 @@ def test_leaving_out_all_but_one_token_leaves_nothing_to_compare():
     assert math.isnan(float(head_covariance(outputs, weight, lengths=[199, 1]).correlation_error))
 
 
-def test_leaving_out_sequences_sees_correlated_tokens_where_single_tokens_do_not():
+def test_leaving_out_sequences_accounts_for_correlated_tokens():
     rng = np.random.default_rng(0)
     weight = torch.eye(2, dtype=torch.float64).expand(3, 2, 2)
     estimates, by_sequence, by_token = [], [], []

@@ -100,7 +100,7 @@ def test_the_worst_pair_and_the_nearest_neighbours_are_found():
     assert diversity.nearest_overlap.tolist() == pytest.approx(overlap.max(1).tolist())
 
 
-def test_the_worst_alignment_names_its_own_pair_where_wide_heads_overlap_more_by_chance():
+def test_the_worst_alignment_has_its_own_pair_if_wide_heads_overlap_more_by_chance():
     weight = torch.zeros(4, 14, 24, dtype=torch.float64)
     weight[:2] = gaussian(2, 14, 24)
     weight[2, 0, 0], weight[3, 0, 0], weight[3, 0, 1] = 1, 0.6, 0.8  # two lines with cosine 0.6
@@ -110,7 +110,7 @@ def test_the_worst_alignment_names_its_own_pair_where_wide_heads_overlap_more_by
     assert float(diversity.worst_alignment) == pytest.approx((0.36 - 1 / 24) / (1 - 1 / 24))
 
 
-def test_the_worst_energy_alignment_names_its_own_pair_where_one_direction_carries_the_energy():
+def test_the_worst_energy_alignment_has_its_own_pair_if_one_direction_carries_the_energy():
     weight = torch.zeros(4, 6, 24, dtype=torch.float64)
     weight[0, 0, 0], weight[1, 0, 0], weight[1, 0, 1] = 1, 0.8, 0.6  # two lines: chance 1/24
     # Two spaces of six equal directions, four of them shared: overlap 4/6, chance 6/24.
@@ -219,7 +219,7 @@ def test_fewer_than_two_live_heads_have_no_index(weight, live):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("method", ["whiten", "svd", "exact"])
-def test_weights_that_are_not_finite_spoil_their_own_layer_alone(bad, method):
+def test_non_finite_weights_affect_only_their_own_layer(bad, method):
     weight = gaussian(3, 4, 8, 32)
     good = head_diversity(weight, method=method)
     weight[1, 2, 3, 4] = bad
@@ -368,7 +368,7 @@ def test_a_dead_head_is_left_out_of_covariances_as_well():
     assert float(measured.index) == pytest.approx(float(living.index))
 
 
-def test_a_factorisation_that_fails_spoils_its_own_layer_alone():
+def test_a_failed_factorisation_affects_only_its_own_layer():
     covariance = keys_and_covariance()[1].expand(3, -1, -1, -1, -1).clone()
     good = head_diversity_from_covariance(covariance)
     covariance[1, 2, 0, 2, 0] = -0.1  # no covariance has a negative variance
@@ -454,7 +454,7 @@ def test_a_penalty_on_a_single_head_is_refused():
 # --- further identities
 
 
-def test_two_lenses_on_one_dominant_direction_read_what_the_closed_forms_say():
+def test_both_lenses_on_one_dominant_direction_agree_with_closed_forms():
     H, k, d, noise = 8, 16, 128, 1 / 68.6
     shared = gaussian(d, seed=1)
     shared /= shared.norm()
@@ -515,7 +515,7 @@ def test_no_counterexample_to_the_bounds_under_unequal_ranks_scales_and_dead_hea
 
 @pytest.mark.parametrize("place", [(1, 0, 2, 0, 2), (1, 0, 2, 0, 3), (1, 0, 2, 3, 1)])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_covariance_that_is_not_finite_spoils_its_own_layer_alone(bad, place):
+def test_a_non_finite_covariance_affects_only_its_own_layer(bad, place):
     covariance = torch.stack([keys_and_covariance(tokens)[1] for tokens in (300, 400, 500)])
     good = head_diversity_from_covariance(covariance, tokens=300)
     mirrored = place[0], *place[3:], *place[1:3]
@@ -671,7 +671,7 @@ def input_covariance(d: int, seed: int = 5) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("method", ["whiten", "exact"])
-def test_a_metric_gives_what_the_covariance_of_the_keys_gives(method):
+def test_an_input_metric_gives_the_same_overlaps_as_the_key_covariance(method):
     weight, S = gaussian(5, 6, 40), input_covariance(40)
     weight[3] = 0
     covariance = torch.einsum("hid,de,gje->higj", weight, S, weight)

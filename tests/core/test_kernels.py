@@ -182,7 +182,7 @@ def test_one_hot_rows_sample_one_token():
     assert float(read.overlap[0, 1]) == pytest.approx(0.2)  # they meet in one query of five
 
 
-def test_equal_heads_are_alike_and_opposite_ones_are_not():
+def test_equal_heads_have_likeness_one_and_opposite_heads_minus_one():
     lean = 0.1 * torch.tensor([[1.0, 1, -1, -1], [-1, 1, -1, 1]])
     rows = torch.stack([0.25 + lean, 0.25 + lean, 0.25 - lean])
     read = AttentionSums.of(rows).rows()
@@ -193,7 +193,7 @@ def test_equal_heads_are_alike_and_opposite_ones_are_not():
     assert float(read.overlap[0, 2]) == pytest.approx((0.25 - 0.04) / (0.25 + 0.04))
 
 
-def test_a_sink_that_is_left_out_shows_what_else_the_heads_attend_to():
+def test_without_the_sink_the_metrics_show_the_rest_of_the_attention():
     rest = torch.softmax(gaussian(2, 6, 7), -1)
     rows = torch.cat([torch.full((2, 6, 1), 0.99), 0.01 * rest], -1)
     with_sink, without = AttentionSums.of(rows).rows(), AttentionSums.of(rows, first=0).rows()

@@ -129,7 +129,7 @@ def test_an_operation_that_reads_a_value_is_detected(loud):
 
 
 @pytest.mark.parametrize("what", SILENT)
-def test_without_fast_float64_no_value_is_read_either(what, monkeypatch):
+def test_no_value_is_read_on_the_host_without_fast_float64(what, monkeypatch):
     monkeypatch.setattr(whitening, "has_fast_float64", lambda device: False)
     for module in (circuits, diversity, kernels, whitening):
         monkeypatch.setattr(module, "may_decide_on_host", lambda weight: False)  # as on an accelerator

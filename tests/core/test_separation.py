@@ -37,7 +37,7 @@ def test_a_fresh_head_beside_a_single_other_is_orthogonal_to_it():
     assert float(fresh.norm()) == pytest.approx(float(weight[1].norm()))
 
 
-def test_where_there_is_no_room_a_fresh_head_takes_what_the_others_use_least():
+def test_without_free_directions_a_fresh_head_takes_the_least_used_ones():
     weight = gaussian(4, 8, 24, seed=2)
     weight[3] = weight[0]
     before, after = head_diversity(weight), weight.clone()
@@ -50,14 +50,14 @@ def test_where_there_is_no_room_a_fresh_head_takes_what_the_others_use_least():
     assert float(head_diversity(after).overlap[3, :3].sum()) < worst_of_random
 
 
-def test_the_global_random_state_is_left_alone():
+def test_drawing_a_fresh_head_does_not_change_the_global_random_state():
     state = torch.get_rng_state()
     fresh_head(gaussian(3, 4, 16), 1, generator=seeded())
     assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(("shape", "head"), [((1, 4, 16), 0), ((3, 4, 16), 3), ((4, 16), 0)])
-def test_a_head_that_is_not_there_cannot_be_drawn(shape, head):
+def test_an_invalid_head_index_is_refused(shape, head):
     with pytest.raises(ShapeError, match="fresh head needs"):
         fresh_head(torch.ones(shape), head)
 

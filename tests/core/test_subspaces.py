@@ -206,7 +206,7 @@ def test_a_rank_tolerance_that_leaves_no_rank_is_refused(read, rank_tol):
 
 
 @pytest.mark.parametrize("shape", [(4, 8), (0, 8, 16), (4, 0, 16), (4, 8, 0)])
-def test_a_shape_that_is_no_head_weight_is_refused_with_what_to_write(shape):
+def test_a_shape_that_is_no_head_weight_is_refused_with_the_remedy(shape):
     with pytest.raises(ShapeError, match=r"unflatten\(0, \(num_heads, -1\)\)"):
         orthonormal_bases(torch.zeros(shape))
 

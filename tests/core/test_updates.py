@@ -30,7 +30,7 @@ def test_movement_is_relative_and_zero_for_a_frozen_head():
     assert (movement[:, 2] == 0).all()
 
 
-def test_updates_that_bfloat16_rounds_away_are_no_movement_and_others_are_not_rounded_again():
+def test_updates_that_bfloat16_rounds_away_are_no_movement():
     weight = gaussian(2, 4, 8).bfloat16()
     assert head_movement((weight.float() * (1 + 1e-5)).bfloat16(), weight).tolist() == [0, 0]
     next_one = weight.clone()

@@ -53,7 +53,7 @@ def test_the_figure_can_be_saved_and_is_not_blank(tmp_path):
     assert imread(path)[..., :3].std() > 0.02
 
 
-def test_a_history_without_the_metric_is_refused_with_what_it_has():
+def test_a_history_without_the_metric_is_refused_with_the_metrics_it_has():
     with pytest.raises(MisconfigurationError, match=r"none of \['hdi_query'\]; it has: \['hdi', "):
         plot_trajectories(frame(), metrics=["hdi_query"])
 

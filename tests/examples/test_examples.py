@@ -203,7 +203,7 @@ def test_the_vit_learns_digits(vit):
     assert accuracy > 0.6, "ten classes, so guessing gives 0.1"
 
 
-def test_the_collapse_is_reported_mended_and_drawn_and_the_report_is_named_last(tmp_path, root):
+def test_the_collapse_example_reports_mends_and_draws_and_ends_with_the_report(tmp_path, root):
     printed = run(
         root, tmp_path, "train_gpt.py", "--collapse", "--no-wandb", "--steps", "120", "--every-n-steps", "10",
         "--layers", "2", "--heads", "4", "--width", "64", "--length", "64", "--batch-size", "8",

@@ -30,7 +30,7 @@ def test_a_notebook_runs_and_shows_the_alert_the_maps_and_the_table(path, root, 
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_kept_with_what_it_shows(path):
+def test_the_notebook_is_stored_with_its_outputs(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     shown = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
@@ -40,5 +40,5 @@ def test_a_notebook_is_kept_with_what_it_shows(path):
         assert (path.parent / target).is_file(), target
 
 
-def test_there_is_a_notebook():
+def test_the_examples_include_a_notebook():
     assert NOTEBOOKS

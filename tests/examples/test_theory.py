@@ -253,7 +253,7 @@ def test_each_fault_moves_its_named_reading(fault, name, sign):
 # --- 11. Merging key heads
 
 
-def test_the_error_of_the_closed_form_is_its_tail_energy_and_no_merging_is_better():
+def test_the_merging_error_is_the_tail_energy_and_is_minimal():
     from examples.theory.merging_key_heads import merge, pooled, score_error
 
     draw = torch.Generator().manual_seed(0)
@@ -355,7 +355,7 @@ def test_tokens_become_one_without_residuals_and_not_with_them():
 # --- pages
 
 
-def test_a_page_says_its_numbers_its_rules_and_its_command(tmp_path):
+def test_a_page_of_a_claim_has_its_numbers_rules_and_command(tmp_path):
     main(["sparse_kernels", "--size", "small", "--results", str(tmp_path / "runs"), "--docs", str(tmp_path / "docs")])
     page = (tmp_path / "docs" / "claims" / "sparse_kernels.md").read_text()
     assert "make theory ARGS=sparse_kernels" in page

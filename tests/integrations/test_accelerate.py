@@ -60,7 +60,9 @@ def train(accelerator, model, optimizer, data, heads=None, batches_at_most=100) 
 
 @pytest.mark.parametrize(("accumulate", "due"), [(1, [0, 2, 4, 6, 8, 10, 12, 13]), (3, [0, 2, 4, 5])])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_it_reads_at_optimizer_steps_and_leaves_the_training_as_it_is(tmp_path, accumulate, due, precision):
+def test_the_loop_under_accelerate_reads_at_optimizer_steps_and_does_not_change_training(
+    tmp_path, accumulate, due, precision
+):
     plain = train(*prepared(accumulate, precision))
     accelerator, model, optimizer, data = prepared(accumulate, precision)
     with watch_heads(model, optimizer, every_n_steps=2, log_dir=tmp_path, **QUIET) as heads:

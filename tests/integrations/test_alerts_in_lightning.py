@@ -89,7 +89,7 @@ def test_the_function_of_the_user_gets_every_alert(collapsed):
     assert [alert.level for alert in collapsed["callback"].active_alerts] == ["critical"]
 
 
-def test_the_console_shows_alerts_and_what_was_done(collapsed):
+def test_the_console_shows_alerts_and_actions(collapsed):
     reported = read_alerts(collapsed["callback"].history_path)
     lines = [line for line in collapsed["printed"] if "hdi_callback" in line]
     more = [". More: hdi explain mean-alignment", ""]  # once for each rule

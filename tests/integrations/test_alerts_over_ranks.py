@@ -36,7 +36,7 @@ def test_both_ranks_end_with_the_same_weights_at_the_same_step(run):
         assert torch.equal(weight, second["weights"][name]), name
 
 
-def test_the_history_is_written_once_and_holds_what_was_done(run):
+def test_the_history_is_written_once_and_holds_the_actions(run):
     folder, _, (first, second) = run
     assert second["history"] == "None"
     (history,) = folder.rglob("history.jsonl")
@@ -52,7 +52,7 @@ def test_the_history_is_written_once_and_holds_what_was_done(run):
     assert len(list(folder.rglob("*.ckpt"))) == 1
 
 
-def test_alerts_are_printed_by_the_first_rank_alone(run):
+def test_only_the_first_rank_prints_alerts(run):
     folder, printed, _ = run
     (history,) = folder.rglob("history.jsonl")
     loud = [alert for alert in read_alerts(history) if alert.level != "notice"]

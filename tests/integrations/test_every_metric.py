@@ -126,7 +126,7 @@ def test_every_metric_is_measured_again_after_a_resumption(tmp_path):
 
 
 @pytest.mark.parametrize("written", ["default", ["default", "attention_sink"], None])
-def test_the_default_curves_are_asked_for_from_yaml(written):
+def test_the_default_metrics_can_be_requested_from_yaml(written):
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(HDICallback, "callback")
     read = parser.parse_string(yaml.safe_dump({"callback": {"metrics": written}}))

@@ -324,7 +324,7 @@ def test_a_second_fit_of_the_same_trainer_goes_on_where_the_first_ended(tmp_path
     assert hook_count(model) == 0
 
 
-def test_a_fit_of_another_trainer_starts_anew(tmp_path):
+def test_a_fit_of_another_trainer_starts_a_new_run(tmp_path):
     callback, model = HDICallback(every_n_steps=4), LitClassifier()
     paths = []
     for run in ("first", "second"):

@@ -565,7 +565,7 @@ def test_a_compiled_model_is_read_at_every_due_step_with_evaluations_between(tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prepares", [True, False])
-def test_a_compiled_optimizer_is_read_if_the_loop_calls_before_its_step_and_a_warning_says_so_if_not(
+def test_a_compiled_optimizer_is_read_only_if_the_loop_calls_the_monitor_before_its_step_else_warns(
     tmp_path, dynamo, prepares
 ):
     def run(heads, trained):
@@ -598,7 +598,7 @@ def test_a_compiled_optimizer_is_read_if_the_loop_calls_before_its_step_and_a_wa
 # --- interventions
 
 
-def test_training_is_asked_to_stop_and_the_alerts_are_those_of_the_history(tmp_path, capsys):
+def test_the_loop_is_asked_to_stop_and_its_alerts_are_those_of_the_history(tmp_path, capsys):
     trained, reported = fresh(), []
     options = {"every_n_steps": 2, "log_dir": tmp_path, "interventions": [StopTraining()], "on_alert": reported.append}
     with pytest.warns(HeadCollapseWarning), watch_heads(trained.model, trained.optimizer, **options) as heads:
@@ -635,7 +635,7 @@ def test_the_learning_rate_is_that_of_a_run_that_scales_it_by_hand(tmp_path):
 
 @pytest.mark.parametrize("scaling", ["no scaler", "scaler", "scaler and fused optimizer"])
 @pytest.mark.parametrize("is_clipped", [False, True])
-def test_the_penalty_is_in_the_step_as_if_it_were_in_the_loss(tmp_path, scaling, is_clipped):
+def test_a_step_with_the_penalty_equals_a_step_with_the_penalty_in_the_loss(tmp_path, scaling, is_clipped):
     def run(heads, model, optimizer, penalised_from):
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=scaling != "no scaler")
         for step in range(10):
@@ -762,7 +762,7 @@ def test_a_checkpoint_that_an_intervention_saves_is_resumed_without_saving_it_ag
     assert readings(resumed.history_path) == [0, 2, 4, 6, 8, 10, 12]
 
 
-def test_another_run_in_the_same_folder_keeps_a_history_of_its_own(tmp_path):
+def test_another_run_in_the_same_folder_gets_a_separate_history(tmp_path):
     paths = []
     for _ in range(2):
         trained = fresh()
@@ -773,7 +773,7 @@ def test_another_run_in_the_same_folder_keeps_a_history_of_its_own(tmp_path):
     assert [readings(path) for path in paths] == [[0, 2], [0, 2]]
 
 
-def test_two_runs_in_one_folder_have_a_directory_of_tensorboard_each_and_a_resumed_one_goes_on_in_its_own(tmp_path):
+def test_two_runs_in_one_folder_have_separate_tensorboard_directories_that_a_resumption_continues(tmp_path):
     options = {"log_dir": tmp_path, "tensorboard": True, "every_n_steps": 2, **QUIET}
     for _ in range(2):
         trained = fresh()

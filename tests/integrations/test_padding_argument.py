@@ -110,7 +110,7 @@ def truth(padded):
 @pytest.mark.some_slow(quick=7)
 @pytest.mark.parametrize("shell", [under_lightning, under_ddp, under_transformers, in_a_loop])
 @pytest.mark.parametrize("padding", [0, is_zero, None, "auto"], ids=["zero", "function", "none", "auto"])
-def test_every_callback_leaves_out_the_padding_that_it_is_given(shell, padding, tmp_path):
+def test_every_callback_leaves_out_declared_padding(shell, padding, tmp_path):
     shell(padding, tmp_path / "history.jsonl", tmp_path)
     record = read_records(tmp_path / "history.jsonl")[0]
     (values,) = (layer.values for layer in record.layers.values())

@@ -76,7 +76,7 @@ def train(tmp_path, *callbacks, resume=None, **options):
 
 @pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_it_reads_at_step_zero_every_n_steps_and_the_end(tmp_path, accumulate):
+def test_the_callback_reads_at_step_0_every_n_steps_and_the_end(tmp_path, accumulate):
     callback = HDITrainerCallback(every_n_steps=5)
     train(tmp_path, callback, gradient_accumulation_steps=accumulate)
     assert steps(callback.history_path) == [0, 5, 10, 12]
@@ -114,7 +114,7 @@ class Raises(transformers.TrainerCallback):
 
 
 @pytest.mark.slow
-def test_a_training_that_raised_leaves_no_hook_once_the_callback_is_closed(tmp_path):
+def test_a_failed_training_leaves_no_hook_once_the_callback_is_closed(tmp_path):
     callback = HDITrainerCallback(every_n_steps=2)
     watched: list[nn.Module] = []
 
@@ -217,7 +217,7 @@ def test_a_checkpoint_of_another_run_of_the_same_step_is_not_taken_for_it(tmp_pa
 
 
 @pytest.mark.slow
-def test_each_run_has_a_directory_of_tensorboard_and_a_resumed_one_goes_on_in_its_own(tmp_path):
+def test_each_run_has_a_tensorboard_directory_that_a_resumption_continues(tmp_path):
     def curve(name: str) -> list[int]:
         return [e.step for e in EventAccumulator(str(tmp_path / "runs" / name)).Reload().Scalars("hdi/mean")]
 

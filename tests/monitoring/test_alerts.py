@@ -195,7 +195,7 @@ def origins(*records: Record, resumes: bool = False, **options) -> dict[str, boo
     return rule.loaded
 
 
-def test_a_layer_that_looks_fresh_counts_as_loaded_where_most_of_the_model_was_loaded():
+def test_a_layer_that_looks_fresh_counts_as_loaded_if_most_of_the_model_was_loaded():
     most = origins(reading_of(0, a=TRAINED, b=TRAINED, c=FRESH))
     half = origins(reading_of(0, a=TRAINED, b=TRAINED, c=FRESH, d=FRESH))
     assert most == {"a": True, "b": True, "c": True}

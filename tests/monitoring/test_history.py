@@ -27,7 +27,7 @@ def record_at(step: int, hdi: float = 0.5) -> Record:
     return Record(step, {"attn": layer}, {"other": "a reason"}, epoch=2, axis=step + 1, time=12.5)
 
 
-def test_what_is_written_is_read_back(tmp_path):
+def test_a_written_history_is_read_back(tmp_path):
     history = History(tmp_path / "deep" / "history.jsonl")
     history.write(record_at(10, 1 / 3))
     (record,) = read_records(history.path)

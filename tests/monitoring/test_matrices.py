@@ -51,7 +51,7 @@ def test_a_decoded_entry_is_off_by_at_most_half_a_quantisation_step(heads, low, 
     assert torch.equal(again, again.T)
 
 
-def test_entries_that_are_not_finite_come_back_as_nan_and_leave_the_others_alone():
+def test_non_finite_matrix_entries_are_decoded_as_nan_and_do_not_affect_others():
     matrix = symmetric(5)
     matrix[1], matrix[:, 1] = torch.nan, torch.nan
     matrix[3, 4] = matrix[4, 3] = torch.inf
@@ -87,7 +87,7 @@ def test_matrices_are_kept_at_step_0_at_alerts_at_the_end_and_at_the_cadence(tmp
     assert run.matrices(5, "b") == run.matrices(6, "nothing") == {}
 
 
-def test_no_matrix_is_kept_where_none_is_wanted(tmp_path):
+def test_matrix_every_0_keeps_no_matrix(tmp_path):
     history = History(tmp_path / "history.jsonl", matrix_every=0)
     history.write(record_at(0), [alert_at(0, "a")])
     assert not matrix_path(history.path).exists()

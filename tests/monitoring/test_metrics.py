@@ -87,7 +87,7 @@ def test_few_curves_by_default():
     assert choose_metrics(["attention_sink", "default", "hdi"]) == ("attention_sink", *DEFAULT_METRICS)
 
 
-def test_a_single_name_is_refused_with_what_to_write():
+def test_a_single_metric_name_is_refused_with_the_remedy():
     with pytest.raises(MisconfigurationError, match=r"write \['hdi'\]"):
         choose_metrics("hdi")
 

@@ -270,7 +270,7 @@ def test_armed_steps_leave_no_tensor_behind():
     assert alive[0] == alive[1]
 
 
-def test_a_layer_on_the_meta_device_costs_its_own_readings_alone(model):
+def test_a_layer_on_the_meta_device_loses_only_its_own_readings(model):
     with HeadDiversityMonitor(model) as monitor:
         monitor.arm()
         model(tokens())

@@ -108,7 +108,7 @@ def test_a_pair_above_the_limit_merges_two_groups_until_it_is_beyond_the_hystere
     ]  # fmt: skip
 
 
-def test_a_head_whose_scores_hover_at_the_limit_is_named_once():
+def test_a_head_whose_scores_hover_at_the_limit_is_reported_once():
     rows = [(5.0, 5.0), (90.0, 55.0), (90.0, 45.0), (90.0, 55.0), (90.0, 45.0)]
     readings = [({"attention_logit": max(row)}, {"attention_logit": list(row)}, {}) for row in rows]
     assert news_of(LogitGrowth(), readings) == [(1, (0, 1), False)]

@@ -485,7 +485,7 @@ def test_a_mask_that_leaves_each_token_only_itself_is_reported_at_step_0():
     assert asked([OneKey()], watched(Masked(), length=1, metrics=rows)) == [], "there is one token alone"
 
 
-def test_a_wrong_scale_is_reported_at_step_0_of_fresh_weights_alone():
+def test_a_wrong_scale_is_reported_only_at_step_0_of_fresh_weights():
     records = watched(Masked(scale=8.0))
     (alert,) = asked([SharpFromStart()], records)
     assert alert.step == 0

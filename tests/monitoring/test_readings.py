@@ -43,7 +43,7 @@ def test_a_record_has_the_numbers_of_its_reading_in_model_order():
     assert record.absent == {"b": "cannot be read"}
 
 
-def test_of_weights_that_are_not_finite_no_number_is_given_of_dead_heads_either():
+def test_the_number_of_dead_heads_is_absent_for_non_finite_weights():
     weights = torch.randn(2, 4, 8, 32, generator=torch.Generator().manual_seed(0))
     weights[0, 1, 0, 0], weights[1, 2] = math.nan, 0
     record = Reading(0, ("a", "b"), (Measurement(("a", "b"), "key", head_diversity(weights)),)).record()

@@ -93,7 +93,7 @@ def test_a_critical_alert_that_eases_does_not_warn_again_and_one_that_worsens_tw
     assert [(alert.level, alert.is_resolved) for alert in alerts] == [("critical", False)]
 
 
-def test_the_message_says_when_where_what_since_when_how_sure_and_what_to_try():
+def test_the_message_states_step_layer_finding_start_certainty_and_remedy():
     rows = [record(step, hdi_alignment=a, hdi_energy_alignment=0, hdi_effective_heads=h)
             for step, a, h in ((100, 0.2, 5.0), (200, 0.43, 2.5), (300, 0.55, 2.0))]  # fmt: skip
     (alert,) = judge(MeanAlignment(), rows)
@@ -262,7 +262,7 @@ def test_a_rise_in_the_energy_lens_is_not_forecast():
     assert judge(AlignmentForecast(), curve(rising(40, 0.02), lens=1)) == []
 
 
-def test_nothing_is_forecast_where_the_mean_has_been_reported_already():
+def test_no_forecast_is_made_once_the_mean_alignment_was_reported():
     assert judge(AlignmentForecast(), curve([0.55 + 0.3 * value for value in rising(40, 0.02)])) == []
 
 
@@ -296,7 +296,7 @@ def test_curves_that_do_not_lead_to_collapse_are_not_forecast(values):
     assert judge(AlignmentForecast(), curve(values)) == []
 
 
-def test_nothing_is_forecast_from_fewer_than_twenty_two_readings():
+def test_no_forecast_is_made_from_fewer_than_22_readings():
     assert judge(AlignmentForecast(), curve(rising(21, 0.03))) == []
     assert len(judge(AlignmentForecast(), curve(rising(22, 0.03)))) == 1
 
@@ -476,7 +476,7 @@ def test_a_head_that_loses_its_directions_is_named():
     assert "at step 0" in alert.message
 
 
-def test_a_single_direction_that_is_lost_for_good_is_noticed():
+def test_a_single_direction_that_is_lost_for_good_is_reported():
     model = attention(width=64)
     before = measured(model, 0)
     keys(model)[2, 5] = keys(model)[2, 4]
@@ -493,7 +493,7 @@ def test_growth_of_one_direction_is_not_reported_as_loss_of_the_others():
     assert judge(FallingRank(), [before, measured(model, 50)]) == []
 
 
-def test_a_head_whose_scale_alone_changes_keeps_its_rank():
+def test_a_head_that_only_changes_its_scale_keeps_its_rank():
     model = attention()
     before = measured(model, 0)
     keys(model)[2] *= 1e-3

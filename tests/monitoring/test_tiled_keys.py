@@ -121,7 +121,7 @@ def test_circuits_and_outputs_with_more_value_heads_are_those_of_the_weights_by_
     assert {"head_covariance", "attention_entropy", "hdi_value"} - found.values.keys() == set()
 
 
-def test_reviving_heads_is_refused_where_values_are_shared_in_other_groups():
+def test_reviving_heads_is_refused_if_values_are_shared_in_other_groups_than_keys():
     model = nn.Sequential(OneKeyHead())
     revive = ReviveHeads()
     with pytest.raises(MisconfigurationError, match="1 key heads and 4 value heads"):

@@ -76,7 +76,7 @@ def test_a_training_that_does_not_exist_is_refused():
         Training.parse("fused / loop / seldom / 1")
 
 
-def test_a_compiled_training_that_cannot_run_alone_is_compared_uncompiled(monkeypatch):
+def test_a_training_that_fails_compiled_without_the_monitor_is_compared_uncompiled(monkeypatch):
     from tests.promise import run as runs
 
     kept = runs.run

@@ -516,7 +516,7 @@ def test_a_collective_that_fails_costs_one_warning(two_ranks):
         assert ["over several ranks failed" in line for line in reported.warnings] == [True]
 
 
-def test_measuring_alone_can_be_asked_for(two_ranks):
+def test_process_group_none_lets_each_rank_measure_alone(two_ranks):
     assert [reported.answer for reported in two_ranks(read_alone_on_request)] == [0, 0]
     with pytest.raises(MisconfigurationError, match='write "auto"'):
         HeadDiversityMonitor(classifier(), process_group="gloo")

@@ -144,7 +144,7 @@ def test_two_ranks_write_one_history_of_all_tokens_and_train_as_without_it(tmp_p
     assert first["hdi/min"] == pytest.approx(read_records(history)[-1].summary()["hdi/min"], rel=1e-8)
 
 
-def test_early_stopping_decides_alike_on_both_ranks(tmp_path, two_ranks):
+def test_early_stopping_decides_the_same_on_both_ranks(tmp_path, two_ranks):
     reported = two_ranks(fit_on_rank, tmp_path, Classifier, True, {"max_epochs": 4})
     assert [one.answer["epochs"] for one in reported] == [1, 1]
 

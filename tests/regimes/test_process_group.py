@@ -49,7 +49,7 @@ def test_ranks_that_leave_at_different_steps_do_not_wait_for_each_other(two_rank
 
 
 @pytest.mark.slow
-def test_interventions_are_refused_where_ranks_cannot_agree_on_them(two_ranks):
+def test_interventions_are_refused_if_ranks_cannot_agree_on_them(two_ranks):
     for one in two_ranks(refused):
         assert "cannot agree on interventions (StopTraining)" in one.answer
 

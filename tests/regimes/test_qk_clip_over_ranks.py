@@ -21,7 +21,7 @@ def clipped_on(rank: int) -> tuple[torch.Tensor, torch.Tensor, float]:
 
 
 @pytest.mark.slow
-def test_all_ranks_clip_alike_by_the_largest_score_of_any(two_ranks):
+def test_all_ranks_clip_by_the_largest_score_of_any_rank(two_ranks):
     first, second = (reported.answer for reported in two_ranks(clipped_on))
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[1], second[1])

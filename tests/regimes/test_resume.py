@@ -284,7 +284,7 @@ def other_heads() -> Module:
     return Module(Classifier(num_heads=8))
 
 
-def test_a_checkpoint_of_a_model_with_other_heads_starts_anew_with_one_warning(tmp_path, saved):
+def test_a_checkpoint_of_a_model_with_other_heads_starts_a_new_history_with_one_warning(tmp_path, saved):
     checkpoint, history = saved
     before = history.read_bytes()
     callback = HDICallback(every_n_steps=2)
@@ -390,7 +390,7 @@ def test_a_file_named_in_a_checkpoint_is_not_written_to_unless_it_is_the_history
     assert history.read_bytes() == before
 
 
-def test_a_run_that_was_moved_goes_on_in_the_history_that_moved_with_it(tmp_path, saved):
+def test_a_moved_run_continues_the_history_that_moved_with_it(tmp_path, saved):
     checkpoint, _ = saved
     (tmp_path / "first").rename(tmp_path / "renamed")
     callback = HDICallback(every_n_steps=2)

@@ -32,7 +32,7 @@ def read(rank: int | None) -> list[dict[str, float]]:
     return found
 
 
-def test_ranks_have_the_same_layers_in_turn_and_read_what_one_process_does(two_ranks):
+def test_rotation_over_ranks_measures_the_layers_that_one_process_measures(two_ranks):
     alone = read(None)
     for metric, last in (("attention_logit", [[], [2], [1], [0]]), ("circuit_qk_worst", [[], [], [], []])):
         of_turn = [sorted(tag for tag in tags if tag.startswith(f"{metric}/blocks")) for tags in alone]

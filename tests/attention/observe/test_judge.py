@@ -260,7 +260,7 @@ class Normed(models.Separate):
 
 
 @pytest.mark.parametrize("way", ["of each head", "of each head, then turned", "over all heads", "by function"])
-def test_heads_behind_a_norm_are_established(way):
+def test_heads_after_a_norm_are_established(way):
     inner = built(Normed, way=way)
     verdict = observed(inner, separate(inner)).verdicts()["inner"]
     assert verdict.state == "established", verdict.sentence
@@ -454,7 +454,7 @@ def test_heads_that_collapsed_into_one_are_not_contradicted():
     assert observed(inner, separate(inner)).verdicts()["inner"].state == "established"
 
 
-def test_a_layer_that_did_not_run_is_not_observed_and_says_so():
+def test_a_layer_that_did_not_run_stays_undecided_with_that_reason():
     model = Around(nn.ModuleDict({"one": Plain(), "other": Plain()}))
     model.forward = lambda x: model.inner["one"](x)
     claims = [replace(separate(model.inner[name]), name=f"inner.{name}") for name in ("one", "other")]

@@ -26,7 +26,7 @@ def test_a_mode_is_removed_from_under_others_and_restored_at_its_place(place):
         assert _get_current_function_mode_stack() == before
 
 
-def test_a_mode_that_is_not_on_the_stack_is_no_error_and_the_others_stay():
+def test_removing_a_mode_that_is_not_on_the_stack_leaves_the_others():
     with Mode():
         before = _get_current_function_mode_stack()
         assert take_off(Mode()) == []

@@ -303,7 +303,7 @@ def test_a_compiled_training_step_is_compiled_once(is_armed_first):
     assert not observer.has_run
 
 
-def test_a_region_compiled_by_a_decorator_is_left_alone():
+def test_a_region_compiled_by_a_decorator_is_not_observed():
     torch._dynamo.reset()
     model = Net(nn.Sequential(Block(WIDTH, 4), Decorated())).train()
     tokens = torch.randint(16, (2, LENGTH))
@@ -333,7 +333,7 @@ class Decorated(nn.Module):
         ]
 
 
-def test_a_forward_that_fails_leaves_nothing_behind():
+def test_a_forward_that_fails_leaves_no_mode_or_hook():
     model = Net(nn.Sequential(Block(WIDTH, 4), nn.Linear(3, 3)))
     observer = AttentionObserver(model)
     observer.arm()

@@ -23,7 +23,7 @@ PROVED = [
 DISPROVED = ["ForgottenTranspose", "TalkingHeads", "RotaryAcrossHeads"]
 
 
-def test_every_module_has_a_name_of_its_own_and_there_are_more_than_a_hundred():
+def test_the_modules_by_hand_have_distinct_names_and_are_more_than_a_hundred():
     assert len(ALL) == len(CASES) > 100
 
 
@@ -231,7 +231,7 @@ def test_heads_under_autocast_custom_backwards_and_stacked_parameters_are_found_
     assert judge(ALL[name], "model").verdict == (REFUSED if name in REFUSALS else RIGHT)
 
 
-def test_scores_that_a_function_with_its_own_backward_makes_are_followed_without_a_forward():
+def test_scores_from_a_custom_autograd_function_are_traced_without_a_forward():
     assert judge(ALL["ScoresOfAFunction"], "model").verdict == RIGHT
 
 

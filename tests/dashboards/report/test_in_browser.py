@@ -135,7 +135,7 @@ def test_the_page_of_an_audit_shows_the_layer_and_the_pair(browser, pages):
     assert browser.value("getComputedStyle(document.querySelector('.slider').closest('label')).display") == "none"
 
 
-def test_what_was_not_measured_is_said_and_not_drawn(browser, pages):
+def test_metrics_that_were_not_measured_are_named_and_not_drawn(browser, pages):
     browser.open(pages["lost"].as_uri(), width=1440, ready=DRAWN)
     assert browser.value("document.querySelector('.spectra-note').textContent") == (
         "model.blocks.1.attn, step 700: not measured."
@@ -232,7 +232,7 @@ def test_the_loss_is_drawn_above_the_alerts_on_the_same_step_axis(browser, pages
     assert "Above: train_loss." in words
 
 
-def test_dark_and_light_have_their_own_colours(browser, pages):
+def test_dark_and_light_mode_have_different_colours(browser, pages):
     colours = []
     for dark in (False, True):
         show(browser, pages["small"], dark=dark)
@@ -243,7 +243,7 @@ def test_dark_and_light_have_their_own_colours(browser, pages):
     assert colours[0][2] != colours[1][2]
 
 
-def test_every_drawing_says_in_words_what_it_shows(browser, pages):
+def test_every_drawing_has_a_text_description(browser, pages):
     show(browser, pages["small"])
     said = browser.value("[...document.querySelectorAll('[role=img]')].map((one) => one.getAttribute('aria-label'))")
     assert len(said) == 4

@@ -129,7 +129,7 @@ def test_the_map_of_a_layer_has_the_measured_values(runs):
     assert max(packed) / 250 > 0.98
 
 
-def test_two_runs_are_shown_side_by_side_with_what_differs_first(runs, tmp_path):
+def test_two_runs_are_compared_side_by_side_with_the_largest_difference_first(runs, tmp_path):
     found = report(runs / "bad", runs / "good", path=tmp_path / "both.html")
     assert list(found.verdicts) == ["bad", "good"]
     text = read(found.path).text
@@ -187,7 +187,7 @@ def test_the_page_of_a_large_run_stays_within_its_bound(tmp_path, monkeypatch):
     assert "500" in matrices["model.blocks.2.attn"]
 
 
-def test_the_loss_is_found_in_what_loggers_write(tmp_path):
+def test_the_loss_is_found_in_the_files_of_loggers(tmp_path):
     history = tmp_path / "hdi" / "history.jsonl"
     assert find_losses(history) == []
     with (tmp_path / "metrics.csv").open("w", newline="") as file:
