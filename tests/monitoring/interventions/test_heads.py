@@ -500,6 +500,8 @@ def test_a_failure_during_a_revival_restores_weights_and_optimizer(monkeypatch):
 def test_layers_excluded_by_pattern_need_not_be_writable():
     model = make("many")
     nn.utils.parametrizations.weight_norm(model.attn.k_proj)
+    with pytest.raises(MisconfigurationError, match="cannot write"):
+        ReviveHeads().attach(Open(model))
     ReviveHeads(layers=["blocks.*"]).attach(Open(model))
 
 
