@@ -95,7 +95,7 @@ class HDITrainerCallback(Shell, transformers.TrainerCallback):
         host = _TrainerHost(args, state, control, kwargs["optimizer"], self._settings, self._warn_once)
         session = self._start(kwargs["model"], host, self._settings)
         # Every rank restores the same state, even if its own disk has none.
-        self._restored = host.broadcast(restored_from(args, state, self._warn_once))
+        self._restored = session.from_first_rank(restored_from(args, state, self._warn_once))
         self._open()
         session.monitor.suspend()
 

@@ -10,6 +10,7 @@ import pytest
 from hdi_callback.errors import MonitoringWarning
 from hdi_callback.monitoring.alerts import Alerts, Finding, Rule
 from hdi_callback.monitoring.interventions import ScaleLearningRate
+from hdi_callback.monitoring.ranks.rendezvous import Rendezvous
 from hdi_callback.monitoring.readings import AMBIGUOUS_MASK, LayerRecord, Reading, Readout, Record
 from hdi_callback.monitoring.session.publisher import Publisher
 from hdi_callback.monitoring.warn_once import WarnOnce
@@ -22,7 +23,7 @@ def test_layers_with_an_ambiguous_padding_mask_are_reported_once_with_three_name
     absent = {f"head_covariance/{name}": AMBIGUOUS_MASK for name in names} | {"hdi/x": "its weights are not finite"}
     written: list[Any] = []
     sink = SimpleNamespace(name="a sink", write=lambda result: written.append(result.record.step))
-    publisher = Publisher(None, None, (), [cast("Any", sink)], lambda value: value, lambda **_: None, WarnOnce())
+    publisher = Publisher(None, None, (), [cast("Any", sink)], Rendezvous(None), lambda _: None, WarnOnce())
     with pytest.warns(MonitoringWarning) as caught:
         for step in (0, 1):
             publisher.publish(cast("Readout", SimpleNamespace(record=lambda step=step: Record(step, {}, absent))))
@@ -37,7 +38,7 @@ def test_a_reading_whose_numbers_cannot_be_read_out_is_published_with_the_reason
 
     published: list[Record] = []
     sink = SimpleNamespace(name="a sink", write=lambda result: published.append(result.record))
-    publisher = Publisher(None, None, (), [cast("Any", sink)], lambda value: value, lambda **_: None, WarnOnce())
+    publisher = Publisher(None, None, (), [cast("Any", sink)], Rendezvous(None), lambda _: None, WarnOnce())
     reading = Reading(7, ("attn",), (), epoch=1, axis=14)
     with pytest.warns(MonitoringWarning, match="reading out head diversity failed"):
         publisher.publish(Broken(reading))
@@ -55,13 +56,15 @@ def test_an_intervention_ends_with_its_alert_though_the_ranks_could_not_agree_at
 
     failing = [4]
 
-    def agree(**_: Any) -> None:
-        if step in failing:
-            raise RuntimeError("a rank is late")
+    class Late(Rendezvous):
+        def share(self, value: Any) -> Any:
+            if step in failing:
+                raise RuntimeError("a rank is late")
+            return value
 
     scale, alerts = ScaleLearningRate(0.5), Alerts([Between()])
     scale.attach(cast("Any", SimpleNamespace(layers={}, optimizers=[])))
-    publisher = Publisher(None, alerts, (scale,), (), lambda value: value, agree, WarnOnce())
+    publisher = Publisher(None, alerts, (scale,), (), Late(None), lambda _: None, WarnOnce())
     said, is_active = [], []
     with pytest.warns(MonitoringWarning, match="agreeing on interventions"):
         for step in range(7):

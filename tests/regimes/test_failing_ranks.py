@@ -12,12 +12,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hdi_callback import watch_heads
-from hdi_callback.interventions import ScaleLearningRate
+from hdi_callback.interventions import QKClip, ScaleLearningRate
 from hdi_callback.monitoring.alerts import Alerts
 from hdi_callback.monitoring.layers import HeadVerifier
 from hdi_callback.monitoring.monitor.inputs import LayerInputs
 from hdi_callback.monitoring.monitor.outputs import HeadOutputs
 from hdi_callback.monitoring.monitor.rows import AttentionReadings
+from hdi_callback.monitoring.ranks.rendezvous import Rendezvous
+from hdi_callback.monitoring.session.publisher import Publisher
 from tests.monitoring.test_watch_interventions import Always
 from tests.regimes.test_ddp import METRICS, SHARES, batch, classifier, monitor_of
 
@@ -104,3 +106,107 @@ def test_no_rank_intervenes_if_one_cannot_take_part(two_ranks):
         assert rank.answer["acted"] == 0
         assert rank.answer["seconds"] < 30
         assert sum("agreeing on interventions failed" in line for line in rank.warnings) == 1
+
+
+class Unsendable(ScaleLearningRate):
+    def report(self, record):
+        return lambda: None  # is no plain data
+
+
+def train(rank: int, chosen: dict | None, place: tuple | None = None, on: int = 1, **calls) -> dict:
+    """Four steps on two ranks, which add up a tensor of their own after each; one rank may fail at a place."""
+    model = DistributedDataParallel(classifier())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    begun, sums = time.monotonic(), []
+    with ExitStack() as stack:
+        if place is not None and rank == on:
+            stack.enter_context(raising(*place, **calls))
+        if chosen is not None:
+            options = {"every_n_steps": 1, "history": False, "verbose": False, **chosen}
+            heads = stack.enter_context(watch_heads(model, optimizer, **options))
+        for _ in range(4):
+            with heads.step() if chosen is not None else ExitStack():
+                model(batch()[SHARES[rank]]).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            own = torch.full((3,), 1.0 + rank)
+            dist.all_reduce(own)
+            sums.append(own.tolist())
+    weights = [value.detach().tolist() for value in model.parameters()]
+    acted = [one.count for one in (chosen or {}).get("interventions", ())]
+    return {"weights": weights, "sums": sums, "seconds": time.monotonic() - begun, "acted": acted}
+
+
+def train_clipped(rank: int, name: str | None, calls: set[int]) -> dict:
+    chosen = {"interventions": [QKClip(1e-6)], "alerts": None, "metrics": ["hdi"]}
+    return train(rank, chosen, None if name is None else (QKClip, name), calls=calls)
+
+
+def train_unwatched(rank: int) -> dict:
+    return train(rank, None)
+
+
+def train_with_a_limit_that_is_not_reached(rank: int, name: str) -> dict:
+    chosen = {"interventions": [QKClip(1e6)], "alerts": None}
+    return train(rank, chosen, (QKClip, name), calls={2, 3})
+
+
+def check(both) -> None:
+    first, second = (rank.answer for rank in both)
+    for answer in (first, second):
+        assert answer["sums"] == [[3.0] * 3] * 4, "the training's own calls meet their like"
+        assert answer["seconds"] < 40
+    assert first["weights"] == second["weights"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["_stepped_by", "_scores_of", "_collect", "_without_scores"])
+def test_where_a_rank_fails_before_the_scores_are_compared_no_rank_scales_weights_at_that_step(two_ranks, name):
+    check(two_ranks(train_clipped, name, {5, 6}))
+    lost = two_ranks(train_with_a_limit_that_is_not_reached, name)
+    check(lost)
+    assert lost[0].answer["weights"] == two_ranks(train_unwatched)[0].answer["weights"]
+
+
+@pytest.mark.slow
+def test_clipping_that_fails_in_the_midst_on_one_rank_ends_on_all(two_ranks):
+    first, second = two_ranks(train_clipped, "_clip_all", {1})
+    assert [first.answer["acted"], second.answer["acted"]] == [[2], [1]], "of four steps"
+    assert first.answer["sums"] == second.answer["sums"] == [[3.0] * 3] * 4
+
+
+PLACES_OF_DECISIONS = {
+    "before it is sent": (Publisher, "_seen", {0, 1, 2, 3, 4}, 0),
+    "sending it": (Rendezvous, "share", {1, 2, 3, 4, 5}, 0),
+    "acting": (ScaleLearningRate, "act", {0}, 3),
+    "after acting": (Rendezvous, "failed_apart", {1}, 3),
+    "attaching": (ScaleLearningRate, "attach", {0}, 0),
+}
+
+
+def train_where_a_decision_fails(rank: int, place: str, on: int) -> dict:
+    *where, calls, _ = PLACES_OF_DECISIONS[place]
+    return train(rank, {"interventions": [ScaleLearningRate(0.5)], "alerts": [Always()]}, where, on, calls=calls)
+
+
+def train_with_what_cannot_be_sent(rank: int) -> dict:
+    return train(rank, {"interventions": [Unsendable(0.5)], "alerts": [Always()]})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on", [0, 1])
+@pytest.mark.parametrize("place", PLACES_OF_DECISIONS)
+def test_where_one_rank_cannot_do_what_was_decided_the_training_is_as_without_the_monitor(two_ranks, place, on):
+    both = two_ranks(train_where_a_decision_fails, place, on)
+    check(both)
+    assert both[0].answer["weights"] == two_ranks(train_unwatched)[0].answer["weights"]
+    acted = PLACES_OF_DECISIONS[place][-1]
+    assert both[1 - on].answer["acted"] == [acted]
+    assert 1 <= len(both[1 - on].warnings) <= 2, "the rank that did not fail says what it leaves out, or why"
+
+
+@pytest.mark.slow
+def test_a_decision_that_cannot_be_sent_is_taken_by_no_rank(two_ranks):
+    both = two_ranks(train_with_what_cannot_be_sent)
+    check(both)
+    assert both[0].answer["weights"] == two_ranks(train_unwatched)[0].answer["weights"]

@@ -147,7 +147,7 @@ class Intervention(ABC):
             record: the reading.
 
         Returns:
-            Anything that can be pickled.
+            Plain data, as JSON; over several ranks lists come for tuples.
         """
         return None
 

@@ -77,6 +77,8 @@ class QKClip(Intervention):
         self._largest: dict[str, Tensor] = {}
         self._done: dict[str, _Clipped] = {}
         self._steps: Tensor | None = None  # at which weights were scaled since `count` was brought up to date
+        self._expected: dict[int, list[Tensor]] = {}  # optimizer -> what it sends to other ranks if it has no scores
+        self._has_failed = False
         self._handles: list[Any] = []
         self._warn_once = WarnOnce()
 
@@ -91,6 +93,7 @@ class QKClip(Intervention):
         self.detach()
         self.watched = None
         super().attach(training)
+        self._expect()
         for optimizer in training.optimizers:
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
 
@@ -105,11 +108,14 @@ class QKClip(Intervention):
         self._observers.clear()
         self._largest.clear()
         self._done.clear()
+        self._expected.clear()
         self._steps = None
+        self._has_failed = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop hooks and observers as well."""
         left: dict[str, Any] = {"_handles": [], "_observers": {}, "_largest": {}, "_done": {}, "_steps": None}
+        left |= {"_expected": {}, "_has_failed": False}
         left["_warn_once"] = WarnOnce()
         return {**super().__getstate__(), **left}
 
@@ -156,9 +162,10 @@ class QKClip(Intervention):
 
     def follow(self, record: Record, reported: list[str]) -> Action | None:
         """Observe the layers that the first rank reports, and report what was done since the last reading."""
+        self.watched = list(reported)
+        self._expect()
         self._count_up()
         self._name_what_no_optimizer_holds()
-        self.watched = list(reported)
         done, self._done = self._done, {}
         parts, facts = [], {}
         for name, clipped in done.items():
@@ -238,41 +245,67 @@ class QKClip(Intervention):
             before = self._largest.get(name)
             self._largest[name] = largest if before is None else torch.maximum(before, largest)
 
-    # Called by the optimizers, inside the user's `optimizer.step()`.
+    def _expect(self) -> None:
+        """Note what each optimizer sends to other ranks after a step for which it has no scores."""
+        self._expected = {id(one): self._without_scores(self._stepped_by(one)) for one in self.training.optimizers}
 
-    @guarded("scaling queries and keys")
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        with self._warn_once.guard("observing scores"):  # other ranks wait for the maxima of this one
-            self._collect()
+    @staticmethod
+    def _without_scores(layers: Sequence[AttentionLayer]) -> list[Tensor]:
+        return [torch.full((layer.num_heads,), -torch.inf, device=layer.weight("query").device) for layer in layers]
+
+    def _stepped_by(self, optimizer: Optimizer) -> list[AttentionLayer]:
+        """The layers to clip after a step of an optimizer."""
+        if self.count >= self.at_most:
+            return []
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        layers = [
+        return [
             layer
             for name, layer in self.training.layers.items()
             if self.is_for_layer(name)
             and (self.watched is None or name in self.watched)
             and any(id(owner) in stepped for owner in _owners(layer))
         ]
-        self._clip_all(layers)
+
+    # Called by the optimizers, inside the user's `optimizer.step()`.
+
+    @guarded("scaling queries and keys")
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # Other ranks wait for the maxima of this one, so it sends them whatever fails before, and that it has failed.
+        # They do not meet in the store: that would be a wait of the hosts after every step.
+        scores, layers = self._expected.get(id(optimizer), []), list[AttentionLayer]()
+        with self._warn_once.guard("observing scores"):
+            self._collect()
+        with self._warn_once.guard("scaling queries and keys"):
+            found = self._stepped_by(optimizer)
+            scores = self._expected[id(optimizer)] = self._without_scores(found)
+            scores, layers = self._scores_of(found, scores), found
+        if not scores:
+            return
+        is_out = torch.full((1,), float(self._has_failed or not layers), device=scores[0].device)
+        *largest, is_any_out = self.training.largest_over_ranks([*scores, is_out])
+        try:
+            self._clip_all(layers, largest, is_any_out)
+        except Exception:  # its weights may differ from those of other ranks now, so no rank goes on
+            self._has_failed = is_any_out is not is_out  # where there are others
+            raise
 
     def _failed(self, work: str, error: Exception) -> None:
         self._warn_once.error(work, error)
 
-    @torch.no_grad()
-    def _clip_all(self, layers: Sequence[AttentionLayer]) -> None:
-        if not layers or self.count >= self.at_most:
-            return
+    def _scores_of(self, layers: Sequence[AttentionLayer], none: Sequence[Tensor]) -> list[Tensor]:
+        """The largest score of each head on this rank, minus infinity where there is none."""
         mine = [self._largest.pop(layer.name, None) for layer in layers]
-        devices = [layer.weight("query").device for layer in layers]
-        nothing = [
-            torch.full((layer.num_heads,), -torch.inf, device=device) if one is None else one.to(device)
-            for layer, one, device in zip(layers, mine, devices)
-        ]
+        return [blank if one is None else one.to(blank.device) for one, blank in zip(mine, none)]
+
+    @torch.no_grad()
+    def _clip_all(self, layers: Sequence[AttentionLayer], largest: Sequence[Tensor], is_out: Tensor) -> None:
+        if not layers:
+            return
         # All ranks are here after the same step with the same layers, and so agree on every factor.
-        largest = self.training.largest_over_ranks(nothing)
         exceeds = [scores.isfinite() & (scores > self.limit) for scores in largest]
-        place = devices[0]
+        place = largest[0].device
         before = torch.zeros((), dtype=torch.long, device=place) if self._steps is None else self._steps.to(place)
-        may_act = self.count + before < self.at_most
+        may_act = (self.count + before < self.at_most) & (is_out.to(place) == 0).squeeze()
         self._steps = before + (may_act & torch.stack([one.any().to(place) for one in exceeds]).any())
         for layer, scores, one in zip(layers, largest, exceeds):
             factor = (self.limit / scores).clamp(max=1.0)

@@ -241,16 +241,10 @@ class HeadDiversityMonitor:
     def _remove_hooks(self) -> None:
         attempt_each([*(capture.remove for capture in self._captures), self._verifier.suspend, self._rendezvous.close])
 
-    def agree_to_act(self, *, is_ready: bool) -> None:
-        """Wait until all ranks are about to act on the reading that is published.
-
-        Args:
-            is_ready: False if this rank cannot.
-
-        Raises:
-            RuntimeError: if another one cannot.
-        """
-        self._rendezvous.agree_to_act(is_ready=is_ready)
+    @property
+    def rendezvous(self) -> Rendezvous:
+        """Where the ranks agree beside readings."""
+        return self._rendezvous
 
     def _repr_html_(self) -> str:
         return layer_table(self.layers, self.refused)

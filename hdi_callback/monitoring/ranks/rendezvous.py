@@ -13,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -27,10 +28,15 @@ _MOST_FAILED = 2  # readings in a row
 _TIMEOUT = timedelta(seconds=300)  # between two readings a rank may save a checkpoint or evaluate
 _numbers = itertools.count()
 _LEAVE, _SKIP = "!", "?"  # what a verdict begins with: no further reading together, or not this one
+_GO = ">"
 
 
 class OtherRankError(RuntimeError):
     """Another rank takes no part in a collective call."""
+
+
+class FailedApartError(OtherRankError):
+    """A rank has failed where others may have acted."""
 
 
 class Rendezvous:
@@ -57,7 +63,7 @@ class Rendezvous:
         """The ranks of `group` once they have met; this process alone if there are no others."""
         if self._choice is None or number_of_processes() == 1:
             return Ranks()
-        if self._roster is not None:
+        if self._outside.group is not None:
             return self._outside
         return Ranks(dist.group.WORLD if self._choice == "auto" else self._choice)
 
@@ -114,17 +120,62 @@ class Rendezvous:
             self._exchange = _Exchange(ranks)
         return self._exchange
 
-    def agree_to_act(self, *, is_ready: bool) -> None:
-        """Wait until all ranks are about to act on the reading that is published.
+    @contextmanager
+    def acting(self) -> Iterator[None]:
+        """Let the block call `share` once, and then `failed_apart` once, as all ranks do, or let none wait for it.
 
-        Args:
-            is_ready: False if this rank cannot.
+        Yields:
+            Nothing.
 
         Raises:
-            OtherRankError: if another one cannot.
+            FailedApartError: if the block fails after all ranks have come to `share`.
         """
-        if self._exchange is not None:
-            self._exchange.agree_to_act(is_ready=is_ready)
+        exchange = self._last_meeting()
+        if exchange is None:
+            yield
+            return
+        exchange.begin_act()
+        try:
+            yield
+        except Exception as error:
+            if exchange.give_up_act():
+                raise FailedApartError(str(error)) from error
+            raise
+
+    def share(self, value: Any) -> Any:
+        """Return the value of the first rank on every rank, through the store; all of them call this.
+
+        Args:
+            value: plain data, as JSON.
+
+        Returns:
+            That of the first rank, read from JSON; this rank's own if it measures alone.
+
+        Raises:
+            OtherRankError: if another rank does not come, or fails before.
+        """
+        exchange = self._last_meeting()
+        return value if exchange is None else exchange.share(value)
+
+    def failed_apart(self, failed: Collection[int], count: int) -> list[int]:
+        """Tell what has failed on some of the ranks and not on all; all of them call this.
+
+        Args:
+            failed: numbers of what has failed on this rank.
+            count: of what could fail, the same on every rank.
+
+        Returns:
+            Numbers of what failed on some ranks alone, the same on every rank.
+
+        Raises:
+            OtherRankError: if another rank does not come, or fails before.
+        """
+        exchange = self._last_meeting()
+        return [] if exchange is None else exchange.failed_apart(failed, count)
+
+    def _last_meeting(self) -> _Exchange | None:
+        """Where the ranks meet beside readings, also after they have begun to measure alone."""
+        return self._exchange if self._is_over else self._meeting()
 
     def give_up(self) -> None:
         """Tell the others that this rank takes no part in what is left of this reading."""
@@ -165,9 +216,10 @@ class _Exchange:
         self._place = f"hdi_callback/{members}/{next(_numbers)}"
         self._count = self._calls = self._acts = 0
         self._is_joined = False
-        self._mine = ""
+        self._mine = self._act = ""
         self._alike: dict[str, int] = {}  # digest of a text -> how many ranks sent it last time
         self._written: list[str] = []
+        self._used: list[str] = []  # keys of calls since the last reading began
         self._texts: dict[str, str] = {}
 
     def exchange(self, text: str, is_armed: bool) -> tuple[dict[int, str] | None, bool] | str:
@@ -203,9 +255,8 @@ class _Exchange:
         self._count, self._acts = self._count + 1, 0
         if verdict.startswith(_SKIP):
             return verdict
-        previous, self._is_joined = [f"call {call}" for call in range(self._calls)], True
-        self._calls = 0
-        self._delete_previous(place, previous, had_news=texts is not None)
+        self._calls, self._is_joined = 0, True
+        self._delete_previous(place, had_news=texts is not None)
         return texts, int(verdict.split()[1]) > 0
 
     def agree(self) -> None:
@@ -216,30 +267,62 @@ class _Exchange:
         """
         place = self._next_call()
         self._calls += 1
+        self._note(place)
         self._agree_on(place)
 
-    def agree_to_act(self, *, is_ready: bool) -> None:
-        """Wait until every rank is about to act on the same reading.
-
-        Args:
-            is_ready: False if this rank cannot.
-
-        Raises:
-            OtherRankError: if another one cannot.
-        """
-        place = f"{self._place}/{self._count - 1}/act {self._acts}"
+    def begin_act(self) -> None:
+        """Begin to act together, see `Rendezvous.acting`."""
+        self._act = f"{self._place}/{self._count - 1}/act {self._acts}"
         self._acts += 1
-        if is_ready:
-            self._agree_on(place)
-        else:
-            self._decide(place, f"{_SKIP}rank {self.ranks.rank} cannot act on it")
+        for place in self._of_act():
+            self._note(place, "said")
 
-    def _agree_on(self, place: str) -> None:
+    def give_up_act(self) -> bool:
+        """Let no rank wait for this one; return whether the others may have acted."""
+        why = f"{_SKIP}rank {self.ranks.rank} could not go on"
+        shared, ended = self._of_act()
+        self._decide(shared, why)
+        self._decide(ended, why)
+        return bool(self._store.get(shared).decode().startswith(_GO))
+
+    def share(self, value: Any) -> Any:
+        """Return the value of the first rank, see `Rendezvous.share`."""
+        place, _ = self._of_act()
+        if self.ranks.rank == 0:
+            self._store.set(f"{place}/said", json.dumps(value))
+        self._agree_on(place)
+        return json.loads(self._store.get(f"{place}/said").decode())
+
+    def failed_apart(self, failed: Collection[int], count: int) -> list[int]:
+        """Tell what has failed on some of the ranks alone, see `Rendezvous.failed_apart`."""
+        _, place = self._of_act()
+        keys = [f"{place}/failed {one}" for one in range(count)]
+        self._used += keys
+        for one in set(failed):
+            self._store.add(keys[one], 1)
+
+        def judge() -> str:
+            numbers = [self._store.add(key, 0) for key in keys]
+            return " ".join(str(one) for one, number in enumerate(numbers) if 0 < number < self.ranks.size)
+
+        return [int(one) for one in self._agree_on(place, judge).split()]
+
+    def _of_act(self) -> tuple[str, str]:
+        """Where the ranks share what to do, and where they tell what has failed."""
+        return f"{self._act}/share", f"{self._act}/end"
+
+    def _note(self, place: str, *more: str) -> None:
+        """Note the keys of a place at which the ranks agree, which are deleted after the next reading."""
+        self._used += [place, *(f"{place}/{end}" for end in ("came", "decided", *more))]
+
+    def _agree_on(self, place: str, judge: Callable[[], str] = lambda: "") -> str:
+        """Wait for all ranks; return what the last one judged."""
         if self._store.add(f"{place}/came", 1) == self.ranks.size:
-            self._decide(place, "go")
-        verdict = self._wait(place, _TIMEOUT)
-        if verdict != "go":
+            self._decide(place, f"{_GO}{judge()}")
+        verdict = self._wait(place, _TIMEOUT if self._count else _FIRST_TIMEOUT)
+        if not verdict.startswith(_GO):
             raise OtherRankError(verdict[1:])
+        return verdict[1:]
 
     def give_up(self) -> None:
         """Let no rank wait for this one, before the next collective call or before the reading."""
@@ -302,12 +385,11 @@ class _Exchange:
         if self._store.add(f"{key}/decided", 1) == 1:
             self._store.set(key, verdict)
 
-    def _delete_previous(self, place: str, calls: list[str], *, had_news: bool) -> None:
-        """Delete the entries of the reading before this one, to which all ranks have come by now."""
+    def _delete_previous(self, place: str, *, had_news: bool) -> None:
+        """Delete the entries from before this reading, to which all ranks have come by now."""
+        used, self._used = self._used, []
         if self.ranks.rank == 0:
-            previous = f"{self._place}/{self._count - 2}"
-            of_calls = [f"{previous}/{call}{end}" for call in [*calls, "act 0"] for end in ("", "/came", "/decided")]
-            for key in (*self._written, *of_calls):
+            for key in (*self._written, *used):
                 self._store.delete_key(key)
             ends = ["armed", "groups", "first", "first/decided", *self._alike]
             if had_news:

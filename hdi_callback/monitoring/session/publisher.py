@@ -11,6 +11,7 @@ from hdi_callback.guard import attempt_each
 from hdi_callback.monitoring.alerts import Alert, Alerts, heads_written
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.interventions import Action, Intervention, WhileActive
+from hdi_callback.monitoring.ranks.rendezvous import FailedApartError, Rendezvous
 from hdi_callback.monitoring.readings import AMBIGUOUS_MASK, READING_OUT, Readout, Record
 from hdi_callback.monitoring.session.sink import Result, Sink
 from hdi_callback.monitoring.warn_once import WarnOnce
@@ -27,8 +28,8 @@ class Publisher:
         alerts: the rules; `None` for no alerts.
         interventions: the interventions.
         sinks: the sinks of results.
-        broadcast: returns the value of the first rank, so that all ranks intervene alike.
-        agree: called before, with whether this rank can; raises if another one cannot.
+        ranks: how all ranks intervene alike.
+        leave_out: takes the interventions that have failed on some of the ranks alone.
         warn_once: warns once of each kind of failure.
     """
 
@@ -36,8 +37,8 @@ class Publisher:
     alerts: Alerts | None
     interventions: Sequence[Intervention]
     sinks: Sequence[Sink]
-    broadcast: Callable[[Any], Any]
-    agree: Callable[..., None]
+    ranks: Rendezvous
+    leave_out: Callable[[Sequence[Intervention]], None]
     warn_once: WarnOnce
 
     def publish(self, readout: Readout, *, may_intervene: bool = True, is_last: bool = False) -> list[Result]:
@@ -89,41 +90,52 @@ class Publisher:
         actions: list[Action] = []
         if not self.interventions:
             return actions
-        decided = self._decide(record, alerts)
-        if decided is None:
-            return actions
-        new, going_on, reported = decided
+        apart: Sequence[int] = ()
+        with self.warn_once.guard(_INTERVENING):
+            try:
+                with self.ranks.acting():
+                    decided = self.ranks.share(self._seen(record, alerts))
+                    failed = self._act(record, decided, actions)
+                    apart = self.ranks.failed_apart(failed, len(self.interventions))
+            except FailedApartError:
+                apart = range(len(self.interventions))
+                raise
+            finally:  # those that failed on some ranks alone would act differently from now on
+                if apart:
+                    self.leave_out([self.interventions[number] for number in apart])
+        return actions
+
+    def _act(self, record: Record, decided: Any, actions: list[Action]) -> list[int]:
+        """Let interventions act on what the first rank has seen; return the numbers of those that failed."""
+        *listed, reported = decided
+        new, going_on = ([Alert.from_dict(one) for one in alerts] for alerts in listed)
+        failed: list[int] = []  # numbers of those that have begun and not come to their end
         for alerts_of, is_new in ((new, True), (going_on, False)):
             for alert in alerts_of:
-                for intervention in self.interventions:
+                for number, intervention in enumerate(self.interventions):
                     with self.warn_once.guard(f"the intervention {intervention.name}"):
+                        failed.append(number)
                         action = intervention.answer(alert) if is_new else intervention.go_on(alert)
                         if action is not None:
                             actions.append(action)
                             if self.alerts is not None:
                                 self.alerts.rewrite(action.layer, heads_written(action.to_dict()))
+                        failed.pop()
         active = {(alert.layer, alert.rule) for alert in (*new, *going_on) if not alert.is_resolved}
-        for intervention in self.interventions:
+        for number, intervention in enumerate(self.interventions):
             if isinstance(intervention, WhileActive):
                 with self.warn_once.guard(f"the intervention {intervention.name}"):
+                    failed.append(number)
                     actions += intervention.end_all_but(active, record.step)
-        for intervention, report in zip(self.interventions, reported):
+                    failed.pop()
+        for number, (intervention, report) in enumerate(zip(self.interventions, reported)):
             with self.warn_once.guard(f"the intervention {intervention.name}"):
+                failed.append(number)
                 action = intervention.follow(record, report)
                 if action is not None:
                     actions.append(action)
-        return actions
-
-    def _decide(self, record: Record, alerts: Sequence[Alert]) -> Any:
-        """What the first rank has seen, for all ranks to act on; `None` if one of them cannot."""
-        seen: list[Any] = []
-        decided: list[Any] = []
-        with self.warn_once.guard(_INTERVENING):
-            seen.append(self._seen(record, alerts))
-        with self.warn_once.guard(_INTERVENING):
-            self.agree(is_ready=bool(seen))
-            decided += [self.broadcast(one) for one in seen]
-        return decided[0] if decided else None
+                failed.pop()
+        return failed
 
     def _seen(self, record: Record, alerts: Sequence[Alert]) -> Any:
         news = {(alert.layer, alert.rule) for alert in alerts}
@@ -133,7 +145,7 @@ class Publisher:
         for place, intervention in enumerate(self.interventions):
             with self.warn_once.guard(f"the intervention {intervention.name}"):
                 reports[place] = intervention.report(record)
-        return list(alerts), earlier, reports
+        return [one.to_dict() for one in alerts], [one.to_dict() for one in earlier], reports
 
 
 def _note(history: History, kind: str, item: Alert | Action) -> None:

@@ -7,6 +7,7 @@ its `Host` it reads what it needs from the trainer. A failure costs one warning.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -130,8 +131,8 @@ class Session:
         if self._is_attached:
             return
         training = HostTraining(self._host, self.monitor) if training is None else training
-        attached: list[Intervention] = []
-        for intervention in self.interventions:
+        failed: list[int] = []
+        for number, intervention in enumerate(self.interventions):
             try:
                 intervention.attach(training)
             except HDIError:  # noqa: PERF203
@@ -139,9 +140,28 @@ class Session:
                 raise
             except Exception as error:
                 self.warn_once.error(f"attaching the intervention {intervention.name}, which is left out", error)
-            else:
-                attached.append(intervention)
-        self.interventions, self._is_attached = tuple(attached), True
+                failed.append(number)
+        every, self._is_attached = self.interventions, True
+        if every:
+            apart = list(range(len(every)))  # unless the ranks agree
+            meeting = self.monitor.rendezvous
+            with self.warn_once.guard("agreeing on interventions, which are left out,"), meeting.acting():
+                apart = meeting.failed_apart(failed, len(every))
+            self._leave_out([every[number] for number in apart if number not in failed])
+        gone = [every[number] for number in failed]
+        self.interventions = tuple(one for one in self.interventions if one not in gone)
+
+    def _leave_out(self, interventions: Sequence[Intervention]) -> None:
+        """End interventions that cannot act on every rank."""
+        for intervention in interventions:
+            self._detach(intervention)
+            self.warn_once.warn(
+                f"leaving out {intervention.name}",
+                f"The intervention {intervention.name} is left out from now on, as it failed on some of the ranks and "
+                "not on all of them: if it changes weights, they may differ between the ranks.",
+            )
+        self.interventions = tuple(one for one in self.interventions if one not in interventions)
+        self._publisher = replace(self._publisher, interventions=self.interventions)
 
     def accept(self, state: Any, step: int | None = None) -> dict[str, Any] | None:
         """The valid part of a saved state; `None` if it is of another model.
@@ -192,9 +212,8 @@ class Session:
         self._publisher = self._publisher_to(sinks)
 
     def _publisher_to(self, sinks: Sequence[Sink]) -> Publisher:
-        share = self._host.broadcast
-        agree = self.monitor.agree_to_act
-        return Publisher(self.history, self.alerts, self.interventions, sinks, share, agree, self.warn_once)
+        meeting, out = self.monitor.rendezvous, self._leave_out
+        return Publisher(self.history, self.alerts, self.interventions, sinks, meeting, out, self.warn_once)
 
     def _resume(self, step: int, state: Mapping[str, Any] | None) -> None:
         if state is not None:
@@ -212,10 +231,28 @@ class Session:
         if not is_known:
             with self.warn_once.guard(_RESUMING):
                 self.schedule.resume_after(self._last_step_without_state(step))
-        if state is not None and self.alerts is not None and self.interventions:
+        if self.alerts is not None and self.interventions:  # on every rank, even if only some have a state
+            mine = None
             with self.warn_once.guard(_RESUMING):
-                active = self._host.broadcast([(alert.layer, alert.rule) for alert in self.alerts.active])
-                end_what_is_resolved(self.interventions, set(active))
+                mine = None if state is None else [(alert.layer, alert.rule) for alert in self.alerts.active]
+            active = self.from_first_rank(mine)
+            if state is not None and active is not None:
+                with self.warn_once.guard(_RESUMING):
+                    end_what_is_resolved(self.interventions, {(layer, rule) for layer, rule in active})
+
+    def from_first_rank(self, value: Any) -> Any:
+        """Return the value of the first rank on every rank; all of them call this.
+
+        Args:
+            value: plain data, as JSON.
+
+        Returns:
+            That of the first rank; this rank's own if they could not agree.
+        """
+        known = [value]
+        with self.warn_once.guard(_RESUMING), self.monitor.rendezvous.acting():
+            known.append(self.monitor.rendezvous.share(value))
+        return known[-1]
 
     def _last_step_without_state(self, step: int) -> int | None:
         if number_of_processes() == 1 or self._settings.process_group is None:
