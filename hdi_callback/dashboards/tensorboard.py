@@ -97,7 +97,7 @@ class AlertBoard:
 
     def __init__(self, writer: Any, prefix: str = "") -> None:
         self._writer, self._prefix = writer, prefix
-        self._marked: set[str] = set()
+        self._marked: dict[str, int] = {}  # tag -> the step of its one point
 
     def write(self, result: Result) -> None:
         """Write new alerts and actions of one reading, and the two ends of the scale of alignment.
@@ -129,17 +129,14 @@ class AlertBoard:
             f"{self._prefix}alert/{metric}/{alert.layer}": values.get(metric),
             f"{self._prefix}alert/worst_alignment/{alert.layer}": values.get("hdi_worst_alignment"),
         }
-        return [
-            partial(self._writer.add_scalar, self._tag(tag, result.record.step), value, result.record.axis)
-            for tag, value in marks.items()
-            if value is not None
-        ]
-
-    def _tag(self, tag: str, step: int) -> str:
-        if tag in self._marked:
-            return f"{tag}/step {step}"
-        self._marked.add(tag)
-        return tag
+        step = result.record.step
+        written: list[Callable[[], object]] = []
+        for wished, value in marks.items():
+            tag = wished if self._marked.get(wished, step) == step else f"{wished}/step {step}"
+            if value is not None and tag not in self._marked:
+                self._marked[tag] = step
+                written.append(partial(self._writer.add_scalar, tag, value, result.record.axis))
+        return written
 
 
 def add_picture(writer: Any, prefix: str = "") -> Outlet:

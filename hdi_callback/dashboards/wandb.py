@@ -136,12 +136,15 @@ class RunTables:
     def _layers(self, result: Result) -> tuple[list[str], list[list[Any]]]:
         layers = result.record.layers
         metrics = [metric for metric in self._metrics if any(metric in layer.values for layer in layers.values())]
-        rules = {alert.layer: alert.rule for alert in result.active or () if alert.level != "notice"}
+        rules: dict[str, list[str]] = {}
+        for alert in result.active or ():
+            if alert.level != "notice":
+                rules.setdefault(alert.layer, []).append(alert.rule)
         rows = []
         for name, layer in layers.items():
             pair = ", ".join(str(int(head)) for head in layer.arrays.get("worst_alignment_pair", ()))
             values = [layer.values.get(metric) for metric in metrics]
-            rows.append([result.record.step, name, pair, rules.get(name, ""), *values])
+            rows.append([result.record.step, name, pair, ", ".join(rules.get(name, ())), *values])
         return ["step", "layer", "closest heads", "alert", *metrics], rows
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import warnings
+from dataclasses import replace
 
 import pytest
 
 from hdi_callback.dashboards.console import AlertLines, print_layers
 from hdi_callback.dashboards.tensorboard import Board
-from hdi_callback.dashboards.wandb import RunLog
+from hdi_callback.dashboards.wandb import RunLog, RunTables
 from hdi_callback.errors import HeadCollapseWarning
 from hdi_callback.monitoring.alerts import Alert, Finding
 from hdi_callback.monitoring.readings import LayerRecord, Record
@@ -63,6 +64,24 @@ def test_a_tag_that_cannot_be_written_does_not_lose_other_curves_and_marks():
         board.write(result({"a": 0.1, "b": 0.2, "c": 0.3}, [alert("b"), alert("c")]))
     curves = {f"{metric}/{name}" for metric in ("hdi", "hdi_worst_pair") for name in "ac"}
     assert set(writer.written) == curves | {"hdi/mean", "hdi/min", "alert/hdi/c"}
+
+
+def test_alerts_of_one_layer_at_one_step_are_one_mark_and_later_ones_have_their_own():
+    writer = RefusesOne("refused")
+    board = Board(writer, ["hdi"], ["a"])
+    for step in (3, 7):
+        both = [alert("a"), alert("a", rule="trend")]
+        with pytest.raises(OSError, match="full"):
+            board.write(result({"a": 0.1 * step}, both, step=step))
+    marks = {tag: value for tag, value in writer.written.items() if tag.startswith("alert/")}
+    assert marks == {"alert/hdi/a": pytest.approx(0.3), "alert/hdi/a/step 7": pytest.approx(0.7)}
+
+
+def test_the_table_of_layers_names_every_rule_whose_alert_is_active():
+    active = [alert("a"), alert("a", rule="merged scores"), alert("b", "notice", rule="trend")]
+    last = replace(result({"a": 0.3, "b": 0.4}), active=tuple(active), is_last=True)
+    columns, rows = RunTables(["hdi"]).add(last)["attention_heads/layer_table"]
+    assert [row[columns.index("alert")] for row in rows] == ["mean alignment, merged scores", ""]
 
 
 def test_a_line_that_cannot_be_printed_loses_neither_the_next_line_nor_the_warning():
