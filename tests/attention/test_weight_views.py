@@ -80,10 +80,30 @@ class InAnotherShape(ByItsMatrix):
 
 
 @pytest.mark.parametrize("has_forward", [False, True])
-@pytest.mark.parametrize("kind", [PartOfTheInput, InAnotherShape])
-def test_a_part_or_a_reshape_of_a_parameter_is_not_read_as_the_whole_parameter(kind, has_forward):
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (PartOfTheInput, "it multiplies with a part of the columns of `k`"),
+        (InAnotherShape, "its keys (come from no linear map|are its inputs, .* without a projection that can be read)"),
+    ],
+)
+def test_a_part_or_a_reshape_of_a_parameter_is_not_read_as_the_whole_parameter(kind, reason, has_forward):
     module, x = kind("called"), torch.randn(2, 5, WIDTH)
     found = survey(module, forward=(lambda: module(x)) if has_forward else None)
     assert found.layers == ()
-    no_map = "its keys (come from no linear map|are its inputs, or computed .* without a projection that can be read)"
-    assert [bool(re.match(no_map, one.reason)) for one in found.refused] == [True]
+    assert [bool(re.match(reason, one.reason)) for one in found.refused] == [True]
+
+
+class ThreeOfFourHeads(ByItsMatrix):
+    """The first rows of three matrices, and the first columns of that of the outputs."""
+
+    def forward(self, x):
+        q, k, v = (F.linear(x, m.weight[:12]).unflatten(-1, (3, -1)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        return F.linear(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2), self.o.weight[:, :12])
+
+
+def test_the_first_columns_of_an_output_projection_are_those_of_the_heads_that_run():
+    module = ThreeOfFourHeads("called")
+    (layer,) = survey(module).layers
+    assert torch.equal(layer.weight("output").flatten(0, 1), module.o.weight[:, :12].T)
+    assert torch.equal(layer.weight("value").flatten(0, 1), module.v.weight[:12])

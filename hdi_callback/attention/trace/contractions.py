@@ -78,12 +78,15 @@ class _Contraction:
         if features is None:
             return NotImplemented
         axes, start, order = features
+        takes_part = not self.view.takes_all([self.iw.index(i) for i in new])
         new = [self.iw[at] for at in order]
         sizes = [self.weight.shape[at] for at in order]
         map_input = self.x.permute([self.ix.index(i) for i in positions + summed]).flatten(len(positions))
         count = torch.Size(sizes).numel()
         stub = self.view.stub if not axes else None
-        result = self.cut.draw_output(self.view.parameter, map_input, count, module=stub, axes=axes, start=start)
+        result = self.cut.draw_output(
+            self.view.parameter, map_input, count, module=stub, axes=axes, start=start, takes_part=takes_part
+        )
         return self._arranged(result.view(*result.shape[:-1], *sizes), positions + new)
 
     def _by_each_matrix(self, shared: list[str], summed: list[str], new: list[str]) -> Any:

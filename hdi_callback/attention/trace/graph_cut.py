@@ -91,6 +91,7 @@ class GraphCut(TorchFunctionMode):
         start: int = 0,
         axes: tuple[int, ...] = (),
         is_of_parts: bool = False,
+        takes_part: bool = False,
     ) -> Tensor:
         """Return random features for each position of the input of a map.
 
@@ -102,6 +103,7 @@ class GraphCut(TorchFunctionMode):
             start: which feature of the matrix is the first of them.
             axes: dims of the parameter that number the features, where it is no module's matrix.
             is_of_parts: a matrix for each head, of a part of its own of the features that come in.
+            takes_part: the first columns of the matrix alone are used.
 
         Returns:
             ``(..., features)``.
@@ -123,5 +125,5 @@ class GraphCut(TorchFunctionMode):
         map_input = (
             map_input if torch.is_grad_enabled() else map_input.detach()
         )  # a view of what has a gradient claims one
-        self.run.leaves.append(Leaf(parameter, drawn, map_input, start, axes, original, is_of_parts))
+        self.run.leaves.append(Leaf(parameter, drawn, map_input, start, axes, original, is_of_parts, takes_part))
         return drawn.clone(memory_format=torch.contiguous_format)

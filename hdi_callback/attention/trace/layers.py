@@ -170,6 +170,8 @@ def _require_matrices(trace: TracedCores, numbers: tuple[int, ...], rows: Mappin
             # The transpose of a map may take the outputs.
             if any(trace.leaves[at].axes != leaf.axes and (at in used or first not in used) for at in others):
                 raise NoHeadsError(f"it multiplies with `{name}` and with its transpose")
+            if leaf.takes_part:
+                raise NoHeadsError(f"it multiplies with a part of the columns of `{name}`")
             if leaf.is_of_parts:
                 raise NoHeadsError(OWN_INPUTS.format(roles=PLURAL[role]))
             why = None if leaf.module is None else objection_to(leaf.module)
@@ -314,4 +316,5 @@ def _are_one(one: Found, other: Found) -> bool:
     if one.layer is None or other.layer is None:
         return True
     theirs = other.layer.slices
-    return all(role in theirs and part == theirs[role] for role, part in one.layer.slices.items())
+    mine = {role: part for role, part in one.layer.slices.items() if role != "output" or role in theirs}
+    return all(role in theirs and part == theirs[role] for role, part in mine.items())

@@ -26,6 +26,7 @@ class Leaf:
         axes: dims of the parameter that number the features, where it is no module's matrix.
         module: the map in the original, where it is a module.
         is_of_parts: a matrix for each head, of a part of its own of the features that come in.
+        takes_part: the first columns of the matrix alone are used.
     """
 
     parameter: str
@@ -35,6 +36,7 @@ class Leaf:
     axes: tuple[int, ...] = ()
     module: nn.Module | None = None
     is_of_parts: bool = False
+    takes_part: bool = False
 
 
 @dataclass(eq=False)

@@ -46,7 +46,7 @@ class WeightView:
         Returns:
             The dims of the parameter that number its features, none for those of a matrix as its map has them; the
             first feature of the view; and `new` in the order of the parameter. `None` if the view has features that do
-            not lie side by side, or a part of what the map takes.
+            not lie side by side, or a part of what the map takes that is not the first of it.
         """
         shape, sizes = self.base.shape, self.tensor.shape
         kept = [dim for at, dims in enumerate(self.dims) if at not in new for dim in dims]
@@ -54,14 +54,27 @@ class WeightView:
         first = int(self.tensor.storage_offset() - self.base.storage_offset())
         last = first + sum((sizes[at] - 1) * self.tensor.stride(at) for at in new)
         count = math.prod(sizes[at] for at in new)
-        takes_all = math.prod(shape[dim] for dim in kept) * count == self.tensor.numel()
+        takes_first = len(kept) == 1 or self.takes_all(new)
         start, end = (self._number(one, axes) for one in (first, last))
-        if not takes_all or self._number(first, kept) or self._number(last, kept) or end - start + 1 != count:
+        if not takes_first or self._number(first, kept) or self._number(last, kept) or end - start + 1 != count:
             return None
         is_matrix = len(shape) == 2 and axes == (int(self.stub is not None and self.stub.is_transposed),)
         if self.stub is not None and not is_matrix and not self.stub.has_parameter:
             return None
         return () if is_matrix else axes, start, sorted(new, key=lambda at: self.dims[at])
+
+    def takes_all(self, new: Sequence[int]) -> bool:
+        """Return whether the dims of the view that are contracted are all that the parameter has.
+
+        Args:
+            new: the other dims.
+
+        Returns:
+            True if so.
+        """
+        kept = [dim for at, dims in enumerate(self.dims) if at not in new for dim in dims]
+        count = math.prod(self.tensor.shape[at] for at in new)
+        return math.prod(self.base.shape[dim] for dim in kept) * count == self.tensor.numel()
 
     def _number(self, offset: int, dims: Sequence[int]) -> int:
         """Number an element of the parameter by its place in some of the dims."""

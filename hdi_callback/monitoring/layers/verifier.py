@@ -17,6 +17,7 @@ from hdi_callback.attention import (
     layers_observed,
     message_of_part,
 )
+from hdi_callback.attention.finding.runtime_verifier import comparison_with_forward
 from hdi_callback.attention.isolation import isolated
 from hdi_callback.attention.names import is_inside
 from hdi_callback.attention.observe import AttentionObserver, Unexplained
@@ -198,9 +199,10 @@ class HeadVerifier:
         if self._search is not None and recorded:
             searched = self._search.found(recorded)
             verdicts = observer.verdicts(searched)
-            contradicted = {name: one.sentence for name, one in verdicts.items() if one.state == "contradicted"}
-            self._contradictions |= contradicted
-            found += [one for one in searched if one.name not in contradicted]
+            # They were traced with the inputs of this forward, which observation does not outweigh.
+            shown = {one.name: comparison_with_forward(one, verdicts.get(one.name), ()) for one in searched}
+            self._contradictions |= {name: what for name, what in shown.items() if isinstance(what, str)}
+            found += [one for one in searched if one.name not in self._contradictions]
         reasons, decided = ({}, set()) if self._search is None else (self._search.reasons, self._search.decided)
         observed = layers_observed(observer, [*self._layers.all, *found], reasons, decided)
         return [replace(layer, evidence="forward") for layer in found] + list(filter(self._may_be_watched, observed))

@@ -99,6 +99,8 @@ READ = [
     "EveryThirdLayerAttends", "TurnedByContents", "OneSequenceOfAMap", "LatentsNormedAndTurned", "LatentsOfGroups",
     # A softmax over layers beside those over tokens; layers of einops that hold the maps.
     "LayersWeighTheLayersBefore", "MapsByEinMix",
+    # Two averages of the same heads are one layer; the first rows and columns of matrices; heads by a list of numbers.
+    "BlendOfTwoReaches", "ElasticHeads", "EverySecondHeadSeesAll", "KeysOfTheNextHead", "PackedByEinops",
 ]  # fmt: skip
 REFUSALS = {
     "TalkingHeads": "its heads mix: `talk` maps the scores of all heads before the softmax",
@@ -144,6 +146,11 @@ REFUSALS = {
     "AConditionScalesQueries": "its keys are computed from the outputs of `film.1` and `to_k`, and not as their sum",
     "QueriesAndKeysAreBuffers": "its keys are its inputs, or computed from them without a projection that can be read",
     "HeadsOfEveryWidth": "its query heads differ in width",
+    # Values of all heads, scores of those before, weights of two.
+    "ValuesOfAllHeadsMixed": "a value head depends on 24 outputs of `v`, more than its width",
+    "ScoresCascadeOverHeads": "heads share or mix features",
+    "WeightsOfPairsAveraged": "its heads mix: the weights of one head depend on the scores of several",
+    "LogOfAveragedExponentials": "its value projection is followed by an activation",
 }
 
 
@@ -275,7 +282,7 @@ def test_tied_row_attention_is_read_without_a_forward_with_one_and_in_training(w
 @pytest.mark.some_slow(quick=3)
 @pytest.mark.parametrize(
     "name", ["ValuesAreTheInput", "KeysOfATower", "KeysThroughAnActivation", "Joint", "ValuesOfAnEarlierLayer",
-             "ValueResiduals"]
+             "ValueResiduals", "StripesOfHalves"]
 )  # fmt: skip
 def test_a_forward_and_a_training_give_the_same_verdict(name, tmp_path):
     forward, training = (judge(ALL[name], way, tmp_path) for way in ("forward", "training"))
