@@ -126,6 +126,30 @@ def test_outputs_initialised_at_zero_that_first_move_alike_are_not_reported():
     assert judge(MergedMessages(), curve("circuit_ov_worst", values)) == []
 
 
+def test_heads_that_begin_small_and_learn_one_thing_first_are_not_merged_till_what_distinguishes_them_is_lost():
+    layer, calls, circuits = Layer(), [], []
+    torch.manual_seed(3)
+    for parameter in layer.attn.parameters():
+        parameter.data *= 0.1
+    first, one, other = torch.randn(8), torch.randn(64), torch.randn(64)
+
+    def learn(layer):
+        calls.append(0)
+        q, k = heads(layer, "q"), heads(layer, "k")
+        circuits.append(torch.stack([q[h].T @ k[h // 2] for h in range(8)]).flatten(1))
+        if len(calls) < 5:
+            q += 0.02 * first[:, None] * one + 0.01 * torch.randn_like(q)
+            k += 0.02 * first[:, None] * other + 0.01 * torch.randn_like(k)
+        else:
+            q[3] += 0.99 * (q[2] - q[3])
+
+    (alert,) = judge(MergedScores(), readings(layer, learn, steps=range(0, 70, 10)))
+    assert (alert.step, alert.finding.groups) == (50, ((2, 3),))
+    began, now = circuits[0], circuits[4]  # of the readings at steps 0 and 40, by hand
+    assert torch.cosine_similarity(now[2], now[3], dim=0) > 0.9
+    assert (now[2] - now[3]).norm() > (began[2] - began[3]).norm()
+
+
 def test_pretrained_heads_with_equal_scores_are_not_reported():
     layer = Layer()
     q = heads(layer, "q")
@@ -530,6 +554,22 @@ def test_flat_attention_is_not_reported_while_the_scores_grow():
     assert asked([FlatAttention()], entropy(learns)) == []
     (alert,) = asked([FlatAttention()], entropy([0.1 * value for value in learns]))
     assert "largest score 0.083" in alert.message
+
+
+def test_attention_that_is_uniform_as_its_weights_begin_small_is_a_notice_and_a_wrong_scale_is_a_warning():
+    def shrink(step, model):
+        if step == 0:
+            model.qkv.weight *= 0.05
+
+    steps = range(0, 200, 10)
+    (slow,) = asked([FlatAttention()], watched(Masked(), shrink, steps=steps, metrics=[*OF_ALL, "query_norm"]))
+    assert slow.level == "notice"
+    assert "as queries and keys are small" in slow.message
+    for breaks in (shrink, lambda step, model: None):
+        records = watched(Masked(scale=0.01), breaks, steps=steps, metrics=[*OF_ALL, "query_norm"])
+        (wrong,) = asked([FlatAttention()], records)
+        assert wrong.level == "warning"
+        assert "the scale of the scores" in wrong.message
 
 
 def test_updates_that_bfloat16_rounds_away_are_reported_and_small_float32_updates_are_not():

@@ -52,7 +52,15 @@ def aligned_groups(
     return (pair,) if len(pair) == 2 and min(pair) >= 0 and row.values.get(WORST[lens], -1.0) >= least(*pair) else ()
 
 
-def similar_groups(row: Row, matrix: str, limit: float, *, kept: Groups = (), margin: float = 0.0) -> Groups:
+def similar_groups(
+    row: Row,
+    matrix: str,
+    limit: float,
+    *,
+    kept: Groups = (),
+    margin: float = 0.0,
+    is_joined: Callable[[int, int, float], bool] = lambda one, other, value: True,
+) -> Groups:
     """Groups of heads that are joined by a chain of matrix entries that reach a limit.
 
     Args:
@@ -61,6 +69,7 @@ def similar_groups(row: Row, matrix: str, limit: float, *, kept: Groups = (), ma
         limit: limit of an entry.
         kept: groups that were reported; their pairs hold down to the limit less the margin.
         margin: see `kept`.
+        is_joined: a further condition on two heads and their entry.
 
     Returns:
         Groups of two heads or more, each in ascending order.
@@ -68,10 +77,12 @@ def similar_groups(row: Row, matrix: str, limit: float, *, kept: Groups = (), ma
     least = _limits(limit, kept, margin)
     if matrix in row.matrices:
         entries = row.matrices[matrix].tolist()
-        return groups_of((h, g) for h in range(len(entries)) for g in range(h) if entries[h][g] >= least(h, g))
+        pairs = ((h, g, entries[h][g]) for h in range(len(entries)) for g in range(h))
+        return groups_of((h, g) for h, g, value in pairs if value >= least(h, g) and is_joined(h, g, value))
     pair = tuple(sorted(int(head) for head in row.arrays.get(f"{matrix}_worst_pair", ())))
     value = row.values.get(f"{matrix}_worst", -1.0)
-    return (pair,) if len(pair) == 2 and min(pair) >= 0 and value >= least(*pair) else ()
+    is_known = len(pair) == 2 and min(pair) >= 0
+    return (pair,) if is_known and value >= least(*pair) and is_joined(pair[0], pair[1], value) else ()
 
 
 def joined_by_both(row: Row, limit: float) -> Groups:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import ClassVar
 
@@ -163,10 +164,14 @@ class SharpFromStart(Rule):
 
 
 class FlatAttention(Rule):
-    """Attention has stayed uniform since the first step: scores are too small to distinguish tokens.
+    r"""Attention has stayed uniform since the first step: scores are too small to distinguish tokens.
 
     For instance if the scale of the scores is far too small, or queries and keys do not train. If the largest score is
     measured, it must have stayed small too: a layer that has begun to prefer a few tokens is still learning.
+
+    Where the scores are as small as queries and keys themselves, learning is only slow to begin, as from a small
+    initialisation: that is a notice. It is a warning where the largest score is below a tenth of
+    :math:`\lVert q \rVert \lVert k \rVert / \sqrt{d_k}`, or these norms are not measured.
 
     Args:
         limit: of the entropy over log n, mean over heads, at every reading so far.
@@ -177,6 +182,8 @@ class FlatAttention(Rule):
     needs = ("attention_entropy",)
     largest: ClassVar[float] = 0.25
     """A score above which attention prefers some tokens to others."""
+    scale: ClassVar[float] = 0.1
+    """Largest score over that of a mean query and a mean key of one direction, at which the scale is at fault."""
 
     def __init__(self, limit: float = 0.9995, readings: int = 15) -> None:
         self.limit = number("limit of FlatAttention", limit, above=0, below=1, example=0.9995)
@@ -192,18 +199,29 @@ class FlatAttention(Rule):
         if max(logits, default=0.0) > self.largest:
             return None
         largest = f", largest score {max(logits):.2g}" if logits else ""
+        usual = self._usual_score(series)
+        is_slow = usual > 0 and bool(logits) and logits[-1] > self.scale * usual
+        small = f", as queries and keys are small (mean ones of one direction score {usual:.2g} at the usual scale)"
         return Finding(
             f"attention has stayed uniform since step {series.first.step} (mean entropy {curve[-1]:.4f}{largest}): its "
-            "heads average all tokens",
-            "warning",
+            f"heads average all tokens{small if is_slow else ''}",
+            "notice" if is_slow else "warning",
             curve[-1],
             self.limit,
             "attention_entropy",
             since=series.first.step,
             certainty=how_often_raised(self.name, limit=self.limit, readings=self.readings),
-            remedy="checking the scale of the scores, usually one over the root of the head width, and whether "
-            "gradients arrive at queries and keys",
+            remedy="checking whether the loss falls, the size of the initial weights, and the learning rate"
+            if is_slow
+            else "checking the scale of the scores, usually one over the root of the head width, and whether gradients "
+            "arrive at queries and keys",
         )
+
+    def _usual_score(self, series: Series) -> float:
+        """Score of a mean query and a mean key of one direction at the usual scale; 0 if it is not known."""
+        norms = [series.latest.values.get(name, 0.0) for name in ("query_norm", "key_norm")]
+        width = series.facts.get("head_dim")
+        return math.prod(norms) / math.sqrt(width) if width else 0.0
 
 
 class LogitGrowth(_Level):

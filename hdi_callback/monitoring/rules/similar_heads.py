@@ -6,8 +6,9 @@ from typing import ClassVar
 
 from hdi_callback.arguments import number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
-from hdi_callback.monitoring.rules.groups import heads_in, new_since_loading, reported_groups, similar_groups
+from hdi_callback.monitoring.rules.groups import Groups, heads_in, new_since_loading, reported_groups, similar_groups
 from hdi_callback.monitoring.rules.healthy_runs import healthy_peak
+from hdi_callback.monitoring.rules.small_start import has_come_together
 from hdi_callback.monitoring.rules.words import NO_REMEDY, SEPARATE, decimal, named_groups
 
 
@@ -23,6 +24,8 @@ class _SimilarHeads(Rule):
     """Key of the statistics of healthy runs, if it is not the metric."""
     lasts: ClassVar[int] = 1
     """Consecutive readings at the limit: heads that begin at zero all move the same way at first."""
+    norms: ClassVar[str] = ""
+    """Array of the norms of what is compared, if it has a size."""
     began_below: ClassVar[float | None] = None
     """Upper bound of the first reading; `None` to judge all layers."""
 
@@ -41,7 +44,7 @@ class _SimilarHeads(Rule):
         if self.began_below is not None and not series.first.values.get(metric, 1.0) < self.began_below:
             return None
         kept = () if active is None else reported_groups(active.finding)
-        groups = similar_groups(series.latest, self.matrix, self.limit, kept=kept, margin=self.margin)
+        groups = self._groups(series, kept)
         # The first reading is kept without its matrix: only its worst pair says which heads were alike at first.
         groups = new_since_loading(groups, similar_groups(series.first, self.matrix, limit), series)
         if not groups:
@@ -60,12 +63,26 @@ class _SimilarHeads(Rule):
             groups=groups,
         )
 
+    def _groups(self, series: Series, kept: Groups) -> Groups:
+        """The heads that are alike now, and have come together if what is compared has a size."""
+        reported = {head: place for place, group in enumerate(kept) for head in group}
+        loosened = self.margin / (1 - self.limit) + 1
+
+        def has_merged(one: int, other: int, cosine: float) -> bool:
+            was_reported = one in reported and reported[one] == reported.get(other)
+            return has_come_together(series, self.norms, (one, other), cosine, loosened if was_reported else 1.0)
+
+        return similar_groups(
+            series.latest, self.matrix, self.limit, kept=kept, margin=self.margin, is_joined=has_merged
+        )
+
 
 class MergedScores(_SimilarHeads):
     """Query and key weights of some heads score alike: the cosine of their QK circuits reaches a limit.
 
     It covers cases that key subspaces cannot: query heads under grouped and multi-query attention, and heads as wide as
-    the layer's input.
+    the layer's input. Where weights begin small, heads are also alike as they all read what training learns first;
+    they are named if what distinguishes them is no more than at the first reading.
 
     Args:
         limit: of the cosine.
@@ -73,6 +90,7 @@ class MergedScores(_SimilarHeads):
 
     name = "merged scores"
     matrix = "circuit_qk"
+    norms = "circuit_qk_norm"
     what = "scoring alike"
     measure = "largest cosine of QK circuits"
     remedy = SEPARATE
@@ -86,7 +104,8 @@ class MergedMessages(_SimilarHeads):
     """Value and output weights of some heads write the same: the cosine of their OV circuits reaches a limit.
 
     Heads whose output weights begin at zero all move the same way at first, so only layers with distinct heads at the
-    first reading are judged.
+    first reading are judged. Of heads that begin small, those are named between which there is no more difference than
+    at the first reading.
 
     Args:
         limit: of the cosine.
@@ -94,6 +113,7 @@ class MergedMessages(_SimilarHeads):
 
     name = "merged messages"
     matrix = "circuit_ov"
+    norms = "circuit_ov_norm"
     judged = name
     what = "writing the same"
     began_below = 0.5

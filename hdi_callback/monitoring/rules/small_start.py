@@ -1,4 +1,4 @@
-"""Heads whose fresh key weights are small: what training adds soon outweighs them, and no direction is lost by that."""
+"""Heads whose fresh weights are small: what training adds soon outweighs them, and nothing is lost by that."""
 
 from __future__ import annotations
 
@@ -35,3 +35,29 @@ def has_lost_directions(series: Series, head: int, share: float) -> bool:
     # Flatness is the geometric over the arithmetic mean, which is the squared norm over the number of directions.
     before = first.per_head("flatness")[head] * sizes[head] ** 2
     return now.per_head("flatness")[head] * now.per_head("head_norm")[head] ** 2 <= share * before
+
+
+def has_come_together(series: Series, norms: str, pair: tuple[int, int], cosine: float, share: float = 1.0) -> bool:
+    r"""Return whether circuits that are alike differ by no more than independent ones of their first size do.
+
+    .. math:: \lVert C_h \rVert \lVert C_g \rVert (1 - \cos) \le \lVert C_h^0 \rVert \lVert C_g^0 \rVert
+
+    Half the squared distance of two circuits, but for their sizes, against the same of independent ones at the first
+    reading. Where fresh weights are small, all heads soon read the few directions that training learns first, so that
+    their cosine is high, while what distinguishes them grows as well. Heads that merge lose it.
+
+    Args:
+        series: the readings of a layer.
+        norms: name of the norms of its circuits.
+        pair: two heads.
+        cosine: of their circuits.
+        share: what the right side is multiplied by.
+
+    Returns:
+        True for heads that began at zero, or of which no norms are known.
+    """
+    first, now = series.first.per_head(norms), series.latest.per_head(norms)
+    if max(pair) >= min(len(first), len(now)):
+        return True
+    (one, other), (one_now, other_now) = ([sizes[head] for head in pair] for sizes in (first, now))
+    return not one * other > 0 or one_now * other_now * (1 - cosine) <= share * one * other
