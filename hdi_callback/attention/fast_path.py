@@ -21,8 +21,8 @@ def takes_fast_path(attention: nn.Module, model: nn.Module) -> bool:
     Returns:
         True if an `nn.TransformerEncoderLayer` around it is in evaluation mode and allows for it.
     """
-    layers = (one for one in model.modules() if isinstance(one, nn.TransformerEncoderLayer))
-    return any(one.self_attn is attention and _allows_fast_path(one) for one in layers)
+    layers = (module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer))
+    return any(layer.self_attn is attention and _allows_fast_path(layer) for layer in layers)
 
 
 FAST_PATH = "in evaluation mode torch's fast path computes attention in one kernel, which does not return its weights"
@@ -44,8 +44,8 @@ def may_take_fast_path(module: nn.Module, arguments: Iterable[Any] = ()) -> bool
         return isinstance(first, nn.TransformerEncoderLayer) and may_take_fast_path(first, arguments)
     if torch.is_autocast_enabled() or not _allows_fast_path(module):
         return False
-    tensors = (*module.parameters(), *(one for one in arguments if isinstance(one, torch.Tensor)))
-    return not (torch.is_grad_enabled() and any(one.requires_grad for one in tensors))
+    tensors = (*module.parameters(), *(argument for argument in arguments if isinstance(argument, torch.Tensor)))
+    return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
 
 
 def _allows_fast_path(module: nn.Module) -> bool:

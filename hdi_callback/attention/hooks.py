@@ -42,7 +42,7 @@ class Hooks:
 
     def suspend(self) -> None:
         """Remove the hooks until `resume`; those that cannot be are removed when it is called again."""
-        self._suspended = [*self._suspended, *(one for one in self._handles if one not in self._suspended)]
+        self._suspended = [*self._suspended, *(handle for handle in self._handles if handle not in self._suspended)]
         remove_each(self._handles)
 
     def resume(self) -> None:
@@ -123,7 +123,7 @@ def _take_off(module: nn.Module, ours: set[int]) -> None:
     forward = vars(module).get("forward")
     if isinstance(forward, _ObservedForward):
         for observers in (forward.observers, forward.eager):
-            observers[:] = [one for one in observers if id(one) not in ours]
+            observers[:] = [observer for observer in observers if id(observer) not in ours]
         forward.take_off()
 
 

@@ -143,7 +143,8 @@ class Audit:
             "verdict": self.verdict,
             "is_unusual": bool(self.unusual),
             "findings": [
-                {"layer": one.layer, "rule": one.rule, "level": one.level, **_finding(one)} for one in self.findings
+                {"layer": finding.layer, "rule": finding.rule, "level": finding.level, **_finding(finding)}
+                for finding in self.findings
             ],
             "layers": [_plain(asdict(layer)) for layer in self.layers],
             "not_audited": self.not_audited,

@@ -234,7 +234,7 @@ def explain(name: tuple[str, ...], as_json: bool) -> int:
         else:
             print_explanation(found)
     elif as_json:
-        print_json({"rules": [one.to_dict() for one in rule_explanations().values()]})
+        print_json({"rules": [explanation.to_dict() for explanation in rule_explanations().values()]})
     else:
         print_rules(rule_explanations().values())
     return NOTHING_UNUSUAL

@@ -32,7 +32,7 @@ def print_rules(rules: Iterable[RuleExplanation]) -> None:
     """
     rules = list(rules)
     click.echo("The rules, and how their alerts begin:\n")
-    _print_rows([(one.name, f'"{one.messages[0]}"') for one in rules], label=2 + max(len(one.name) for one in rules))
+    _print_rows([(one.name, f'"{one.messages[0]}"') for one in rules], label=2 + max(len(rule.name) for rule in rules))
     click.echo(
         "\nhdi explain RULE says what it means and what to do, hdi explain CURVE (such as hdi_alignment) what is bad."
     )

@@ -124,7 +124,7 @@ def plot_layers(history: str | os.PathLike[str] | RunHistory) -> Figure:
     curves = {name: [_worst(record, name) for record in records] for name in names}
     measured = {name: curve for name, curve in curves.items() if any(map(math.isfinite, curve))}
     pairs = {name: _pair(record.layers[name]) for record in records for name in record.layers}
-    reported = [one for one in _alerts(run) if one.level != "notice" and not one.is_resolved]
+    reported = [alert for alert in _alerts(run) if alert.level != "notice" and not alert.is_resolved]
     return draw_layers(
         [record.step for record in records],
         measured,
@@ -255,7 +255,7 @@ def _alignment(run: RunHistory, record: Record, name: str) -> Tensor | None:
     if "pair_alignment" in matrices:
         return matrices["pair_alignment"]
     layers: list[Mapping[str, Any]] = [one for line in run.lines if line["kind"] == "run" for one in line["layers"]]
-    facts = next((one for one in layers if one["name"] == name), {})
+    facts = next((layer for layer in layers if layer["name"] == name), {})
     overlap, rank, width = matrices.get("overlap"), record.layers[name].arrays.get("rank"), facts.get("width")
     if overlap is None or not rank or not width:
         return None

@@ -173,7 +173,7 @@ def place_board(folder: Path, state: Mapping[str, Any] | None) -> Path:
         if begun.is_dir() and begun.parent.resolve() == folder.parent.resolve():
             return begun
     names = itertools.chain([folder], (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(1)))
-    return next(one for one in names if not one.exists() or (one.is_dir() and not any(one.glob("*tfevents*"))))
+    return next(name for name in names if not name.exists() or (name.is_dir() and not any(name.glob("*tfevents*"))))
 
 
 def await_later_name(folder: Path) -> None:

@@ -104,14 +104,19 @@ def _named(called: Any, original: Callable[..., Any], parameters: list[inspect.P
         setattr(called, name, getattr(original, name))
     returned = inspect.signature(original).return_annotation
     called.__signature__ = inspect.Signature(parameters, return_annotation=returned)
-    called.__annotations__ = {one.name: one.annotation for one in parameters if one.name != "self"}
+    called.__annotations__ = {
+        parameter.name: parameter.annotation for parameter in parameters if parameter.name != "self"
+    }
     return called
 
 
 def _parameters(settings: Callable[..., Settings]) -> list[inspect.Parameter]:
     # Evaluated, as the classes of settings are in different modules.
     types = get_type_hints(settings)
-    return [one.replace(annotation=types[one.name]) for one in inspect.signature(settings).parameters.values()]
+    return [
+        parameter.replace(annotation=types[parameter.name])
+        for parameter in inspect.signature(settings).parameters.values()
+    ]
 
 
 def _documentation(settings: Any) -> list[str]:

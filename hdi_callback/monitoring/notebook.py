@@ -62,7 +62,7 @@ def layer_table(layers: Sequence[AttentionLayer], refused: Sequence[Refusal]) ->
         HTML.
     """
     rows: list[tuple[object, ...]] = [
-        (one.name, one.num_heads, one.num_key_heads, one.head_dim, one.kind) for one in layers
+        (layer.name, layer.num_heads, layer.num_key_heads, layer.head_dim, layer.kind) for layer in layers
     ]
     rows += [(one.name, "", "", "", f"not watched: {one.reason}") for one in refused]
     title = f"hdi_callback watches {len(layers)} attention layers"

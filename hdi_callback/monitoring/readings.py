@@ -258,10 +258,16 @@ AMBIGUOUS_MASK = "a mask can be read in two ways, so that padding is not known: 
 
 def _without_meta(reading: Reading) -> Reading:
     """Leave out results of weights on the meta device, which hold no numbers."""
-    without = [one for one in reading.measurements if any(value.is_meta for value in _fields(one.values).values())]
+    without = [
+        measurement
+        for measurement in reading.measurements
+        if any(value.is_meta for value in _fields(measurement.values).values())
+    ]
     if not without:
         return reading
-    kept = tuple(one for one in reading.measurements if not any(one is other for other in without))
+    kept = tuple(
+        measurement for measurement in reading.measurements if not any(measurement is other for other in without)
+    )
     reason = "its weights are on the meta device, which holds no numbers"
     names = {name if one.source in ROLES else f"{one.source}/{name}": reason for one in without for name in one.layers}
     return replace(reading, measurements=kept, absent={**names, **reading.absent})

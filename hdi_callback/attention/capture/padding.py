@@ -75,9 +75,9 @@ def find_padding(
     if choice != "auto":
         return _chosen(shape, frames, path, choice)
     doubt = None
-    if any(name in _PACKED and value is not None for one in frames for name, value in one.arguments.items()):
+    if any(name in _PACKED and value is not None for frame in frames for name, value in frame.arguments.items()):
         return Padding()
-    found = [(one, name, mask, kind) for one in frames for name, mask, kind in _masks(one, path)]
+    found = [(frame, name, mask, kind) for frame in frames for name, mask, kind in _masks(frame, path)]
     for one, name, mask, kind in found:
         hidden = _over_either(mask, kind, shape) if _may_be_either(mask, kind, shape) else _over_tokens(mask, kind)
         if hidden is None:
@@ -263,10 +263,10 @@ def _chosen(shape: Sequence[int], frames: Sequence[Frame], path: str, choice: An
     else:
         is_decoder = "decoder" in path.lower()
         masks = []
-        for one in frames:
+        for frame in frames:
             ids = [
                 (name, value)
-                for name, value in one.arguments.items()
+                for name, value in frame.arguments.items()
                 if isinstance(value, Tensor) and value.dim() in (1, 2) and name not in _MEANINGS
                 and value.dtype in (torch.int64, torch.int32)
             ]  # fmt: skip
@@ -282,7 +282,7 @@ def _chosen(shape: Sequence[int], frames: Sequence[Frame], path: str, choice: An
 
 def _call_for(function: Callable[..., Any], frames: Sequence[Frame]) -> Frame | None:
     """Return the outermost call with the arguments that the function takes: wrappers of a model do not name them."""
-    named = [one for one in reversed(frames) if all(name.isidentifier() for name in one.arguments)]
+    named = [frame for frame in reversed(frames) if all(name.isidentifier() for name in frame.arguments)]
     try:
         takes = inspect.signature(function)
     except (TypeError, ValueError):

@@ -76,13 +76,13 @@ def joined(samples: Sequence[TokenSample]) -> TokenSample:
         return samples[0]
     first = samples[0]
     device = first.sequences.device
-    are_alike = all(one.weights is None and one.share == first.share for one in samples)
+    are_alike = all(sample.weights is None and sample.share == first.share for sample in samples)
     return TokenSample(
-        rows=torch.cat([one.rows.to(device) for one in samples]),
-        sequences=torch.cat([one.sequences.to(device) for one in samples]),
-        weights=None if are_alike else torch.cat([one.weight().to(device) for one in samples]),
+        rows=torch.cat([sample.rows.to(device) for sample in samples]),
+        sequences=torch.cat([sample.sequences.to(device) for sample in samples]),
+        weights=None if are_alike else torch.cat([sample.weight().to(device) for sample in samples]),
         share=first.share,
-        num_tokens=sum(one.num_tokens for one in samples),
+        num_tokens=sum(sample.num_tokens for sample in samples),
     )
 
 

@@ -144,8 +144,8 @@ class Tap:
         return self.failure is None and not self._chosen(reads_all)
 
     def _chosen(self, reads_all: bool) -> list[_Forward]:
-        forwards = [one for one in self._forwards if one.is_recorded or reads_all]
-        return [one for one in forwards if one.is_reached] or forwards
+        forwards = [forward for forward in self._forwards if forward.is_recorded or reads_all]
+        return [forward for forward in forwards if forward.is_reached] or forwards
 
     @guarded("capturing")
     def take_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
@@ -261,8 +261,8 @@ class Tap:
         first = self._first_sequence(batch, frames, backward)
         self._merge()
         shares = shared_out([*(one.sample.num_tokens for one in self._forwards), batch * shape[-1]], self._max_tokens)
-        for one, share in zip(self._forwards, shares):
-            one.sample = one.sample.thinned(share)
+        for forward, share in zip(self._forwards, shares):
+            forward.sample = forward.sample.thinned(share)
         sample = sample_tokens(outputs, max(2, shares[-1]), padded=padded, first_sequence=first)
         taken = _Forward(sample.thinned(shares[-1]), is_recorded=is_recorded)
         if self._slopes is not None and is_compiled:
@@ -276,11 +276,11 @@ class Tap:
         """Join forwards of which nothing more will be learned, as there may be thousands."""
         if len(self._forwards) < _SEPARATE:
             return
-        settled = [one for one in self._forwards if one.is_reached or not one.is_recorded]
+        settled = [forward for forward in self._forwards if forward.is_reached or not forward.is_recorded]
         if settled:
             together = _Forward(joined([one.sample for one in settled]), is_recorded=settled[0].is_recorded)
             together.is_reached = settled[0].is_reached
-            self._forwards = [together, *(one for one in self._forwards if one not in settled)]
+            self._forwards = [together, *(forward for forward in self._forwards if forward not in settled)]
 
     def _find_padding(self, shape: tuple[int, ...], frames: Sequence[Frame], backward: int) -> Padding:
         if self.padding_mask is not None:
@@ -288,8 +288,8 @@ class Tap:
             doubt = f"`padding_mask` has the shape {tuple(self.padding_mask.shape)}, and the tokens have {shape}"
             return Padding(padded, doubt if padded is None else None)
         if backward != -1:  # of the modules around, only some run again
-            for one in frames:
-                known = self._first_times.get(_place(one.first))
+            for frame in frames:
+                known = self._first_times.get(_place(frame.first))
                 if known is not None:
                     return known
         return find_padding(shape, frames, path=self.layer.name, choice=self._padding)
@@ -298,7 +298,7 @@ class Tap:
         """Whether modules around the attention take masks, and none of the calls that are known does."""
         if self._padding != "auto" or self.padding_mask is not None or padding.padded is not None or padding.doubt:
             return False
-        return self.takes_masks and not any(takes_masks(one.module) for one in frames)
+        return self.takes_masks and not any(takes_masks(frame.module) for frame in frames)
 
     def _remember_padding(self, outputs: Tensor) -> None:
         """Keep the facts about padding now, for when the forward is repeated within the backward."""
@@ -307,7 +307,7 @@ class Tap:
         shape = tuple(_features_last(outputs, self.layer.output_projection).shape[:-1])
         frames = running_calls()
         padding = find_padding(shape, frames, path=self.layer.name, choice=self._padding)
-        self._first_times.update({_place(one.first): padding for one in frames if isinstance(one.first, Tensor)})
+        self._first_times.update({_place(frame.first): padding for frame in frames if isinstance(frame.first, Tensor)})
 
     def _first_sequence(self, batch: int, frames: Sequence[Frame], backward: int) -> int:
         """Number the sequences: those of one call of the model are the same, however often it uses the layer."""
@@ -319,7 +319,9 @@ class Tap:
         if backward != -1:
             self._sequences.append((backward, batch, first))
         elif first_input is not None:
-            self._sequences = [one for one in self._sequences if isinstance(one[0], int) or one[0]() is not None]
+            self._sequences = [
+                sequence for sequence in self._sequences if isinstance(sequence[0], int) or sequence[0]() is not None
+            ]
             self._sequences.append((weakref.ref(first_input), batch, first))
         return first
 

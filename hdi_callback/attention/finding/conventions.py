@@ -54,7 +54,7 @@ def looks_like_attention(place: Place) -> bool:
     module = place.module
     if place.parent is None or _matrices(module) < 2:
         return False
-    plain_parts = (one for one in module.children() if not list(one.parameters()))
+    plain_parts = (child for child in module.children() if not list(child.parameters()))
     return is_named_attention(module) or any(map(computes_attention, (module, *plain_parts)))
 
 
@@ -102,7 +102,7 @@ def _has_usual_names(module: nn.Module) -> bool:
 
 def _matrices(module: nn.Module) -> int:
     """Count the matrices in a module; quantised maps keep no parameters."""
-    stored = sum(is_lazy(one) or one.dim() >= 2 for one in module.parameters())
+    stored = sum(is_lazy(parameter) or parameter.dim() >= 2 for parameter in module.parameters())
     hidden = sum("Linear" in type(part).__name__ and hasattr(part, "in_features") for part in module.modules())
     return max(stored, hidden)
 
@@ -124,7 +124,7 @@ def computes_attention(module: nn.Module) -> bool:
         return False
     # A layer of a graph network sends its messages in methods beside its forward.
     members = [one for name, one in vars(type(module)).items() if name != "__init__"]  # which makes parts, runs none
-    own = [forward, *(one for one in members if isinstance(one, types.FunctionType))]
+    own = [forward, *(member for member in members if isinstance(member, types.FunctionType))]
     return any(_calls_attention(one.__code__) for one in own)
 
 

@@ -134,4 +134,4 @@ def layers_observed(
 
 
 def _is_spread(module: nn.Module) -> bool:
-    return any(hasattr(one, "placements") or hasattr(one, "ds_id") for one in module.parameters())
+    return any(hasattr(parameter, "placements") or hasattr(parameter, "ds_id") for parameter in module.parameters())

@@ -157,7 +157,7 @@ class Search:
         place = self.places[name]
         if is_within(name, self._registered):
             return False
-        if any(is_lazy(one) for one in place.module.parameters()) or not _holds_matrices(place.module):
+        if any(is_lazy(parameter) for parameter in place.module.parameters()) or not _holds_matrices(place.module):
             return False
         return not self._is_slow(name)
 
@@ -273,11 +273,14 @@ class Search:
             True if it resembles attention, and two maps or more lie directly in it.
         """
         place = self.places[name]
-        maps = [stored_shape(base_of(one), "weight") or () for one in place.module.children() if is_map(one)]
+        maps = [stored_shape(base_of(child), "weight") or () for child in place.module.children() if is_map(child)]
         is_feed_forward = len(maps) == 2 and maps[0][:2] == maps[1][1::-1] != maps[1][:2]
         count = 0 if is_feed_forward else len(maps)
         # Tokens and tables of positions, which lie there once for all sequences, are no maps.
-        count += sum(one.dim() >= 2 and min(one.shape[:2]) > 1 for one in place.module.parameters(recurse=False))
+        count += sum(
+            parameter.dim() >= 2 and min(parameter.shape[:2]) > 1
+            for parameter in place.module.parameters(recurse=False)
+        )
         return name not in self._ran and count > 1 and looks_like_attention(place)
 
     def compare(self, observer: AttentionObserver, ways: Mapping[str, Sequence[Inputs]]) -> None:
@@ -355,7 +358,7 @@ class Search:
         module = self.places[name].module
         if isinstance(module, torch.jit.ScriptModule):
             return Reason("it is compiled by torch.jit.script, whose operations cannot be traced")
-        if any(is_lazy(one) for one in module.parameters()):
+        if any(is_lazy(parameter) for parameter in module.parameters()):
             return Reason("its lazy parameters have no shape before the first forward")
         if self._tracer.is_slow(module):
             return Reason(_SLOW, _or_skip(_WITH_FORWARD, name))
@@ -417,7 +420,7 @@ def _holds_matrices(module: nn.Module) -> bool:
     ):
         return False
     # A lazy module, whose sizes follow from the first forward, may hold any.
-    return any(is_lazy(one) or one.dim() >= 2 for one in module.parameters()) or any(
+    return any(is_lazy(parameter) or parameter.dim() >= 2 for parameter in module.parameters()) or any(
         type(getattr(part, "in_features", None)) is int for part in module.modules()
     )
 

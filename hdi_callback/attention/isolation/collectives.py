@@ -297,7 +297,7 @@ def _refuse_numbers(tensors: Sequence[Tensor]) -> None:
 
 def _taken(tensors: list[Tensor], like: Tensor) -> Tensor | None:
     """Remove the first tensor of the same shape and type from a list, and return it."""
-    alike = (place for place, one in enumerate(tensors) if one.shape == like.shape and one.dtype == like.dtype)
+    alike = (place for place, tensor in enumerate(tensors) if tensor.shape == like.shape and tensor.dtype == like.dtype)
     place = next(alike, None)
     return None if place is None else tensors.pop(place)
 

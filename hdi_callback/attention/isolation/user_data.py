@@ -79,7 +79,7 @@ class UserData:
         Args:
             roots: modules, functions, classes, containers.
         """
-        todo = [one for one in roots if id(one) not in self._known]
+        todo = [root for root in roots if id(root) not in self._known]
         for module in todo:
             if isinstance(module, nn.Module):
                 kinds = {type(part) for part in module.modules()}

@@ -39,7 +39,7 @@ def changing_hook(module: nn.Module) -> str | None:
     effect = _shown(module, hooks)
     if effect != "unknown":
         return f"with {_named(hooks)}, which changed its output" if effect == "changed" and hooks else None
-    may_change = [one for one in hooks if _returns_something(_function_of(one))]
+    may_change = [hook for hook in hooks if _returns_something(_function_of(hook))]
     return f"with {_named(may_change)}, which may change its output" if may_change else None
 
 
@@ -90,7 +90,7 @@ def _hooks_of(module: nn.Module) -> Iterator[Any]:
 
 
 def _named(hooks: list[Any]) -> str:
-    names = [str(getattr(_function_of(one), "__name__", type(one).__name__)) for one in hooks]
+    names = [str(getattr(_function_of(hook), "__name__", type(hook).__name__)) for hook in hooks]
     return f"the forward hook{'s' * (len(names) > 1)} `{'` and `'.join(names)}`"
 
 
@@ -107,10 +107,10 @@ def _returns_something(function: Any) -> bool:
     if code is None or _COLLECT & set(code.co_names):
         return False
     before: Any = None
-    for one in dis.get_instructions(code):
-        is_return = one.opname in ("RETURN_VALUE", "RETURN_CONST")
-        returned = one if one.opname == "RETURN_CONST" else before
+    for instruction in dis.get_instructions(code):
+        is_return = instruction.opname in ("RETURN_VALUE", "RETURN_CONST")
+        returned = instruction if instruction.opname == "RETURN_CONST" else before
         if is_return and not (returned is not None and returned.opname.endswith("_CONST") and returned.argval is None):
             return True
-        before = one
+        before = instruction
     return False

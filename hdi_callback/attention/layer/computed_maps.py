@@ -58,7 +58,9 @@ def is_scaled(module: Any) -> bool:
     weight = module._parameters.get("weight")
     if weight is None or is_lazy(weight) or weight.dim() != 2 or not weight.is_floating_point():
         return False
-    return all(one.dim() < 2 for one in module.parameters() if one is not weight) and computes_matrix(module)
+    return all(parameter.dim() < 2 for parameter in module.parameters() if parameter is not weight) and computes_matrix(
+        module
+    )
 
 
 def base_of_sum(module: Any) -> nn.Linear | None:
@@ -182,15 +184,15 @@ def _has_factors(module: nn.Module, base: nn.Linear) -> bool:
     own = {id(one) for one in base.parameters()}
     rows, columns = weight.shape
     takes = gives = matrices = count = 0
-    for one in module.parameters():
+    for parameter in module.parameters():
         count += 1
-        if count > _MOST_PARAMETERS or is_lazy(one) or not one.is_floating_point():
+        if count > _MOST_PARAMETERS or is_lazy(parameter) or not parameter.is_floating_point():
             return False
-        if id(one) in own or one.dim() < 2:
+        if id(parameter) in own or parameter.dim() < 2:
             continue
-        narrow, wide = sorted(one.shape[-2:])
+        narrow, wide = sorted(parameter.shape[-2:])
         is_of_a_part = rows % wide == 0 and rows > columns
-        if one.dim() > 2 or narrow >= min(rows, columns) or not (wide in (rows, columns) or is_of_a_part):
+        if parameter.dim() > 2 or narrow >= min(rows, columns) or not (wide in (rows, columns) or is_of_a_part):
             return False
         matrices += 1
         takes += wide == columns
@@ -201,7 +203,9 @@ def _has_factors(module: nn.Module, base: nn.Linear) -> bool:
 def _kind_of(module: nn.Module) -> Any:
     """Class, shapes and plain attributes: modules of one kind compute their matrix in the same way."""
     is_of_any_size = isinstance(module, nn.Linear) and _holds_weight_alone(module)  # a trial of each may be large
-    shapes = tuple((name, () if is_of_any_size else tuple(one.shape)) for name, one in module.named_parameters())
+    shapes = tuple(
+        (name, () if is_of_any_size else tuple(parameter.shape)) for name, parameter in module.named_parameters()
+    )
     plain = tuple(
         (path, type(part), name, value)
         for path, part in module.named_modules()
@@ -251,7 +255,7 @@ def _factors(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
 
 def _read(trial: nn.Module, way: Way, sizes: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
     """Run a copy on the unit vectors and on zero."""
-    like = next(one for one in trial.parameters() if one.is_floating_point())
+    like = next(parameter for parameter in trial.parameters() if parameter.is_floating_point())
     units = F.pad(torch.eye(sizes[1], device=like.device, dtype=like.dtype), (0, 0, 0, 1))[None]
     with _Products(units, are_units=True) as products:
         made = trial.forward(units)
@@ -344,10 +348,10 @@ def _is_constant(numbers: Tensor, dims: tuple[int, ...]) -> bool:
 
 
 def _drawn(module: nn.Module, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-    for one in module.parameters():
-        if one.is_floating_point():
-            if one.dim() > 1:
-                drawn = torch.randn(one.shape, generator=generator) / math.sqrt(one.shape[-1])
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            if parameter.dim() > 1:
+                drawn = torch.randn(parameter.shape, generator=generator) / math.sqrt(parameter.shape[-1])
             else:  # a gain of the input leaves its features where they are
-                drawn = torch.empty(one.shape).uniform_(0.5, 1.5, generator=generator)
-            yield one, nn.Parameter(drawn.to("cpu" if one.is_meta else one.device))
+                drawn = torch.empty(parameter.shape).uniform_(0.5, 1.5, generator=generator)
+            yield parameter, nn.Parameter(drawn.to("cpu" if parameter.is_meta else parameter.device))

@@ -147,8 +147,8 @@ class MapLog:
         Yields:
             A map and what its hooks did in one call.
         """
-        for one in self._behind_hooks:
-            yield one.module, one.effect
+        for hook in self._behind_hooks:
+            yield hook.module, hook.effect
 
     def recent(self) -> list[MapCall]:
         """Return the calls before an attention among which its queries, keys and values are searched.
@@ -224,8 +224,8 @@ class MapLog:
         newest = self._order - _BEFORE_A_CORE
         near = {order for core in self._cores for order in range(core - _BEFORE_A_CORE, core + _AFTER_A_CORE)}
         self.calls = [
-            one
-            for one in self.calls
-            if one.order >= newest or one.order in near or not self._claimed.isdisjoint(one.keys)
+            call
+            for call in self.calls
+            if call.order >= newest or call.order in near or not self._claimed.isdisjoint(call.keys)
         ]
         self._settled = len(self.calls)

@@ -71,7 +71,7 @@ class ObservingMode(TorchFunctionMode):
         handler, picks = self._handler_of(func, call), self._chosen.may_concern(call)
         if handler is not None or picks:
             self._recorder.is_recorded = torch.is_grad_enabled()
-            device = next((one.device for one in call.tensors()), torch.device("cpu"))
+            device = next((tensor.device for tensor in call.tensors()), torch.device("cpu"))
             with unnoticed(name, device, self._failures):
                 if picks:
                     self._chosen.follow(call)
@@ -164,7 +164,7 @@ class ObservingMode(TorchFunctionMode):
         if self._lineage.any_of((inputs,)) is not None:
             self._follow(call)
             return
-        weight = next((one for one in call.values[1:] if isinstance(one, nn.Parameter)), None)
+        weight = next((value for value in call.values[1:] if isinstance(value, nn.Parameter)), None)
         self._recorder.maps.norm_ran(weight, inputs, call.result)
 
     # --- attention

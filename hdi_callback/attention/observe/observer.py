@@ -216,7 +216,7 @@ class AttentionObserver:
         """
         layers = self._layers if layers is None else layers
         mine = self._cores_by_layer(layers)
-        return {one.name: self._once(one, partial(self._verdict, one, mine[one.name])) for one in layers}
+        return {layer.name: self._once(layer, partial(self._verdict, layer, mine[layer.name])) for layer in layers}
 
     def _verdict(self, layer: AttentionLayer, cores: Sequence[ObservedCore]) -> Verdict:
         verdict = judge(layer, cores, self._maps)
@@ -240,7 +240,7 @@ class AttentionObserver:
         Returns:
             Path of its module -> the layer, or why there is none; of several in a module the first.
         """
-        explained = [core for one in self.verdicts(layers).values() for core in (one.core, *one.cores)]
+        explained = [core for verdict in self.verdicts(layers).values() for core in (verdict.core, *verdict.cores)]
         found: dict[str, AttentionLayer | str] = {}
         for one in self.cores:
             if one.module not in found and not any(one is core for core in explained):

@@ -140,7 +140,7 @@ class Recorder:
             unread: why its rows cannot be computed; empty if they can.
         """
         factor = scale if scale is not None else 1 / math.sqrt(query.shape[-1])
-        biases = [(one.tensor, 1.0) for one in terms if one.kind == "added" and one.tensor is not None]
+        biases = [(term.tensor, 1.0) for term in terms if term.kind == "added" and term.tensor is not None]
         scores = Scores(query, key, scale=factor, terms=list(terms), biases=list(biases))
         read = None if self.is_repeated else self.reader.of_operands(scores, unread)
         self.core_ran(via, scores, value, output, read)

@@ -67,7 +67,7 @@ def require_tokens(view: CoreView) -> None:
 
 def _are_given_by_others(view: CoreView, values: list[Support]) -> bool:
     """Return whether what is averaged is an output of other cores, as where a layer weighs the layers before it."""
-    leaves = {leaf for one in values for leaf in one.masks}
+    leaves = {leaf for value in values for leaf in value.masks}
     at_keys = view.at(view.first, "key")
     keys = view.trace.run.support(view.tensor("key"), at_keys).masks.keys()
     return bool(leaves) and leaves == set(keys) and all(takes_attention(view.trace, leaf) for leaf in leaves)
@@ -102,7 +102,7 @@ def are_mixtures(view: CoreView, tensor: Tensor, chosen: Tensor, alone: Support)
         True if so.
     """
     columns = view.trace.run.columns(tensor.reshape(-1, tensor.shape[-1])[chosen])
-    found = [columns.get(one, -2) for one in view.trace.run.features(alone)]
+    found = [columns.get(feature, -2) for feature in view.trace.run.features(alone)]
     return min(found) >= 0 and len(set(found)) == len(found)
 
 
@@ -135,7 +135,7 @@ def keys_of_several_tokens(view: CoreView) -> list[str]:
     at_keys = view.at(view.first, "key")
     # The first token has none before it, and the last none behind.
     ends = (view.trace.run.support(view.tensor("key"), at) for at in (at_keys[:1], at_keys[-1:]))
-    return ["keys of several tokens"] if any(one.is_of_several_positions for one in ends) else []
+    return ["keys of several tokens"] if any(end.is_of_several_positions for end in ends) else []
 
 
 def require_widths(view: CoreView, heads: dict[Role, list[Rows]], *, has_shared: bool) -> None:
@@ -202,7 +202,7 @@ def require_linear(view: CoreView, heads: dict[Role, list[Rows]], *, has_shared:
 
 def _maps_with_others(view: CoreView, role: Role, rows: list[Rows]) -> str:
     """Name the maps of a role of several, as where a condition scales what a map gives; none where there is one."""
-    own, tensor = {one.parameter for one in rows}, view.tensor(role)
+    own, tensor = {row.parameter for row in rows}, view.tensor(role)
     maps = set(view.trace.run.maps(view.trace.run.support(tensor, view.at(view.first, role))))
     return named(sorted(maps | own)) if maps - own else ""
 

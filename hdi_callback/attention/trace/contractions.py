@@ -116,10 +116,14 @@ def einsum(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
     formula, *operands = args
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = list(operands[0])
-    if not isinstance(formula, str) or "->" not in formula or not all(isinstance(one, Tensor) for one in operands):
+    if (
+        not isinstance(formula, str)
+        or "->" not in formula
+        or not all(isinstance(operand, Tensor) for operand in operands)
+    ):
         return NotImplemented
     with torch._C.DisableTorchFunction():
-        weights = [place for place, one in enumerate(operands) if cut.views.is_of_parameter(one)]
+        weights = [place for place, operand in enumerate(operands) if cut.views.is_of_parameter(operand)]
     joined, _, out = _lettered(formula.replace(" ", ""), operands).partition("->")
     terms = joined.split(",")
     if len(weights) != 1 or "." in joined + out or len(terms) != len(operands):

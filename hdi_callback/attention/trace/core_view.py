@@ -115,5 +115,5 @@ def own_columns(columns: Mapping[tuple[str, int], int], rows: Iterable[Rows], wi
     Returns:
         The columns, ascending.
     """
-    own = {columns.get((one.parameter, feature), -2) for one in rows for feature in one.features}
+    own = {columns.get((row.parameter, feature), -2) for row in rows for feature in row.features}
     return list(range(width)) if -2 in own else sorted(own)

@@ -101,8 +101,8 @@ def _core_at(node: Any, run: TracedRun) -> Core | None:
         if not is_whole and not (products and _may_be_parts(edge, weights)):
             continue
         logits = tuple(run.scores[one] for one in softmaxes if one in run.scores)
-        for one in softmaxes:
-            products += behind.first(one.next_functions[0][0])[1]
+        for softmax in softmaxes:
+            products += behind.first(softmax.next_functions[0][0])[1]
         scores = tuple({id(one.node): one for one in products}.values())
         path = run.path_of(node)
         return Core(node, bool(is_turned), weights, values, tuple(softmaxes), scores, logits, path, not is_whole)

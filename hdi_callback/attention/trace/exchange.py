@@ -141,12 +141,12 @@ def of_all_ranks(own: TracedRun, ranks: Sequence[TracedRun]) -> TracedRun | None
     return replace(
         own,
         leaves=own.leaves + taking,
-        inputs=[one for run in every for one in run.inputs],
-        spans=[one for run in every for one in run.spans],
+        inputs=[tensor for run in every for tensor in run.inputs],
+        spans=[span for run in every for span in run.spans],
         normed=[one for run in every for one in run.normed],
         convolved=[one for run in every for one in run.convolved],
         mixed_tokens=[one for run in every for one in run.mixed_tokens],
-        scores={node: one for run in ranks for node, one in run.scores.items()},
+        scores={node: score for run in ranks for node, score in run.scores.items()},
         mixed={node: one for run in ranks for node, one in run.mixed.items()},
         ranks=len(ranks),
     )

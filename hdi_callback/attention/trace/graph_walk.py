@@ -48,7 +48,7 @@ def nodes_behind(tensors: Iterable[Tensor]) -> Iterator[Any]:
     Returns:
         The nodes.
     """
-    return walk(one.grad_fn for one in tensors)
+    return walk(tensor.grad_fn for tensor in tensors)
 
 
 def is_rounded(tensor: Tensor) -> bool:

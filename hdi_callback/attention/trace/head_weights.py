@@ -30,17 +30,17 @@ def weight_of(trace: TracedCores, path: str, rows: list[Rows]) -> HeadWeight:
     Raises:
         NoHeadsError: if they are read in none of these ways.
     """
-    if any(one.inner is not None for one in rows):
+    if any(row.inner is not None for row in rows):
         return _product(trace, path, rows)
-    if len({one.parameter for one in rows}) == 1:
+    if len({row.parameter for row in rows}) == 1:
         return _slice(trace, path, rows)
-    pieces = tuple(_slice(trace, path, [one]) for one in rows)
+    pieces = tuple(_slice(trace, path, [row]) for row in rows)
     return HeadPieces(pieces[0].module, pieces)
 
 
 def _slice(trace: TracedCores, path: str, rows: list[Rows]) -> HeadSlice:
     leaf = next(leaf for leaf in trace.leaves if leaf.parameter == rows[0].parameter)
-    index = torch.tensor([one.features for one in rows])
+    index = torch.tensor([row.features for row in rows])
     return _slice_of(trace, path, leaf, index, leaf.axes, leaf.axes == (1,), rows[0].centring)
 
 
@@ -61,10 +61,10 @@ def _from(trace: TracedCores, path: str, parameter: str) -> tuple[nn.Module, str
 
 
 def _product(trace: TracedCores, path: str, rows: list[Rows]) -> HeadProduct:
-    if any(one.inner is None for one in rows):
+    if any(row.inner is None for row in rows):
         raise NoHeadsError("some of its heads come from one projection and others from two in a row")
-    outer = list(dict.fromkeys((one.parameter, one.features) for one in rows))
-    inner = list(dict.fromkeys(one.inner for one in rows if one.inner is not None))
+    outer = list(dict.fromkeys((row.parameter, row.features) for row in rows))
+    inner = list(dict.fromkeys(row.inner for row in rows if row.inner is not None))
     if 1 not in (len(outer), len(inner)):
         raise NoHeadsError("its heads come from two projections in a row that are both split into heads")
     module, _ = _from(trace, path, rows[0].parameter)

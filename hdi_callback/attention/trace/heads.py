@@ -254,7 +254,7 @@ class CoreReading:
             return
         flat = core.logits[0].flatten()
         largest = element(flat.shape, int(flat.detach().argmax()))
-        acting = [one.acting_on(flat, largest) for one in core.scores]
+        acting = [score.acting_on(flat, largest) for score in core.scores]
         if sum(any(map(len, sides)) for sides in acting) > 1:
             raise NoHeadsError("its scores are sums of a term of the query and one of the key, and not products")
 
@@ -289,7 +289,7 @@ class CoreReading:
 
 def _are_of_two_tokens(queries: list[Support]) -> bool:
     """Return whether there is a query for each pair of tokens, of which one map takes one and another the other."""
-    found = [tuple((leaf, one.positions(leaf)) for leaf in sorted(one.masks)) for one in queries]
+    found = [tuple((leaf, query.positions(leaf)) for leaf in sorted(query.masks)) for query in queries]
     each = [{one[place] for one in found} for place in range(min(map(len, found)))]
     return len(each) > 1 and len(set(found)) > max(map(len, each))
 
@@ -322,7 +322,7 @@ def _of_one_map_each(of_heads: dict[Role, list[list[Rows]]], width: int) -> tupl
     heads: dict[Role, list[Rows]] = {}
     unread = ""
     for role, found in of_heads.items():
-        problems = [one.problem for rows in found for one in rows if one.problem]
+        problems = [row.problem for rows in found for row in rows if row.problem]
         if problems and role == "query":
             continue
         if problems:
@@ -346,14 +346,14 @@ def _are_apart(of_heads: list[list[Rows]], width: int) -> bool:
     What another one adds to them, or weighs them with, makes them no rows of a map; keys and queries are theirs.
     """
     for parameter in {one.parameter for one in of_heads[0]}:
-        found = {one.features for rows in of_heads for one in rows if one.parameter == parameter}
+        found = {row.features for rows in of_heads for row in rows if row.parameter == parameter}
         if all(len(one) == width for one in found) and sum(map(len, found)) == len(set().union(*found)):
-            return all(any(one.parameter == parameter for one in rows) for rows in of_heads)
+            return all(any(row.parameter == parameter for row in rows) for rows in of_heads)
     return False
 
 
 def _maps_of(found: list[list[Rows]]) -> str:
-    return named(sorted(one.parameter for rows in found for one in rows))
+    return named(sorted(row.parameter for rows in found for row in rows))
 
 
 def _joined(*said: str) -> str:

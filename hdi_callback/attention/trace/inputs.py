@@ -76,11 +76,13 @@ def synthetic_inputs(module: nn.Module) -> Iterator[Inputs]:
         parameters = _parameters(module)
     except (TypeError, ValueError):
         return
-    parameters = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    parameters = [
+        parameter for parameter in parameters if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
     first, others = parameters[:1], parameters[1:]
-    required = [one for one in others if one.default is one.empty]
-    optional = [one for one in others if one.default is not one.empty]
-    names = {one.name for one in parameters}
+    required = [other for other in others if other.default is other.empty]
+    optional = [other for other in others if other.default is not other.empty]
+    names = {parameter.name for parameter in parameters}
     rotations = list(_rotary_widths(module)) if names & _ROTATIONS else [1]
     known = [one for one in optional if one.name in _ROTATIONS | _POSITIONS]
     other_tokens = [one for one in optional if one.name in _TOKENS_TOO]
@@ -194,7 +196,11 @@ def _words_in(module: nn.Module) -> list[str]:
 def _with_more(module: nn.Module, inputs: Inputs, values: Sequence[Tensor]) -> Inputs:
     """Add arguments by position, behind all that have names."""
     args, kwargs = list(inputs.args), dict(inputs.kwargs)
-    named = [one for one in _parameters(module) if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    named = [
+        parameter
+        for parameter in _parameters(module)
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
     args += [kwargs.pop(one.name, one.default) for one in named[len(args) :]]
     return replace(inputs, args=(*args, *values), kwargs=kwargs)
 
@@ -239,7 +245,9 @@ def _widths(module: nn.Module) -> list[int]:
             taken.append(int(part.in_features))  # type: ignore[arg-type]
         elif isinstance(part, nn.MultiheadAttention):
             taken.append(part.embed_dim)
-    sizes = Counter(size for one in module.parameters(recurse=True) if one.dim() > 1 for size in one.shape)
+    sizes = Counter(
+        size for parameter in module.parameters(recurse=True) if parameter.dim() > 1 for size in parameter.shape
+    )
     common = [size for size, _ in sizes.most_common(2)]
     own = [one for parameter in module.parameters(recurse=False) if parameter.dim() > 1 for one in parameter.shape]
     least = [size for size, _ in Counter(own).most_common(3)] if not taken else []
@@ -293,9 +301,9 @@ def recorded_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterato
         The arguments, apart from the user's.
     """
     tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
-    floats = [one for one in tensors if one.is_floating_point() and one.dim() > 1]
+    floats = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 1]
     tokens = floats[0] if floats else None
-    size = sum(one.numel() for one in tensors)
+    size = sum(tensor.numel() for tensor in tensors)
     cuts = [_Cut()] if size <= _LARGEST // 8 else []
     if tokens is not None and tokens.dim() == 3:
         for batch in (0, 1):

@@ -90,17 +90,17 @@ def _side_by_side(parts: list[_Part], *, are_summed: bool) -> _Joined:
     numbers, heads = tuple(number for number, _ in parts), [heads for _, heads in parts]
     if len(parts) == 1:
         return numbers, heads[0]
-    roles = [role for role in heads[0].rows if all(role in one.rows for one in heads)]
-    rows = {role: [one.rows[role][0] for one in heads] for role in roles}
-    normed = set().union(*(one.normed for one in heads))
-    return numbers, HeadRows(rows, [one.members[0] for one in heads], normed, has_own_outputs=are_summed)
+    roles = [role for role in heads[0].rows if all(role in head.rows for head in heads)]
+    rows = {role: [head.rows[role][0] for head in heads] for role in roles}
+    normed = set().union(*(head.normed for head in heads))
+    return numbers, HeadRows(rows, [head.members[0] for head in heads], normed, has_own_outputs=are_summed)
 
 
 def _of_ranks(trace: TracedCores, parts: list[_Part]) -> list[_Joined]:
     """Join cores of the same maps, each with the heads that one rank attends with: together they are one layer."""
     alike: dict[Any, list[_Part]] = {}
     for number, heads in parts:
-        maps = tuple((role, tuple({one.parameter: 0 for one in rows})) for role, rows in heads.rows.items())
+        maps = tuple((role, tuple({row.parameter: 0 for row in rows})) for role, rows in heads.rows.items())
         alike.setdefault((receiver_of(trace, trace.cores[number]), maps), []).append((number, heads))
     layers: list[_Joined] = []
     for of_layer in alike.values():

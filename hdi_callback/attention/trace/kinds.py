@@ -207,7 +207,7 @@ def _computes_the_same(traceable: Traceable, twin: _Traced, differing: frozenset
 
 def _kind_of(module: nn.Module) -> tuple[Any, ...]:
     return type(module), tuple(
-        (path, None if is_lazy(one) else tuple(one.shape)) for path, one in module.named_parameters()
+        (path, None if is_lazy(parameter) else tuple(parameter.shape)) for path, parameter in module.named_parameters()
     )
 
 

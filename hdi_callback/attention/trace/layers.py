@@ -206,7 +206,7 @@ def _by_shared_keys(rows: dict[Role, list[Rows]]) -> list[int]:
 
 def _distinct(role: str, rows: list[Rows]) -> list[Rows]:
     """Key or value heads in their order, each the same for a group of heads side by side."""
-    kept = [one for place, one in enumerate(rows) if place == 0 or rows[place - 1] != one]
+    kept = [row for place, row in enumerate(rows) if place == 0 or rows[place - 1] != row]
     times, left = divmod(len(rows), len(kept))
     if left or [one for one in kept for _ in range(times)] != rows or len(set(kept)) != len(kept):
         raise NoHeadsError(f"its {role}s are not shared by adjacent heads in groups of one size")

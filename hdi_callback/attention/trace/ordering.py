@@ -26,16 +26,16 @@ def order_features(view: CoreView, heads: dict[Role, list[Rows]]) -> str:
     for role, rows in list(heads.items()):
         columns = view.trace.run.columns(view.tensor(role))
         ordered = []
-        for one in rows:
-            places = {feature: columns.get((one.parameter, feature), -2) for feature in one.features}
+        for row in rows:
+            places = {feature: columns.get((row.parameter, feature), -2) for feature in row.features}
             if min(places.values()) < 0 or len(set(places.values())) < len(places):
                 break
-            ordered.append(replace(one, features=tuple(sorted(places, key=places.__getitem__))))
+            ordered.append(replace(row, features=tuple(sorted(places, key=places.__getitem__))))
         if len(ordered) == len(rows):
             heads[role] = ordered
         elif role == "value":
             turned = f"the output of {named([heads.pop('value')[0].parameter])} is turned or mixed within each head"
-            same = [one for one in view.trace.cores if not set(one.softmaxes).isdisjoint(view.core.softmaxes)]
+            same = [core for core in view.trace.cores if not set(core.softmaxes).isdisjoint(view.core.softmaxes)]
             if len(same) > 1:  # which weigh other values too, so that the layer of those has the same heads
                 raise NoHeadsError(turned)
             left_out = f"the weights of its values, as {turned}"
@@ -63,7 +63,7 @@ def centre(view: CoreView, heads: dict[Role, list[Rows]]) -> None:
                 continue
             live = derivative[derivative.abs().amax(1) > 0]
             own = [feature - leaf.start for feature in target.features]
-            every = sorted({feature - leaf.start for one in rows for feature in (one.inner or one).features})
+            every = sorted({feature - leaf.start for row in rows for feature in (row.inner or row).features})
             if _cancels(live[:, own]):
                 centring = "head"
             elif _cancels(live[:, every]) and len(every) > len(own):

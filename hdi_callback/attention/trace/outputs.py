@@ -156,8 +156,8 @@ def _refuse_mixed(
     trace: TracedCores, cores: list[Core], heads: HeadRows, receiver: Leaf | None, end: Tensor, *, is_repeated: bool
 ) -> HeadOutputs:
     """Refuse outputs mixed before the map; those that are changed within each head alone are left out."""
-    key, inputs = heads.rows["key"][0], {one.shape[-1] for one in trace.run.inputs if one.dim()}
-    if is_repeated and all(one.shape[-1] not in inputs for one in inputs_of_rows(trace, key)):  # parts of tokens
+    key, inputs = heads.rows["key"][0], {tensor.shape[-1] for tensor in trace.run.inputs if tensor.dim()}
+    if is_repeated and all(row.shape[-1] not in inputs for row in inputs_of_rows(trace, key)):  # parts of tokens
         name = module_of(key.parameter)
         raise NoHeadsError(f"the same rows of `{name}` make the keys of several of its heads, each of other features")
     others = {core.node for core in trace.cores} - {core.node for core in cores}
@@ -176,7 +176,9 @@ def _refuse_mixed(
 
 def _is_one_of_several(trace: TracedCores, receiver: Leaf, core: Core) -> bool:
     """Return whether a map of the outputs is one of a stack of matrices, as those of experts, that all take them."""
-    alike = (one for one in trace.leaves if one.parameter == receiver.parameter and depends_on(one.input, core.output))
+    alike = (
+        leaf for leaf in trace.leaves if leaf.parameter == receiver.parameter and depends_on(leaf.input, core.output)
+    )
     return len({one.start for one in alike}) > 1
 
 

@@ -57,7 +57,7 @@ def tensordot(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
     if type(dims) is int:  # the last of the one, the first of the other
         dims = list(range(x.dim() - dims, x.dim())), list(range(dims))
     are_pairs = (
-        isinstance(dims, (tuple, list)) and len(dims) == 2 and all(isinstance(one, (tuple, list)) for one in dims)
+        isinstance(dims, (tuple, list)) and len(dims) == 2 and all(isinstance(dim, (tuple, list)) for dim in dims)
     )
     if not are_pairs or not dims[0]:
         return NotImplemented

@@ -70,10 +70,16 @@ class CoreParts:
         parts = list(kinds.values())
         maps = {frozenset(name for name, _ in of_row) for of_row in kinds}
         are_apart = sum(map(len, kinds)) == len(frozenset[tuple[str, int]]().union(*kinds))
-        if len(parts) < 2 or len(maps) != 1 or not all(kinds) or not are_apart or len({len(one) for one in parts}) != 1:
+        if (
+            len(parts) < 2
+            or len(maps) != 1
+            or not all(kinds)
+            or not are_apart
+            or len({len(part) for part in parts}) != 1
+        ):
             return Units()
         rows_of = self._rows_of_queries(n, first)
-        return Units(tuple(rows_of[one] for one in parts)) if bool((rows_of >= 0).all()) else Units()
+        return Units(tuple(rows_of[part] for part in parts)) if bool((rows_of >= 0).all()) else Units()
 
     def _rows_of_queries(self, n: int, pair: QueryKeys) -> Tensor:
         """Number the row of a matrix of weights that each query makes: heads and tokens may have changed places."""
@@ -154,7 +160,7 @@ class CoreParts:
         Returns:
             False of a query that is learned, or an input as it is, as that of a class token may be.
         """
-        return any(one.product != product or bool(self.of_query(one)) for one in pairs)
+        return any(pair.product != product or bool(self.of_query(pair)) for pair in pairs)
 
     def row_of_others(self, maps: Collection[str]) -> int | None:
         """Find a query that is the output of other maps.
@@ -188,23 +194,23 @@ class CoreParts:
             NoHeadsError: if scores are sums of several.
             UndecidedError: if there is none.
         """
-        candidates = [one for one in pairs if any(map(self.trace.is_of_inputs, self.of_keys(one).masks))]
+        candidates = [pair for pair in pairs if any(map(self.trace.is_of_inputs, self.of_keys(pair).masks))]
         if not candidates:
             self._refuse_made_weights(pairs)
-            if any(is_rounded(self.core.scores[one.product].sides[one.side]) for one in pairs):
+            if any(is_rounded(self.core.scores[pair.product].sides[pair.side]) for pair in pairs):
                 raise NoHeadsError(ROUNDED.format(role="key"))
-            sides = [self.core.scores[one.product].sides[one.side] for one in pairs]
-            why = next(filter(None, (self.trace.filters_behind("key", one) for one in sides)), "")
+            sides = [self.core.scores[pair.product].sides[pair.side] for pair in pairs]
+            why = next(filter(None, (self.trace.filters_behind("key", side) for side in sides)), "")
             parameters = list(self.trace.run.parameters.values())
             if not why and any(
-                Support.of(one, self.trace.run.inputs) and not Support.of(one, parameters) for one in sides
+                Support.of(side, self.trace.run.inputs) and not Support.of(side, parameters) for side in sides
             ):
                 why = _NO_PARAMETER
             why = why or _NO_MAP
             raise UndecidedError(why)
         if len(candidates) > 1:
             n = unit // self.units.count
-            candidates = [one for one in candidates if self._is_of_columns(n, one)] or candidates
+            candidates = [candidate for candidate in candidates if self._is_of_columns(n, candidate)] or candidates
         if len(candidates) > 1 and not self._are_alike(candidates):
             raise NoHeadsError(f"its scores are sums of several terms: {self._terms(candidates)}")
         return candidates[0].product
@@ -212,28 +218,28 @@ class CoreParts:
     def _are_alike(self, candidates: list[QueryKeys]) -> bool:
         """Return whether products have the same features of queries and keys, as blocks of tokens put together have."""
         features = self.trace.run.features
-        found = [(features(self.of_query(one)), features(self.of_keys(one))) for one in candidates]
+        found = [(features(self.of_query(candidate)), features(self.of_keys(candidate))) for candidate in candidates]
         return all(found[0]) and all(one == found[0] for one in found)
 
     def _terms(self, candidates: list[QueryKeys]) -> str:
         """The maps behind each of several products that are summed into scores, in words."""
         run, terms = self.trace.run, set()
-        for one in candidates:
-            sides = [run.maps(run.support(side)) for side in self.core.scores[one.product].sides]
+        for candidate in candidates:
+            sides = [run.maps(run.support(side)) for side in self.core.scores[candidate.product].sides]
             terms.add(f"{'a product' if all(sides) else 'what is made'} of {named(itertools.chain(*sides))}")
         return ", ".join(sorted(terms))
 
     def _refuse_made_weights(self, pairs: list[QueryKeys]) -> None:
         """Refuse keys whose projection weights are themselves the output of a map, as in a hypernetwork."""
         _, cores = self.trace.without_maps
-        for one in pairs:
-            maps = self.trace.run.maps(self.of_keys(one))
-            if not maps or len(cores) != len(self.trace.cores) or one.product >= len(cores[self.number].scores):
+        for pair in pairs:
+            maps = self.trace.run.maps(self.of_keys(pair))
+            if not maps or len(cores) != len(self.trace.cores) or pair.product >= len(cores[self.number].scores):
                 continue
             # If the maps output zero, keys that add them keep their tokens; keys whose weights they are become zero.
-            is_nothing = not cores[self.number].scores[one.product].sides[one.side].any()
-            keys = self.core.scores[one.product].sides[one.side]
-            if is_nothing and Support.of(keys, self.trace.run.inputs, one.at_keys):
+            is_nothing = not cores[self.number].scores[pair.product].sides[pair.side].any()
+            keys = self.core.scores[pair.product].sides[pair.side]
+            if is_nothing and Support.of(keys, self.trace.run.inputs, pair.at_keys):
                 raise UndecidedError(f"the weights of its key projection are computed by {named(sorted(maps))}")
 
     def _is_of_columns(self, n: int, pair: QueryKeys) -> bool:

@@ -57,7 +57,7 @@ class _Mapped:
     def __call__(self, own: Any, func: Any, in_dims: Any, out_dims: Any, *args: Any, **kwargs: Any) -> Any:
         """Call `vmap_impl` (``args``: randomness, size of chunks, those of the function), or a loop for parameters."""
         leaves, calls = self.cut.run.leaves, dict(self.cut.calls)
-        count, is_plain = len(leaves), any(isinstance(one, Tensor) and self._is_parameter(one) for one in args)
+        count, is_plain = len(leaves), any(isinstance(arg, Tensor) and self._is_parameter(arg) for arg in args)
         if not is_plain:
             try:
                 made = own(func, in_dims, out_dims, *args, **kwargs)
@@ -97,7 +97,7 @@ def _looped(func: Any, in_dims: Any, out_dims: Any, *args: Any, **kwargs: Any) -
 def _nested(own: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(tensors, Tensor):
         return tensors
-    return _padded([one if isinstance(one, Tensor) else torch.as_tensor(one) for one in tensors])
+    return _padded([tensor if isinstance(tensor, Tensor) else torch.as_tensor(tensor) for tensor in tensors])
 
 
 def _of_jagged(

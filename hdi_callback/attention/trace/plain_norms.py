@@ -47,7 +47,7 @@ def order(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
 def _is_of_each_token(cut: GraphCut, x: Tensor, dim: int) -> bool:
     """Return whether what lies along a dim is of one token, as its heads are, which no order may swap."""
     ends = (x.select(dim, at).flatten()[:1] for at in (0, -1))
-    first, last = (cut.run.support(one) for one in ends)
+    first, last = (cut.run.support(end) for end in ends)
     return bool(first) and all(first.positions(leaf) == last.positions(leaf) for leaf in first.masks)
 
 
@@ -86,7 +86,7 @@ def statistic(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
     result = func(*args, **kwargs)
     if not isinstance(result, Tensor):
         return result
-    dim = kwargs.get("dim", next((one for one in args[1:] if isinstance(one, (int, tuple, list))), None))
+    dim = kwargs.get("dim", next((arg for arg in args[1:] if isinstance(arg, (int, tuple, list))), None))
     if func in (Tensor.norm, torch.norm):
         dim = kwargs.get("dim", args[2] if len(args) > 2 else None)
     if func in (torch.amax, Tensor.amax) and are_scores(args[0]):

@@ -41,10 +41,13 @@ def as_product(cut: GraphCut, summed: Tensor, dims: tuple[Any, ...], result: Ten
         factors = [getattr(node, name) for name in ("_saved_self", "_saved_other")]
     except RuntimeError:  # written over since
         return None
-    if any(one is None or not one.requires_grad or one.is_leaf or cut.views.is_of_parameter(one) for one in factors):
+    if any(
+        factor is None or not factor.requires_grad or factor.is_leaf or cut.views.is_of_parameter(factor)
+        for factor in factors
+    ):
         return None
     over = {dim % summed.dim() for dim in dims}
-    own = [_own_dims(one, summed) for one in factors]
+    own = [_own_dims(factor, summed) for factor in factors]
     if any(not over <= dims_of for dims_of in own) or own[0] == own[1] or summed.dim() > len(_LETTERS):
         return None
     wider = factors[own[0] < own[1]]
@@ -52,7 +55,7 @@ def as_product(cut: GraphCut, summed: Tensor, dims: tuple[Any, ...], result: Ten
         return None  # weights of each feature by itself
     terms = ["".join(_LETTERS[dim] for dim in sorted(dims_of)) for dims_of in own]
     kept = sorted((own[0] | own[1]) - over)
-    parts = [_without(one, summed.dim(), dims_of) for one, dims_of in zip(factors, own)]
+    parts = [_without(factor, summed.dim(), dims_of) for factor, dims_of in zip(factors, own)]
     made = torch.einsum(f"{','.join(terms)}->{''.join(_LETTERS[dim] for dim in kept)}", *parts)
     whole = made.reshape([summed.shape[dim] if dim in kept else 1 for dim in range(summed.dim()) if dim not in over])
     return whole.expand(torch.Size(size for dim, size in enumerate(summed.shape) if dim not in over)).view(result.shape)

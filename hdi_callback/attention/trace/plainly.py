@@ -81,7 +81,7 @@ class _Applied:
         hidden, moved, exponentials = mode.hidden, exchange.calls, mode.exponentials
         result = apply(cls, *args, **kwargs)
         is_open = mode.hidden == hidden and exchange.calls == moved
-        multiplies = len(leaves) == known and sum(isinstance(one, Tensor) and one.requires_grad for one in args) > 1
+        multiplies = len(leaves) == known and sum(isinstance(arg, Tensor) and arg.requires_grad for arg in args) > 1
         if is_open and mode.exponentials == exponentials and not multiplies:
             return result
         kept = leaves[known:], dict(mode.calls)
@@ -100,7 +100,7 @@ class _Applied:
 
 def _has_products(made: Any, arguments: Sequence[Any]) -> bool:
     """Return whether a tensor is made of its arguments by a product of two of them, as scores are."""
-    before = {node for one in arguments if isinstance(one, Tensor) for node in nearest_products(one)}
+    before = {node for argument in arguments if isinstance(argument, Tensor) for node in nearest_products(argument)}
     return isinstance(made, Tensor) and any(
         None not in made_from(node)[-2:] for node in nearest_products(made) if node not in before
     )

@@ -40,7 +40,7 @@ class Product:
     @property
     def is_made(self) -> bool:
         """Whether both of its factors are made in the run."""
-        return all(one.requires_grad for one in self.factors)
+        return all(factor.requires_grad for factor in self.factors)
 
     def acting_on(self, output: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Find the rows of both sides that something depends on.
@@ -84,7 +84,7 @@ def product_at(node: Any) -> Product | None:
     if left is None or right is None:
         return None
     factors = left, right
-    left, right = (one if one.dim() > 2 else one[None] for one in factors)
+    left, right = (factor if factor.dim() > 2 else factor[None] for factor in factors)
     return Product(node, (left, right.mT), factors)
 
 
@@ -101,7 +101,7 @@ class ProductsBehind:
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._parameters = {id(one) for one in parameters}
+        self._parameters = {id(parameter) for parameter in parameters}
         self._learned: dict[Any, bool] = {}
         self._mixed: dict[Any, Any | None] = {}  # of every product once: recurrent parts have long chains of them
 
@@ -139,8 +139,10 @@ class ProductsBehind:
     def are_weights(self, node: Any) -> bool:
         """Return whether a node depends on softmaxes of scores alone, as an iterative inverse of attention does."""
         ends = [one for one in walk([node], _up_to_softmaxes) if not _up_to_softmaxes(one)]
-        softmaxes = [one for one in ends if one.name() in _SOFTMAX]
-        return bool(softmaxes) and softmaxes == ends and all(self.first(made_from(one)[0])[1] for one in softmaxes)
+        softmaxes = [end for end in ends if end.name() in _SOFTMAX]
+        return (
+            bool(softmaxes) and softmaxes == ends and all(self.first(made_from(softmax)[0])[1] for softmax in softmaxes)
+        )
 
     def mixed_at(self, node: Any) -> Any | None:
         """Return the scores or weights of heads that a product with parameters mixes, if it mixes any."""
@@ -158,7 +160,7 @@ class ProductsBehind:
         """Return whether a node is made of parameters alone."""
         if node not in self._learned:
             ends = [one for one in walk([node]) if one.name() == "torch::autograd::AccumulateGrad"]
-            self._learned[node] = bool(ends) and all(id(one.variable) in self._parameters for one in ends)
+            self._learned[node] = bool(ends) and all(id(end.variable) in self._parameters for end in ends)
         return self._learned[node]
 
 

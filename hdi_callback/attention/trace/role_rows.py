@@ -47,7 +47,7 @@ def _shared_source(view: CoreView) -> frozenset[int]:
     trace, supports = view.trace, view.supports[view.first]
     fed = [trace.fed(leaf) for support in supports.values() for leaf in support.masks]
     sources = [{leaf: one.features(leaf) for leaf in one.masks} for one in fed]
-    return frozenset(sources[0]) if sources and all(one == sources[0] for one in sources) else frozenset()
+    return frozenset(sources[0]) if sources and all(source == sources[0] for source in sources) else frozenset()
 
 
 def _rows(view: CoreView, role: Role, support: Support, shared: Collection[int]) -> list[Rows]:
@@ -99,7 +99,7 @@ def _fed_by(
     read = agreed(codes)
     features = [(read == column).nonzero().flatten().tolist() for column in range(token.shape[-1])]
     behind = trace.fed(source).masks.keys() - {source}
-    if any(len(one) != 1 for one in features) or (behind and not trace.inputs_of(source)):
+    if any(len(feature) != 1 for feature in features) or (behind and not trace.inputs_of(source)):
         raise refusal
     own = [one for (one,) in features]
     gains = derivatives(token, torch.ones(token.shape), outputs)[0]
@@ -147,10 +147,10 @@ def leave_out_shared(view: CoreView, of_heads: dict[Role, list[list[Rows]]]) -> 
     if not shared or any(set(one) == shared for one in found):
         return False
     columns = view.trace.run.columns(view.tensor("key"))
-    own = _columns_of_rows(columns, {one for rows in found for one in rows} - shared)
+    own = _columns_of_rows(columns, {row for rows in found for row in rows} - shared)
     if own & _columns_of_rows(columns, shared):
         return False
-    of_heads["key"] = [[one for one in rows if one not in shared] for rows in found]
+    of_heads["key"] = [[row for row in rows if row not in shared] for rows in found]
     _keep_columns(view, of_heads, own)
     return True
 
@@ -160,16 +160,16 @@ def _keep_columns(view: CoreView, of_heads: dict[Role, list[list[Rows]]], own: C
     columns = view.trace.run.columns(view.tensor("query"))
     of_heads["query"] = [
         [
-            replace(one, features=kept)
-            for one in rows
-            if (kept := tuple(at for at in one.features if columns.get((one.parameter, at), -2) in own))
+            replace(row, features=kept)
+            for row in rows
+            if (kept := tuple(at for at in row.features if columns.get((row.parameter, at), -2) in own))
         ]
         for rows in of_heads["query"]
     ]
 
 
 def _columns_of_rows(columns: dict[tuple[str, int], int], rows: Collection[Rows]) -> set[int]:
-    return {columns.get((one.parameter, feature), -2) for one in rows for feature in one.features} - {-2}
+    return {columns.get((row.parameter, feature), -2) for row in rows for feature in row.features} - {-2}
 
 
 def are_parts_side_by_side(view: CoreView, found: list[list[Rows]]) -> bool:
@@ -184,7 +184,7 @@ def are_parts_side_by_side(view: CoreView, found: list[list[Rows]]) -> bool:
     """
     columns = view.trace.run.columns(view.tensor("key"))
     of_maps: dict[str, set[int]] = {}
-    for one in (one for rows in found for one in rows):
+    for one in (row for rows in found for row in rows):
         own = {columns.get((one.parameter, feature), -2) for feature in one.features}
         of_maps.setdefault(one.parameter, set()).update(own)
     every = set().union(*of_maps.values())
@@ -204,13 +204,13 @@ def leave_out_beside(view: CoreView, of_heads: dict[Role, list[list[Rows]]]) -> 
     Returns:
         What is left out, in words; nothing where the map of the tokens gives all columns of the keys.
     """
-    maps, of_tokens = ({one.parameter for rows in of_heads[role] for one in rows} for role in ("key", "value"))
+    maps, of_tokens = ({row.parameter for rows in of_heads[role] for row in rows} for role in ("key", "value"))
     kept = [name for name in maps if len(of_tokens) == 1 and _take_the_same(view.trace, name, *of_tokens)]
     if len(kept) != 1 or len(maps) < 2 or not _are_of_other_tokens(view.trace, maps - set(kept), kept[0]):
         return ""
-    of_keys = [[one for one in rows if one.parameter in kept] for rows in of_heads["key"]]
+    of_keys = [[row for row in rows if row.parameter in kept] for rows in of_heads["key"]]
     columns = view.trace.run.columns(view.tensor("key"))
-    own = {columns.get((one.parameter, feature), -2) for rows in of_keys for one in rows for feature in one.features}
+    own = {columns.get((row.parameter, feature), -2) for rows in of_keys for row in rows for feature in row.features}
     if -2 in own or not all(of_keys) or len(own) == view.tensor("key").shape[-1]:
         return ""
     of_heads["key"] = of_keys
@@ -233,11 +233,11 @@ def leave_out_added(view: CoreView, of_heads: dict[Role, list[list[Rows]]]) -> s
     pairs: tuple[tuple[Role, Role], ...] = (("key", "value"), ("value", "key"), ("query", "value"))
     said = []
     for role, other in pairs:
-        maps, of_tokens = ({one.parameter for rows in of_heads[each] for one in rows} for each in (role, other))
+        maps, of_tokens = ({row.parameter for rows in of_heads[each] for row in rows} for each in (role, other))
         if len(of_tokens) != 1 or not any(len(rows) > 1 for rows in of_heads[role]):
             continue
         kept = [name for name in maps if _take_the_same(view.trace, name, *of_tokens)]
-        own = [[one for one in rows if one.parameter in kept] for rows in of_heads[role]]
+        own = [[row for row in rows if row.parameter in kept] for rows in of_heads[role]]
         if len(kept) == 1 and all(own) and _are_of_other_tokens(view.trace, maps - set(kept), kept[0]):
             of_heads[role] = own
             said.append(f"what {named(sorted(maps - set(kept)))} adds to its {PLURAL[role]}")

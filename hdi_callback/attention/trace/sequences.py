@@ -48,7 +48,7 @@ def joined_by_sequence(
 
 def _sequences(keys: dict[int, Support]) -> dict[int, int]:
     """Number the sequences that parts of a core attend to: those whose keys have tokens in common are of one."""
-    tokens = {n: {(leaf, at) for leaf in one.masks for at in one.positions(leaf)} for n, one in keys.items()}
+    tokens = {n: {(leaf, at) for leaf in key.masks for at in key.positions(leaf)} for n, key in keys.items()}
     found: list[set[tuple[int, int]]] = []
     for own in tokens.values():
         apart = [one for one in found if one.isdisjoint(own)]

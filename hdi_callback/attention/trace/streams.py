@@ -33,7 +33,7 @@ def second_stream(view: CoreView) -> str:
         maps = [frozenset(run.maps(run.support(tensor, [at]))) for tensor, at in zip((keys, values), places)]
         if all(maps):
             streams.setdefault(tuple(maps), []).append(places[0] % keys.shape[1])
-    single: list[_Stream] = [(*one[0], *one[1]) for one in streams if set(map(len, one)) == {1}]  # type: ignore[misc]
+    single: list[_Stream] = [(*stream[0], *stream[1]) for stream in streams if set(map(len, stream)) == {1}]  # type: ignore[misc]
     # Tokens of several maps together are no stream that is read, and those of one of them no second stream.
     if len(streams) != 2 or not single or (len(single) < 2 and any(one & other for one, other in zip(*streams))):
         return ""
@@ -42,7 +42,7 @@ def second_stream(view: CoreView) -> str:
         for role, name in zip(_KEPT, kept):
             supports[role] = supports[role].only(_leaves_of(view.trace, supports[role], name))
     view.keep_tokens(next(tokens for maps, tokens in streams.items() if kept == (*maps[0], *maps[1])))
-    dropped = frozenset().union(*(maps for one in streams for maps in one)) - set(kept)
+    dropped = frozenset().union(*(maps for stream in streams for maps in stream)) - set(kept)
     return f"the keys and values of a second token stream, which come from {named(sorted(dropped))}"
 
 
@@ -53,11 +53,11 @@ def _leaves_of(trace: TracedCores, support: Support, name: str) -> list[int]:
 def _stream_of_query(trace: TracedCores, streams: list[_Stream], supports: dict[Role, Support]) -> _Stream:
     """Choose the stream of the queries: by its map, by the input of that map, by the places of its tokens."""
     query, keys = supports["query"], supports["key"]
-    leaves = {one: _leaves_of(trace, keys, one[0]) for one in streams}
-    alike = [one for one in streams if one[0] in trace.run.maps(query)]
+    leaves = {stream: _leaves_of(trace, keys, stream[0]) for stream in streams}
+    alike = [stream for stream in streams if stream[0] in trace.run.maps(query)]
     if not alike:
         of_query = {_source(trace, leaf) for leaf in query.masks}
-        alike = [one for one in streams if any(_source(trace, leaf) in of_query for leaf in leaves[one])]
+        alike = [stream for stream in streams if any(_source(trace, leaf) in of_query for leaf in leaves[stream])]
     if len(alike) > 1:  # parts of one input
         places = {place for leaf in query.masks for place in _places(trace, leaf, query.positions(leaf))}
         alike = [one for one in alike if places <= {at for leaf in leaves[one] for at in _places(trace, leaf)}]

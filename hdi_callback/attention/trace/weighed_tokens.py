@@ -79,7 +79,7 @@ class _Sources:
     def __init__(self, run: TracedRun) -> None:
         self.run = run
         self.tensors = [*run.tensors, *run.inputs, *(one for one, _ in run.mixed_tokens)]
-        self.axes = [-1] * len(run.leaves) + [_feature_axis(run, one) for one in run.inputs]
+        self.axes = [-1] * len(run.leaves) + [_feature_axis(run, tensor) for tensor in run.inputs]
         self.axes += [axis for _, axis in run.mixed_tokens]
 
     def of(self, output: Tensor, positions: Iterable[int] | None = None) -> _Positions:

@@ -94,7 +94,7 @@ class WeightViews:
 
     def __init__(self, stubs: Iterable[MapStub], parameters: Mapping[str, nn.Parameter]) -> None:
         self.stubs = {id(stub.weight): stub for stub in stubs}
-        self.names = {id(one): name for name, one in parameters.items()}
+        self.names = {id(parameter): name for name, parameter in parameters.items()}
 
     def is_of_parameter(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a parameter or a view of one."""
@@ -133,11 +133,11 @@ class WeightViews:
             True if there were such weights, so that it is to be tried again; a view of a weight reads none of it.
         """
         has_filled = False
-        for one in arguments:
-            if type(one) in (tuple, list):
-                has_filled |= self.has_filled(one, made)
-            elif isinstance(one, Tensor) and isinstance(made, Tensor):
-                base = _base(one)
+        for argument in arguments:
+            if type(argument) in (tuple, list):
+                has_filled |= self.has_filled(argument, made)
+            elif isinstance(argument, Tensor) and isinstance(made, Tensor):
+                base = _base(argument)
                 stub = self.stubs.get(id(base))
                 if stub is not None and not stub.holds_numbers and _base(made) is not base:
                     stub.holds_numbers = True  # for all runs, as those before this one have its weight in their graph

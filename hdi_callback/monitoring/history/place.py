@@ -60,10 +60,10 @@ def place_history(
         if own is not None:
             return history_at(own, run=run)
         # A branch that ended before its first checkpoint resumes from its parent's again.
-        for one in candidates:
-            branch = _branch_from(one, run)
+        for candidate in candidates:
+            branch = _branch_from(candidate, run)
             if branch is not None:
-                return history_at(one, run=branch)
+                return history_at(candidate, run=branch)
     parent = None
     if recorded is not None and is_history_of(recorded, state):
         parent = {"run": run, "history": str(recorded)}
@@ -149,7 +149,7 @@ def _candidates(path: Path, recorded: Path | None) -> Iterator[Path]:
         yield recorded
     yield path
     if path.parent.is_dir():
-        yield from sorted(one for one in path.parent.iterdir() if one != path and pattern.fullmatch(one.name))
+        yield from sorted(entry for entry in path.parent.iterdir() if entry != path and pattern.fullmatch(entry.name))
 
 
 def _same(one: Path, other: Path) -> bool:

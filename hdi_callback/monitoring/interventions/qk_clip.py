@@ -247,7 +247,9 @@ class QKClip(Intervention):
 
     def _expect(self) -> None:
         """Note what each optimizer sends to other ranks after a step for which it has no scores."""
-        self._expected = {id(one): self._without_scores(self._stepped_by(one)) for one in self.training.optimizers}
+        self._expected = {
+            id(optimizer): self._without_scores(self._stepped_by(optimizer)) for optimizer in self.training.optimizers
+        }
 
     @staticmethod
     def _without_scores(layers: Sequence[AttentionLayer]) -> list[Tensor]:

@@ -102,7 +102,7 @@ class WatchedLayers:
         Args:
             refusals: name -> refusal; `None` for a module that is not refused any more.
         """
-        decided = (refusals.get(one.name, one) for one in self.refused)
+        decided = (refusals.get(refusal.name, refusal) for refusal in self.refused)
         self.refused = tuple(one for one in decided if one is not None)
 
     def named(self, name: str) -> AttentionLayer:
@@ -145,7 +145,9 @@ class WatchedLayers:
         here = {layer.name: layer for layer in self.all}
         others = {facts["name"] for facts in elsewhere if facts["name"] not in here and not facts.get("trains", True)}
         still = {
-            name for name, layer in here.items() if not any(one.requires_grad for one in layer.module.parameters())
+            name
+            for name, layer in here.items()
+            if not any(parameter.requires_grad for parameter in layer.module.parameters())
         }
         return frozenset(still | others)
 

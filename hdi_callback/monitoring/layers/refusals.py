@@ -53,7 +53,7 @@ def may_attend(model: nn.Module) -> bool:
     Returns:
         False if all its modules are torch's own, and none is attention.
     """
-    return any(isinstance(one, nn.MultiheadAttention) or not _is_of_torch(one) for one in model.modules())
+    return any(isinstance(module, nn.MultiheadAttention) or not _is_of_torch(module) for module in model.modules())
 
 
 def _is_of_torch(module: nn.Module) -> bool:

@@ -56,7 +56,9 @@ class HeadVerifier:
         self._search = RuntimeFinder(undecided) if undecided else None
         awaited = {place.name for place in undecided}
         self._named = {place.name for place in undecided if is_named_attention(place.module)}
-        self._pending = {one.name: one for one in layers.refused if one.name in awaited}  # until a forward decides
+        self._pending = {
+            refusal.name: refusal for refusal in layers.refused if refusal.name in awaited
+        }  # until a forward decides
         layers.decide({name: replace(one, reason=one.reason + _DECIDES) for name, one in self._pending.items()})
         self._has_warned_of_pending = self._has_searched = False
         self._warn_of_refused({place.name for place in layers.undecided} - awaited)
@@ -177,7 +179,7 @@ class HeadVerifier:
         # A module whose projections are spread over ranks may count only the heads of its own rank.
         spread = {one.name for one in layers.all if any(layers.sharding.is_sharded(one, role) for role in one.slices)}
         with isolated(self._model, keeps_defaults=True):
-            verdicts = {name: one for name, one in observer.verdicts(layers.all).items() if name not in spread}
+            verdicts = {name: verdict for name, verdict in observer.verdicts(layers.all).items() if name not in spread}
         against = self._check.contradictions(verdicts, leave_out=spread)
         layers.leave_out_parts(self._check.parts)
         contradicted = {name: f"the first forward contradicts its heads: {what}" for name, what in against.items()}
@@ -219,7 +221,9 @@ class HeadVerifier:
         layers = self._layers
         here = set(self._model.modules())
         # A replacement of a layer is reported with that layer.
-        refused = {one.name for one in layers.refused} | {one.name for one in layers.all if one.module not in here}
+        refused = {refusal.name for refusal in layers.refused} | {
+            one.name for one in layers.all if one.module not in here
+        }
         reported = [path for path, _ in self._model.named_modules() if users_name(path) in refused]
         with isolated(self._model, keeps_defaults=True):
             unexplained = observer.unexplained(layers.all, reported=reported)

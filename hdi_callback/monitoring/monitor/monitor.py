@@ -175,7 +175,7 @@ class HeadDiversityMonitor:
                 padding=padding, rank_tol=rank_tol, rotation=self._rotation,
             )  # fmt: skip
         captures = (self._taps, None if self._inputs is None else self._inputs.taps, self._rows)
-        self._captures: list[Taps | AttentionReadings] = [one for one in captures if one is not None]
+        self._captures: list[Taps | AttentionReadings] = [capture for capture in captures if capture is not None]
         self._pending_outputs: set[str] = set()
         self._training_only = False
         self._rendezvous = Rendezvous(process_group)
@@ -452,7 +452,7 @@ class HeadDiversityMonitor:
         if self._sample is None:  # once, as it waits for the device
             self._sample = self._layers.sample()
         outputs, inputs = (
-            {one.name for one in taps.tapped} if taps else set() for taps in (self._outputs, self._inputs)
+            {layer.name for layer in taps.tapped} if taps else set() for taps in (self._outputs, self._inputs)
         )
         return {
             "subject": self._subject,

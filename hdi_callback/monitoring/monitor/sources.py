@@ -146,7 +146,7 @@ def _finiteness(names: Sequence[str], weights: Mapping[Role, Tensor], *, last: L
 
 def _have_norms(weights: Iterable[Tensor]) -> bool:
     """Return whether the host may read norms of all weights and finds them finite: then the weights are."""
-    return all(may_decide_on_host(one) and bool(torch.linalg.vector_norm(one).isfinite()) for one in weights)
+    return all(may_decide_on_host(weight) and bool(torch.linalg.vector_norm(weight).isfinite()) for weight in weights)
 
 
 def by_head(values: Tensor, heads: int) -> Tensor:

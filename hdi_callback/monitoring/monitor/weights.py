@@ -236,7 +236,7 @@ def _are_read_alone(weights: Iterable[Tensor]) -> bool:
 
 def _joined(results: Sequence[Any]) -> Any:
     """Join records of tensors ``(1, ...)`` along the layers."""
-    values = {item.name: torch.cat([getattr(one, item.name) for one in results]) for item in fields(results[0])}
+    values = {item.name: torch.cat([getattr(result, item.name) for result in results]) for item in fields(results[0])}
     return type(results[0])(**values)
 
 

@@ -56,7 +56,7 @@ class Roster:
     def __init__(self, ranks: Ranks, findings: Mapping[int, Mapping[str, Any]]) -> None:
         mine = findings[ranks.rank]
         names = _names(mine)
-        peers = [rank for rank, one in findings.items() if _names(one) == names]
+        peers = [rank for rank, finding in findings.items() if _names(finding) == names]
         self.ranks = Ranks(ranks.group, peers, ranks.agree)
         self.spans = len(peers) < len(findings)
         entries: dict[str, Mapping[str, Any]] = {}
@@ -75,7 +75,7 @@ class Roster:
             self.contradicted = {**one["contradicted"], **self.contradicted}
             if rank not in peers:
                 self.absent = {**one["absent"], **self.absent}
-        self.awaits = any(one["awaits"] for one in findings.values())
+        self.awaits = any(finding["awaits"] for finding in findings.values())
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -117,14 +117,14 @@ def why_not_together(findings: Mapping[int, Mapping[str, Any]]) -> str | None:
         A sentence; `None` if they can: any two of them hold the same layers, or none in common.
     """
     first, *others = findings.values()
-    if any(one["subject"] != first["subject"] for one in others):
+    if any(other["subject"] != first["subject"] for other in others):
         return f"the {len(findings)} ranks do not watch the same layers and metrics"
     groups: dict[tuple[str, ...], Mapping[str, Any]] = {}
-    for one in findings.values():
-        same = groups.setdefault(_names(one), one)
-        if _sizes(same) != _sizes(one):
+    for finding in findings.values():
+        same = groups.setdefault(_names(finding), finding)
+        if _sizes(same) != _sizes(finding):
             return f"the {len(findings)} ranks do not watch the same layers and metrics"
-        if any(mine and mine != other for mine, other in zip(same["weights"], one["weights"]) if other):
+        if any(mine and mine != other for mine, other in zip(same["weights"], finding["weights"]) if other):
             return (
                 f"the {len(findings)} ranks hold different weights under the same names, as the stages of a pipeline "
                 "do whose layers are numbered anew (let every stage keep the names of the whole model), or as models "

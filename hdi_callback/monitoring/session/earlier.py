@@ -62,7 +62,7 @@ class _PositionedHost(PlainHost):
         return name if self._training is None else self._training.save_checkpoint(name)
 
     def sinks(self, monitor: HeadDiversityMonitor, history: History | None, state: Any) -> Sequence[Any]:
-        return [one if hasattr(one, "write") else _Followed(one) for one in self._followers]
+        return [follower if hasattr(follower, "write") else _Followed(follower) for follower in self._followers]
 
 
 class _Watch:

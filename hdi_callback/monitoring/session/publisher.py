@@ -145,7 +145,7 @@ class Publisher:
         for place, intervention in enumerate(self.interventions):
             with self.warn_once.guard(f"the intervention {intervention.name}"):
                 reports[place] = intervention.report(record)
-        return [one.to_dict() for one in alerts], [one.to_dict() for one in earlier], reports
+        return [alert.to_dict() for alert in alerts], [one.to_dict() for one in earlier], reports
 
 
 def _note(history: History, kind: str, item: Alert | Action) -> None:

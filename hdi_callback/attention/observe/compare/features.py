@@ -24,7 +24,7 @@ def tolerance(*tensors: Tensor) -> float:
     Returns:
         1e-4 in float32, more in types of fewer digits.
     """
-    return max(1e-4, *(4 * torch.finfo(one.dtype).eps for one in tensors if one.is_floating_point()))
+    return max(1e-4, *(4 * torch.finfo(tensor.dtype).eps for tensor in tensors if tensor.is_floating_point()))
 
 
 @dataclass(frozen=True, eq=False)

@@ -47,7 +47,10 @@ def _judge(layer: AttentionLayer, cores: Sequence[ObservedCore], maps: Sequence[
     # Of several attentions in a module one may be another than the one that is claimed, with maps of its own.
     verdicts = [_judge_core(layer, core, maps, is_alone=len(cores) == 1) for core in cores]
     order: tuple[State, ...] = ("established", "contradicted", "undecided")
-    ranks = [(order.index(one.state), -sum(r.state == "established" for r in one.roles.values())) for one in verdicts]
+    ranks = [
+        (order.index(verdict.state), -sum(r.state == "established" for r in verdict.roles.values()))
+        for verdict in verdicts
+    ]
     best = verdicts[min(range(len(ranks)), key=ranks.__getitem__)]
     if best.state == "contradicted" and len(cores) > 1 and best.core is not None and best.core.heads < layer.num_heads:
         # Heads that are computed one by one, or some at a time, are each a part of what is claimed.
@@ -186,7 +189,7 @@ def _compare_ends(role: Role, x: Tensor, claimed: Tensor, through: str, *, is_ti
     also = f"{through}, beside {beside} other features of a head"
     parts = (x[..., :-beside], x[..., beside:]) if beside > 0 and not is_tied else ()
     verdicts = (_compare(role, part, claimed, also) for part in parts)
-    return next((one for one in verdicts if one is not None and one.state == "established"), None)
+    return next((verdict for verdict in verdicts if verdict is not None and verdict.state == "established"), None)
 
 
 def _compare(role: Role, x: Tensor, claimed: Tensor, through: str, *, as_they_are: bool = False) -> RoleVerdict | None:

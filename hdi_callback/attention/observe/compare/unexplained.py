@@ -111,7 +111,7 @@ def _sums_over_tokens(core: ObservedCore, maps: Sequence[MapCall]) -> bool:
 
 def _tokens_of(verdicts: Sequence[Verdict], core: ObservedCore, role: Role) -> int:
     """Count the tokens of an attention that layers of one module cover together."""
-    return sum(one.roles[role].tokens for one in verdicts if one.core is core and role in one.roles)
+    return sum(verdict.roles[role].tokens for verdict in verdicts if verdict.core is core and role in verdict.roles)
 
 
 def _is_of_a_layer(core: ObservedCore, maps: Sequence[MapCall], watched: Collection[str]) -> bool:

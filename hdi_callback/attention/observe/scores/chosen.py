@@ -56,7 +56,7 @@ class ChosenTokens:
         if not isinstance(result, Tensor) or not result.is_floating_point():
             return
         if call.name in _GATHERS:
-            index = next((one for one in call.values[1:] if isinstance(one, Tensor)), None)
+            index = next((value for value in call.values[1:] if isinstance(value, Tensor)), None)
             varies = frozenset() if index is None else _varying(index)
             if len(varies) > 1:
                 self._notes[result] = varies
@@ -68,7 +68,7 @@ class ChosenTokens:
                 self._notes[result] = dims
         elif (dims_of_any := self._dims_of_any(call)) is not None:
             keeps_places = call.base in _KEEPS_PLACES
-            if keeps_places and result.dim() == max(one.dim() for one in call.tensors()):
+            if keeps_places and result.dim() == max(tensor.dim() for tensor in call.tensors()):
                 self._notes[result] = dims_of_any
             elif keeps_places or call.base in _MOVES:
                 self._notes[result] = _ANY
@@ -102,13 +102,13 @@ class ChosenTokens:
         return dims if dims is None or is_same else _ANY  # turned twice, it is as it was
 
     def _dims_of_any(self, call: Call) -> frozenset[int] | None:
-        return next((dims for one in call.tensors() if (dims := self._find(one)) is not None), None)
+        return next((dims for tensor in call.tensors() if (dims := self._find(tensor)) is not None), None)
 
 
 def _indices(index: Any) -> list[Tensor]:
     """Return the integer tensors in the index of a tensor."""
     parts = index if isinstance(index, tuple) else (index,)
-    return [one for one in parts if isinstance(one, Tensor) and one.dtype in (torch.int64, torch.int32)]
+    return [part for part in parts if isinstance(part, Tensor) and part.dtype in (torch.int64, torch.int32)]
 
 
 def _varying(index: Tensor) -> frozenset[int]:
@@ -120,7 +120,7 @@ def _varying(index: Tensor) -> frozenset[int]:
 def _place(index: Any, dims: int, width: int) -> int | None:
     """Return the dimension of the result behind those that tensors of `width` dimensions index; None if not known."""
     parts = index if isinstance(index, tuple) else (index,)
-    if not all(isinstance(one, (Tensor, slice)) for one in parts):
+    if not all(isinstance(part, (Tensor, slice)) for part in parts):
         return None
-    which = [number for number, one in enumerate(parts) if isinstance(one, Tensor)]
+    which = [number for number, part in enumerate(parts) if isinstance(part, Tensor)]
     return which[0] + width if which == list(range(which[0], which[-1] + 1)) else None

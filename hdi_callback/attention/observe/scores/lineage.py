@@ -165,7 +165,7 @@ class Lineage:
 
     def _change_scores(self, scores: Scores, call: Call, tensor: Tensor, out: Tensor) -> None:
         base, args = call.base, call.args
-        other = next((one for one in call.values if one is not tensor), None)
+        other = next((value for value in call.values if value is not tensor), None)
         if call.name in _SAME or call.name in _MOVED:
             _move(scores, call, tensor, out)
         elif base in ("mul", "multiply", "rmul") and len(call.values) == 2:
@@ -277,12 +277,12 @@ def _move(scores: Scores, call: Call, tensor: Tensor, out: Tensor) -> None:
 
 def _widen(scores: Scores, call: Call, tensor: Tensor) -> None:
     parts, dim = call.argument(0, "tensors"), call.argument(1, "dim") or 0
-    place = next((number for number, one in enumerate(parts) if one is tensor), None)
+    place = next((number for number, part in enumerate(parts) if part is tensor), None)
     if place is None or from_the_end(dim, tensor.dim()) != scores.key_axis or scores.key_axis != -1:
         scores.lost.append("cat")
         return
-    scores.before += sum(int(one.shape[-1]) for one in parts[:place])
-    scores.after += sum(int(one.shape[-1]) for one in parts[place + 1 :])
+    scores.before += sum(int(part.shape[-1]) for part in parts[:place])
+    scores.after += sum(int(part.shape[-1]) for part in parts[place + 1 :])
 
 
 def _change_weights(scores: Scores, call: Call, tensor: Tensor, out: Tensor) -> None:
