@@ -29,6 +29,7 @@ from hdi_callback.monitoring.monitor.weights import WeightSource
 from hdi_callback.monitoring.readings import LayerRecord, Measurement, Reading, Record
 from hdi_callback.monitoring.rules import DeadHeads, choose_rules
 from hdi_callback.monitoring.rules.words import named_heads
+from hdi_callback.monitoring.session.patterns import check_patterns
 
 Progress = Callable[[int, int, str], None]
 """Called with the number of layers done, the number of all, and the name of the next one."""
@@ -259,6 +260,7 @@ def audit(
     source = open_source(model, config=config, model_class=model_class)
     found = survey(inner_model(source.model), include=include, exclude=exclude)
     facts = tuple({**layer.facts(), "name": users_name(layer.name)} for layer in found.layers)
+    check_patterns("thresholds", thresholds or (), [known["name"] for known in facts])
     step = 1 if source.step is None else source.step  # step 0 would mean fresh weights
     records: dict[str, LayerRecord] = {}
     absent: dict[str, str] = {}

@@ -205,20 +205,27 @@ def _reading(path: Path, step: int | None) -> Record:
 def _compare_records(
     a: Record, b: Record, first: str, second: str, moved: Mapping[str, Sequence[float]] | None = None
 ) -> Comparison:
-    layers = [
-        _compare_layer(name, a.layers[name], b.layers[name], (moved or {}).get(name, ()))
-        for name in a.layers
-        if name in b.layers and a.layers[name].values and b.layers[name].values
-    ]
+    layers: list[LayerComparison] = []
+    without: dict[str, str] = {}
+    for name in (name for name in a.layers if name in b.layers):
+        one, other = a.layers[name], b.layers[name]
+        if not one.values or not other.values:
+            without[name] = "it has no numbers in one of them"
+            continue
+        found = _compare_layer(name, one, other, (moved or {}).get(name, ()))
+        sides = [side for side, of in (("A", found.before), ("B", found.after)) if "alignment" not in of]
+        if sides and not found.moved:
+            without[name] = f"no two of its heads were compared in {' and '.join(sides)}"
+        else:
+            layers.append(found)
     layers.sort(key=_size_of_change, reverse=True)
-    empty = "it has no numbers in one of them"
     return Comparison(
         first,
         second,
         tuple(layers),
         tuple(name for name in a.layers if name not in b.layers),
         tuple(name for name in b.layers if name not in a.layers),
-        {n: empty for n in a.layers if n in b.layers and not (a.layers[n].values and b.layers[n].values)},
+        without,
     )
 
 

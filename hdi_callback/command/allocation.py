@@ -52,7 +52,7 @@ def allocations(run: str, keys: int, multiple_of: int) -> list[dict[str, Any]]:
     if not found:
         raise MisconfigurationError(
             f"`{path}` has no reading with attention_samples and token_rank, which allocation needs: train with "
-            'metrics=["hdi", "attention_samples", "token_rank"].'
+            'metrics=["default", "attention_samples", "token_rank"].'
         )
     return found
 

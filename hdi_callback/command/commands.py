@@ -143,7 +143,11 @@ def report(runs: tuple[str, ...], output: Path | None, title: str | None, as_jso
 @hdi.command()
 @click.argument("first", metavar="A")
 @click.argument("second", metavar="B")
-@click.option("--step", type=click.IntRange(min=0), help="Compare histories at this step; at their ends by default.")
+@click.option(
+    "--step",
+    type=click.IntRange(min=0),
+    help="Compare runs at their last readings up to this step.",
+)
 @click.option("--rows", type=click.IntRange(min=1), default=20, show_default=True, help="Layers in the table.")
 @_CLASS
 @_CONFIG
@@ -169,7 +173,7 @@ def compare(
         print_json(found.to_dict())
     else:
         terminal.print_comparison(out, found, rows)
-    return NOTHING_UNUSUAL
+    return NOTHING_UNUSUAL if found.layers else CANNOT_WORK
 
 
 @hdi.command(epilog=_EXIT_CODES)

@@ -206,7 +206,8 @@ def print_comparison(out: Console, comparison: Comparison, most: int) -> None:
             for head in layer.moved_heads[: 1 if is_narrow else 3]
         ]
         table.add_row(Text(layer.name), *pairs, *numbers, ", ".join(moved) or "-")
-    out.print(table)
+    if comparison.layers:
+        out.print(table)
     if len(comparison.layers) > most:
         out.print(
             Text(f"{len(comparison.layers) - most} more layers changed less; --rows shows more of them."),

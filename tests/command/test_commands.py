@@ -339,3 +339,21 @@ def test_an_empty_history_is_reported_as_empty(tmp_path):
 
 def test_the_list_of_commands_is_not_truncated():
     assert [line for line in run("--help", width=80).output.splitlines()[1:] if line.endswith("...")] == []
+
+
+def test_a_comparison_in_which_no_heads_are_compared_says_so_and_fails(bad_run, tmp_path):
+    write_run(tmp_path / "one" / "history.jsonl", heads=1, layers=3, collapsed=None)
+    shown = run("compare", bad_run, tmp_path / "one")
+    assert shown.exit_code == 2
+    lines = shown.output.splitlines()
+    assert lines[-1] == "No layer could be compared."
+    assert "not compared: model.blocks.2.attn: no two of its heads were compared in B" in lines
+    assert not any("aligned" in line for line in lines)
+
+
+@pytest.mark.parametrize("words", [["replay", "{run}"], ["audit", f"{__name__}:healthy"]])
+def test_a_threshold_for_no_layer_is_refused(bad_run, words):
+    shown = run(*(word.format(run=bad_run) for word in words), "--threshold", "decoder.*:pair=0.5")
+    assert shown.exit_code == 2
+    assert "'decoder.*'" in shown.stderr
+    assert ("model.blocks.0.attn" if words[0] == "replay" else "first") in shown.stderr

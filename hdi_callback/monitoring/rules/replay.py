@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import LEVELS, Alert, Alerts, Level, Rule, heads_written, is_at_least
@@ -29,7 +30,7 @@ def replay(
 
     Raises:
         MisconfigurationError: if there is no such file, both rules and thresholds are set, or a threshold is
-            unknown.
+            unknown, or a pattern of them matches no layer.
 
     Example:
         >>> import tempfile, pathlib
@@ -48,8 +49,12 @@ def replay(
     runs = [line for line in read_lines(path) if line["kind"] == "run"]
     alerts = Alerts(choose_rules("default" if rules is None else rules, thresholds), runs[-1]["layers"] if runs else ())
     acts = [line for line in read_lines(path) if line["kind"] == "intervention"]
-    raised: list[Alert] = []
-    for record in read_records(path):
+    records, raised = read_records(path), list[Alert]()
+    names = dict.fromkeys(name for record in records for name in record.layers)
+    for pattern in (thresholds or {}) if names else ():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise MisconfigurationError(f"`thresholds` for {pattern!r} match no layer; there are: {', '.join(names)}.")
+    for record in records:
         raised += alerts.judge(record)
         for line in acts:
             if line["step"] == record.step:
