@@ -80,7 +80,7 @@ def _parameters(kind: Any) -> tuple[str, ...]:
 
 
 def _stack() -> Iterator[FrameType]:
-    """The calls of Python's functions that are going on, from the innermost outwards."""
+    """The running frames of Python functions, innermost first."""
     code: FrameType | None = sys._getframe(1)
     while code is not None:
         yield code
@@ -108,7 +108,7 @@ def is_inferring_shapes() -> bool:
 
 
 def running_calls() -> list[Frame]:
-    """Return the running calls of modules, from the innermost outwards.
+    """Return the running calls of modules, innermost first.
 
     Returns:
         The calls; of a module that was compiled as a whole that of the whole.

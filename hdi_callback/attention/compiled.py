@@ -1,4 +1,4 @@
-"""Limits of `torch.compile`: whether a graph may be compiled anew without harm."""
+"""Limits of `torch.compile`: whether a graph may be recompiled without harm."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def may_recompile(model: nn.Module | None, *, has_both: bool = False) -> bool:
 
 
 def is_compiling_allowed() -> bool:
-    """Return whether torch may compile anything anew at the moment.
+    """Return whether torch may compile anything now.
 
     Returns:
         False under `torch.compiler.set_stance("fail_on_recompile")` and its like; nothing is imported for it.

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 
 def printable(text: str) -> str:
-    r"""Write out what no text file can hold: lone surrogates, which UTF-8 and protocol buffers refuse.
+    r"""Escape lone surrogates, which UTF-8 and protocol buffers refuse.
 
     Args:
         text: any string.

@@ -354,9 +354,9 @@ def _weights(layer: AttentionLayer, sharding: Sharding) -> dict[Role, torch.Tens
 
 
 def _computed(source: WeightSource, layer: AttentionLayer, name: str, weights: Mapping[Role, torch.Tensor]) -> Any:
-    asked = {role: weights[role][None] for role in source.roles(layer) if role in weights}
-    with torch.no_grad(), without_autocast(next(iter(asked.values())).device):
-        return source.measure((name,), asked)
+    selected = {role: weights[role][None] for role in source.roles(layer) if role in weights}
+    with torch.no_grad(), without_autocast(next(iter(selected.values())).device):
+        return source.measure((name,), selected)
 
 
 def _summarised(facts: Mapping[str, Any], record: LayerRecord, absent: str) -> LayerAudit:

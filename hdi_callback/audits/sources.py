@@ -189,18 +189,18 @@ def _open_checkpoint(path: Path, model_class: str | type | None) -> Source:
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise MisconfigurationError(f"`{model_class}` must be a class of modules, got {kind!r}.")
     held = load_plain(path)
-    given = held.get("hyper_parameters") or {}
+    arguments = held.get("hyper_parameters") or {}
     step = held.get("global_step")
     stored = PickledTensors([path])
     del held
     try:
         with torch.device("meta"):
-            model = kind(**given) if isinstance(given, Mapping) else kind(given)
+            model = kind(**arguments) if isinstance(arguments, Mapping) else kind(arguments)
             configure = getattr(model, "configure_model", None)
             if callable(configure):
                 configure()
     except Exception as error:
-        kept = ", ".join(map(str, given)) if isinstance(given, Mapping) and given else "none"
+        kept = ", ".join(map(str, arguments)) if isinstance(arguments, Mapping) and arguments else "none"
         raise MisconfigurationError(
             f"{kind.__name__} cannot be built from the hyperparameters in `{path}` ({kept}): {type(error).__name__} "
             f"({first_line(error)}). Write module:function that builds and loads it."

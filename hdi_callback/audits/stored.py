@@ -148,9 +148,11 @@ def load_plain(file: Path) -> dict[str, Any]:
         # Files of torch before 1.6 are no archives, and cannot be mapped.
         held = torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=True)
     except Exception as error:
-        said = str(error)
-        if "Unsupported global" in said or "weights_only" in said.lower():
-            what = said.partition("Unsupported global: GLOBAL ")[2].split(" ")[0] or "more than tensors and plain data"
+        message = str(error)
+        if "Unsupported global" in message or "weights_only" in message.lower():
+            what = (
+                message.partition("Unsupported global: GLOBAL ")[2].split(" ")[0] or "more than tensors and plain data"
+            )
             reason = f"it holds {what}, which would be executed"
             remedy = "Save its hyperparameters as plain data, or write module:function that builds and loads the model."
         else:

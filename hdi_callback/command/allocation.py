@@ -82,7 +82,7 @@ def print_allocations(found: list[dict[str, Any]]) -> None:
         if one["reason"] is None:
             others = ", ".join(map(str, one["head_dims_as_good"]))
             best = f"{one['best_num_heads']} of width {one['best_head_dim']}"
-            said = f"suggested: {best} (widths that are as good: {others})"
+            verdict = f"suggested: {best} (widths that are as good: {others})"
         else:
-            said = f"no number can be suggested. {one['reason']}"
-        out.print(Text(f"{now}; {said}"), soft_wrap=True)
+            verdict = f"no number can be suggested. {one['reason']}"
+        out.print(Text(f"{now}; {verdict}"), soft_wrap=True)

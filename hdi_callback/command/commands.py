@@ -101,7 +101,7 @@ def audit(
         print_json(found.to_dict())
     else:
         terminal.print_audit(out, found)
-        _say_written(html)
+        _print_written(html)
     if not found.audited:
         return CANNOT_WORK
     return UNUSUAL if found.unusual else NOTHING_UNUSUAL
@@ -136,7 +136,7 @@ def report(runs: tuple[str, ...], output: Path | None, title: str | None, as_jso
     else:
         for name, verdict in page.verdicts.items():
             click.echo(f"{name}: {verdict}")
-        _say_written(page.path)
+        _print_written(page.path)
     return UNUSUAL if page.is_unusual else NOTHING_UNUSUAL
 
 
@@ -317,6 +317,6 @@ def _require_plotly() -> None:
     require_plotly()
 
 
-def _say_written(path: Path | None) -> None:
+def _print_written(path: Path | None) -> None:
     if path is not None:
         click.echo(f"written: {path}", file=sys.stderr)

@@ -48,7 +48,7 @@ def follow(run: str, *, once: bool, until: int | None, idle: float | None, inter
     path = find_history(run)
     out = console()
     if once:
-        history, active = _look(path)
+        history, active = _poll(path)
         out.print(frame(history, active, out.width, out.height))
         return bool(active)
     from rich.live import Live
@@ -61,7 +61,7 @@ def follow(run: str, *, once: bool, until: int | None, idle: float | None, inter
                 now = path.stat().st_size if path.exists() else size
                 if now != size:
                     size, last_change = now, time.monotonic()
-                    history, active = _look(path)
+                    history, active = _poll(path)
                     live.update(frame(history, active, out.width, out.height), refresh=True)
                     if until is not None and any(record.step >= until for record in history.records()[-1:]):
                         break
@@ -73,7 +73,7 @@ def follow(run: str, *, once: bool, until: int | None, idle: float | None, inter
     return bool(active)
 
 
-def _look(path: Path) -> tuple[RunHistory, list[Alert]]:
+def _poll(path: Path) -> tuple[RunHistory, list[Alert]]:
     history = read_history(path)
     alerts = [Alert.from_dict(line) for line in history.lines if line["kind"] == "alert"]
     return history, active_alerts(alerts)

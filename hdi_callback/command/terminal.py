@@ -171,9 +171,9 @@ def print_audit(out: Console, audit: Audit) -> None:
     for name, reason in audit.not_audited.items():
         out.print(Text(f"not audited: {name}: {reason}", style="yellow"), soft_wrap=True)
     for finding in audit.findings:
-        said = f"{finding.level}: {finding.layer}: {finding.finding.what}"
+        sentence = f"{finding.level}: {finding.layer}: {finding.finding.what}"
         remedy = f"; try {finding.finding.remedy}" if finding.finding.remedy else ""
-        out.print(Text(said + remedy, style=LEVEL_STYLES[finding.level]), soft_wrap=True)
+        out.print(Text(sentence + remedy, style=LEVEL_STYLES[finding.level]), soft_wrap=True)
     out.print(Text(audit.verdict, style="bold red" if audit.unusual else "bold"), soft_wrap=True)
 
 

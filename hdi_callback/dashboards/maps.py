@@ -118,8 +118,8 @@ def draw_layers(
     white = {"marker": "^", "color": "white", "edgecolors": "black", "s": 14 if is_tall else 46, "zorder": 4}
     has_alerts = _mark(panel, [(step, name) for step, name, _ in alerts], names, 0 if is_tall else -0.12, red)
     has_actions = _mark(panel, interventions, names, 0 if is_tall else 0.22, white)
-    said = ["alerts" if has_alerts else "", "white ones: interventions" if has_actions else ""]
-    legend = ", ".join(filter(None, said))
+    marks = ["alerts" if has_alerts else "", "white ones: interventions" if has_actions else ""]
+    legend = ", ".join(filter(None, marks))
     panel.set_xlabel("optimizer step" + (f"; triangles: {legend}" if legend else ""), fontsize=9)
     panel.tick_params(axis="x", labelsize=9)
     figure.suptitle(_sentence(order, last, pairs or {}, alerts), fontsize=10, x=0.01, ha="left")

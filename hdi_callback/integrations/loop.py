@@ -118,8 +118,8 @@ class HeadSession(Shell):
         """Read the final weights, publish everything, and remove all hooks; leaving the ``with`` does it."""
         if self._is_closed:
             return
-        lasts = [] if self._opened is None else [self._started.finish, self._steps.warn_if_none]
-        attempt_each([*lasts, self.close])
+        final = [] if self._opened is None else [self._started.finish, self._steps.warn_if_none]
+        attempt_each([*final, self.close])
 
     @guarded("closing the session", otherwise=lambda self: self._close())
     def close(self) -> None:

@@ -23,7 +23,7 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
     except OSError:
         draft.unlink(missing_ok=True)
         raise
-    _settle(Path(path).parent)
+    _sync_folder(Path(path).parent)
 
 
 def create_atomically(path: str | os.PathLike[str], data: bytes) -> None:
@@ -46,7 +46,7 @@ def create_atomically(path: str | os.PathLike[str], data: bytes) -> None:
         _create(Path(path), data)
     finally:
         draft.unlink(missing_ok=True)
-    _settle(Path(path).parent)
+    _sync_folder(Path(path).parent)
 
 
 def _draft(path: Path, data: bytes) -> Path:
@@ -66,7 +66,7 @@ def _create(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _settle(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """Synchronise the folder, so that the new name survives a power failure."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)

@@ -309,11 +309,11 @@ def _tabulate(reading: Reading) -> Record:
         for row, name in enumerate(measurement.layers):
             layer = layers[name]
             is_known = any(math.isfinite(column[row]) for column in columns.values())
-            is_said = f"{measurement.source}/{name}" in absent  # the reason on this rank, at least
+            is_stated = f"{measurement.source}/{name}" in absent  # the reason on this rank, at least
             for metric, column in columns.items():
                 if math.isfinite(column[row]):
                     layer.values[metric] = column[row]
-                elif details is not None and (is_known or not is_said):
+                elif details is not None and (is_known or not is_stated):
                     absent[f"{metric}/{name}"] = details.why_not
             if details is not None:
                 if is_known:

@@ -60,7 +60,7 @@ def cut(behind: object = None) -> SimpleNamespace:
     """What a sum asks a run: which tensors are parameters, and which node has a product behind it."""
     products = SimpleNamespace(first=lambda node: ("product" if node is behind is not None else None, None))
     views = SimpleNamespace(is_of_parameter=lambda one: getattr(one, "is_parameter", False))
-    return SimpleNamespace(run=SimpleNamespace(normed=[], products_behind=products), views=views)
+    return SimpleNamespace(run=SimpleNamespace(normed=[], upstream_products=products), views=views)
 
 
 def activations(*shapes: tuple[int, ...]) -> list[torch.Tensor]:

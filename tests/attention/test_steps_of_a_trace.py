@@ -19,7 +19,7 @@ from hdi_callback.attention.trace.ordering import centre
 from hdi_callback.attention.trace.outputs import _refuse_mixed
 from hdi_callback.attention.trace.own_inputs import refuse_inputs_of_their_own
 from hdi_callback.attention.trace.parts import CoreParts
-from hdi_callback.attention.trace.products import ProductsBehind
+from hdi_callback.attention.trace.products import UpstreamProducts
 from hdi_callback.attention.trace.tied_rows import _columns
 from hdi_callback.attention.trace.unread import is_over_tokens
 
@@ -98,7 +98,7 @@ def test_mixed_outputs_without_an_output_projection_are_refused_for_that():
 def test_a_product_of_softmax_weights_counts_as_weights_and_one_with_values_does_not():
     x = torch.randn(2, 3, 4, requires_grad=True)
     weights = (x @ (2 * x).mT).softmax(-1)
-    behind = ProductsBehind([])
+    behind = UpstreamProducts([])
     assert behind.are_weights((weights @ weights).grad_fn)
     assert not behind.are_weights((weights @ x).grad_fn)
     assert not behind.are_weights((x * 2).softmax(-1).square().grad_fn), "no scores"

@@ -18,7 +18,7 @@ from torch import nn
 
 from hdi_callback import HeadDiversityMonitor
 from hdi_callback.attention import find_attention
-from hdi_callback.attention.layer.sharding import Sharding, _tensor_parallel_degree, as_if_whole
+from hdi_callback.attention.layer.sharding import Sharding, _tensor_parallel_degree, with_global_shapes
 from tests.benchmarks.memory import peak
 from tests.models import HEADS, WIDTH, Attention, Classifier
 from tests.regimes.test_ddp import METRICS, SHARES, batch, classifier, monitor_of, reading_alone
@@ -287,7 +287,7 @@ def test_finding_layers_under_zero_3_gathers_no_weights(monkeypatch):
     engine = Zero3(model)
     monkeypatch.setitem(sys.modules, "deepspeed", engine)
     before = list(model.parameters())
-    with as_if_whole(model):
+    with with_global_shapes(model):
         layers = find_attention(model)
         stand_in = model.blocks[0].attn.k_proj.weight
         assert stand_in.shape == (WIDTH, WIDTH)

@@ -79,7 +79,11 @@ def find_padding(
         return Padding()
     found = [(frame, name, mask, kind) for frame in frames for name, mask, kind in _masks(frame, path)]
     for one, name, mask, kind in found:
-        hidden = _over_either(mask, kind, shape) if _may_be_either(mask, kind, shape) else _over_tokens(mask, kind)
+        hidden = (
+            _over_ambiguous_square(mask, kind, shape)
+            if _is_ambiguous_square(mask, kind, shape)
+            else _over_tokens(mask, kind)
+        )
         if hidden is None:
             continue
         padded = fit_padding(hidden, shape)
@@ -119,14 +123,14 @@ def _masks(one: Frame, path: str) -> list[tuple[str, Tensor, str]]:
         kind, is_of_decoder = _MEANINGS.get(name), name in _OF_DECODER
         if kind is None or not isinstance(value, Tensor):
             continue
-        is_of_other_side = is_decoder != is_of_decoder and _has_both_sides(one)
+        is_of_other_side = is_decoder != is_of_decoder and _is_encoder_decoder(one)
         if not is_of_other_side and (is_of_decoder or not _is_of_keys(one)):
             found.append((name, value, "pairs" if kind == "either" and is_torch else kind))
     return found
 
 
-def _has_both_sides(one: Frame) -> bool:
-    """Whether it is a model of encoder and decoder, whose masks are of the one or of the other."""
+def _is_encoder_decoder(one: Frame) -> bool:
+    """Whether it is an encoder-decoder model, whose masks belong to the encoder or to the decoder."""
     names = one.parameters | set(one.arguments)
     of_encoder = {"attention_mask", "src_key_padding_mask", "src_mask", "src"}
     return bool(names & {"decoder_attention_mask", "decoder_input_ids", "tgt"} and names & of_encoder)
@@ -160,17 +164,17 @@ def _over_tokens(mask: Tensor, kind: str) -> Tensor | None:
         return mask.bool()
     if kind == "tokens":
         return ~mask.bool()
-    return _whichever_leaves_keys(mask.bool()[:, None] if mask.dim() == 2 else mask.bool()[None, None]).view(mask.shape)
+    return _by_visible_keys(mask.bool()[:, None] if mask.dim() == 2 else mask.bool()[None, None]).view(mask.shape)
 
 
-def _may_be_either(mask: Tensor, kind: str, shape: Sequence[int]) -> bool:
-    """Whether a mask may be over tokens or over pairs of them: there are as many sequences as each has tokens."""
+def _is_ambiguous_square(mask: Tensor, kind: str, shape: Sequence[int]) -> bool:
+    """Whether a square mask may be over tokens or over pairs of them, as there are as many sequences as tokens."""
     n = shape[-1]
     is_square = not mask.is_nested and tuple(mask.shape) == tuple(shape) == (n, n)
     return is_square and kind in ("either", "tokens") and n > 1
 
 
-def _over_either(mask: Tensor, kind: str, shape: Sequence[int]) -> Tensor:
+def _over_ambiguous_square(mask: Tensor, kind: str, shape: Sequence[int]) -> Tensor:
     """Read a square mask, ``(batch, length)``: NaN where the two readings differ and nothing speaks for one of them."""
     # A mask that depends on the distance of two tokens alone, as a causal or a sliding one, is over pairs. By its name
     # an `attention_mask` is over tokens, unless it has that form.
@@ -179,7 +183,7 @@ def _over_either(mask: Tensor, kind: str, shape: Sequence[int]) -> Tensor:
     elif kind == "tokens":
         of_tokens = (~mask.bool()).to(torch.float32)
     else:
-        of_tokens = _whichever_leaves_keys(mask.bool()[:, None])
+        of_tokens = _by_visible_keys(mask.bool()[:, None])
     of_tokens = of_tokens.view(mask.shape)
     pairs = _over_pairs(mask, kind, shape)
     of_pairs = of_tokens if pairs is None else pairs.to(torch.float32).view(mask.shape)
@@ -215,15 +219,15 @@ def _over_pairs(mask: Tensor, kind: str, shape: Sequence[int]) -> Tensor | None:
     if mask.is_floating_point():
         hidden = (mask < _HIDDEN).all(-2).all(1)
     elif kind == "either":
-        hidden = _whichever_leaves_keys(mask.bool().flatten(1, -2))
+        hidden = _by_visible_keys(mask.bool().flatten(1, -2))
     else:
         may_see = ~mask.bool() if kind == "padding" else mask.bool()
         hidden = ~may_see.any(-2).any(1)
     return hidden.expand(batch, length).reshape(-1)
 
 
-def _whichever_leaves_keys(pairs: Tensor) -> Tensor:
-    """Read ``(batch, queries, keys)`` in the one way in which every query sees some key; NaN if both ways do."""
+def _by_visible_keys(pairs: Tensor) -> Tensor:
+    """Decide whether true means visible: every query must see a key; NaN if both readings allow it."""
     shows_bad = (~pairs.any(-1)).any()
     hides_bad = pairs.all(-1).any()
     shown, hidden = ~pairs.any(1), pairs.all(1)
@@ -234,7 +238,7 @@ def _whichever_leaves_keys(pairs: Tensor) -> Tensor:
 
 
 def fit_padding(padded: Tensor, shape: Sequence[int]) -> Tensor | None:
-    """Bring a mask over tokens to their order.
+    """Permute a mask over tokens to the order of the tokens.
 
     Args:
         padded: ``(batch, length)``.

@@ -152,7 +152,7 @@ class Taps(Hooks):
 
     @property
     def is_limited(self) -> bool:
-        """Whether a compiled graph would have to be compiled anew for a capture, and must not be."""
+        """Whether a capture would need a recompilation that is not allowed."""
         return self._was_limited
 
     def arm(self, *, training_only: bool = False, padding_mask: Tensor | None = None) -> None:
@@ -223,7 +223,7 @@ class Taps(Hooks):
         return not any(tap.training_only or tap.has_recorded for tap in taps)
 
     def _mark_graphs(self, is_armed: bool) -> None:
-        """Switch sampling in compiled graphs on or off; each change may compile them anew."""
+        """Switch sampling in compiled graphs on or off; each change may recompile them."""
         taps = [tap for tap in self._taps.values() if tap.is_in_graph != is_armed]
         self._is_limited = bool(taps) and not may_recompile(self._model, has_both=self._has_both)
         if not self._is_limited:

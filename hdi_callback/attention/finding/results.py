@@ -66,7 +66,7 @@ def message_of_part(layer: AttentionLayer) -> str:
 
 
 def chosen_from(search: Search, include: Sequence[str] | None, exclude: Sequence[str] | None) -> Survey:
-    """Put together the layers and the refusals that patterns leave in.
+    """Select the layers and the refusals that `include` and `exclude` leave.
 
     Args:
         search: which is over.
@@ -88,7 +88,7 @@ def chosen_from(search: Search, include: Sequence[str] | None, exclude: Sequence
     names = [
         name for name in names
         if name in search.reasons
-        or search.may_attend_beside(name)
+        or search.may_attend_itself(name)
         or not any(is_inside(layer.name, name) for layer in layers)
     ]  # fmt: skip
     refused = [_refusal(search, name) for name in names]

@@ -236,7 +236,7 @@ class Search:
     # --- 4. and 5. a real forward
 
     def undecided(self) -> dict[str, Place]:
-        """Return which modules a real forward may show the heads of.
+        """Return the modules whose heads a real forward may show.
 
         Returns:
             Their places by name, in model order.
@@ -252,7 +252,7 @@ class Search:
             if is_open and is_alike:
                 found.add(name)
         inner = found - {around for name in found for around in containers(name)}
-        inner |= {name for name in found if name in self.reasons or self.may_attend_beside(name)}
+        inner |= {name for name in found if name in self.reasons or self.may_attend_itself(name)}
         known = self.layers.keys() | self._registered
         return {name: self.places[name] for name in self.places if name in inner and not is_within(name, known)}
 
@@ -263,8 +263,8 @@ class Search:
         parts = {names.get(id(part)) for part in own.modules() if list(part.parameters(recurse=False))}
         return not any(part is None or is_within(part, {name}) for part in parts)
 
-    def may_attend_beside(self, name: str) -> bool:
-        """Return whether a module that did not run may attend with maps of its own, beside attention in its parts.
+    def may_attend_itself(self, name: str) -> bool:
+        """Return whether a module that did not run may attend by itself, beside attention in its children.
 
         Args:
             name: of a module.
@@ -324,8 +324,8 @@ class Search:
     def _left_out_of(self, layer: AttentionLayer, ways: Sequence[Inputs]) -> str:
         """The further tokens that a layer attends to, in words, by the arguments of real calls."""
         found = self._tracer.found_in(layer.name, layer.module, ways) or ()
-        said = [one.layer.left_out for one in found if one.layer is not None and one.layer.left_out]
-        return said[0] if said else "the tokens that do not come from its projections"
+        reasons = [one.layer.left_out for one in found if one.layer is not None and one.layer.left_out]
+        return reasons[0] if reasons else "the tokens that do not come from its projections"
 
     def _correct(self, layer: AttentionLayer, verdict: Verdict, recorded: Sequence[Inputs]) -> None:
         """Read a layer again with the inputs of a forward that contradicts it."""

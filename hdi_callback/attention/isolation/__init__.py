@@ -17,9 +17,18 @@ from hdi_callback.attention.isolation.collectives import collectives_within
 from hdi_callback.attention.isolation.contents import ATOMS, attributes_of, has_memory
 from hdi_callback.attention.isolation.copies import HOOKS, isolated_copy
 from hdi_callback.attention.isolation.deadline import Deadline
-from hdi_callback.attention.isolation.isolated import MOST_SECONDS, IsolationError, asking_no_other_rank, isolated
+from hdi_callback.attention.isolation.isolated import MOST_SECONDS, IsolationError, isolated, without_other_ranks
 
 __all__ = [
-    "ATOMS", "HOOKS", "MOST_SECONDS", "Deadline", "IsolationError", "asking_no_other_rank", "attributes_of",
-    "collectives_within", "has_memory", "isolated", "isolated_copy",
+    "ATOMS",
+    "HOOKS",
+    "MOST_SECONDS",
+    "Deadline",
+    "IsolationError",
+    "attributes_of",
+    "collectives_within",
+    "has_memory",
+    "isolated",
+    "isolated_copy",
+    "without_other_ranks",
 ]  # fmt: skip

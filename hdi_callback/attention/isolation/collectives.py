@@ -206,16 +206,16 @@ class LocalAnswers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _c10d_send(self, tensors: Sequence[Tensor], *rest: Any) -> Any:
         for tensor in tensors:
-            awaited = _taken(self._awaited, tensor)
-            if awaited is None:
+            pending = _pop_matching(self._awaited, tensor)
+            if pending is None:
                 self._sent.append(tensor.clone())
             else:
-                awaited.copy_(tensor)
+                pending.copy_(tensor)
         return finished_call()
 
     def _c10d_recv_(self, tensors: Sequence[Tensor], *rest: Any) -> Any:
         for tensor in tensors:
-            sent = _taken(self._sent, tensor)
+            sent = _pop_matching(self._sent, tensor)
             if sent is None:
                 _refuse_numbers([tensor])
                 tensor.zero_()
@@ -295,7 +295,7 @@ def _refuse_numbers(tensors: Sequence[Tensor]) -> None:
         raise CollectiveError("the integers that another rank would send are not known")
 
 
-def _taken(tensors: list[Tensor], like: Tensor) -> Tensor | None:
+def _pop_matching(tensors: list[Tensor], like: Tensor) -> Tensor | None:
     """Remove the first tensor of the same shape and type from a list, and return it."""
     alike = (place for place, tensor in enumerate(tensors) if tensor.shape == like.shape and tensor.dtype == like.dtype)
     place = next(alike, None)

@@ -76,9 +76,9 @@ def isolated_copy(
         for part in parts:
             for name, value in list(part.__dict__.items()):
                 if isinstance(value, types.FunctionType):
-                    part.__dict__[name] = _moved(value, memo)
+                    part.__dict__[name] = _rebound(value, memo)
             if not shares_parameters:
-                _settle(part)
+                _without_parametrizations(part)
         return trial
 
 
@@ -147,7 +147,7 @@ def _values_within(container: Any, visited: set[int], depth: int = 4) -> Iterato
             yield from _values_within(attributes_of(one) or {}, visited, depth - 1)
 
 
-def _moved(function: types.FunctionType, memo: Mapping[int, Any]) -> types.FunctionType:
+def _rebound(function: types.FunctionType, memo: Mapping[int, Any]) -> types.FunctionType:
     """Bind a function that was put on an instance, as in place of its forward, to the copy, not to the module."""
     cells = []
     for cell in function.__closure__ or ():
@@ -161,7 +161,7 @@ def _moved(function: types.FunctionType, memo: Mapping[int, Any]) -> types.Funct
         elif id(kept) in memo:
             kept = memo[id(kept)]
         elif isinstance(kept, types.FunctionType) and kept is not function:
-            kept = _moved(kept, memo)
+            kept = _rebound(kept, memo)
         cells.append(types.CellType(kept))
     if not cells:
         return function
@@ -198,7 +198,7 @@ def _place(tensor: Tensor) -> int | None:
     return None
 
 
-def _settle(part: nn.Module) -> None:
+def _without_parametrizations(part: nn.Module) -> None:
     """Replace the parametrizations of a copy by the matrices that they compute."""
     parametrizations = part._modules.get("parametrizations")
     if isinstance(parametrizations, nn.ModuleDict) and parametrize.is_parametrized(part):

@@ -130,8 +130,8 @@ _active = _Active()
 
 
 @contextmanager
-def asking_no_other_rank() -> Iterator[None]:
-    """Send no collective call within: refuse it, or answer it here where the block around does.
+def without_other_ranks() -> Iterator[None]:
+    """Refuse collective calls in the block, or answer them locally if an outer block does.
 
     A block that `collectives_within` opened for ranks that all run this code may call them.
 

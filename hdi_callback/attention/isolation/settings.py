@@ -141,7 +141,7 @@ def without_global_hooks() -> Iterator[None]:
 
 @contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
-    """Lay hooks that do nothing over those of the user's, as for offloading or checkpointing.
+    """Override saved-tensor hooks of the user, as for offloading or checkpointing, by hooks that do nothing.
 
     Yields:
         Nothing.
@@ -156,7 +156,7 @@ def without_saved_tensor_hooks() -> Iterator[None]:
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Set aside modes of the user's that see every operation, as counters of operations do.
+    """Disable modes of the user that see every operation, such as counters of operations.
 
     Yields:
         Nothing.

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from hdi_callback.attention.hooks import has_own_forward
-from hdi_callback.attention.isolation import ATOMS, asking_no_other_rank, isolated, isolated_copy
+from hdi_callback.attention.isolation import ATOMS, isolated, isolated_copy, without_other_ranks
 from hdi_callback.errors import UnsupportedAttentionError
 
 Way = Literal["weight", "factor", "whole"]
@@ -109,8 +109,8 @@ def way_of(module: nn.Module) -> Way | None:
     kind = _kind_of(module)
     if kind not in _WAYS:
         try:
-            with isolated(module, seed=0), asking_no_other_rank(), torch.no_grad():
-                _WAYS[kind] = _tried(module)
+            with isolated(module, seed=0), without_other_ranks(), torch.no_grad():
+                _WAYS[kind] = _verified_way(module)
         except Exception:
             _WAYS[kind] = None
     return _WAYS[kind]
@@ -129,7 +129,7 @@ def computed_matrix(module: nn.Module) -> tuple[Tensor, Tensor]:
         UnsupportedAttentionError: if the module does not run that way any more.
     """
     way = way_of(module) if computes_matrix(module) else None
-    with isolated(module, keeps_defaults=True), asking_no_other_rank():
+    with isolated(module, keeps_defaults=True), without_other_ranks():
         trial = isolated_copy(module, shares_parameters=True)
         found = None if way is None else _read(trial, way, sizes_of(module))
     if found is None:
@@ -260,22 +260,22 @@ def _read(trial: nn.Module, way: Way, sizes: tuple[int, int]) -> tuple[Tensor, T
     with _Products(units, are_units=True) as products:
         made = trial.forward(units)
     if way == "factor":
-        found = _one_product(products, sizes)
+        found = _single_product(products, sizes)
         return None if found is None else (found[1], made[0, -1])
     if made.shape != (1, sizes[1] + 1, sizes[0]):
         return None
     return (made[0, :-1] - made[0, -1]).mT, made[0, -1]
 
 
-def _one_product(products: _Products, sizes: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor] | None:
+def _single_product(products: _Products, sizes: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor] | None:
     if len(products.found) != 1:
         return None
     taken, matrix, made = products.found[0]
     return (taken, matrix, made) if taken.shape == products.tokens.shape and matrix.shape == sizes else None
 
 
-def _tried(module: nn.Module) -> Way | None:
-    """Compare the output of a copy with other numbers in it with that of the matrix read from it."""
+def _verified_way(module: nn.Module) -> Way | None:
+    """Determine the way, and verify it: the matrix must reproduce the output of a copy with other numbers."""
     generator = torch.Generator().manual_seed(0)
     sizes = sizes_of(module)
     trial = isolated_copy(module, dict(_drawn(module, generator)))
@@ -291,7 +291,7 @@ def _tried(module: nn.Module) -> Way | None:
         return None
     if _multiplies_with_weight(trial, tokens, made):
         return "weight"
-    one = _one_product(products, sizes)
+    one = _single_product(products, sizes)
     read = None if one is None else _read(trial, "factor", sizes)
     if one is not None and read is not None:
         taken, matrix, product = one

@@ -102,7 +102,7 @@ class HeadProduct:
         raise UnsupportedAttentionError("An output projection that is a product of two maps cannot be read.")
 
     def contradiction(self, is_output: bool) -> str | None:
-        """Return how the shapes of the parameters contradict what is said of them.
+        """Return how the shapes of the parameters contradict these slices.
 
         Args:
             is_output: the heads are blocks of input features.
@@ -193,7 +193,7 @@ class HeadPieces:
         return torch.cat(found) if len(found) == len(self.pieces) else None
 
     def contradiction(self, is_output: bool) -> str | None:
-        """Return how the shapes of the parameters contradict what is said of them.
+        """Return how the shapes of the parameters contradict these slices.
 
         Args:
             is_output: the heads are blocks of input features.

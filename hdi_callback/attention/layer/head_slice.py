@@ -239,7 +239,7 @@ class HeadSlice:
         return replace(self, module=module)
 
     def contradiction(self, is_output: bool) -> str | None:
-        """Return how the shape of the parameter contradicts what is said of it.
+        """Return how the shape of the parameter contradicts this slice.
 
         Args:
             is_output: the heads are blocks of input features.

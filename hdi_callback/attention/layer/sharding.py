@@ -1,8 +1,8 @@
 """Whole weights where every rank holds a part of them: FSDP2, FSDP1, DTensor tensor parallelism, DeepSpeed ZeRO-3.
 
 One role of one layer is made whole at a time, then released. Gathering is a collective call: every rank that holds a
-part gathers the same layers in the same order. For finding the layers no weight is gathered at all; `as_if_whole` puts
-stand-ins of the right shapes, without memory, in the place of the parts.
+part gathers the same layers in the same order. For finding the layers no weight is gathered at all;
+`with_global_shapes` puts stand-ins of the right shapes, without memory, in the place of the parts.
 
 Nothing here imports FSDP, DTensor or DeepSpeed: their parameters are known by what they carry.
 """
@@ -74,7 +74,7 @@ class Sharding:
         """
         if self._unit_of(layer, role) is not None:
             return True
-        return any(_is_part(parameter) for _, _, parameter in _parameters_behind(layer, role))
+        return any(_is_part(parameter) for _, _, parameter in _underlying_parameters(layer, role))
 
     def weight(self, layer: AttentionLayer, role: Role) -> Tensor:
         """Read the whole weight of a role, as `AttentionLayer.weight` does where nothing is sharded.
@@ -95,7 +95,9 @@ class Sharding:
                         pass
                 stack.enter_context(type(unit).summon_full_params(unit, recurse=False, writeback=False))  # type: ignore[attr-defined]
                 must_copy = True
-            parts = [(owner, name, value) for owner, name, value in _parameters_behind(layer, role) if _is_part(value)]
+            parts = [
+                (owner, name, value) for owner, name, value in _underlying_parameters(layer, role) if _is_part(value)
+            ]
             partitioned = [value for _, _, value in parts if hasattr(value, "ds_id")]
             if partitioned:
                 stack.enter_context(sys.modules["deepspeed"].zero.GatheredParameters(partitioned))
@@ -111,7 +113,7 @@ class Sharding:
         """The innermost FSDP1 unit around the module that holds a weight."""
         if not self._units:
             return None
-        owners = {id(owner) for owner in _owners_behind(layer, role)}
+        owners = {id(owner) for owner in _weight_owners(layer, role)}
         around = [unit for unit in self._units if any(id(module) in owners for module in unit.modules())]
         return min(around, key=lambda unit: sum(1 for _ in unit.modules()), default=None)
 
@@ -188,7 +190,7 @@ def on_parts(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def as_if_whole(model: nn.Module) -> Iterator[set[nn.Module]]:
+def with_global_shapes(model: nn.Module) -> Iterator[set[nn.Module]]:
     """Present a sharded model as whole while its layers are searched; nothing is gathered.
 
     Parameters become stand-ins of their whole shapes. A tensor-parallel module that states its head width and counts
@@ -302,8 +304,8 @@ def _replaced(owner: nn.Module, name: str, value: Tensor) -> Iterator[None]:
             place[name] = before
 
 
-def _owners_behind(layer: AttentionLayer, role: Role) -> list[nn.Module]:
-    """The modules that hold a weight: that at the end of its path, with all its parts (adapters, parametrizations)."""
+def _weight_owners(layer: AttentionLayer, role: Role) -> list[nn.Module]:
+    """The modules that hold a weight: that at the end of its path, and its children (adapters, parametrizations)."""
     part = layer.slices[role]
     owner = part.module
     for step in part.parameter.split(".")[:-1]:
@@ -314,10 +316,10 @@ def _owners_behind(layer: AttentionLayer, role: Role) -> list[nn.Module]:
     return list(owner.modules())
 
 
-def _parameters_behind(layer: AttentionLayer, role: Role) -> list[tuple[nn.Module, str, Tensor]]:
+def _underlying_parameters(layer: AttentionLayer, role: Role) -> list[tuple[nn.Module, str, Tensor]]:
     last = layer.slices[role].parameter.rpartition(".")[2]
     found: list[tuple[nn.Module, str, Tensor]] = [
-        (owner, name, value) for owner in _owners_behind(layer, role) for name, value in _own_parameters(owner)
+        (owner, name, value) for owner in _weight_owners(layer, role) for name, value in _own_parameters(owner)
     ]
     # Where one parameter is the whole weight, the bias beside it need not be gathered.
     named = [item for item in found if item[1] == last]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from hdi_callback.attention.isolation import asking_no_other_rank, isolated, isolated_copy
+from hdi_callback.attention.isolation import isolated, isolated_copy, without_other_ranks
 
 
 def read_tensor(module: nn.Module, name: str) -> Tensor | None:
@@ -55,7 +55,7 @@ def read_tensor(module: nn.Module, name: str) -> Tensor | None:
         if type(module).__getattr__ is nn.Module.__getattr__ and name not in module._modules:
             return None
     # One rank may read alone, as in the forward of an armed step: it must not wait for the others.
-    with isolated(module, keeps_defaults=True), asking_no_other_rank():
+    with isolated(module, keeps_defaults=True), without_other_ranks():
         trial = isolated_copy(module, shares_parameters=True)
         if _is_own(trial, name):
             return cast(Tensor, cast(nn.ModuleDict, trial.parametrizations)[name].forward())

@@ -31,8 +31,8 @@ class _Result:
 
 
 @dataclass(frozen=True, eq=False)
-class _BehindHooks:
-    """Output of a map behind its forward hooks."""
+class _HookedOutput:
+    """Output of a linear map after its forward hooks."""
 
     module: nn.Module
     call: MapCall
@@ -73,7 +73,7 @@ class MapLog:
         self._order = 0
         self._cores: list[int] = []  # where in the order attention ran
         self._latest: _Result | None = None
-        self._behind_hooks: list[_BehindHooks] = []
+        self._hooked_outputs: list[_HookedOutput] = []
         self._settled = 0  # how many calls were kept when some were last released
 
     def core_ran(self) -> int:
@@ -126,7 +126,7 @@ class MapLog:
             self._add(keys, name, kind, inputs, made, features_dim)
 
     def hooks_ran(self, module: nn.Module, result: Any) -> None:
-        """Record the output of a map behind its forward hooks; see `hook_effects`.
+        """Record the output of a linear map after its forward hooks; see `hook_effects`.
 
         Args:
             module: the map, whose own call is the latest that was recorded.
@@ -139,7 +139,7 @@ class MapLog:
         is_same = latest.tensor() is result
         is_written = is_same and not result.is_inference() and result._version != latest.version
         sample = sample_of_map(result, latest.features_dim) if is_tensor else None
-        self._behind_hooks.append(_BehindHooks(module, latest.call, sample, is_same, is_written))
+        self._hooked_outputs.append(_HookedOutput(module, latest.call, sample, is_same, is_written))
 
     def hook_effects(self) -> Iterator[tuple[nn.Module, Effect]]:
         """Yield the effect of forward hooks on the outputs of maps; the host waits for the device.
@@ -147,7 +147,7 @@ class MapLog:
         Yields:
             A map and what its hooks did in one call.
         """
-        for hook in self._behind_hooks:
+        for hook in self._hooked_outputs:
             yield hook.module, hook.effect
 
     def recent(self) -> list[MapCall]:
@@ -159,7 +159,7 @@ class MapLog:
         return self.calls[-_BEFORE_A_CORE:]
 
     def tokens(self) -> list[int]:
-        """List how many tokens the inputs of the maps before have.
+        """List the token counts of the inputs of earlier linear maps.
 
         Returns:
             Those of the running module first, the latest first, none twice.

@@ -245,7 +245,7 @@ class ObservingMode(TorchFunctionMode):
             maps.map_ran(parameter, inputs, call.result, dim, rows=at, is_transposed=is_transposed)
 
     def _record_average(self, call: Call, product: Product, scores: Scores, stage: str) -> None:
-        """A product with weights, or with scores that were never turned into weights by a softmax."""
+        """Record a product with weights, or with scores that went through no softmax."""
         if stage == "scores" and scores.query is None:
             return
         kind, read = scores.kind or "linear", scores.taken

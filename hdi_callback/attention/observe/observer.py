@@ -154,14 +154,14 @@ class AttentionObserver:
             self.padding,
             heads,
             claimed,
-            self._who_is_read(without_rows),
+            self._modules_with_rows(without_rows),
         )
         self._forward = ObservedForward(request, names)
         self.failures = self._forward.failures
         self._window.open(self._forward, opened, {name: module for name, (module, _) in closed.items()})
 
-    def _who_is_read(self, without_rows: Sequence[AttentionLayer]) -> dict[int, bool]:
-        """Return for each module whether the rows inside are read, for the modules of all layers."""
+    def _modules_with_rows(self, without_rows: Sequence[AttentionLayer]) -> dict[int, bool]:
+        """Return for the module of each layer whether the rows inside it are read."""
         if not without_rows:
             return {}
         passed_over = {layer.name for layer in without_rows}

@@ -108,7 +108,7 @@ def holds_numbers(tensor: torch.Tensor) -> bool:
     return is_plain(tensor) and not tensor.is_meta
 
 
-def in_the_way() -> str | None:
+def unobservable_reason() -> str | None:
     """Return why the forward that begins now cannot be observed.
 
     Returns:

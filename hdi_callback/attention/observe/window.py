@@ -24,7 +24,7 @@ from hdi_callback.attention.fast_path import FAST_PATH, may_take_fast_path
 from hdi_callback.attention.hooks import Handle, observe_calls, remove_each
 from hdi_callback.attention.observe.forward import ObservedForward
 from hdi_callback.attention.observe.mode_stack import put_back, take_off
-from hdi_callback.attention.observe.quiet import in_the_way
+from hdi_callback.attention.observe.quiet import unobservable_reason
 from hdi_callback.guard import attempt_each, guarded
 
 _IN_A_GRAPH = "it did not run outside of compiled graphs, which cannot be observed"
@@ -48,7 +48,7 @@ class Window:
         self._has_entered: set[nn.Module] = set()
         self._staying: dict[nn.Module, list[Handle]] = {}
         self.reason = ""
-        self.has_run = self._is_suspended = self._has_given_up = False
+        self.has_run = self._is_suspended = self._is_abandoned = False
         self.skipped: dict[str, str] = {}
 
     def open(self, forward: ObservedForward, modules: Mapping[str, nn.Module], closed: Mapping[str, nn.Module]) -> None:
@@ -61,12 +61,12 @@ class Window:
         """
         self.close()
         self._forward, self._compiled = forward, _compiled_frames()
-        self._thread, self.reason, self.has_run, self._has_given_up = threading.get_ident(), "", False, False
+        self._thread, self.reason, self.has_run, self._is_abandoned = threading.get_ident(), "", False, False
         self.skipped = {name: _IN_A_GRAPH for name, module in modules.items() if module in self._staying}
         self._has_entered.clear()
         # Torch guards a graph by the hooks of those modules that have some.
         spared = set() if is_compiling_allowed() else {one for one in modules.values() if _has_hooks(one)}
-        counted = {part for one in modules.values() if _looks_for_hooks(one) for part in one.modules()}
+        counted = {part for one in modules.values() if _records_hooks(one) for part in one.modules()}
         for name, module in modules.items():
             if module not in self._staying and module not in spared:
                 begins, ends = _Boundary(self.enter, name), _Boundary(self.leave, name)
@@ -81,7 +81,7 @@ class Window:
             return
         mode_off: Callable[[], object] = partial(take_off, self._forward.mode)  # also if `_end` fails
         keep = self._keep_what_graphs_have
-        attempt_each([partial(remove_each, self._detours), self._end, mode_off, keep, self._take_off_rest])
+        attempt_each([partial(remove_each, self._detours), self._end, mode_off, keep, self._disable_remaining])
         self._forward = None
 
     def _keep_what_graphs_have(self) -> None:
@@ -91,7 +91,7 @@ class Window:
             if not self.has_run:
                 self.reason = self.reason or _IN_A_GRAPH
 
-    def _take_off_rest(self) -> None:
+    def _disable_remaining(self) -> None:
         attempt_each([partial(remove_each, handles) for handles in self._handles.values()])
         self._handles.clear()
 
@@ -111,12 +111,12 @@ class Window:
     @guarded("following a module")
     def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that a module begins, and turn the mode on if it is the first."""
-        if self._forward is None or self._has_given_up or threading.get_ident() != self._thread:
+        if self._forward is None or self._is_abandoned or threading.get_ident() != self._thread:
             return
         self._has_entered.add(module)
         if self._passed_over:
             return
-        if may_take_fast_path(module, (*args, *kwargs.values())) and in_the_way() is None:
+        if may_take_fast_path(module, (*args, *kwargs.values())) and unobservable_reason() is None:
             self.skipped[name] = FAST_PATH
             above = [] if self._outermost is None else take_off(self._forward.mode)
             self._passed_over.append((module, above))
@@ -124,20 +124,20 @@ class Window:
         if self._outermost is None:
             if is_inferring_shapes():
                 return
-            reason = in_the_way()
+            reason = unobservable_reason()
             if reason is not None:
                 self.reason = reason or self.reason
                 return
             self._outermost, self.has_run = (name, module), True
             _push_mode(self._forward.mode)  # type: ignore[no-untyped-call]
-        elif in_the_way() is not None:
+        elif unobservable_reason() is not None:
             return
         self._forward.module_begins(name, module)
 
-    @guarded("following a module", otherwise=lambda self: self._give_up())
+    @guarded("following a module", otherwise=lambda self: self._abandon_forward())
     def leave(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Note that a module ends, and turn the mode off if it was the first."""
-        if self._forward is None or self._has_given_up or threading.get_ident() != self._thread:
+        if self._forward is None or self._is_abandoned or threading.get_ident() != self._thread:
             return
         if self._passed_over:
             if self._passed_over[-1][0] is module:
@@ -149,7 +149,7 @@ class Window:
             return
         is_over = self._outermost == (name, module)
         try:
-            if in_the_way() is None:
+            if unobservable_reason() is None:
                 self._forward.module_ends(name, module, args, kwargs, result)
             else:
                 is_over = False
@@ -164,7 +164,7 @@ class Window:
         Returns:
             What lay above it, for `step_back`.
         """
-        if self._forward is None or self._outermost is None or self._passed_over or self._has_given_up:
+        if self._forward is None or self._outermost is None or self._passed_over or self._is_abandoned:
             return None
         return take_off(self._forward.mode) if threading.get_ident() == self._thread else None
 
@@ -175,16 +175,16 @@ class Window:
         Args:
             above: the result of `step_aside`.
         """
-        if above is not None and self._forward is not None and not self._has_given_up:
+        if above is not None and self._forward is not None and not self._is_abandoned:
             put_back(self._forward.mode, above)
 
     def _failed(self, work: str, error: Exception) -> None:
         if self._forward is not None:
             self._forward.failures.append(f"{work}: {type(error).__name__} ({error})")
 
-    def _give_up(self) -> None:
+    def _abandon_forward(self) -> None:
         """Observe nothing more of this forward, as it is not known any more which modules run."""
-        self._has_given_up = True
+        self._is_abandoned = True
         if self._forward is not None:
             take_off(self._forward.mode)
 
@@ -248,5 +248,5 @@ def _compiled_frames() -> int:
     return int(getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0))
 
 
-def _looks_for_hooks(module: nn.Module) -> bool:
+def _records_hooks(module: nn.Module) -> bool:
     return isinstance(module, (nn.TransformerEncoderLayer, nn.MultiheadAttention))

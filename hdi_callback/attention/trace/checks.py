@@ -44,7 +44,7 @@ def require_tokens(view: CoreView) -> None:
             at = at[weights.amax(0) > 0]
         chosen = at[torch.linspace(0, len(at) - 1, min(4, len(at))).long()]
         alone = [one for i in sorted(set(chosen.tolist())) if (one := run.support(tensor, [i]))]
-        if role == "value" and len(alone) < len(set(chosen.tolist())) and _are_given_by_others(view, alone):
+        if role == "value" and len(alone) < len(set(chosen.tolist())) and _come_from_other_cores(view, alone):
             raise UndecidedError(VALUES_ARE_INPUTS)
         found = {frozenset(run.features(one)) for one in alone}
         are_of_one_map = len({frozenset(run.maps(one)) for one in alone}) == 1
@@ -56,7 +56,7 @@ def require_tokens(view: CoreView) -> None:
             raise NoHeadsError(reason + (_SAMPLES if _mixes_samples(view) else ""))
         # A token may stand there twice, as where tokens are sorted into buckets.
         if len(alone) > 1 and all(one.is_equal(other) for one, other in itertools.pairwise(alone)):
-            if _are_one(tensor, chosen):
+            if _are_equal_rows(tensor, chosen):
                 is_one_token = all(len(alone[0].positions(leaf)) == 1 for leaf in alone[0].masks)
                 if is_one_token and len(view.trace.cores) > 1:
                     raise NoHeadsError(_ONE_TOKEN)
@@ -65,8 +65,8 @@ def require_tokens(view: CoreView) -> None:
                 raise NoHeadsError(f"each of its {role}s mixes the features of all tokens")
 
 
-def _are_given_by_others(view: CoreView, values: list[Support]) -> bool:
-    """Return whether what is averaged is an output of other cores, as where a layer weighs the layers before it."""
+def _come_from_other_cores(view: CoreView, values: list[Support]) -> bool:
+    """Return whether the averaged values are outputs of other cores, as where a layer weights earlier layers."""
     leaves = {leaf for value in values for leaf in value.masks}
     at_keys = view.at(view.first, "key")
     keys = view.trace.run.support(view.tensor("key"), at_keys).masks.keys()
@@ -156,7 +156,7 @@ def require_widths(view: CoreView, heads: dict[Role, list[Rows]], *, has_shared:
         count = max(widths)  # where an activation cuts off what some of them depend on, others depend on more
         if count > expected:
             raise NoHeadsError(_MIXED.format(role=role, count=count, name=name))
-        matrix = view.trace.matrix_behind(view.core.values) if role == "value" else None
+        matrix = view.trace.source_matrix(view.core.values) if role == "value" else None
         if matrix is not None:  # by weights that a map gives, say, as of several experts
             raise NoHeadsError(NOT_FOLLOWED.format(role=role, name=module_of(matrix)))
         of_one = view.trace.run.support(view.tensor(role), view.at(view.first, role)[:1])
@@ -217,6 +217,6 @@ def _are_chosen_by_values(view: CoreView) -> bool:
     return any(one != found[0] for one in found[1:])
 
 
-def _are_one(tensor: Tensor, chosen: Tensor) -> bool:
+def _are_equal_rows(tensor: Tensor, chosen: Tensor) -> bool:
     rows = tensor.detach().reshape(-1, tensor.shape[-1])[chosen]
     return torch.allclose(rows, rows[:1].expand_as(rows), rtol=1e-4, atol=1e-6 * float(rows.abs().max()))

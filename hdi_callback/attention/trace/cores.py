@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.trace.graph_walk import made_from, nodes_behind
-from hdi_callback.attention.trace.products import Product, exponential_behind, product_at
+from hdi_callback.attention.trace.graph_walk import made_from, upstream_nodes
+from hdi_callback.attention.trace.products import Product, product_at, upstream_exponential
 from hdi_callback.attention.trace.softmax_parts import parts_that_add_up
 from hdi_callback.attention.trace.traced_run import TracedRun
 
@@ -81,7 +81,7 @@ def cores_of(run: TracedRun) -> list[Core]:
     Returns:
         The cores, those too whose scores are no products.
     """
-    found = [core for node in nodes_behind(run.ends) if (core := _core_at(node, run)) is not None]
+    found = [core for node in upstream_nodes(run.ends) if (core := _core_at(node, run)) is not None]
     parts = [core for core in found if core.is_part]
     whole = parts_that_add_up(parts, run.ends) if parts else set()
     kept = [core for core in found if not core.is_part or core in whole]
@@ -89,7 +89,7 @@ def cores_of(run: TracedRun) -> list[Core]:
 
 
 def _core_at(node: Any, run: TracedRun) -> Core | None:
-    product, behind = product_at(node), run.products_behind
+    product, behind = product_at(node), run.upstream_products
     if product is None or behind.mixed_at(node) is not None:
         return None
     for is_turned, edge in enumerate(made_from(node)[-2:]):
@@ -119,9 +119,9 @@ def _are_exponentials(edge: Any, weights: Tensor) -> bool:
     one = weights.detach()
     if one.min() < -1e-6 or one.sum(-1).max() > 1 + _SUMS_TO_ONE or one.shape[-1] < 2:
         return False
-    return exponential_behind(edge) is not None
+    return upstream_exponential(edge) is not None
 
 
 def _may_be_parts(edge: Any, weights: Tensor) -> bool:
     """Recognise exponentials of scores that are not divided by their sum yet."""
-    return bool((weights.detach() > -1e-6).all()) and exponential_behind(edge) is not None
+    return bool((weights.detach() > -1e-6).all()) and upstream_exponential(edge) is not None

@@ -39,8 +39,8 @@ def walk(starts: Iterable[Any], onward: Callable[[Any], Iterable[Any]] = made_fr
             todo += onward(node)
 
 
-def nodes_behind(tensors: Iterable[Tensor]) -> Iterator[Any]:
-    """Return all nodes of the graph that some tensors are computed by.
+def upstream_nodes(tensors: Iterable[Tensor]) -> Iterator[Any]:
+    """Return all nodes upstream of some tensors.
 
     Args:
         tensors: made in the run.
@@ -53,12 +53,12 @@ def nodes_behind(tensors: Iterable[Tensor]) -> Iterator[Any]:
 
 def is_rounded(tensor: Tensor) -> bool:
     """Return whether rounding, which leaves no derivative, is in the graph of a tensor."""
-    return any(node.name().startswith(("Round", "Floor", "Ceil", "Trunc", "Sign")) for node in nodes_behind([tensor]))
+    return any(node.name().startswith(("Round", "Floor", "Ceil", "Trunc", "Sign")) for node in upstream_nodes([tensor]))
 
 
 def is_fake_quantised(tensor: Tensor) -> bool:
     """Return whether a fake quantisation, alone or with its observer, is in the graph of a tensor."""
-    return any(kind in node.name() for node in nodes_behind([tensor]) for kind in ("FakeQuant", "ObsFqHelper"))
+    return any(kind in node.name() for node in upstream_nodes([tensor]) for kind in ("FakeQuant", "ObsFqHelper"))
 
 
 def nodes_between(ends: list[Tensor], start: Any) -> list[Any]:
@@ -72,7 +72,7 @@ def nodes_between(ends: list[Tensor], start: Any) -> list[Any]:
         The nodes, without the start.
     """
     consumers: dict[Any, list[Any]] = {}
-    for node in nodes_behind(ends):
+    for node in upstream_nodes(ends):
         for one in made_from(node):
             consumers.setdefault(one, []).append(node)
     return [node for node in walk([start], lambda one: consumers.get(one, ())) if node is not start]

@@ -47,9 +47,9 @@ from hdi_callback.attention.trace.ordering import centre, order_features
 from hdi_callback.attention.trace.parts import CoreParts
 from hdi_callback.attention.trace.role_rows import (
     are_parts_side_by_side,
-    leave_out_added,
-    leave_out_beside,
-    leave_out_shared,
+    leave_out_added_terms,
+    leave_out_positional_features,
+    leave_out_shared_features,
     rows_of_heads,
 )
 from hdi_callback.attention.trace.sequences import MOST_ROWS
@@ -124,7 +124,7 @@ class CoreReading:
         """
         core = self.core
         if not core.scores:
-            self._refuse_other_scores()
+            self._refuse_scores_without_product()
         if len(core.softmaxes) > 1 and len(core.scores) > 1 and not self._are_side_by_side():
             raise NoHeadsError(_SEVERAL)
         if any(side.is_complex() for product in core.scores for side in product.factors):
@@ -153,8 +153,8 @@ class CoreReading:
             is_of_others = bool(others) and parts.is_of_a_map(next(iter(others.values())), product)
             pairs = others if is_of_others else pairs
         heads = self._grouped(CoreView(self.trace, self.number, core, parts.units, _of_product(pairs, product)))
-        said = _OF_NO_MAP if is_of_others and _OF_NO_MAP not in heads.left_out else ""
-        heads.left_out = _joined(heads.left_out, said)
+        reason = _OF_NO_MAP if is_of_others and _OF_NO_MAP not in heads.left_out else ""
+        heads.left_out = _joined(heads.left_out, reason)
         return heads
 
     def _grouped(self, view: CoreView) -> HeadRows:
@@ -169,19 +169,19 @@ class CoreReading:
         remarks = keys_of_several_tokens(view)
         if tied is not None:
             remarks.append(_TIED)
-        has_shared = leave_out_shared(view, of_heads)
+        has_shared = leave_out_shared_features(view, of_heads)
         if has_shared:
             remarks.append("without the part that all heads share")
-        beside = "" if has_shared else leave_out_beside(view, of_heads)
+        beside = "" if has_shared else leave_out_positional_features(view, of_heads)
         if any(len(one) > 1 for one in of_heads["key"]) and are_parts_side_by_side(view, of_heads["key"]):
             raise NoHeadsError(f"its keys are concatenated outputs of several maps: {_maps_of(of_heads['key'])}")
-        positions = leave_out_added(view, of_heads)
+        positions = leave_out_added_terms(view, of_heads)
         mixed = [
             f"the mixing of the weights of all heads by `{name}` after the softmax"
             for node, name in self.run.mixed.items()
             if node in self.core.softmaxes
         ]
-        heads, unread = _of_one_map_each(of_heads, view.core.values.shape[-1])
+        heads, unread = _require_one_map_each(of_heads, view.core.values.shape[-1])
         # Under a softmax over queries each weight depends on all: the query shows whether it is of several tokens.
         of_query = self.run.support(view.tensor("query"), view.at(view.first, "query")[:1])
         if "query" in heads and of_query.is_of_several_positions:
@@ -196,10 +196,10 @@ class CoreReading:
         turned = order_features(view, heads)
         centre(view, heads)
         queries = "" if stream and "query" in heads else self._queries_left_out(view, heads, of_query)
-        said = _joined(unread or added, stream, beside, positions, *mixed, turned, queries)
+        left_out = _joined(unread or added, stream, beside, positions, *mixed, turned, queries)
         row = int(view.at(view.first, "query")[0]) % view.tensor("query").shape[1]
         values = None if tied is None else tied.values
-        return HeadRows(heads, members, normed, remarks, said, view.units, row if stream else None, values, stream)
+        return HeadRows(heads, members, normed, remarks, left_out, view.units, row if stream else None, values, stream)
 
     def _queries_left_out(self, view: CoreView, heads: dict[Role, list[Rows]], of_query: Support) -> str:
         """The queries that are not read, in words: all, or those of tokens with another map."""
@@ -232,7 +232,7 @@ class CoreReading:
                 return False
         return True
 
-    def _refuse_other_scores(self) -> None:
+    def _refuse_scores_without_product(self) -> None:
         """Refuse attention whose scores are no products; a router of experts is not reported."""
         for logits in self.core.logits:
             for leaf in (self.run.leaves[number] for number in self.run.support(logits).masks):
@@ -260,7 +260,7 @@ class CoreReading:
 
     def _refuse_weights_for_values(self) -> None:
         """Refuse products of several attention matrices, as with landmarks (Nystromformer)."""
-        behind = self.run.products_behind
+        behind = self.run.upstream_products
         for node in behind.first(self.core.values.grad_fn)[0]:
             logits = self.run.scores.get(node)
             if logits is not None and behind.first(logits.grad_fn)[1]:
@@ -274,14 +274,14 @@ class CoreReading:
         if not Support.of(values, run.inputs):
             if is_rounded(values):
                 raise NoHeadsError(ROUNDED.format(role="value"))
-            raise NoHeadsError(self.trace.filters_behind("value", values) or _NO_MAP.format(role="value"))
-        matrix = self.trace.matrix_behind(values)
-        if matrix is not None and _has_one_for_each_token(values, run.parameters[matrix]):
+            raise NoHeadsError(self.trace.source_convolution("value", values) or _NO_MAP.format(role="value"))
+        matrix = self.trace.source_matrix(values)
+        if matrix is not None and _has_matrix_per_token(values, run.parameters[matrix]):
             raise NoHeadsError(f"each token position has a value matrix of its own in `{module_of(matrix)}`")
         if all(run.support(side) for product in self.core.scores for side in product.sides):
             raise UndecidedError(VALUES_ARE_INPUTS)
         if matrix is not None and run.convolved:
-            raise UndecidedError(self.trace.filters_behind("value", values) or _NO_MAP.format(role="value"))
+            raise UndecidedError(self.trace.source_convolution("value", values) or _NO_MAP.format(role="value"))
         if matrix is not None:
             raise UndecidedError(NOT_FOLLOWED.format(role="value", name=module_of(matrix)))
         raise NoHeadsError  # a part of attention whose projections lie around it
@@ -300,8 +300,8 @@ def _of_product(pairs: dict[int, list[QueryKeys]], number: int) -> dict[int, Que
     return {unit: one for unit, one in own if one.side == own[0][1].side}
 
 
-def _has_one_for_each_token(values: Tensor, stack: Tensor) -> bool:
-    """Return whether each token position has a matrix of its own in a stack, as for each codebook."""
+def _has_matrix_per_token(values: Tensor, stack: Tensor) -> bool:
+    """Return whether a stack has one matrix for each token position, as for each codebook."""
     if stack.dim() != 3 or values.shape[1] < 2:
         return False
     found = [Support.of(values, [stack], [at]) for at in (0, values.shape[1] - 1)]
@@ -309,8 +309,8 @@ def _has_one_for_each_token(values: Tensor, stack: Tensor) -> bool:
     return all(len(one) == 1 for one in used) and used[0] != used[1]
 
 
-def _of_one_map_each(of_heads: dict[Role, list[list[Rows]]], width: int) -> tuple[dict[Role, list[Rows]], str]:
-    """Refuse keys and values of no map, and keys of several; queries of such are left out, and values of several.
+def _require_one_map_each(of_heads: dict[Role, list[list[Rows]]], width: int) -> tuple[dict[Role, list[Rows]], str]:
+    """Refuse keys and values without a projection, and keys of several; leave out such queries, and values of several.
 
     Returns:
         The rows of each role, and what is left out of the values, in words.
@@ -356,5 +356,5 @@ def _maps_of(found: list[list[Rows]]) -> str:
     return named(sorted(row.parameter for rows in found for row in rows))
 
 
-def _joined(*said: str) -> str:
-    return " and ".join(filter(None, said))
+def _joined(*clauses: str) -> str:
+    return " and ".join(filter(None, clauses))

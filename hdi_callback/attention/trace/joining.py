@@ -38,10 +38,10 @@ def joined(trace: TracedCores, parts: list[_Part]) -> list[_Joined]:
         number for number, heads in parts if len(heads.members) == 1 and heads.units.count == 1 and heads.tied is None
     }
     receivers = {number: receiver_of(trace, trace.cores[number]) for number in single}
-    receivers |= _behind_a_chain(trace, receivers)
+    receivers |= _receiver_of_chain(trace, receivers)
     taking = Counter(receivers.values())
     own = {number: one for number, one in receivers.items() if one is not None and taking[one] == 1}
-    summed = _of_a_sum(trace, dict(parts), own) if len(own) > 1 else {}
+    summed = _summed_heads(trace, dict(parts), own) if len(own) > 1 else {}
     receivers |= summed
     by_receiver: dict[int, list[_Part]] = {}
     for place, (number, heads) in enumerate(parts):
@@ -50,8 +50,8 @@ def joined(trace: TracedCores, parts: list[_Part]) -> list[_Joined]:
     return [_side_by_side(of_layer, are_summed=of_layer[0][0] in summed) for of_layer in by_receiver.values()]
 
 
-def _of_a_sum(trace: TracedCores, heads: Mapping[int, HeadRows], receivers: Mapping[int, int]) -> dict[int, int]:
-    """Find heads over the same tokens, each with an output map of its own, of which only the sum is used.
+def _summed_heads(trace: TracedCores, heads: Mapping[int, HeadRows], receivers: Mapping[int, int]) -> dict[int, int]:
+    """Find heads over the same tokens whose separate output projections are only used as a sum.
 
     Args:
         trace: of one run.
@@ -120,8 +120,8 @@ def _of_ranks(trace: TracedCores, parts: list[_Part]) -> list[_Joined]:
     return layers
 
 
-def _behind_a_chain(trace: TracedCores, first: dict[int, int | None]) -> dict[int, int]:
-    """Find the map of the concatenated outputs of heads that are fed by one another, as in a cascade of heads.
+def _receiver_of_chain(trace: TracedCores, first: dict[int, int | None]) -> dict[int, int]:
+    """Find the linear map of the concatenated outputs of a cascade of heads, each of which feeds the next.
 
     Args:
         trace: of one run.

@@ -56,7 +56,7 @@ class _Traced:
 
     @property
     def worth(self) -> int:
-        """All cores read in a run to the end, some of them, refused ones, none."""
+        """Rank of a run: 3 if all cores were read to the end, 2 if some were, 1 if all were refused, 0 without any."""
         found = self.found or ()
         if any(one.layer is not None for one in found):
             is_whole = self.run is not None and self.run.error is None and all(one.layer is not None for one in found)
@@ -212,8 +212,8 @@ def _kind_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _as_clause(error: Exception | None) -> str:
-    said = str(error).strip().splitlines()
-    return f": it raises {type(error).__name__} ({said[0].rstrip('.')[:100]})" if said and error is not None else ""
+    lines = str(error).strip().splitlines()
+    return f": it raises {type(error).__name__} ({lines[0].rstrip('.')[:100]})" if lines and error is not None else ""
 
 
 def _form_of(inputs: Inputs) -> tuple[Any, ...]:

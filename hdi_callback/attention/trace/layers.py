@@ -241,10 +241,10 @@ def _computes(trace: TracedCores, path: str) -> bool:
 
 
 def _named_apart(found: list[Found]) -> list[Found]:
-    """One layer for a module that ran twice, and names of their own for several layers of one module."""
+    """Keep one layer for a module that ran twice, and name several layers of one module apart."""
     kept: list[Found] = []
     for one in found:
-        twin = next((place for place, other in enumerate(kept) if _are_one(other, one)), None)
+        twin = next((place for place, other in enumerate(kept) if _are_same_layer(other, one)), None)
         if twin is None:
             kept.append(one)
         # A block of one key does not show the others; what holds in one of its calls alone is not established.
@@ -310,7 +310,7 @@ def _overlap(one: HeadWeight, other: HeadWeight) -> bool:
     return not rows[0].isdisjoint(rows[1])
 
 
-def _are_one(one: Found, other: Found) -> bool:
+def _are_same_layer(one: Found, other: Found) -> bool:
     if one.path != other.path or one.maps != other.maps:
         return False
     if one.layer is None or other.layer is None:

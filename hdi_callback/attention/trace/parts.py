@@ -82,7 +82,7 @@ class CoreParts:
         return Units(tuple(rows_of[part] for part in parts)) if bool((rows_of >= 0).all()) else Units()
 
     def _rows_of_queries(self, n: int, pair: QueryKeys) -> Tensor:
-        """Number the row of a matrix of weights that each query makes: heads and tokens may have changed places."""
+        """Number the row of weights that each query computes: heads and tokens may be transposed."""
         is_right = not pair.side
         factor = self.core.scores[pair.product].factors[is_right]
         codes = columns_of(self.core.weights[n].mT, [factor]).get(0, torch.full((factor.numel(), 1), -1))
@@ -200,7 +200,7 @@ class CoreParts:
             if any(is_rounded(self.core.scores[pair.product].sides[pair.side]) for pair in pairs):
                 raise NoHeadsError(ROUNDED.format(role="key"))
             sides = [self.core.scores[pair.product].sides[pair.side] for pair in pairs]
-            why = next(filter(None, (self.trace.filters_behind("key", side) for side in sides)), "")
+            why = next(filter(None, (self.trace.source_convolution("key", side) for side in sides)), "")
             parameters = list(self.trace.run.parameters.values())
             if not why and any(
                 Support.of(side, self.trace.run.inputs) and not Support.of(side, parameters) for side in sides

@@ -51,7 +51,7 @@ def as_product(cut: GraphCut, summed: Tensor, dims: tuple[Any, ...], result: Ten
     if any(not over <= dims_of for dims_of in own) or own[0] == own[1] or summed.dim() > len(_LETTERS):
         return None
     wider = factors[own[0] < own[1]]
-    if (own[0] < own[1] or own[1] < own[0]) and cut.run.products_behind.first(wider.grad_fn)[0]:
+    if (own[0] < own[1] or own[1] < own[0]) and cut.run.upstream_products.first(wider.grad_fn)[0]:
         return None  # weights of each feature by itself
     terms = ["".join(_LETTERS[dim] for dim in sorted(dims_of)) for dims_of in own]
     kept = sorted((own[0] | own[1]) - over)

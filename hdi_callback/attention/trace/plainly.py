@@ -20,7 +20,7 @@ from hdi_callback.attention.trace.replaced import in_this_thread, replaced
 
 @contextmanager
 def plainly(mode: GraphCut) -> Iterator[None]:
-    """Run without checkpoints, autocast, `vmap` and nested tensors, and own backwards by their forwards alone.
+    """Run without checkpoints, autocast, `vmap` and nested tensors; custom autograd functions run only their forward.
 
     Args:
         mode: that of the run.

@@ -93,7 +93,7 @@ def is_product(node: Any) -> bool:
     return node.name() in _PRODUCTS
 
 
-class ProductsBehind:
+class UpstreamProducts:
     """The products and softmaxes that a tensor depends on, seen through products with parameters.
 
     Args:
@@ -179,7 +179,7 @@ def are_scores(tensor: Tensor) -> bool:
     return bool(products) and not any(node.name() in weighing for edge in edges for node in _up_to_products(edge))
 
 
-def exponential_behind(edge: Any) -> Any | None:
+def upstream_exponential(edge: Any) -> Any | None:
     """Go back from a node to an exponential, without a product in between.
 
     Args:

@@ -130,7 +130,7 @@ def takes_attention(trace: TracedCores, leaf: int) -> bool:
     return any(depends_on(trace.leaves[leaf].input, core.output) for core in trace.cores)
 
 
-def leave_out_shared(view: CoreView, of_heads: dict[Role, list[list[Rows]]]) -> bool:
+def leave_out_shared_features(view: CoreView, of_heads: dict[Role, list[list[Rows]]]) -> bool:
     """Leave out the key features that all heads share beside their own, and the query features multiplied with them.
 
     That is the rotary part of latent attention, whose columns are apart from those of the heads' own keys.
@@ -191,7 +191,7 @@ def are_parts_side_by_side(view: CoreView, found: list[list[Rows]]) -> bool:
     return -2 not in every and sum(map(len, of_maps.values())) == len(every)
 
 
-def leave_out_beside(view: CoreView, of_heads: dict[Role, list[list[Rows]]]) -> str:
+def leave_out_positional_features(view: CoreView, of_heads: dict[Role, list[list[Rows]]]) -> str:
     """Leave out key features that come from another map than those of tokens, as of positions (Conditional DETR).
 
     Those of tokens are of the one map that takes what that of the values takes; of queries the features stay that are
@@ -218,7 +218,7 @@ def leave_out_beside(view: CoreView, of_heads: dict[Role, list[list[Rows]]]) -> 
     return f"the features of its keys that come from {named(sorted(maps - set(kept)))}"
 
 
-def leave_out_added(view: CoreView, of_heads: dict[Role, list[list[Rows]]]) -> str:
+def leave_out_added_terms(view: CoreView, of_heads: dict[Role, list[list[Rows]]]) -> str:
     """Leave out terms of another map in the keys, values or queries of tokens, such as those of their positions.
 
     Of several maps, that of the tokens takes what the one map of the other role takes, and no other of them does.
@@ -231,7 +231,7 @@ def leave_out_added(view: CoreView, of_heads: dict[Role, list[list[Rows]]]) -> s
         What is left out, in words.
     """
     pairs: tuple[tuple[Role, Role], ...] = (("key", "value"), ("value", "key"), ("query", "value"))
-    said = []
+    reasons = []
     for role, other in pairs:
         maps, of_tokens = ({row.parameter for rows in of_heads[each] for row in rows} for each in (role, other))
         if len(of_tokens) != 1 or not any(len(rows) > 1 for rows in of_heads[role]):
@@ -240,8 +240,8 @@ def leave_out_added(view: CoreView, of_heads: dict[Role, list[list[Rows]]]) -> s
         own = [[row for row in rows if row.parameter in kept] for rows in of_heads[role]]
         if len(kept) == 1 and all(own) and _are_of_other_tokens(view.trace, maps - set(kept), kept[0]):
             of_heads[role] = own
-            said.append(f"what {named(sorted(maps - set(kept)))} adds to its {PLURAL[role]}")
-    return " and ".join(said)
+            reasons.append(f"what {named(sorted(maps - set(kept)))} adds to its {PLURAL[role]}")
+    return " and ".join(reasons)
 
 
 def _take_the_same(trace: TracedCores, one: str, other: str) -> bool:
@@ -257,16 +257,16 @@ def _are_of_other_tokens(trace: TracedCores, maps: Collection[str], kept: str) -
     """Return whether none of the added maps depends on the tokens themselves, as adapters do."""
     tokens = {number for at in _calls(trace, kept) for number in trace.inputs_of(at).masks}
     made = [
-        _inputs_behind(trace, source) for name in maps for at in _calls(trace, name) for source in trace.fed(at).masks
+        _upstream_inputs(trace, source) for name in maps for at in _calls(trace, name) for source in trace.fed(at).masks
     ]
     return all(tokens.isdisjoint(one) for one in made)
 
 
-def _inputs_behind(trace: TracedCores, leaf: int, depth: int = 4) -> set[int]:
+def _upstream_inputs(trace: TracedCores, leaf: int, depth: int = 4) -> set[int]:
     """The inputs of the run that a map depends on, through further maps too."""
     found = set(trace.inputs_of(leaf).masks)
     others = [other for other in trace.fed(leaf).masks if other != leaf] if depth else []
-    return found.union(*(_inputs_behind(trace, other, depth - 1) for other in others))
+    return found.union(*(_upstream_inputs(trace, other, depth - 1) for other in others))
 
 
 def _calls(trace: TracedCores, name: str) -> list[int]:

@@ -36,7 +36,7 @@ def parts_that_add_up(parts: Collection[Core], ends: Iterable[Tensor]) -> set[Co
         which = torch.ones_like(end).requires_grad_()
         acting = torch.autograd.grad(end, edges, which, create_graph=True, retain_graph=True, allow_unused=True)
         mine = [(core, one) for core, one in zip(parts, acting) if one is not None and bool(one.any())]
-        sums = [(torch.nan_to_num(one) * _of_ones(core, one)).sum() for core, one in mine]
+        sums = [(torch.nan_to_num(one) * _weights_times_one(core, one)).sum() for core, one in mine]
         if not sums or not sums[0].requires_grad:
             continue
         (made,) = torch.autograd.grad(torch.stack(sums).sum(), which, retain_graph=True)
@@ -47,7 +47,7 @@ def parts_that_add_up(parts: Collection[Core], ends: Iterable[Tensor]) -> set[Co
     return found
 
 
-def _of_ones(core: Core, like: Tensor) -> Tensor:
+def _weights_times_one(core: Core, like: Tensor) -> Tensor:
     """Product weights @ 1, as where all values are one."""
     sums = core.weights.detach().sum(-1, keepdim=True).expand(-1, -1, core.values.shape[-1])  # (N, rows, width)
     return (sums.mT if core.is_turned else sums).reshape(like.shape)

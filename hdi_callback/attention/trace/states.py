@@ -1,4 +1,4 @@
-"""Two modules that hold the same compute the same, without a run of either.
+"""Equality of modules by what they hold: equal modules compute the same, without a run of either.
 
 A traced run draws parameters by their names, so that their values make no difference. `differing_attributes` names the
 numbers and words in which two modules differ, such as the place of a layer in its model; `watched` shows whether a run

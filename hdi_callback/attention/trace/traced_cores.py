@@ -51,7 +51,7 @@ class TracedCores:
             depth > 0 and any(self.is_of_inputs(other, depth - 1) for other in self.fed(leaf).masks if other != leaf)
         )
 
-    def matrix_behind(self, tensor: Tensor) -> str | None:
+    def source_matrix(self, tensor: Tensor) -> str | None:
         """Return the path of a matrix that a tensor is computed with and that is of no linear map."""
         parameters = self.run.parameters
         made = Support.of(tensor, list(parameters.values())).masks
@@ -60,7 +60,7 @@ class TracedCores:
             (name for at, (name, one) in numbered if at in made and sum(size > 1 for size in one.shape) > 1), None
         )
 
-    def filters_behind(self, role: Role, tensor: Tensor) -> str:
+    def source_convolution(self, role: Role, tensor: Tensor) -> str:
         """The convolution over several tokens that queries, keys or values come from, in words.
 
         Args:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hdi_callback.attention.trace.products import ProductsBehind
+from hdi_callback.attention.trace.products import UpstreamProducts
 from hdi_callback.attention.trace.support import Support, agreed, columns_of
 
 
@@ -90,9 +90,9 @@ class TracedRun:
         return [*self.outputs, *(leaf.input for leaf in self.leaves if leaf.input.requires_grad)]
 
     @cached_property
-    def products_behind(self) -> ProductsBehind:
+    def upstream_products(self) -> UpstreamProducts:
         """The products and softmaxes of the graph."""
-        return ProductsBehind(self.parameters.values())
+        return UpstreamProducts(self.parameters.values())
 
     @property
     def drawn(self) -> dict[tuple[str, int], Tensor]:

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from hdi_callback.attention.trace.cores import Core
-from hdi_callback.attention.trace.graph_walk import made_from, nodes_behind, nodes_between
+from hdi_callback.attention.trace.graph_walk import made_from, nodes_between, upstream_nodes
 from hdi_callback.attention.trace.head_rows import SINGLE_KEYS, module_of
-from hdi_callback.attention.trace.products import exponential_behind, is_product, nearest_products, product_at
+from hdi_callback.attention.trace.products import is_product, nearest_products, product_at, upstream_exponential
 from hdi_callback.attention.trace.support import Support, element
 from hdi_callback.attention.trace.traced_run import Leaf, TracedRun
 from hdi_callback.attention.trace.weighed_tokens import weighs_tokens
@@ -54,7 +54,7 @@ def _weighs_constants(run: TracedRun, node: Any) -> bool:
     """Return whether weights are multiplied with constants, which depend on no input or map of the run."""
     pairs = [made_from(one)[-2:] for one in nodes_between(run.ends, node) if is_product(one)]
     alone = [side for pair in pairs if None in pair for side in pair if side is not None]
-    return any(node in run.products_behind.first(side)[0] for side in alone)
+    return any(node in run.upstream_products.first(side)[0] for side in alone)
 
 
 def unread_exponentials(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, str]]:
@@ -67,13 +67,13 @@ def unread_exponentials(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any
     Yields:
         The node of one, and why the attention that it is of is not read.
     """
-    nodes = list(nodes_behind(run.ends))
+    nodes = list(upstream_nodes(run.ends))
     if any(node.name().startswith(_ADDS_BY_INDEX) for node in nodes):
         for node in nodes:
             if node.name() == "ExpBackward0":
                 yield node, "its weights are exponentials that are summed by index, as over the edges of a graph"
     for node, edge, _ in _factors(run, cores):
-        if _is_of_scores(run, exponential_behind(edge)):
+        if _is_of_scores(run, upstream_exponential(edge)):
             yield node, "its weights are exponentials that are not normalised to sum to one"
 
 
@@ -90,7 +90,7 @@ def unread_averages(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, st
     for node, edge, weights in _factors(run, cores):
         size = weights.detach().abs().sum(-1)
         are_divided = weights.shape[-1] > 1 and ((size - 1).abs() < 1e-3).all() and weights.min() < 0
-        if are_divided and run.products_behind.mixed_at(node) is None and _is_of_scores(run, edge):
+        if are_divided and run.upstream_products.mixed_at(node) is None and _is_of_scores(run, edge):
             yield (
                 node,
                 _SIGNED,
@@ -100,7 +100,7 @@ def unread_averages(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, st
 def _factors(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, Any, Tensor]]:
     """Yield both factors of every product that is no core, each with the node of the product and its own."""
     read = {core.node for core in cores}
-    for node in nodes_behind(run.ends):
+    for node in upstream_nodes(run.ends):
         product = None if node in read else product_at(node)
         if product is not None:
             for edge, factor in zip(made_from(node)[-2:], product.sides):
@@ -110,7 +110,7 @@ def _factors(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, Any, Tens
 
 def _is_of_scores(run: TracedRun, node: Any) -> bool:
     """Return whether a tensor depends on products of two activations."""
-    return any(one.is_made for one in run.products_behind.first(node)[1])
+    return any(one.is_made for one in run.upstream_products.first(node)[1])
 
 
 def _mixing_map(run: TracedRun, node: Any, cores: list[Core]) -> str | None:
@@ -121,7 +121,7 @@ def _mixing_map(run: TracedRun, node: Any, cores: list[Core]) -> str | None:
             return f"`{module_of(leaf.parameter)}` maps the scores of all heads before"
     for leaf in run.leaves:
         if _pairs_of(leaf) == logits.numel() and leaf.input.grad_fn is not None and is_over_tokens(run, logits):
-            softmaxes, _ = run.products_behind.first(leaf.input.grad_fn)
+            softmaxes, _ = run.upstream_products.first(leaf.input.grad_fn)
             if node in softmaxes:
                 return f"`{module_of(leaf.parameter)}` maps the weights of all heads after"
     return None
@@ -175,26 +175,26 @@ def is_over_tokens(run: TracedRun, logits: Tensor) -> bool:
         return False
     flat = logits.reshape(-1, *logits.shape[-2:])
     rows, columns = flat.shape[-2:]
-    met = []
+    tokens = []
     for column in (columns // 2, columns // 2 - 1):
         score = element(flat.shape, 0, rows - 1 if column != rows - 1 else 0, column)
-        met.append(_tokens_of(run, Support.of_combination(flat, score, run.tensors), columns * columns))
-    return len(met[0]) > 1 and met[0] != met[1]
+        tokens.append(_tokens_of(run, Support.of_combination(flat, score, run.tensors), columns * columns))
+    return len(tokens[0]) > 1 and tokens[0] != tokens[1]
 
 
 def _is_of_one_query(run: TracedRun, node: Any, logits: Tensor) -> bool:
     """Recognise scores of one query, an output of a map, with keys that maps make of one token each."""
     if logits.dim() < 3 or logits.shape[-2] != 1 or logits.shape[-1] < 2 or not logits.requires_grad:
         return False
-    products = run.products_behind.first(node.next_functions[0][0])[1]
+    products = run.upstream_products.first(node.next_functions[0][0])[1]
     if len(products) != 1:
         return False
     left, right = products[0].sides
     query, keys = (left, right) if left.shape[1] == 1 else (right, left)
     if query.shape[1] != 1 or keys.shape[1] != logits.shape[-1]:
         return False
-    met = [run.support(keys, [place]) for place in (0, keys.shape[1] - 1)]
-    tokens = [{(leaf, one.positions(leaf)) for leaf in one.masks} for one in met]
+    supports = [run.support(keys, [place]) for place in (0, keys.shape[1] - 1)]
+    tokens = [{(leaf, one.positions(leaf)) for leaf in one.masks} for one in supports]
     return bool(run.support(query)) and all(len(one) == 1 for one in tokens) and tokens[0] != tokens[1]
 
 

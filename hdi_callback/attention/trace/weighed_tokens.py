@@ -40,7 +40,7 @@ def weighs_tokens(run: TracedRun, node: Any) -> bool:
     sources = _Sources(run)
     axis = getattr(node, "_saved_dim", -1)
     axis -= 2**64 if axis >= 2**63 else 0  # a negative number, read as one without a sign
-    for total in _sums_behind(run, node):
+    for total in _downstream_sums(run, node):
         shape = tuple(total._input_metadata[0].shape)
         for place in _places(torch.Size(shape).numel()):
             chosen = element((torch.Size(shape).numel(),), place).view(shape)
@@ -60,7 +60,7 @@ def weighs_tokens(run: TracedRun, node: Any) -> bool:
     return False
 
 
-def _sums_behind(run: TracedRun, node: Any) -> list[Any]:
+def _downstream_sums(run: TracedRun, node: Any) -> list[Any]:
     """The sums in the graph that depend on a softmax, in the order in which they ran."""
     found = [one for one in nodes_between(run.ends, node) if one.name().rstrip("01").removesuffix("Backward") in _SUMS]
     return sorted(found, key=lambda one: one._sequence_nr())[:_MOST_SUMS]

@@ -55,7 +55,7 @@ def report(
     *others, last = (page.name for page in pages)
     heading = title or "Attention heads of " + (f"{', '.join(others)} and {last}" if others else last)
     text = page(heading, pages, differences_of(pages) if len(pages) > 1 else [], script)
-    target = Path(path).expanduser() if path is not None else _beside(runs[0])
+    target = Path(path).expanduser() if path is not None else _report_path(runs[0])
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
@@ -81,7 +81,7 @@ def require_plotly() -> str:
     return script
 
 
-def _beside(run: str | os.PathLike[str] | Audit) -> Path:
+def _report_path(run: str | os.PathLike[str] | Audit) -> Path:
     return Path("audit.html") if isinstance(run, Audit) else find_history(run).with_name("report.html")
 
 

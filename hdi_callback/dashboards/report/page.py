@@ -231,13 +231,13 @@ def differences_of(runs: Sequence[RunPage]) -> list[tuple[str, list[str]]]:
         values = [dict(run.facts).get(label, "-") for run in runs]
         if len(set(values)) > 1 and label not in ("alerts", "history", "began"):
             found.append((label, values))
-    lasts = [run.last.layers if run.last is not None else {} for run in runs]
-    shared = [name for name in lasts[0] if all(name in last for last in lasts)]
+    last_layers = [run.last.layers if run.last is not None else {} for run in runs]
+    shared = [name for name in last_layers[0] if all(name in last for last in last_layers)]
     for metric in (WORST, "hdi_alignment"):
         spread: dict[str, tuple[float, list[float]]] = {}
         for name in shared:
-            known = [last[name].values[metric] for last in lasts if metric in last[name].values]
-            if len(known) == len(lasts):
+            known = [last[name].values[metric] for last in last_layers if metric in last[name].values]
+            if len(known) == len(last_layers):
                 spread[name] = (max(known) - min(known), known)
         top = sorted(spread, key=lambda name: -spread[name][0])[:3]
         words = QUANTITIES[metric].lower()

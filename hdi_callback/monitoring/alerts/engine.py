@@ -72,7 +72,7 @@ class Alerts:
         Returns:
             Alerts that begin, get worse or are resolved at this reading.
         """
-        news: list[Alert] = []
+        reported: list[Alert] = []
         self._learn_origins(record)
         does_move = any(
             move for row in record.layers.values() for move in row.arrays.get(_MOVEMENT, ()) if move and move > 0
@@ -93,9 +93,9 @@ class Alerts:
                     del self._active[name, rule.name]
                 else:
                     self._active[name, rule.name] = alert
-                news.append(alert)
-            news += self._end_what_is_not_judged(name, record.step)
-        return news
+                reported.append(alert)
+            reported += self._end_what_is_not_judged(name, record.step)
+        return reported
 
     def rewrite(self, layer: str, heads: Iterable[int]) -> None:
         """Note that an intervention has written the weights of heads.

@@ -140,8 +140,8 @@ class Series:
         """
         if self.first.step != 0 or (metric is not None and metric not in self.first.values):
             return False
-        asked = [row for row in self.rows if metric is None or metric in row.values]
-        return is_so(self.first) and all(is_so(row) for row in asked)
+        measured = [row for row in self.rows if metric is None or metric in row.values]
+        return is_so(self.first) and all(is_so(row) for row in measured)
 
     def since(self, is_so: Callable[[Row], bool], metric: str | None = None) -> int:
         """The step since which a condition holds without a break, as far back as readings are kept.

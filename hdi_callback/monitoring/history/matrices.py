@@ -306,15 +306,15 @@ def steps_to_leave_out(sizes: Mapping[int, int], surplus: float) -> set[int]:
         now = left[-1] + 1
         inner = range(1, len(left) - 1)
         order = sorted(inner, key=lambda i: ((left[i + 1] - left[i - 1]) / (now - left[i]), left[i]))
-        gone: set[int] = set()
+        dropped: set[int] = set()
         for i in order or range(len(left)):
-            if surplus <= 0 or len(gone) > len(left) // 3:
+            if surplus <= 0 or len(dropped) > len(left) // 3:
                 break
-            if not {i - 1, i + 1} & gone:
-                gone.add(i)
+            if not {i - 1, i + 1} & dropped:
+                dropped.add(i)
                 surplus -= sizes[left[i]]
-        without |= {left[i] for i in gone}
-        left = [step for i, step in enumerate(left) if i not in gone]
+        without |= {left[i] for i in dropped}
+        left = [step for i, step in enumerate(left) if i not in dropped]
     return without
 
 

@@ -132,7 +132,7 @@ class ReviveHeads(Intervention):
                     self._revive(layer, head, part.stays, generator, of_queries)
         taken = _listed(list(dict.fromkeys(part.stays for part in acting)))
         it = "it" if len(leaving) == 1 else "they"
-        gone = (
+        error_clause = (
             ""
             if lost < 0.005
             else f", with a relative error of about {100 * lost:.0f} %, as head {taken} attends or writes differently "
@@ -140,7 +140,7 @@ class ReviveHeads(Intervention):
         )
         return self._action(
             alert,
-            f"{done}; head {taken} now adds to the output what {it} added{gone}{after}",
+            f"{done}; head {taken} now adds to the output what {it} added{error_clause}{after}",
             heads=leaving,
             stays=stays,
             lost=lost,

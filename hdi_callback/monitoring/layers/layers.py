@@ -14,7 +14,7 @@ from torch import nn
 
 from hdi_callback.attention import AttentionLayer, Refusal, survey
 from hdi_callback.attention.isolation import isolated
-from hdi_callback.attention.layer.sharding import Sharding, as_if_whole
+from hdi_callback.attention.layer.sharding import Sharding, with_global_shapes
 from hdi_callback.attention.names import matches
 from hdi_callback.attention.wrappers import inner_model, users_name
 from hdi_callback.errors import HDIError, UnsupportedAttentionWarning
@@ -40,7 +40,7 @@ class WatchedLayers:
     """
 
     def __init__(self, model: nn.Module, *, include: Sequence[str] | None, exclude: Sequence[str] | None) -> None:
-        with as_if_whole(model) as uncounted:
+        with with_global_shapes(model) as uncounted:
             found = survey(inner_model(model), include=include, exclude=exclude)
             layers = [replace(layer, name=users_name(layer.name)) for layer in found.layers]
             self.all = tuple(layer for layer in layers if layer.module not in uncounted)

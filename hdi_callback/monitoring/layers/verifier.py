@@ -54,14 +54,14 @@ class HeadVerifier:
         undecided = layers.undecided if is_on else ()
         self._check = RuntimeVerifier(layers.all) if is_on else None
         self._search = RuntimeFinder(undecided) if undecided else None
-        awaited = {place.name for place in undecided}
+        pending = {place.name for place in undecided}
         self._named = {place.name for place in undecided if is_named_attention(place.module)}
         self._pending = {
-            refusal.name: refusal for refusal in layers.refused if refusal.name in awaited
+            refusal.name: refusal for refusal in layers.refused if refusal.name in pending
         }  # until a forward decides
         layers.decide({name: replace(one, reason=one.reason + _DECIDES) for name, one in self._pending.items()})
         self._has_warned_of_pending = self._has_searched = False
-        self._warn_of_refused({place.name for place in layers.undecided} - awaited)
+        self._warn_of_refused({place.name for place in layers.undecided} - pending)
         self._count = 0  # readings whose forward verified claims
         self._is_armed = False
         self._modules: frozenset[int] = frozenset()  # of the last armed forward

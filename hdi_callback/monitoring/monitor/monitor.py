@@ -142,14 +142,14 @@ class HeadDiversityMonitor:
         self._verifier = HeadVerifier(model, self._layers, is_on=check_heads, strict=strict, warn_once=self.warn_once)
         memory_budget = checked["memory_budget"]
         self._reader = WeightReader(self._layers, memory_budget)
-        asked = {METRICS[name].source for name in self.metrics}
+        requested = {METRICS[name].source for name in self.metrics}
         measured = (*self.metrics, *choose_metrics(rule_metrics or self.metrics))
         sources = {METRICS[name].source for name in measured}
-        self._rule_sources = sources - asked
+        self._rule_sources = sources - requested
         self._rotation = LayerRotation(self._rule_sources if rotate_layers else ())
         keeps = {MOVEMENT, UPDATES, UPDATES_QK, UPDATES_OV}
         self._last_weights = LastWeights(
-            LARGEST if asked & keeps else LARGEST_FOR_RULES,
+            LARGEST if requested & keeps else LARGEST_FOR_RULES,
             for_movement_alone=sources & keeps == {MOVEMENT},
             samples_wide=rotate_layers and MOVEMENT in self._rule_sources,
         )
@@ -182,7 +182,7 @@ class HeadDiversityMonitor:
         self._roster: Roster | None = None
         self._subject = [list(self.metrics), list(rule_metrics), rank_tol, method]
         self._sample: list[str] | None = None
-        self._failure, self._has_met = "", False
+        self._failure, self._has_joined = "", False
 
     @property
     def ranks(self) -> Ranks:
@@ -336,7 +336,7 @@ class HeadDiversityMonitor:
             if value is not None:
                 whole_number(name, value, least=0, example=0)
         reading = self._measured(step, epoch, axis, is_last_forward)
-        self._has_met = False
+        self._has_joined = False
         if isinstance(reading, Reading):
             return reading
         self._pending_outputs = set()
@@ -388,7 +388,7 @@ class HeadDiversityMonitor:
 
     def _give_up(self) -> str:
         """Let other ranks not wait for this one; return why there is no reading."""
-        if not self._has_met:
+        if not self._has_joined:
             self._rendezvous.give_up()
         return f"measuring it failed ({self._failure})"
 
@@ -484,14 +484,14 @@ class HeadDiversityMonitor:
     def _measure_together(self, absent: Absent) -> list[Measurement] | None:
         """Measure as one of several ranks; `None` if this rank is alone."""
         collected = [one for one in (self._outputs, self._rows, self._inputs) if one is not None]
-        self._roster, self._has_met, has_failed = None, True, True
+        self._roster, self._has_joined, has_failed = None, True, True
         try:
             is_armed = any(one.has_collected for one in collected)
-            met = self._rendezvous.join(lambda: self._describe(absent), is_armed=is_armed, say=self.warn_once.warn)
-            if met is None:
+            agreed = self._rendezvous.join(lambda: self._describe(absent), is_armed=is_armed, say=self.warn_once.warn)
+            if agreed is None:
                 has_failed = False
                 return None
-            roster, is_any_armed = met
+            roster, is_any_armed = agreed
             self._layers.adopt(roster)
             self._verifier.adopt(others_await=roster.awaits)
             absent.reasons.update(roster.absent)

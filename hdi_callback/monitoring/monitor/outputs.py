@@ -92,8 +92,8 @@ class HeadOutputs(OutputCapture):
             reduce_slopes=head_slopes if IMPORTANCE in self._sources else None,
         )
         # Standard errors cost as much again as all the rest, so they are computed when asked for.
-        self._wants_errors = any(name.endswith("_error") for name in metrics)
-        self._wants_overlap = "head_output_overlap" in metrics
+        self._needs_errors = any(name.endswith("_error") for name in metrics)
+        self._needs_overlap = "head_output_overlap" in metrics
 
     def measure(self, absent: Absent, weights: Sequence[Measurement] = ()) -> list[Measurement]:
         """Measure the captures of one process.
@@ -112,7 +112,7 @@ class HeadOutputs(OutputCapture):
             capture = None if self._captures is None else self._captures.pop(layer.name, None)
             if capture is None:
                 continue
-            sequences = (capture.sequences, capture.num_sequences) if self._wants_errors else None
+            sequences = (capture.sequences, capture.num_sequences) if self._needs_errors else None
             device = capture.outputs.device
             with absent.unless_measured(COVARIANCE, layer.name), without_autocast(device):
                 _require_two_tokens(capture)
@@ -195,7 +195,7 @@ class HeadOutputs(OutputCapture):
             _Share(layer, mean, layer.name in here, layer.name in taken and layer.name in here)
             for layer, mean in zip(layers, means)
         ]
-        if not (self._wants_overlap and self._fits(layers, absent)):
+        if not (self._needs_overlap and self._fits(layers, absent)):
             return [self._own(share, None, ranks, device, absent) for share in shares]
         sums: list[OutputSums] = []
         for part in _in_rounds([_bytes_of_scatter(layer) for layer in layers]):
@@ -306,7 +306,7 @@ class HeadOutputs(OutputCapture):
                 measured.setdefault((IMPORTANCE, layer.num_heads, layer.num_key_heads), []).append((layer.name, values))
             if total.covariance is None:  # else its number of tokens shows whether other ranks have captured it
                 absent.reasons.pop(outputs_of(layer.name), None)
-        if self._wants_errors:
+        if self._needs_errors:
             self._warn_once.warn(
                 "errors over ranks", "Standard errors are not computed over several ranks; they are absent."
             )

@@ -256,7 +256,7 @@ class _Exchange:
         if verdict.startswith(_SKIP):
             return verdict
         self._calls, self._is_joined = 0, True
-        self._delete_previous(place, had_news=texts is not None)
+        self._delete_previous(place, had_texts=texts is not None)
         return texts, int(verdict.split()[1]) > 0
 
     def agree(self) -> None:
@@ -385,13 +385,13 @@ class _Exchange:
         if self._store.add(f"{key}/decided", 1) == 1:
             self._store.set(key, verdict)
 
-    def _delete_previous(self, place: str, *, had_news: bool) -> None:
+    def _delete_previous(self, place: str, *, had_texts: bool) -> None:
         """Delete the entries from before this reading, to which all ranks have come by now."""
         used, self._used = self._used, []
         if self.ranks.rank == 0:
             for key in (*self._written, *used):
                 self._store.delete_key(key)
             ends = ["armed", "groups", "first", "first/decided", *self._alike]
-            if had_news:
+            if had_texts:
                 ends += ["came", "second", "second/decided", *(f"rank/{rank}" for rank in range(self.ranks.size))]
             self._written = [f"{place}/{end}" for end in ends]

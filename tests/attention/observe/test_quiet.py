@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hdi_callback.attention.observe.quiet import holds_numbers, in_the_way, quiet
+from hdi_callback.attention.observe.quiet import holds_numbers, quiet, unobservable_reason
 
 
 class Functions(TorchFunctionMode):
@@ -42,13 +42,13 @@ def test_quiet_computation_is_invisible_to_modes_and_autograd_and_ignores_autoca
 
 
 def test_forwards_inside_a_backward_a_trace_or_a_transform_are_not_observed_and_a_transform_is_named():
-    said = [in_the_way()]
+    said = [unobservable_reason()]
     x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda gradient: said.append(in_the_way()))
+    x.register_hook(lambda gradient: said.append(unobservable_reason()))
     x.sum().backward()
 
     def noting(x):
-        said.append(in_the_way())
+        said.append(unobservable_reason())
         return x
 
     torch.jit.trace(noting, torch.ones(2), check_trace=False)

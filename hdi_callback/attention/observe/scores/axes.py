@@ -115,7 +115,7 @@ def unravel(index: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
 def resolve(
     lead: Sequence[int], queries: int, tokens: Sequence[int], heads: int | None = None, *, keys: int = 0
 ) -> Axes | None:
-    """Find out which leading dimensions number sequences, from how many tokens the inputs of the maps before have.
+    """Find which leading dimensions are sequences, from the token counts of earlier linear maps.
 
     Args:
         lead: sizes of the dimensions in front of ``(length, features)``.
@@ -157,7 +157,7 @@ def _ways(lead: tuple[int, ...], sequences: int) -> list[Axes]:
 
 
 def dims_of(sizes: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    """Find the dimensions that together number so many things.
+    """Find the dimensions whose sizes multiply to a number.
 
     Args:
         sizes: of all dimensions.

@@ -34,7 +34,7 @@ class ChosenTokens:
         self.clear = self._notes.clear
 
     def may_concern(self, call: Call) -> bool:
-        """Return whether `follow` is to see a call.
+        """Return whether `follow` must handle a call.
 
         Args:
             call: of any function.
@@ -47,7 +47,7 @@ class ChosenTokens:
         return call.name in _GATHERS or (bool(self._notes) and self._dims_of_any(call) is not None)
 
     def follow(self, call: Call) -> None:
-        """Note a choice, or carry it on.
+        """Record a selection of tokens, or propagate it to a result.
 
         Args:
             call: of a function that may concern it.
@@ -74,7 +74,7 @@ class ChosenTokens:
                 self._notes[result] = _ANY
 
     def differ_by_head(self, tensor: Tensor, axes: Axes) -> bool:
-        """Return whether heads have tokens of their own.
+        """Return whether each head selects its own tokens.
 
         Args:
             tensor: ``(*lead, length, width)``, queries or keys.

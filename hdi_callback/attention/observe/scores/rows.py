@@ -181,7 +181,7 @@ def rows_of_weights(
         visible = part.visible(part.hidden())
         if hides_by_scores and scores is not None:
             visible = visible & (scores > scores.amax(-1, keepdim=True) + HIDDEN)
-        yield RowChunk(_of_seeing(rows, visible), visible, scores, part.sequences, part.positions, part.queries)
+        yield RowChunk(_of_visible(rows, visible), visible, scores, part.sequences, part.positions, part.queries)
 
 
 def rows_of_operands(query: Tensor, key: Tensor, plan: RowPlan, scale: float) -> Iterator[RowChunk]:
@@ -217,25 +217,25 @@ def rows_of_operands(query: Tensor, key: Tensor, plan: RowPlan, scale: float) ->
         visible = part.visible(hidden)
         masked = scores if hidden is None else _hide(scores, hidden)
         weights = masked.softmax(-1)
-        yield RowChunk(_of_seeing(weights, visible), visible, scores, part.sequences, part.positions, part.queries)
+        yield RowChunk(_of_visible(weights, visible), visible, scores, part.sequences, part.positions, part.queries)
 
 
 def _hide(scores: Tensor, hidden: Tensor) -> Tensor:
     """Make the scores of hidden keys minus infinity."""
     # On a CPU to add takes a seventh of the time; NaN and infinity stay in, as they do not where they are replaced.
-    if _is_at_hand(scores) and bool(scores.sum().isfinite()):
+    if _is_on_host(scores) and bool(scores.sum().isfinite()):
         return scores + scores.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
     return scores.masked_fill(hidden, -torch.inf)
 
 
-def _is_at_hand(tensor: Tensor) -> bool:
+def _is_on_host(tensor: Tensor) -> bool:
     """Return whether the host may read a tensor without waiting for a device."""
     return tensor.device.type == "cpu" and type(tensor) is Tensor
 
 
-def _of_seeing(rows: Tensor, visible: Tensor) -> Tensor:
+def _of_visible(rows: Tensor, visible: Tensor) -> Tensor:
     """Zero the rows of queries without a visible key, whose softmax is 0/0 or uniform by accident."""
     sees = visible.any(-1, keepdim=True)
-    if _is_at_hand(sees) and bool(sees.all()):
+    if _is_on_host(sees) and bool(sees.all()):
         return rows
     return rows.masked_fill(~sees, 0.0)
