@@ -17,7 +17,7 @@ from hdi_callback.core import head_diversity
 from hdi_callback.core.chance import chance_of_overlap
 from tests.experiments.mutations import plan, reach
 from tests.experiments.mutations.mutate import sample, spread
-from tests.experiments.mutations.report import BY_HAND, VERDICTS, page, read_verdicts
+from tests.experiments.mutations.report import BY_HAND, VERDICTS, merged, page, read_verdicts
 from tests.experiments.mutations.report import RESULTS as RECORDED
 from tests.experiments.mutations.run import read
 
@@ -82,7 +82,7 @@ def test_a_sample_is_spread_over_the_lines_and_the_same_every_time():
 def test_every_file_of_the_folders_is_mutated(root):
     package = root / "hdi_callback"
     chosen = {path.relative_to(package).as_posix() for path in plan.files(package)}
-    rooms = ("attention", "audits", "core", "dashboards", "monitoring")
+    rooms = ("attention", "audits", "command", "core", "dashboards", "monitoring")
     there = {path.relative_to(package).as_posix() for room in rooms for path in (package / room).rglob("*.py")}
     assert {name for name in there if not name.endswith("__init__.py")} == chosen
 
@@ -136,6 +136,16 @@ def test_the_page_counts_detected_mutations_and_lists_survivors():
     assert "7: 1 -> 2" not in written
     assert "nothing is said" not in written
     assert "Not broken: `core/kernels.py`." in written
+
+
+def test_results_that_are_kept_replace_those_of_the_same_files_alone():
+    kept = [{"state": "a", "file": name, "change": "1: 1 -> 2", "outcome": "killed"} for name in ("b/x.py", "b/y.py")]
+    failed = {"file": "a/w.py", "change": "5: 1 -> 2", "outcome": "the tool failed"}
+    new = {"file": "b/x.py", "change": "4: 1 -> 2", "outcome": "survived", "tests": 3}
+    found = merged(kept, [new, failed], "c")
+    assert found == [{"state": "c", "file": "b/x.py", "change": "4: 1 -> 2", "outcome": "survived"}, kept[1]]
+    written = page([kept[1], {**new, "file": "e/x.py", "state": "d"}], {})
+    assert "Lines are numbered as in `a`, of `b`; `d`, of `e`." in written
 
 
 def test_the_page_of_the_documentation_is_written_from_its_results(root):

@@ -27,10 +27,11 @@ CHANGES = {
     "audits": 4,
     "dashboards": 4,
     "dashboards/report": 4,
+    "command": 4,
 }
 """Folder -> the changes of each of its files."""
 TESTS = [
-    *("tests/attention", "tests/core", "tests/monitoring", "tests/audits", "tests/dashboards"),
+    *("tests/attention", "tests/core", "tests/monitoring", "tests/audits", "tests/dashboards", "tests/command"),
     *("tests/test_arguments.py", "tests/test_deprecation.py"),
 ]
 """The tests that are to notice."""

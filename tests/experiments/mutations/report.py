@@ -25,7 +25,9 @@ says how often tests notice, not that they notice everything.
     python -m tests.experiments.mutations report --results build/mutations.jsonl --output build/mutations.md
 
 `record` notes which tests run which lines, `run` asks them within seconds of processor time that are given, and
-`report` writes one run down; without `--results` it writes this page.
+`report` writes one run down; without `--results` it writes this page. `keep --results ... --state COMMIT` adds a run to
+the results of this page, in place of earlier ones of the same files. `--only` takes some files, as in
+`run --only hdi_callback/dashboards,hdi_callback/audits`.
 """
 NOTICED = ("killed", "ran out of time")
 KINDS = ("noticed", "noticed since", "no difference", "open")
@@ -45,8 +47,15 @@ def page(results: Sequence[Result], verdicts: Verdicts) -> str:
     """
     tried = [one for one in results if one["outcome"] in (*NOTICED, "survived")]
     parts = [INTRODUCTION, "## What was broken\n"]
-    if states := sorted({one["state"] for one in results if "state" in one}):
-        parts.append(f"Lines are numbered as in {' and '.join(f'`{state}`' for state in states)}.\n")
+    states: dict[str, list[str]] = {}
+    for one in sorted(results, key=lambda one: _folder(one["file"])):
+        if "state" in one:
+            states.setdefault(one["state"], []).append(_folder(one["file"]))
+    numbered = [f"`{state}`, of {_listed(folders)}" for state, folders in states.items()]
+    if len(states) == 1:
+        numbered = [f"`{next(iter(states))}`"]
+    if states:
+        parts.append(f"Lines are numbered as in {'; '.join(numbered)}.\n")
     parts.append("| folder | files | changes | noticed at once | noticed since | no difference | open |")
     parts.append("|---|---:|---:|---:|---:|---:|---:|")
     folders = sorted({_folder(one["file"]) for one in tried})
@@ -64,6 +73,24 @@ def page(results: Sequence[Result], verdicts: Verdicts) -> str:
         rows = list(_table([one for one in tried if kind_of(one, verdicts) == kind], verdicts))
         parts += [f"\n## {title}\n", *(rows or ["Nothing."])]
     return "\n".join(parts) + "\n"
+
+
+def merged(kept: Sequence[Result], new: Sequence[Result], state: str) -> list[Result]:
+    """Add results to those of the page; of a file that was broken anew the older ones go.
+
+    Args:
+        kept: those of the page.
+        new: one record a change, of which those that were tried are added.
+        state: the commit whose files were broken.
+
+    Returns:
+        The results of the page from now on, in the order of the files.
+    """
+    fields = ("file", "change", "outcome")
+    tried = [one for one in new if one["outcome"] in (*NOTICED, "survived")]
+    added = [{"state": state, **{name: one[name] for name in fields}} for one in tried]
+    files = {one["file"] for one in added}
+    return sorted([*(one for one in kept if one["file"] not in files), *added], key=lambda one: one["file"])
 
 
 def kind_of(one: Result, verdicts: Verdicts) -> str:
@@ -108,6 +135,11 @@ def _table(survived: Sequence[Result], verdicts: Verdicts) -> Iterator[str]:
 
 def _folder(file: str) -> str:
     return file.rpartition("/")[0]
+
+
+def _listed(folders: Iterable[str]) -> str:
+    rooms = list(dict.fromkeys(folder.partition("/")[0] for folder in folders))
+    return ", ".join(f"`{room}`" for room in rooms)
 
 
 def _row(name: str, tried: Sequence[Result], verdicts: Verdicts) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import importlib
 import importlib.machinery
 import json
 import os
@@ -138,6 +139,8 @@ class _Loop:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         items = {item.nodeid: item for item in session.items if not reach.is_slow(item)}
+        for path, *_ in self._changes:  # some are loaded only when they are needed
+            importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
         functions = [one for one in gc.get_objects() if isinstance(one, FunctionType)]
         gc.freeze()  # so that collecting in a fork copies no pages
         for path, mutation, state in self._changes:
