@@ -224,3 +224,43 @@ def test_tracing_works_if_autograd_function_apply_is_a_builtin_method(monkeypatc
     layers = find_attention(nn.Sequential(Written()))
     assert [layer.num_heads for layer in layers] == [H]
     assert torch.autograd.Function.__dict__["apply"] is written_in_c
+
+
+class _Weighed(torch.autograd.Function):
+    @staticmethod
+    @torch.no_grad()
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        return attend(q, k, v)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            own = [one.detach().requires_grad_() for one in ctx.saved_tensors]
+            return torch.autograd.grad(attend(*own), own, grad)
+
+
+_weighed = _Weighed.apply  # as code at the top of a file keeps it
+
+
+class WithoutRecording(Written):
+    """A forward of a function that records nothing by itself."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _Weighed.apply(q, k, v)
+
+
+class AttentionByAKeptFunction(Written):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _weighed(q.tanh(), k.tanh(), v)
+
+
+def test_a_forward_of_a_function_under_no_grad_is_followed():
+    (layer,) = find_attention(nn.Sequential(WithoutRecording()))
+    assert torch.equal(layer.weight("key").flatten(0, 1), layer.module.k.weight)
+
+
+def test_attention_in_a_function_that_no_graph_shows_is_not_said_to_be_no_attention():
+    model = nn.Sequential(AttentionByAKeptFunction())
+    (refusal,) = survey(model).refused
+    assert refusal.reason == "what the function `_Weighed` computes is in no graph, as it has a backward of its own"

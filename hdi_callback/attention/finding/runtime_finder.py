@@ -42,6 +42,17 @@ class RuntimeFinder(ArgumentRecorder):
         self._tracer = KindTracer()
         super().__init__({place.name: place.module for place in places})
 
+    def function_in(self, name: str) -> str:
+        """Return which function of a module hides what it computes.
+
+        Args:
+            name: of the module.
+
+        Returns:
+            A clause; empty if there is none.
+        """
+        return self._tracer.function_in(self._places[name].module)
+
     def recorded(self) -> dict[str, list[Inputs]]:
         """Stop recording, and return the arguments with which heads can be searched.
 

@@ -231,7 +231,7 @@ class Search:
         for name, place in self.places.items():
             is_called = place.parent is not None and is_called_attention(place.module) and looks_like_attention(place)
             if name in self._ran and name not in reported and is_called:
-                self.reasons[name] = Reason(_NO_SOFTMAX)
+                self.reasons[name] = Reason(self._tracer.function_in(place.module) or _NO_SOFTMAX)
 
     # --- 4. and 5. a real forward
 
@@ -319,7 +319,8 @@ class Search:
             is_named = is_named_attention(self.places[name].module)  # of other code nobody expects any
             is_silent = name in self._ran and name not in self.reasons and not is_reported
             if is_named and is_silent and not self._is_explained(name):
-                self.reasons[name] = Reason(_NO_SOFTMAX_SEEN)
+                hidden = self._tracer.function_in(self.places[name].module)
+                self.reasons[name] = Reason(hidden or _NO_SOFTMAX_SEEN)
 
     def _left_out_of(self, layer: AttentionLayer, ways: Sequence[Inputs]) -> str:
         """The further tokens that a layer attends to, in words, by the arguments of real calls."""

@@ -26,6 +26,7 @@ from hdi_callback.attention.trace.layers import Found, layers_in
 from hdi_callback.attention.trace.run import Traceable
 from hdi_callback.attention.trace.states import Attribute, differing_attributes, watched
 from hdi_callback.attention.trace.traced_run import TracedRun
+from hdi_callback.attention.trace.unread import unread_function
 from hdi_callback.attention.trace.verify import carried_over, compute_the_same, contradiction_of
 
 _MOST_INPUTS = 32  # synthetic ones that are tried for one module
@@ -99,6 +100,18 @@ class KindTracer:
             What a reason goes on with: ``": it raises TypeError (...)"``; empty if nothing is known.
         """
         return self._errors.get(_kind_of(module), "")
+
+    def function_in(self, module: nn.Module) -> str:
+        """Return which function of modules of this kind hides what it computes.
+
+        Args:
+            module: the module.
+
+        Returns:
+            A clause; empty if there is none.
+        """
+        runs = [twins[0].run for kind, twins in self._known.items() if twins and kind[:2] == _kind_of(module)]
+        return next(filter(None, (unread_function(run) for run in runs if run is not None)), "")
 
     def found_in(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -88,8 +89,9 @@ class _Applied:
         del leaves[known:], exchange.sent[sent:]
         mode.calls, of_scores = calls, mode.of_scores
         is_split = cls.setup_context is not torch.autograd.Function.setup_context
+        forward = inspect.unwrap(cls.forward)  # that of a decorator, such as no_grad, records nothing
         try:
-            plain = cls.forward(*args, **kwargs) if is_split else cls.forward(_Context(), *args, **kwargs)
+            plain = forward(*args, **kwargs) if is_split else forward(_Context(), *args, **kwargs)
         except Exception:
             return result
         if is_open and mode.of_scores == of_scores and not _has_products(plain, args):  # an activation, say

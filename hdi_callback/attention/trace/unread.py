@@ -57,6 +57,23 @@ def _weighs_constants(run: TracedRun, node: Any) -> bool:
     return any(node in run.upstream_products.first(side)[0] for side in alone)
 
 
+def unread_function(run: TracedRun) -> str:
+    """Name a `torch.autograd.Function` that hides from the graph what it computes of three activations or more.
+
+    Args:
+        run: the run.
+
+    Returns:
+        Why nothing is seen in it, as a clause; empty if there is none.
+    """
+    for node in upstream_nodes(run.ends):
+        own = getattr(type(node), "_forward_cls", None)
+        edges = [one for one in made_from(node) if one is not None and "AccumulateGrad" not in one.name()]
+        if own is not None and len(edges) > 2:
+            return f"what the function `{own.__name__}` computes is in no graph, as it has a backward of its own"
+    return ""
+
+
 def unread_exponentials(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, str]]:
     """Find exponentials of scores that are not normalised to sum to one.
 

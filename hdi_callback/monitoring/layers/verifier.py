@@ -310,7 +310,7 @@ class HeadVerifier:
             return refusal.reason
         if name not in self._named:  # it is not named attention, so nothing is missed
             return None
-        return (
+        return search.function_in(name) or (
             "it computed no softmax-weighted sum over tokens with projections of its own in the first captured forward"
         )
 
