@@ -76,7 +76,7 @@ def _parameters(kind: Any) -> tuple[str, ...]:
         found = inspect.signature(kind.forward).parameters.values()
     except (TypeError, ValueError):
         return ()
-    return tuple(one.name for one in found if one.kind is one.POSITIONAL_OR_KEYWORD)[1:]
+    return tuple(parameter.name for parameter in found if parameter.kind is parameter.POSITIONAL_OR_KEYWORD)[1:]
 
 
 def _stack() -> Iterator[FrameType]:
@@ -93,7 +93,7 @@ def is_recomputing() -> bool:
     Returns:
         False also where the first time was without autograd, as with ``use_reentrant=True``.
     """
-    return any(one.f_code.co_name == "unpack_hook" and "checkpoint" in one.f_code.co_filename for one in _stack())
+    return any(frame.f_code.co_name == "unpack_hook" and "checkpoint" in frame.f_code.co_filename for frame in _stack())
 
 
 def is_inferring_shapes() -> bool:
@@ -104,7 +104,7 @@ def is_inferring_shapes() -> bool:
     """
     if "torch.distributed.pipelining.stage" not in sys.modules:
         return False
-    return any(one.f_code.co_name in _INFERENCES and "pipelining" in one.f_code.co_filename for one in _stack())
+    return any(frame.f_code.co_name in _INFERENCES and "pipelining" in frame.f_code.co_filename for frame in _stack())
 
 
 def running_calls() -> list[Frame]:
@@ -114,9 +114,9 @@ def running_calls() -> list[Frame]:
         The calls; of a module that was compiled as a whole that of the whole.
     """
     found: list[Frame] = []
-    for one in _stack():
-        if one.f_code in _CALLS:
-            variables = one.f_locals
+    for frame in _stack():
+        if frame.f_code in _CALLS:
+            variables = frame.f_locals
             module = variables["self"]
             module = getattr(module, "_orig_mod", module)
             if not found or found[-1].module is not module:

@@ -92,12 +92,12 @@ def all_or_no_hooks(model: nn.Module) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    before = {id(one) for module in model.modules() for one in _ours_on(module)}
+    before = {id(hook) for module in model.modules() for hook in _ours_on(module)}
     try:
         yield
     except BaseException:
         for module in model.modules():
-            _take_off(module, {id(one) for one in _ours_on(module)} - before)
+            _take_off(module, {id(hook) for hook in _ours_on(module)} - before)
         raise
 
 

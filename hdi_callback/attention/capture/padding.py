@@ -291,11 +291,11 @@ def _call_for(function: Callable[..., Any], frames: Sequence[Frame]) -> Frame | 
         takes = inspect.signature(function)
     except (TypeError, ValueError):
         return named[0] if named else None
-    for one in named:
+    for call in named:
         try:
-            takes.bind(**one.arguments)
+            takes.bind(**call.arguments)
         except TypeError:
             continue
-        return one
+        return call
     # None fits: the outermost, so that the error says which argument there is none of.
     return named[0] if named else None

@@ -130,7 +130,7 @@ class Tap:
         chosen = self._chosen(reads_all)
         if not chosen:
             return None
-        sample = joined([one.sample for one in chosen])
+        sample = joined([forward.sample for forward in chosen])
         outputs = sample.rows.view(-1, self.layer.num_heads, self.layer.value_dim)
         slopes = None if self._slopes is None else self._slopes.total()
         if self.layer.head_order:
@@ -278,7 +278,7 @@ class Tap:
             return
         settled = [forward for forward in self._forwards if forward.is_reached or not forward.is_recorded]
         if settled:
-            together = _Forward(joined([one.sample for one in settled]), is_recorded=settled[0].is_recorded)
+            together = _Forward(joined([forward.sample for forward in settled]), is_recorded=settled[0].is_recorded)
             together.is_reached = settled[0].is_reached
             self._forwards = [together, *(forward for forward in self._forwards if forward not in settled)]
 

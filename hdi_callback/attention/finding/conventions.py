@@ -123,9 +123,10 @@ def computes_attention(module: nn.Module) -> bool:
     if forward is nn.MultiheadAttention.forward or isinstance(module, nn.Softmax):
         return False
     # A layer of a graph network sends its messages in methods beside its forward.
-    members = [one for name, one in vars(type(module)).items() if name != "__init__"]  # which makes parts, runs none
+    # `__init__` makes the parts, and runs none.
+    members = [member for name, member in vars(type(module)).items() if name != "__init__"]
     own = [forward, *(member for member in members if isinstance(member, types.FunctionType))]
-    return any(_calls_attention(one.__code__) for one in own)
+    return any(_calls_attention(function.__code__) for function in own)
 
 
 def _calls_attention(code: types.CodeType) -> bool:
@@ -141,6 +142,6 @@ def _calls_attention(code: types.CodeType) -> bool:
 
 def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
     yield code
-    for one in code.co_consts:
-        if isinstance(one, types.CodeType):
-            yield from _with_inner(one)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _with_inner(constant)

@@ -108,7 +108,11 @@ def chosen_from(search: Search, include: Sequence[str] | None, exclude: Sequence
     return Survey(
         tuple(layer for layer in layers if is_chosen(layer.name)),
         kept,
-        tuple(undecided[one.name] for one in kept if one.name in undecided and not search.is_exported(one.name)),
+        tuple(
+            undecided[refusal.name]
+            for refusal in kept
+            if refusal.name in undecided and not search.is_exported(refusal.name)
+        ),
     )
 
 

@@ -100,11 +100,11 @@ class RuntimeFinder(ArgumentRecorder):
             self.reasons[place.name] = _SLOW
         elif found is None:
             self._failed.append(place.name)
-        for one in found or ():
-            if one.layer is None:
-                if place.name not in self.decided and not (one.is_undecided and place.name in self.reasons):
-                    self.reasons[place.name] = one.reason
-                if not one.is_undecided:
+        for result in found or ():
+            if result.layer is None:
+                if place.name not in self.decided and not (result.is_undecided and place.name in self.reasons):
+                    self.reasons[place.name] = result.reason
+                if not result.is_undecided:
                     self.decided.add(place.name)
         return [one.layer for one in found or () if one.layer is not None]
 

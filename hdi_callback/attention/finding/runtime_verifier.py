@@ -93,7 +93,7 @@ def comparison_with_forward(
         shown = list(traced_comparisons(layer, recorded))
     observed = verdict.sentence if verdict is not None and verdict.state == "contradicted" else ""
     if shown:
-        part = next((one for one in shown if isinstance(one, AttentionLayer)), None)
+        part = next((result for result in shown if isinstance(result, AttentionLayer)), None)
         return None if None in shown else part or observed or shown[0]
     return None if layer.evidence in ("trace", "forward") else observed or None
 
@@ -115,10 +115,10 @@ def traced_comparisons(layer: AttentionLayer, ways: Sequence[Inputs]) -> Iterato
     for way in ways:
         with suppress(Exception):
             run, found = layers_in(traceable, way.args, way.kwargs)
-            shown = [one for one in found if not one.is_undecided]
+            shown = [result for result in found if not result.is_undecided]
             # A registered layout may describe modules that a traced run cannot read.
             is_reported = layer.evidence != "layout" and bool(shown)
-            if run.error is not None or not (is_reported or any(one.layer is not None for one in shown)):
+            if run.error is not None or not (is_reported or any(result.layer is not None for result in shown)):
                 continue
             what = contradiction_of(layer, shown, layer.name)
             yield what if what is None else agreed_part(layer, shown) or what

@@ -300,12 +300,14 @@ class Search:
                 self.layers[layer.name] = layer
                 self.reasons.pop(layer.name, None)
         refused = [path for path, _ in self.model.named_modules() if users_name(printable(path)) in self.reasons]
-        for one in observer.unexplained(list(self.layers.values()), reported=refused):
-            read, name = self.layers.get(one.layer), users_name(printable(one.name))
+        for attention in observer.unexplained(list(self.layers.values()), reported=refused):
+            read, name = self.layers.get(attention.layer), users_name(printable(attention.name))
             if read is None:
-                self.reasons[name] = Reason(self._why_not_run(name) if name in self._failed else one.reason)
+                self.reasons[name] = Reason(self._why_not_run(name) if name in self._failed else attention.reason)
             elif not read.left_out:
-                self.layers[one.layer] = replace(read, left_out=self._left_out_of(read, ways.get(one.layer, ())))
+                self.layers[attention.layer] = replace(
+                    read, left_out=self._left_out_of(read, ways.get(attention.layer, ()))
+                )
 
     def refuse_silent_in_forward(self, names: Iterable[str]) -> None:
         """Refuse modules that were undecided before a real forward and showed no attention in it.
@@ -325,7 +327,7 @@ class Search:
     def _left_out_of(self, layer: AttentionLayer, ways: Sequence[Inputs]) -> str:
         """The further tokens that a layer attends to, in words, by the arguments of real calls."""
         found = self._tracer.found_in(layer.name, layer.module, ways) or ()
-        reasons = [one.layer.left_out for one in found if one.layer is not None and one.layer.left_out]
+        reasons = [result.layer.left_out for result in found if result.layer is not None and result.layer.left_out]
         return reasons[0] if reasons else "the tokens that do not come from its projections"
 
     def _correct(self, layer: AttentionLayer, verdict: Verdict, recorded: Sequence[Inputs]) -> None:
@@ -336,7 +338,7 @@ class Search:
         name = layer.name
         self.layers.pop(name, None)
         found = self._tracer.found_in(name, layer.module, recorded)
-        if found and all(one.layer is not None for one in found):
+        if found and all(result.layer is not None for result in found):
             self._record(name, found)
         elif isinstance(what, AttentionLayer):
             self.layers[name] = what

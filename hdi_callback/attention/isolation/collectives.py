@@ -109,9 +109,13 @@ class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return whether the process group of a call has these ranks alone."""
         from torch.distributed import get_process_group_ranks
 
-        for one in (*args, *kwargs.values()):
+        for argument in (*args, *kwargs.values()):
             try:
-                members = get_process_group_ranks(_group(one)) if isinstance(one, (str, torch.ScriptObject)) else None
+                members = (
+                    get_process_group_ranks(_group(argument))
+                    if isinstance(argument, (str, torch.ScriptObject))
+                    else None
+                )
             except Exception:  # an operation such as "sum", or an object that is no group
                 continue
             if members is not None:

@@ -107,11 +107,11 @@ def are_same(now: list[Any], before: list[Any]) -> bool:
     """
     if len(now) != len(before):
         return False
-    for one, other in zip(now, before):
-        if one is other:
+    for item, other in zip(now, before):
+        if item is other:
             continue
-        is_item = isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other) == 2
-        if not is_item or one[0] is not other[0] or one[1] is not other[1]:
+        is_item = isinstance(item, tuple) and isinstance(other, tuple) and len(item) == len(other) == 2
+        if not is_item or item[0] is not other[0] or item[1] is not other[1]:
             return False
     return True
 

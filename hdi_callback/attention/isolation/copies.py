@@ -92,7 +92,7 @@ def _copy_sharded(module: nn.Module, memo: dict[int, Any]) -> None:
             blanks.append((part, object.__new__(plain)))
             memo[id(part)] = blanks[-1][1]
     for part, blank in blanks:
-        own = {name: one for name, one in part.__dict__.items() if not name.startswith(_OF_COMPOSABLE)}
+        own = {name: value for name, value in part.__dict__.items() if not name.startswith(_OF_COMPOSABLE)}
         blank.__dict__.update(copy.deepcopy(own, memo))
 
 
@@ -182,7 +182,7 @@ def _refuse_shared(module: nn.Module, trial: nn.Module, replaced: Mapping[Any, A
     theirs = {_place(tensor) for tensor in _tensors_of(module, not shares_parameters)} - {None}
     replacing = [other for other in replaced.values() if isinstance(other, nn.Module)]
     kept = {id(tensor) for part in replacing for tensor in _tensors_of(part, True)} | replacements
-    if any(_place(one) in theirs for one in _tensors_of(trial, not shares_parameters) if id(one) not in kept):
+    if any(_place(tensor) in theirs for tensor in _tensors_of(trial, not shares_parameters) if id(tensor) not in kept):
         raise IsolationError("a copy of it shares tensors with the original")
 
 

@@ -212,7 +212,7 @@ def _kind_of(module: nn.Module) -> Any:
         for name, value in vars(part).items()
         if name not in ("training", "in_features", "out_features") and isinstance(value, ATOMS)
     )
-    variants = [type(one) for one in getattr(module, "lora_variant", {}).values()]
+    variants = [type(variant) for variant in getattr(module, "lora_variant", {}).values()]
     return type(module), shapes, plain, (*variants, *getattr(module, "active_adapters", ()))
 
 
@@ -322,8 +322,8 @@ def _multiplies_with_weight(trial: nn.Module, tokens: Tensor, made: Tensor) -> b
     matrix = as_matrix(trial.get_parameter("weight"), getattr(trial, "groups", 1))
     bias = trial._parameters.get("bias")
     shape = (made.shape[-1], tokens.shape[-1])
-    ways = [one for one in (matrix, matrix.mT) if one.shape == shape]  # GPT-2's maps keep it turned
-    return any(_are_close(made, F.linear(tokens, one, bias)) for one in ways)
+    ways = [oriented for oriented in (matrix, matrix.mT) if oriented.shape == shape]  # GPT-2's maps keep it turned
+    return any(_are_close(made, F.linear(tokens, oriented, bias)) for oriented in ways)
 
 
 def _holds_weight_alone(module: nn.Module) -> bool:

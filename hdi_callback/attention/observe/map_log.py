@@ -164,13 +164,13 @@ class MapLog:
         Returns:
             Those of the running module first, the latest first, none twice.
         """
-        recent = [one for one in self.recent()[::-1] if one.kind == "linear"]
-        return list(dict.fromkeys(one.tokens for one in (*filter(self._is_inside, recent), *recent)))
+        recent = [call for call in self.recent()[::-1] if call.kind == "linear"]
+        return list(dict.fromkeys(call.tokens for call in (*filter(self._is_inside, recent), *recent)))
 
     def have_one_source(self) -> bool:
         """Return whether the maps of the running module took the same tensor."""
-        inside = [one for one in self.recent() if one.kind == "linear" and self._is_inside(one)]
-        return len({one.source for one in inside}) == 1
+        inside = [call for call in self.recent() if call.kind == "linear" and self._is_inside(call)]
+        return len({call.source for call in inside}) == 1
 
     def _is_inside(self, call: MapCall) -> bool:
         return call.owner == self._stack.owner or call.owner.startswith(f"{self._stack.owner}.")

@@ -228,10 +228,12 @@ class ObservingMode(TorchFunctionMode):
                 return
             a, b, out = call.args[0].replace(" ", "").replace("->", ",").split(",")
             ours, theirs = (a, b) if is_left else (b, a)
-            made = [one for one in ours if one in out and one not in theirs]
-            taken = [one for one in ours if one in theirs and one not in out]
-            order = [out.index(one) for one in out if one not in made] + [out.index(one) for one in made]
-            kept = [theirs.index(one) for one in theirs if one not in taken] + [theirs.index(one) for one in taken]
+            made = [letter for letter in ours if letter in out and letter not in theirs]
+            taken = [letter for letter in ours if letter in theirs and letter not in out]
+            order = [out.index(letter) for letter in out if letter not in made] + [out.index(letter) for letter in made]
+            kept = [theirs.index(letter) for letter in theirs if letter not in taken] + [
+                theirs.index(letter) for letter in taken
+            ]
             flat = call.result.permute(order).flatten(-len(made))
             maps.map_ran(parameter, inputs.permute(kept).flatten(-len(taken)), flat)
         elif weight.dim() == 2:
@@ -275,7 +277,7 @@ class ObservingMode(TorchFunctionMode):
         self._recorder.fused_ran(call.name, query, key, value, call.result, terms=terms, scale=scale, unread=unread)
 
     def _record_kernel(self, call: Call) -> None:
-        tensors = [one for one in call.values if isinstance(one, Tensor) and one.is_floating_point()]
+        tensors = [tensor for tensor in call.values if isinstance(tensor, Tensor) and tensor.is_floating_point()]
         if len(tensors) < 3 or not call.results or tensors[0].dim() < 3:
             return
         # `aten::_scaled_dot_product_*` takes (batch, heads, length, width); flash attention and what is underneath, in

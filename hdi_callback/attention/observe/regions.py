@@ -70,8 +70,8 @@ def _compiled_function_of(kind: type[nn.Module]) -> str | None:
 
 
 def _functions_of(kind: type[nn.Module]) -> list[FunctionType]:
-    own = [one for one in kind.__mro__ if one not in (nn.Module, object)]
-    return [value for one in own for value in vars(one).values() if isinstance(value, FunctionType)]
+    own = [base for base in kind.__mro__ if base not in (nn.Module, object)]
+    return [value for base in own for value in vars(base).values() if isinstance(value, FunctionType)]
 
 
 def _compiled_among(function: FunctionType, visited: set[CodeType], depth: int) -> str | None:

@@ -81,9 +81,9 @@ class RowReader:
         Returns:
             The role of each dimension; None if nothing decides it.
         """
-        tokens = [one // tied for one in self._maps.tokens() if one % tied == 0]
-        both = [one for one in tokens if queries and one % queries == 0 and one // queries * keys in tokens]
-        ordered = [*both, *(one for one in tokens if one not in both)]
+        tokens = [count // tied for count in self._maps.tokens() if count % tied == 0]
+        both = [count for count in tokens if queries and count % queries == 0 and count // queries * keys in tokens]
+        ordered = [*both, *(count for count in tokens if count not in both)]
         around = (name for name, _ in reversed(self._stack.modules))
         claimed = next((self._request.heads[name] for name in around if name in self._request.heads), None)
         return resolve(lead, queries, ordered, claimed, keys=keys)
@@ -166,7 +166,7 @@ class RowReader:
             read.unread = "its rows were not requested"
             return read
         around = (id(module) for _, module in reversed(self._stack.modules))
-        if not next((request.is_read[one] for one in around if one in request.is_read), True):
+        if not next((request.is_read[module] for module in around if module in request.is_read), True):
             read.unread = "its rows are read at another reading"
             return read
         own = [which for which, one in (("queries", query), ("keys", key)) if self.chosen.differ_by_head(one, axes)]

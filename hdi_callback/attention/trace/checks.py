@@ -46,16 +46,19 @@ def require_tokens(view: CoreView) -> None:
         alone = [one for i in sorted(set(chosen.tolist())) if (one := run.support(tensor, [i]))]
         if role == "value" and len(alone) < len(set(chosen.tolist())) and _come_from_other_cores(view, alone):
             raise UndecidedError(VALUES_ARE_INPUTS)
-        found = {frozenset(run.features(one)) for one in alone}
-        are_of_one_map = len({frozenset(run.maps(one)) for one in alone}) == 1
+        found = {frozenset(run.features(support)) for support in alone}
+        are_of_one_map = len({frozenset(run.maps(support)) for support in alone}) == 1
         if len(found) > 1 and are_of_one_map and sum(map(len, found)) == len(frozenset().union(*found)):
-            if all(len(one.positions(leaf)) == 1 for one in alone for leaf in one.masks):  # tokens of every head
+            # The tokens of every head.
+            if all(len(support.positions(leaf)) == 1 for support in alone for leaf in support.masks):
                 raise NoHeadsError("its heads mix: the weights of one head depend on the scores of several")
-            places = {frozenset((leaf, at) for leaf in one.masks for at in one.positions(leaf)) for one in alone}
+            places = {
+                frozenset((leaf, at) for leaf in support.masks for at in support.positions(leaf)) for support in alone
+            }
             reason = (_FEATURES if len(places) == 1 else _PLACES).format(role=role)
             raise NoHeadsError(reason + (_SAMPLES if _mixes_samples(view) else ""))
         # A token may stand there twice, as where tokens are sorted into buckets.
-        if len(alone) > 1 and all(one.is_equal(other) for one, other in itertools.pairwise(alone)):
+        if len(alone) > 1 and all(support.is_equal(other) for support, other in itertools.pairwise(alone)):
             if _are_equal_rows(tensor, chosen):
                 is_one_token = all(len(alone[0].positions(leaf)) == 1 for leaf in alone[0].masks)
                 if is_one_token and len(view.trace.cores) > 1:
@@ -144,7 +147,7 @@ def require_widths(view: CoreView, heads: dict[Role, list[Rows]], *, has_shared:
         expected = view.tensor(role).shape[-1]
         if has_shared and role != "value":
             expected = len(heads["key"][0].features)
-        widths = {len(one.features) for one in heads[role]}
+        widths = {len(rows.features) for rows in heads[role]}
         if widths == {expected}:
             continue
         if role == "query":
@@ -213,7 +216,7 @@ def _are_chosen_by_values(view: CoreView) -> bool:
     found = []
     for run, cores in view.trace.with_draws:
         alone = [run.support(cores[view.number].values, [at]) for at in (at_values[0], at_values[len(at_values) // 2])]
-        found.append([{(leaf, one.positions(leaf)) for leaf in one.masks} for one in alone])
+        found.append([{(leaf, support.positions(leaf)) for leaf in support.masks} for support in alone])
     return any(one != found[0] for one in found[1:])
 
 

@@ -46,4 +46,4 @@ def repeated_for_queries(query: Tensor, *shared: Tensor) -> tuple[Tensor, ...]:
     Returns:
         Each of `shared` with as many heads as the queries.
     """
-    return tuple(one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in shared)
+    return tuple(tensor.repeat_interleave(query.shape[-3] // tensor.shape[-3], -3) for tensor in shared)

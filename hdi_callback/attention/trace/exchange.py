@@ -143,7 +143,7 @@ def of_all_ranks(own: TracedRun, ranks: Sequence[TracedRun]) -> TracedRun | None
         leaves=own.leaves + taking,
         inputs=[tensor for run in every for tensor in run.inputs],
         spans=[span for run in every for span in run.spans],
-        normed=[one for run in every for one in run.normed],
+        normed=[tensor for run in every for tensor in run.normed],
         convolved=[one for run in every for one in run.convolved],
         mixed_tokens=[one for run in every for one in run.mixed_tokens],
         scores={node: score for run in ranks for node, score in run.scores.items()},

@@ -73,6 +73,6 @@ def nodes_between(ends: list[Tensor], start: Any) -> list[Any]:
     """
     consumers: dict[Any, list[Any]] = {}
     for node in upstream_nodes(ends):
-        for one in made_from(node):
-            consumers.setdefault(one, []).append(node)
+        for previous in made_from(node):
+            consumers.setdefault(previous, []).append(node)
     return [node for node in walk([start], lambda one: consumers.get(one, ())) if node is not start]

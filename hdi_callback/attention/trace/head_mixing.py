@@ -57,4 +57,4 @@ class HeadMixing:
         flat = weights.reshape(-1, weights.shape[-1])
         some = [element(flat.shape, -1, number) for number in range(min(2, weights.shape[-1]))]
         found = [Support.of_combination(flat, one, self.run.tensors) for one in some]
-        return len({frozenset(self.run.features(one)) for one in found}) > 1
+        return len({frozenset(self.run.features(support)) for support in found}) > 1

@@ -104,9 +104,9 @@ class CoreReading:
         are_whole = all(one.row is not None and len(one.rows) == 3 and one.left_out == one.stream for one in both)
         if not are_whole or not used[0].isdisjoint(used[1]):
             return [first]
-        for one in both:
-            one.left_out = ""
-            one.remarks.append(_STREAM)
+        for reading in both:
+            reading.left_out = ""
+            reading.remarks.append(_STREAM)
         return both
 
     def heads(self, *, of_row: int | None = None) -> HeadRows:
@@ -173,7 +173,7 @@ class CoreReading:
         if has_shared:
             remarks.append("without the part that all heads share")
         beside = "" if has_shared else leave_out_positional_features(view, of_heads)
-        if any(len(one) > 1 for one in of_heads["key"]) and are_parts_side_by_side(view, of_heads["key"]):
+        if any(len(rows) > 1 for rows in of_heads["key"]) and are_parts_side_by_side(view, of_heads["key"]):
             raise NoHeadsError(f"its keys are concatenated outputs of several maps: {_maps_of(of_heads['key'])}")
         positions = leave_out_added_terms(view, of_heads)
         mixed = [
@@ -228,7 +228,7 @@ class CoreReading:
         for number in range(weights.shape[-1]):
             column = torch.zeros(weights.shape)
             column[..., number] = weights_at(weights)[..., number]
-            if sum(bool(one.any()) for one in derivatives(weights, column, edges).values()) > 1:
+            if sum(bool(derivative.any()) for derivative in derivatives(weights, column, edges).values()) > 1:
                 return False
         return True
 
@@ -305,8 +305,8 @@ def _has_matrix_per_token(values: Tensor, stack: Tensor) -> bool:
     if stack.dim() != 3 or values.shape[1] < 2:
         return False
     found = [Support.of(values, [stack], [at]) for at in (0, values.shape[1] - 1)]
-    used = [{row // stack.shape[1] for row in one.positions(0)} for one in found]
-    return all(len(one) == 1 for one in used) and used[0] != used[1]
+    used = [{row // stack.shape[1] for row in support.positions(0)} for support in found]
+    return all(len(numbers) == 1 for numbers in used) and used[0] != used[1]
 
 
 def _require_one_map_each(of_heads: dict[Role, list[list[Rows]]], width: int) -> tuple[dict[Role, list[Rows]], str]:
@@ -327,8 +327,8 @@ def _require_one_map_each(of_heads: dict[Role, list[list[Rows]]], width: int) ->
             continue
         if problems:
             raise UndecidedError(problems[0])
-        if all(len(one) == 1 for one in found):
-            heads[role] = [one[0] for one in found]
+        if all(len(rows) == 1 for rows in found):
+            heads[role] = [rows[0] for rows in found]
         elif role == "query":
             continue
         elif not any(found):
@@ -345,7 +345,7 @@ def _are_apart(of_heads: list[list[Rows]], width: int) -> bool:
 
     What another one adds to them, or weighs them with, makes them no rows of a map; keys and queries are theirs.
     """
-    for parameter in {one.parameter for one in of_heads[0]}:
+    for parameter in {row.parameter for row in of_heads[0]}:
         found = {row.features for rows in of_heads for row in rows if row.parameter == parameter}
         if all(len(one) == width for one in found) and sum(map(len, found)) == len(set().union(*found)):
             return all(any(row.parameter == parameter for row in rows) for rows in of_heads)

@@ -84,10 +84,10 @@ def synthetic_inputs(module: nn.Module) -> Iterator[Inputs]:
     optional = [other for other in others if other.default is not other.empty]
     names = {parameter.name for parameter in parameters}
     rotations = list(_rotary_widths(module)) if names & _ROTATIONS else [1]
-    known = [one for one in optional if one.name in _ROTATIONS | _POSITIONS]
-    other_tokens = [one for one in optional if one.name in _TOKENS_TOO]
+    known = [parameter for parameter in optional if parameter.name in _ROTATIONS | _POSITIONS]
+    other_tokens = [parameter for parameter in optional if parameter.name in _TOKENS_TOO]
     chosen = [[], *([known] if known else []), *([[*known, *other_tokens]] if other_tokens else [])]
-    is_unclear = any(one.name not in _TOKENS_TOO | _ROTATIONS | _POSITIONS | _SIDES for one in required)
+    is_unclear = any(parameter.name not in _TOKENS_TOO | _ROTATIONS | _POSITIONS | _SIDES for parameter in required)
     is_packed = bool(names & _STARTS)
 
     def is_guess(tokens: Tensor) -> bool:
@@ -95,9 +95,9 @@ def synthetic_inputs(module: nn.Module) -> Iterator[Inputs]:
 
     fills = (0, 1, 2, 3) if is_unclear else (0,)
     for tokens, fill, more, rotary in itertools.product(_shapes(module, names), fills, chosen, rotations):
-        passed = [one for one in (*required, *more) if one.kind is not one.POSITIONAL_ONLY]
-        if rotary == rotations[0] or any(one.name in _ROTATIONS for one in (*first, *passed)):
-            made = {one.name: _made(one, tokens, fill, rotary) for one in passed}
+        passed = [parameter for parameter in (*required, *more) if parameter.kind is not parameter.POSITIONAL_ONLY]
+        if rotary == rotations[0] or any(parameter.name in _ROTATIONS for parameter in (*first, *passed)):
+            made = {parameter.name: _made(parameter, tokens, fill, rotary) for parameter in passed}
             yield Inputs((tokens.clone(),), made, is_guess=is_guess(tokens), is_synthetic=True)
 
 
@@ -116,9 +116,9 @@ def with_other_tokens(inputs: Inputs) -> Inputs | None:
     """
     generator = torch.Generator().manual_seed(1)
     others = {
-        name: torch.randn(one.shape, generator=generator)
-        for name, one in inputs.kwargs.items()
-        if name in _TOKENS_TOO and isinstance(one, Tensor)
+        name: torch.randn(value.shape, generator=generator)
+        for name, value in inputs.kwargs.items()
+        if name in _TOKENS_TOO and isinstance(value, Tensor)
     }
     return replace(inputs, kwargs={**inputs.kwargs, **others}) if others else None
 
@@ -190,7 +190,7 @@ def _words_in(module: nn.Module) -> list[str]:
     """Names by which the code of a forward may look up its keyword arguments."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     found = () if code is None else code.co_consts
-    return [one for one in found if isinstance(one, str) and one.isidentifier()][:_MOST_WORDS]
+    return [word for word in found if isinstance(word, str) and word.isidentifier()][:_MOST_WORDS]
 
 
 def _with_more(module: nn.Module, inputs: Inputs, values: Sequence[Tensor]) -> Inputs:
@@ -201,7 +201,7 @@ def _with_more(module: nn.Module, inputs: Inputs, values: Sequence[Tensor]) -> I
         for parameter in _parameters(module)
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
-    args += [kwargs.pop(one.name, one.default) for one in named[len(args) :]]
+    args += [kwargs.pop(parameter.name, parameter.default) for parameter in named[len(args) :]]
     return replace(inputs, args=(*args, *values), kwargs=kwargs)
 
 
@@ -249,7 +249,7 @@ def _widths(module: nn.Module) -> list[int]:
         size for parameter in module.parameters(recurse=True) if parameter.dim() > 1 for size in parameter.shape
     )
     common = [size for size, _ in sizes.most_common(2)]
-    own = [one for parameter in module.parameters(recurse=False) if parameter.dim() > 1 for one in parameter.shape]
+    own = [size for parameter in module.parameters(recurse=False) if parameter.dim() > 1 for size in parameter.shape]
     least = [size for size, _ in Counter(own).most_common(3)] if not taken else []
     return list(dict.fromkeys([*taken[:1], *[size for size, _ in Counter(taken).most_common(1)], *least, *common]))[:4]
 
@@ -300,15 +300,15 @@ def recorded_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterato
     Yields:
         The arguments, apart from the user's.
     """
-    tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+    tensors = [tensor for tensor in (*args, *kwargs.values()) if isinstance(tensor, Tensor)]
     floats = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 1]
     tokens = floats[0] if floats else None
     size = sum(tensor.numel() for tensor in tensors)
     cuts = [_Cut()] if size <= _LARGEST // 8 else []
     if tokens is not None and tokens.dim() == 3:
         for batch in (0, 1):
-            alike = [one for one in floats if one.dim() == 3 and one.shape[batch] == tokens.shape[batch]]
-            cuts.append(_Cut(tokens.shape[batch], frozenset(one.shape[1 - batch] for one in alike), batch))
+            alike = [tensor for tensor in floats if tensor.dim() == 3 and tensor.shape[batch] == tokens.shape[batch]]
+            cuts.append(_Cut(tokens.shape[batch], frozenset(tensor.shape[1 - batch] for tensor in alike), batch))
     if tokens is not None:
         cuts.append(_Cut(tokens.shape[0]))
     if _LARGEST // 8 < size <= _LARGEST:

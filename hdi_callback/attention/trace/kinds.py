@@ -59,8 +59,10 @@ class _Traced:
     def worth(self) -> int:
         """Rank of a run: 3 if all cores were read to the end, 2 if some were, 1 if all were refused, 0 without any."""
         found = self.found or ()
-        if any(one.layer is not None for one in found):
-            is_whole = self.run is not None and self.run.error is None and all(one.layer is not None for one in found)
+        if any(result.layer is not None for result in found):
+            is_whole = (
+                self.run is not None and self.run.error is None and all(result.layer is not None for result in found)
+            )
             return _BEST if is_whole else 2
         return 1 if found else 0
 
@@ -189,9 +191,11 @@ class KindTracer:
             if run.error is not None:
                 continue
             untried.pop(argument, None)
-            for one in traced.found:
-                if one.layer is not None and not _is_confirmed(one, one.layer, traced.found, found, traced.name):
-                    reasons.setdefault(one.layer.name, _OPTIONAL.format(name=argument) if argument else _DEPENDS)
+            for result in traced.found:
+                if result.layer is not None and not _is_confirmed(
+                    result, result.layer, traced.found, found, traced.name
+                ):
+                    reasons.setdefault(result.layer.name, _OPTIONAL.format(name=argument) if argument else _DEPENDS)
                     if argument.isidentifier():
                         self._optional.setdefault(type(traced.module), set()).add(argument)
         kept = tuple(
@@ -232,7 +236,7 @@ def _as_clause(error: Exception | None) -> str:
 def _form_of(inputs: Inputs) -> tuple[Any, ...]:
     """Names, types and ranks of the arguments: with others the same module may compute other heads."""
     arguments = [*enumerate(inputs.args), *sorted(inputs.kwargs.items())]
-    return tuple((name, type(one), one.dim() if isinstance(one, Tensor) else 0) for name, one in arguments)
+    return tuple((name, type(value), value.dim() if isinstance(value, Tensor) else 0) for name, value in arguments)
 
 
 def _is_confirmed(
@@ -256,7 +260,7 @@ def _others(traced: _Traced, untried: Collection[str]) -> Iterator[tuple[str, In
     others = with_other_tokens(inputs)
     if others is not None:
         yield "", others
-    layer = next((one.layer for one in traced.found or () if one.layer is not None), None)
+    layer = next((result.layer for result in traced.found or () if result.layer is not None), None)
     if layer is not None and inputs.args[0].dim() == 3:
         batch, length, _ = inputs.args[0].shape
         heads, width = layer.num_key_heads, layer.value_dim

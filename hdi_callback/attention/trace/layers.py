@@ -98,7 +98,7 @@ def layers_in(
         found.sort(key=lambda one: one.cores)
         unread = [*unread_softmaxes(run, cores), *unread_averages(run, cores)]
         unread += [] if found else unread_exponentials(run, cores)
-        reported = {one.path for one in found}
+        reported = {result.path for result in found}
         for node, reason in unread:
             path = run.path_of(node)
             if path not in reported and not is_known(path):
@@ -164,7 +164,7 @@ def _require_matrices(trace: TracedCores, numbers: tuple[int, ...], rows: Mappin
     """Refuse maps whose matrix cannot be read, or is used in two ways."""
     used = {leaf for number in numbers for leaf in _leaves_of(trace, number)}
     for role, of_role in rows.items():
-        for parameter in {one.parameter for one in of_role} | {one.inner.parameter for one in of_role if one.inner}:
+        for parameter in {row.parameter for row in of_role} | {row.inner.parameter for row in of_role if row.inner}:
             first, *others = (at for at, leaf in enumerate(trace.leaves) if leaf.parameter == parameter)
             leaf, name = trace.leaves[first], module_of(parameter)
             # The transpose of a map may take the outputs.
@@ -199,8 +199,8 @@ def _supports_of(trace: TracedCores, number: int) -> list[Support]:
 def _by_shared_keys(rows: dict[Role, list[Rows]]) -> list[int]:
     """Order heads so that those of one key or value head are adjacent: by the role that more heads share first."""
     shared = sorted((rows[role] for role in INPUT_ROLES[1:] if role in rows), key=lambda of_role: len(set(of_role)))
-    first = [{one: head for head, one in reversed(list(enumerate(of_role)))} for of_role in shared]
-    places = [[known[one] for one in of_role] for known, of_role in zip(first, shared)]
+    first = [{row: head for head, row in reversed(list(enumerate(of_role)))} for of_role in shared]
+    places = [[known[row] for row in of_role] for known, of_role in zip(first, shared)]
     return sorted(range(len(shared[0])), key=lambda head: [place[head] for place in places])
 
 
@@ -228,7 +228,7 @@ def _refuse_shared(rows: dict[Role, list[Rows]]) -> None:
 
 def _owner(trace: TracedCores, cores: list[Core], rows: dict[Role, list[Rows]]) -> str:
     """The innermost module around the computation that holds its keys and values."""
-    held = [one.parameter for role in INPUT_ROLES[1:] for one in rows.get(role, ())]
+    held = [row.parameter for role in INPUT_ROLES[1:] for row in rows.get(role, ())]
     parts = [core.path.split(".") for core in cores]
     path = ".".join(one[0] for one in itertools.takewhile(lambda one: len(set(one)) == 1, zip(*parts)))
     while path and not (all(name.startswith(f"{path}.") for name in held) and _computes(trace, path)):
@@ -250,7 +250,7 @@ def _named_apart(found: list[Found]) -> list[Found]:
         # A block of one key does not show the others; what holds in one of its calls alone is not established.
         elif kept[twin].reason == SINGLE_KEYS or (one.layer is None and one.reason != SINGLE_KEYS):
             kept[twin] = one
-    projections = Counter(id(one.layer.output_projection) for one in kept if one.layer is not None)
+    projections = Counter(id(result.layer.output_projection) for result in kept if result.layer is not None)
     named = []
     for one in kept:
         layer = one.layer
@@ -263,8 +263,8 @@ def _named_apart(found: list[Found]) -> list[Found]:
                 output_projection=None if is_sum else layer.output_projection,
             )
         named.append(replace(one, layer=layer))
-    reasons = [next(filter(None, (_conflict(one, other) for other in named)), "") for one in named]
-    return [replace(one, layer=None, reason=why) if why else one for one, why in zip(named, reasons)]
+    reasons = [next(filter(None, (_conflict(result, other) for other in named)), "") for result in named]
+    return [replace(result, layer=None, reason=why) if why else result for result, why in zip(named, reasons)]
 
 
 def _own_name(one: Found, beside: list[Found]) -> str:

@@ -113,7 +113,7 @@ def _outputs_in(
         what = f"which go to {_one_of(receiver)}" if is_sent else "several of which are added up"
         return HeadOutputs(receiver, left_out=f"the outputs of its heads, {what}")
     is_linear = all(_is_linear(node) for core in cores for node in nodes_between([end], core.node))
-    is_linear &= not any(depends_on(one, cores[0].output) and depends_on(end, one) for one in trace.run.normed)
+    is_linear &= not any(depends_on(normed, cores[0].output) and depends_on(end, normed) for normed in trace.run.normed)
     is_side_by_side = torch.equal(features.flatten(), torch.arange(end.shape[-1]))
     if receiver is None:
         if not is_side_by_side and features.numel() == end.shape[-1] and not trace.run.convolved:
@@ -240,10 +240,12 @@ def _is_added_to(end: Tensor, features: Tensor, cores: list[Core]) -> bool:
         columns = features.flatten()
         weights[..., columns] = weights_at(end, [place])[..., columns]
         acting = derivatives(end, weights, edges)
-        if not any(one.any() for one in acting.values()):
+        if not any(derivative.any() for derivative in acting.values()):
             continue  # a token that is put beside what attention gives
         whole = float((weights * end).sum())
-        parts = [float((one.flatten() * cores[number].sums.flatten()).sum()) for number, one in acting.items()]
+        parts = [
+            float((derivative.flatten() * cores[number].sums.flatten()).sum()) for number, derivative in acting.items()
+        ]
         if abs(whole - sum(parts)) > 1e-3 * max(abs(whole), *map(abs, parts)):
             return True
     return False

@@ -27,7 +27,7 @@ def refuse_inputs_of_their_own(trace: TracedCores, rows: Mapping[Role, list[Rows
         NoHeadsError: if two heads of a role take other features.
     """
     for role, of_role in rows.items():
-        map_input = [[] if one.inner else inputs_of_rows(trace, one) for one in of_role]
+        map_input = [[] if row.inner else inputs_of_rows(trace, row) for row in of_role]
         for one in map_input[1:]:
             if one and map_input[0] and not any(_may_be_the_same(a, b) for a in map_input[0] for b in one):
                 raise NoHeadsError(OWN_INPUTS.format(roles=PLURAL[role]))

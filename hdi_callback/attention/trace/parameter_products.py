@@ -64,7 +64,7 @@ def tensordot(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
     taken, made = list(_LETTERS[: x.dim()]), list(_LETTERS[x.dim() : x.dim() + other.dim()])
     for one, two in zip(*dims):
         made[two] = taken[one]
-    out = [one for one in taken if one not in made] + [one for one in made if one not in taken]
+    out = [dim for dim in taken if dim not in made] + [dim for dim in made if dim not in taken]
     return einsum(cut, torch.einsum, (f"{''.join(taken)},{''.join(made)}->{''.join(out)}", x, other), {})
 
 

@@ -132,7 +132,7 @@ class CoreParts:
         pairs = []
         for number, product in enumerate(self.core.scores):
             acting = product.acting_on(made, weights.view(made.shape))
-            counts = [len(one) for one in acting]
+            counts = [len(found) for found in acting]
             if min(counts) < 1 or max(counts) < 2:
                 continue
             side = int(counts[1] >= counts[0])

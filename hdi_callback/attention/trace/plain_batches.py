@@ -84,11 +84,11 @@ def _looped(func: Any, in_dims: Any, out_dims: Any, *args: Any, **kwargs: Any) -
         return NotImplemented
     made = []
     for number in range(int(count)):
-        parts = [one if dim is None else one.select(dim, number) for one, dim in zip(flat, dims)]
+        parts = [tensor if dim is None else tensor.select(dim, number) for tensor, dim in zip(flat, dims)]
         made.append(func(*pytree.tree_unflatten(parts, spec), **kwargs))
-    leaves, specs = zip(*(pytree.tree_flatten(one) for one in made))
+    leaves, specs = zip(*(pytree.tree_flatten(output) for output in made))
     out = pytree._broadcast_to_and_flatten(out_dims, specs[0])
-    if out is None or not all(isinstance(one, Tensor) for of in leaves for one in of):
+    if out is None or not all(isinstance(leaf, Tensor) for of in leaves for leaf in of):
         return NotImplemented
     stacked = [of[0] if dim is None else torch.stack(of, dim) for of, dim in zip(zip(*leaves), out)]
     return pytree.tree_unflatten(stacked, specs[0])

@@ -127,7 +127,7 @@ def group_norm(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
     parts = x.unflatten(1, (groups, -1))
     normed = _normed(cut, parts, tuple(range(2, parts.dim())), eps or 1e-5, has_mean=True).flatten(1, 2)
     shape = (1, -1, *[1] * (x.dim() - 2))
-    return _affine(normed, *(None if one is None else one.view(shape) for one in (weight, bias)))
+    return _affine(normed, *(None if parameter is None else parameter.view(shape) for parameter in (weight, bias)))
 
 
 def normalize(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:

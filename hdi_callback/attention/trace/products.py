@@ -115,7 +115,7 @@ class UpstreamProducts:
             The nodes of the softmaxes, and the products.
         """
         softmaxes, products = self._first(node)
-        return softmaxes, [one for one in map(product_at, products) if one is not None]
+        return softmaxes, [product for product in map(product_at, products) if product is not None]
 
     def _first(self, node: Any) -> tuple[list[Any], list[Any]]:
         softmaxes: list[Any] = []
@@ -138,7 +138,7 @@ class UpstreamProducts:
 
     def are_weights(self, node: Any) -> bool:
         """Return whether a node depends on softmaxes of scores alone, as an iterative inverse of attention does."""
-        ends = [one for one in walk([node], _up_to_softmaxes) if not _up_to_softmaxes(one)]
+        ends = [end for end in walk([node], _up_to_softmaxes) if not _up_to_softmaxes(end)]
         softmaxes = [end for end in ends if end.name() in _SOFTMAX]
         return (
             bool(softmaxes) and softmaxes == ends and all(self.first(made_from(softmax)[0])[1] for softmax in softmaxes)
@@ -159,7 +159,7 @@ class UpstreamProducts:
     def _is_learned(self, node: Any) -> bool:
         """Return whether a node is made of parameters alone."""
         if node not in self._learned:
-            ends = [one for one in walk([node]) if one.name() == "torch::autograd::AccumulateGrad"]
+            ends = [end for end in walk([node]) if end.name() == "torch::autograd::AccumulateGrad"]
             self._learned[node] = bool(ends) and all(id(end.variable) in self._parameters for end in ends)
         return self._learned[node]
 
@@ -204,7 +204,7 @@ def nearest_products(tensor: Tensor) -> list[Any]:
 
 
 def _up_to_softmaxes(node: Any) -> list[Any]:
-    return [] if node.name() in _SOFTMAX else [one for one in made_from(node) if one is not None]
+    return [] if node.name() in _SOFTMAX else [edge for edge in made_from(node) if edge is not None]
 
 
 def _up_to_products(start: Any) -> Iterable[Any]:

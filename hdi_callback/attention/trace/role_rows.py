@@ -34,7 +34,7 @@ def rows_of_heads(view: CoreView) -> tuple[list[list[int]], dict[Role, list[list
             mine["query"] = _rows(view, "query", supports["query"], shared)
         except NoRowsError:  # the keys are known all the same
             mine["query"] = []
-        known = tuple((one.parameter, one.features, one.inner) for role in INPUT_ROLES for one in mine[role])
+        known = tuple((row.parameter, row.features, row.inner) for role in INPUT_ROLES for row in mine[role])
         query = supports["query"]
         alone = () if mine["query"] else tuple((leaf, query.features(leaf)) for leaf in query.masks)
         parts.setdefault((known, alone), []).append(unit)
@@ -46,7 +46,7 @@ def _shared_source(view: CoreView) -> frozenset[int]:
     """Maps in front of query, key and value alike: they compute the tokens, and belong to no head."""
     trace, supports = view.trace, view.supports[view.first]
     fed = [trace.fed(leaf) for support in supports.values() for leaf in support.masks]
-    sources = [{leaf: one.features(leaf) for leaf in one.masks} for one in fed]
+    sources = [{leaf: support.features(leaf) for leaf in support.masks} for support in fed]
     return frozenset(sources[0]) if sources and all(source == sources[0] for source in sources) else frozenset()
 
 
@@ -184,9 +184,9 @@ def are_parts_side_by_side(view: CoreView, found: list[list[Rows]]) -> bool:
     """
     columns = view.trace.run.columns(view.tensor("key"))
     of_maps: dict[str, set[int]] = {}
-    for one in (row for rows in found for row in rows):
-        own = {columns.get((one.parameter, feature), -2) for feature in one.features}
-        of_maps.setdefault(one.parameter, set()).update(own)
+    for row in (row for rows in found for row in rows):
+        own = {columns.get((row.parameter, feature), -2) for feature in row.features}
+        of_maps.setdefault(row.parameter, set()).update(own)
     every = set().union(*of_maps.values())
     return -2 not in every and sum(map(len, of_maps.values())) == len(every)
 

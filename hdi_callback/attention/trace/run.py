@@ -93,7 +93,7 @@ class Traceable:
             except Exception as error:
                 run.error = error
             else:
-                run.outputs = [one for one in tensors_in(output) if one.requires_grad]
+                run.outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
             finally:
                 for handle in handles:
                     handle.remove()

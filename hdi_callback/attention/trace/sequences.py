@@ -51,6 +51,9 @@ def _sequences(keys: dict[int, Support]) -> dict[int, int]:
     tokens = {n: {(leaf, at) for leaf in key.masks for at in key.positions(leaf)} for n, key in keys.items()}
     found: list[set[tuple[int, int]]] = []
     for own in tokens.values():
-        apart = [one for one in found if one.isdisjoint(own)]
-        found = [*apart, own.union(*(one for one in found if not one.isdisjoint(own)))]
-    return {n: next((i for i, one in enumerate(found) if not one.isdisjoint(own)), -1) for n, own in tokens.items()}
+        apart = [other for other in found if other.isdisjoint(own)]
+        found = [*apart, own.union(*(other for other in found if not other.isdisjoint(own)))]
+    return {
+        n: next((i for i, sequence in enumerate(found) if not sequence.isdisjoint(own)), -1)
+        for n, own in tokens.items()
+    }

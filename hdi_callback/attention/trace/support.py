@@ -65,8 +65,10 @@ class Support:
 
     @classmethod
     def _where(cls, found: Mapping[int, Tensor]) -> Support:
-        largest = max((float(one.abs().max()) for one in found.values()), default=0.0)
-        masks = {leaf: one.abs() > _ROUNDING * largest for leaf, one in found.items()} if largest > 0 else {}
+        largest = max((float(derivative.abs().max()) for derivative in found.values()), default=0.0)
+        masks = (
+            {leaf: derivative.abs() > _ROUNDING * largest for leaf, derivative in found.items()} if largest > 0 else {}
+        )
         return cls({leaf: mask for leaf, mask in masks.items() if mask.any()})
 
     @classmethod
@@ -183,10 +185,13 @@ def derivatives(
         return {}
     gradient = gradient.to(output.dtype) if isinstance(output, Tensor) and output.is_complex() else gradient
     found = torch.autograd.grad(output, list(leaves), gradient, retain_graph=True, allow_unused=True)
-    made = {number: torch.nan_to_num(one) for number, one in enumerate(found) if one is not None}
+    made = {number: torch.nan_to_num(derivative) for number, derivative in enumerate(found) if derivative is not None}
     if axes is not None:
-        made = {number: one.movedim(axes[number], -1) for number, one in made.items() if one.dim()}
-    return {number: one.reshape(-1, one.shape[-1] if one.dim() else 1) for number, one in made.items()}
+        made = {number: derivative.movedim(axes[number], -1) for number, derivative in made.items() if derivative.dim()}
+    return {
+        number: derivative.reshape(-1, derivative.shape[-1] if derivative.dim() else 1)
+        for number, derivative in made.items()
+    }
 
 
 def depends_on(output: Tensor, other: Any) -> bool:
@@ -199,7 +204,7 @@ def depends_on(output: Tensor, other: Any) -> bool:
     Returns:
         True if so.
     """
-    return any(one.any() for one in derivatives(output, random_weights(output.shape), [other]).values())
+    return any(derivative.any() for derivative in derivatives(output, random_weights(output.shape), [other]).values())
 
 
 def weights_at(output: Tensor, positions: Tensor | Sequence[int] | None = None) -> Tensor:
@@ -275,9 +280,9 @@ def _codes_of(
     codes = {leaf: torch.zeros(one.shape, dtype=torch.long) for leaf, one in whole.items()}
     for bit in range(max(1, int(numbers.max()).bit_length())):
         part = derivatives(output, weights * ((numbers >> bit) & 1), leaves)
-        for leaf, one in whole.items():
-            some, least = part.get(leaf, torch.zeros_like(one)), tolerance * one.abs()
-            is_set = (some - one).abs() <= least
+        for leaf, derivative in whole.items():
+            some, least = part.get(leaf, torch.zeros_like(derivative)), tolerance * derivative.abs()
+            is_set = (some - derivative).abs() <= least
             is_clear = (is_set | (some.abs() <= least)) & (codes[leaf] >= 0)
             codes[leaf] = torch.where(is_clear, codes[leaf] + (is_set.long() << bit), _SEVERAL)
     return {leaf: code.where(whole[leaf].abs() > rounding * largest, _NONE) for leaf, code in codes.items()}, whole

@@ -66,7 +66,7 @@ def tied_rows(view: CoreView) -> TiedRows | None:
     if query is None or key is None or value is None or query.shape != key.shape or query.shape != value.shape:
         return None
     are_paired = torch.equal(query.columns, key.columns) and len(value.columns) == len(key.columns)
-    if not are_paired or not all(_are_of_the_same_rows(one.rows, key.rows) for one in (query, value)):
+    if not are_paired or not all(_are_of_the_same_rows(columns.rows, key.rows) for columns in (query, value)):
         return None
     return TiedRows(key.columns, value.columns)
 

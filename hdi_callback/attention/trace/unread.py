@@ -127,7 +127,7 @@ def _factors(run: TracedRun, cores: list[Core]) -> Iterator[tuple[Any, Any, Tens
 
 def _is_of_scores(run: TracedRun, node: Any) -> bool:
     """Return whether a tensor depends on products of two activations."""
-    return any(one.is_made for one in run.upstream_products.first(node)[1])
+    return any(product.is_made for product in run.upstream_products.first(node)[1])
 
 
 def _mixing_map(run: TracedRun, node: Any, cores: list[Core]) -> str | None:
@@ -211,8 +211,8 @@ def _is_of_one_query(run: TracedRun, node: Any, logits: Tensor) -> bool:
     if query.shape[1] != 1 or keys.shape[1] != logits.shape[-1]:
         return False
     supports = [run.support(keys, [place]) for place in (0, keys.shape[1] - 1)]
-    tokens = [{(leaf, one.positions(leaf)) for leaf in one.masks} for one in supports]
-    return bool(run.support(query)) and all(len(one) == 1 for one in tokens) and tokens[0] != tokens[1]
+    tokens = [{(leaf, support.positions(leaf)) for leaf in support.masks} for support in supports]
+    return bool(run.support(query)) and all(len(places) == 1 for places in tokens) and tokens[0] != tokens[1]
 
 
 def _tokens_of(run: TracedRun, support: Support, pairs: int) -> set[tuple[Any, int]]:

@@ -85,9 +85,9 @@ def contradiction_of(claim: AttentionLayer, found: Sequence[Found], name: str) -
     Returns:
         What was observed instead, as a clause; `None` if it agrees, or if nothing was observed of it.
     """
-    layers = [one.layer for one in found if one.layer is not None and one.layer.module is claim.module]
+    layers = [result.layer for result in found if result.layer is not None and result.layer.module is claim.module]
     if not layers:
-        return next((one.reason for one in found if one.layer is None and not one.path), None)
+        return next((result.reason for result in found if result.layer is None and not result.path), None)
     shown = [_difference(claim, layer) for layer in layers]
     return None if None in shown else shown[0]
 
@@ -102,8 +102,8 @@ def agreed_part(claim: AttentionLayer, found: Sequence[Found]) -> AttentionLayer
     Returns:
         The claim with the roles that both have, and with what the run leaves out; `None` if they differ otherwise.
     """
-    for one in found:
-        shown = one.layer
+    for result in found:
+        shown = result.layer
         if shown is None or shown.module is not claim.module or not shown.left_out or claim.left_out:
             continue
         if _difference(replace(claim, left_out=shown.left_out), shown) is None:

@@ -62,7 +62,9 @@ def weighs_tokens(run: TracedRun, node: Any) -> bool:
 
 def _downstream_sums(run: TracedRun, node: Any) -> list[Any]:
     """The sums in the graph that depend on a softmax, in the order in which they ran."""
-    found = [one for one in nodes_between(run.ends, node) if one.name().rstrip("01").removesuffix("Backward") in _SUMS]
+    found = [
+        other for other in nodes_between(run.ends, node) if other.name().rstrip("01").removesuffix("Backward") in _SUMS
+    ]
     return sorted(found, key=lambda one: one._sequence_nr())[:_MOST_SUMS]
 
 
@@ -78,7 +80,7 @@ class _Sources:
 
     def __init__(self, run: TracedRun) -> None:
         self.run = run
-        self.tensors = [*run.tensors, *run.inputs, *(one for one, _ in run.mixed_tokens)]
+        self.tensors = [*run.tensors, *run.inputs, *(tensor for tensor, _ in run.mixed_tokens)]
         self.axes = [-1] * len(run.leaves) + [_feature_axis(run, tensor) for tensor in run.inputs]
         self.axes += [axis for _, axis in run.mixed_tokens]
 

@@ -74,7 +74,7 @@ def _residual(x: Tensor, y: Tensor) -> Tensor:
     share = products.square() / whole.clamp_min(1e-300)
     # Where nearly nothing is left, it is computed without the cancellation of 1 - cos^2.
     factors = (products / yy.clamp_min(1e-300))[..., None]
-    left = torch.stack([(one - factor * y).square().sum(-1) for one, factor in zip(x, factors, strict=True)])
+    left = torch.stack([(row - factor * y).square().sum(-1) for row, factor in zip(x, factors, strict=True)])
     exact = torch.where(share > 0.99, left / xx.clamp_min(1e-300)[:, None], 1 - share)
     residual: Tensor = torch.where(whole > 0, exact, 1.0)
     return residual
@@ -117,7 +117,7 @@ def may_hold(observed: Tensor, made: Sequence[Tensor]) -> list[bool]:
     """
     if len(observed) < _FEW or not made:
         return [False] * len(made)
-    x, y = observed[:, 0].float(), torch.cat([one.cpu().float() for one in made], 1)
+    x, y = observed[:, 0].float(), torch.cat([outputs.cpu().float() for outputs in made], 1)
     slack = 1e-4 + 8 * tolerance(observed, *made) ** 2
     near, width = _near(x[:, 0], y, slack), x.shape[1]
     if not width % 2:
@@ -127,7 +127,7 @@ def may_hold(observed: Tensor, made: Sequence[Tensor]) -> list[bool]:
             for lag in sorted({1, width // 2}):
                 if lag < y.shape[1]:  # a pair across two maps costs a comparison in vain
                     near[:-lag] |= _near(norms, squares[:, :-lag] + squares[:, lag:], slack)
-    return [bool(part.any()) for part in torch.split(near, [one.shape[1] for one in made])]
+    return [bool(part.any()) for part in torch.split(near, [outputs.shape[1] for outputs in made])]
 
 
 def _near(x: Tensor, y: Tensor, slack: float) -> Tensor:

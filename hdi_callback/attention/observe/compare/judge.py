@@ -28,7 +28,9 @@ def judge(layer: AttentionLayer, cores: Sequence[ObservedCore], maps: Sequence[M
         The verdict of the attention that agrees best.
     """
     verdict = _judge(layer, cores, maps)
-    parts = [one for role, part in layer.slices.items() if role != "output" for one in getattr(part, "pieces", [part])]
+    parts = [
+        piece for role, part in layer.slices.items() if role != "output" for piece in getattr(part, "pieces", [part])
+    ]
     claimed = {
         (call.name, feature)
         for part in parts
@@ -114,7 +116,7 @@ def _judge_part(
     if not observed:
         return RoleVerdict("undecided", f"its {names} match the tokens of no linear map in any order of dimensions")
     for call in reversed(calls):
-        norms = [one for one in maps if one.kind == "norm" and call.order <= one.order < core.order]
+        norms = [norm for norm in maps if norm.kind == "norm" and call.order <= norm.order < core.order]
         for arrangement, claimed, through in _candidates(call, part, observed, norms):
             verdict = _compare_ends(role, arrangement.features.cpu(), claimed, through, is_tied=arrangement.is_tied)
             if verdict is not None:
@@ -250,9 +252,9 @@ def _is_of(part: HeadSlice, call: MapCall) -> bool:
 
 
 def _calls_of(part: HeadSlice, maps: Sequence[MapCall], before: int) -> Iterator[MapCall]:
-    own = [one for one in maps if one.order < before and _is_of(part, one)]
+    own = [call for call in maps if call.order < before and _is_of(part, call)]
     # Attention uses the output of the adapter, not that of the base under it.
-    wholes = [one for one in own if len(one.keys) == 1]
+    wholes = [call for call in own if len(call.keys) == 1]
     yield from wholes or own
 
 

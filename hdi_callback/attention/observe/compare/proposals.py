@@ -95,7 +95,7 @@ def _map_in_front(core: ObservedCore, call: MapCall, maps: Sequence[MapCall]) ->
     if not call.inputs.numel():
         return None
     inputs = call.inputs.cpu()
-    inside = [one for one in maps if one.order < call.order and one.owner.startswith(core.module)]
+    inside = [earlier for earlier in maps if earlier.order < call.order and earlier.owner.startswith(core.module)]
     for one in inside:
         results = [one.outputs] if one.kind == "linear" else [after.features.flatten(1) for _, after in one.ways]
         is_first = one.kind == "norm" and not any(

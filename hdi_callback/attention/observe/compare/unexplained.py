@@ -100,12 +100,12 @@ def _sums_over_tokens(core: ObservedCore, maps: Sequence[MapCall]) -> bool:
     # Its weights may be those of experts, or of channels: values that maps gave are those of tokens.
     if core.kind == "additive" or core.tied > 1:
         return find_rows(core, maps, "value") is not None
-    tokens = {one.tokens for one in core.maps if one.kind == "linear"}
+    tokens = {call.tokens for call in core.maps if call.kind == "linear"}
     if not tokens:  # projections that are products of an odd kind
         return True
     if core.axes is None:
         return any(count % length == 0 for count in tokens for length in (core.queries, core.keys) if length)
-    tokens |= {one + other for one in tokens for other in tokens}  # two streams attend together
+    tokens |= {count + other for count in tokens for other in tokens}  # two streams attend together
     return bool(tokens & {core.axes.sequences * core.queries, core.axes.sequences * core.keys})
 
 
@@ -117,7 +117,7 @@ def _tokens_of(verdicts: Sequence[Verdict], core: ObservedCore, role: Role) -> i
 def _is_of_a_layer(core: ObservedCore, maps: Sequence[MapCall], watched: Collection[str]) -> bool:
     """Return whether projections of one watched layer make the inputs of an attention outside of its module."""
     for path in watched:
-        inside = [one for one in maps if one.name == path or one.name.startswith(f"{path}." if path else "")]
+        inside = [call for call in maps if call.name == path or call.name.startswith(f"{path}." if path else "")]
         if find_rows(core, inside, "query") is not None and find_rows(core, inside, "key") is not None:
             return True
     return False

@@ -43,7 +43,7 @@ class Call:
     def results(self) -> list[Tensor]:
         """Output tensors of the call."""
         made = self.result if isinstance(self.result, (tuple, list)) else (self.result,)
-        return [one for one in made if isinstance(one, Tensor)]
+        return [result for result in made if isinstance(result, Tensor)]
 
     def argument(self, place: int, name: str) -> Any:
         """Return one argument.

@@ -65,7 +65,7 @@ def operands(call: Call) -> tuple[Tensor, Tensor] | None:
     else:
         second = next((name for name in ("other", "mat2", "tensor2") if name in call.kwargs), "")
         pair = [call.argument(0, "input"), call.argument(1, second)]
-    fits = len(pair) == 2 and all(isinstance(one, Tensor) for one in pair)
+    fits = len(pair) == 2 and all(isinstance(operand, Tensor) for operand in pair)
     return (pair[0], pair[1]) if fits else None
 
 
@@ -90,8 +90,11 @@ def _of_einsum(equation: str, left: Tensor, right: Tensor) -> Product | None:
     if letters is None:
         return None
     a, b, out = letters
-    contracted = [one for one in a if one in b and one not in out]
-    rows, columns = [one for one in out if one in a and one not in b], [one for one in b if one in out and one not in a]
+    contracted = [letter for letter in a if letter in b and letter not in out]
+    rows, columns = (
+        [letter for letter in out if letter in a and letter not in b],
+        [letter for letter in b if letter in out and letter not in a],
+    )
     is_plain = all(len(set(part)) == len(part) for part in letters) and set(out) == set(a + b) - set(contracted)
     if not rows or not columns or not is_plain or len(contracted) not in (1, 2):
         return None
@@ -99,7 +102,7 @@ def _of_einsum(equation: str, left: Tensor, right: Tensor) -> Product | None:
         return None
     # Several dimensions on one side are heads of grouped queries and a position; the position comes last.
     row, column, features = rows[-1], columns[-1], contracted[-1]
-    lead = [one for one in out if one not in (row, column)]
+    lead = [letter for letter in out if letter not in (row, column)]
     one, other = _ordered(left, a, [*lead, row, *contracted]), _ordered(right, b, [*lead, column, *contracted])
     tied = 1
     if len(contracted) == 2:  # side by side, in the order in which the left tensor has them
@@ -109,7 +112,7 @@ def _of_einsum(equation: str, left: Tensor, right: Tensor) -> Product | None:
 
 
 def _ordered(tensor: Tensor, letters: str, order: list[str]) -> Tensor:
-    have = [letters.index(one) for one in order if one in letters]
+    have = [letters.index(letter) for letter in order if letter in letters]
     moved = tensor.permute(have)
     for place, one in enumerate(order):
         if one not in letters:
@@ -124,7 +127,7 @@ def _letters(equation: str, left: Tensor, right: Tensor) -> tuple[str, str, str]
     inputs, out = equation.split("->")
     a, b = inputs.split(",")
     if "..." in equation:
-        free = [one for one in string.ascii_letters if one not in equation]
+        free = [letter for letter in string.ascii_letters if letter not in equation]
         counts = {len(part.replace("...", "")): t.dim() for part, t in ((a, left), (b, right)) if "..." in part}
         sizes = {dims - named for named, dims in counts.items()}
         if len(sizes) != 1:
