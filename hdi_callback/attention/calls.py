@@ -1,6 +1,6 @@
 """The running calls of modules, with their arguments, and whether checkpointing or a pipeline makes them.
 
-They are found on Python's stack, where torch keeps the arguments of each module: so nothing has to be put on modules.
+They are read from Python's stack, which holds the arguments of each module call; modules need no hook for it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Hooks that can be taken off and put back, stay behind when a model is copied or saved, and change no kernel.
 
 `nn.TransformerEncoderLayer` leaves its fast path in evaluation as soon as any module in it has a forward hook. So the
-calls of `nn.MultiheadAttention` are observed through a `forward` of the instance, which torch does not count.
+calls of `nn.MultiheadAttention` are observed through a `forward` of the instance, which torch does not check.
 """
 
 from __future__ import annotations

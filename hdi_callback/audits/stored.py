@@ -82,7 +82,7 @@ class Safetensors(_InFiles):
             return list(stored.keys())
 
     def _tensors(self, file: Path, names: Sequence[str]) -> dict[str, Tensor]:
-        # Opened anew each time: pages that were read stay in memory as long as the file is mapped.
+        # Opened each time: pages that were read stay in memory as long as the file is mapped.
         with _opened(file) as stored:
             return {name: stored.get_slice(name)[...] for name in names}
 

@@ -22,7 +22,7 @@ class Entry:
 
     def __init__(self, take: Callable[[Tensor], None]) -> None:
         self.take = take
-        # A tensor, as a graph that is shared by the layers of a model would have to be compiled anew for each number.
+        # A tensor, as a graph that is shared by the layers of a model would have to be recompiled for each number.
         self.number = torch.tensor(next(_numbers), device="cpu")
         _by_number[int(self.number)] = self
 

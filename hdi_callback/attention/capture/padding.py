@@ -297,5 +297,5 @@ def _call_for(function: Callable[..., Any], frames: Sequence[Frame]) -> Frame | 
         except TypeError:
             continue
         return call
-    # None fits: the outermost, so that the error says which argument there is none of.
+    # None fits: take the outermost, so that the error names the missing argument.
     return named[0] if named else None

@@ -1,6 +1,6 @@
 """Slopes of the loss with respect to each head, from the gradients at head outputs in the backward pass.
 
-A hook on the tensor reads its gradient and hands nothing back. Until then it holds the head outputs, which autograd
+A hook on the tensor reads its gradient and returns nothing. Until then it holds the head outputs, which autograd
 holds as well for the weight of the output projection, unless that is frozen.
 """
 

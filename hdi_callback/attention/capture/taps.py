@@ -1,16 +1,16 @@
 """`Taps`: capture of head outputs on armed steps.
 
-Read are the forwards that train: those that autograd records, and where some of a layer's were reached by a backward,
-those alone. The recomputation of activation checkpointing is no forward of its own; where the forward itself was run
-without autograd, the recomputation is what is read. All forwards of a step are read, up to a bounded number of
+The forwards that train are read: those that autograd records, and of these only those that a backward reached, if it
+reached any. A recomputation by activation checkpointing is not counted as another forward; if the forward itself ran
+without autograd, its recomputation is read. All forwards of a step are read, up to a bounded number of
 tokens in all.
 
 A tap is a forward-pre-hook with a flag. As long as it is not known whether the model is compiled, the hooks stay on it;
-once a forward was captured outside of a compiled graph they are there on armed steps alone.
+once a forward was captured outside of a compiled graph they are installed only on armed steps.
 
-In a compiled graph the sample is taken by an operator of its own, which hands its input on unchanged. So nothing is
+In a compiled graph a custom operator takes the sample and returns its input unchanged. So nothing is
 traced that depends on the number of tokens, and nothing is written to Python objects, which inside a checkpointed
-region would put an end to compilation for good. A flag is all that the graph has to guard: installed before the first
+region would end compilation for good. A flag is all that the graph has to guard: installed before the first
 compiled call, a tap costs no graph break and one recompilation. Where there must be no recompilation the flag stays as
 it is.
 
@@ -168,7 +168,7 @@ class Taps(Hooks):
             tap.is_armed = name not in self._never and name not in self.passed_over
             tap.training_only, tap.padding_mask = training_only, padding_mask
         if not self._is_suspended:
-            if self._is_eager:  # anew, so that what hooks of the user's have changed is captured as well
+            if self._is_eager:  # installed again, so that it runs after hooks of the user
                 super().suspend()
             super().resume()
         self._mark_graphs(True)
@@ -196,7 +196,7 @@ class Taps(Hooks):
     def skip_forward(self) -> None:
         """Switch sampling in compiled graphs off, before a forward that is not to be captured.
 
-        Not done by `release`, since until then it may be forbidden to compile anything anew.
+        Not done by `release`, since until then recompilation may be forbidden.
         """
         if not self._is_armed and any(tap.is_in_graph for tap in self._taps.values()):
             self._mark_graphs(False)

@@ -37,8 +37,8 @@ class ArgumentRecorder(Hooks):
     def take(self) -> dict[str, list[Inputs]]:
         """Stop recording, and return the recorded arguments.
 
-        The hooks leave if anything was, and else stay and do nothing more: a compiled model would be compiled anew
-        without them.
+        The hooks are removed if anything was recorded; else they stay and do nothing: without them a compiled model
+        would be recompiled.
 
         Returns:
             For each module that ran its arguments, cut in several ways; an empty list if they could not be copied.

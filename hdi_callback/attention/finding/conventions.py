@@ -1,6 +1,6 @@
 """Modules that resemble attention, by names and by the code of their forward.
 
-It decides which modules are reported if nothing is read of them, and nothing about their heads.
+It only decides which unread modules are reported, and nothing about their heads.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ what is known so far:
 2. **Traced runs.** A copy of each module runs once with synthetic inputs (`trace.inputs`). The outputs of its
    linear maps are replaced by random numbers (`trace.graph_cut`). In the autograd graph every softmax-weighted sum over
    tokens is found (`trace.cores`), and derivatives show which features of which map make the queries, keys and values
-   of which head (`trace.heads`). From these rows comes the `AttentionLayer` (`trace.layers`). Modules alike are run
+   of which head (`trace.heads`). From these rows comes the `AttentionLayer` (`trace.layers`). Equal modules are run
    once (`trace.kinds`).
-3. **Silence.** What is called attention and computed none is named with that reason (`conventions`).
+3. **Silent modules.** A module that is called attention and computed none is refused for that (`conventions`).
 
 With ``forward=`` the model runs once for real, with hooks that record arguments and inputs of attention:
 
@@ -17,7 +17,7 @@ With ``forward=`` the model runs once for real, with hooks that record arguments
 5. **Observation.** The queries, keys and values of attention are compared with the outputs of the maps
    (`observe.compare.judge`): a layer that they contradict is read again or refused; attention that no layer explains
    is read from them (`observe.compare.proposals`) or named (`observe.compare.unexplained`).
-6. **Silence**, of what was open until then.
+6. **Silent modules** among those that were undecided until then.
 
 Last, `include` and `exclude` choose among layers and refusals (`results`). Why each step is there and what it costs:
 docs/decisions/heads-by-behaviour.md and docs/decisions/what-finding-costs.md.

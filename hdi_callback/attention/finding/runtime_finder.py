@@ -56,7 +56,7 @@ class RuntimeFinder(ArgumentRecorder):
     def recorded(self) -> dict[str, list[Inputs]]:
         """Stop recording, and return the arguments with which heads can be searched.
 
-        Not to be called where the model is isolated, which would put back the hooks that leave here.
+        Not to be called inside isolation, which would restore the hooks that are removed here.
 
         Returns:
             Name of a module -> its arguments, in each of the ways in which they may be cut.

@@ -1,6 +1,6 @@
 """`Search`: the attention layers and refusals of one model, gathered step by step.
 
-Its methods are the steps of `discovery`, in their order, each module by module from the innermost outwards.
+Its methods are the steps of `discovery`, in that order; each visits modules from the innermost outwards.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Collectives of user code that runs isolated: answered here, as if every rank held what this one holds.
 
-Context-parallel and tensor-parallel modules call collectives in their forward. A copy that is run by this package runs
-on one rank, at a time of its own: the others may never come to such a call, and who waits for them waits until the
-process group gives up. So nothing is sent: a sum over N ranks is N times this rank's share, a gathered tensor has this
+Context-parallel and tensor-parallel modules call collectives in their forward. This package runs a copy on
+one rank, at any time: the other ranks may never reach such a call, and waiting for them would end in the timeout of
+the process group. So nothing is sent: a sum over N ranks is N times this rank's share, a gathered tensor has this
 rank's part N times, and what is received is what was sent.
 """
 
@@ -81,7 +81,7 @@ def refusing_still() -> Iterator[None]:
 
 
 class _Allowed(threading.local):
-    ranks: frozenset[int] | None = None  # not said
+    ranks: frozenset[int] | None = None  # not stated
 
 
 _allowed = _Allowed()

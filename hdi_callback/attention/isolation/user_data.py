@@ -1,12 +1,11 @@
 """Data of the user's that user code can reach, and how it is put back.
 
 A forward may count its calls in an attribute of its class, add its auxiliary loss to a list of its module, or keep a
-buffer behind a weak reference. `UserData` walks from a module along classes, functions and what these name, writes down
-every container, attribute and small tensor that it meets, and puts back what has changed.
+buffer behind a weak reference. `UserData` walks from a module along classes, functions and the names these use, records
+every container, attribute and small tensor that it reaches, and restores what has changed.
 
-Entered is the code of the user's own files, and that of the packages that the modules themselves are from. Other
-installed packages, torch, the standard library and trainers are taken to keep no such data: what their threads do
-meanwhile must not be undone.
+It enters the code of the user's own files and of the packages that the modules come from. Other installed packages,
+torch, the standard library and trainers are assumed to keep no such data: the work of their threads must not be undone.
 """
 
 from __future__ import annotations

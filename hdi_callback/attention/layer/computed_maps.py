@@ -1,9 +1,9 @@
 """The matrix of a linear map with a forward of its own: its weight, or a matrix that it computes.
 
-Such are LoRA by hand, rounded or normed weights, adapters like DoRA. A copy that shares the parameters is run on the
-unit vectors and on zero. Where it multiplies once, the second factor is the matrix, whatever becomes of the input
-before (BitNet rounds it); else it must be linear as a whole, and its output for the unit vectors is the matrix. Which
-of these it is, and whether the matrix is the weight, a trial with other numbers in the parameters shows.
+Examples: LoRA by hand, rounded or normed weights, DoRA. A copy that shares the parameters is run on the
+unit vectors and on zero. If it multiplies once, the second factor is the matrix, whatever is done to the input before
+(BitNet rounds it); else it must be linear as a whole, and its output for the unit vectors is the matrix. A trial with
+other numbers in the parameters shows which of the two it is, and whether the matrix is the weight.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ One role of one layer is made whole at a time, then released. Gathering is a col
 part gathers the same layers in the same order. For finding the layers no weight is gathered at all;
 `with_global_shapes` puts stand-ins of the right shapes, without memory, in the place of the parts.
 
-Nothing here imports FSDP, DTensor or DeepSpeed: their parameters are known by what they carry.
+Nothing here imports FSDP, DTensor or DeepSpeed: their parameters are recognised by their attributes.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Sharding:
             role: the role of the weight.
 
         Returns:
-            True if a part of the weight lies on other ranks.
+            True if other ranks hold a part of the weight.
         """
         if self._unit_of(layer, role) is not None:
             return True

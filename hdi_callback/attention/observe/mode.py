@@ -146,7 +146,7 @@ class ObservingMode(TorchFunctionMode):
         if weight.dim() == parameter.dim() == 2:
             is_transposed = weight.stride() == parameter.mT.stride() != parameter.stride()
             rows = _first_column(weight, parameter) if is_transposed else rows
-            if weight.shape[1] != parameter.shape[0 if is_transposed else 1]:  # of a part of the features that come in
+            if weight.shape[1] != parameter.shape[0 if is_transposed else 1]:  # covers a part of the input features
                 return
         self._recorder.maps.map_ran(parameter, inputs, call.result, rows=rows, is_transposed=is_transposed)
 

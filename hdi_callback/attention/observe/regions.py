@@ -1,8 +1,8 @@
 """Modules that cannot be observed without changing how they run, with the reasons.
 
-- A compiled graph is guarded by the modes that are on: with one more it would be compiled anew.
+- A compiled graph is guarded by the modes that are on: with one more it would be recompiled.
 
-That torch's own encoder takes a kernel of its own in evaluation, unless a mode or a hook is there, is asked when it is
+In evaluation torch's own encoder takes a fused kernel unless a mode or a hook is active; this is checked when it is
 called (`window.py`).
 """
 

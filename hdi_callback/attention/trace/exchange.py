@@ -1,7 +1,7 @@
 """All-to-all calls of a traced run, kept in its graph as if all ranks ran the same code on the same tokens.
 
-Heads that are swapped for tokens while they attend (Ulysses) are on a rank a part of all heads. So the copy is run as
-each rank in turn, and then once more, with what those runs sent.
+If ranks swap heads for tokens during attention (Ulysses), each rank attends with a part of the heads. So the copy is
+run as each rank in turn, and then once more with the tensors that those runs sent.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Inputs of a traced run: synthetic ones that fit a signature, or those recorded in a real forward.
 
-Nothing that is read of a run rests on what its inputs are: supports are those of the outputs of linear maps. Inputs
-only have to bring the forward as far as attention.
+No result of a run depends on the values of its inputs: supports are those of the outputs of linear maps. The inputs
+only have to carry the forward as far as attention.
 """
 
 from __future__ import annotations

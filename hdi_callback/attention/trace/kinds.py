@@ -99,7 +99,7 @@ class KindTracer:
             module: the module.
 
         Returns:
-            What a reason goes on with: ``": it raises TypeError (...)"``; empty if nothing is known.
+            The end of a reason: ``": it raises TypeError (...)"``; empty if nothing is known.
         """
         return self._errors.get(_kind_of(module), "")
 

@@ -1,8 +1,7 @@
 """Sequences batched in a way that no graph shows, run plainly: `torch.vmap` by a loop, nested tensors padded.
 
-Features of heads are where they are in the one and in the other: a loop computes what `vmap` does, one by one, and of
-what is padded nothing is read but which features it has. Where nothing is multiplied with a parameter within `vmap`, it
-stays: the graph shows all of it.
+Neither changes which features a head has: a loop computes the parts of `vmap` one by one, and of padded tensors only
+the features are read. A `vmap` without a product with a parameter is not replaced: the graph shows all of it.
 """
 
 from __future__ import annotations

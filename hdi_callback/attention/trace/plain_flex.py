@@ -1,7 +1,7 @@
 """Torch's `flex_attention` in a traced run: plain attention, which the graph shows.
 
-What `score_mod` makes of a score it makes of that one alone, and a mask only hides: neither moves features between
-heads. Nothing is compiled meanwhile, and no compiled code runs.
+`score_mod` changes each score by itself, and a mask only hides keys: neither moves features between heads. Nothing
+is compiled meanwhile, and no compiled code runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Norms, dropout and the choice of the top k in a traced run, such that each feature depends on itself alone.
 
-A norm's factor for each token and the mean that it subtracts are taken for constants, so that a feature depends on
-itself alone; dropout is left out, and all are chosen in place of the top k.
+The factor of a norm for each token and the mean that it subtracts count as constants, so that a feature depends only
+on itself; dropout is skipped, and all elements are chosen in place of the top k.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Sums of elementwise products in a traced run, written as the matrix products that they are.
 
 ``(q[:, :, :, None] * k[:, :, None]).sum(-1)`` and `torch.einsum` give the same scores; the graph shows queries and
-keys of the latter alone. So it is with cosines of all pairs, and with distances: a squared distance is a product of
-both, and a number of each of the two besides, which moves no feature against another.
+keys only of the latter. The same holds for cosines of all pairs, and for distances: a squared distance is a product of
+both vectors plus a number of each, which does not mix features.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Products that are parts of one softmax: their weights sum to 1 once the parts are combined.
 
-Attention in blocks, and round the ranks, multiplies values with exponentials of scores block by block, and divides by
-the sum of all of them at the end. Whatever it does in between, its outputs are averages of values: had all values been
-one, so would be the outputs.
+Blockwise and ring attention multiply values with exponentials of scores block by block, and divide by the sum of all
+of them at the end. Whatever happens in between, the outputs are averages of values: if all values were one, the outputs
+would be one.
 """
 
 from __future__ import annotations

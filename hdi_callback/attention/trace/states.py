@@ -1,8 +1,8 @@
 """Equality of modules by what they hold: equal modules compute the same, without a run of either.
 
 A traced run draws parameters by their names, so that their values make no difference. `differing_attributes` names the
-numbers and words in which two modules differ, such as the place of a layer in its model; `watched` shows whether a run
-reads them: what is not read makes no difference either.
+plain attributes in which two modules differ, such as the number of a layer in its model; `watched` shows whether a run
+reads them: an attribute that is not read makes no difference either.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def differing_attributes(one: nn.Module, other: nn.Module) -> frozenset[Attribut
 def watched(module: nn.Module, attributes: Iterable[Attribute]) -> Iterator[set[Attribute]]:
     """Note which attributes the code of the block reads or writes.
 
-    Each lies in a property of a class of its own meanwhile, so that code which asks for the class of a part, or for its
-    `__dict__`, may do something else: compare the results with a run that is not watched.
+    Meanwhile each is a property of a subclass, so that code which checks the class of a part, or reads its `__dict__`,
+    may behave differently: compare the results with a run that is not watched.
 
     Args:
         module: a copy, whose parts are of other classes within the block.

@@ -1,7 +1,7 @@
 """`Support`: which features of which positions a tensor depends on, by the zeros of its derivative.
 
-What one tensor does not depend on has a derivative of exactly zero, so that a support is exact wherever the numbers are
-drawn at random.
+An element that a tensor does not depend on has a derivative of exactly zero, so that a support is exact if the numbers
+are drawn at random.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Support:
             leaves: their numbers.
 
         Returns:
-            The part of the support that lies in them.
+            The support within them.
         """
         kept = set(leaves)
         return Support({leaf: mask for leaf, mask in self.masks.items() if leaf in kept})

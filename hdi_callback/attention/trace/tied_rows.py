@@ -1,7 +1,7 @@
 """`TiedRows`: scores that are summed over the rows of an alignment, so that all rows have one map of weights.
 
 Queries, keys and values of such a core hold, side by side, what the same features of a head are in every row of tokens
-(MSA Transformer, Rao et al. 2021). What it is made of is then that of its first row, and the others are as that.
+(MSA Transformer, Rao et al. 2021). Its features are read from the first row; the other rows have the same.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 r"""Whether a softmax weighs tokens that are summed, however the code writes it.
 
-What a weight is multiplied with is what the sum has for a derivative by it:
+The factor of a weight is the derivative of the sum with respect to it:
 
 .. math:: y = \sum_j w_j v_j, \qquad v_j = \partial y / \partial w_j
 

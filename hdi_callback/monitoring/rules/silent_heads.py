@@ -176,7 +176,7 @@ class RoundedAway(Rule):
         has_moved = min(largest) < self.share
         if min(shares) == 1 and not has_moved:  # frozen from the start: on purpose, or reported by FrozenHeads
             return None
-        if min(rows) == min(shares) == 1 and series.do_others_move:  # this layer alone stands still: FrozenHeads
+        if min(rows) == min(shares) == 1 and series.do_others_move:  # only this layer is still: see FrozenHeads
             return None
         return Finding(
             f"{100 * min(shares):.0f} % of the weights of every head are exactly what they were at the reading before",

@@ -25,7 +25,7 @@ from hdi_callback.attention.observe.compare.samples import MapCall
 def propose(core: ObservedCore, maps: Sequence[MapCall], model: nn.Module) -> AttentionLayer | str:
     """Describe an attention by the features of linear maps that it takes.
 
-    Queries and keys may be rotated by position; what lies behind norms, sums or two maps in a row is not found so.
+    Queries and keys may be rotated by position; heads after norms, sums or two maps in a row are not found.
 
     Args:
         core: the attention.

@@ -1,9 +1,8 @@
 """A few tokens of the inputs and outputs of linear maps, and of the inputs of attention, at the same places.
 
-Which dimension numbers sequences, tokens or heads is not known when a map runs; what is known is how many tokens N it
-took. So a sample is taken at fixed places among N, and again of the inputs of attention, at the same places in
-every order of its dimensions in which it has N tokens. Features are then compared, and equality says which order it
-was.
+When a linear map runs, it is unknown which dimensions are sequences, tokens or heads; only its number of tokens N is
+known. So a sample is taken at fixed places among N. The inputs of attention are sampled at the same places, in every
+order of their dimensions that has N tokens. Features are then compared, and equality shows the right order.
 """
 
 from __future__ import annotations

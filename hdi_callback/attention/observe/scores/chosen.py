@@ -1,6 +1,6 @@
 """Queries and keys that each head chose for itself among the tokens, as sparse attention does.
 
-The rows of two heads are then of other queries, or their columns other keys, and have nothing to say of each other.
+The rows of two heads then belong to different queries, or their columns to different keys, and do not compare.
 """
 
 from __future__ import annotations
