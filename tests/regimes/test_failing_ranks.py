@@ -12,16 +12,19 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hdi_callback import watch_heads
+from hdi_callback.attention.layer.sharding import Sharding, whole
 from hdi_callback.interventions import QKClip, ScaleLearningRate
 from hdi_callback.monitoring.alerts import Alerts
 from hdi_callback.monitoring.layers import HeadVerifier
 from hdi_callback.monitoring.monitor.inputs import LayerInputs
 from hdi_callback.monitoring.monitor.outputs import HeadOutputs
 from hdi_callback.monitoring.monitor.rows import AttentionReadings
+from hdi_callback.monitoring.monitor.weights import WeightReader
 from hdi_callback.monitoring.ranks.rendezvous import Rendezvous
 from hdi_callback.monitoring.session.publisher import Publisher
 from tests.monitoring.test_watch_interventions import Always
 from tests.regimes.test_ddp import METRICS, SHARES, batch, classifier, monitor_of
+from tests.regimes.test_sharding import WIDTHS, fsdp2
 
 PLACES = {
     "before the ranks meet": (HeadVerifier, "verify"),
@@ -210,3 +213,64 @@ def test_a_decision_that_cannot_be_sent_is_taken_by_no_rank(two_ranks):
     both = two_ranks(train_with_what_cannot_be_sent)
     check(both)
     assert both[0].answer["weights"] == two_ranks(train_unwatched)[0].answer["weights"]
+
+
+PLACES_OF_SHARDS = {
+    "finding the parts": (Sharding, "gathering"),
+    "looking for parts": (Sharding, "is_sharded"),
+    "reading a weight": (WeightReader, "weight"),
+    "reading the weights of a source": (WeightReader, "measure"),
+    "reading the head outputs of a layer": (HeadOutputs, "_own"),
+    "weighing a scatter": (HeadOutputs, "_mix"),
+    "measuring the keys of a layer": (LayerInputs, "_measure_one"),
+    "adding up the tokens of a layer": (LayerInputs, "_add_up"),
+}
+
+
+def train_sharded(rank: int, place: str | None, call: int, tensor_parallel: bool) -> dict:
+    model, sums, tags, begun = classifier(), [], [], time.monotonic()
+    model = split_by_heads(model) if tensor_parallel else fsdp2(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    metrics = [*(name for name in METRICS if "importance" not in name), *ROWS, "hdi_keys"]
+    with ExitStack() as stack:
+        if place is not None:
+            monitor = stack.enter_context(monitor_of(model, metrics=metrics))
+            if rank == 1:
+                stack.enter_context(raising(*PLACES_OF_SHARDS[place], calls={call}))
+        for step in range(3):
+            if place is not None:
+                monitor.arm()
+            model(batch()[slice(0, 5) if tensor_parallel else SHARES[rank]]).square().mean().backward()
+            if place is not None:
+                tags.append(monitor.measure(step).record().scalars(metrics))
+            optimizer.step()
+            optimizer.zero_grad()
+            own = torch.full((3,), 1.0 + rank)
+            dist.all_reduce(own)
+            sums.append(own.tolist())
+    weights = [whole(value).detach().tolist() for value in model.parameters()]
+    return {"weights": weights, "sums": sums, "tags": tags, "seconds": time.monotonic() - begun}
+
+
+def split_by_heads(model):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")} | {"out_proj": RowwiseParallel()}
+    for block in model.blocks:
+        parallelize_module(block.attn, init_device_mesh("cpu", (2,)), plan)
+        block.attn.num_heads //= 2
+        block.attn.head_dim = WIDTHS
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("call", "tensor_parallel"), [(2, False), (11, False), (2, True)])
+@pytest.mark.parametrize("place", PLACES_OF_SHARDS)
+def test_a_rank_that_fails_while_shards_are_gathered_gathers_as_the_others_do(two_ranks, place, call, tensor_parallel):
+    ranks = [rank.answer for rank in two_ranks(train_sharded, place, call, tensor_parallel)]
+    for rank in ranks:
+        assert rank["sums"] == [[3.0] * 3] * 3, "the training's own calls meet their like"
+        assert rank["seconds"] < 40
+        assert len(rank["tags"][-1]) > 1
+    assert ranks[0]["weights"] == two_ranks(train_sharded, None, 0, tensor_parallel)[0].answer["weights"]

@@ -18,7 +18,8 @@ from torch import nn
 
 from hdi_callback import HeadDiversityMonitor
 from hdi_callback.attention import find_attention
-from hdi_callback.attention.layer.sharding import Sharding, _tensor_parallel_degree, with_global_shapes
+from hdi_callback.attention.layer.sharding import _tensor_parallel_degree, with_global_shapes
+from hdi_callback.monitoring.monitor.weights import WeightReader
 from tests.benchmarks.memory import peak
 from tests.models import HEADS, WIDTH, Attention, Classifier
 from tests.regimes.test_ddp import METRICS, SHARES, batch, classifier, monitor_of, reading_alone
@@ -110,16 +111,16 @@ def read_sharded(rank: int, sharder: str, maker: str, is_early: bool) -> dict:
 
 def _largest_at_once(monitor: HeadDiversityMonitor) -> int:
     """How many layers' whole weights are alive at the same time while the first rank reads all of them."""
-    alive, most, original = [], 0, Sharding.weight
+    alive, most, original = [], 0, WeightReader.weight
 
-    def weight(self, layer, role):
+    def weight(self, layer, role, ranks):
         nonlocal most
-        found = original(self, layer, role)
+        found = original(self, layer, role, ranks)
         alive.append((layer.name, weakref.ref(found)))
         most = max(most, len({name for name, ref in alive if ref() is not None}))  # circuits take two roles of a layer
         return found
 
-    with mock.patch.object(Sharding, "weight", weight), mock.patch.object(monitor._reader, "_budget", 1):
+    with mock.patch.object(WeightReader, "weight", weight), mock.patch.object(monitor._reader, "_budget", 1):
         monitor.measure(9)
     return most
 

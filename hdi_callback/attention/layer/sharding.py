@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -76,6 +76,12 @@ class Sharding:
             return True
         return any(_is_part(parameter) for _, _, parameter in _underlying_parameters(layer, role))
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether other ranks hold parts of this rank's parameters."""
+        own = (value for module in self._model.modules() for _, value in _own_parameters(module))
+        return bool(self._units) or any(_is_part(value) for value in own)
+
     def weight(self, layer: AttentionLayer, role: Role) -> Tensor:
         """Read the whole weight of a role, as `AttentionLayer.weight` does where nothing is sharded.
 
@@ -86,28 +92,43 @@ class Sharding:
         Returns:
             ``(heads or key heads, width, in_features)``, detached; a live view where nothing is sharded.
         """
-        unit = self._unit_of(layer, role)
-        with ExitStack() as stack:
-            must_copy = False
-            if unit is not None:
-                if getattr(unit, "_is_root", False) is None:  # else the unit would take itself for the root
-                    with type(self._units[0]).summon_full_params(self._units[0], recurse=False, writeback=False):  # type: ignore[attr-defined]
-                        pass
-                stack.enter_context(type(unit).summon_full_params(unit, recurse=False, writeback=False))  # type: ignore[attr-defined]
-                must_copy = True
-            parts = [
-                (owner, name, value) for owner, name, value in _underlying_parameters(layer, role) if _is_part(value)
-            ]
-            partitioned = [value for _, _, value in parts if hasattr(value, "ds_id")]
-            if partitioned:
-                stack.enter_context(sys.modules["deepspeed"].zero.GatheredParameters(partitioned))
-                must_copy = True
-            for owner, name, value in parts:
-                if _distributed(value) is not None:
-                    stack.enter_context(_replaced(owner, name, _whole(_distributed(value))))
+        with self.gathering(layer, role)() as must_copy:
             weight = layer.weight(role).detach()
             # Weights that FSDP1 and DeepSpeed gather are freed when the block ends.
             return weight.clone() if must_copy else weight
+
+    def gathering(self, layer: AttentionLayer, role: Role) -> Callable[[], AbstractContextManager[bool]]:
+        """Find the parts of a weight, without gathering them.
+
+        Args:
+            layer: the layer.
+            role: the role of the weight.
+
+        Returns:
+            A function that gathers them while its result is entered, which is whether the weight is to be copied.
+        """
+        unit = self._unit_of(layer, role)
+        parts = [(owner, name, value) for owner, name, value in _underlying_parameters(layer, role) if _is_part(value)]
+        partitioned = [value for _, _, value in parts if hasattr(value, "ds_id")]
+        distributed = [
+            (owner, name, found) for owner, name, value in parts if (found := _distributed(value)) is not None
+        ]
+
+        @contextmanager
+        def gather() -> Iterator[bool]:
+            with ExitStack() as stack:
+                if unit is not None:
+                    if getattr(unit, "_is_root", False) is None:  # else the unit would take itself for the root
+                        with type(self._units[0]).summon_full_params(self._units[0], recurse=False, writeback=False):  # type: ignore[attr-defined]
+                            pass
+                    stack.enter_context(type(unit).summon_full_params(unit, recurse=False, writeback=False))  # type: ignore[attr-defined]
+                if partitioned:
+                    stack.enter_context(sys.modules["deepspeed"].zero.GatheredParameters(partitioned))
+                for owner, name, value in distributed:
+                    stack.enter_context(_replaced(owner, name, _whole(value)))
+                yield unit is not None or bool(partitioned)
+
+        return gather
 
     def _unit_of(self, layer: AttentionLayer, role: Role) -> nn.Module | None:
         """The innermost FSDP1 unit around the module that holds a weight."""
@@ -128,6 +149,18 @@ def whole(tensor: Tensor) -> Tensor:
         All of it.
     """
     return _whole(tensor) if _is_dtensor(tensor) else tensor
+
+
+def is_part(tensor: Tensor) -> bool:
+    """Return whether other ranks hold a part of a tensor.
+
+    Args:
+        tensor: any tensor.
+
+    Returns:
+        True for a DTensor, which `whole` gathers.
+    """
+    return _is_dtensor(tensor)
 
 
 def is_first_holder(tensor: Tensor) -> bool:

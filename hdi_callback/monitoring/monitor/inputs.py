@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -13,13 +13,14 @@ from hdi_callback.attention import AttentionLayer
 from hdi_callback.attention.autocast import without_autocast
 from hdi_callback.attention.capture.inputs import layers_of_inputs, tap_inputs
 from hdi_callback.attention.capture.padding import PaddingChoice
-from hdi_callback.attention.layer.sharding import is_first_holder, whole
+from hdi_callback.attention.layer.sharding import is_first_holder, is_part
 from hdi_callback.core import HeadDiversity, head_diversity_from_covariance
 from hdi_callback.core.tensors import may_decide_on_host
 from hdi_callback.monitoring.absent import FOUND_LATE, Absent, absence_of
 from hdi_callback.monitoring.layers import WatchedLayers
 from hdi_callback.monitoring.metrics import KEYS, TOKENS
 from hdi_callback.monitoring.monitor.collected import Collected
+from hdi_callback.monitoring.monitor.gathers import Gather
 from hdi_callback.monitoring.monitor.input_mean import InputMean, InputSums
 from hdi_callback.monitoring.monitor.join import join
 from hdi_callback.monitoring.monitor.rotation import LayerRotation
@@ -135,22 +136,43 @@ class LayerInputs(Collected):
         if self._captures is None:
             return []
         layers = [layer for layer in layers if layer.name not in self.taps.passed_over]
+        if ranks.size == 1:
+            layers = self._whole_here(layers, absent)
         means = []
         if ranks.size > 1:
-            means = [_mean_of(layer, self._tokens_of(layer, device), device) for layer in layers]
+            with self._reader.gathers.planned(ranks, (one for layer in layers for one in self._gathered(layer))):
+                means = [_mean_of(layer, self._tokens_of(layer, device), device) for layer in layers]
         added = iter(ranks.sum([tensor for mean in means for tensor in mean.tensors()], device))
         measured: dict[tuple[Any, ...], list[tuple[str, Any]]] = {}
-        for layer in layers:
-            held = self._tokens_of(layer, device)
-            mean = InputMean(*(next(added) for _ in means[0].tensors())) if ranks.size > 1 else None
-            with without_autocast(device):
-                sums, scatter = self._add_up(layer, mean, held, ranks, device)
-            for source, values in self._measure_one(layer, sums, scatter, ranks, device, absent):
-                if layer.name in left_out:
-                    continue
-                if ranks.size > 1 or held is not None:
-                    measured.setdefault((source, layer.num_key_heads), []).append((layer.name, values))
+        with self._reader.gathers.planned(ranks, self._gathered_of(layers)):
+            for layer in layers:
+                held = self._tokens_of(layer, device)
+                mean = InputMean(*(next(added) for _ in means[0].tensors())) if ranks.size > 1 else None
+                with without_autocast(device):
+                    sums, scatter = self._add_up(layer, mean, held, ranks, device)
+                for source, values in self._measure_one(layer, sums, scatter, ranks, device, absent):
+                    if layer.name in left_out:
+                        continue
+                    if ranks.size > 1 or held is not None:
+                        measured.setdefault((source, layer.num_key_heads), []).append((layer.name, values))
         return [join(source, group) for (source, _), group in measured.items()]
+
+    def _gathered_of(self, layers: Sequence[AttentionLayer]) -> Iterator[tuple[Hashable, Gather]]:
+        """What `_tokens_of` and `_measure_one` gather."""
+        here = {layer.name for layer in self._tapped}
+        for layer in layers:
+            yield from self._gathered(layer)
+            if KEYS in self._sources and layer.name in here:
+                yield from self._reader.gathered(layer, "key")
+
+    def _whole_here(self, layers: Sequence[AttentionLayer], absent: Absent) -> list[AttentionLayer]:
+        """Leave out layers whose tokens other ranks hold parts of, as these take no readings with this one."""
+        captures = {} if self._captures is None else self._captures
+        parts = {name for name, capture in captures.items() if is_part(capture.outputs)}
+        why = "other ranks hold parts of them, and they take no readings with this one"
+        for name in parts:
+            absent.reasons.update({absence_of(source, name): f"they are not known: {why}" for source in self._sources})
+        return [layer for layer in layers if layer.name not in parts]
 
     def _add_up(
         self,
@@ -225,7 +247,7 @@ class LayerInputs(Collected):
         capture = None if self._captures is None else self._captures.get(layer.name)
         if capture is None:
             return None
-        tokens = whole(capture.outputs)
+        tokens = self._whole(layer, capture.outputs)
         if not is_first_holder(capture.outputs):
             return None
         tokens = tokens[:, 0].to(device, torch.promote_types(tokens.dtype, torch.float32))

@@ -466,6 +466,7 @@ class HeadDiversityMonitor:
                 for layer, facts in zip(self._layers.all, self._layers.facts)
             ],
             "weights": self._sample,
+            "has_parts": self._layers.sharding.has_parts,
             "absent": absent.reasons,
             **self._layers.findings(),
             **self._verifier.findings(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from hdi_callback.monitoring.absent import Absent, absence_of
 from hdi_callback.monitoring.layers import WatchedLayers
 from hdi_callback.monitoring.metrics import CONTRIBUTION, COVARIANCE, IMPORTANCE, METRICS
 from hdi_callback.monitoring.monitor.contributions import HeadContribution, contribution_sums, not_finite
+from hdi_callback.monitoring.monitor.gathers import Gather
 from hdi_callback.monitoring.monitor.importance import Importances, closest_pairs
 from hdi_callback.monitoring.monitor.join import join
 from hdi_callback.monitoring.monitor.output_capture import OutputCapture, outputs_of
@@ -153,16 +154,17 @@ class HeadOutputs(OutputCapture):
         if held is None:  # on no rank
             return []
         parts: list[Tensor] = []
-        for layer in layers:
-            count = torch.zeros((), device=device)
-            total = torch.zeros(layer.num_heads, layer.value_dim, device=device)
-            if layer.name in held:
-                outputs = held[layer.name].outputs
-                own = whole(outputs)
-                if is_first_holder(outputs):
-                    found = count_and_total(own, held[layer.name].weights)
-                    count, total = (one.to(device) for one in found)
-            parts += [count, total]
+        with self._reader.gathers.planned(ranks, (one for layer in layers for one in self._gathered(layer))):
+            for layer in layers:
+                count = torch.zeros((), device=device)
+                total = torch.zeros(layer.num_heads, layer.value_dim, device=device)
+                if layer.name in held:
+                    outputs = held[layer.name].outputs
+                    own = self._whole(layer, outputs)
+                    if is_first_holder(outputs):
+                        found = count_and_total(own, held[layer.name].weights)
+                        count, total = (one.to(device) for one in found)
+                parts += [count, total]
         added = ranks.sum(parts, device)
         return [total / count.clamp_min(1) for count, total in zip(added[::2], added[1::2])]
 
@@ -196,18 +198,32 @@ class HeadOutputs(OutputCapture):
             for layer, mean in zip(layers, means)
         ]
         if not (self._needs_overlap and self._fits(layers, absent)):
-            return [self._own(share, None, ranks, device, absent) for share in shares]
+            with self._reader.gathers.planned(ranks, self._gathered_of(shares, outputs=True, weights=True)):
+                return [self._own(share, None, ranks, device, absent) for share in shares]
         sums: list[OutputSums] = []
         for part in _in_rounds([_bytes_of_scatter(layer) for layer in layers]):
             sizes = [_bytes_of_scatter(layer) // 4 for layer in layers[part]]
             room = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
             scatters = torch.split(room, sizes)
-            found = [self._own(share, scatter, ranks, device, absent) for share, scatter in zip(shares[part], scatters)]
+            each = list(zip(shares[part], scatters))
+            with self._reader.gathers.planned(ranks, self._gathered_of(shares[part], outputs=True)):
+                found = [self._own(share, scatter, ranks, device, absent) for share, scatter in each]
             ranks.add_up(room)
-            for share, scatter, own in zip(shares[part], scatters, found):
-                self._mix(own, share, scatter, ranks, absent)
+            with self._reader.gathers.planned(ranks, self._gathered_of(shares[part], weights=True)):
+                for (share, scatter), own in zip(each, found):
+                    self._mix(own, share, scatter, ranks, absent)
             sums += found
         return sums
+
+    def _gathered_of(
+        self, shares: Sequence[_Share], *, outputs: bool = False, weights: bool = False
+    ) -> Iterator[tuple[Hashable, Gather]]:
+        """What `_own` or `_mix` gather."""
+        for share in shares:
+            if weights and share.is_here:
+                yield from self._reader.gathered(share.layer, "output")
+            if outputs and share.is_here:
+                yield from self._gathered(share.layer)
 
     def _own(
         self, share: _Share, scatter: Tensor | None, ranks: Ranks, device: torch.device, absent: Absent
@@ -221,7 +237,7 @@ class HeadOutputs(OutputCapture):
         with absent.unless_measured(COVARIANCE, layer.name), without_autocast(device):
             # Both may be collective calls, so every rank makes them.
             weight = None if scatter is not None else self._reader.weight(layer, "output", ranks)
-            outputs = None if capture is None else whole(capture.outputs)
+            outputs = None if capture is None else self._whole(layer, capture.outputs)
             if weight is not None and share.is_taken:
                 found.add_mean(share.mean, weight)
             if capture is None or outputs is None or not is_first_holder(capture.outputs):

@@ -58,10 +58,15 @@ def measure_over_ranks(
     mine = {layer.name for place, layer in enumerate(layers.all) if ranks.takes(place)}
     elsewhere = {name: why for name, why in roster.contradicted.items() if not layers.is_contradicted(name)}
     sheets = [_SharedResults(source, every, device) for source in sources]
-    for sheet in sheets:
-        missing = Absent(warn_once, quiet_sources=absent.quiet_sources)
-        waiting = rotation.skipped(sheet.source.name)
-        sheet.fill(reader.measure(sheet.source, missing, ranks, waiting), mine)
+    found: list[tuple[_SharedResults, Absent, list[Measurement]]] = []
+    skipped = {source.name: rotation.skipped(source.name) for source in sources}
+    with reader.gathers.planned(ranks, reader.gathered_for((one, skipped[one.name]) for one in sources)):
+        for sheet in sheets:
+            missing = Absent(warn_once, quiet_sources=absent.quiet_sources)
+            found.append((sheet, missing, reader.measure(sheet.source, missing, ranks, skipped[sheet.source.name])))
+    for sheet, missing, of_source in found:
+        waiting = skipped[sheet.source.name]
+        sheet.fill(of_source, mine)
         missing.reasons.update({absence_of(sheet.source.name, name): why for name, why in elsewhere.items()})
         unmeasured = {name for name in roster.names if absence_of(sheet.source.name, name) in missing.reasons}
         sheet.absent = unmeasured | waiting

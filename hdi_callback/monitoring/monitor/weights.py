@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -17,6 +17,7 @@ from hdi_callback.attention.isolation import collectives_within
 from hdi_callback.errors import HDIError
 from hdi_callback.monitoring.absent import Absent
 from hdi_callback.monitoring.layers import WatchedLayers
+from hdi_callback.monitoring.monitor.gathers import Gather, Gathers
 from hdi_callback.monitoring.ranks import Ranks, number_of_processes
 from hdi_callback.monitoring.readings import Measurement
 
@@ -90,10 +91,12 @@ class WeightReader:
 
     Attributes:
         memory_budget: the same.
+        gathers: the parts of weights and of captured tensors that are gathered from other ranks.
     """
 
     def __init__(self, layers: WatchedLayers, memory_budget: int) -> None:
         self.memory_budget = memory_budget
+        self.gathers = Gathers()
         self._layers, self._budget = layers, memory_budget // 2
         self._layers_at_once = sys.maxsize
         self._views: dict[tuple[str, Role], Tensor] | None = None
@@ -171,12 +174,48 @@ class WeightReader:
                 raise HDIError("other ranks hold parts of it, and they take no readings with this one")
             # A parametrization may call other ranks too.
             with collectives_within(range(number_of_processes()) if is_sharded else ranks.members_of_world):
-                weight = sharding.weight(layer, role)
+                if is_sharded:
+                    with self.gathers.take((layer.name, role)) as is_freed:
+                        weight = layer.weight(role).detach()
+                        weight = weight.clone() if is_freed else weight
+                else:
+                    weight = sharding.weight(layer, role)
         if weight.is_meta and ranks.size > 1:
             raise HDIError("it is on the meta device and holds no numbers")
         if self._views is not None and _is_part_of(weight, holder):
             self._views[layer.name, role] = weight
         return weight
+
+    def gathered_for(
+        self, sources: Iterable[tuple[WeightSource, Collection[str]]]
+    ) -> Iterator[tuple[Hashable, Gather]]:
+        """What `measure` gathers.
+
+        Args:
+            sources: the measurements, each with the names of layers that it skips.
+
+        Yields:
+            The argument of `Gathers.planned`.
+        """
+        for source, waiting in sources:
+            for layer in self._layers.all:
+                if layer.name not in waiting:
+                    for role in source.roles(layer):
+                        yield from self.gathered(layer, role)
+
+    def gathered(self, layer: AttentionLayer, role: Role) -> Iterator[tuple[Hashable, Gather]]:
+        """What `weight` gathers.
+
+        Args:
+            layer: the layer.
+            role: the role of the weight.
+
+        Yields:
+            The argument of `Gathers.planned`; nothing if the weight lies here whole.
+        """
+        sharding = self._layers.sharding
+        if sharding.plain_owner(layer, role) is None and sharding.is_sharded(layer, role):
+            yield (layer.name, role), sharding.gathering(layer, role)
 
     def _measure_at_once(
         self, source: WeightSource, members: Sequence[tuple[str, dict[Role, Tensor]]], absent: Absent

@@ -20,6 +20,8 @@ class Ranks:
         group: the process group; `None` for this process alone.
         peers: the ranks of the group that hold the same layers as this one; all of them by default.
         agree: called before each collective call; raises if another rank will not make it.
+        give_up: lets no rank wait for this one before the next call.
+        hold_parts: whether some of them hold parts of parameters.
 
     Attributes:
         group: the process group; `None` for this process alone.
@@ -27,12 +29,20 @@ class Ranks:
         rank: number of this rank among them.
         peers: the ranks that hold the same layers as this one.
         agree: see above; `None` where nobody waits.
+        give_up: see above.
+        hold_parts: see above.
     """
 
     def __init__(
-        self, group: Any = None, peers: Sequence[int] | None = None, agree: Callable[[], None] | None = None
+        self,
+        group: Any = None,
+        peers: Sequence[int] | None = None,
+        agree: Callable[[], None] | None = None,
+        *,
+        give_up: Callable[[], None] | None = None,
+        hold_parts: bool = False,
     ) -> None:
-        self.group, self.agree = group, agree
+        self.group, self.agree, self.give_up, self.hold_parts = group, agree, give_up, hold_parts
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.peers = tuple(range(self.size)) if peers is None else tuple(peers)

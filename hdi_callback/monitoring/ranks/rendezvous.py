@@ -97,7 +97,7 @@ class Rendezvous:
             reason = why_not_together(every)
             if reason is None:
                 ranks = exchange.ranks
-                self._roster = Roster(Ranks(ranks.group, agree=exchange.agree), every)
+                self._roster = Roster(Ranks(ranks.group, agree=exchange.agree, give_up=exchange.give_up), every)
                 self._outside = Ranks(ranks.group, self._roster.ranks.peers)  # for calls between readings
                 return self._roster, is_any_armed
         self.leave()
@@ -328,7 +328,9 @@ class _Exchange:
         """Let no rank wait for this one, before the next collective call or before the reading."""
         why = f"rank {self.ranks.rank} could not take part in it"
         if self._is_joined:
-            self._decide(self._next_call(), _SKIP + why)
+            place = self._next_call()
+            self._note(place)
+            self._decide(place, _SKIP + why)
             return
         for end in ("first", "second"):
             self._decide(f"{self._place}/{self._count}/{end}", _SKIP + why)

@@ -41,8 +41,8 @@ class Roster:
     Args:
         ranks: those that measure together.
         findings: rank -> its findings: ``"layers"``, for each layer its ``"facts"``, ``"roles"`` and whether its
-            ``"outputs"`` and ``"inputs"`` are captured; ``"contradicted"`` and ``"absent"``, with reasons; and whether
-            it ``"awaits"`` a forward that verifies heads.
+            ``"outputs"`` and ``"inputs"`` are captured; whether it ``"has_parts"`` of parameters; ``"contradicted"``
+            and ``"absent"``, with reasons; and whether it ``"awaits"`` a forward that verifies heads.
 
     Attributes:
         ranks: the ranks that measure together; its `peers` hold the same layers as this one.
@@ -57,7 +57,8 @@ class Roster:
         mine = findings[ranks.rank]
         names = _names(mine)
         peers = [rank for rank, finding in findings.items() if _names(finding) == names]
-        self.ranks = Ranks(ranks.group, peers, ranks.agree)
+        hold_parts = any(finding["has_parts"] for finding in findings.values())
+        self.ranks = Ranks(ranks.group, peers, ranks.agree, give_up=ranks.give_up, hold_parts=hold_parts)
         self.spans = len(peers) < len(findings)
         entries: dict[str, Mapping[str, Any]] = {}
         for one in findings.values():
