@@ -103,7 +103,7 @@ class ValuesOfAnEarlierBlock(nn.Module):
         return self.o((q @ k.mT).softmax(-1).matmul(v).transpose(1, 2).flatten(2))
 
 
-def test_heads_are_kept_in_a_training_if_only_more_is_left_out_of_them():
+def test_heads_stay_watched_in_training_if_the_forward_only_adds_to_what_is_left_out():
     model, tokens = nn.Sequential(ValuesOfAnEarlierBlock()), torch.randn(2, 8, D)
     run = lambda: model[0](tokens, {"first": tokens})  # noqa: E731
     left_out = "the input that is added to the values from `v`"

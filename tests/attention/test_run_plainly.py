@@ -255,12 +255,12 @@ class AttentionByAKeptFunction(Written):
         return _weighed(q.tanh(), k.tanh(), v)
 
 
-def test_a_forward_of_a_function_under_no_grad_is_followed():
+def test_a_custom_autograd_function_called_under_no_grad_is_traced():
     (layer,) = find_attention(nn.Sequential(WithoutRecording()))
     assert torch.equal(layer.weight("key").flatten(0, 1), layer.module.k.weight)
 
 
-def test_attention_in_a_function_that_no_graph_shows_is_not_said_to_be_no_attention():
+def test_attention_hidden_in_a_custom_autograd_function_is_refused_for_that():
     model = nn.Sequential(AttentionByAKeptFunction())
     (refusal,) = survey(model).refused
     assert refusal.reason == "what the function `_Weighed` computes is in no graph, as it has a backward of its own"

@@ -102,7 +102,7 @@ class ThreeOfFourHeads(ByItsMatrix):
         return F.linear(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2), self.o.weight[:, :12])
 
 
-def test_the_first_columns_of_an_output_projection_are_those_of_the_heads_that_run():
+def test_with_fewer_heads_than_the_output_projection_takes_its_first_columns_are_read():
     module = ThreeOfFourHeads("called")
     (layer,) = survey(module).layers
     assert torch.equal(layer.weight("output").flatten(0, 1), module.o.weight[:, :12].T)

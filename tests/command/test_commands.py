@@ -341,7 +341,7 @@ def test_the_list_of_commands_is_not_truncated():
     assert [line for line in run("--help", width=80).output.splitlines()[1:] if line.endswith("...")] == []
 
 
-def test_a_comparison_in_which_no_heads_are_compared_says_so_and_fails(bad_run, tmp_path):
+def test_a_comparison_without_comparable_heads_ends_with_exit_code_2(bad_run, tmp_path):
     write_run(tmp_path / "one" / "history.jsonl", heads=1, layers=3, collapsed=None)
     shown = run("compare", bad_run, tmp_path / "one")
     assert shown.exit_code == 2
@@ -352,7 +352,7 @@ def test_a_comparison_in_which_no_heads_are_compared_says_so_and_fails(bad_run, 
 
 
 @pytest.mark.parametrize("words", [["replay", "{run}"], ["audit", f"{__name__}:healthy"]])
-def test_a_threshold_for_no_layer_is_refused(bad_run, words):
+def test_a_threshold_whose_pattern_matches_no_layer_is_refused(bad_run, words):
     shown = run(*(word.format(run=bad_run) for word in words), "--threshold", "decoder.*:pair=0.5")
     assert shown.exit_code == 2
     assert "'decoder.*'" in shown.stderr

@@ -66,7 +66,7 @@ def test_a_tag_that_cannot_be_written_does_not_lose_other_curves_and_marks():
     assert set(writer.written) == curves | {"hdi/mean", "hdi/min", "alert/hdi/c"}
 
 
-def test_alerts_of_one_layer_at_one_step_are_one_mark_and_later_ones_have_their_own():
+def test_alerts_of_one_layer_and_step_share_a_mark_and_later_ones_get_another():
     writer = RefusesOne("refused")
     board = Board(writer, ["hdi"], ["a"])
     for step in (3, 7):

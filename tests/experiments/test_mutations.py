@@ -138,7 +138,7 @@ def test_the_page_counts_detected_mutations_and_lists_survivors():
     assert "Not broken: `core/kernels.py`." in written
 
 
-def test_results_that_are_kept_replace_those_of_the_same_files_alone():
+def test_new_mutation_results_replace_only_those_of_the_same_files():
     kept = [{"state": "a", "file": name, "change": "1: 1 -> 2", "outcome": "killed"} for name in ("b/x.py", "b/y.py")]
     failed = {"file": "a/w.py", "change": "5: 1 -> 2", "outcome": "the tool failed"}
     new = {"file": "b/x.py", "change": "4: 1 -> 2", "outcome": "survived", "tests": 3}

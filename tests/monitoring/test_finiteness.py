@@ -26,7 +26,7 @@ def read(monitor: HeadDiversityMonitor, model: Classifier, step: int, layer: str
     ("role", "value", "at"),
     [("query", math.nan, 1), ("key", math.inf, 2), ("value", -math.inf, 2), ("output", math.nan, 0)],
 )
-def test_a_nan_weight_is_reported_at_the_first_reading_and_at_later_ones(role, value, at):
+def test_a_non_finite_weight_is_counted_at_the_first_reading_and_at_later_ones(role, value, at):
     torch.manual_seed(0)
     model = Classifier()
     attention = model.blocks[0].attn

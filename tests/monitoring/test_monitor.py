@@ -282,7 +282,7 @@ def test_a_layer_on_the_meta_device_loses_only_its_own_readings(model):
     assert {"hdi", "head_correlation"} <= set(record.layers[LAYERS[1]].values)
 
 
-def test_a_very_large_max_tokens_allocates_nothing(model):
+def test_a_reading_works_with_the_largest_max_tokens(model):
     with HeadDiversityMonitor(model, max_tokens=sys.maxsize) as monitor:
         monitor.arm()
         model(tokens())

@@ -47,7 +47,7 @@ def test_a_reading_whose_numbers_cannot_be_read_out_is_published_with_the_reason
     assert record.absent == {"attn": "reading out head diversity failed"}
 
 
-def test_an_intervention_ends_with_its_alert_though_the_ranks_could_not_agree_at_the_reading_of_its_end():
+def test_an_intervention_ends_one_reading_late_if_the_ranks_could_not_agree_when_its_alert_ended():
     class Between(Rule):
         name = "between"
 

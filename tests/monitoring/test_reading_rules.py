@@ -126,7 +126,7 @@ def test_outputs_initialised_at_zero_that_first_move_alike_are_not_reported():
     assert judge(MergedMessages(), curve("circuit_ov_worst", values)) == []
 
 
-def test_heads_that_begin_small_and_learn_one_thing_first_are_not_merged_till_what_distinguishes_them_is_lost():
+def test_heads_with_small_initial_weights_are_reported_as_merged_only_if_their_difference_shrinks():
     layer, calls, circuits = Layer(), [], []
     torch.manual_seed(3)
     for parameter in layer.attn.parameters():
@@ -556,7 +556,7 @@ def test_flat_attention_is_not_reported_while_the_scores_grow():
     assert "largest score 0.083" in alert.message
 
 
-def test_attention_that_is_uniform_as_its_weights_begin_small_is_a_notice_and_a_wrong_scale_is_a_warning():
+def test_flat_attention_from_small_initial_weights_is_a_notice_and_from_a_wrong_scale_a_warning():
     def shrink(step, model):
         if step == 0:
             model.qkv.weight *= 0.05

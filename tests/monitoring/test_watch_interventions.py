@@ -139,7 +139,7 @@ def test_an_intervention_starts_anew_in_a_second_run():
         assert counts == {"ScaleLearningRate": 2, "Fails": 1, "Call": 2}
 
 
-def test_an_alert_of_a_rule_that_no_longer_judges_ends_after_a_resumption_and_the_intervention_with_it():
+def test_an_alert_of_a_removed_rule_and_its_intervention_end_after_a_resumption():
     class Other(Rule):
         name = "other"
 

@@ -164,7 +164,7 @@ def check(both) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["_stepped_by", "_scores_of", "_collect", "_without_scores"])
-def test_where_a_rank_fails_before_the_scores_are_compared_no_rank_scales_weights_at_that_step(two_ranks, name):
+def test_no_rank_clips_at_a_step_at_which_one_rank_fails_before_the_scores_are_compared(two_ranks, name):
     check(two_ranks(train_clipped, name, {5, 6}))
     lost = two_ranks(train_with_a_limit_that_is_not_reached, name)
     check(lost)
@@ -172,7 +172,7 @@ def test_where_a_rank_fails_before_the_scores_are_compared_no_rank_scales_weight
 
 
 @pytest.mark.slow
-def test_clipping_that_fails_in_the_midst_on_one_rank_ends_on_all(two_ranks):
+def test_clipping_that_fails_on_one_rank_ends_on_all_ranks(two_ranks):
     first, second = two_ranks(train_clipped, "_clip_all", {1})
     assert [first.answer["acted"], second.answer["acted"]] == [[2], [1]], "of four steps"
     assert first.answer["sums"] == second.answer["sums"] == [[3.0] * 3] * 4
@@ -199,7 +199,7 @@ def train_with_what_cannot_be_sent(rank: int) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("on", [0, 1])
 @pytest.mark.parametrize("place", PLACES_OF_DECISIONS)
-def test_where_one_rank_cannot_do_what_was_decided_the_training_is_as_without_the_monitor(two_ranks, place, on):
+def test_training_is_unchanged_if_one_rank_fails_to_carry_out_a_decision(two_ranks, place, on):
     both = two_ranks(train_where_a_decision_fails, place, on)
     check(both)
     assert both[0].answer["weights"] == two_ranks(train_unwatched)[0].answer["weights"]
@@ -209,7 +209,7 @@ def test_where_one_rank_cannot_do_what_was_decided_the_training_is_as_without_th
 
 
 @pytest.mark.slow
-def test_a_decision_that_cannot_be_sent_is_taken_by_no_rank(two_ranks):
+def test_no_rank_acts_on_a_decision_that_cannot_be_sent(two_ranks):
     both = two_ranks(train_with_what_cannot_be_sent)
     check(both)
     assert both[0].answer["weights"] == two_ranks(train_unwatched)[0].answer["weights"]

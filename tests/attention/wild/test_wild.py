@@ -242,7 +242,7 @@ def test_scores_from_a_custom_autograd_function_are_traced_without_a_forward():
     assert judge(ALL["ScoresOfAFunction"], "model").verdict == RIGHT
 
 
-def test_a_graph_of_torch_export_is_named_in_a_training_as_before_it(tmp_path):
+def test_an_exported_graph_is_refused_with_the_same_reason_before_training_and_in_it(tmp_path):
     verdict = judge(ALL["Exported"], "training", tmp_path)
     assert verdict.verdict == REFUSED
     assert verdict.reason == judge(ALL["Exported"], "model").reason

@@ -147,7 +147,7 @@ def test_metrics_that_were_not_measured_are_named_and_not_drawn(browser, pages):
     assert "closest pair" not in browser.value("document.querySelector('.spectra-note').textContent")
 
 
-def test_a_curve_below_chance_stays_in_its_drawing(browser, pages):
+def test_a_curve_below_chance_stays_inside_its_plot(browser, pages):
     browser.open(pages["apart"].as_uri(), width=1440, ready=DRAWN)
     node = "document.querySelector('.timeline')"
     lowest, range_ = browser.value(f"[Math.min(...{node}.data[0].y), {node}.layout.yaxis.range[0]]")
@@ -160,7 +160,7 @@ def test_the_last_step_is_labelled_however_many_digits_it_has(browser, pages):
     assert labels[-1] == "2900000"
 
 
-def test_words_beside_a_list_are_not_broken_within_a_word(browser, pages):
+def test_the_label_beside_a_list_is_not_broken_within_words(browser, pages):
     browser.open(pages["long"].as_uri(), width=390, ready=DRAWN)
     assert browser.value("document.querySelector('.controls label').getBoundingClientRect().height") < 50
 

@@ -106,7 +106,7 @@ def test_the_verdict_names_layers_of_which_no_two_heads_were_compared(tmp_path):
     )  # fmt: skip
 
 
-def test_layers_at_chance_stand_above_those_below_it_and_what_was_not_measured_is_last(tmp_path):
+def test_layers_are_sorted_by_alignment_with_unmeasured_ones_last(tmp_path):
     history = History(tmp_path / "history.jsonl")
     history.begin(0, [])
     values = {"below": {"hdi_worst_alignment": -0.1}, "none": {}, "chance": {"hdi_worst_alignment": 0.0}}

@@ -149,7 +149,7 @@ def test_heads_above_the_limit_are_scaled_to_it_and_others_are_unchanged(name, s
 
 @pytest.mark.some_slow(quick=1)
 @pytest.mark.parametrize("over", [1.001, 1.003, 1.02, 2.0])
-def test_weights_in_bfloat16_come_below_the_limit_however_little_scores_exceed_it(over):
+def test_bfloat16_weights_are_scaled_below_the_limit_even_for_a_small_excess(over):
     model, x = make("separate", 0)
     model, x = model.bfloat16(), x.bfloat16()
     before = largest_scores(model, x)
@@ -163,7 +163,7 @@ def test_weights_in_bfloat16_come_below_the_limit_however_little_scores_exceed_i
     assert torch.equal(layer.weight("query")[below], old.weight("query")[below]), "not by a bit"
 
 
-def test_weights_that_an_optimizer_overwrites_with_copies_of_its_own_are_named_and_not_left_in_silence():
+def test_layers_whose_optimizer_keeps_its_own_copies_of_the_weights_are_reported_as_not_scaled():
     model, x = make("separate", 0)
     copies = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
     optimizer = torch.optim.SGD(copies, lr=0.0)

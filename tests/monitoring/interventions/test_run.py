@@ -201,7 +201,7 @@ def test_alerts_of_two_rules_for_one_layer_count_as_one_action():
 
 
 @pytest.mark.parametrize("make", [ScaleLearningRate, DiversityPenalty])
-def test_what_began_at_a_critical_alert_ends_when_it_is_a_warning_again(make):
+def test_an_intervention_on_critical_alerts_ends_when_the_alert_eases_to_a_warning(make):
     acts = make(on="critical")
     attached(acts, torch.optim.SGD(Classifier().parameters(), lr=1.0))
     assert acts.answer(alert(level="warning")) is None
@@ -212,7 +212,7 @@ def test_what_began_at_a_critical_alert_ends_when_it_is_a_warning_again(make):
     acts.detach()
 
 
-def test_a_second_alert_holds_what_acts_though_it_may_not_begin_again():
+def test_a_second_alert_keeps_an_intervention_active_even_after_at_most_is_reached():
     scale = ScaleLearningRate(at_most=1)
     attached(scale, torch.optim.SGD(Classifier().parameters(), lr=1.0))
     assert scale.answer(alert(rule="forecast")) is not None
