@@ -84,3 +84,19 @@ def test_each_word_of_the_glossary_is_used_in_the_code(glossary, root):
     code = " ".join(re.sub(r"\s+", " ", path.read_text()) for path in sources(root)).lower()
     for word in glossary:
         assert re.sub(r" \(.*\)", "", word).lower() in code, word
+
+
+RIDDLES = re.compile(
+    r"test_(?:what|where|of|such|so|it|whatever)_|_(?:said|told|ones_own|found_out|heeded|anew)(?:_|$)"
+)
+"""Names without a subject, and words that a reader of test output has to read twice."""
+
+
+def test_names_of_tests_begin_with_a_subject_and_are_short(root):
+    found = [
+        name
+        for path in sorted((root / "tests").rglob("test_*.py"))
+        for name in re.findall(r"^\s*def (test_\w+)", path.read_text(), re.MULTILINE)
+        if RIDDLES.search(name.replace("told_apart", "distinguished")) or len(name) > 115
+    ]
+    assert found == [], "subject, behaviour, condition: test_a_dead_head_overlaps_with_nothing"

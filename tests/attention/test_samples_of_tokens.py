@@ -29,7 +29,7 @@ def test_few_tokens_are_all_sampled_with_weight_one():
     assert torch.equal(sample.weight(), torch.ones(B * T))
 
 
-def test_of_many_tokens_a_prime_number_is_sampled_with_weights_that_sum_to_all():
+def test_a_prime_number_of_many_tokens_is_sampled_with_weights_that_sum_to_all():
     sample = sample_tokens(outputs(), 40)
     assert taken(sample) == [place * B * T // 37 for place in range(37)]
     assert sample.sequences.tolist() == [one // T for one in taken(sample)]

@@ -171,7 +171,7 @@ def test_the_loop_examples_print_where_their_files_are(name, request):
     assert reported["TensorBoard"] == str(example.folder)
 
 
-def test_the_accelerate_example_goes_on_from_its_checkpoint(with_accelerate):
+def test_the_accelerate_example_resumes_from_its_checkpoint(with_accelerate):
     assert "resumed at step 20" in with_accelerate.printed
     assert (with_accelerate.folder / "checkpoint").is_dir()
 

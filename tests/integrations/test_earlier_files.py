@@ -69,7 +69,7 @@ def test_the_history_of_an_earlier_version_can_be_read_and_replayed(version, tra
     assert all(one.message.startswith(f"step {one.step}, {one.layer}: ") for one in earlier)
 
 
-def test_a_lightning_checkpoint_of_an_earlier_version_goes_on(version, tmp_path):
+def test_a_lightning_checkpoint_of_an_earlier_version_is_resumed(version, tmp_path):
     path = earlier_history(version, "lightning", tmp_path)
     checkpoint = torch.load(version / "lightning" / "lightning.ckpt", weights_only=True)
     for state in checkpoint["callbacks"].values():
@@ -80,7 +80,7 @@ def test_a_lightning_checkpoint_of_an_earlier_version_goes_on(version, tmp_path)
     shows_one_run(callback.history_path, version / "lightning" / "history.jsonl")
 
 
-def test_the_state_of_a_loop_of_an_earlier_version_goes_on(version, tmp_path):
+def test_the_state_of_a_loop_of_an_earlier_version_is_resumed(version, tmp_path):
     path = earlier_history(version, "loop", tmp_path)
     state = {**json.loads((version / "loop" / "state.json").read_text()), "history": path}
     heads, _ = loop_run(tmp_path, steps=STEPS, state=state)
@@ -89,7 +89,7 @@ def test_the_state_of_a_loop_of_an_earlier_version_goes_on(version, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_transformers_checkpoint_of_an_earlier_version_goes_on(version, tmp_path):
+def test_a_transformers_checkpoint_of_an_earlier_version_is_resumed(version, tmp_path):
     transformers_run(tmp_path)  # for the weights and the optimizer, which are not ours
     shutil.rmtree(tmp_path / "hdi")
     path = earlier_history(version, "transformers", tmp_path)

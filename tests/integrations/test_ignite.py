@@ -98,7 +98,7 @@ def test_an_intervention_terminates_the_trainer(tmp_path):
     assert handler.heads.active_alerts
 
 
-def test_a_checkpoint_goes_on_in_one_history(tmp_path):
+def test_a_run_resumed_from_a_checkpoint_continues_its_history(tmp_path):
     *_, handler = trained(tmp_path / "whole", is_watched=True, dropout=0.0)
     model = classifier()
     optimizer = adam(model)

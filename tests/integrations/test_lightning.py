@@ -171,7 +171,7 @@ def test_the_history_is_readable_while_training_goes_on(tmp_path):
     assert logged == [[0], [0], [0, 2], [0, 2]]
 
 
-def test_the_history_lies_under_the_log_directory_of_the_run(tmp_path):
+def test_the_history_is_in_the_log_directory_of_the_run(tmp_path):
     for version in range(2):
         callback = HDICallback(every_n_steps=2)
         trainer_for(tmp_path, callback, logger=CSVLogger(tmp_path)).fit(LitClassifier(), batches(count=2))
@@ -312,7 +312,7 @@ def test_validating_and_testing_alone_do_nothing(tmp_path):
     assert hook_count(model) == 0
 
 
-def test_a_second_fit_of_the_same_trainer_goes_on_where_the_first_ended(tmp_path):
+def test_a_second_fit_of_the_same_trainer_continues_where_the_first_ended(tmp_path):
     callback, model = HDICallback(every_n_steps=4), LitClassifier()
     trainer = trainer_for(tmp_path, callback)
     trainer.fit(model, batches(count=6))

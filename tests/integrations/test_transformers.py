@@ -170,7 +170,7 @@ def test_a_run_resumes_its_history_and_its_alerts(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_without_the_state_starts_anew_with_a_warning(tmp_path):
+def test_a_checkpoint_without_the_state_starts_a_new_run_with_a_warning(tmp_path):
     train(tmp_path, save_strategy="steps", save_steps=6)
     callback = HDITrainerCallback(every_n_steps=4)
     with pytest.warns(MonitoringWarning, match="holds no hdi_state.json"):
@@ -187,7 +187,7 @@ def checkpointed(tmp_path, **options) -> HDITrainerCallback:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_state", [True, False], ids=["with its state", "killed before the state was written"])
-def test_a_renamed_checkpoint_goes_on_in_the_history_and_the_alerts_of_its_run(tmp_path, has_state):
+def test_a_renamed_checkpoint_continues_the_history_and_alerts_of_its_run(tmp_path, has_state):
     first = checkpointed(tmp_path)
     (tmp_path / "checkpoint-6").rename(tmp_path / "best")
     if not has_state:

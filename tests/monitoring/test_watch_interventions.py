@@ -129,7 +129,7 @@ def test_an_intervention_that_refuses_the_model_is_an_error_and_leaves_no_hook_o
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_an_intervention_starts_anew_in_a_second_run():
+def test_an_intervention_is_reset_in_a_second_run():
     scale, fails = ScaleLearningRate(0.5), Fails()
     for _ in range(2):
         _, kept, messages, reported = train(scale, fails)

@@ -184,7 +184,7 @@ def test_a_disk_that_is_full_for_a_while_leaves_no_gap_duplicate_or_truncated_li
     assert [(line["step"], line["layer"]) for line in lines if line["kind"] == "alert"] == [(0, n) for n in LIT_LAYERS]
 
 
-def test_a_history_file_that_is_deleted_while_training_goes_on_begins_again(tmp_path):
+def test_a_history_file_deleted_during_training_is_started_again(tmp_path):
     callback = HDICallback(every_n_steps=2)
     assert fit(tmp_path, callback, At(3, lambda trainer: callback.history_path.unlink())) == []
     assert [record.step for record in read_records(callback.history_path)] == [2, 4, 6, 8], "later readings"

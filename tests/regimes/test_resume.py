@@ -235,7 +235,7 @@ def only(*names: str):
         only("format", "last_step", "history", "alerts", "interventions"),  # before states named layers
     ],
 )
-def test_a_state_of_an_earlier_format_goes_on(tmp_path, saved, change):
+def test_a_state_of_an_earlier_format_is_resumed(tmp_path, saved, change):
     checkpoint, history = saved
     put_state(checkpoint, change)
     callback = HDICallback(every_n_steps=2, strict=True)
@@ -316,7 +316,7 @@ def test_a_checkpoint_of_a_model_with_other_heads_is_refused_when_strict(tmp_pat
     assert history.read_bytes() == before
 
 
-def test_a_second_fit_with_another_model_starts_anew(tmp_path):
+def test_a_second_fit_with_another_model_starts_a_new_run(tmp_path):
     callback = HDICallback(every_n_steps=2)
     trainer = fit(tmp_path, callback)
     history = callback.history_path
