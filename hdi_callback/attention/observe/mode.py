@@ -237,8 +237,8 @@ class ObservingMode(TorchFunctionMode):
             flat = call.result.permute(order).flatten(-len(made))
             maps.map_ran(parameter, inputs.permute(kept).flatten(-len(taken)), flat)
         elif weight.dim() == 2:
-            # A matrix that is multiplied from the right as it is stored has its rows for what comes in; from the left
-            # it has its columns for it, and takes the last dim but one: features in front of tokens, or tokens.
+            # Multiplied from the right as it is stored, a matrix has input features as rows; from the left its columns
+            # are, and it takes the last dim but one: features before tokens, or tokens.
             if parameter.dim() == 2 and weight.stride() not in (parameter.stride(), parameter.mT.stride()):
                 return  # its numbers in another shape
             is_transposed = (weight.stride() == parameter.stride()) != is_left

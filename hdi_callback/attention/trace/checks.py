@@ -57,7 +57,7 @@ def require_tokens(view: CoreView) -> None:
             }
             reason = (_FEATURES if len(places) == 1 else _PLACES).format(role=role)
             raise NoHeadsError(reason + (_SAMPLES if _mixes_samples(view) else ""))
-        # A token may stand there twice, as where tokens are sorted into buckets.
+        # A token may occur twice, as where tokens are sorted into buckets.
         if len(alone) > 1 and all(support.is_equal(other) for support, other in itertools.pairwise(alone)):
             if _are_equal_rows(tensor, chosen):
                 is_one_token = all(len(alone[0].positions(leaf)) == 1 for leaf in alone[0].masks)

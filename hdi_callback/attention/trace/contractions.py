@@ -108,7 +108,7 @@ class _Contraction:
         return self._arranged(result.view(*result.shape[:-1], heads, width), [*tokens, *shared, *new])
 
     def _arranged(self, tensor: Tensor, dims: list[str]) -> Tensor:
-        return tensor.permute([dims.index(i) for i in self.out]).contiguous()  # as the product has it
+        return tensor.permute([dims.index(i) for i in self.out]).contiguous()  # in the order of the product
 
 
 def einsum(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
@@ -156,7 +156,7 @@ def _of_three(cut: GraphCut, func: Any, terms: list[str], operands: list[Tensor]
     """Contract two tensors first, then their product with a parameter, as for values, weights and output maps."""
     (one, left), (other, right) = [(terms[place], operands[place]) for place in range(3) if place != which]
     kept = [i for i in dict.fromkeys(one + other) if i in terms[which] or i in out]
-    summed = [i for i in terms[which] if i in kept and i not in out]  # what a map takes comes last
+    summed = [i for i in terms[which] if i in kept and i not in out]  # the input features of a map come last
     if set(kept) == set(one + other):  # what is made of two tensors and a matrix at once
         return NotImplemented
     first = "".join(sorted(kept, key=lambda i: summed.index(i) if i in summed else -1))

@@ -111,7 +111,7 @@ def _all_to_all(cut: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _awaited(cut: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    return args[0] if type(args[0]) is Tensor else NotImplemented  # there is nothing to wait for
+    return args[0] if type(args[0]) is Tensor else NotImplemented  # the call has ended already
 
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
@@ -135,7 +135,7 @@ def of_all_ranks(own: TracedRun, ranks: Sequence[TracedRun]) -> TracedRun | None
     maps = [leaf.parameter for leaf in own.leaves]
     if any(run.error is not None or [leaf.parameter for leaf in run.leaves] != maps for run in ranks):
         return None
-    # What comes behind a second swap is right in this rank's own run alone, and of the same features in all.
+    # After a second swap values are right only in this rank's own run; their features are the same in all runs.
     taking = [replace(leaf, input=mine.input) for run in ranks for leaf, mine in zip(run.leaves, own.leaves)]
     every = [own, *ranks]
     return replace(

@@ -65,7 +65,7 @@ class GraphCut(TorchFunctionMode):
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *raised: Any) -> None:
-        MapStub.draw_output, self.before = self.before, None  # else the last run, with its model, would live on
+        MapStub.draw_output, self.before = self.before, None  # else the last run and its model would stay in memory
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -117,7 +117,7 @@ class GraphCut(TorchFunctionMode):
             return map_input
         call = self.calls.get(parameter, 0)
         self.calls[parameter] = call + 1
-        # Where nothing is recorded, a map chooses or turns tokens: the same in all runs, that are compared by what is.
+        # Without autograd a map chooses or reorders tokens: the same in all runs, compared by what is recorded.
         draw = self.draw if torch.is_grad_enabled() else replace(self.draw, shares=(1.0, 0.0))
         with torch._C.DisableTorchFunction():
             drawn = draw(parameter, call, (*map_input.shape[:-1], features)).requires_grad_()

@@ -185,7 +185,7 @@ class CoreReading:
         # Under a softmax over queries each weight depends on all: the query shows whether it is of several tokens.
         of_query = self.run.support(view.tensor("query"), view.at(view.first, "query")[:1])
         if "query" in heads and of_query.is_of_several_positions:
-            # Of several tokens: a filter or a mean keeps features where they are, a largest one of each does not.
+            # Of several tokens: a filter or a mean keeps features in place, a maximum does not.
             if are_mixtures(view, view.tensor("query"), view.at(view.first, "query")[:1], of_query):
                 remarks.append("queries of several tokens")
             else:

@@ -157,7 +157,7 @@ class KindTracer:
                 traced = _traced(name, module, recorded or synthetic_inputs(module), is_known)
                 if recorded is None:
                     traced = self._checked(traced, is_known)
-        except Exception:  # one odd module costs itself
+        except Exception:  # a module that raises costs only its own heads
             if deadline.has_passed:
                 self._slow.add(_kind_of(module))
             return None
@@ -186,7 +186,7 @@ class KindTracer:
                     is_known=is_known,
                     is_synthetic=inputs.is_synthetic,
                 )
-            except Exception:  # which is no word on the layer
+            except Exception:  # which says nothing about the layer
                 continue
             if run.error is not None:
                 continue
@@ -283,7 +283,7 @@ def _traced(name: str, module: nn.Module, inputs: Iterable[Inputs], is_known: Ca
             continue
         if run.error is None:
             refused |= {item.maps for item in found if item.layer is None and not item.is_undecided}
-        else:  # of heads that a whole run refuses, a run that stopped shows a part
+        else:  # a run that stopped may show a part of heads that a complete run refuses
             found = [item for item in found if item.maps not in refused]
         has_layers = any(item.layer is not None for item in found)
         if not has_layers and (run.error is not None or one.is_guess):

@@ -119,7 +119,7 @@ def _outputs_in(
         if not is_side_by_side and features.numel() == end.shape[-1] and not trace.run.convolved:
             raise NoHeadsError("the outputs of its heads do not lie side by side in what it returns")
         return HeadOutputs(None)
-    if not is_linear or _is_added_to(end, features, trace.cores):  # what the map takes is no output of heads
+    if not is_linear or _is_added_to(end, features, trace.cores):  # the input of the map is no output of heads
         return HeadOutputs(receiver)
     return HeadOutputs(receiver, features, is_side_by_side)
 

@@ -88,7 +88,7 @@ class CoreParts:
         codes = columns_of(self.core.weights[n].mT, [factor]).get(0, torch.full((factor.numel(), 1), -1))
         matrix = codes.view(-1, *factor.shape[-2:])[n if factor.dim() > 2 else 0]
         rows = agreed(matrix if is_right else matrix.mT)
-        unknown = rows == -1  # a query that sees a single key moves nothing: it is where it is, if all others are
+        unknown = rows == -1  # a query with a single key shows nothing: it is right if all others are
         is_same = bool((unknown | (rows == torch.arange(len(rows)))).all())
         return torch.arange(len(rows)) if is_same else rows
 

@@ -78,7 +78,7 @@ def _fed_by(
         return nothing
     if set(sources) == set(shared) and not _is_in_front(view, sources):
         return nothing
-    if all(takes_attention(trace, source) for source in sources):  # which makes tokens of what heads gave
+    if all(takes_attention(trace, source) for source in sources):  # which makes tokens of head outputs
         return nothing
     if _adds_by_token(trace, leaf):  # positions, say: what it takes are tokens, and no rows of another map alone
         return nothing

@@ -233,7 +233,7 @@ class HeadVerifier:
         ]  # fmt: skip
         self._unexplained |= {one.name for one in found}
         in_part = {layer.name: layer for layer in layers.all if layer.left_out}
-        found = [one for one in found if one.layer not in in_part]  # which says exactly what is left out
+        found = [one for one in found if one.layer not in in_part]  # whose own warning states what is left out
         found = [replace(one, message=self._of_taken_name(one)) if self._has_taken_name(one) else one for one in found]
         new = [layer for name, layer in in_part.items() if name not in self._read_in_part]
         self._read_in_part |= in_part.keys()
