@@ -571,6 +571,14 @@ def test_flat_attention_from_small_initial_weights_is_a_notice_and_from_a_wrong_
         assert wrong.level == "warning"
         assert "the scale of the scores" in wrong.message
 
+    def fade(step, model):  # what a norm with a wrong epsilon gives
+        if step == 0:
+            model.register_forward_pre_hook(lambda module, inputs: (0.05 * inputs[0],))
+
+    (faded,) = asked([FlatAttention()], watched(Masked(), fade, steps=steps, metrics=[*OF_ALL, "query_norm"]))
+    assert faded.level == "warning"
+    assert "the size of the inputs of the layer" in faded.message
+
 
 def test_updates_that_bfloat16_rounds_away_are_reported_and_small_float32_updates_are_not():
     def train(kind):
@@ -704,6 +712,37 @@ def test_weights_that_no_step_changes_are_reported_with_their_share(left, said):
     assert alert.step == 50, "at five readings that know what the one before was"
     assert said in alert.message
     assert alert.finding.value == pytest.approx(len(left) / 4, abs=0.002)
+
+
+@pytest.mark.parametrize(
+    ("zero", "rule", "said"),
+    [
+        ("qkvo", "frozen heads", "heads 2 and 3 are zero and do not move"),
+        ("qk", "untrained weights", "two of the query, key, value and output weights of heads 2 and 3 never change"),
+        ("q", None, ""),
+    ],
+)
+def test_heads_that_begin_at_zero_and_get_no_gradient_are_named(zero, rule, said):
+    x = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(2))
+
+    def train(step, model):
+        if step == 0:
+            for name in zero:
+                weight = getattr(model, f"{name}_proj").weight
+                (weight.T if name == "o" else weight)[16:] = 0
+        with torch.enable_grad():
+            loss = (model(x) - x.flip(1)).square().mean()
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), gradients):
+            parameter -= 0.3 * gradient
+
+    model = Normed(False)
+    found = asked_of([FrozenHeads(), UntrainedWeights()], model, train, range(0, 80, 10))
+    assert [alert.rule for alert in found] == ([] if rule is None else [rule])
+    for alert in found:
+        assert said in alert.message
+        assert alert.finding.heads == (2, 3)
+        assert not model.q_proj.weight[16:].any(), "training left them at zero"
 
 
 def test_weights_that_all_change_or_have_no_gradient_are_not_reported_as_untrained():

@@ -29,8 +29,8 @@ class HeadMovement:
 
     Attributes:
         movement: ``(H,)``, norm of the change of a head's own weights over the norm that they had: of query and output,
-            and of key and value where no other head shares them. 0 means frozen, or updates that round away. NaN
-            without an earlier reading.
+            and of key and value where no other head shares them. 0 means frozen, updates that round away, or zeros that
+            stay so. NaN without an earlier reading, and where zeros have changed.
         unchanged: ``(H,)``, share of these weights that are exactly what they were, to the last bit.
     """
 
@@ -133,7 +133,8 @@ class LastWeights:
         if are_all_seen and may_decide_on_host(some):
             is_finite = (moved + size).isfinite().all(-1).tolist()
             self._finite.update(name for name, own in zip(names, is_finite) if own)
-        return HeadMovement(torch.where(size == 0, torch.nan, (moved / size).sqrt()), same / count)
+        movement = torch.where(size == 0, torch.nan, (moved / size).sqrt())
+        return HeadMovement(torch.where(moved == 0, 0.0, movement), same / count)  # zeros that stay so do not move
 
     def before(self, names: Sequence[str], weights: Mapping[Role, Tensor]) -> dict[Role, Tensor]:
         """Return the weights of the last reading, and keep those of this one.

@@ -10,6 +10,7 @@ from hdi_callback.arguments import number, whole_number
 from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
 from hdi_callback.monitoring.rules.healthy_runs import healthy_peak, how_often_raised
 from hdi_callback.monitoring.rules.named import was_named
+from hdi_callback.monitoring.rules.small_start import began_small
 from hdi_callback.monitoring.rules.words import NO_REMEDY, decimal, named_heads
 
 SCORES = (
@@ -169,9 +170,9 @@ class FlatAttention(Rule):
     For instance if the scale of the scores is far too small, or queries and keys do not train. If the largest score is
     measured, it must have stayed small too: a layer that has begun to prefer a few tokens is still learning.
 
-    Where the scores are as small as queries and keys themselves, learning is only slow to begin, as from a small
-    initialisation: that is a notice. It is a warning where the largest score is below a tenth of
-    :math:`\lVert q \rVert \lVert k \rVert / \sqrt{d_k}`, or these norms are not measured.
+    Where fresh key weights are small, and scores are as small as queries and keys themselves, learning is only slow to
+    begin: that is a notice. It is a warning where the largest score is below a tenth of
+    :math:`\lVert q \rVert \lVert k \rVert / \sqrt{d_k}`, or weights were of the usual size.
 
     Args:
         limit: of the entropy over log n, mean over heads, at every reading so far.
@@ -200,21 +201,27 @@ class FlatAttention(Rule):
             return None
         largest = f", largest score {max(logits):.2g}" if logits else ""
         usual = self._usual_score(series)
-        is_slow = usual > 0 and bool(logits) and logits[-1] > self.scale * usual
+        are_small = usual > 0 and bool(logits) and logits[-1] > self.scale * usual
+        is_slow = are_small and began_small(series)
         small = f", as queries and keys are small (mean ones of one direction score {usual:.2g} at the usual scale)"
+        remedy = (
+            "checking whether the loss falls, the size of the initial weights, and the learning rate"
+            if is_slow
+            else "checking the size of the inputs of the layer, and the norm before it"
+            if are_small
+            else "checking the scale of the scores, usually one over the root of the head width, and whether gradients "
+            "arrive at queries and keys"
+        )
         return Finding(
             f"attention has stayed uniform since step {series.first.step} (mean entropy {curve[-1]:.4f}{largest}): its "
-            f"heads average all tokens{small if is_slow else ''}",
+            f"heads average all tokens{small if are_small else ''}",
             "notice" if is_slow else "warning",
             curve[-1],
             self.limit,
             "attention_entropy",
             since=series.first.step,
             certainty=how_often_raised(self.name, limit=self.limit, readings=self.readings),
-            remedy="checking whether the loss falls, the size of the initial weights, and the learning rate"
-            if is_slow
-            else "checking the scale of the scores, usually one over the root of the head width, and whether gradients "
-            "arrive at queries and keys",
+            remedy=remedy,
         )
 
     def _usual_score(self, series: Series) -> float:

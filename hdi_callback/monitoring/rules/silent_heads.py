@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from hdi_callback.arguments import number, whole_number
-from hdi_callback.monitoring.alerts import Alert, Finding, Rule, Series
+from hdi_callback.monitoring.alerts import Alert, Finding, Row, Rule, Series
 from hdi_callback.monitoring.rules.healthy_runs import how_often_raised
 from hdi_callback.monitoring.rules.named import was_named
 from hdi_callback.monitoring.rules.words import named_heads
@@ -56,8 +56,9 @@ class NoContribution(Rule):
 class FrozenHeads(Rule):
     """Heads whose weights do not change between readings, while others of the model do.
 
-    They are frozen by mistake, left out of the optimizer, or change by less than the rounding of their type. Layers
-    none of whose parameters requires a gradient are frozen on purpose, and ignored.
+    They are frozen by mistake, left out of the optimizer, or change by less than the rounding of their type; or all of
+    their weights are zero, so that no gradient arrives. Layers none of whose parameters requires a gradient are frozen
+    on purpose, and ignored; so are heads of zeros in pretrained weights, as they were pruned.
 
     Args:
         readings: consecutive readings without a change.
@@ -76,6 +77,9 @@ class FrozenHeads(Rule):
         if len(least) < self.readings or max(least[-self.readings :]) > 0 or not series.trains:
             return None
         still = tuple(head for head, move in enumerate(moves) if move == 0)
+        zero = tuple(head for head in still if _is_zero(series.latest, head))
+        if series.is_pretrained:
+            still, zero = tuple(head for head in still if head not in zero), ()
         is_all = len(still) == len(moves)
         if not still or not (series.do_others_move if is_all else any(move > 0 for move in moves)):
             return None
@@ -84,6 +88,8 @@ class FrozenHeads(Rule):
             if is_all
             else (f"{named_heads(still)} do not move, and those of the other heads do")
         )
+        if still == zero and not is_all:
+            who = f"{named_heads(still)} are zero and do not move, and those of the other heads do"
         return Finding(
             f"the weights of {who}",
             "warning",
@@ -93,18 +99,27 @@ class FrozenHeads(Rule):
             still,
             series.since(lambda row: row.values["head_movement_min"] == 0, "head_movement_min"),
             how_often_raised(self.name, readings=self.readings),
-            remedy="checking what is frozen, what the optimizer was given, and the type of the weights: updates "
-            "may round away",
+            remedy="checking their initialisation: no gradient arrives where all weights of a head are zero"
+            if still == zero
+            else "checking what is frozen, what the optimizer was given, and the type of the weights: updates may "
+            "round away",
         )
+
+
+def _is_zero(row: Row, head: int) -> bool:
+    """Whether neither circuit of a head is known to have a size."""
+    norms = [row.per_head(name)[head : head + 1] for name in ("circuit_qk_norm", "circuit_ov_norm")]
+    return norms == [[0.0], [0.0]]
 
 
 class UntrainedWeights(Rule):
     """Some of a layer's weights never change, to the last bit, while the others do.
 
-    For instance if keys were left out of the optimizer's parameters, or the graph is cut behind queries and keys. It is
-    detected by the share of a head's weights that do not change, which is then that of one, two or three of its four
-    weights, at every reading. Layers with a parameter that requires no gradient (adapters, frozen parts) are ignored.
-    Keys and values that heads share are not judged, and weights that decay alone move.
+    For instance if keys were left out of the optimizer's parameters, the graph is cut behind queries and keys, or both
+    begin at zero in some heads. It is detected by the share of a head's weights that do not change, which is then that
+    of one, two or three of its four weights, at every reading. Layers with a parameter that requires no gradient
+    (adapters, frozen parts) are ignored. Keys and values that heads share are not judged, and weights that decay alone
+    move.
 
     Args:
         readings: consecutive readings at which it is so.
@@ -118,30 +133,37 @@ class UntrainedWeights(Rule):
         self.readings = whole_number("readings of UntrainedWeights", readings, least=3, example=5)
 
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
-        """Judge all heads of the layer."""
+        """Judge the heads that change least, if all weights of the others change."""
         facts, shares = series.facts, series.latest.per_head("head_unchanged")
         _, largest = series.curve("head_unchanged")
         rows = largest[-self.readings :]
         if not facts.get("all_train", False) or facts.get("head_dim") != facts.get("value_dim") or not shares:
             return None
         own = 4 if facts.get("num_heads") == facts.get("num_key_heads") else 2  # weights that heads do not share
-        count = round(own * shares[0])
+        count = round(own * max(shares))
         if len(rows) < self.readings or not 0 < count < own:
             return None
         share = count / own
-        if any(not share <= one <= share + self.margin for one in (*rows, *shares)):
+        heads = tuple(head for head, one in enumerate(shares) if share <= one <= share + self.margin)
+        if any(not share <= one <= share + self.margin for one in rows) or not heads:
             return None
+        if any(one > self.margin for head, one in enumerate(shares) if head not in heads):
+            return None
+        is_all = len(heads) == len(shares)
+        whose = "its heads" if is_all else named_heads(heads)
         what = "query, key, value and output weights" if own == 4 else "query and output weights"
         which = {1: "one", 2: "two", 3: "three"}[count]
         return Finding(
-            f"{which} of the {what} of its heads never {'changes' if count == 1 else 'change'}, and the others do",
+            f"{which} of the {what} of {whose} never {'changes' if count == 1 else 'change'}, and the others do",
             "warning",
-            shares[0],
+            max(shares),
             share,
             "head_unchanged",
+            () if is_all else heads,
             since=series.since(lambda row: row.values["head_unchanged"] >= share, "head_unchanged"),
             certainty=how_often_raised(self.name, readings=self.readings),
-            remedy="checking what the optimizer was given, and whether gradients reach all of them (detach, no_grad)",
+            remedy="checking what the optimizer was given, and whether gradients reach all of them (detach, no_grad; "
+            "none do where queries and keys, or values and outputs, begin at zero together)",
         )
 
 

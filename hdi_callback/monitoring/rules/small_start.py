@@ -14,6 +14,19 @@ GPT-2's standard deviation of 0.02 is 0.55 of that at its width of 768 and 0.16 
 """
 
 
+def began_small(series: Series) -> bool:
+    """Return whether the key weights of all heads of a layer were fresh and small at the first reading.
+
+    Args:
+        series: the readings of a layer.
+
+    Returns:
+        False if their sizes are not known.
+    """
+    sizes, width = series.first.per_head("head_norm"), series.facts.get("head_dim")
+    return not series.is_pretrained and bool(sizes and width) and max(sizes) < SMALL * math.sqrt(width or 0)
+
+
 def has_lost_directions(series: Series, head: int, share: float) -> bool:
     """Return whether a less even spectrum of a head may mean that it has lost directions.
 
