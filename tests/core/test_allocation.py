@@ -20,7 +20,7 @@ def error(width: float, D: int, n: float, *, B=1.0, g=0.1, L=0.1, noise=1.0) -> 
 
 
 @pytest.mark.parametrize(("samples", "heads", "width"), [(10**3, 16, 48), (10**6, 12, 64), (10**9, 6, 128)])
-def test_the_allocation_of_known_sample_sizes_is_as_tabled(samples, heads, width):
+def test_more_samples_give_fewer_and_wider_heads(samples, heads, width):
     answer = allocate_heads(768, samples)
     assert (answer.num_heads, answer.head_dim) == (heads, width)
 
