@@ -364,8 +364,8 @@ def is_here() -> bool:
 
 def names() -> list[str]:
     """List the models."""
-    known = EXAMPLES if packages_latest.is_here() else EXAMPLES.keys() - packages_latest.EXAMPLES.keys()
-    return [PREFIX + name for name in EXAMPLES if name in known]
+    missing = packages_latest.EXAMPLES.keys() - packages_latest.names_here()
+    return [PREFIX + name for name in EXAMPLES if name not in missing]
 
 
 class Whole(nn.Module):

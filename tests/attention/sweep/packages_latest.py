@@ -11,10 +11,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.attention.sweep.packages_building import Build, Example, make, noise, tokens, two, without, without_start
+from tests.attention.sweep.packages_building import (
+    Build,
+    Example,
+    beside,
+    make,
+    noise,
+    tokens,
+    two,
+    without,
+    without_start,
+)
 
 _SEQUENCE = noise(8, 32)
 _BRAINS = ("h5py", "mne", "skorch", "wfdb", "mne_bids", "torchaudio")
+_ROBOTS = ("classifier_free_guidance_pytorch", "ema_pytorch", "torchtyping")
 _SOUND = ("librosa", "torchlibrosa", "soundfile", "webdataset", "wget", "torchaudio", "braceexpand", "h5py")
 
 
@@ -27,13 +38,22 @@ def _native() -> nn.Module:
     return make("transformer_lens.model_bridge.sources.native.model", "NativeModel", settings)()
 
 
-def _without_start(package: str, file: str, name: str, *args: Any) -> Build:
-    return without_start(make(f"{package}.{file}", name, *args), package)
+def _without_start(package: str, file: str, name: str, *args: Any, **options: Any) -> Build:
+    return without_start(make(f"{package}.{file}", name, *args, **options), package)
 
 
-def is_here() -> bool:
-    """Tell whether these packages are installed."""
-    return all(importlib.util.find_spec(name) for name in ("uni2ts", "boltz", "hiera", "tabpfn"))
+def _routes(name: str, *args: Any) -> Build:
+    """Build attention of rl4co, which plans routes, without its environments."""
+    build = without_start(make("rl4co.models.nn.attention", name, *args), "rl4co", "rl4co.models", "rl4co.models.nn")
+    return without(beside(build, "rl4co.utils", "rl4co.utils.pylogger"), "torchrl", "tensordict")
+
+
+def names_here() -> list[str]:
+    """List the examples whose package is installed."""
+    packages = {
+        name: name.partition(".")[0].removesuffix("-transformer" * name.startswith("hiera")) for name in EXAMPLES
+    }
+    return [name for name, package in packages.items() if importlib.util.find_spec(package.replace("-", "_"))]
 
 
 EXAMPLES: dict[str, Example] = {
@@ -57,4 +77,31 @@ EXAMPLES: dict[str, Example] = {
     "tabpfn": Example(
         without(make("tabpfn.architectures.tabpfn_v2_5", "AlongRowAttention", 32, 4, 8), "pydantic_settings", "skrub"),
         _SEQUENCE),
+    "native-sparse-attention-pytorch": Example(
+        make("native_sparse_attention_pytorch", "SparseAttention", dim=32, dim_head=8, heads=4, sliding_window_size=2,
+             compress_block_size=4, compress_block_sliding_stride=2, selection_block_size=4, num_selected_blocks=2),
+        noise(16, 32)),
+    "ring-attention-pytorch": Example(
+        make("ring_attention_pytorch", "RingAttention", dim=32, dim_head=8, heads=4, causal=True, bucket_size=4,
+             force_regular_attn=True), _SEQUENCE),
+    "ring-attention-pytorch.buckets": Example(
+        make("ring_attention_pytorch", "RingAttention", dim=32, dim_head=8, heads=4, causal=True, bucket_size=4,
+             use_cuda_kernel=False), _SEQUENCE),
+    "transfusion-pytorch": Example(
+        without(make("transfusion_pytorch.transfusion", "Attention", 32, dim_head=8, heads=4), "torchdiffeq",
+                "ema_pytorch", "axial_positional_embedding", "rotary_embedding_torch", "hyper_connections",
+                "discrete_continuous_embed_readout"), _SEQUENCE),
+    "audiolm-pytorch": Example(
+        without(_without_start("audiolm_pytorch", "audiolm_pytorch", "Attention", 32, True, 8, None, 4), *_SOUND,
+                "fairseq", "joblib", "sklearn", "encodec", "gateloop_transformer", "hyper_connections",
+                "local_attention", "lion_pytorch", "ema_pytorch", "vector_quantize_pytorch", "sentencepiece",
+                "pytorch_warmup"), _SEQUENCE),
+    "q-transformer": Example(
+        without(_without_start("q_transformer", "q_robotic_transformer", "TransformerAttention", 32, dim_head=8,
+                heads=4), *_ROBOTS), _SEQUENCE),
+    "q-transformer.windows": Example(
+        without(_without_start("q_transformer", "q_robotic_transformer", "Attention", 32, 4, 8, 0.0, 2, 4, False),
+                *_ROBOTS), noise(2, 2, 2, 2, 32)),
+    "rl4co": Example(_routes("MultiHeadAttention", 32, 4), _SEQUENCE),
+    "rl4co.scores": Example(_routes("MultiHeadCompat", 4, 32, 32), _SEQUENCE, attends=False),  # it returns scores
 }  # fmt: skip
