@@ -197,10 +197,15 @@ def miss_a_reading(rank: int) -> list[dict]:
 
 def keys_in_the_store(rank: int) -> list[int]:
     """How many entries readings leave behind."""
-    store, counts = dist.distributed_c10d._get_default_store(), []
-    with monitor_of(classifier(), metrics=["hdi"]) as one:
+    store, counts, model = dist.distributed_c10d._get_default_store(), [], classifier()
+    with monitor_of(model, metrics=[*METRICS, *ROWS, "token_cosine"]) as one:
         for step in range(8):
+            one.arm()
+            model(batch()).sum().backward()
             one.measure(step)
+            with one.rendezvous.acting():
+                one.rendezvous.share(step)
+                one.rendezvous.failed_apart([], 2)
             dist.barrier()
             counts.append(store.num_keys())
             dist.barrier()

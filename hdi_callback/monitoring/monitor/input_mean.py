@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -141,31 +140,51 @@ class InputSums:
         )
         return cls(sums, variance, energy)
 
-    @classmethod
-    def over_ranks(cls, mean: InputMean, rows: Tensor, add_up: Callable[[Tensor], None]) -> InputSums:
-        """Sums of centred tokens over ranks, from a scatter that is sent with each pair of features once.
+    @staticmethod
+    def scatter_of(mean: InputMean, rows: Tensor) -> Tensor:
+        """The scatter of this rank's centred tokens, to add up over ranks with each pair of features once.
 
-        It is sent in float32, whose rounding changes the sums, which are made of squares, by about 1e-7.
+        It is in float32, whose rounding changes the sums, which are made of squares, by about 1e-7.
 
         Args:
             mean: sums over the tokens of all ranks.
-            rows: ``(n, d)``, float64, centred, times the roots of the weights; of this rank alone.
-            add_up: adds up a tensor over the ranks, in place.
+            rows: ``(n, d)``, float64, centred, times the roots of the weights.
+
+        Returns:
+            Its rows in four chunks, each from the diagonal on, as one flat tensor; these leave out 3/8 of it.
+        """
+        small = (rows / _scale_of(mean)).float()
+        d = small.shape[-1]
+        return torch.cat([(small[:, start:end].mT @ small[:, start:]).flatten() for start, end in _chunks(d)])
+
+    @staticmethod
+    def bytes_of_scatter(width: int) -> int:
+        """Bytes of the result of `scatter_of`.
+
+        Args:
+            width: features of a token.
+
+        Returns:
+            A little more than half of those of a whole scatter.
+        """
+        return 4 * sum((end - start) * (width - start) for start, end in _chunks(width))
+
+    @classmethod
+    def of_scatter(cls, mean: InputMean, half: Tensor) -> InputSums:
+        """Sums from a scatter over all ranks.
+
+        Args:
+            mean: sums over the tokens of all ranks.
+            half: the sum of the results of `scatter_of`.
 
         Returns:
             The sums.
         """
-        scale = mean.size.sqrt()
-        scale = torch.where(scale > 0, scale, 1)
-        small = (rows / scale).float()
-        d = small.shape[-1]
-        step = max(1, -(-d // 4))  # four chunks leave out 3/8 of the product
-        blocks = [(small[:, start : start + step].mT @ small[:, start:]).flatten() for start in range(0, d, step)]
-        half = torch.cat(blocks)
-        add_up(half)
+        d, scale = mean.total.shape[-1], _scale_of(mean)
         trace = energy = torch.zeros((), dtype=torch.float64, device=half.device)
-        for block, start in zip(torch.split(half, [one.numel() for one in blocks]), range(0, d, step)):
-            block = block.view(min(step, d - start), d - start).double()
+        sizes = [(end - start) * (d - start) for start, end in _chunks(d)]
+        for block, (start, end) in zip(torch.split(half, sizes), _chunks(d)):
+            block = block.view(end - start, d - start).double()
             own = block[:, : len(block)]
             trace = trace + own.diagonal().sum()
             # Pairs with later features count twice, above and below the diagonal.
@@ -191,6 +210,17 @@ class InputSums:
             torch.where(known & (pairs > 0), cosine.clamp(-1, 1), torch.nan),
             mean.count,
         )
+
+
+def _scale_of(mean: InputMean) -> Tensor:
+    scale = mean.size.sqrt()
+    return torch.where(scale > 0, scale, 1)
+
+
+def _chunks(width: int) -> list[tuple[int, int]]:
+    """First and last row of each chunk of a scatter."""
+    step = max(1, -(-width // 4))
+    return [(start, min(start + step, width)) for start in range(0, width, step)]
 
 
 _PARTS = 8

@@ -23,6 +23,7 @@ from hdi_callback.monitoring.monitor.collected import Collected
 from hdi_callback.monitoring.monitor.gathers import Gather
 from hdi_callback.monitoring.monitor.input_mean import InputMean, InputSums
 from hdi_callback.monitoring.monitor.join import join
+from hdi_callback.monitoring.monitor.outputs import in_rounds
 from hdi_callback.monitoring.monitor.rotation import LayerRotation
 from hdi_callback.monitoring.monitor.weights import WeightReader
 from hdi_callback.monitoring.ranks import Ranks
@@ -143,18 +144,16 @@ class LayerInputs(Collected):
             with self._reader.gathers.planned(ranks, (one for layer in layers for one in self._gathered(layer))):
                 means = [_mean_of(layer, self._tokens_of(layer, device), device) for layer in layers]
         added = iter(ranks.sum([tensor for mean in means for tensor in mean.tensors()], device))
+        pooled = [InputMean(*(next(added) for _ in mean.tensors())) for mean in means]
         measured: dict[tuple[Any, ...], list[tuple[str, Any]]] = {}
         with self._reader.gathers.planned(ranks, self._gathered_of(layers)):
-            for layer in layers:
-                held = self._tokens_of(layer, device)
-                mean = InputMean(*(next(added) for _ in means[0].tensors())) if ranks.size > 1 else None
+            for part in self._rounds(layers, ranks):
                 with without_autocast(device):
-                    sums, scatter = self._add_up(layer, mean, held, ranks, device)
-                for source, values in self._measure_one(layer, sums, scatter, ranks, device, absent):
-                    if layer.name in left_out:
-                        continue
-                    if ranks.size > 1 or held is not None:
-                        measured.setdefault((source, layer.num_key_heads), []).append((layer.name, values))
+                    each = self._add_up(layers[part], pooled[part], ranks, device)
+                for layer, (is_held, sums, scatter) in zip(layers[part], each):
+                    for source, values in self._measure_one(layer, sums, scatter, ranks, device, absent):
+                        if is_held and layer.name not in left_out:
+                            measured.setdefault((source, layer.num_key_heads), []).append((layer.name, values))
         return [join(source, group) for (source, _), group in measured.items()]
 
     def _gathered_of(self, layers: Sequence[AttentionLayer]) -> Iterator[tuple[Hashable, Gather]]:
@@ -174,7 +173,33 @@ class LayerInputs(Collected):
             absent.reasons.update({absence_of(source, name): f"they are not known: {why}" for source in self._sources})
         return [layer for layer in layers if layer.name not in parts]
 
+    def _rounds(self, layers: Sequence[AttentionLayer], ranks: Ranks) -> Iterator[slice]:
+        """The layers whose scatters are added up over the ranks in one call, as each call waits for all of them."""
+        if ranks.size == 1 or KEYS in self._sources:
+            return (slice(place, place + 1) for place in range(len(layers)))
+        return in_rounds([InputSums.bytes_of_scatter(_width(layer)) for layer in layers])
+
     def _add_up(
+        self, layers: Sequence[AttentionLayer], means: Sequence[InputMean], ranks: Ranks, device: torch.device
+    ) -> list[tuple[bool, InputSums, Tensor | None]]:
+        """For each layer whether there are tokens, their sums, and their scatter where keys need it."""
+        if ranks.size == 1 or KEYS in self._sources:
+            found = []
+            for place, layer in enumerate(layers):
+                held = self._tokens_of(layer, device)
+                mean = means[place] if means else None
+                found.append((ranks.size > 1 or held is not None, *self._sums_of(layer, mean, held, ranks, device)))
+            return found
+        scatters = [
+            InputSums.scatter_of(mean, _rows_of(layer, mean, self._tokens_of(layer, device), device))
+            for layer, mean in zip(layers, means)
+        ]
+        room = torch.cat(scatters) if len(scatters) > 1 else scatters[0]
+        ranks.add_up(room)
+        halves = torch.split(room, [one.numel() for one in scatters])
+        return [(True, InputSums.of_scatter(mean, half), None) for mean, half in zip(means, halves)]
+
+    def _sums_of(
         self,
         layer: AttentionLayer,
         mean: InputMean | None,
@@ -189,14 +214,9 @@ class LayerInputs(Collected):
             if found is not None:
                 return found, None
         mean = _mean_of(layer, held, device) if mean is None else mean
-        rows = torch.zeros(0, _width(layer), dtype=torch.float64, device=device)
-        if held is not None:
-            tokens, weights = held
-            rows = (tokens.double() - mean.total / mean.count.clamp_min(1)).mul_(weights.sqrt()[:, None])
+        rows = _rows_of(layer, mean, held, device)
         if is_of_tokens_alone:
             return InputSums.of_rows(mean, rows, torch.zeros(0) if held is None else held[1]), None
-        if KEYS not in self._sources:
-            return InputSums.over_ranks(mean, rows, ranks.add_up), None
         (scatter,) = ranks.sum([rows.mT @ rows], device)
         return InputSums(mean, scatter.diagonal().sum(), scatter.square().sum()), scatter
 
@@ -259,6 +279,16 @@ class LayerInputs(Collected):
 
 def _mean_of(layer: AttentionLayer, held: tuple[Tensor, Tensor] | None, device: torch.device) -> InputMean:
     return InputMean.none(_width(layer), device) if held is None else InputMean.of(held[0].double(), held[1])
+
+
+def _rows_of(
+    layer: AttentionLayer, mean: InputMean, held: tuple[Tensor, Tensor] | None, device: torch.device
+) -> Tensor:
+    """The tokens of this rank, centred, times the roots of their weights: ``(n, d)``, float64."""
+    if held is None:
+        return torch.zeros(0, _width(layer), dtype=torch.float64, device=device)
+    tokens, weights = held
+    return (tokens.double() - mean.total / mean.count.clamp_min(1)).mul_(weights.sqrt()[:, None])
 
 
 def _width(layer: AttentionLayer) -> int:

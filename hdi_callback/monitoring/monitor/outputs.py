@@ -201,7 +201,7 @@ class HeadOutputs(OutputCapture):
             with self._reader.gathers.planned(ranks, self._gathered_of(shares, outputs=True, weights=True)):
                 return [self._own(share, None, ranks, device, absent) for share in shares]
         sums: list[OutputSums] = []
-        for part in _in_rounds([_bytes_of_scatter(layer) for layer in layers]):
+        for part in in_rounds([_bytes_of_scatter(layer) for layer in layers]):
             sizes = [_bytes_of_scatter(layer) // 4 for layer in layers[part]]
             room = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
             scatters = torch.split(room, sizes)
@@ -357,8 +357,15 @@ def _bytes_of_scatter(layer: AttentionLayer) -> int:
     return 4 * HeadSums.scatter_size(layer.num_heads, layer.value_dim)
 
 
-def _in_rounds(sizes: Sequence[int]) -> Iterator[slice]:
-    """Split layers into rounds of at most `_ROUND` bytes, or of one layer; depends on sizes alone."""
+def in_rounds(sizes: Sequence[int]) -> Iterator[slice]:
+    """Split layers into rounds of at most 4 MiB, or of one layer; depends on sizes alone.
+
+    Args:
+        sizes: bytes of each layer.
+
+    Yields:
+        Places of the layers of a round.
+    """
     first, held = 0, 0
     for place, size in enumerate(sizes):
         if place > first and held + size > _ROUND:

@@ -323,10 +323,12 @@ class AttentionReadings:
         sums = [self._sums.get(layer.name, RowSums.none(layer.num_heads, device)) for layer in layers]
         # Sequence lengths may differ between ranks; the shapes of sums must not.
         widths = [torch.tensor(float(one.rows.columns.shape[-1]), device=device) for one in sums]
-        keys = [int(width) for width in ranks.largest(widths, device)]
+        # The widths and the largest scores are exchanged at once, as each call waits for all ranks.
+        tops = [tensor for one in sums for tensor in one.largest()]
+        widths, largest = _split(ranks.largest([*widths, *tops], device), len(widths))
+        keys = [int(width) for width in widths]
         sums = [replace(one, rows=one.rows.padded(width)) for one, width in zip(sums, keys)]
         added = ranks.sum([tensor for one in sums for tensor in one.added()], device)
-        largest = ranks.largest([tensor for one in sums for tensor in one.largest()], device)
         totals = {}
         for layer, one, width in zip(layers, sums, keys):
             of_sum, added = added[: len(one.added())], added[len(one.added()) :]
@@ -419,3 +421,7 @@ def _added(part: Any) -> list[str]:
 
 def _is_in(path: str, name: str) -> bool:
     return path.startswith(f"{name}.") or (name == "" and path != "")
+
+
+def _split(tensors: list[Tensor], first: int) -> tuple[list[Tensor], list[Tensor]]:
+    return tensors[:first], tensors[first:]
