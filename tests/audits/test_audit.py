@@ -294,3 +294,21 @@ def test_an_audit_as_plain_data_survives_json(folder):
     assert data["is_unusual"] is True
     assert data["findings"][0]["heads"] == [1, 3]
     assert len(data["layers"]) == 3
+
+
+def test_weights_of_another_shape_than_the_config_says_are_not_read(llama, tmp_path):
+    from safetensors.torch import save_file
+
+    state = {name: value.clone() for name, value in llama.state_dict().items() if "layers" in name}
+    name = "model.layers.1.self_attn.k_proj.weight"
+    save_file({**state, name: state[name][:16].clone()}, tmp_path / "model.safetensors")
+    llama.config.save_pretrained(tmp_path)
+    found = audit(tmp_path)
+    absent = [layer.absent for layer in found.layers]
+    assert absent == ["", "`k_proj.weight`: it is (16, 64) in the file and (32, 64) in the model", ""]
+
+
+def test_a_file_that_holds_no_mapping_is_no_checkpoint(tmp_path):
+    torch.save([torch.zeros(2)], tmp_path / "list.pt")
+    with pytest.raises(MisconfigurationError, match="holds a list, expected a checkpoint or a state dict"):
+        audit(tmp_path / "list.pt", model_class=Encoder)

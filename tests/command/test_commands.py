@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -14,6 +15,8 @@ from click.testing import CliRunner, Result
 from torch import nn
 
 from hdi_callback.command.commands import hdi
+from hdi_callback.command.progress import layer_progress
+from hdi_callback.command.terminal import colour_of
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.readings import LayerRecord, Record
 from tests.dashboards.report.synthetic import write_run
@@ -201,6 +204,7 @@ def test_allocate_names_the_metrics_that_the_run_must_measure(bad_run, tmp_path)
     (found,) = json.loads(run("allocate", tmp_path, "--keys", 64, "--json").stdout)
     assert (found["layer"], found["num_heads"], found["step"]) == ("attn", 8, 50)
     assert (found["best_head_dim"] is None) == (found["reason"] is not None)
+    assert found["best_num_heads"] * found["best_head_dim"] == 64
 
 
 @pytest.mark.parametrize("content", [b"hello\nworld\n", b"\xff\xfe{\x00", b'{"a": 1}\n'])
@@ -357,3 +361,61 @@ def test_a_threshold_whose_pattern_matches_no_layer_is_refused(bad_run, words):
     assert shown.exit_code == 2
     assert "'decoder.*'" in shown.stderr
     assert ("model.blocks.0.attn" if words[0] == "replay" else "first") in shown.stderr
+
+
+@pytest.mark.parametrize("limit", ["=0.5", "encoder.*:=0.5", "pair"])
+def test_a_threshold_without_a_name_or_a_number_is_refused_with_examples(bad_run, limit):
+    shown = run("replay", bad_run, "--threshold", limit)
+    assert shown.exit_code == 2
+    assert f"`--threshold {limit}` cannot be read: write --threshold pair=0.9" in shown.stderr
+
+
+def test_cells_have_the_colours_of_cividis():
+    from matplotlib import colormaps
+
+    for value in (0.0, 0.2, 0.5, 0.8, 0.9, 1.0):
+        truth = [255 * one for one in colormaps["cividis"](value)[:3]]
+        assert colour_of(value) == pytest.approx(truth, abs=8)
+
+
+def test_a_warning_goes_to_the_error_stream_and_names_keep_their_letters_in_json(tmp_path):
+    path = tmp_path / "history.jsonl"
+    write_run(path, name="слой.{}".format)
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    path.write_text("".join([*lines[:3], "half a line\n", *lines[3:]]), encoding="utf-8")
+    shown = run("alerts", tmp_path, "--json")
+    assert "слой.2" in shown.stdout
+    assert json.loads(shown.stdout)["active"][0]["layer"] == "слой.2"
+    assert "line 4 (it is not JSON)" in shown.stderr
+
+
+def test_a_history_file_is_a_run_by_itself(bad_run):
+    assert run("alerts", bad_run / "hdi" / "history.jsonl").stdout == run("alerts", bad_run).stdout
+
+
+def test_progress_is_shown_on_a_terminal_alone_with_names_as_they_are(monkeypatch):
+    with layer_progress(is_quiet=False) as progress:
+        assert progress is None
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    with layer_progress(is_quiet=True) as progress:
+        assert progress is None
+    with layer_progress(is_quiet=False) as progress:
+        progress(1, 2, "[red].attn")
+    assert "[red].attn" in screen.getvalue()
+    assert screen.getvalue().endswith("\x1b[2K")  # the last line is erased
+
+
+def test_what_is_read_from_head_outputs_is_not_said_to_come_from_weights():
+    assert re.search(r"read from +head outputs$", run("explain", "head_covariance").output, re.M)
+    assert re.search(r"read from +key weights$", run("explain", "hdi").output, re.M)
+
+
+def test_long_paths_are_not_broken_in_a_comparison(tmp_path):
+    paths = [tmp_path / f"{'long' * 20}_{name}" for name in "ab"]
+    for path in paths:
+        write_run(path / "history.jsonl", steps=1, collapsed=None)
+    lines = run("compare", *paths, width=60).output.splitlines()
+    assert lines[:2] == [f"A  {paths[0]}", f"B  {paths[1]}"]

@@ -3,8 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
+import torch
+from matplotlib.colors import to_rgb
 
 from hdi_callback.dashboards.figures import plot_trajectories
+from hdi_callback.dashboards.maps import HeadPanel, draw_heads
+from hdi_callback.dashboards.pictures import can_draw
 from hdi_callback.errors import MisconfigurationError
 
 
@@ -69,3 +73,31 @@ def test_with_many_layers_the_legend_names_the_outermost_ones():
     colours = {line.get_label(): line.get_color() for line in figure.axes[0].lines}
     assert colours["layer 3"] == "0.75"
     assert colours["layer 39"] not in {colours["layer 38"], "0.75"}
+
+
+def test_named_layers_among_many_have_colours_that_can_be_told_apart():
+    history = frame(layers=40)
+    lines = plot_trajectories(history, metrics=["hdi"]).axes[0].lines
+    named = [to_rgb(line.get_color()) for line in lines if line.get_label() in ("layer 38", "layer 39")]
+    assert np.abs(np.subtract(*named)).max() > 0.3
+
+
+def test_pictures_are_drawn_where_matplotlib_is_installed(monkeypatch):
+    assert can_draw()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert not can_draw()
+
+
+def test_the_numbers_of_an_alerted_pair_are_bold_and_red():
+    alignment = torch.eye(4, dtype=torch.float64)
+    figure = draw_heads([HeadPanel("attn", alignment, (1, 3), 0.9, is_alerted=True)], 50)
+    labels = [*figure.axes[0].get_xticklabels(), *figure.axes[0].get_yticklabels()]
+    marked = [label.get_text() for label in labels if label.get_fontweight() == "bold" and label.get_color() != "black"]
+    assert marked == ["1", "3", "1", "3"]
+
+
+def test_up_to_eight_heads_the_map_holds_the_numbers_of_their_pairs():
+    for heads, numbers in ((8, 56), (9, 0)):
+        alignment = torch.full((heads, heads), 0.25, dtype=torch.float64).fill_diagonal_(float("nan"))
+        figure = draw_heads([HeadPanel("attn", alignment, (1, 3), 0.25)], 50)
+        assert [text.get_text() for text in figure.axes[0].texts] == ["0.25"] * numbers

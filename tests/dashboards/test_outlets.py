@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import re
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from hdi_callback.dashboards.console import AlertLines, print_layers
-from hdi_callback.dashboards.tensorboard import Board
+from hdi_callback.dashboards.loggers import LoggerSink
+from hdi_callback.dashboards.tensorboard import Board, lay_out_charts
 from hdi_callback.dashboards.wandb import RunLog, RunTables
 from hdi_callback.errors import HeadCollapseWarning
 from hdi_callback.monitoring.alerts import Alert, Finding
@@ -148,3 +151,77 @@ def test_an_exception_whose_message_raises_costs_one_warning():
             raise MuteError
     (only,) = caught
     assert str(only.message) == r"a thing with \ud800 in its name failed (MuteError). Training goes on."
+
+
+def test_of_many_layers_tensorboard_has_charts_of_eight_with_their_marks_and_the_scale():
+    writer = RefusesOne("refused")
+    writer.add_custom_scalars = lambda layout: writer.written.update(layout)
+    names = [f"layer.{number}" for number in range(10)]
+    lay_out_charts(writer, ["hdi", "hdi_worst_pair"], layers=names)
+    charts = writer.written["head diversity, layers in groups"]
+    assert list(charts) == ["hdi_worst_pair: layer.0 to layer.7", "hdi_worst_pair: layer.8 to layer.9"]
+    kind, patterns = charts["hdi_worst_pair: layer.8 to layer.9"]
+    tags = [f"{start}hdi_worst_pair/{name}" for start in ("", "alert/") for name in names]
+    shown = {tag for tag in [*tags, "scale/chance", "hdi/layer.8"] if any(re.search(one, tag) for one in patterns)}
+    assert kind == "Multiline"
+    assert shown == {tag for tag in tags if tag.endswith(("8", "9"))} | {"scale/chance"}
+    writer.written.clear()
+    lay_out_charts(writer, ["hdi", "hdi_worst_pair"], layers=names[:8])
+    assert "head diversity, layers in groups" not in writer.written
+
+
+def test_after_sixty_lines_of_alerts_one_says_where_the_others_are():
+    lines = []
+    printed = AlertLines(lines.append, "here.jsonl")
+    for step in range(70):
+        printed.write(result({"a": 0.5}, [alert("a", rule=f"rule {step}")], step=step))
+    assert len(lines) == 61
+    assert lines[-1] == "hdi_callback prints no further alerts; all of them are in here.jsonl."
+
+
+def test_tables_are_logged_with_new_alerts_at_most_every_five_minutes_and_at_the_end(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    tables, quiet, loud = RunTables(["hdi"]), result({"a": 0.5}), result({"a": 0.5}, [alert("a")])
+    assert tables.add(quiet) == {}
+    assert len(tables.add(loud)["attention_heads/alert_table"][1]) == 1
+    now[0] += 299
+    assert tables.add(loud) == {}
+    now[0] += 2
+    assert len(tables.add(quiet)["attention_heads/alert_table"][1]) == 2
+    now[0] += 1000
+    assert tables.add(quiet) == {}
+    assert len(tables.add(replace(quiet, is_last=True))) == 2
+
+
+def test_an_alert_of_many_layers_is_one_line_with_three_of_their_names_and_how_many_more():
+    lines = []
+    AlertLines(lines.append).write(result(dict.fromkeys("abcdef", 0.5), [alert(name, rule="own") for name in "abcdef"]))
+    assert lines == ["hdi_callback warning: step 3, a: what happened (and so in b, c, d and 2 more)"]
+
+
+def test_loggers_are_told_apart_by_their_methods():
+    texts = []
+    comet = SimpleNamespace(log_text=lambda text, step: texts.append((text, step)), log_image=None, log_other=None)
+    aim = SimpleNamespace(track=None, get_image_sequence=None, get_text_sequence=None)
+    logger = SimpleNamespace(experiment=comet, log_metrics=lambda metrics, step: None)
+    sink = LoggerSink(logger, ["hdi"], "")
+    sink.write(result({"a": 0.5}, [alert("a")]))
+    assert texts == [("warning: step 3, a: what happened", 3)]
+    assert sink.pictures() is not None
+    assert LoggerSink(SimpleNamespace(experiment=aim), ["hdi"], "").pictures() is not None
+    assert LoggerSink(SimpleNamespace(), ["hdi"], "").pictures() is None
+
+
+def test_a_run_of_wandb_gets_the_tables_with_the_row_of_their_reading():
+    logged = []
+    run = SimpleNamespace(
+        define_metric=lambda *args, **options: None,
+        log=lambda row, commit=True: logged.append((row, commit)),
+        alert=lambda **options: None,
+    )
+    RunLog(run, ["hdi"], ["a"]).write(replace(result({"a": 0.5}), is_last=True))
+    (tables, is_row), (row, is_committed) = logged
+    assert (is_row, is_committed) == (False, True)
+    assert tables["attention_heads/layer_table"].data == [[3, "a", "", "", 0.5]]
+    assert row["hdi/a"] == 0.5

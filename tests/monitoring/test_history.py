@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hdi_callback import replay
 from hdi_callback.errors import MisconfigurationError, MonitoringWarning
 from hdi_callback.monitoring.history import History, load_history, read_history, read_lines, read_records
+from hdi_callback.monitoring.history.files import locked
 from hdi_callback.monitoring.history.place import place_history
 from hdi_callback.monitoring.readings import LayerRecord, Record
 from hdi_callback.monitoring.rules.replay import read_alerts
@@ -447,3 +448,33 @@ def test_facts_that_json_cannot_represent_do_not_lose_the_line(tmp_path):
 
 def read_lines_of_any_kind(path) -> list[dict]:
     return [json.loads(text) for text in path.read_text().splitlines()]
+
+
+def test_the_frame_holds_the_worst_pair_of_each_layer_that_has_one(tmp_path):
+    history = History(tmp_path / "history.jsonl")
+    history.write(record_at(10))
+    history.write(Record(20, {"attn": LayerRecord({"hdi": 0.4})}))
+    frame = load_history(history.path)
+    assert frame["worst_pair"][0] == (1, 3)
+    assert not isinstance(frame["worst_pair"][1], tuple)
+
+
+def test_a_checkpoint_whose_history_is_not_there_begins_a_new_one_and_says_so(tmp_path):
+    said = []
+    state = {"history": str(tmp_path / "gone" / "history.jsonl"), "run": "abc"}
+    history = place_history(True, tmp_path, state=state, say=lambda kind, message: said.append((kind, message)))
+    assert history.path == tmp_path / "hdi" / "history.jsonl"
+    ((kind, message),) = said
+    assert kind == "no history"
+    assert "gone" in message
+    assert place_history(True, tmp_path, state=state).path == history.path  # without a word where nobody listens
+
+
+def test_while_a_line_is_written_no_other_writer_gets_the_lock(tmp_path):
+    fcntl = pytest.importorskip("fcntl")
+    path = tmp_path / "history.jsonl"
+    with path.open("ab", buffering=0) as one, path.open("ab", buffering=0) as other:
+        with locked(one), pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with locked(one), locked(other):  # which does not wait for it
+            pass

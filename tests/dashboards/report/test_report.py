@@ -14,6 +14,7 @@ from torch import nn
 
 from hdi_callback import audit, report
 from hdi_callback.dashboards.report.losses import find_losses
+from hdi_callback.dashboards.report.pair_matrices import pair_alignment
 from hdi_callback.dashboards.report.runs import page_of_run
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.history import History, read_history
@@ -238,3 +239,55 @@ def test_the_title_lists_the_names_of_all_runs(tmp_path):
         write_run(tmp_path / name / "history.jsonl", steps=1, collapsed=None)
     page = report(*(tmp_path / name for name in "abc"), path=tmp_path / "page.html")
     assert "<title>Attention heads of a, b and c</title>" in page.path.read_text()
+
+
+def test_the_page_explains_its_colours_and_marks(runs, tmp_path):
+    text = read(report(runs / "bad", path=tmp_path / "page.html").path).text
+    explained = (
+        "0: as by chance",
+        "0.8: limit of a pair",
+        "1: identical heads",
+        "not measured",
+        "the pair that is named",
+    )
+    assert [words for words in explained if words not in text] == []
+
+
+def test_a_run_is_named_by_its_folder_and_by_its_file_where_it_is_not_the_first(tmp_path):
+    files = {"hdi/history.jsonl": "run", "hdi/history-1.jsonl": "run (history-1)", "plain.jsonl": "run (plain)"}
+    for file, name in files.items():
+        History(tmp_path / "run" / file).begin(0, [])
+        assert page_of_run(tmp_path / "run" / file).name == name
+
+
+def test_alignment_comes_from_overlap_and_chance_and_is_missing_without_either():
+    overlap = torch.tensor([[1.0, 0.4], [0.4, 1.0]])
+    layer = LayerRecord({"hdi_chance": 0.75})
+    assert torch.allclose(pair_alignment({"overlap": overlap}, layer), torch.tensor([[1.0, 0.2], [0.2, 1.0]]))
+    assert pair_alignment({}, layer) is None
+    assert pair_alignment({"overlap": overlap}, None) is None
+    assert pair_alignment({"overlap": overlap}, LayerRecord()) is None
+
+
+def test_interventions_pairs_and_the_time_of_a_run_are_on_its_page(tmp_path):
+    write_run(tmp_path / "history.jsonl")
+    history = History(tmp_path / "history.jsonl")
+    history.note("intervention", step=300, intervention="ReviveHeads", layer="model.blocks.2.attn", message="<revived>")
+    page = report(tmp_path, path=tmp_path / "page.html").path
+    text = read(page).text
+    assert "Every intervention (1)" in text
+    assert "<revived>" in text
+    assert "2023-11-14 22:13 UTC, watched for 0:07:00" in text
+    maps = data_of(page)[0]["maps"]
+    assert maps["hdi_worst_alignment"]["pairs"][2][-1] == [1, 3]
+    assert maps["hdi_alignment"]["pairs"] == []
+
+
+def test_losses_on_the_axis_of_a_trainer_are_placed_at_optimizer_steps(tmp_path):
+    history = History(tmp_path / "run" / "hdi" / "history.jsonl")
+    history.begin(0, [])
+    for step in (0, 50, 100):
+        history.write(Record(step, {"attn": LayerRecord({"hdi": 0.5})}, axis=2 * step))
+    (tmp_path / "run" / "metrics.csv").write_text("step,train_loss\n40,3.5\n200,2.5\n")
+    (curve,) = page_of_run(tmp_path / "run").data["losses"]
+    assert (curve["name"], curve["steps"], curve["values"]) == ("train_loss", [20.0, 100.0], [3.5, 2.5])
