@@ -164,7 +164,7 @@ def compare(
         >>> [(layer.name, layer.change("hdi")) for layer in same.layers]
         [('0.self_attn', 0.0)]
     """
-    histories = [_history_of(one) for one in (first, second)]
+    histories = [_history_of(source) for source in (first, second)]
     if histories[0] is not None and histories[1] is not None:
         one, other = (_reading(history, step) for history in histories if history is not None)
         return _compare_records(one, other, str(first), str(second))
@@ -173,7 +173,7 @@ def compare(
         if isinstance(no_run, str | os.PathLike) and ":" not in str(no_run) and not Path(no_run).expanduser().exists():
             find_history(no_run)  # raises an error that the path does not exist
         raise MisconfigurationError(f"`{run}` is a run and `{no_run}` is none: write two of one kind.")
-    a, b = (audit(one, config=config, model_class=model_class, progress=progress) for one in (first, second))
+    a, b = (audit(source, config=config, model_class=model_class, progress=progress) for source in (first, second))
     moved, reasons = _moved(
         open_source(first, config=config, model_class=model_class),
         open_source(second, config=config, model_class=model_class),

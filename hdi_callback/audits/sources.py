@@ -162,7 +162,7 @@ def _places_in_transformers(model: Any, stored: StoredTensors) -> tuple[dict[str
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     mapping = get_model_conversion_mapping(model)
-    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    renamings = [renaming for renaming in mapping if isinstance(renaming, WeightRenaming)]
     converters = [one for one in mapping if isinstance(one, WeightConverter)]
     for name in sorted(stored.names() - set(places.values())):
         renamed, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)

@@ -299,11 +299,11 @@ def _show_alerts(path: Path, found: list[Any], since: int, level: str, as_json: 
     from hdi_callback.monitoring.rules.replay import active_alerts
 
     active = active_alerts(found)
-    shown = [one for one in found if one.step >= since and is_at_least(one.level, level)]  # type: ignore[arg-type]
+    shown = [alert for alert in found if alert.step >= since and is_at_least(alert.level, level)]  # type: ignore[arg-type]
     if as_json:
-        still = [one.to_dict() for one in active]
+        still = [alert.to_dict() for alert in active]
         # `standing` is the name that version 0.1 gave to `active`; it goes with version 0.4.
-        print_json({"alerts": [one.to_dict() for one in shown], "active": still, "standing": still})
+        print_json({"alerts": [alert.to_dict() for alert in shown], "active": still, "standing": still})
     else:
         terminal.print_alerts(terminal.console(), shown, active)
         if not found and not read_records(path):

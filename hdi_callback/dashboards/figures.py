@@ -129,7 +129,7 @@ def plot_layers(history: str | os.PathLike[str] | RunHistory) -> Figure:
         [record.step for record in records],
         measured,
         pairs=pairs,
-        alerts=[(one.step, one.layer, one.finding.heads) for one in reported],
+        alerts=[(alert.step, alert.layer, alert.finding.heads) for alert in reported],
         interventions=[
             (line["step"], line["layer"])
             for line in run.lines
@@ -254,7 +254,7 @@ def _alignment(run: RunHistory, record: Record, name: str) -> Tensor | None:
     matrices = run.matrices(record.step, name)
     if "pair_alignment" in matrices:
         return matrices["pair_alignment"]
-    layers: list[Mapping[str, Any]] = [one for line in run.lines if line["kind"] == "run" for one in line["layers"]]
+    layers: list[Mapping[str, Any]] = [layer for line in run.lines if line["kind"] == "run" for layer in line["layers"]]
     facts = next((layer for layer in layers if layer["name"] == name), {})
     overlap, rank, width = matrices.get("overlap"), record.layers[name].arrays.get("rank"), facts.get("width")
     if overlap is None or not rank or not width:

@@ -166,7 +166,7 @@ def _draw_panel(axis: Any, panel: HeadPanel, *, is_small: bool = False) -> Any:
     mesh = axis.imshow(_masked(rows), cmap=_map(), vmin=0, vmax=1, interpolation="nearest")
     every = next(size for size in (1, 2, 4, 8, 16, 32, 64, 10**9) if heads <= (16 if heads < 100 else 8) * size)
     around = [] if is_small else range(0, heads, every)
-    ticks = [head for head in around if all(abs(head - one) >= 0.7 * every for one in panel.pair)]
+    ticks = [head for head in around if all(abs(head - named) >= 0.7 * every for named in panel.pair)]
     ticks = sorted({*ticks, *panel.pair})
     for setter in (axis.set_xticks, axis.set_yticks):
         setter(ticks, [str(head) for head in ticks], fontsize=7)

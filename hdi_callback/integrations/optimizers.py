@@ -83,7 +83,9 @@ def inner_optimizers(optimizer: Any) -> list[Optimizer]:
 def _parameters_of(optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            yield from (one for one in group["params"] if not (is_lazy(one) or one.is_inference()))
+            yield from (
+                parameter for parameter in group["params"] if not (is_lazy(parameter) or parameter.is_inference())
+            )
 
 
 class OptimizerSteps:
@@ -131,7 +133,7 @@ class OptimizerSteps:
         self._count.clear()
         self._depth.clear()
         self._followed = list(islice(_parameters_of(self._optimizers), _MOST_FOLLOWED))
-        self._versions = [one._version for one in self._followed]
+        self._versions = [parameter._version for parameter in self._followed]
 
     @guarded("watching a step")
     def prepare(self) -> None:
@@ -169,7 +171,7 @@ class OptimizerSteps:
                 "`heads.before_optimizer_step()` before it.",
             )
         has_stepped = bool(self._count) or self._was_compiled
-        if not has_stepped and [one._version for one in self._followed] != self._versions:
+        if not has_stepped and [parameter._version for parameter in self._followed] != self._versions:
             self._warn_once.warn(
                 "other steps",
                 "The weights changed within `with heads.step():`, but the optimizer that was passed to `watch_heads` "

@@ -92,7 +92,8 @@ def _names(runs: tuple[str | os.PathLike[str] | Audit, ...]) -> list[str | None]
     parts = [find_history(run).resolve().parts for run in runs if not isinstance(run, Audit)]
     shared = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, zip(*parts)))
     ends = [
-        "/".join(one for one in part[shared:-1] if one != "hdi") or part[-1].removesuffix(".jsonl") for part in parts
+        "/".join(folder for folder in part[shared:-1] if folder != "hdi") or part[-1].removesuffix(".jsonl")
+        for part in parts
     ]
     return list(ends) if len(set(ends)) == len(ends) else [str(run) for run in runs]
 

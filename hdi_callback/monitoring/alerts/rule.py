@@ -97,7 +97,7 @@ def check_rule(rule: Any) -> Rule:
 
 def _kinds_of(kind: Any) -> list[Any]:
     """All subclasses of a class, however deep."""
-    return [one for child in kind.__subclasses__() for one in (child, *_kinds_of(child))]
+    return [subclass for child in kind.__subclasses__() for subclass in (child, *_kinds_of(child))]
 
 
 def letters_of(name: str) -> str:

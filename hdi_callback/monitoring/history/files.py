@@ -111,7 +111,9 @@ def free_path(path: Path) -> Path:
     Returns:
         That path if it is free, else the next of ``<name>-1``, ``<name>-2``, ...
     """
-    return next(one for one in itertools.chain([path], _numbered_names(path)) if not os.path.lexists(one))
+    return next(
+        candidate for candidate in itertools.chain([path], _numbered_names(path)) if not os.path.lexists(candidate)
+    )
 
 
 def _numbered_names(path: Path) -> Iterator[Path]:

@@ -331,12 +331,12 @@ class _Clipped:
 
     @classmethod
     def of(cls, plain: Mapping[str, Sequence[float | None]]) -> _Clipped:
-        largest = [-math.inf if one is None else one for one in plain["largest"]]
+        largest = [-math.inf if score is None else score for score in plain["largest"]]
         times, scores = (torch.tensor(one, dtype=torch.float32, device="cpu") for one in (plain["times"], largest))
         return cls(times, scores)
 
     def plain(self) -> dict[str, list[float | None]]:
-        largest = [one if math.isfinite(one) else None for one in self.largest.tolist()]
+        largest = [score if math.isfinite(score) else None for score in self.largest.tolist()]
         return {"times": self.times.tolist(), "largest": largest}
 
     def add(self, scores: Tensor, was_clipped: Tensor) -> None:

@@ -103,7 +103,7 @@ class WatchedLayers:
             refusals: name -> refusal; `None` for a module that is not refused any more.
         """
         decided = (refusals.get(refusal.name, refusal) for refusal in self.refused)
-        self.refused = tuple(one for one in decided if one is not None)
+        self.refused = tuple(refusal for refusal in decided if refusal is not None)
 
     def named(self, name: str) -> AttentionLayer:
         """The layer of a name.
@@ -129,7 +129,7 @@ class WatchedLayers:
         around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
         def is_in(patterns: Collection[str] | None) -> bool:
-            return any(matches(one, patterns) for one in around)
+            return any(matches(path, patterns) for path in around)
 
         return is_in(self._include) and not is_in(self._exclude or ())
 

@@ -177,7 +177,9 @@ class HeadVerifier:
         assert self._check is not None
         layers = self._layers
         # A module whose projections are spread over ranks may count only the heads of its own rank.
-        spread = {one.name for one in layers.all if any(layers.sharding.is_sharded(one, role) for role in one.slices)}
+        spread = {
+            layer.name for layer in layers.all if any(layers.sharding.is_sharded(layer, role) for role in layer.slices)
+        }
         with isolated(self._model, keeps_defaults=True):
             verdicts = {name: verdict for name, verdict in observer.verdicts(layers.all).items() if name not in spread}
         against = self._check.contradictions(verdicts, leave_out=spread)
@@ -202,9 +204,9 @@ class HeadVerifier:
             searched = self._search.found(recorded)
             verdicts = observer.verdicts(searched)
             # They were traced with the inputs of this forward, which observation does not outweigh.
-            shown = {one.name: comparison_with_forward(one, verdicts.get(one.name), ()) for one in searched}
+            shown = {layer.name: comparison_with_forward(layer, verdicts.get(layer.name), ()) for layer in searched}
             self._contradictions |= {name: what for name, what in shown.items() if isinstance(what, str)}
-            found += [one for one in searched if one.name not in self._contradictions]
+            found += [layer for layer in searched if layer.name not in self._contradictions]
         reasons, decided = ({}, set()) if self._search is None else (self._search.reasons, self._search.decided)
         observed = layers_observed(observer, [*self._layers.all, *found], reasons, decided)
         return [replace(layer, evidence="forward") for layer in found] + list(filter(self._may_be_watched, observed))
@@ -213,7 +215,7 @@ class HeadVerifier:
         """Return whether a layer from observation alone is chosen and not watched yet."""
         is_spread = any(self._layers.sharding.is_sharded(layer, role) for role in layer.slices)
         # A taken name belongs to a layer that was replaced, or that moved when others before it were deleted.
-        is_free = layer.name not in {one.name for one in self._layers.all}
+        is_free = layer.name not in {other.name for other in self._layers.all}
         return not is_spread and is_free and self._layers.is_chosen(layer.name)
 
     def _warn_of_unexplained(self, observer: AttentionObserver) -> None:
@@ -222,25 +224,29 @@ class HeadVerifier:
         here = set(self._model.modules())
         # A replacement of a layer is reported with that layer.
         refused = {refusal.name for refusal in layers.refused} | {
-            one.name for one in layers.all if one.module not in here
+            layer.name for layer in layers.all if layer.module not in here
         }
         reported = [path for path, _ in self._model.named_modules() if users_name(path) in refused]
         with isolated(self._model, keeps_defaults=True):
             unexplained = observer.unexplained(layers.all, reported=reported)
         found = [
-            one for one in unexplained
-            if one.name not in self._unexplained and layers.is_chosen(users_name(one.name))
+            attention for attention in unexplained
+            if attention.name not in self._unexplained and layers.is_chosen(users_name(attention.name))
         ]  # fmt: skip
-        self._unexplained |= {one.name for one in found}
+        self._unexplained |= {attention.name for attention in found}
         in_part = {layer.name: layer for layer in layers.all if layer.left_out}
-        found = [one for one in found if one.layer not in in_part]  # whose own warning states what is left out
-        found = [replace(one, message=self._of_taken_name(one)) if self._has_taken_name(one) else one for one in found]
+        # The warning of such a layer states what is left out.
+        found = [attention for attention in found if attention.layer not in in_part]
+        found = [
+            replace(attention, message=self._of_taken_name(attention)) if self._has_taken_name(attention) else attention
+            for attention in found
+        ]
         new = [layer for name, layer in in_part.items() if name not in self._read_in_part]
         self._read_in_part |= in_part.keys()
         kinds = (Refusal(layer.name, type(layer.module).__name__, layer.left_out) for layer in new)
         warn_by_kind(zip(kinds, map(message_of_part, new)), stacklevel=6)
-        refusals = [Refusal(users_name(one.name), one.module_type, one.reason) for one in found]
-        warn_by_kind(zip(refusals, (one.message for one in found)), stacklevel=6)
+        refusals = [Refusal(users_name(attention.name), attention.module_type, attention.reason) for attention in found]
+        warn_by_kind(zip(refusals, (attention.message for attention in found)), stacklevel=6)
         layers.refuse(refusal for one, refusal in zip(found, refusals) if not one.layer)
 
     def _has_taken_name(self, one: Unexplained) -> bool:

@@ -70,7 +70,7 @@ class Importances:
         Returns:
             The same sums with slopes divided by that number.
         """
-        heads, groups = (replace(one, slope=one.slope / ranks) for one in (self.heads, self.groups))
+        heads, groups = (replace(sums, slope=sums.slope / ranks) for sums in (self.heads, self.groups))
         return Importances(heads, groups)
 
     def importance(self, worst_pair: Tensor | None) -> HeadImportance:

@@ -141,7 +141,7 @@ class LayerInputs(Collected):
             layers = self._whole_here(layers, absent)
         means = []
         if ranks.size > 1:
-            with self._reader.gathers.planned(ranks, (one for layer in layers for one in self._gathered(layer))):
+            with self._reader.gathers.planned(ranks, (gather for layer in layers for gather in self._gathered(layer))):
                 means = [_mean_of(layer, self._tokens_of(layer, device), device) for layer in layers]
         added = iter(ranks.sum([tensor for mean in means for tensor in mean.tensors()], device))
         pooled = [InputMean(*(next(added) for _ in mean.tensors())) for mean in means]
@@ -229,7 +229,7 @@ class LayerInputs(Collected):
         device: torch.device,
         absent: Absent,
     ) -> Iterator[tuple[str, Any]]:
-        is_here = any(one.name == layer.name for one in self._tapped)
+        is_here = any(tapped.name == layer.name for tapped in self._tapped)
         for source in self._sources:
             found: Any = None
             with absent.unless_measured(source, layer.name), without_autocast(device):
@@ -254,7 +254,7 @@ class LayerInputs(Collected):
         G, d_k = layer.num_key_heads, layer.head_dim
         blank = head_diversity_from_covariance(torch.empty(G, d_k, G, d_k, dtype=torch.float64, device="meta"))
         blanks = {item.name: getattr(blank, item.name) for item in fields(blank)}
-        parts = [torch.zeros(one.shape, dtype=torch.float64, device=device) for one in blanks.values()]
+        parts = [torch.zeros(tensor.shape, dtype=torch.float64, device=device) for tensor in blanks.values()]
         if is_here and ranks.takes(0):
             for name, part in zip(blanks, parts):
                 lost = torch.nan if blanks[name].is_floating_point() else -1

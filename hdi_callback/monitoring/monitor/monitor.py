@@ -307,8 +307,9 @@ class HeadDiversityMonitor:
     def resume(self) -> None:
         """Put the hooks back after `suspend`."""
         *taps, rows = self._captures
-        for one in (*taps, self._verifier, rows):  # in the order of installation, on which compiled graphs have guards
-            one.resume()
+        # In the order of installation, on which compiled graphs have guards.
+        for hooked in (*taps, self._verifier, rows):
+            hooked.resume()
 
     def measure(
         self, step: int, *, epoch: int | None = None, axis: int | None = None, is_last_forward: bool = True
@@ -496,8 +497,8 @@ class HeadDiversityMonitor:
             self._layers.adopt(roster)
             self._verifier.adopt(others_await=roster.awaits)
             absent.reasons.update(roster.absent)
-            for one in collected if is_any_armed else ():
-                one.join_measurement()
+            for source in collected if is_any_armed else ():
+                source.join_measurement()
             measurements = measure_over_ranks(
                 roster,
                 self._layers,

@@ -154,7 +154,7 @@ class HeadOutputs(OutputCapture):
         if held is None:  # on no rank
             return []
         parts: list[Tensor] = []
-        with self._reader.gathers.planned(ranks, (one for layer in layers for one in self._gathered(layer))):
+        with self._reader.gathers.planned(ranks, (gather for layer in layers for gather in self._gathered(layer))):
             for layer in layers:
                 count = torch.zeros((), device=device)
                 total = torch.zeros(layer.num_heads, layer.value_dim, device=device)
@@ -163,7 +163,7 @@ class HeadOutputs(OutputCapture):
                     own = self._whole(layer, outputs)
                     if is_first_holder(outputs):
                         found = count_and_total(own, held[layer.name].weights)
-                        count, total = (one.to(device) for one in found)
+                        count, total = (tensor.to(device) for tensor in found)
                 parts += [count, total]
         added = ranks.sum(parts, device)
         return [total / count.clamp_min(1) for count, total in zip(added[::2], added[1::2])]

@@ -60,7 +60,7 @@ def measure_over_ranks(
     sheets = [_SharedResults(source, every, device) for source in sources]
     found: list[tuple[_SharedResults, Absent, list[Measurement]]] = []
     skipped = {source.name: rotation.skipped(source.name) for source in sources}
-    with reader.gathers.planned(ranks, reader.gathered_for((one, skipped[one.name]) for one in sources)):
+    with reader.gathers.planned(ranks, reader.gathered_for((source, skipped[source.name]) for source in sources)):
         for sheet in sheets:
             missing = Absent(warn_once, quiet_sources=absent.quiet_sources)
             found.append((sheet, missing, reader.measure(sheet.source, missing, ranks, skipped[sheet.source.name])))

@@ -141,7 +141,7 @@ def _finiteness(names: Sequence[str], weights: Mapping[Role, Tensor], *, last: L
         return WeightFiniteness(torch.zeros(len(names), H, dtype=torch.float32, device=some.device))
     # 0 * x is 0 only for finite x; layer by layer, as a product of all layers does not fit into the cache.
     sums = [torch.stack([(own * 0).sum((-2, -1)) for own in weight]) for weight in weights.values()]
-    return WeightFiniteness(torch.stack([by_head(one, H) for one in sums]).isnan().float().sum(0))
+    return WeightFiniteness(torch.stack([by_head(count, H) for count in sums]).isnan().float().sum(0))
 
 
 def _have_norms(weights: Iterable[Tensor]) -> bool:

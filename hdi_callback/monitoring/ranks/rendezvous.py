@@ -305,7 +305,7 @@ class _Exchange:
             numbers = [self._store.add(key, 0) for key in keys]
             return " ".join(str(one) for one, number in enumerate(numbers) if 0 < number < self.ranks.size)
 
-        return [int(one) for one in self._agree_on(place, judge).split()]
+        return [int(number) for number in self._agree_on(place, judge).split()]
 
     def _of_act(self) -> tuple[str, str]:
         """Where the ranks share what to do, and where they tell what has failed."""
@@ -365,7 +365,7 @@ class _Exchange:
 
     def _texts_of(self, place: str, verdict: str) -> dict[int, str]:
         _, _, listed, places = verdict.split()
-        known, of_ranks = listed.split(","), [int(one) for one in places.split(",")]
+        known, of_ranks = listed.split(","), [int(place_of_text) for place_of_text in places.split(",")]
         for digest in known:
             if digest not in self._texts:
                 self._texts[digest] = self._store.get(f"{self._place}/text/{digest}").decode()

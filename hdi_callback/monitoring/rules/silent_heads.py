@@ -145,7 +145,7 @@ class UntrainedWeights(Rule):
             return None
         share = count / own
         heads = tuple(head for head, one in enumerate(shares) if share <= one <= share + self.margin)
-        if any(not share <= one <= share + self.margin for one in rows) or not heads:
+        if any(not share <= row <= share + self.margin for row in rows) or not heads:
             return None
         if any(one > self.margin for head, one in enumerate(shares) if head not in heads):
             return None
