@@ -308,7 +308,7 @@ def test_weights_of_another_shape_than_the_config_says_are_not_read(llama, tmp_p
     assert absent == ["", "`k_proj.weight`: it is (16, 64) in the file and (32, 64) in the model", ""]
 
 
-def test_a_file_that_holds_no_mapping_is_no_checkpoint(tmp_path):
+def test_a_file_without_a_mapping_is_refused_as_a_checkpoint(tmp_path):
     torch.save([torch.zeros(2)], tmp_path / "list.pt")
     with pytest.raises(MisconfigurationError, match="holds a list, expected a checkpoint or a state dict"):
         audit(tmp_path / "list.pt", model_class=Encoder)

@@ -68,7 +68,7 @@ def test_two_runs_are_compared_at_a_step(tmp_path):
         compare(tmp_path / "x", nn.Linear(2, 2))
 
 
-def test_a_run_is_compared_with_runs_alone_and_a_path_that_does_not_exist_is_named(tmp_path):
+def test_a_run_is_compared_only_with_runs_and_a_missing_path_is_named(tmp_path):
     write_run(tmp_path / "run" / "history.jsonl", steps=1, collapsed=None)
     with pytest.raises(MisconfigurationError, match=r"There is no file or folder .*nowhere"):
         compare(tmp_path / "run", tmp_path / "nowhere")

@@ -393,7 +393,7 @@ def test_a_history_file_is_a_run_by_itself(bad_run):
     assert run("alerts", bad_run / "hdi" / "history.jsonl").stdout == run("alerts", bad_run).stdout
 
 
-def test_progress_is_shown_on_a_terminal_alone_with_names_as_they_are(monkeypatch):
+def test_progress_is_shown_only_on_a_terminal_with_unchanged_names(monkeypatch):
     with layer_progress(is_quiet=False) as progress:
         assert progress is None
     screen = io.StringIO()
@@ -408,7 +408,7 @@ def test_progress_is_shown_on_a_terminal_alone_with_names_as_they_are(monkeypatc
     assert screen.getvalue().endswith("\x1b[2K")  # the last line is erased
 
 
-def test_what_is_read_from_head_outputs_is_not_said_to_come_from_weights():
+def test_curves_of_head_outputs_are_not_attributed_to_weights():
     assert re.search(r"read from +head outputs$", run("explain", "head_covariance").output, re.M)
     assert re.search(r"read from +key weights$", run("explain", "hdi").output, re.M)
 

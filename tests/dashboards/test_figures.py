@@ -96,7 +96,7 @@ def test_the_numbers_of_an_alerted_pair_are_bold_and_red():
     assert marked == ["1", "3", "1", "3"]
 
 
-def test_up_to_eight_heads_the_map_holds_the_numbers_of_their_pairs():
+def test_the_map_of_up_to_eight_heads_prints_the_numbers_of_their_pairs():
     for heads, numbers in ((8, 56), (9, 0)):
         alignment = torch.full((heads, heads), 0.25, dtype=torch.float64).fill_diagonal_(float("nan"))
         figure = draw_heads([HeadPanel("attn", alignment, (1, 3), 0.25)], 50)

@@ -153,7 +153,7 @@ def test_an_exception_whose_message_raises_costs_one_warning():
     assert str(only.message) == r"a thing with \ud800 in its name failed (MuteError). Training goes on."
 
 
-def test_of_many_layers_tensorboard_has_charts_of_eight_with_their_marks_and_the_scale():
+def test_tensorboard_charts_of_many_layers_hold_eight_with_their_marks_and_the_scale():
     writer = RefusesOne("refused")
     writer.add_custom_scalars = lambda layout: writer.written.update(layout)
     names = [f"layer.{number}" for number in range(10)]
@@ -170,7 +170,7 @@ def test_of_many_layers_tensorboard_has_charts_of_eight_with_their_marks_and_the
     assert "head diversity, layers in groups" not in writer.written
 
 
-def test_after_sixty_lines_of_alerts_one_says_where_the_others_are():
+def test_after_sixty_alert_lines_one_line_names_the_place_of_the_others():
     lines = []
     printed = AlertLines(lines.append, "here.jsonl")
     for step in range(70):

@@ -459,7 +459,7 @@ def test_the_frame_holds_the_worst_pair_of_each_layer_that_has_one(tmp_path):
     assert not isinstance(frame["worst_pair"][1], tuple)
 
 
-def test_a_checkpoint_whose_history_is_not_there_begins_a_new_one_and_says_so(tmp_path):
+def test_a_checkpoint_without_its_history_starts_a_new_one_with_a_warning(tmp_path):
     said = []
     state = {"history": str(tmp_path / "gone" / "history.jsonl"), "run": "abc"}
     history = place_history(True, tmp_path, state=state, say=lambda kind, message: said.append((kind, message)))

@@ -722,7 +722,7 @@ def test_weights_that_no_step_changes_are_reported_with_their_share(left, said):
         ("q", None, ""),
     ],
 )
-def test_heads_that_begin_at_zero_and_get_no_gradient_are_named(zero, rule, said):
+def test_heads_initialised_at_zero_without_a_gradient_are_reported(zero, rule, said):
     x = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(2))
 
     def train(step, model):

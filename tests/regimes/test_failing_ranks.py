@@ -267,7 +267,7 @@ def split_by_heads(model):
 @pytest.mark.slow
 @pytest.mark.parametrize(("call", "tensor_parallel"), [(2, False), (11, False), (2, True)])
 @pytest.mark.parametrize("place", PLACES_OF_SHARDS)
-def test_a_rank_that_fails_while_shards_are_gathered_gathers_as_the_others_do(two_ranks, place, call, tensor_parallel):
+def test_a_rank_that_fails_while_gathering_shards_still_joins_every_collective(two_ranks, place, call, tensor_parallel):
     ranks = [rank.answer for rank in two_ranks(train_sharded, place, call, tensor_parallel)]
     for rank in ranks:
         assert rank["sums"] == [[3.0] * 3] * 3, "the training's own calls meet their like"

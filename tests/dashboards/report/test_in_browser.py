@@ -154,7 +154,7 @@ def test_a_curve_below_chance_stays_inside_its_plot(browser, pages):
     assert range_ < lowest < -0.02
 
 
-def test_the_last_step_is_labelled_however_many_digits_it_has(browser, pages):
+def test_the_last_step_is_labelled_with_any_number_of_digits(browser, pages):
     browser.open(pages["wide"].as_uri(), width=1440, ready=DRAWN)
     labels = browser.value("[...document.querySelectorAll('.layers-map .xtick text')].map((one) => one.textContent)")
     assert labels[-1] == "2900000"

@@ -82,7 +82,7 @@ def test_a_run_without_alerts_says_so_and_names_its_closest_pair(runs, tmp_path)
     assert "No active alert. The two closest heads are" in read(found.path).text
 
 
-def test_the_verdict_names_layers_of_which_no_two_heads_were_compared(tmp_path):
+def test_the_verdict_names_layers_without_compared_heads(tmp_path):
     write_run(tmp_path / "one" / "history.jsonl", heads=1, collapsed=None)
     page = page_of_run(tmp_path / "one")
     assert page.verdict == "No active alert. No two heads were compared at step 700: fewer than two live heads."
