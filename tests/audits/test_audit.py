@@ -312,3 +312,16 @@ def test_a_file_without_a_mapping_is_refused_as_a_checkpoint(tmp_path):
     torch.save([torch.zeros(2)], tmp_path / "list.pt")
     with pytest.raises(MisconfigurationError, match="holds a list, expected a checkpoint or a state dict"):
         audit(tmp_path / "list.pt", model_class=Encoder)
+
+
+BUILT = Encoder(1)
+
+
+def test_a_model_is_named_like_a_function_that_builds_one():
+    assert audit(f"{__name__}:BUILT").layers == audit(BUILT).layers
+
+
+def test_a_folder_may_hold_its_weights_under_another_name(llama, folder, tmp_path):
+    llama.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "weights.safetensors")
+    assert_same(audit(tmp_path).layers, audit(folder).layers)

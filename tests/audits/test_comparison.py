@@ -76,3 +76,9 @@ def test_a_run_is_compared_only_with_runs_and_a_missing_path_is_named(tmp_path):
     (tmp_path / "model" / "config.json").write_text("{}")
     with pytest.raises(MisconfigurationError, match=r"run` is a run and `.*model` is none"):
         compare(tmp_path / "model", tmp_path / "run")
+
+
+def test_of_two_runs_the_heads_are_named_whose_largest_overlap_changed(tmp_path):
+    write_run(tmp_path / "x" / "history.jsonl")
+    write_run(tmp_path / "y" / "history.jsonl", collapsed=None)
+    assert set(compare(tmp_path / "x", tmp_path / "y").layers[0].moved_heads[:2]) == {1, 3}

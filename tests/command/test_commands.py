@@ -419,3 +419,9 @@ def test_long_paths_are_not_broken_in_a_comparison(tmp_path):
         write_run(path / "history.jsonl", steps=1, collapsed=None)
     lines = run("compare", *paths, width=60).output.splitlines()
     assert lines[:2] == [f"A  {paths[0]}", f"B  {paths[1]}"]
+
+
+def test_the_summary_of_a_comparison_is_one_line_however_narrow_the_terminal(bad_run, good_run):
+    last = run("compare", bad_run, good_run, width=60).output.splitlines()[-1]
+    assert last.startswith("model.blocks.2.attn changed most")
+    assert last.endswith(".")
