@@ -78,7 +78,7 @@ def test_a_run_is_compared_only_with_runs_and_a_missing_path_is_named(tmp_path):
         compare(tmp_path / "model", tmp_path / "run")
 
 
-def test_of_two_runs_the_heads_are_named_whose_largest_overlap_changed(tmp_path):
+def test_heads_whose_largest_overlap_changed_are_named_in_a_comparison_of_runs(tmp_path):
     write_run(tmp_path / "x" / "history.jsonl")
     write_run(tmp_path / "y" / "history.jsonl", collapsed=None)
     assert set(compare(tmp_path / "x", tmp_path / "y").layers[0].moved_heads[:2]) == {1, 3}
