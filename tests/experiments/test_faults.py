@@ -13,7 +13,7 @@ import pytest
 
 from hdi_callback.errors import HDIWarning
 from hdi_callback.monitoring.rules import default_rules, healthy_runs
-from tests.experiments.faults import plan, report, run
+from tests.experiments.faults import plan, report, run, tried_once
 from tests.experiments.faults.extremes import MEASURES, extremes_of
 from tests.experiments.faults.faults import FAULTS
 from tests.experiments.faults.judging import NOW, judge_again
@@ -337,3 +337,12 @@ def test_the_stated_number_of_healthy_runs_that_raised_a_rule_is_right():
     shipped = {rule.name: rule for rule in default_rules()}
     for rule, arguments in healthy_runs._OF_SEVERAL.items():
         assert {name: getattr(shipped[rule], name) for name in arguments} == arguments
+
+
+@pytest.mark.slow
+def test_a_fault_that_is_tried_once_is_a_row_with_its_losses_and_the_rules_it_raised():
+    page = tried_once.page(["duplicated heads, fresh"])
+    faulty, healthy = page.strip().splitlines()[-2:]
+    assert faulty.split("|")[1:3] == [" duplicated heads, fresh ", " text "]
+    assert "*tied heads* (warning, step 0)" in faulty
+    assert healthy.split("|")[1:3] + healthy.split("|")[-2:-1] == [" none ", " text ", " - "]
