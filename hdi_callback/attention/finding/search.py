@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,6 +43,7 @@ _NO_SOFTMAX_SEEN = f"{_NO_SUM} in the forward that was run"
 _NOT_RUN = "it could not be run with synthetic inputs"
 _NOT_CALLED = f"{_NOT_RUN}, and no call of it was observed in the forward that was run"
 _NOT_RUN_AGAIN = "it could not be run by itself, neither with synthetic inputs nor with those of the forward"
+_MAY_BE_HEADS = ", so the {count} attentions of one head in it ({first}, ...) may be layers or the heads of one layer"
 _SLOW = "running it with synthetic inputs takes too long"
 _EXPORTED = "it is part of a graph that torch.export made, which calls operators in place of modules"
 _BEFORE_EXPORT = "Find its heads before the export"
@@ -91,6 +93,7 @@ class Search:
         self._ran: set[str] = set()
         self._called: set[str] = set()  # names of modules that a forward called
         self._failed: set[str] = set()  # names of those of them that could not be run again with its inputs
+        self._of_single_heads: dict[str, str] = {}  # modules whose parts may be layers or heads of one, and that clause
         self._has_forward = False
         self._exported = [name for name, place in self.places.items() if _is_exported(place.module)]
         self._has_vectors_alone = has_vectors_alone(model)
@@ -121,10 +124,36 @@ class Search:
     def trace(self) -> None:
         """Run copies of modules with synthetic inputs."""
         for _, names in groupby(self._from_the_inside(self.places), _depth):
-            layers_in = Counter(around for name in self.layers for around in containers(name))
+            layers_in = self._layers_in()
             for name in names:
                 if layers_in[name] <= _MOST_LAYERS_WITHIN and self._is_worth_running(name):
                     self._record(name, self._traced(name, None))
+        self._leave_single_heads_open()
+
+    def _layers_in(self) -> Counter[str]:
+        """Count the layers in each module; those of one head in like places once, as they may be one layer."""
+        counted: dict[Any, str] = {}
+        for name, layer in self.layers.items():
+            place = [part for part in self._around(name).split(".") if not part.isdecimal()]
+            counted[name if layer.num_heads > 1 else (*place, type(layer.module))] = name
+        return Counter(around for name in counted.values() for around in containers(name))
+
+    def _around(self, name: str) -> str:
+        """The name of the module around another that is no list."""
+        return next((around for around in containers(name) if around in self.places), "")
+
+    def _leave_single_heads_open(self) -> None:
+        """Refuse layers of one head, side by side in a module that could not be run, until a forward shows more."""
+        beside: dict[tuple[str, type[nn.Module]], list[str]] = {}
+        for name, layer in self.layers.items():
+            if layer.num_heads == 1 and name:
+                beside.setdefault((self._around(name), type(layer.module)), []).append(name)
+        for (name, _), layers in beside.items():
+            if len(layers) > 1 and name not in self._ran | self._registered:
+                self._of_single_heads[name] = _MAY_BE_HEADS.format(count=len(layers), first=layers[0])
+                text = f"{_NOT_RUN}{self._of_single_heads[name]}"
+                self.reasons[name] = Reason(text, _or_skip(_WITH_FORWARD, name), is_open=True)
+                self.layers = {other: layer for other, layer in self.layers.items() if other not in layers}
 
     def trace_recorded(self, recorded: Mapping[str, Sequence[Inputs]]) -> None:
         """Run copies of modules with inputs of a real forward.
@@ -138,7 +167,12 @@ class Search:
             found = self._traced(name, recorded[name]) if recorded[name] else None
             if found is None:
                 self._failed.add(name)
-            else:  # it is known by now what several keys show
+                if name in self._of_single_heads:
+                    text = f"{self._why_not_run(name)}{self._of_single_heads[name]}"
+                    self.reasons[name] = Reason(text, is_open=True)
+            else:  # it is known by now what several keys show, and what the heads of the parts are
+                if name in self._of_single_heads:
+                    del self.reasons[name]
                 for other in [one for one, why in self.reasons.items() if why.is_open and why.text == SINGLE_KEYS]:
                     if is_within(other, {name}):
                         del self.reasons[other]
@@ -170,8 +204,10 @@ class Search:
         if is_within(path, self._registered):
             return True
         for name in (path, *containers(path)):
-            # The projection of outputs may lie beside a module, and no further away.
-            if name in self.layers and ("output" in self.layers[name].slices or _depth(name) - _depth(around) > 2):
+            # The projection of outputs may lie beside a module, and no further away; one head may be one of several.
+            layer = self.layers.get(name)
+            is_far = _depth(name) - _depth(around) > 2
+            if layer is not None and ("output" in layer.slices or (is_far and layer.num_heads > 1)):
                 return True
         return False
 

@@ -293,7 +293,7 @@ class _OneHead(nn.Module):
 
 @case(
     Core(*(tuple(rows(f"heads.{i}.{m}.weight", h=1) for i in range(H)) for m in "qkv"), rows("o.weight", "c (h d)"),
-         proved=()), may_refuse="not followed|not by a linear map|transform of torch.func",
+         proved=()), may_refuse="not followed|not by a linear map|transform of torch.func|could not be run by itself",
 )  # fmt: skip
 class StackedHeadModules(nn.Module):
     """A module for each head; their parameters are stacked, and `vmap` calls one of them with each."""

@@ -178,8 +178,8 @@ class LoopOverChunks(Four):
         return self.o(torch.cat([F.scaled_dot_product_attention(*head) for head in heads], -1))
 
 
-def _of_each(name: str, pattern: str = "d c") -> tuple[Any, ...]:
-    return tuple(rows(name.format(i), pattern, h=1) for i in range(H))
+def _of_each(name: str, pattern: str = "d c", heads: int = H) -> tuple[Any, ...]:
+    return tuple(rows(name.format(i), pattern, h=1) for i in range(heads))
 
 
 _BY_HEAD = Core(
@@ -238,6 +238,71 @@ class ModuleForEachHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(torch.cat([h(x) for h in self.heads], dim=-1))
+
+
+def _of_modules(name: str, heads: int = H) -> Core:
+    return Core(
+        *(_of_each(f"{name}.{m}.weight", heads=heads) for m in ("query", "key", "value")),
+        rows("proj.weight", "c (h d)", h=heads), heads=heads, loop=True,
+    )  # fmt: skip
+
+
+class _HeadModules(nn.Module):
+    heads: Any
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(heads * WIDTH, MODEL)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(torch.cat([head(x) for head in self.all_heads()], dim=-1))
+
+    def all_heads(self) -> list[Any]:
+        return list(self.heads)
+
+
+@case(_of_modules("heads.{}", 7))
+class SevenHeadModules(_HeadModules):
+    def __init__(self) -> None:
+        super().__init__(7)
+        self.heads = nn.ModuleList(OneHead() for _ in range(7))
+
+
+@case(_of_modules("head_{}", 6))
+class HeadModulesByName(_HeadModules):
+    def __init__(self) -> None:
+        super().__init__(6)
+        for number in range(6):
+            self.add_module(f"head_{number}", OneHead())
+
+    def all_heads(self) -> list[Any]:
+        return [self.get_submodule(f"head_{number}") for number in range(6)]
+
+
+class _WithDropout(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.dropout = OneHead(), nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.attention(x))
+
+
+@case(_of_modules("heads.{}.attention"))
+class HeadModulesInModules(_HeadModules):
+    def __init__(self) -> None:
+        super().__init__(H)
+        self.heads = nn.ModuleList(_WithDropout() for _ in range(H))
+
+
+@case(_of_modules("heads.{}"), call=lambda m, x: m(SimpleNamespace(tokens=x)))
+class HeadModulesOfAnObject(_HeadModules):
+    def __init__(self) -> None:
+        super().__init__(H)
+        self.heads = nn.ModuleList(OneHead() for _ in range(H))
+
+    def forward(self, batch: Any) -> Tensor:
+        return super().forward(batch.tokens)
 
 
 @case(Core(rows("q.weight"), rows("k.weight"), rows("v.weight"), None))

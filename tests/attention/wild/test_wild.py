@@ -288,3 +288,16 @@ def test_a_forward_and_a_training_give_the_same_verdict(name, tmp_path):
     forward, training = (judge(ALL[name], way, tmp_path) for way in ("forward", "training"))
     assert (training.verdict, training.reason) == (forward.verdict, forward.reason)
     assert forward.verdict in (RIGHT, REFUSED)
+
+
+@pytest.mark.parametrize("name", ["SevenHeadModules", "HeadModulesByName", "HeadModulesInModules"])
+def test_heads_in_modules_of_their_own_are_one_layer_however_many_they_are(name):
+    verdict = judge(ALL[name], "model")
+    assert (verdict.verdict, verdict.reason) == (RIGHT, "")
+
+
+def test_single_heads_in_a_module_that_could_not_be_run_are_left_to_a_forward():
+    refused = judge(ALL["HeadModulesOfAnObject"], "model")
+    assert refused.verdict == REFUSED
+    assert "so the 4 attentions of one head in it (block.heads.0, ...) may be layers or the heads of" in refused.reason
+    assert judge(ALL["HeadModulesOfAnObject"], "forward").verdict == RIGHT
