@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
 from hdi_callback import find_attention
+from hdi_callback.attention import survey
 from hdi_callback.errors import UnsupportedAttentionWarning
 from tests.attention.wild.catalogue import cases
 from tests.attention.wild.proof import contradictions, make_inputs, randomize, softmaxes_over_tokens
@@ -297,7 +301,14 @@ def test_heads_in_modules_of_their_own_are_one_layer_however_many_they_are(name)
 
 
 def test_single_heads_in_a_module_that_could_not_be_run_are_left_to_a_forward():
-    refused = judge(ALL["HeadModulesOfAnObject"], "model")
-    assert refused.verdict == REFUSED
-    assert "so the 4 attentions of one head in it (block.heads.0, ...) may be layers or the heads of" in refused.reason
-    assert judge(ALL["HeadModulesOfAnObject"], "forward").verdict == RIGHT
+    case = ALL["HeadModulesOfAnObject"]
+    model = nn.ModuleDict({"block": case.make()})
+    found = survey(model)
+    assert found.layers == ()
+    (refusal,) = found.refused
+    assert (refusal.name, refusal.reason) == (
+        "block", "it could not be run with synthetic inputs, so the 4 attentions of one head in it "
+        "(block.heads.0, ...) may be layers or the heads of one layer",
+    )  # fmt: skip
+    (layer,) = find_attention(model, forward=lambda: model["block"](SimpleNamespace(tokens=torch.randn(2, 5, 24))))
+    assert (layer.name, layer.num_heads) == ("block", 4)
