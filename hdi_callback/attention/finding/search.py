@@ -217,6 +217,8 @@ class Search:
         self._ran.add(name)
         for one in found:
             full = users_name(_joined(name, one.path))
+            if one.layer is None and len(one.cores) > 1:
+                self._drop_single_heads(full)
             known = self.reasons.get(full)
             is_open = known is not None and known.is_open
             if one.layer is None:
@@ -237,6 +239,11 @@ class Search:
             self.reasons.pop(full, None)
             self._drop_parts_of(layer)
             self._name_by_part(layer)
+
+    def _drop_single_heads(self, around: str) -> None:
+        """Drop layers of a single head in a module that was found to join their outputs, and cannot be read."""
+        single = {name for name, layer in self.layers.items() if layer.num_heads == 1 and is_inside(name, around)}
+        self.layers = {name: layer for name, layer in self.layers.items() if name not in single}
 
     def _drop_parts_of(self, whole: AttentionLayer) -> None:
         """Drop layers of a single head that were found to be the heads of another one."""

@@ -111,7 +111,10 @@ def _refused(trace: TracedCores, numbers: tuple[int, ...], error: NoHeadsError) 
     """The reason why cores are not read; nothing for cores that are no attention."""
     if not str(error):
         return []
-    path, is_undecided = trace.cores[numbers[0]].path, isinstance(error, UndecidedError)
+    path = _shared_path([trace.cores[number] for number in numbers])
+    while path and not _computes(trace, path):
+        path = path.rpartition(".")[0]
+    is_undecided = isinstance(error, UndecidedError)
     return [Found(path, None, _within(path, str(error)), numbers, _maps_of(trace, numbers[0]), is_undecided)]
 
 
@@ -229,11 +232,15 @@ def _refuse_shared(rows: dict[Role, list[Rows]]) -> None:
 def _owner(trace: TracedCores, cores: list[Core], rows: dict[Role, list[Rows]]) -> str:
     """The innermost module around the computation that holds its keys and values."""
     held = [row.parameter for role in INPUT_ROLES[1:] for row in rows.get(role, ())]
-    parts = [core.path.split(".") for core in cores]
-    path = ".".join(one[0] for one in itertools.takewhile(lambda one: len(set(one)) == 1, zip(*parts)))
+    path = _shared_path(cores)
     while path and not (all(name.startswith(f"{path}.") for name in held) and _computes(trace, path)):
         path = path.rpartition(".")[0]
     return path
+
+
+def _shared_path(cores: list[Core]) -> str:
+    parts = [core.path.split(".") for core in cores]
+    return ".".join(one[0] for one in itertools.takewhile(lambda one: len(set(one)) == 1, zip(*parts)))
 
 
 def _computes(trace: TracedCores, path: str) -> bool:

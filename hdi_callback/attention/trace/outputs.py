@@ -131,7 +131,7 @@ def _features_of_heads(cores: list[Core], heads: HeadRows, end: Tensor) -> tuple
         ``(heads, width)``, -2 where there are several; and whether parts of one head are in features of their own each.
 
     Raises:
-        NoHeadsError: if one head is in none, or in others for each row of tokens.
+        NoHeadsError: if one head is in none, in others for each row of tokens, or in more than another.
     """
     codes = columns_of(end, [core.output for core in cores])
     placed, is_repeated = [], False
@@ -149,6 +149,8 @@ def _features_of_heads(cores: list[Core], heads: HeadRows, end: Tensor) -> tuple
         placed.append(columns)
         each = {tuple(agreed(part).tolist()) for part in parts}
         is_repeated |= len(each) > 1 and all(min(one) >= 0 for one in each)
+    if len({columns.shape for columns in placed}) > 1:
+        raise NoHeadsError("the outputs of its heads differ in width")
     return torch.stack(placed), is_repeated
 
 

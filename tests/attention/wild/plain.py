@@ -211,9 +211,9 @@ class LinearForEachHeadStacked(LinearForEachHead):
 
 
 class OneHead(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.key, self.query, self.value = (nn.Linear(MODEL, WIDTH, bias=False) for _ in range(3))
+        self.key, self.query, self.value = (nn.Linear(MODEL, width, bias=False) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         wei = self.query(x) @ self.key(x).transpose(-2, -1) * WIDTH**-0.5
@@ -303,6 +303,17 @@ class HeadModulesOfAnObject(_HeadModules):
 
     def forward(self, batch: Any) -> Tensor:
         return super().forward(batch.tokens)
+
+
+@case(
+    *(Core(*(rows(f"heads.{i}.{m}.weight", h=1) for m in ("query", "key", "value")), None, heads=1, number=i, loop=True)
+      for i in range(H)),
+    may_refuse="width",
+)  # fmt: skip
+class HeadModulesOfEveryWidth(_HeadModules):
+    def __init__(self) -> None:
+        super().__init__(H)
+        self.heads = nn.ModuleList(OneHead(width) for width in (3, 4, 7, 10))
 
 
 @case(Core(rows("q.weight"), rows("k.weight"), rows("v.weight"), None))
