@@ -143,12 +143,18 @@ class Search:
         return next((around for around in containers(name) if around in self.places), "")
 
     def _leave_single_heads_open(self) -> None:
-        """Refuse layers of one head, side by side in a module that could not be run, until a forward shows more."""
-        beside: dict[tuple[str, type[nn.Module]], list[str]] = {}
+        """Refuse layers of one head in a list of a module that could not be run, until a forward shows more."""
+        beside: dict[str, list[str]] = {}
         for name, layer in self.layers.items():
-            if layer.num_heads == 1 and name:
-                beside.setdefault((self._around(name), type(layer.module)), []).append(name)
-        for (name, _), layers in beside.items():
+            around = self._around(name)
+            is_in_list = around in self.places and name.count(".") == _depth(around) + 1
+            if (
+                layer.num_heads == 1
+                and is_in_list
+                and type(self.places[around].module).forward is not nn.Module.forward
+            ):
+                beside.setdefault(around, []).append(name)
+        for name, layers in beside.items():
             if len(layers) > 1 and name not in self._ran | self._registered:
                 self._of_single_heads[name] = _MAY_BE_HEADS.format(count=len(layers), first=layers[0])
                 text = f"{_NOT_RUN}{self._of_single_heads[name]}"
