@@ -68,4 +68,4 @@ def test_the_page_begins_with_the_collapse(browser, site):
     pictures = browser.value("[...document.querySelectorAll('article img')].map((one) => one.src.split('/').pop())")
     assert pictures[:2] == ["collapse.png", "before-after.png"]
     words = browser.value("document.querySelector('article').innerText")
-    assert words.index("heads 0 and 5 are nearly one head") < words.index("New here?")
+    assert words.index("heads 0 and 5 are nearly one head") < words.index("In your own training")
