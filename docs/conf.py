@@ -49,7 +49,7 @@ nitpick_ignore_regex = [
     (
         r"py:class",
         r"hdi_callback\.(monitoring\.(history\.(writer\.History|run_history\.RunHistory)|warn_once\.WarnOnce"
-        r"|readings\.Measurement|ranks\.ranks\.Ranks|session\.schedule\.Schedule)|core\.products\.HeadProducts"
+        r"|readings\.Measurement|ranks\.(ranks\.Ranks|rendezvous\.Rendezvous)|session\.schedule\.Schedule)|core\.products\.HeadProducts"
         r"|audits\.(audit\.LayerAudit|comparison\.LayerComparison)|integrations\.loop_host\.Loop(Settings|Host))",
     ),
     # The inventories of other projects would have to be downloaded.
