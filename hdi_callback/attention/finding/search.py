@@ -178,7 +178,7 @@ class Search:
                     self.reasons[name] = Reason(text, is_open=True)
             else:  # it is known by now what several keys show, and what the heads of the parts are
                 if name in self._of_single_heads:
-                    del self.reasons[name]
+                    self.reasons.pop(name, None)
                 for other in [one for one, why in self.reasons.items() if why.is_open and why.text == SINGLE_KEYS]:
                     if is_within(other, {name}):
                         del self.reasons[other]
