@@ -82,9 +82,23 @@ def test_a_sample_is_spread_over_the_lines_and_the_same_every_time():
 def test_every_file_of_the_folders_is_mutated(root):
     package = root / "hdi_callback"
     chosen = {path.relative_to(package).as_posix() for path in plan.files(package)}
-    rooms = ("attention", "audits", "command", "core", "dashboards", "monitoring")
+    rooms = ("attention", "audits", "command", "core", "dashboards", "integrations", "monitoring")
     there = {path.relative_to(package).as_posix() for room in rooms for path in (package / room).rglob("*.py")}
     assert {name for name in there if not name.endswith("__init__.py")} == chosen
+
+
+def test_files_are_tested_by_the_tests_of_their_subject_or_by_all(root):
+    package = root / "hdi_callback"
+    assert plan.tests("hdi_callback/audits", package) == ["tests/audits", "tests/command"]
+    assert set(plan.tests("hdi_callback/audits,core/pairs.py", package)) == {
+        "tests/audits",
+        "tests/command",
+        "tests/core",
+    }
+    assert plan.tests("core/pairs.py,attention/names.py", package) == plan.TESTS
+    assert plan.tests("", package) == plan.TESTS
+    assert all((root / test).exists() for tests in [*plan.SUBJECTS.values(), plan.TESTS] for test in tests)
+    assert [path.name for path in plan.chosen("core/pairs.py,names.py", package)] == ["names.py", "pairs.py"]
 
 
 def record(path: Path, name: str, run: Callable[[], object]) -> None:

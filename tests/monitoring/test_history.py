@@ -352,6 +352,19 @@ def test_a_history_deleted_while_it_is_written_is_started_again_for_the_same_run
     assert place_history(True, tmp_path, state=state_of(history, 20)).path == history.path
 
 
+def test_a_copy_of_the_history_in_its_place_is_continued(tmp_path):
+    said: list[tuple[str, str]] = []
+    history = start(place_history(True, tmp_path, say=lambda *reported: said.append(reported)), 0, 10)
+    path = history.path
+    copy = path.with_name("copy")
+    copy.write_bytes(path.read_bytes())  # as a tool does that synchronises folders
+    copy.replace(path)
+    start(history, 20, has_begun=True)
+    assert history.path == path
+    assert steps_of(path) == [0, 10, 20]
+    assert said == []
+
+
 def test_a_file_that_replaces_the_history_is_not_written_to(tmp_path):
     history = start(place_history(True, tmp_path, say=lambda *reported: None), 0, 10)
     history.path.rename(tmp_path / "kept.jsonl")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
 import zlib
@@ -141,6 +142,17 @@ def test_thinning_removes_as_much_as_requested_and_no_more(steps, share):
     assert without <= set(steps)
     assert 10 * len(without) >= min(surplus, 10 * len(steps))
     assert 10 * len(without) <= surplus + 10
+
+
+@settings(max_examples=50, deadline=None)
+@given(steps=st.sets(st.integers(0, 200), min_size=5, max_size=40))
+def test_thinning_a_third_of_the_readings_removes_no_two_neighbours(steps):
+    kept = sorted(steps)
+    count = (len(kept) - 2) // 3  # a reading that is dropped spares two others, and the first and last stay
+    without = steps_to_leave_out(dict.fromkeys(steps, 1), count)
+    assert len(without) == count
+    assert not any({earlier, later} <= without for earlier, later in itertools.pairwise(kept))
+    assert not {kept[0], kept[-1]} & without
 
 
 def test_a_half_written_line_of_a_killed_process_loses_only_its_own_matrices(tmp_path):

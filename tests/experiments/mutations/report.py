@@ -26,8 +26,8 @@ says how often tests notice, not that they notice everything.
 
 `record` notes which tests run which lines, `run` asks them within seconds of processor time that are given, and
 `report` writes one run down; without `--results` it writes this page. `keep --results ... --state COMMIT` adds a run to
-the results of this page, in place of earlier ones of the same files. `--only` takes some files, as in
-`run --only hdi_callback/dashboards,hdi_callback/audits`.
+the results of this page, in place of earlier ones of the same files. With `--only` some files are broken, and the tests
+of their subject recorded, as in `record --only hdi_callback/dashboards,hdi_callback/audits` and the same of `run`.
 """
 NOTICED = ("killed", "ran out of time")
 KINDS = ("noticed", "noticed since", "no difference", "open")

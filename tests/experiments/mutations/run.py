@@ -89,7 +89,7 @@ def digest(path: Path) -> str:
 
 def _changes(only: str) -> Iterator[tuple[Path, Mutation, str]]:
     """Give changes in the order in which they are run: one in each file, then the second of each, and so on."""
-    files = [path for path in plan.files(PACKAGE) if any(one in path.as_posix() for one in only.split(","))]
+    files = plan.chosen(only, PACKAGE)
     drawn = {path: sample(path.read_text(), plan.changes(path, PACKAGE), seed=0) for path in files}
     orders = {path: spread(len(found)) for path, found in drawn.items()}
     for turn in range(max(plan.CHANGES.values())):
