@@ -232,9 +232,8 @@ def print_alerts(out: Console, alerts: Iterable[Alert], active: Sequence[Alert])
     from rich.text import Text
 
     for alert in alerts:
-        word = "resolved" if alert.is_resolved else alert.level
         out.print(
-            Text(f"{word}: {alert.message}", style="green" if alert.is_resolved else LEVEL_STYLES[alert.level]),
+            Text(f"{alert.status}: {alert.message}", style="green" if alert.is_resolved else LEVEL_STYLES[alert.level]),
             soft_wrap=True,
         )
     out.print(Text(active_sentence(active), style="bold red" if active else "bold"), soft_wrap=True)

@@ -123,7 +123,7 @@ class AlertLines:
             result: the result of a reading.
         """
         alerts = [alert for alert in result.alerts if alert.level != "notice"]
-        groups = _groups(alerts, lambda alert: (alert.rule, alert.level, alert.is_resolved))
+        groups = _groups(alerts, lambda alert: (alert.rule, alert.level, alert.status))
         done = _groups(result.actions, lambda action: (action.intervention, action.is_dry_run))
         attempt_each(
             [
@@ -137,9 +137,8 @@ class AlertLines:
         self._lines += 1
         if self._lines > _MOST_LINES:
             return
-        word = "resolved" if alerts[0].is_resolved else alerts[0].level
         text = _gather([alert.message for alert in alerts], [alert.layer for alert in alerts])
-        _say_in_its_letters(self._say, f"hdi_callback {word}: {text}{self._more_on(alerts[0])}")
+        _say_in_its_letters(self._say, f"hdi_callback {alerts[0].status}: {text}{self._more_on(alerts[0])}")
         if self._lines == _MOST_LINES:
             self._say(f"hdi_callback prints no further alerts; all of them are in {self._elsewhere}.")
 

@@ -145,7 +145,7 @@ def _image(picture: Picture) -> Any:
 
 def _lines(result: Result) -> list[str]:
     """New alerts and actions of a reading, one line each."""
-    lines = [f"{'resolved' if item.is_resolved else item.level}: {item.message}" for item in result.alerts]
+    lines = [f"{item.status}: {item.message}" for item in result.alerts]
     return [*lines, *(item.message for item in result.actions)]
 
 

@@ -112,7 +112,7 @@ class AlertBoard:
         if any("hdi_worst_alignment" in layer.values for layer in result.record.layers.values()):
             writes += [partial(writer.add_scalar, self._prefix + tag, value, axis) for tag, value in _SCALE.items()]
         if result.alerts:
-            lines = [f"- **{'resolved' if item.is_resolved else item.level}** {item.message}" for item in result.alerts]
+            lines = [f"- **{item.status}** {item.message}" for item in result.alerts]
             writes.append(partial(writer.add_text, f"{self._prefix}hdi_alerts", "\n".join(lines), axis))
         if result.actions:
             lines = [f"- {item.message}" for item in result.actions]

@@ -46,9 +46,8 @@ def alert_line(alert: Alert) -> str:
     Returns:
         HTML.
     """
-    word = "resolved" if alert.is_resolved else alert.level
     colour = _COLOURS["notice"] if alert.is_resolved else _COLOURS[alert.level]
-    return f'<p><b style="color:{colour}">{escape(word)}</b> {escape(alert.message)}</p>'
+    return f'<p><b style="color:{colour}">{escape(alert.status)}</b> {escape(alert.message)}</p>'
 
 
 def layer_table(layers: Sequence[AttentionLayer], refused: Sequence[Refusal]) -> str:

@@ -160,8 +160,11 @@ def test_a_state_of_another_model_is_dropped_layer_by_layer():
     other = Alerts([FewEffectiveHeads()], [{"name": "mixer"}])
     first.rewrite("attn", [0])
     other.load_state_dict(first.state_dict())
+    (ended,) = other.judge(record(2, mixer={"hdi_effective_heads": 3}))
+    assert (ended.layer, ended.ending) == ("attn", "not measured")
+    assert ended.message.endswith("(warning of step 1) is no longer measured: the layer is not watched any more")
     assert other.active == []
-    assert other.state_dict()["series"] == {}
+    assert set(other.state_dict()["series"]) == {"mixer"}
     assert other.state_dict()["rewritten"] == {}
 
 

@@ -176,7 +176,7 @@ def _events(data: dict[str, Any]) -> str:
         shown = data["alerts"]
         rows = "".join(
             f"<tr><td class='number'>{alert['step']}</td>"
-            f"<td>{'resolved' if alert['isResolved'] else alert['level']}</td><td>{_e(alert['message'])}</td></tr>"
+            f"<td>{_e(alert['status'])}</td><td>{_e(alert['message'])}</td></tr>"
             for alert in shown
         )
         some = f", the last {len(shown)} of {data['numAlerts']}" if data["numAlerts"] > len(shown) else ""

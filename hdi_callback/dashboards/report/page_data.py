@@ -151,7 +151,7 @@ def _alert(alert: Alert) -> dict[str, Any]:
         "step": alert.step, "layer": alert.layer, "rule": alert.rule, "level": alert.level,
         "what": alert.finding.what, "message": alert.message, "heads": list(alert.finding.heads),
         "groups": [list(group) for group in alert.finding.groups], "since": since,
-        "remedy": alert.finding.remedy, "isResolved": alert.is_resolved,
+        "remedy": alert.finding.remedy, "isResolved": alert.is_resolved, "status": alert.status,
     }  # fmt: skip
 
 

@@ -133,7 +133,7 @@ def _verdict(records: Sequence[Record], alerts: Sequence[Alert], active: Sequenc
     began = [alert for alert in alerts if not alert.is_resolved and alert.level != "notice"]
     before = ""
     if began:
-        before = f" {len(began)} earlier {'alert is' if len(began) == 1 else 'alerts are'} resolved."
+        before = f" {len(began)} earlier {'alert is' if len(began) == 1 else 'alerts are'} over."
     last = records[-1]
     worst = [(layer.values[WORST], name, layer) for name, layer in last.layers.items() if WORST in layer.values]
     without = [name for name in last.layers if WORST not in last.layers[name].values]

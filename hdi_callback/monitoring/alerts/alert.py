@@ -73,6 +73,8 @@ class Alert:
         message: one sentence: when, where, what, since when, how sure, and what to try.
         finding: the same as data.
         is_resolved: True if this is the end of an earlier alert.
+        ending: how it ended: ``"resolved"`` (nothing is found any more), ``"not measured"`` or ``"not judged"``;
+            empty while it is active.
     """
 
     step: int
@@ -82,6 +84,12 @@ class Alert:
     message: str
     finding: Finding
     is_resolved: bool = False
+    ending: str = ""
+
+    @property
+    def status(self) -> str:
+        """Its level, or how it ended, in one or two words."""
+        return (self.ending or "resolved") if self.is_resolved else self.level
 
     def _repr_html_(self) -> str:
         return alert_line(self)
@@ -135,16 +143,34 @@ def alert_of(finding: Finding, *, step: int, layer: str, rule: str) -> Alert:
     return Alert(step, layer, rule, finding.level, message, finding)
 
 
-def resolution_of(alert: Alert, *, step: int, how: str = "resolved") -> Alert:
-    """The alert that reports the end of another.
+def resolution_of(alert: Alert, *, step: int) -> Alert:
+    """The alert that reports that a rule finds nothing any more.
 
     Args:
         alert: the alert that was active.
-        step: step of the reading at which its rule finds nothing any more.
-        how: it ends so.
+        step: step of the reading.
 
     Returns:
         An alert with `is_resolved`.
     """
-    message = f"step {step}, {alert.layer}: {alert.rule}: {how} ({alert.level} of step {alert.step})"
-    return replace(alert, step=step, message=message, is_resolved=True)
+    return _end_of(alert, step, "resolved", "is over")
+
+
+def loss_of(alert: Alert, *, step: int, ending: str, why: str) -> Alert:
+    """The alert that reports that an alert is dropped, as nothing shows any more whether its finding lasts.
+
+    Args:
+        alert: the alert that was active.
+        step: step of the reading.
+        ending: ``"not measured"`` or ``"not judged"``.
+        why: the reason; may be empty.
+
+    Returns:
+        An alert with `is_resolved`.
+    """
+    return _end_of(alert, step, ending, f"is {ending.replace('not', 'no longer')}{why and f': {why}'}")
+
+
+def _end_of(alert: Alert, step: int, ending: str, verb: str) -> Alert:
+    message = printable(f"step {step}, {alert.layer}: {alert.rule} ({alert.level} of step {alert.step}) {verb}")
+    return replace(alert, step=step, message=message, is_resolved=True, ending=ending)

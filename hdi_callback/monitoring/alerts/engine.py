@@ -7,16 +7,23 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
+from hdi_callback.attention import ROLES
 from hdi_callback.attention.names import matches
 from hdi_callback.deprecation import renamed_argument
-from hdi_callback.monitoring.alerts.alert import Alert, Finding, alert_of, is_at_least, resolution_of
+from hdi_callback.monitoring.alerts.alert import Alert, Finding, alert_of, is_at_least, loss_of, resolution_of
 from hdi_callback.monitoring.alerts.rule import Rule, check_finding
 from hdi_callback.monitoring.alerts.series import Row, Series
+from hdi_callback.monitoring.metrics import METRICS
 from hdi_callback.monitoring.origin import has_been_trained
 from hdi_callback.monitoring.readings import Record
 from hdi_callback.monitoring.warn_once import WarnOnce
 
 _MOVEMENT = "head_movement"
+_PATIENCE = 5
+"""Readings in a row that lack what an active alert is judged by, for a known reason, after which it ends: forwards of a
+single reading may lack a layer."""
+_UNEXPLAINED = 8
+"""Readings without a reason that count as one with a reason: wide layers are measured once in so many."""
 _Answer = TypeVar("_Answer")
 
 
@@ -48,6 +55,7 @@ class Alerts:
         self._warn_once = warn_once
         self._series: dict[str, Series] = {}
         self._active: dict[tuple[str, str], Alert] = {}
+        self._unjudged: dict[tuple[str, str], int] = {}  # see `_end_after_patience`
         self._is_model_pretrained = False
 
     def learn(self, layers: Iterable[Mapping[str, Any]]) -> None:
@@ -86,7 +94,7 @@ class Alerts:
             trains = None if record.frozen is None else name not in record.frozen
             series.append(row, do_others_move=does_move, trains=trains)
             for rule in self._rules_for(name):
-                alert = self._ask(rule, series)
+                alert = self._ask(rule, series, record)
                 if alert is None:
                     continue
                 if alert.is_resolved:
@@ -95,6 +103,12 @@ class Alerts:
                     self._active[name, rule.name] = alert
                 reported.append(alert)
             reported += self._end_what_is_not_judged(name, record.step)
+        for alert in [alert for alert in self._active.values() if alert.layer not in record.layers]:
+            ended = self._end_after_patience(alert, record.step, "not measured", "the layer is not watched any more")
+            if ended is not None:
+                del self._active[alert.layer, alert.rule]
+                reported.append(ended)
+        self._unjudged = {key: count for key, count in self._unjudged.items() if key in self._active}
         return reported
 
     def rewrite(self, layer: str, heads: Iterable[int]) -> None:
@@ -116,6 +130,7 @@ class Alerts:
         return {
             "active": [alert.to_dict() for alert in self._active.values()],
             "rewritten": {name: sorted(series.rewritten) for name, series in self._series.items() if series.rewritten},
+            "unjudged": [[layer, rule, count] for (layer, rule), count in self._unjudged.items()],
             "loaded": self._is_model_pretrained,
             "series": {
                 name: [_row_to_dict(row) for row in (series.first, *series.rows)]
@@ -124,7 +139,7 @@ class Alerts:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of a checkpoint; layers that are no longer watched are dropped.
+        """Restore the state of a checkpoint; alerts of layers that are not watched any more end at the next reading.
 
         Args:
             state: the result of `state_dict`.
@@ -132,7 +147,9 @@ class Alerts:
         is_known = self._facts.__contains__ if self._facts else lambda name: True
         self._is_model_pretrained = state.get("loaded", False)
         alerts = [Alert.from_dict(item) for item in state["active"]]
-        self._active = {(alert.layer, alert.rule): alert for alert in alerts if is_known(alert.layer)}
+        self._active = {(alert.layer, alert.rule): alert for alert in alerts}
+        self._unjudged = {(layer, rule): count for layer, rule, count in state.get("unjudged", ())}
+        self._unjudged |= {key: _PATIENCE * _UNEXPLAINED for key in self._active if not is_known(key[0])}
         self._series = {}
         for name, rows in state["series"].items():
             if not is_known(name):
@@ -174,11 +191,27 @@ class Alerts:
         left = [alert for (layer, rule), alert in self._active.items() if layer == name and rule not in judging]
         for alert in left:
             del self._active[alert.layer, alert.rule]
-        return [resolution_of(alert, step=step, how="no longer judged") for alert in left]
+        return [loss_of(alert, step=step, ending="not judged", why="its rule is not used any more") for alert in left]
 
-    def _ask(self, rule: Rule, series: Series) -> Alert | None:
+    def _ask(self, rule: Rule, series: Series, record: Record) -> Alert | None:
         """Apply a rule to the latest reading; a failure or a wrong result affects this rule alone."""
-        return self._contain(rule, partial(self._judge_by, rule, series))
+        active = self._active.get((series.layer, rule.name))
+        is_measured = self._contain(rule, partial(rule.is_measured, series, active))
+        if is_measured is False:
+            why = _why_not_measured(rule, series.layer, record)
+            return None if active is None else self._end_after_patience(active, record.step, "not measured", why)
+        judged = self._contain(rule, lambda: (self._judge_by(rule, series, active),)) if is_measured else None
+        if judged is not None:
+            self._unjudged.pop((series.layer, rule.name), None)
+            return judged[0]
+        why = "its rule has failed"
+        return None if active is None else self._end_after_patience(active, record.step, "not judged", why)
+
+    def _end_after_patience(self, alert: Alert, step: int, ending: str, why: str) -> Alert | None:
+        """End an alert that nothing has judged at a number of readings in a row: it would stay for ever."""
+        key = alert.layer, alert.rule
+        count = self._unjudged[key] = self._unjudged.get(key, 0) + (_UNEXPLAINED if why else 1)
+        return loss_of(alert, step=step, ending=ending, why=why) if count >= _PATIENCE * _UNEXPLAINED else None
 
     def _contain(self, rule: Rule, ask: Callable[[], _Answer]) -> _Answer | None:
         try:
@@ -189,11 +222,8 @@ class Alerts:
             self._warn_once.error(f"the alert rule {getattr(rule, 'name', rule)!r}", error)
             return None
 
-    def _judge_by(self, rule: Rule, series: Series) -> Alert | None:
+    def _judge_by(self, rule: Rule, series: Series, active: Alert | None) -> Alert | None:
         """The alert of a rule, if there is something to report."""
-        if not all(metric in series.latest.values for metric in rule.needs):
-            return None
-        active = self._active.get((series.layer, rule.name))
         finding = rule.judge(series, active)
         if finding is None:
             return None if active is None else resolution_of(active, step=series.latest.step)
@@ -224,6 +254,15 @@ def _names_others(finding: Finding, active: Alert) -> bool:
     """Return whether a finding names other heads than the active alert."""
     before = active.finding
     return bool(finding.heads) and (set(finding.heads), set(finding.groups)) != (set(before.heads), set(before.groups))
+
+
+def _why_not_measured(rule: Rule, layer: str, record: Record) -> str:
+    """The reason why a reading lacks what a rule judges; empty if it has none, as where other layers had their turn."""
+    missing = [name for name in rule.needs if name not in record.layers[layer].values] or ["hdi"]
+    sources = [METRICS[name].source for name in missing if name in METRICS]
+    of_keys = [f"hdi/{layer}", layer] if "key" in sources else [layer] if {*sources} & {*ROLES} else []
+    keys = [f"{name}/{layer}" for name in (*missing, *sources)] + of_keys
+    return next((why for key in keys if (why := record.absent.get(key))), "")
 
 
 def _is_for(rule: Rule, name: str) -> bool:

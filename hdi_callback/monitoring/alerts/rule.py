@@ -21,7 +21,8 @@ class Rule(ABC):
 
     Attributes:
         name: its finding in a few words; each layer and rule has at most one active alert.
-        needs: metrics that a reading must have to be judged; a reading without them neither begins nor ends an alert.
+        needs: metrics that a reading must have to be judged; a reading without them neither begins nor ends an alert;
+            after five in a row without them, for a known reason, an alert ends as "not measured".
         layers: patterns of the layer names that it judges; all by default.
         is_optional: True if a callback may drop it where its `needs` are not measured, as it does with the default
             rules; with other rules it raises an error before training.
@@ -41,6 +42,18 @@ class Rule(ABC):
     needs: Sequence[str] = ()
     layers: Sequence[str] | None = None
     is_optional: bool = False
+
+    def is_measured(self, series: Series, active: Alert | None) -> bool:
+        """Return whether the latest reading of a layer has what this rule judges.
+
+        Args:
+            series: its readings so far.
+            active: the active alert of this rule for this layer, if there is one.
+
+        Returns:
+            True, by default, if it has all metrics of `needs`.
+        """
+        return all(metric in series.latest.values for metric in self.needs)
 
     @abstractmethod
     def judge(self, series: Series, active: Alert | None) -> Finding | None:

@@ -76,6 +76,7 @@ def is_alert(value: Any) -> bool:
         and all(isinstance(value.get(name), str) for name in ("layer", "rule", "message"))
         and _is_level(value.get("level"))
         and isinstance(value.get("is_resolved", False), bool)
+        and isinstance(value.get("ending", ""), str)
     )
 
 

@@ -262,12 +262,19 @@ class Intervention(ABC):
     def _action(self, alert: Alert, done: str, **facts: Any) -> Action:
         """Report what was done, and on which alert."""
         verb = "would have " if self.dry_run else ""
-        because = "is over" if alert.is_resolved else alert.level
+        because = _because(alert)
         message = f"step {alert.step}, {alert.layer}: {self.name} {verb}{done} ({alert.rule}: {because})"
         return Action(alert.step, self.name, alert.layer, message, self.dry_run, facts)
 
     def _refusal(self, alert: Alert, why: str, **facts: Any) -> Action:
         """Report that nothing was done, and why."""
-        because = "is over" if alert.is_resolved else alert.level
+        because = _because(alert)
         message = f"step {alert.step}, {alert.layer}: {self.name} {why} ({alert.rule}: {because})"
         return Action(alert.step, self.name, alert.layer, message, self.dry_run, facts, is_refusal=True)
+
+
+def _because(alert: Alert) -> str:
+    """The state of an alert, as the reason for an action."""
+    return {"resolved": "is over", "not measured": "is no longer measured", "not judged": "is no longer judged"}.get(
+        alert.status, alert.status
+    )

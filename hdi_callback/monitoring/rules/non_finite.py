@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from hdi_callback.monitoring.alerts import Alert, Finding, Row, Rule, Series
+from hdi_callback.monitoring.metrics import METRICS
 from hdi_callback.monitoring.readings import NOT_FINITE
 from hdi_callback.monitoring.rules.words import named_heads
 
+_KEYS = "the key weights"
 _COUNTS = {"weights_not_finite": "weights", "outputs_not_finite": "outputs"}
 
 
@@ -18,13 +20,19 @@ class NonFinite(Rule):
 
     name = "weights not finite"
 
+    def is_measured(self, series: Series, active: Alert | None) -> bool:
+        """Return whether what was not finite when the alert was active last is measured still."""
+        latest = _parts(series.latest)
+        broken = [parts for row in series.rows if (parts := {name for name, is_bad in _parts(row).items() if is_bad})]
+        return active is None or any(latest.values()) or not broken or broken[-1] <= latest.keys()
+
     def judge(self, series: Series, active: Alert | None) -> Finding | None:
         """Find NaN or infinity."""
         latest = series.latest
         found = []
         heads: set[int] = set()
         if latest.absent == NOT_FINITE:
-            found.append("the key weights")
+            found.append(_KEYS)
         for metric, what in _COUNTS.items():
             if latest.values.get(metric, 0) > 0:
                 broken = [head for head, count in enumerate(latest.per_head(metric)) if count > 0]
@@ -43,4 +51,13 @@ class NonFinite(Rule):
 
 
 def _is_broken(row: Row) -> bool:
-    return row.absent == NOT_FINITE or any(row.values.get(name, 0) > 0 for name in _COUNTS)
+    return any(_parts(row).values())
+
+
+def _parts(row: Row) -> dict[str, bool]:
+    """What a reading measured -> whether it holds NaN or infinity."""
+    parts = {name: row.values[name] > 0 for name in _COUNTS if name in row.values}
+    if row.absent == NOT_FINITE:
+        return {_KEYS: True, **parts}
+    has_keys = any(name in METRICS and METRICS[name].source == "key" for name in row.values)
+    return {_KEYS: False, **parts} if has_keys else parts

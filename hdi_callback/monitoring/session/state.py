@@ -177,7 +177,18 @@ def _alerts(name: str, value: Any, odd: list[str]) -> dict[str, Any] | None:
     if not is_text_map(rewritten) or not all(_is_heads(heads) for heads in rewritten.values()):
         odd.append(f"the heads that were rewritten are {_shown(rewritten)}")
         rewritten = {}
-    return {"active": active, "series": valid, "loaded": loaded, "rewritten": rewritten}
+    unjudged = value.get("unjudged", [])
+    if not isinstance(unjudged, list | tuple) or not all(map(_is_count_of_alert, unjudged)):
+        odd.append(f"the readings that did not judge alerts are {_shown(unjudged)}")
+        unjudged = []
+    return {"active": active, "series": valid, "loaded": loaded, "rewritten": rewritten, "unjudged": unjudged}
+
+
+def _is_count_of_alert(value: Any) -> bool:
+    if not isinstance(value, list | tuple) or len(value) != 3:
+        return False
+    layer, rule, count = value
+    return isinstance(layer, str) and isinstance(rule, str) and is_whole(count)
 
 
 def _is_heads(heads: Any) -> bool:
