@@ -26,6 +26,7 @@ from hdi_callback.monitoring.metrics import FINITENESS
 from hdi_callback.monitoring.monitor.movement import LastWeights
 from hdi_callback.monitoring.monitor.sources import weight_sources
 from hdi_callback.monitoring.monitor.weights import WeightSource
+from hdi_callback.monitoring.plain_table import decimal, heads_in_words, plain_table
 from hdi_callback.monitoring.readings import LayerRecord, Measurement, Reading, Record
 from hdi_callback.monitoring.rules import DeadHeads, choose_rules
 from hdi_callback.monitoring.rules.words import named_heads
@@ -74,7 +75,7 @@ class LayerAudit:
     absent: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Audit:
     """The result of an audit: layers, findings and a verdict.
 
@@ -152,6 +153,16 @@ class Audit:
             "refused": dict(self.refused),
         }
 
+    def __repr__(self) -> str:
+        return f"<Audit of {self.name}: {_count(len(self.layers), 'layer')}, {len(self.unusual)} unusual>"
+
+    def __str__(self) -> str:
+        """The layers as a table, what was not audited, and the verdict."""
+        rows = [_cells(layer) for layer in self.layers if not layer.absent]
+        parts = [plain_table(_COLUMNS, rows)] if rows else []
+        parts += [f"not audited: {name}: {reason}" for name, reason in self.not_audited.items()]
+        return "\n".join([*parts, self.verdict])
+
     def _repr_html_(self) -> str:
         """Show the audit in a notebook: the verdict, then the unusual layers and the closest others."""
         marked = {finding.layer for finding in self.unusual}
@@ -183,7 +194,7 @@ def _cells(layer: LayerAudit) -> tuple[str, ...]:
     pair = " and ".join(map(str, layer.worst_pair)) or "-"
     return (
         layer.name,
-        heads_of(layer),
+        heads_in_words(layer.num_heads, layer.num_key_heads),
         pair,
         decimal(layer.worst_alignment),
         decimal(layer.alignment),
@@ -191,31 +202,6 @@ def _cells(layer: LayerAudit) -> tuple[str, ...]:
         f"{decimal(layer.hdi)} / {decimal(layer.chance)}",
         ", ".join(map(str, layer.dead_heads)) or "0",
     )
-
-
-def heads_of(layer: LayerAudit) -> str:
-    """Number of heads of a layer, as text.
-
-    Args:
-        layer: the layer.
-
-    Returns:
-        ``"32"``, or ``"32 (8 key)"`` where heads share their keys.
-    """
-    shared = layer.num_key_heads != layer.num_heads
-    return f"{layer.num_heads} ({layer.num_key_heads} key)" if shared else str(layer.num_heads)
-
-
-def decimal(value: float | None) -> str:
-    """A number with two digits.
-
-    Args:
-        value: the number.
-
-    Returns:
-        ``"0.93"``; ``"-"`` if there is none.
-    """
-    return "-" if value is None else f"{value if abs(value) >= 0.005 else 0.0:.2f}"  # no -0.00
 
 
 def audit(

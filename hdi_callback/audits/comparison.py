@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hdi_callback.attention import AttentionLayer, survey
 from hdi_callback.attention.wrappers import inner_model, users_name
-from hdi_callback.audits.audit import Progress, audit, decimal
+from hdi_callback.audits.audit import Progress, audit
 from hdi_callback.audits.one_layer import with_weights
 from hdi_callback.audits.sources import Source, open_source
 from hdi_callback.audits.stored import first_line
@@ -21,6 +21,7 @@ from hdi_callback.core import head_diversity
 from hdi_callback.errors import HDIError, MisconfigurationError
 from hdi_callback.monitoring.history import read_records, run_lines
 from hdi_callback.monitoring.history.run_folder import find_history
+from hdi_callback.monitoring.plain_table import decimal, plain_table
 from hdi_callback.monitoring.readings import LayerRecord, Record
 
 _COMPARED = {
@@ -31,6 +32,8 @@ _COMPARED = {
     "effective_heads": "hdi_effective_heads",
 }
 _ROUNDING = 1e-6
+_SHOWN = ("worst_alignment", "alignment")
+_HEADINGS = ("layer", "pair in A", "in B", "aligned in A", "in B", "mean in A", "in B")
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class LayerComparison:
         return self.after.get(quantity, float("nan")) - self.before.get(quantity, float("nan"))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """The differences between two checkpoints, or two runs.
 
@@ -112,6 +115,25 @@ class Comparison:
             for side, names in sides
             if names
         )
+
+    def __repr__(self) -> str:
+        return f"<Comparison of {self.first} and {self.second}: {len(self.layers)} layers>"
+
+    def __str__(self) -> str:
+        """The layers as a table, what only one of the two has, and the summary."""
+        rows = [
+            (
+                layer.name,
+                *("-".join(map(str, pair)) or "-" for pair in (layer.pair_before, layer.pair_after)),
+                *(decimal(side.get(name)) for name in _SHOWN for side in (layer.before, layer.after)),
+            )
+            for layer in self.layers
+        ]
+        parts = [f"A  {self.first}\nB  {self.second}", *([plain_table(_HEADINGS, rows)] if rows else [])]
+        for which, names in (("A", self.only_in_first), ("B", self.only_in_second)):
+            parts += [f"only in {which}: {', '.join(names)}"] if names else []
+        parts += [f"not compared: {name}: {reason}" for name, reason in (self.not_compared or {}).items()]
+        return "\n".join([*parts, self.summary])
 
     def to_dict(self) -> dict[str, Any]:
         """The comparison as plain data.

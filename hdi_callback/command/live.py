@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hdi_callback.attention.names import short_names
-from hdi_callback.audits.audit import decimal
 from hdi_callback.command.terminal import LEVEL_STYLES, active_sentence, cell, console, legend
 from hdi_callback.dashboards.report.pair_matrices import pair_alignment
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert
 from hdi_callback.monitoring.history import RunHistory, read_history
 from hdi_callback.monitoring.history.run_folder import find_history
+from hdi_callback.monitoring.plain_table import decimal
 from hdi_callback.monitoring.readings import Record
 from hdi_callback.monitoring.rules.replay import active_alerts
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hdi_callback.audits.audit import Audit, LayerAudit, decimal, heads_of
+from hdi_callback.audits.audit import Audit, LayerAudit
 from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitoring.plain_table import decimal, heads_in_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -105,7 +106,7 @@ def legend(width: int) -> Text:
 
 
 _COLUMNS: tuple[tuple[str, bool, Callable[[LayerAudit], str | Text]], ...] = (  # heading, left out if narrow, cell
-    ("heads", False, lambda layer: heads_of(layer)),
+    ("heads", False, lambda layer: heads_in_words(layer.num_heads, layer.num_key_heads)),
     ("pair", False, lambda layer: "-".join(map(str, layer.worst_pair)) or "-"),
     ("aligned", False, lambda layer: _aligned(layer.worst_alignment)),
     ("mean", False, lambda layer: decimal(layer.alignment)),
@@ -143,7 +144,9 @@ def audit_table(audit: Audit, width: int) -> Table:
         is_marked = layer.name in marked
         if layer.absent:
             sign, word = ("!", "unusual") if is_marked else ("?", "not read")
-            table.add_row(sign, Text(layer.name), heads_of(layer), Text(word, style="yellow"))
+            table.add_row(
+                sign, Text(layer.name), heads_in_words(layer.num_heads, layer.num_key_heads), Text(word, style="yellow")
+            )
             continue
         cells = (cell_of(layer) for _, cell_of in columns)
         table.add_row("!" if is_marked else "", Text(layer.name), *cells, style="bold" if is_marked else None)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hdi_callback.errors import HeadCollapseWarning
 from hdi_callback.guard import attempt_each
+from hdi_callback.monitoring.plain_table import heads_in_words, layer_lines, widths_in_words
 from hdi_callback.monitoring.rules.explanations import rule_explanations
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def print_layers(
     """
     title = f"hdi_callback watches {len(layers)} attention layers, every {every_n_steps} optimizer steps"
     if not _print_table(title, layers, refused):
-        _say_in_its_letters(say, "\n".join(_lines(title, layers, refused)))
+        _say_in_its_letters(say, "\n".join([title, *layer_lines(layers, refused)]))
     for intervention in interventions:
         _say_in_its_letters(say, f"hdi_callback intervenes: {intervention.describe()}")
 
@@ -53,16 +54,6 @@ def _say_in_its_letters(say: Callable[[str], None], text: str) -> None:
         say(text)
     except UnicodeEncodeError:
         say(text.encode("ascii", "backslashreplace").decode("ascii"))
-
-
-def _heads(layer: AttentionLayer) -> str:
-    if layer.num_key_heads == layer.num_heads:
-        return str(layer.num_heads)
-    return f"{layer.num_heads} ({layer.num_key_heads} key)"
-
-
-def _width(layer: AttentionLayer) -> str:
-    return str(layer.head_dim) if layer.value_dim == layer.head_dim else f"{layer.head_dim} / {layer.value_dim}"
 
 
 def _print_table(title: str, layers: Sequence[AttentionLayer], refused: Sequence[Refusal]) -> bool:
@@ -80,21 +71,17 @@ def _print_table(title: str, layers: Sequence[AttentionLayer], refused: Sequence
     for heading, justify in (("layer", "left"), ("heads", "right"), ("width", "right"), ("layout", "left")):
         table.add_column(heading, justify="right" if justify == "right" else "left", overflow="fold")
     for layer in layers:
-        table.add_row(escape(layer.name), _heads(layer), _width(layer), escape(layer.kind))
+        table.add_row(
+            escape(layer.name),
+            heads_in_words(layer.num_heads, layer.num_key_heads),
+            widths_in_words(layer),
+            escape(layer.kind),
+        )
     for refusal in refused:
         reason = escape(f"not watched: {refusal.reason}")
         table.add_row(f"[dim]{escape(refusal.name)}[/dim]", "", "", f"[yellow]{reason}[/yellow]")
     console.print(table)
     return True
-
-
-def _lines(title: str, layers: Sequence[AttentionLayer], refused: Sequence[Refusal]) -> list[str]:
-    lines = [title]
-    lines += [
-        f"  {layer.name}: {_heads(layer)} heads of width {_width(layer)}, layout: {layer.kind}" for layer in layers
-    ]
-    lines += [f"  {refusal.name}: not watched: {refusal.reason}" for refusal in refused]
-    return lines
 
 
 class AlertLines:

@@ -85,6 +85,17 @@ class Shell:
         """The alerts that are active now."""
         return [] if self._opened is None else self._opened.active_alerts
 
+    def __str__(self) -> str:
+        """The active alerts, the history and the layers of the last training."""
+        monitor, name = self.monitor, type(self).__name__
+        if monitor is None:
+            return f"{name}: no run has begun"
+        alerts = [f"  {alert.message}" for alert in self.active_alerts]
+        place = [] if self.history_path is None else [f"  history: {self.history_path}"]
+        return "\n".join(
+            [f"{name}: {len(alerts) or 'no'} active alert{'s'[: len(alerts) > 1]}", *alerts, *place, str(monitor)]
+        )
+
     def _repr_html_(self) -> str:
         monitor = self.monitor
         layers, refused = ([], []) if monitor is None else (monitor.layers, monitor.refused)

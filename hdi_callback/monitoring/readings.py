@@ -14,7 +14,8 @@ from torch import Tensor
 from hdi_callback.attention import ROLES
 from hdi_callback.core import HeadCovariance
 from hdi_callback.guard import guarded
-from hdi_callback.monitoring.metrics import COVARIANCE, DETAILS, METRICS
+from hdi_callback.monitoring.metrics import COVARIANCE, DEFAULT_METRICS, DETAILS, METRICS
+from hdi_callback.monitoring.plain_table import plain_table
 from hdi_callback.monitoring.warn_once import WarnOnce
 
 READING_OUT = "reading out head diversity"
@@ -37,7 +38,7 @@ class Measurement:
     values: Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Reading:
     """The measurements of one step, as tensors on the device.
 
@@ -62,6 +63,9 @@ class Reading:
     time: float = field(default_factory=clock.time)
     frozen: frozenset[str] | None = field(default=None, compare=False)
     warn_once: WarnOnce = field(default_factory=WarnOnce, compare=False, repr=False)
+
+    def __repr__(self) -> str:
+        return f"<Reading at step {self.step}: {len(self.layers)} layers; its numbers: record()>"
 
     @guarded(READING_OUT, otherwise=lambda self: self.without_numbers())
     def record(self) -> Record:
@@ -88,7 +92,7 @@ class Reading:
         self.warn_once.error(work, error)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LayerRecord:
     """The numbers of one layer at one step.
 
@@ -106,8 +110,11 @@ class LayerRecord:
     arrays: dict[str, list[Any]] = field(default_factory=dict)
     matrices: dict[str, Tensor] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return f"<LayerRecord: {len(self.values)} values, {len(self.arrays)} arrays, {len(self.matrices)} matrices>"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Record:
     """One reading as plain numbers.
 
@@ -128,6 +135,17 @@ class Record:
     axis: int = 0
     time: float = 0.0
     frozen: frozenset[str] | None = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        return f"<Record at step {self.step}: {len(self.layers)} layers>"
+
+    def __str__(self) -> str:
+        """A table of the layers with the metrics that are logged by default."""
+        rows = [
+            (name, *(f"{layer.values[metric]:.3g}" if metric in layer.values else "-" for metric in DEFAULT_METRICS))
+            for name, layer in self.layers.items()
+        ]
+        return f"step {self.step}\n{plain_table(('layer', *DEFAULT_METRICS), rows)}"
 
     def scalars(self, metrics: tuple[str, ...] | list[str]) -> dict[str, float]:
         """The values that go to the loggers.

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from hdi_callback import audit, head_diversity
+from hdi_callback.audits.audit import Audit
 from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitoring.readings import Record
 
 transformers = pytest.importorskip("transformers")
 
@@ -287,6 +289,21 @@ def test_a_notebook_shows_the_verdict_and_escapes_names(llama):
     assert "&lt;b&gt;" in shown
     assert "<b>:" not in shown
     assert "model.layers.1.self_attn: heads 1 and 3 are" in audit(llama)._repr_html_()
+
+
+def test_a_printed_audit_is_a_table_with_the_verdict_last(llama):
+    found = audit(llama)
+    lines = str(found).splitlines()
+    assert lines[-1] == found.verdict
+    assert [line.split()[0] for line in lines[1:-1]] == [layer.name for layer in found.layers]
+    assert "1 and 3" in lines[2]
+    assert f"{found.layers[1].hdi:.2f} / {found.layers[1].chance:.2f}" in lines[2]
+    assert repr(found) == "<Audit of LlamaForCausalLM: 3 layers, 1 unusual>"
+
+
+def test_a_printed_audit_names_what_was_not_audited():
+    found = Audit("m", (), {"blocks.0": "its heads cannot be told apart"}, (), Record(0, {}), ())
+    assert str(found) == "not audited: blocks.0: its heads cannot be told apart\nNothing could be audited."
 
 
 def test_an_audit_as_plain_data_survives_json(folder):

@@ -53,7 +53,12 @@ def test_layers_of_only_one_model_are_named(model):
     found = compare(model, other)
     assert found.only_in_first == ("c",)
     assert found.only_in_second == ("d",)
-    assert "its keys are (4, 8, 32) in one and (2, 16, 32) in the other" in (found.not_compared or {})["b"]
+    reason = (found.not_compared or {})["b"]
+    assert "its keys are (4, 8, 32) in one and (2, 16, 32) in the other" in reason
+    lines = str(found).splitlines()
+    assert lines[-4:] == ["only in A: c", "only in B: d", f"not compared: b: {reason}", found.summary]
+    assert [line.split()[0] for line in lines[3:-4]] == [layer.name for layer in found.layers]
+    assert repr(found).startswith("<Comparison of ModuleDict and ModuleDict: ")
 
 
 def test_two_runs_are_compared_at_a_step(tmp_path):

@@ -8,14 +8,16 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
-from hdi_callback import HDICallback, HeadDiversityMonitor
+from hdi_callback import HDICallback, HeadDiversityMonitor, watch_heads
 from hdi_callback.attention import survey
 from hdi_callback.dashboards import console
 from hdi_callback.dashboards.console import place_to_read, print_layers
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert, Finding
+from hdi_callback.monitoring.plain_table import plain_table
 from hdi_callback.rules import Rule
 from tests.models import LAYERS, Classifier
 
@@ -95,6 +97,7 @@ COLLAPSE = """
 import sys
 from hdi_callback.dashboards.console import AlertLines
 from hdi_callback.monitoring.alerts import Alert, Finding
+from hdi_callback.monitoring.plain_table import plain_table
 from hdi_callback.monitoring.readings import LayerRecord, Record
 from hdi_callback.monitoring.session.sink import Result
 told = Finding("all heads are nearly identical", level="critical")
@@ -149,6 +152,45 @@ def test_notebook_representations_escape_names():
     assert all(f"<td>{name}</td><td>4</td>" in shown for name in LAYERS)
     monitor.close()
     assert "no run has begun" in HDICallback()._repr_html_()
+
+
+def test_printed_objects_show_layers_and_numbers_and_no_tensors():
+    model = nn.ModuleDict({"watched": nn.MultiheadAttention(32, 4), "odd\ud800": nn.MultiheadAttention(32, 1)})
+    with HeadDiversityMonitor(model) as monitor:
+        reading = monitor.measure(7)
+        lines = str(monitor).splitlines()
+    assert lines[0] == f"hdi_callback watches {len(monitor.layers)} attention layers"
+    assert "  watched: 4 heads of width 8, layout: nn.MultiheadAttention, packed" in lines
+    assert repr(monitor).startswith("<HeadDiversityMonitor of ")
+    record = reading.record()
+    title, headings, *rows = str(record).splitlines()
+    column = headings.split().index("hdi")
+    numbers = {row.split()[0]: row.split()[column] for row in rows}
+    assert title == "step 7"
+    assert float(numbers["watched"]) == pytest.approx(record.layers["watched"].values["hdi"], rel=1e-2)
+    assert r"odd\ud800" in numbers or len(monitor.layers) == 1
+    shown = [repr(monitor), str(monitor), repr(reading), repr(record), str(record), repr(record.layers["watched"])]
+    shown += [repr(monitor.layers[0]), str(HDICallback())]
+    assert all("tensor(" not in text and " object at 0x" not in text for text in shown)
+    assert str(HDICallback()) == "HDICallback: no run has begun"
+
+
+def test_a_printed_callback_names_its_history_and_its_layers(tmp_path):
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with watch_heads(model, optimizer, log_dir=tmp_path, verbose=False) as heads:
+        with heads.step():
+            model(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
+            optimizer.step()
+        lines = str(heads).splitlines()
+    assert lines[0].endswith(": no active alert")
+    assert lines[1] == f"  history: {heads.history_path}"
+    assert lines[2] == "hdi_callback watches 2 attention layers"
+
+
+def test_a_printed_table_says_how_many_rows_it_leaves_out():
+    table = plain_table(["layer", "HDI"], [[f"layer {number}", "0.5"] for number in range(103)])
+    assert table.splitlines()[100:] == ["layer 99  0.5", "and 3 more"]
 
 
 def test_a_rule_passed_as_a_string_is_refused_with_the_class_to_write():

@@ -61,7 +61,7 @@ class AttentionLayer:
     """
 
     name: str
-    module: nn.Module
+    module: nn.Module = field(repr=False)
     num_heads: int
     num_key_heads: int
     head_dim: int

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from hdi_callback.audits.audit import decimal
 from hdi_callback.dashboards.report.page_data import QUANTITIES, WORST
 from hdi_callback.dashboards.report.runs import RunPage
+from hdi_callback.monitoring.plain_table import decimal
 
 _SIGNS = {"bad": "&#9888; UNUSUAL", "good": "&#10003; NOTHING UNUSUAL", "unknown": "NOTHING TO JUDGE"}
 _MOST_ROWS = 12

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from hdi_callback.audits import Audit
-from hdi_callback.audits.audit import decimal
 from hdi_callback.dashboards.report.losses import find_losses
 from hdi_callback.dashboards.report.page_data import WORST, page_data, pair_in, rounded
 from hdi_callback.dashboards.report.pair_matrices import AuditMatrices, KeptMatrices
 from hdi_callback.monitoring.alerts import Alert
 from hdi_callback.monitoring.history import read_history
 from hdi_callback.monitoring.history.run_folder import find_history
+from hdi_callback.monitoring.plain_table import decimal
 from hdi_callback.monitoring.readings import Record
 from hdi_callback.monitoring.rules.replay import active_alerts
 

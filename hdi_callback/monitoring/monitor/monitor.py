@@ -44,6 +44,7 @@ from hdi_callback.monitoring.monitor.shared_products import SharedProducts
 from hdi_callback.monitoring.monitor.sources import shared_roles, weight_sources
 from hdi_callback.monitoring.monitor.weights import WeightReader
 from hdi_callback.monitoring.notebook import layer_table
+from hdi_callback.monitoring.plain_table import layer_lines
 from hdi_callback.monitoring.ranks import Ranks, number_of_processes
 from hdi_callback.monitoring.ranks.rendezvous import Rendezvous
 from hdi_callback.monitoring.ranks.roster import SIZES, Roster
@@ -245,6 +246,14 @@ class HeadDiversityMonitor:
     def rendezvous(self) -> Rendezvous:
         """Where the ranks agree beside readings."""
         return self._rendezvous
+
+    def __repr__(self) -> str:
+        return f"<HeadDiversityMonitor of {len(self.layers)} layers; {len(self.refused)} not watched>"
+
+    def __str__(self) -> str:
+        """The layers that are watched, and those that are not with the reason."""
+        title = f"hdi_callback watches {len(self.layers)} attention layers"
+        return "\n".join([title, *layer_lines(self.layers, self.refused)])
 
     def _repr_html_(self) -> str:
         return layer_table(self.layers, self.refused)
