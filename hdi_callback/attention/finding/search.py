@@ -143,23 +143,31 @@ class Search:
         return next((around for around in containers(name) if around in self.places), "")
 
     def _leave_single_heads_open(self) -> None:
-        """Refuse layers of one head in a list of a module that could not be run, until a forward shows more."""
+        """Refuse layers of one head without an output projection in a module that could not be run, for now."""
         beside: dict[str, list[str]] = {}
         for name, layer in self.layers.items():
-            around = self._around(name)
-            is_in_list = around in self.places and name.count(".") == _depth(around) + 1
-            if (
-                layer.num_heads == 1
-                and is_in_list
-                and type(self.places[around].module).forward is not nn.Module.forward
-            ):
-                beside.setdefault(around, []).append(name)
-        for name, layers in beside.items():
-            if len(layers) > 1 and name not in self._ran | self._registered:
+            if layer.num_heads == 1 and "output" not in layer.slices:
+                for around in self._not_run_around(layer):
+                    beside.setdefault(around, []).append(name)
+        for name, layers in sorted(beside.items(), key=lambda one: _depth(one[0]), reverse=True):
+            layers = [other for other in layers if other in self.layers]
+            if len(layers) > 1:
                 self._of_single_heads[name] = _MAY_BE_HEADS.format(count=len(layers), first=layers[0])
                 text = f"{_NOT_RUN}{self._of_single_heads[name]}"
                 self.reasons[name] = Reason(text, _or_skip(_WITH_FORWARD, name), is_open=True)
                 self.layers = {other: layer for other, layer in self.layers.items() if other not in layers}
+
+    def _not_run_around(self, layer: AttentionLayer) -> Iterator[str]:
+        """The modules around a layer that could not be run, as far as nothing else in them has a matrix."""
+        own = set(layer.module.parameters())
+        for around in containers(layer.name):
+            place = self.places.get(around)
+            if place is None or type(place.module).forward is nn.Module.forward:
+                continue
+            if around not in self._ran | self._registered:
+                yield around
+            if any(parameter.dim() > 1 and parameter not in own for parameter in place.module.parameters()):
+                return
 
     def trace_recorded(self, recorded: Mapping[str, Sequence[Inputs]]) -> None:
         """Run copies of modules with inputs of a real forward.

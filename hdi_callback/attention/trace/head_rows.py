@@ -60,7 +60,7 @@ class HeadRows:
     row: int | None = None  # of the weights, whose query is of the stream that is read, where there are two
     tied: Tensor | None = None  # (rows, value width), columns of values of each row, where one map is of several rows
     stream: str = ""  # what is left out of a second stream
-    has_own_outputs: bool = False  # each head has a map of its own for what it gives, and those are added up
+    outputs_left_out: str = ""  # why the outputs of heads that are added up are not read, in words
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from hdi_callback.attention.trace.head_rows import HeadRows
-from hdi_callback.attention.trace.outputs import receiver_of
+from hdi_callback.attention.trace.outputs import SEVERAL_SUMMED, receiver_of
 from hdi_callback.attention.trace.own_inputs import inputs_of_rows
 from hdi_callback.attention.trace.support import columns_of, derivatives, random_weights
 from hdi_callback.attention.trace.traced_cores import TracedCores
+
+_OWN_PROJECTIONS = "the outputs of its heads, each of which has an output projection of its own"
 
 _Part = tuple[int, HeadRows]  # number of a core, and its heads
 _Joined = tuple[tuple[int, ...], HeadRows]
@@ -23,7 +25,7 @@ _Joined = tuple[tuple[int, ...], HeadRows]
 def joined(trace: TracedCores, parts: list[_Part]) -> list[_Joined]:
     """Join cores of a single head each: together they are one layer.
 
-    One map takes their outputs side by side; or each has a map of its own, and the outputs of those are added up.
+    One map takes their outputs side by side; or they are added up, as they are or behind a map of each.
 
     Args:
         trace: of one run.
@@ -40,60 +42,87 @@ def joined(trace: TracedCores, parts: list[_Part]) -> list[_Joined]:
     receivers = {number: receiver_of(trace, trace.cores[number]) for number in single}
     receivers |= _receiver_of_chain(trace, receivers)
     taking = Counter(receivers.values())
-    own = {number: one for number, one in receivers.items() if one is not None and taking[one] == 1}
-    summed = _summed_heads(trace, dict(parts), own) if len(own) > 1 else {}
-    receivers |= summed
-    by_receiver: dict[int, list[_Part]] = {}
+    alone = [number for number, one in receivers.items() if one is None or taking[one] == 1]
+    first_of = _summed_heads(trace, dict(parts), {number: receivers[number] for number in alone})
+    layers: dict[tuple[str, int], list[_Part]] = {}
     for place, (number, heads) in enumerate(parts):
         receiver = receivers.get(number)
-        by_receiver.setdefault(-1 - place if receiver is None else receiver, []).append((number, heads))
-    return [_side_by_side(of_layer, are_summed=of_layer[0][0] in summed) for of_layer in by_receiver.values()]
+        key = ("part", place) if receiver is None else ("map", receiver)
+        key = ("sum", first_of[number]) if number in first_of else key
+        layers.setdefault(key, []).append((number, heads))
+    return [_side_by_side(of_layer, _why_not_read(of_layer, first_of, receivers)) for of_layer in layers.values()]
 
 
-def _summed_heads(trace: TracedCores, heads: Mapping[int, HeadRows], receivers: Mapping[int, int]) -> dict[int, int]:
-    """Find heads over the same tokens whose separate output projections are only used as a sum.
+def _why_not_read(of_layer: list[_Part], first_of: Mapping[int, int], receivers: Mapping[int, int | None]) -> str:
+    """The outputs of heads that are added up, in words; empty for others."""
+    number = of_layer[0][0]
+    if number not in first_of:
+        return ""
+    return SEVERAL_SUMMED if receivers[number] is None else _OWN_PROJECTIONS
+
+
+def _summed_heads(
+    trace: TracedCores, heads: Mapping[int, HeadRows], receivers: Mapping[int, int | None]
+) -> dict[int, int]:
+    """Find heads over the same tokens whose outputs are only used as a sum, in which each token may weigh them.
 
     Args:
         trace: of one run.
         heads: of each core.
-        receivers: number of a core -> that of the map that takes its output, and nothing of another one.
+        receivers: number of a core -> that of the map that takes its output, and nothing of another one; `None` if no
+            map takes it.
 
     Returns:
-        Number of a core -> that of the map of the first head of its layer.
+        Number of a core -> that of the first head of its layer.
     """
-    # What depends on a sum alone has the same derivative by each of its terms; every end has a factor of its own.
+    if len(receivers) < 2:
+        return {}
+    # What depends on a weighted sum alone has proportional derivatives by its terms; every end has a factor of its own.
     ends = enumerate(end for end in trace.run.ends if end.requires_grad and not end.is_complex())
     total = sum(((place + 2) * (end * random_weights(end.shape)).sum().float() for place, end in ends), torch.zeros(()))
-    found = derivatives(total, torch.ones(()), [trace.leaves[receiver].output for receiver in receivers.values()])
-    derivative = {number: found.get(place) for place, number in enumerate(receivers)}
+    terms = [trace.cores[n].output if one is None else trace.leaves[one].output for n, one in receivers.items()]
+    found = derivatives(total, torch.ones(()), terms)
+    derivative = {
+        number: trace.cores[number].by_row(found[place]).flatten(0, 1) if receivers[number] is None else found[place]
+        for place, number in enumerate(receivers)
+        if place in found
+    }
     layers: dict[int, list[int]] = {}
-    for number in receivers:
-        alike = (first for first in layers if _are_alike(trace, (first, number), heads, derivative))
+    for number in derivative:
+        alike = (
+            first
+            for first in layers
+            if (receivers[first] is None) == (receivers[number] is None)
+            and _are_terms_of_a_sum(derivative[first], derivative[number])
+            and _attend_alike(trace, heads[first], heads[number], (first, number))
+        )
         layers.setdefault(next(alike, number), []).append(number)
-    return {number: receivers[first] for first, of_layer in layers.items() if len(of_layer) > 1 for number in of_layer}
+    return {number: first for first, of_layer in layers.items() if len(of_layer) > 1 for number in of_layer}
 
 
-def _are_alike(
-    trace: TracedCores, pair: tuple[int, int], heads: Mapping[int, HeadRows], derivative: Mapping[int, Tensor | None]
-) -> bool:
-    one, other = (derivative[number] for number in pair)
-    if one is None or other is None or one.shape != other.shape:
+def _are_terms_of_a_sum(one: Tensor, other: Tensor) -> bool:
+    """Return whether two derivatives ``(tokens, width)`` differ by a factor above zero for each token, at most."""
+    if one.shape != other.shape or one.shape[-1] < 2 or not one.any() or not other.any():
         return False
-    if not one.any() or not torch.allclose(one, other, rtol=1e-4):
-        return False
-    map_input = [inputs_of_rows(trace, heads[number].rows["key"][0])[0] for number in pair]
-    shapes = {trace.cores[number].weights.shape for number in pair}
-    return len(shapes) == 1 and map_input[0].shape == map_input[1].shape and torch.equal(*map_input)
+    product, sizes = (one * other).sum(-1), one.norm(dim=-1) * other.norm(dim=-1)
+    return bool((sizes - product <= 1e-4 * sizes).all())
 
 
-def _side_by_side(parts: list[_Part], *, are_summed: bool) -> _Joined:
+def _attend_alike(trace: TracedCores, one: HeadRows, other: HeadRows, numbers: tuple[int, int]) -> bool:
+    """Return whether two heads attend to the same tokens."""
+    tokens = [inputs_of_rows(trace, heads.rows["key"][0])[0] for heads in (one, other)]
+    shapes = {trace.cores[number].weights.shape for number in numbers}
+    return len(shapes) == 1 and tokens[0].shape == tokens[1].shape and torch.equal(*tokens)
+
+
+def _side_by_side(parts: list[_Part], outputs: str) -> _Joined:
     numbers, heads = tuple(number for number, _ in parts), [heads for _, heads in parts]
     if len(parts) == 1:
         return numbers, heads[0]
     roles = [role for role in heads[0].rows if all(role in head.rows for head in heads)]
     rows = {role: [head.rows[role][0] for head in heads] for role in roles}
     normed = set().union(*(head.normed for head in heads))
-    return numbers, HeadRows(rows, [head.members[0] for head in heads], normed, has_own_outputs=are_summed)
+    return numbers, HeadRows(rows, [head.members[0] for head in heads], normed, outputs_left_out=outputs)
 
 
 def _of_ranks(trace: TracedCores, parts: list[_Part]) -> list[_Joined]:

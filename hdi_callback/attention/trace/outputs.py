@@ -19,6 +19,7 @@ from hdi_callback.attention.trace.support import agreed, columns_of, depends_on,
 from hdi_callback.attention.trace.traced_cores import TracedCores
 from hdi_callback.attention.trace.traced_run import Leaf
 
+SEVERAL_SUMMED = "the outputs of its heads, several of which are added up"
 _SEVERAL = "the outputs of its heads, which go to several output projections"
 
 # Nodes that leave each feature proportional to what it was.
@@ -62,10 +63,8 @@ def outputs_of(trace: TracedCores, cores: list[Core], heads: HeadRows) -> HeadOu
     Raises:
         NoHeadsError: if they are mixed, normed or added up before it.
     """
-    if heads.has_own_outputs:
-        return HeadOutputs(
-            None, None, False, "the outputs of its heads, each of which has an output projection of its own"
-        )
+    if heads.outputs_left_out:
+        return HeadOutputs(None, left_out=heads.outputs_left_out)
     receiver, ends = _ends(trace, cores, heads.row)
     refusals = []
     for end in ends:
@@ -110,8 +109,8 @@ def _outputs_in(
         if receiver is None:  # heads may lie in a dim of their own
             raise NoHeadsError("the outputs of several heads are summed before they are returned")
         is_sent = _is_one_of_several(trace, receiver, cores[0])
-        what = f"which go to {_one_of(receiver)}" if is_sent else "several of which are added up"
-        return HeadOutputs(receiver, left_out=f"the outputs of its heads, {what}")
+        sent = f"the outputs of its heads, which go to {_one_of(receiver)}"
+        return HeadOutputs(receiver, left_out=sent if is_sent else SEVERAL_SUMMED)
     is_linear = all(_is_linear(node) for core in cores for node in nodes_between([end], core.node))
     is_linear &= not any(depends_on(normed, cores[0].output) and depends_on(end, normed) for normed in trace.run.normed)
     is_side_by_side = torch.equal(features.flatten(), torch.arange(end.shape[-1]))

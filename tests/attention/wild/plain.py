@@ -305,6 +305,48 @@ class HeadModulesOfAnObject(_HeadModules):
         return super().forward(batch.tokens)
 
 
+@case(_of_modules("heads.{}.attention"), call=lambda m, x: m(SimpleNamespace(tokens=x)))
+class HeadModulesInModulesOfAnObject(HeadModulesInModules):
+    def forward(self, batch: Any) -> Tensor:
+        return super().forward(batch.tokens)
+
+
+@case(_of_modules("head_{}", 6), call=lambda m, x: m(SimpleNamespace(tokens=x)))
+class HeadModulesByNameOfAnObject(HeadModulesByName):
+    def forward(self, batch: Any) -> Tensor:
+        return super().forward(batch.tokens)
+
+
+def _of_whole_width(heads: int) -> Core:
+    roles = (tuple(rows(f"heads.{i}.{m}.weight", h=1) for i in range(heads)) for m in ("query", "key", "value"))
+    return Core(*roles, None, loop=True, heads=heads)
+
+
+@case(_of_whole_width(5))
+class HeadModulesAveraged(nn.Module):
+    """Each head gives tokens of the whole width, and the mean of the heads is returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(OneHead(MODEL) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([head(x) for head in self.heads]).mean(0)
+
+
+@case(_of_whole_width(5))
+class HeadModulesWeighedForEachToken(HeadModulesAveraged):
+    """A router says how much of each head a token takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(MODEL, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = torch.stack([head(x) for head in self.heads], -1)
+        return (given * self.router(x).softmax(-1).unsqueeze(-2)).sum(-1)
+
+
 @case(
     *(Core(*(rows(f"heads.{i}.{m}.weight", h=1) for m in ("query", "key", "value")), None, heads=1, number=i, loop=True)
       for i in range(H)),

@@ -294,21 +294,51 @@ def test_a_forward_and_a_training_give_the_same_verdict(name, tmp_path):
     assert forward.verdict in (RIGHT, REFUSED)
 
 
-@pytest.mark.parametrize("name", ["SevenHeadModules", "HeadModulesByName", "HeadModulesInModules"])
+@pytest.mark.parametrize("name", [
+    "SevenHeadModules", "HeadModulesByName", "HeadModulesInModules", "HeadModulesAveraged",
+    "HeadModulesWeighedForEachToken",
+])  # fmt: skip
 def test_heads_in_modules_of_their_own_are_one_layer_however_many_they_are(name):
     verdict = judge(ALL[name], "model")
     assert (verdict.verdict, verdict.reason) == (RIGHT, "")
 
 
-def test_single_heads_in_a_module_that_could_not_be_run_are_left_to_a_forward():
-    case = ALL["HeadModulesOfAnObject"]
+@pytest.mark.parametrize(("name", "first"), [
+    ("HeadModulesOfAnObject", "heads.0"), ("HeadModulesInModulesOfAnObject", "heads.0.attention"),
+    ("HeadModulesByNameOfAnObject", "head_0"),
+])  # fmt: skip
+def test_single_heads_in_a_module_that_could_not_be_run_are_left_to_a_forward(name, first):
+    case = ALL[name]
     model = nn.ModuleDict({"block": case.make()})
     found = survey(model)
     assert found.layers == ()
     (refusal,) = found.refused
     assert (refusal.name, refusal.reason) == (
-        "block", "it could not be run with synthetic inputs, so the 4 attentions of one head in it "
-        "(block.heads.0, ...) may be layers or the heads of one layer",
+        "block", "it could not be run with synthetic inputs, "
+        f"so the {case.cores[0].heads} attentions of one head in it (block.{first}, ...) may be "
+        "layers or the heads of one layer",
     )  # fmt: skip
     (layer,) = find_attention(model, forward=lambda: model["block"](SimpleNamespace(tokens=torch.randn(2, 5, 24))))
-    assert (layer.name, layer.num_heads) == ("block", 4)
+    assert (layer.name, layer.num_heads) == ("block", case.cores[0].heads)
+
+
+class OneHeadInARow(nn.Module):
+    """Layers of one head with an output projection each, in a list; the tokens come in an object."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.MultiheadAttention(24, 1, batch_first=True) for _ in range(3))
+
+    def forward(self, batch):
+        x = batch.tokens
+        for layer in self.layers:
+            x = x + layer(x, x, x)[0]
+        return x
+
+
+def test_attentions_of_one_head_with_output_projections_are_layers_in_a_module_that_could_not_be_run():
+    model = nn.ModuleDict({"block": OneHeadInARow()})
+    names = [f"block.layers.{i}" for i in range(3)]
+    assert [layer.name for layer in find_attention(model)] == names
+    batch = SimpleNamespace(tokens=torch.randn(2, 5, 24))
+    assert [layer.name for layer in find_attention(model, forward=lambda: model["block"](batch))] == names
