@@ -43,9 +43,11 @@ from hdi_callback.attention.observe.compare.unexplained import Unexplained, unex
 from hdi_callback.attention.observe.compare.verdicts import Verdict
 from hdi_callback.attention.observe.forward import ObservedForward
 from hdi_callback.attention.observe.regions import split_open_and_closed
-from hdi_callback.attention.observe.row_reader import Request
+from hdi_callback.attention.observe.row_reader import Request, SeenBefore
 from hdi_callback.attention.observe.scores.rows import RowChunk
 from hdi_callback.attention.observe.window import Window
+
+_ROLES_UNKNOWN = "two of its dimensions are of one size, and which numbers heads was not known when it ran"
 
 
 class AttentionObserver:
@@ -102,6 +104,7 @@ class AttentionObserver:
         self._window = Window()
         self._forward: ObservedForward | None = None
         self._computed: dict[tuple[int, int, int], tuple[Any, Any]] = {}
+        self._seen: dict[tuple[Any, ...], SeenBefore] = {}
 
     @property
     def cores(self) -> Sequence[ObservedCore]:
@@ -155,6 +158,7 @@ class AttentionObserver:
             heads,
             claimed,
             self._modules_with_rows(without_rows),
+            self._seen,
         )
         self._forward = ObservedForward(request, names)
         self.failures = self._forward.failures
@@ -171,6 +175,10 @@ class AttentionObserver:
     def disarm(self) -> None:
         """Stop observing, and keep the observations."""
         self._window.close()
+        if self._forward is not None and self._forward.recorder.maps.keeps_samples:
+            for core in self.cores:
+                if core.dims is not None:
+                    self._seen.setdefault(core.place, SeenBefore(core.dims, core.is_self))
 
     def suspend(self) -> None:
         """Remove all hooks from the model, also those that stay because a graph was compiled with them."""
@@ -220,9 +228,26 @@ class AttentionObserver:
 
     def _verdict(self, layer: AttentionLayer, cores: Sequence[ObservedCore]) -> Verdict:
         verdict = judge(layer, cores, self._maps)
+        self._settle(verdict, cores)
         if verdict.core is not None:
             return verdict
         return Verdict("undecided", self._why_absent(layer, cores) or verdict.sentence)
+
+    def _settle(self, verdict: Verdict, cores: Sequence[ObservedCore]) -> None:
+        """Keep the roles of dimensions that were established, and no rows that were read by other ones."""
+        roles = verdict.roles.values() if verdict.state != "contradicted" else ()
+        dims = next((role.dims for role in roles if role.dims is not None), None)
+        for core in cores:
+            if core.dims is None:
+                continue
+            if dims is not None and core is verdict.core:
+                if dims.contradict(core.dims):
+                    core.discard_rows(dims, _ROLES_UNKNOWN)
+            elif core.is_ambiguous:
+                core.discard_rows(None, _ROLES_UNKNOWN)
+            else:
+                continue
+            self._seen[core.place] = SeenBefore(core.dims, core.is_self)
 
     def _once(self, owner: object, compute: Callable[[], Any]) -> Any:
         """Compute a function of one layer or attention and of all that ran, once."""

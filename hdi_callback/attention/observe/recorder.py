@@ -92,6 +92,7 @@ class Recorder:
             module_type="" if module is None else type(module).__name__,
             kind=kind,
             order=self.maps.core_ran(),
+            place=place,
             scale=scores.scale,
             changed=(*scores.unknown, *scores.altered),
             maps=self.maps.recent(),

@@ -14,14 +14,27 @@ from hdi_callback.attention.observe.compare.cores import ReadRows
 from hdi_callback.attention.observe.map_log import MapLog
 from hdi_callback.attention.observe.module_stack import ModuleStack
 from hdi_callback.attention.observe.quiet import is_plain, is_transformed
-from hdi_callback.attention.observe.scores.axes import Axes, resolve
+from hdi_callback.attention.observe.scores.axes import Axes, DimensionRoles, are_ambiguous, resolve
 from hdi_callback.attention.observe.scores.chosen import ChosenTokens
 from hdi_callback.attention.observe.scores.lineage import Scores
 from hdi_callback.attention.observe.scores.masks import MaskTerm
 from hdi_callback.attention.observe.scores.rows import RowChunk, RowPlan, rows_of_operands, rows_of_weights
 
-_AXES_UNKNOWN = "its sequences and heads share a dimension and cannot be separated"
+_AXES_UNKNOWN = "its sequences and heads share a dimension, or two that are alike, and cannot be separated"
 _EMPTY = "it ran on no tokens: the batch is empty"
+
+
+@dataclass(frozen=True)
+class SeenBefore:
+    """What an earlier forward showed of an attention, where the maps before it are not recorded again.
+
+    Attributes:
+        dims: roles of its leading dimensions; None if several readings were possible.
+        is_self: its maps took the same tokens for queries and keys.
+    """
+
+    dims: DimensionRoles | None
+    is_self: bool
 
 
 @dataclass(eq=False)
@@ -37,6 +50,7 @@ class Request:
             queries while attention runs, or None; None if it follows from masks.
         heads: dotted path of a layer -> number of heads that it claims.
         claimed: ids of modules whose maps are kept wherever they ran.
+        seen: place of an attention -> how an earlier forward, of which samples were kept, showed its dimensions.
         is_read: id of a layer's module -> whether rows are read inside it; of nested ones the innermost decides. What
             is in none is read.
     """
@@ -49,6 +63,7 @@ class Request:
     heads: Mapping[str, int] = field(default_factory=dict)
     claimed: frozenset[int] = frozenset()
     is_read: Mapping[int, bool] = field(default_factory=dict)
+    seen: Mapping[tuple[Any, ...], SeenBefore] = field(default_factory=dict)
 
 
 class RowReader:
@@ -63,6 +78,7 @@ class RowReader:
     def __init__(self, request: Request, maps: MapLog, stack: ModuleStack) -> None:
         self._request, self._maps, self._stack = request, maps, stack
         self.chosen = ChosenTokens()
+        self.is_ambiguous = False
         self._paddings: dict[tuple[Any, ...], tuple[Tensor | None, Tensor | None]] = {}
 
     def forget(self) -> None:
@@ -86,6 +102,14 @@ class RowReader:
         ordered = [*both, *(count for count in tokens if count not in both)]
         around = (name for name, _ in reversed(self._stack.modules))
         claimed = next((self._request.heads[name] for name in around if name in self._request.heads), None)
+        seen = None if self._request.keeps_samples else self._request.seen.get(self._stack.next_place)
+        axes = None if seen is None or seen.dims is None else seen.dims.axes(lead)
+        if axes is not None:
+            return axes
+        # One that was seen with a single sequence does not show which is outside.
+        if seen is not None and (seen.dims is None or len(lead) == 1):
+            return None
+        self.is_ambiguous = are_ambiguous(lead, queries, ordered, claimed, keys=keys)
         return resolve(lead, queries, ordered, claimed, keys=keys)
 
     def of_weights(self, scores: Scores, inputs: Tensor, weights: Tensor, axis: int) -> ReadRows:
@@ -158,8 +182,10 @@ class RowReader:
         is_empty = not query.numel() or not key.numel()
         if axes is None:
             return ReadRows(unread=_EMPTY if is_empty else _AXES_UNKNOWN)
-        request, is_self = self._request, self._maps.have_one_source()
-        read = ReadRows(axes, is_self=is_self)
+        request, seen = self._request, self._request.seen.get(self._stack.next_place)
+        is_self = self._maps.have_one_source() if request.keeps_samples or seen is None else seen.is_self
+        read = ReadRows(axes, is_self=is_self, dims=DimensionRoles.of(axes, query.dim() - 2))
+        read.is_ambiguous = self.is_ambiguous
         read.bias, is_known = _largest(scores.biases, query.device)
         read.is_bounded = is_known and not scores.unknown and scores.scale is not None
         if request.reduce_rows is None:

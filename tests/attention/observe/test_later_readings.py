@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from hdi_callback.attention import find_attention
 from hdi_callback.attention.observe import AttentionObserver, map_log
 
 
@@ -63,3 +64,88 @@ def test_linear_maps_and_norms_are_not_recorded_if_no_samples_are_kept(monkeypat
     examined.clear()
     readings(model, keeps_samples=False)
     assert examined == []
+
+
+class Windows(nn.Module):
+    """Attention in windows, which a dimension behind that of the heads numbers, or heads before sequences in one."""
+
+    def __init__(self, heads: int, layout: str) -> None:
+        super().__init__()
+        self.heads, self.layout = heads, layout
+        self.query, self.key, self.value, self.out = (nn.Linear(16, 16) for _ in range(4))
+        self.weights = torch.empty(0)
+
+    def forward(self, x):
+        split = (part(x).unflatten(-1, (self.heads, -1)) for part in (self.query, self.key, self.value))
+        if self.layout == "windows":
+            q, k, v = (part.unflatten(1, (-1, 4)).permute(0, 3, 1, 2, 4) for part in split)  # (b, h, w, i, d)
+            self.weights = (q @ k.mT / 2).softmax(-1)
+            mixed = (self.weights @ v).permute(0, 2, 3, 1, 4).flatten(1, 2)
+        else:
+            q, k, v = (part.permute(2, 0, 1, 3).flatten(0, 1) for part in split)  # (h b, i, d)
+            self.weights = (q @ k.mT / 2).softmax(-1).unflatten(0, (self.heads, -1)).transpose(0, 1)
+            mixed = (self.weights.transpose(0, 1) @ v.unflatten(0, (self.heads, -1))).permute(1, 2, 0, 3)
+        return self.out(mixed.flatten(2))
+
+    @property
+    def diagonal(self) -> torch.Tensor:
+        """Mean weight of a token on itself, of each head."""
+        return self.weights.diagonal(dim1=-2, dim2=-1).transpose(0, 1).flatten(1).mean(1)
+
+
+def diagonals(chunk):
+    return chunk.weights.diagonal(dim1=-2, dim2=-1).transpose(0, 1).flatten(1).mean(1)
+
+
+@pytest.mark.parametrize("layout", ["windows", "heads first"])
+@pytest.mark.parametrize("heads", [4, 2])
+@pytest.mark.parametrize("sequences", [1, 4])
+def test_rows_are_those_of_heads_at_every_reading_where_other_dimensions_number_sequences(layout, heads, sequences):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(16), Windows(heads, layout))
+    observer = AttentionObserver(model, find_attention(model), reduce_rows=diagonals)
+    for reading, count in enumerate((sequences, sequences, 3, 2)):
+        observer.arm(keeps_samples=not reading)
+        model(torch.randn(count, 16, 16))
+        observer.disarm()
+        if not reading:
+            assert [one.state for one in observer.verdicts().values()] == ["established"]
+        (core,) = observer.cores
+        if core.rows is None and not reading:
+            assert "which numbers heads" in core.unread
+        elif core.rows is None:
+            assert (layout, sequences) == ("heads first", 1)
+            assert "share a dimension" in core.unread
+        else:
+            torch.testing.assert_close(core.rows, model[1].diagonal)
+
+
+def test_rows_are_not_read_if_as_many_windows_as_heads_lie_in_a_dimension_beside_them():
+    class TilesOfPictures(Windows):
+        def forward(self, x):  # windows in two directions: their tokens lie in another order than those of the maps
+            split = (part(x).unflatten(-1, (self.heads, -1)) for part in (self.query, self.key, self.value))
+            q, k, v = (
+                part.unflatten(1, (2, 2, 2, 2)).permute(0, 5, 1, 3, 2, 4, 6).flatten(4, 5).flatten(2, 3)
+                for part in split
+            )
+            mixed = (q @ k.mT / 2).softmax(-1) @ v
+            mixed = mixed.unflatten(3, (2, 2)).unflatten(2, (2, 2)).permute(0, 2, 4, 3, 5, 1, 6)
+            return self.out(mixed.flatten(5).flatten(1, 4))
+
+    torch.manual_seed(0)
+    for heads in (4, 2):
+        model = nn.Sequential(nn.LayerNorm(16), TilesOfPictures(heads, "windows"))
+        observer = AttentionObserver(
+            model,
+            find_attention(model, forward=lambda model=model: model(torch.randn(3, 16, 16))),
+            reduce_rows=diagonals,
+        )
+        for reading in range(2):
+            observer.arm(keeps_samples=not reading)
+            model(torch.randn(3, 16, 16))
+            observer.disarm()
+            if not reading:
+                observer.verdicts()
+            (core,) = observer.cores
+            assert (core.rows is None) == (heads == 4)  # there are four windows
+            assert heads == 4 or len(core.rows) == 2

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hdi_callback.attention.observe.compare.samples import Arrangement, MapCall
-from hdi_callback.attention.observe.scores.axes import Axes
+from hdi_callback.attention.observe.scores.axes import Axes, DimensionRoles
 
 
 @dataclass(eq=False)
@@ -23,6 +23,8 @@ class ReadRows:
         bias: largest number that is added to a score; None if nothing is added that is known.
         is_bounded: scores are at most largest query norm x largest key norm x scale + bias.
         is_self: its maps took the same tokens for queries and keys.
+        dims: roles of its leading dimensions; None if they are not known.
+        is_ambiguous: counts of tokens allow further roles, with as many heads.
     """
 
     axes: Axes | None = None
@@ -32,6 +34,8 @@ class ReadRows:
     bias: Tensor | None = None
     is_bounded: bool = True
     is_self: bool = False
+    dims: DimensionRoles | None = None
+    is_ambiguous: bool = False
 
 
 @dataclass(eq=False, kw_only=True)
@@ -44,6 +48,7 @@ class ObservedCore(ReadRows):
         kind: ``"softmax"``, or what gives the weights in its place: ``"additive"``, ``"sigmoid"``, ``"relu"``,
             ``"linear"``, ``"unknown"``.
         order: of the calls of the forward.
+        place: path of its module and the number of this attention in it, the same in every forward.
         queries: length of a sequence of queries.
         keys: length of a sequence of keys, of those columns of the weights that have values.
         width: features of a query and key head.
@@ -61,6 +66,7 @@ class ObservedCore(ReadRows):
     module_type: str
     kind: str
     order: int
+    place: tuple[Any, ...] = ()
     queries: int = 0
     keys: int = 0
     width: int = 0
@@ -72,6 +78,15 @@ class ObservedCore(ReadRows):
     parts: tuple[str, ...] = ()
     is_recorded: bool = False
     tied: int = 1
+
+    def discard_rows(self, dims: DimensionRoles | None, reason: str) -> None:
+        """Discard rows that were read by the wrong dimensions, or perhaps so.
+
+        Args:
+            dims: their roles; None if several are possible.
+            reason: a clause.
+        """
+        self.rows, self.norms, self.dims, self.unread = None, {}, dims, reason
 
     @property
     def mixed(self) -> str:

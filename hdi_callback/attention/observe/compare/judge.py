@@ -123,7 +123,8 @@ def _judge_part(
                 left = core.queries if role == "query" else core.keys
                 length = arrangement.tokens // max(core.axes.sequences, 1) if core.axes is not None else 0
                 tokens = length if 0 < length < left else 0
-                return RoleVerdict(verdict.state, verdict.sentence, tokens)
+                roles = arrangement.roles if verdict.state == "established" else None
+                return RoleVerdict(verdict.state, verdict.sentence, tokens, roles)
     found = find_rows(core, [*calls], role)
     if found is not None:
         claim = "; ".join(_ranges(row) for row in part.index()[:2].tolist())

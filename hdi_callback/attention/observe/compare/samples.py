@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.observe.scores.axes import dims_of, unravel
+from hdi_callback.attention.observe.scores.axes import Axes, DimensionRoles, dims_of, unravel
 
 TOKENS = 14
 """Tokens of a sample, fewer if there are fewer."""
@@ -83,12 +83,14 @@ class Arrangement:
         tokens: N, how many tokens the tensor has in this order.
         start: token of each sequence that the first of the N tokens is, where there are more than N.
         is_tied: of the rows of an alignment; such features are equal to those of a map as they are, or not at all.
+        roles: which dimensions of the tensor number sequences in this order; None where rows are tied.
     """
 
     features: Tensor
     tokens: int
     start: int = 0
     is_tied: bool = False
+    roles: DimensionRoles | None = None
 
 
 def sample_of_map(tensor: Tensor, features_dim: int = -1) -> Tensor:
@@ -134,18 +136,19 @@ def arrangements(tensor: Tensor, tokens: Sequence[int]) -> Iterator[Arrangement]
 
 
 def _at_length(
-    tensor: Tensor, lead: Sequence[int], count: int, sequences: int, start: int, length: int
+    tensor: Tensor, lead: Sequence[int], count: int, sequences: int, start: int, length: int, *, dims: int = 0
 ) -> Iterator[Arrangement]:
     if len(lead) == 1 and lead[0] != sequences and lead[0] % sequences == 0:
         for both in {(sequences, lead[0] // sequences), (lead[0] // sequences, sequences)}:
             opened = tensor.reshape(*both, *tensor.shape[1:])
-            yield from _at_length(opened, both, count, sequences, start, length)
+            yield from _at_length(opened, both, count, sequences, start, length, dims=1)
         return
     tokens = tensor.narrow(-2, start, length)
     for batch in dims_of(lead, sequences):
-        yield Arrangement(_sample(tokens, (*batch, len(lead)), count), count, start)
+        roles = DimensionRoles.of(Axes(tuple(lead), batch), dims or len(lead))
+        yield Arrangement(_sample(tokens, (*batch, len(lead)), count), count, start, roles=roles)
         if sequences > 1 and length > 1:  # length first
-            yield Arrangement(_sample(tokens, (len(lead), *batch), count), count, start)
+            yield Arrangement(_sample(tokens, (len(lead), *batch), count), count, start, roles=roles)
 
 
 def _sample(tensor: Tensor, order: Sequence[int], count: int) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from hdi_callback.attention.layer.heads import Role
 from hdi_callback.attention.observe.compare.cores import ObservedCore
+from hdi_callback.attention.observe.scores.axes import DimensionRoles
 
 State = Literal["established", "contradicted", "undecided"]
 
@@ -20,11 +21,13 @@ class RoleVerdict:
         state: whether they are where the layer claims them.
         sentence: what was observed, or why nothing was.
         tokens: how many tokens of a sequence the map made, where attention takes more; 0 if it made all.
+        dims: roles of the leading dimensions in which it is established.
     """
 
     state: State
     sentence: str
     tokens: int = 0
+    dims: DimensionRoles | None = None
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,75 @@ class Axes:
         return taken.reshape(taken.shape[0], -1, *taken.shape[-2:])
 
 
+@dataclass(frozen=True)
+class DimensionRoles:
+    """Roles of the leading dimensions of an attention in one forward, by which later ones are read.
+
+    Attributes:
+        of_sequences: for each dimension whether it numbers sequences; None where its size was one.
+        heads: how many heads there were.
+        is_shared: sequences and heads share a single dimension, which `of_sequences` takes apart.
+    """
+
+    of_sequences: tuple[bool | None, ...]
+    heads: int
+    is_shared: bool = False
+
+    @classmethod
+    def of(cls, axes: Axes, dims: int) -> DimensionRoles:
+        """Note the roles of dimensions.
+
+        Args:
+            axes: how its dimensions were read.
+            dims: how many there were before one that holds both was taken apart.
+
+        Returns:
+            The roles.
+        """
+        roles = tuple(None if size == 1 else dim in axes.batch for dim, size in enumerate(axes.lead))
+        return cls(roles, axes.heads, is_shared=dims < len(axes.lead))
+
+    def contradict(self, other: DimensionRoles) -> bool:
+        """Tell whether a dimension has another role.
+
+        Args:
+            other: of the same forward.
+
+        Returns:
+            True if one number sequences by a dimension that numbers heads to the other.
+        """
+        pairs = zip(self.of_sequences, other.of_sequences, strict=False)
+        is_alike = len(self.of_sequences) == len(other.of_sequences) and self.is_shared == other.is_shared
+        return is_alike and any(None not in pair and pair[0] != pair[1] for pair in pairs)
+
+    def axes(self, lead: Sequence[int]) -> Axes | None:
+        """Read dimensions of a later forward, whose sizes may differ.
+
+        Args:
+            lead: their sizes.
+
+        Returns:
+            Which number sequences; `None` if that is not known.
+        """
+        lead = tuple(lead)
+        if self.is_shared:
+            if len(lead) != 1 or lead[0] % self.heads or None in self.of_sequences:
+                return None
+            sequences = lead[0] // self.heads
+            is_outside = bool(self.of_sequences[0])
+            return Axes((sequences, self.heads) if is_outside else (self.heads, sequences), (0 if is_outside else 1,))
+        if len(lead) != len(self.of_sequences):
+            return None
+        known = [dim for dim, role in enumerate(self.of_sequences) if role]
+        unknown = [dim for dim, role in enumerate(self.of_sequences) if role is None]
+        for number in reversed(range(len(unknown) + 1)):
+            for some in itertools.combinations(unknown, number):
+                axes = Axes(lead, tuple(sorted([*known, *some])))
+                if axes.heads == self.heads or (not unknown and len(lead) > 1):
+                    return axes
+        return None
+
+
 def _can_view(tensor: Tensor, lead: Sequence[int]) -> bool:
     try:
         tensor.view(*lead, *tensor.shape[-2:])
@@ -141,6 +210,27 @@ def resolve(
     if heads is not None and len(lead) == 1 and lead[0] % heads == 0:
         return Axes((lead[0] // heads, heads), (0,))
     return Axes(lead, usual) if len(lead) >= 2 else None
+
+
+def are_ambiguous(
+    lead: Sequence[int], queries: int, tokens: Sequence[int], heads: int | None, *, keys: int = 0
+) -> bool:
+    """Tell whether several dimensions may number the heads, as where there are as many windows beside them.
+
+    Args:
+        lead: as `resolve` takes it, like all others.
+        queries: length of a sequence of queries.
+        tokens: how many tokens the inputs of linear maps have.
+        heads: how many heads are claimed.
+        keys: length of a sequence of keys.
+
+    Returns:
+        True if more than one reading has the claimed heads, and its first dimension numbers sequences.
+    """
+    lead = tuple(lead)
+    ways = [*_fitting(lead, queries, tokens), *_fitting(lead, keys, tokens)]
+    fitting = [way for way in ways if way.lead == lead and way.heads == heads and 0 in way.batch]
+    return len({tuple(dim for dim in way.heads_dims if lead[dim] > 1) for way in fitting}) > 1
 
 
 def _fitting(lead: tuple[int, ...], length: int, tokens: Sequence[int]) -> list[Axes]:
