@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import warnings
@@ -30,6 +31,7 @@ class CommandGroup(click.Group):
             others: further arguments of `click.Command.main`.
         """
         others["standalone_mode"] = False
+        _escape_foreign_letters()
         try:
             with _short_warnings():
                 code = super().main(args=args, prog_name=prog_name, **others)
@@ -49,6 +51,13 @@ class CommandGroup(click.Group):
             sys.stderr.close()
             sys.exit(NOTHING_UNUSUAL)
         sys.exit(code if isinstance(code, int) else NOTHING_UNUSUAL)
+
+
+def _escape_foreign_letters() -> None:
+    """Write letters that a stream has no code for as escapes: names of layers and files may have any."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _fail(message: str) -> NoReturn:
@@ -76,7 +85,8 @@ def print_json(data: Any) -> None:
     Args:
         data: plain data; numbers that are not finite become null.
     """
-    click.echo(json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False))
+    is_unicode = (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf")  # else JSON's own escapes
+    click.echo(json.dumps(_finite(data), indent=2, ensure_ascii=not is_unicode, allow_nan=False))
 
 
 def _finite(data: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -105,18 +106,22 @@ def legend(width: int) -> Text:
     return line
 
 
-_COLUMNS: tuple[tuple[str, bool, Callable[[LayerAudit], str | Text]], ...] = (  # heading, left out if narrow, cell
-    ("heads", False, lambda layer: heads_in_words(layer.num_heads, layer.num_key_heads)),
-    ("pair", False, lambda layer: "-".join(map(str, layer.worst_pair)) or "-"),
-    ("aligned", False, lambda layer: _aligned(layer.worst_alignment)),
-    ("mean", False, lambda layer: decimal(layer.alignment)),
-    ("by energy", True, lambda layer: decimal(layer.energy_alignment)),
-    ("HDI", False, lambda layer: decimal(layer.hdi)),
-    ("chance", False, lambda layer: decimal(layer.chance)),
-    ("effective", True, lambda layer: "-" if layer.effective_heads is None else f"{layer.effective_heads:.1f}"),
-    ("dead", False, lambda layer: ",".join(map(str, layer.dead_heads)) or "0"),
-)
-_NARROW_AUDIT, _NARROW = 120, 100
+_COLUMNS: dict[str, Callable[[LayerAudit], str | Text]] = {  # heading -> cell
+    "heads": lambda layer: heads_in_words(layer.num_heads, layer.num_key_heads),
+    "pair": lambda layer: "-".join(map(str, layer.worst_pair)) or "-",
+    "aligned": lambda layer: _aligned(layer.worst_alignment),
+    "mean": lambda layer: decimal(layer.alignment),
+    "by energy": lambda layer: decimal(layer.energy_alignment),
+    "HDI": lambda layer: decimal(layer.hdi),
+    "chance": lambda layer: decimal(layer.chance),
+    "effective": lambda layer: "-" if layer.effective_heads is None else f"{layer.effective_heads:.1f}",
+    "dead": lambda layer: ",".join(map(str, layer.dead_heads)) or "0",
+}
+_LEFT_OUT = ("by energy", "effective", "chance", "mean", "HDI", "heads", "dead")  # on a narrow terminal, in this order
+_WITH_ALL, _NARROW = 120, 100  # columns of a terminal
+_LEAST_NAME = 24  # columns for the names of layers
+_ABSENT = "not read"
+_GAP, _SIGN = 3, 4  # between columns; of the sign in front, with its gap
 
 
 def audit_table(audit: Audit, width: int) -> Table:
@@ -124,7 +129,7 @@ def audit_table(audit: Audit, width: int) -> Table:
 
     Args:
         audit: the audit.
-        width: of the terminal; a narrow one gets fewer columns.
+        width: of the terminal; a narrow one gets fewer columns, and names in several lines.
 
     Returns:
         A row for each layer; the unusual ones are marked by a sign and bold.
@@ -133,24 +138,46 @@ def audit_table(audit: Audit, width: int) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    columns = [(heading, cell_of) for heading, is_minor, cell_of in _COLUMNS if width >= _NARROW_AUDIT or not is_minor]
+    cells: dict[str, list[str | Text]] = {
+        heading: [heading, *(cell_of(layer) for layer in audit.layers if not layer.absent)]
+        for heading, cell_of in _COLUMNS.items()
+    }
+    cells["pair"] += [_ABSENT for layer in audit.layers if layer.absent]
+    widths = {heading: max(map(len, column)) + _GAP for heading, column in cells.items()}
+    longest = max(len(layer.name) for layer in audit.layers)
+    left_out = set(_LEFT_OUT[:2] if width < _WITH_ALL else ())
+    for heading in _LEFT_OUT:
+        if sum(widths[name] for name in widths.keys() - left_out) + min(longest, _LEAST_NAME) + _SIGN <= width:
+            break
+        left_out.add(heading)
+    columns = {heading: cell_of for heading, cell_of in _COLUMNS.items() if heading not in left_out}
+    room = width - _SIGN - sum(map(widths.__getitem__, columns))
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("", no_wrap=True)
     table.add_column("layer", overflow="fold", min_width=16)
-    for heading, _ in columns:
+    for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     marked = {finding.layer for finding in audit.unusual}
     for layer in audit.layers:
-        is_marked = layer.name in marked
+        is_marked, name = layer.name in marked, Text(_in_lines(layer.name, room))
         if layer.absent:
-            sign, word = ("!", "unusual") if is_marked else ("?", "not read")
-            table.add_row(
-                sign, Text(layer.name), heads_in_words(layer.num_heads, layer.num_key_heads), Text(word, style="yellow")
-            )
+            sign, word = ("!", "unusual") if is_marked else ("?", _ABSENT)
+            heads = [columns["heads"](layer)] if "heads" in columns else []
+            table.add_row(sign, name, *heads, Text(word, style="yellow"))
             continue
-        cells = (cell_of(layer) for _, cell_of in columns)
-        table.add_row("!" if is_marked else "", Text(layer.name), *cells, style="bold" if is_marked else None)
+        own = (cell_of(layer) for cell_of in columns.values())
+        table.add_row("!" if is_marked else "", name, *own, style="bold" if is_marked else None)
     return table
+
+
+def _in_lines(name: str, room: int) -> str:
+    """A dotted name, broken after dots where it is too long for a line."""
+    lines = [""]
+    for part in re.findall(r"[^.]*\.|[^.]+$", name):
+        if lines[-1] and len(lines[-1]) + len(part) > room:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def _aligned(value: float | None) -> Text:

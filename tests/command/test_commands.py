@@ -8,15 +8,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
 from torch import nn
 
+from hdi_callback.audits.audit import Audit, LayerAudit
 from hdi_callback.command.commands import hdi
 from hdi_callback.command.progress import layer_progress
-from hdi_callback.command.terminal import colour_of
+from hdi_callback.command.terminal import audit_table, colour_of, console
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.readings import LayerRecord, Record
 from tests.dashboards.report.synthetic import write_run
@@ -98,6 +100,47 @@ def test_a_narrow_terminal_cuts_no_name_off():
     assert "second" in shown
     assert "..." not in shown
     assert "…" not in shown
+
+
+def wide(name: str, **options: Any) -> LayerAudit:
+    return LayerAudit(name, 32, 8, 64, 0.8, 0.9, 0.1, 0.2, 0.93, (17, 31), 0.3, (1, 2), 12.3, **options)
+
+
+@pytest.mark.parametrize(
+    ("width", "headings"),
+    [
+        (50, ["layer", "pair", "aligned"]),
+        (60, ["layer", "pair", "aligned", "dead"]),
+        (80, ["layer", "heads", "pair", "aligned", "HDI", "dead"]),
+        (100, ["layer", "heads", "pair", "aligned", "mean", "HDI", "chance", "dead"]),
+        (200, ["layer", "heads", "pair", "aligned", "mean", "by energy", "HDI", "chance", "effective", "dead"]),
+    ],
+)
+def test_an_audit_leaves_out_whole_columns_and_cuts_none_on_a_narrow_terminal(width, headings):
+    layers = [
+        wide("encoder.layer.10.attention.self", dead_heads=(1, 2)),
+        wide("x"),
+        LayerAudit("y", 32, 8, 64, absent="?"),
+    ]
+    out = console(file=io.StringIO(), width=width)
+    out.print(audit_table(Audit("m", tuple(layers), {}, (), Record(0, {}), ()), width))
+    first, _, *rows = out.file.getvalue().splitlines()
+    assert re.split(r"  +", first.strip()) == headings
+    assert all(len(row) <= width for row in rows)
+    assert "".join(re.sub(r"^.{4}(\S*).*", r"\1", row) for row in rows) == "encoder.layer.10.attention.selfxy"
+    assert all(row.split()[0].endswith((".", "self")) for row in rows[:-2]), "names are broken after dots"
+    assert ("1,2" in rows[0]) == ("dead" in headings)
+
+
+def test_letters_that_a_terminal_has_no_code_for_are_printed_as_escapes(tmp_path):
+    write_run(tmp_path / "history.jsonl", name="блок.{}.attn".format)
+    for command in ("alerts", "watch", "compare"):
+        words = (tmp_path, *([tmp_path] if command == "compare" else ["--once"] if command == "watch" else []))
+        shown = CliRunner(charset="ascii").invoke(hdi, [command, *map(str, words)])
+        assert not isinstance(shown.exception, UnicodeError)
+        assert r"\u0431\u043b\u043e\u043a.2.attn" in shown.output
+    data = json.loads(CliRunner(charset="ascii").invoke(hdi, ["alerts", str(tmp_path), "--json"]).stdout)
+    assert data["active"][0]["layer"] == "блок.2.attn"
 
 
 def test_pages_are_written_to_the_requested_path(bad_run, good_run, tmp_path):
