@@ -13,7 +13,7 @@ import pytest
 
 from hdi_callback.errors import HDIWarning
 from hdi_callback.monitoring.rules import default_rules, healthy_runs
-from tests.experiments.faults import plan, report, run, tried_once
+from tests.experiments.faults import again, plan, report, run, tried_once
 from tests.experiments.faults.extremes import MEASURES, extremes_of
 from tests.experiments.faults.faults import FAULTS
 from tests.experiments.faults.judging import NOW, judge_again
@@ -346,3 +346,25 @@ def test_a_fault_that_is_tried_once_is_a_row_with_its_losses_and_the_rules_it_ra
     assert faulty.split("|")[1:3] == [" duplicated heads, fresh ", " text "]
     assert "*tied heads* (warning, step 0)" in faulty
     assert healthy.split("|")[1:3] + healthy.split("|")[-2:-1] == [" none ", " text ", " - "]
+
+
+def test_the_table_of_rounding_holds_what_the_limit_of_rounded_away_rests_on(root):
+    rows = [line.split("|")[2:-1] for line in (root / "docs/benchmarks/rounding.md").read_text().splitlines()]
+    shares = [[float(cell.split()[0]) for cell in row] for row in rows if len(row) == 5 and row[0].strip()[0].isdigit()]
+    assert len(shares) == 15
+    assert all(single == 0 and copies < alone for _, _, single, copies, alone in shares)
+    assert max(copies for _, every, _, copies, _ in shares if every == 1) >= 0.9, "so such readings are not judged"
+
+
+def test_runs_that_are_made_again_agree_only_with_the_same_losses_and_alerts():
+    before = {"kind": HEALTHY, "base": "text", "seed": 1, "validation": [2.5, None], "alerts": []}
+    same = {**before, "validation": [2.501, None]}
+    other = {**before, "validation": [2.6, None], "alerts": [(5, "a", "worst pair", "warning")]}
+    assert again.has_same_losses(before, same)
+    assert not again.has_same_losses(before, other)
+    assert again.alarms({"alerts": [(5, "a", "trend", "notice")]}) == set()
+    assert "| healthy | 2 | 1 | 0 | 1 | 1 | 1 |" in again.page([(before, same), (before, other)], 1)
+    known = [{"kind": kind, "base": "text", "seed": seed} for kind in (HEALTHY, "keys merge") for seed in range(40)]
+    chosen = again.drawn(known, 30)
+    assert chosen == again.drawn(known[::-1], 30), "a fixed seed, whatever the order"
+    assert sum(one["kind"] == HEALTHY for one in chosen) == 30

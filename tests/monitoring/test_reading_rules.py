@@ -311,8 +311,10 @@ def test_an_unknown_movement_after_a_resumption_neither_starts_nor_ends_an_alert
         if kind == ".":
             state, alerts = alerts.state_dict(), Alerts([rule], facts, pretrained=False)
             alerts.load_state_dict(state)
-        raised += alerts.judge(Record(step, {"attn": layer(kind, 2), "moves": layer("." if kind == "." else "m", 2)}))
-    assert [(alert.step, alert.is_resolved, alert.finding.since) for alert in raised] == reported
+        layers = {"attn": layer(kind, 2), "moves": layer("." if kind == "." else "m", 2)}
+        raised += alerts.judge(Record(10 * step, layers))
+    found = [(alert.step // 10, alert.is_resolved, (alert.finding.since or 0) // 10) for alert in raised]
+    assert found == reported
     assert {alert.layer for alert in raised} <= {"attn"}
 
 
@@ -594,6 +596,25 @@ def test_updates_that_bfloat16_rounds_away_are_reported_and_small_float32_update
     assert (alert.step, alert.finding.since) == (50, 30)
     assert "exactly what they were at the reading before" in alert.message
     assert asked([RoundedAway()], watched(Masked(), train(torch.float32))) == []
+
+
+@pytest.mark.parametrize(
+    ("apart", "has_copies", "is_reported"), [(1, True, False), (20, True, False), (20, False, True)]
+)
+def test_bfloat16_weights_with_float32_copies_are_not_reported_as_rounded_away(apart, has_copies, is_reported):
+    """Copies that move by 1e-4 at each step change a bfloat16 weight of 0.1 every few steps."""
+    copies: list[torch.Tensor] = []
+
+    def act(step, model):
+        generator = torch.Generator().manual_seed(step)
+        copies[:] = copies or [parameter.clone() for parameter in model.parameters()]
+        for copy, parameter in zip(copies, model.parameters()):
+            news = 4e-6 * torch.randn(copy.shape, generator=generator).sign().add(2) * apart
+            copy += news if has_copies else 0
+            parameter.copy_((copy if has_copies else parameter + news / apart).bfloat16())
+
+    found = asked([RoundedAway()], watched(Masked(), act, steps=range(0, 8 * apart, apart)))
+    assert bool(found) == is_reported
 
 
 def test_the_share_of_weights_that_do_not_move_is_counted():

@@ -172,7 +172,8 @@ class RoundedAway(Rule):
 
     For instance with weights in bfloat16 and a small learning rate, or one that has decayed to nothing. A layer that
     alone does not move at all is reported by `FrozenHeads`; layers none of whose parameters requires a gradient are
-    ignored.
+    ignored. Where float32 copies are trained, updates add up until a bfloat16 weight changes: readings less than 5
+    steps apart are judged only if no weight at all has changed.
 
     Args:
         share: share of unchanged weights since the last reading, in each head of the layer, that is a warning.
@@ -181,6 +182,7 @@ class RoundedAway(Rule):
 
     name = "rounded away"
     needs = ("head_unchanged", "head_movement_min")
+    apart: ClassVar[int] = 5
 
     def __init__(self, share: float = 0.9, readings: int = 3) -> None:
         self.share = number("share of RoundedAway", share, above=0, below=1, example=0.9)
@@ -194,6 +196,9 @@ class RoundedAway(Rule):
         if len(rows) < self.readings or min(rows) < self.share or not series.trains:
             return None
         if not shares or not min(shares) >= self.share:
+            return None
+        before = series.rows[-2].step if len(series.rows) > 1 else series.first.step
+        if active is None and min(shares) < 1 and series.latest.step - before < self.apart:
             return None
         has_moved = min(largest) < self.share
         if min(shares) == 1 and not has_moved:  # frozen from the start: on purpose, or reported by FrozenHeads
@@ -209,5 +214,5 @@ class RoundedAway(Rule):
             since=series.since(lambda row: row.values["head_unchanged"] >= self.share, "head_unchanged"),
             certainty=how_often_raised(self.name, share=self.share, readings=self.readings),
             remedy="checking the learning rate and the type of the weights: small updates of bfloat16 weights "
-            "round away, and float32 copies of them do not",
+            "round away, unless float32 copies are trained, where they only come later",
         )
