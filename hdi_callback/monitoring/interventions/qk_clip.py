@@ -74,6 +74,7 @@ class QKClip(Intervention):
         self.limit = number("limit of QKClip", limit, above=0, below=math.inf, example=100)
         self.watched: list[str] | None = None  # all, until the first reading with bounds
         self._observers: dict[str, AttentionObserver] = {}
+        self._compared: set[str] = set()  # names of layers whose projections were compared with their attention
         self._largest: dict[str, Tensor] = {}
         self._done: dict[str, _Clipped] = {}
         self._steps: Tensor | None = None  # at which weights were scaled since `count` was brought up to date
@@ -106,6 +107,7 @@ class QKClip(Intervention):
     def _forget(self) -> None:
         self._handles.clear()
         self._observers.clear()
+        self._compared.clear()
         self._largest.clear()
         self._done.clear()
         self._expected.clear()
@@ -114,8 +116,8 @@ class QKClip(Intervention):
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop hooks and observers as well."""
-        left: dict[str, Any] = {"_handles": [], "_observers": {}, "_largest": {}, "_done": {}, "_steps": None}
-        left |= {"_expected": {}, "_has_failed": False}
+        left: dict[str, Any] = {"_handles": [], "_observers": {}, "_compared": set(), "_largest": {}}
+        left |= {"_done": {}, "_steps": None, "_expected": {}, "_has_failed": False}
         left["_warn_once"] = WarnOnce()
         return {**super().__getstate__(), **left}
 
@@ -144,9 +146,9 @@ class QKClip(Intervention):
                 observer = self._observers.get(name)
                 if observer is None:
                     observer = self._observers[name] = AttentionObserver(
-                        layer.module, max_queries=_ALL_QUERIES, reduce_rows=_Largest.of
+                        layer.module, [layer], max_queries=_ALL_QUERIES, reduce_rows=_Largest.of
                     )
-                observer.arm(keeps_samples=False)
+                observer.arm(keeps_samples=name not in self._compared)
 
     def report(self, record: Record) -> list[str]:
         """Return the layers whose bound does not rule out too large scores.
@@ -230,6 +232,10 @@ class QKClip(Intervention):
     def _collect_from(self, name: str, observer: AttentionObserver) -> None:
         observer.disarm()
         layer = self.training.layers.get(name)
+        is_first = name not in self._compared
+        if is_first and observer.has_run:
+            observer.verdicts()  # which dimension numbers heads; later forwards keep to it
+            self._compared.add(name)
         cores = [core for core in observer.cores if core.is_recorded]
         observer_ran = observer.has_run
         read = [core.rows.largest for core in cores if core.rows is not None and core.rows.is_known]
@@ -238,6 +244,8 @@ class QKClip(Intervention):
         if layer is None or not observer_ran or not cores:
             return
         if unread or any(len(largest) != layer.num_heads for largest in read):
+            if is_first:
+                return
             why = next((core.unread for core in unread if core.unread), "its scores are not known")
             self._warn_once.warn(name, f"QKClip leaves `{name}` as it is: {why}.")
             return

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from hdi_callback import HeadDiversityMonitor
 from hdi_callback.attention import find_attention
 from hdi_callback.attention.observe import AttentionObserver, map_log
 
@@ -149,3 +152,31 @@ def test_rows_are_not_read_if_as_many_windows_as_heads_lie_in_a_dimension_beside
             (core,) = observer.cores
             assert (core.rows is None) == (heads == 4)  # there are four windows
             assert heads == 4 or len(core.rows) == 2
+
+
+class HidesPadding(Mixing):
+    """Attention that hides tokens of zeros itself: nothing but its mask shows which tokens are padding."""
+
+    def __init__(self) -> None:
+        super().__init__("masked")
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        scores = (q @ k.mT / 2).masked_fill((x == 0).all(-1)[:, None, None], -torch.inf)
+        self.weights = scores.softmax(-1)
+        return self.out((self.weights @ v).transpose(1, 2).flatten(2))
+
+
+def test_queries_that_are_padding_by_the_mask_alone_are_left_out_of_later_readings_too():
+    torch.manual_seed(0)
+    layer = HidesPadding()
+    model, x = nn.Sequential(layer), torch.randn(2, 6, 16)
+    x[1, 2:] = 0
+    with HeadDiversityMonitor(model, metrics=("attention_entropy",)) as monitor:
+        for step in range(3):
+            monitor.arm()
+            model(x)
+            read = monitor.measure(step).record().layers["0"].arrays["attention_entropy"]
+            entropy = torch.special.entr(layer.weights).sum(-1)  # (2, 4, queries)
+            of_tokens = torch.cat([entropy[0] / math.log(6), entropy[1, :, :2] / math.log(2)], -1)
+            torch.testing.assert_close(torch.as_tensor(read), of_tokens.mean(-1), check_dtype=False)

@@ -16,6 +16,7 @@ from hdi_callback.errors import MisconfigurationError, MonitoringWarning
 from hdi_callback.interventions import QKClip
 from hdi_callback.monitoring.interventions.qk_clip import clip_heads
 from tests.attention.models import Timm
+from tests.attention.observe.test_later_readings import Windows
 from tests.attention.test_trace import Latent
 from tests.experiments.collapse.models import Attention, Shape, rotate
 
@@ -359,3 +360,23 @@ def test_qk_clip_takes_no_alert_options_and_works_without_alerts():
     top = float(largest_scores(model, x).max())
     step(model, x, interventions.QKClip(top / 2), alerts=None)
     assert float(largest_scores(model, x).max()) == pytest.approx(top / 2, rel=1e-4)
+
+
+@pytest.mark.parametrize(("layout", "heads"), [("windows", 4), ("heads first", 2)])
+def test_qk_clip_scales_the_head_with_large_scores_where_windows_or_sequences_lie_beside_the_heads(layout, heads):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(16), Windows(heads, layout))  # of 16 tokens, so four windows
+    query, width = model[1].query.weight, 16 // heads
+    with torch.no_grad():
+        query[width : 2 * width] *= 60
+    before = query.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    clip = QKClip(limit=5)
+    with watch_heads(model, optimizer, history=False, verbose=False, interventions=[clip]) as watched:
+        for _ in range(2):
+            with watched.step():
+                model(torch.randn(3, 16, 16)).square().mean().backward()
+                optimizer.step()
+    scaled = (query / before).detach().unflatten(0, (heads, width)).mean((1, 2))
+    assert scaled[1] < 0.5
+    torch.testing.assert_close(scaled[torch.arange(heads) != 1], torch.ones(heads - 1))
