@@ -215,6 +215,8 @@ def test_methods_and_sums_work_under_their_old_names():
         monitor.rest()
     with pytest.warns(DeprecationWarning, match="`say` is deprecated: write `print`"):
         assert PlainHost().say is not None
+    with pytest.warns(DeprecationWarning, match="`broadcast` of a host is deprecated"):
+        assert PlainHost(None).broadcast("mine") == "mine"
     sums = AttentionSums.of(torch.full((1, 2, 3, 4), 0.25))
     with pytest.warns(DeprecationWarning, match="`seeing` is deprecated: write `queries_with_keys`"):
         assert sums.seeing is sums.queries_with_keys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,6 @@ from hdi_callback.integrations import LIGHTNING_WAS_LOADED
 from hdi_callback.integrations.outlets import Dashboards
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
-from hdi_callback.monitoring.ranks import share_within
 from hdi_callback.monitoring.session.position import Position
 from hdi_callback.monitoring.session.settings import Settings
 from hdi_callback.monitoring.session.sink import Latest, Sink
@@ -34,19 +33,12 @@ class LightningHost:
         settings: the settings of the run.
         prefix: put before every tag.
         warn_once: warns once of each kind of failure.
-
-    Attributes:
-        broadcast: returns the value of the first rank on every rank.
     """
 
     def __init__(self, trainer: pl.Trainer, settings: Settings, prefix: str, warn_once: WarnOnce) -> None:
         self.trainer, self._curves, self._prefix = trainer, settings.curves, prefix
         self._dashboards = Dashboards(settings, warn_once)
         self._last_step: int | None = None
-        is_whole = settings.process_group == "auto"
-        self.broadcast: Callable[[Any], Any] = (
-            trainer.strategy.broadcast if is_whole else share_within(settings.process_group)
-        )
 
     @property
     def is_first_rank(self) -> bool:

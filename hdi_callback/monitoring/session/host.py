@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,9 +47,6 @@ class Host(Protocol):
 
     def loss_scale(self, optimizer: Optimizer) -> float:
         """Factor of the gradients before a step, 1 where they have been unscaled."""
-
-    def broadcast(self, value: Any) -> Any:
-        """Return the value of the first rank on every rank."""
 
     def stop(self) -> None:
         """End the training after this step."""
@@ -97,7 +95,7 @@ class PlainHost:
         return float(getattr(optimizer, "grad_scale", None) or 1)
 
     def broadcast(self, value: Any) -> Any:
-        """Return the value of the group's first rank on every rank.
+        """Deprecated: return the value of the group's first rank on every rank; nothing of this package calls it.
 
         Args:
             value: anything that can be pickled.
@@ -105,6 +103,11 @@ class PlainHost:
         Returns:
             That of the first rank.
         """
+        warnings.warn(
+            "`broadcast` of a host is deprecated, as no session calls it: call torch.distributed in its place.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
         return self._share(value)
 
     def print(self, text: str) -> None:
