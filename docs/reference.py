@@ -41,6 +41,7 @@ All other modules may change with any version. Earlier names of version 0.1 work
 | `AllocationRanking`: `tells`, `flat` | `is_conclusive`, `near_best` |
 | `HeadDiversityMonitor.rest()` | `HeadDiversityMonitor.skip_forward()` |
 | `say` of `Host` | `print` |
+| `broadcast` of `Host` | nothing calls it; a host that has it works |
 | `AttentionSums`: `seeing`, `seen` | `queries_with_keys`, `visible_keys` |
 | `loaded` of callbacks, `Settings` and `Alerts`; `Series.is_loaded` | `pretrained`, `is_pretrained` |
 | `ReviveHeads(max_loss=...)` | `max_output_error` |

@@ -119,6 +119,8 @@ class HDICallback(Shell, pl.Callback):
     @guarded(STARTING, passes=MISUSE)
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the layers and install the hooks, before anything has been compiled or run."""
+        if self._could_not_start:
+            return
         settings = self._settings
         if getattr(trainer, "fast_dev_run", False):  # no files, as Lightning with checkpoints
             settings = replace(settings, history=False)

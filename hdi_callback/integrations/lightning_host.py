@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.optim import Optimizer
 
 from hdi_callback.errors import MisconfigurationError
@@ -48,7 +49,10 @@ class LightningHost:
     @cached_property
     def folder(self) -> Path:
         """The directory of the trainer's first logger."""
-        return Path(self.trainer.log_dir or self.trainer.default_root_dir)
+        # `trainer.log_dir` is the same, broadcast: it waits without end for a rank that could not begin to watch.
+        logger: Any = next(iter(self.trainer.loggers), None)
+        has_own = isinstance(logger, TensorBoardLogger | CSVLogger)
+        return Path((logger.log_dir if has_own else getattr(logger, "save_dir", None)) or self.trainer.default_root_dir)
 
     @property
     def position(self) -> Position:

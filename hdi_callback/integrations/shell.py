@@ -16,6 +16,7 @@ from hdi_callback.monitoring.alerts import Alert
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.monitor import HeadDiversityMonitor
 from hdi_callback.monitoring.notebook import run_summary
+from hdi_callback.monitoring.ranks.rendezvous import Rendezvous
 from hdi_callback.monitoring.session.session import Session
 from hdi_callback.monitoring.session.settings import Settings
 from hdi_callback.monitoring.warn_once import WarnOnce
@@ -58,8 +59,9 @@ class Shell:
         self._warn_once.error(work, error)
         if work == STARTING:
             self._could_not_start = True
-            if self._session is not None:
-                self._session.close()
+            session = self._session
+            meeting = Rendezvous(self._settings.process_group) if session is None else session.monitor.rendezvous
+            attempt_each([meeting.decline, *([] if session is None else [session.close])])
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the run: a copy is as new, and another trainer or process can use it."""

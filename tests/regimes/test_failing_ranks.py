@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
-from hdi_callback import watch_heads
+from hdi_callback import HDICallback, watch_heads
 from hdi_callback.attention.layer.sharding import Sharding, whole
+from hdi_callback.integrations.lightning_host import LightningHost
 from hdi_callback.interventions import QKClip, ScaleLearningRate
 from hdi_callback.monitoring.alerts import Alerts
+from hdi_callback.monitoring.history import read_records
 from hdi_callback.monitoring.layers import HeadVerifier
 from hdi_callback.monitoring.monitor.inputs import LayerInputs
 from hdi_callback.monitoring.monitor.outputs import HeadOutputs
@@ -22,9 +28,13 @@ from hdi_callback.monitoring.monitor.rows import AttentionReadings
 from hdi_callback.monitoring.monitor.weights import WeightReader
 from hdi_callback.monitoring.ranks.rendezvous import Rendezvous
 from hdi_callback.monitoring.session.publisher import Publisher
+from hdi_callback.monitoring.session.session import Session
+from tests.models import Classifier
 from tests.monitoring.test_watch_interventions import Always
 from tests.regimes.test_ddp import METRICS, SHARES, batch, classifier, monitor_of
+from tests.regimes.test_lightning_ddp import SIZES, Batches
 from tests.regimes.test_sharding import WIDTHS, fsdp2
+from tests.regimes.trainings import Losses, Module, trainer_for
 
 PLACES = {
     "before the ranks meet": (HeadVerifier, "verify"),
@@ -213,6 +223,45 @@ def test_no_rank_acts_on_a_decision_that_cannot_be_sent(two_ranks):
     both = two_ranks(train_with_what_cannot_be_sent)
     check(both)
     assert both[0].answer["weights"] == two_ranks(train_unwatched)[0].answer["weights"]
+
+
+PLACES_OF_STARTING = {"opening the folder": (LightningHost, "__init__"), "opening the session": (Session, "open")}
+
+
+def fit_where_one_rank_cannot_start(rank: int, folder: Path, place: str | None, on: int, chosen: dict) -> dict:
+    torch.manual_seed(0)
+    lit, losses, callback = Module(Classifier()), Losses(), HDICallback(every_n_steps=2, verbose=False, **chosen)
+    with ExitStack() as stack:
+        ranks = {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": "2"}
+        stack.enter_context(mock.patch.dict(os.environ, ranks))
+        if place is not None and rank == on:
+            stack.enter_context(raising(*PLACES_OF_STARTING[place], calls={0}))
+        callbacks = [losses] if place is None else [losses, callback]
+        options = {"devices": 2, "strategy": DDPStrategy(), "use_distributed_sampler": False}
+        begun = time.monotonic()
+        trainer_for(folder, *callbacks, **options).fit(lit, DataLoader(Batches(SIZES[rank]), batch_size=None))
+    history = callback.history_path
+    left = [*losses.recorded, *lit.parameters()]
+    return {
+        "left": [value.tolist() for value in left], "seconds": time.monotonic() - begun,
+        "steps": None if history is None else [record.step for record in read_records(history)],
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("acts", [False, True])
+@pytest.mark.parametrize("on", [0, 1])
+@pytest.mark.parametrize("place", PLACES_OF_STARTING)
+def test_a_rank_whose_callback_cannot_start_keeps_no_other_waiting(tmp_path, two_ranks, place, on, acts):
+    chosen = {"interventions": [ScaleLearningRate(0.5)], "alerts": [Always()]} if acts else {}
+    alone = two_ranks(fit_where_one_rank_cannot_start, tmp_path / "alone", None, on, {})
+    both = two_ranks(fit_where_one_rank_cannot_start, tmp_path / "watched", place, on, chosen)
+    for rank, without in zip(both, alone, strict=True):
+        assert rank.answer["left"] == without.answer["left"]
+        assert rank.answer["seconds"] < 40
+    assert any("could not begin to watch" in line for line in both[1 - on].warnings)
+    assert sum("a bug" in line for line in both[on].warnings) == 1
+    assert both[0].answer["steps"] == (None if on == 0 else [0, 2, 4, 6, 8, 9])
 
 
 PLACES_OF_SHARDS = {

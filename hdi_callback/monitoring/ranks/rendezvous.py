@@ -29,6 +29,7 @@ _TIMEOUT = timedelta(seconds=300)  # between two readings a rank may save a chec
 _numbers = itertools.count()
 _LEAVE, _SKIP = "!", "?"  # what a verdict begins with: no further reading together, or not this one
 _GO = ">"
+_NEVER = "#"  # what the verdict of a rank begins with that could not begin to watch
 
 
 class OtherRankError(RuntimeError):
@@ -173,6 +174,13 @@ class Rendezvous:
         exchange = self._last_meeting()
         return [] if exchange is None else exchange.failed_apart(failed, count)
 
+    def decline(self) -> None:
+        """Tell the others that this rank, which could not begin to watch, comes to no reading and to no decision."""
+        exchange = self._meeting()
+        if exchange is not None:
+            exchange.decline()
+        self._is_over = True
+
     def _last_meeting(self) -> _Exchange | None:
         """Where the ranks meet beside readings, also after they have begun to measure alone."""
         return self._exchange if self._is_over else self._meeting()
@@ -216,7 +224,7 @@ class _Exchange:
         self._place = f"hdi_callback/{members}/{next(_numbers)}"
         self._count = self._calls = self._acts = 0
         self._is_joined = False
-        self._mine = self._act = ""
+        self._mine = self._act = self._never = ""
         self._alike: dict[str, int] = {}  # digest of a text -> how many ranks sent it last time
         self._written: list[str] = []
         self._used: list[str] = []  # keys of calls since the last reading began
@@ -272,10 +280,20 @@ class _Exchange:
 
     def begin_act(self) -> None:
         """Begin to act together, see `Rendezvous.acting`."""
+        if self._never:
+            raise OtherRankError(self._never)
         self._act = f"{self._place}/{self._count - 1}/act {self._acts}"
         self._acts += 1
         for place in self._of_act():
             self._note(place, "said")
+
+    def decline(self) -> None:
+        """See `Rendezvous.decline`; the others are at the next act or the next reading at most."""
+        self._never = f"rank {self.ranks.rank} could not begin to watch"
+        place = f"{self._place}/{self._count - 1}/act {self._acts}"
+        for end in ("share", "end"):
+            self._decide(f"{place}/{end}", _NEVER + self._never)
+        self.leave(self._never)
 
     def give_up_act(self) -> bool:
         """Let no rank wait for this one; return whether the others may have acted."""
@@ -320,6 +338,8 @@ class _Exchange:
         if self._store.add(f"{place}/came", 1) == self.ranks.size:
             self._decide(place, f"{_GO}{judge()}")
         verdict = self._wait(place, _TIMEOUT if self._count else _FIRST_TIMEOUT)
+        if verdict.startswith(_NEVER):
+            self._never = verdict[1:]
         if not verdict.startswith(_GO):
             raise OtherRankError(verdict[1:])
         return verdict[1:]
@@ -343,12 +363,11 @@ class _Exchange:
     def _next_call(self) -> str:
         return f"{self._place}/{self._count - 1}/call {self._calls}"
 
-    def leave(self) -> None:
+    def leave(self, why: str | None = None) -> None:
         """Announce to ranks that come to the next reading that this one does not."""
+        why = f"rank {self.ranks.rank} takes no further reading" if why is None else why
         try:
-            self._decide(
-                f"{self._place}/{self._count}/first", f"{_LEAVE}rank {self.ranks.rank} takes no further reading"
-            )
+            self._decide(f"{self._place}/{self._count}/first", _LEAVE + why)
         except RuntimeError:  # the process with the store has ended: nobody waits
             return
 
