@@ -235,7 +235,9 @@ class AttentionObserver:
 
     def _settle(self, verdict: Verdict, cores: Sequence[ObservedCore]) -> None:
         """Keep the roles of dimensions that were established, and no rows that were read by other ones."""
-        roles = verdict.roles.values() if verdict.state != "contradicted" else ()
+        query = verdict.roles.get("query")
+        order = query.order if query is not None else ()
+        roles = verdict.roles.values() if verdict.state != "contradicted" else [query] if query and order else ()
         dims = next((role.dims for role in roles if role.dims is not None), None)
         for core in cores:
             if core.dims is None:
@@ -243,11 +245,13 @@ class AttentionObserver:
             if dims is not None and core is verdict.core:
                 if dims.contradict(core.dims):
                     core.discard_rows(dims, _ROLES_UNKNOWN)
+                if order:
+                    core.name_heads(order)
             elif core.is_ambiguous:
                 core.discard_rows(None, _ROLES_UNKNOWN)
             else:
                 continue
-            self._seen[core.place] = SeenBefore(core.dims, core.is_self)
+            self._seen[core.place] = SeenBefore(core.dims, core.is_self, core.head_order)
 
     def _once(self, owner: object, compute: Callable[[], Any]) -> Any:
         """Compute a function of one layer or attention and of all that ran, once."""

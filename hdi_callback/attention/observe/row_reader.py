@@ -31,10 +31,12 @@ class SeenBefore:
     Attributes:
         dims: roles of its leading dimensions; None if several readings were possible.
         is_self: its maps took the same tokens for queries and keys.
+        head_order: see `ReadRows`.
     """
 
     dims: DimensionRoles | None
     is_self: bool
+    head_order: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
@@ -221,6 +223,8 @@ class RowReader:
                 valid = None if left_out is None else ~left_out.view(*sizes, 1, left_out.shape[-1])
                 if features is not None:
                     read.norms[role] = request.reduce_norms(features, valid)
+        if seen is not None and not request.keeps_samples and seen.head_order:
+            read.norms, read.head_order = {}, seen.head_order
         return read
 
     def _padding(

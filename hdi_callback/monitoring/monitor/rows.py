@@ -395,9 +395,10 @@ def _sums(core: ObservedCore, layer: AttentionLayer) -> RowSums | str:
     H = len(rows.entropy)
     if layer.num_heads != H:
         return _OtherHeads(f"its attention has {H} heads, and {layer.num_heads} were found in its weights")
-    rows = rows.of_heads(layer.head_order) if layer.head_order else rows
+    order = core.head_order or layer.head_order
+    rows = rows.of_heads(order) if order else rows
     device = rows.entropy.device
-    query, key = (_by_query_head(core.norms.get(role), H, device, layer.head_order) for role in ("query", "key"))
+    query, key = (_by_query_head(core.norms.get(role), H, device, order) for role in ("query", "key"))
     number = partial(torch.tensor, device=device, dtype=torch.float32)
     is_bounded = core.is_bounded and core.scale is not None and {"query", "key"} <= set(core.norms)
     # A number from the host makes no device wait.

@@ -180,3 +180,41 @@ def test_queries_that_are_padding_by_the_mask_alone_are_left_out_of_later_readin
             entropy = torch.special.entr(layer.weights).sum(-1)  # (2, 4, queries)
             of_tokens = torch.cat([entropy[0] / math.log(6), entropy[1, :, :2] / math.log(2)], -1)
             torch.testing.assert_close(torch.as_tensor(read), of_tokens.mean(-1), check_dtype=False)
+
+
+class Groups(nn.Module):
+    """Heads that share keys, computed in the order of their places in the groups."""
+
+    def __init__(self, *, is_contracted: bool) -> None:
+        super().__init__()
+        self.is_contracted = is_contracted
+        self.query, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.key, self.value = nn.Linear(16, 8), nn.Linear(16, 8)
+        self.weights = torch.empty(0)
+
+    def forward(self, x):
+        q = self.query(x).unflatten(-1, (2, 2, 4)).permute(0, 3, 2, 1, 4)  # (b, place, group, i, d)
+        k, v = (part(x).unflatten(-1, (2, 4)).transpose(1, 2) for part in (self.key, self.value))
+        if self.is_contracted:
+            weights = torch.einsum("bpgid,bgjd->bpgij", q / 2, k).softmax(-1)
+            mixed = torch.einsum("bpgij,bgjd->bpgid", weights, v)
+        else:
+            weights = (q @ k.unsqueeze(1).mT / 2).softmax(-1)
+            mixed = weights @ v.unsqueeze(1)
+        self.weights = weights.transpose(1, 2).flatten(1, 2)
+        return self.out(mixed.permute(0, 3, 2, 1, 4).flatten(2))
+
+
+@pytest.mark.parametrize("is_contracted", [False, True])
+def test_readings_name_heads_as_the_layer_does_if_they_are_computed_in_another_order(is_contracted):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(16), Groups(is_contracted=is_contracted))
+    read, expected = [], []
+    with HeadDiversityMonitor(model, metrics=["attention_entropy"]) as monitor:
+        for step in range(3):
+            monitor.arm()
+            model(torch.randn(3, 8, 16)).sum().backward()
+            read.append(monitor.measure(step).record().layers["1"].arrays["attention_entropy"])
+            weights = model[1].weights.detach()
+            expected.append((-(weights * weights.log()).sum(-1) / math.log(8)).mean((0, 2)).tolist())
+    torch.testing.assert_close(torch.tensor(read), torch.tensor(expected))

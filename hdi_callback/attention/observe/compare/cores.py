@@ -24,6 +24,7 @@ class ReadRows:
         is_bounded: scores are at most largest query norm x largest key norm x scale + bias.
         is_self: its maps took the same tokens for queries and keys.
         dims: roles of its leading dimensions; None if they are not known.
+        head_order: for each head of the layer the number of the one that was read; empty if these are in one order.
         is_ambiguous: counts of tokens allow further roles, with as many heads.
     """
 
@@ -35,6 +36,7 @@ class ReadRows:
     is_bounded: bool = True
     is_self: bool = False
     dims: DimensionRoles | None = None
+    head_order: tuple[int, ...] = ()
     is_ambiguous: bool = False
 
 
@@ -87,6 +89,14 @@ class ObservedCore(ReadRows):
             reason: a clause.
         """
         self.rows, self.norms, self.dims, self.unread = None, {}, dims, reason
+
+    def name_heads(self, order: tuple[int, ...]) -> None:
+        """Note in which order the layer has the heads whose rows were read; it may be another in queries and keys.
+
+        Args:
+            order: see `head_order`.
+        """
+        self.norms, self.head_order = {}, order
 
     @property
     def mixed(self) -> str:

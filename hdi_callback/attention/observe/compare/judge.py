@@ -123,8 +123,9 @@ def _judge_part(
                 left = core.queries if role == "query" else core.keys
                 length = arrangement.tokens // max(core.axes.sequences, 1) if core.axes is not None else 0
                 tokens = length if 0 < length < left else 0
-                roles = arrangement.roles if verdict.state == "established" else None
-                return RoleVerdict(verdict.state, verdict.sentence, tokens, roles)
+                roles = arrangement.roles if verdict.state == "established" or verdict.order else None
+                numbers = tuple(order[number] for number in verdict.order) if order else verdict.order
+                return RoleVerdict(verdict.state, verdict.sentence, tokens, roles, numbers)
     found = find_rows(core, [*calls], role)
     if found is not None:
         claim = "; ".join(_ranges(row) for row in part.index()[:2].tolist())
@@ -213,7 +214,7 @@ def _compare(role: Role, x: Tensor, claimed: Tensor, through: str, *, as_they_ar
             why += f"{int(expected[head])} ({how})"
             if role == "output":
                 why = f"the outputs of head {head} are the claimed columns of head {int(of[head])}"
-            return RoleVerdict("contradicted", why)
+            return RoleVerdict("contradicted", why, order=tuple(of.argsort().tolist()) if H == G else ())
     return None
 
 

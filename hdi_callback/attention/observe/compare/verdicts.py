@@ -22,12 +22,14 @@ class RoleVerdict:
         sentence: what was observed, or why nothing was.
         tokens: how many tokens of a sequence the map made, where attention takes more; 0 if it made all.
         dims: roles of the leading dimensions in which it is established.
+        order: for each claimed head the number of the observed one that it is; empty unless these differ.
     """
 
     state: State
     sentence: str
     tokens: int = 0
     dims: DimensionRoles | None = None
+    order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
