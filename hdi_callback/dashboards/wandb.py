@@ -35,7 +35,8 @@ class Extremes:
     """Makes the summary of the run keep the lowest index and the highest overlap.
 
     Each curve is defined by its full name, because the ``*`` of Lightning's own logger overrides a pattern. In W&B a
-    dot in the name of a metric means nested values unless it is escaped (wandb issue 8445).
+    dot in the name of a metric means nested values unless it is escaped (wandb issue 8445). A name with a star cannot
+    be defined, so that the summary has the last value of such a layer and no extreme.
 
     Args:
         run: a `wandb` run.
@@ -65,7 +66,7 @@ class Extremes:
             for name in [*names, *(("mean", "min") if metric == "hdi" else ())]
         }
         wanted |= _OVERALL | {f"{metric}/{end}": end for metric, end in self._ends.items()}
-        new = {tag: extreme for tag, extreme in wanted.items() if tag not in self._defined}
+        new = {tag: extreme for tag, extreme in wanted.items() if tag not in self._defined and "*" not in tag}
         self._defined.update(new)
         attempt_each(partial(self._define, tag, extreme) for tag, extreme in new.items())
 

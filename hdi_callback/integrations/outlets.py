@@ -52,6 +52,7 @@ class Dashboards:
             sink = LoggerSink(logger, self._settings.curves, prefix)
             with self._warn_once.guard(f"laying out the charts of {sink.logger_type}"):
                 sink.lay_out(layers)
+            with self._warn_once.guard(f"opening the pictures of {sink.logger_type}"):
                 self._outlets += filter(None, [sink.pictures()])
             self._opened.append(sink)
 

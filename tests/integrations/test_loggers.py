@@ -6,13 +6,16 @@ import csv
 import json
 import re
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
 
 import lightning as L
 import pytest
-from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
+from torch import nn
 
 from hdi_callback import HDICallback, read_alerts
 from hdi_callback.dashboards.pictures import Pictures
@@ -187,8 +190,56 @@ def test_the_summary_of_wandb_has_the_highest_alignment_of_all_layers(run):
 
 
 @pytest.mark.slow
+def test_a_tensorboard_logger_shows_each_reading_once_after_a_resumption_with_purge_step(tmp_path):
+    options = {
+        "accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1,
+    }  # fmt: skip
+    saving = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=4, save_top_k=-1)
+    first = TensorBoardLogger(tmp_path, version=0)
+    before = [HDICallback(every_n_steps=3), saving]
+    L.Trainer(max_epochs=2, logger=first, callbacks=before, **options).fit(LitClassifier(), batches(count=5))
+    (path,) = (tmp_path / "kept").glob("*step=4*")
+    board = TensorBoardLogger(tmp_path, version=0, purge_step=5)
+    callback = HDICallback(every_n_steps=3)
+    again = L.Trainer(max_epochs=4, logger=board, callbacks=[callback], enable_checkpointing=False, **options)
+    again.fit(LitClassifier(), batches(count=5), ckpt_path=path)
+    board.experiment.flush()
+    events = EventAccumulator(board.log_dir).Reload()
+    for tag, points in expected(callback).items():
+        written = [(event.step, event.value) for event in events.Scalars(tag)]
+        assert written == [(step, pytest.approx(value, rel=1e-5)) for step, value in points], tag
+
+
+@pytest.mark.slow
+def test_loggers_hold_the_history_for_odd_names_of_layers_and_runs(tmp_path):
+    model = LitClassifier()
+    blocks = model.net.blocks
+    model.net.blocks = nn.Sequential(OrderedDict(zip(["слой/1", "x*y[0] 🤖#b"], blocks)))
+    board = TensorBoardLogger(tmp_path, name="größe/模型", version="v 🤖")
+    table, run = CSVLogger(tmp_path, name="csv"), WandbLogger(save_dir=tmp_path, offline=True, name="ein/Lauf 🤖")
+    callback = HDICallback(every_n_steps=3)
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=2, logger=[board, run, table], callbacks=[callback], log_every_n_steps=7,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(model, batches(count=5))
+    run.experiment.finish()
+    board.experiment.flush()
+    events = EventAccumulator(board.log_dir).Reload()
+    rows = read_wandb(tmp_path).history
+    cells = list(csv.DictReader((Path(table.log_dir) / "metrics.csv").open()))
+    curves = expected(callback)
+    assert "hdi/net.blocks.слой/1.attn" in curves
+    for tag, points in curves.items():
+        truth = [(step, pytest.approx(value, rel=1e-5, abs=1e-9)) for step, value in points]
+        assert [(event.step, event.value) for event in events.Scalars(tag)] == truth, tag
+        assert [(row["trainer/global_step"], row[tag]) for row in rows if tag in row] == truth, tag
+        assert [(int(row["step"]), float(row[tag])) for row in cells if row[tag]] == truth, tag
+
+
+@pytest.mark.slow
 def test_csv_and_mlflow_get_the_curves_and_mlflow_the_alerts_and_pictures(tmp_path, monkeypatch):
-    from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
+    from lightning.pytorch.loggers import MLFlowLogger
     from mlflow.tracking import MlflowClient
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
