@@ -285,6 +285,9 @@ class Choosing(nn.Module):
             return torch.cat(parts, -1)
         if self.way == "taken, then moved":
             return torch.take_along_dim(x, top[..., None], 2).transpose(1, 2).contiguous().transpose(1, 2)
+        if self.way == "alike, moved":  # (B, H, T, width) of tokens that a sequence chooses
+            kept = x.transpose(1, 2)[torch.arange(B)[:, None], top[:, 0]]  # (B, 3, H, width)
+            return torch.cat([kept[..., :2] * 1.0, kept[..., 2:]], -1).permute(0, 2, 1, 3)
         if self.way == "alike, one index":
             return x[:, :, top[0, 0]]
         return x.gather(2, top[:, :1, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
@@ -306,7 +309,7 @@ EACH_FOR_ITSELF = [
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("role", ["query", "key"])
-@pytest.mark.parametrize("way", [*EACH_FOR_ITSELF, "alike, one index", "alike, gathered"])
+@pytest.mark.parametrize("way", [*EACH_FOR_ITSELF, "alike, moved", "alike, one index", "alike, gathered"])
 def test_rows_are_not_read_if_each_head_chooses_its_own_queries_or_keys(way, role, fused):
     torch.manual_seed(0)
     model = nn.Sequential(Choosing(role, way, fused=fused))
@@ -320,6 +323,37 @@ def test_rows_are_not_read_if_each_head_chooses_its_own_queries_or_keys(way, rol
     else:
         assert core.unread == ""
         assert core.rows is not None
+
+
+class TurnedByGatheredPositions(nn.Module):
+    """Rotary positions that are gathered from a table by the positions of each token, as in GPT-J."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.weights = torch.empty(0)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (4, 4)) for part in self.qkv(x).chunk(3, -1))  # (B, T, H, width)
+        angle = torch.arange(20)[:, None] / torch.tensor([1.0, 10.0])
+        table = torch.cat([angle.sin(), angle.cos()], -1).repeat(B, 1, 1)
+        places = (torch.arange(T) + 3 * torch.arange(B)[:, None])[..., None].repeat(1, 1, 4)
+        sin, cos = (part[:, :, None].repeat_interleave(2, 3) for part in table.gather(1, places).split(2, -1))
+        q, k = (part * cos + torch.stack([-part[..., 1::2], part[..., ::2]], -1).flatten(-2) * sin for part in (q, k))
+        self.weights = (q.permute(0, 2, 1, 3) @ k.permute(0, 2, 3, 1) / 2).softmax(-1)
+        return self.out((self.weights @ v.transpose(1, 2)).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_rows_are_read_if_positions_of_tokens_are_gathered_from_a_table(is_inference):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(TurnedByGatheredPositions()), torch.randn(B, T, 16)
+    with torch.inference_mode(is_inference):
+        observer = observed(model, lambda: model(x))
+    (core,) = observer.cores
+    assert (core.unread, observer.failures) == ("", [])
+    for chunk in core.rows.chunks:
+        torch.testing.assert_close(chunk.weights, model[0].weights[chunk.sequences][:, :, chunk.positions])
 
 
 DOCUMENTS = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2, 2])

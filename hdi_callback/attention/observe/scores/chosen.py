@@ -18,18 +18,19 @@ _KEEPS_PLACES = frozenset((
     "mul", "multiply", "rmul", "div", "truediv", "add", "radd", "sub", "to", "type_as", "float", "half", "bfloat16",
     "double", "contiguous", "clone", "detach", "dropout",
 ))  # fmt: skip
+_PUTS_SIDE_BY_SIDE = frozenset(("cat", "concat", "repeat", "repeat_interleave"))
 _MOVES = frozenset((
     "view", "reshape", "transpose", "swapaxes", "permute", "movedim", "unsqueeze", "squeeze", "flatten", "unflatten",
-    "cat", "expand", "repeat_interleave", "repeat",
+    "expand", "chunk", "split", "narrow", "select", "unbind", "getitem",
 ))  # fmt: skip
-_ANY: frozenset[int] = frozenset()
+_ANY = frozenset([0])  # which ones it is over is not known; dimensions are negative
 
 
 class ChosenTokens:
     """Follow tokens selected from a tensor with other indices for each of its leading dimensions."""
 
     def __init__(self) -> None:
-        # The dimensions over which the choice differs, negative; empty where they have been moved.
+        # The dimensions over which the choice may differ.
         self._notes = TensorNotes[frozenset[int]]()
         self.clear = self._notes.clear
 
@@ -43,8 +44,8 @@ class ChosenTokens:
             Whether tokens may be chosen by it, or were before.
         """
         if call.name == "__getitem__":
-            return len(call.args) > 1 and bool(_indices(call.args[1]))
-        return call.name in _GATHERS or (bool(self._notes) and self._dims_of_any(call) is not None)
+            return len(call.args) > 1 and (bool(_indices(call.args[1])) or self._are_noted(call))
+        return call.name in _GATHERS or self._are_noted(call)
 
     def follow(self, call: Call) -> None:
         """Record a selection of tokens, or propagate it to a result.
@@ -53,12 +54,14 @@ class ChosenTokens:
             call: of a function that may concern it.
         """
         result, args = call.result, call.args
+        if call.base in _MOVES and not (call.name == "__getitem__" and _indices(args[1])):
+            self._follow_move(call)
+            return
         if not isinstance(result, Tensor) or not result.is_floating_point():
             return
         if call.name in _GATHERS:
             index = next((value for value in call.values[1:] if isinstance(value, Tensor)), None)
-            varies = frozenset() if index is None else _varying(index)
-            if len(varies) > 1:
+            if index is not None and len(varies := _varying(index)) > 1:
                 self._notes[result] = varies
         elif call.name == "__getitem__" and (indices := _indices(args[1])):
             most = max((_varying(one) for one in indices), key=len)
@@ -66,12 +69,17 @@ class ChosenTokens:
                 place = _place(args[1], args[0].dim(), max(one.dim() for one in indices))
                 dims = _ANY if place is None else frozenset(place - result.dim() + dim for dim in most)
                 self._notes[result] = dims
-        elif (dims_of_any := self._dims_of_any(call)) is not None:
-            keeps_places = call.base in _KEEPS_PLACES
-            if keeps_places and result.dim() == max(tensor.dim() for tensor in call.tensors()):
-                self._notes[result] = dims_of_any
-            elif keeps_places or call.base in _MOVES:
-                self._notes[result] = _ANY
+        elif call.base in _KEEPS_PLACES or call.base in _PUTS_SIDE_BY_SIDE:
+            noted = [found for tensor in call.tensors() if (found := self._find(tensor)) is not None]
+            is_flattened = result.dim() < max(tensor.dim() for tensor in call.tensors())
+            self._notes[result] = _ANY if is_flattened else frozenset().union(*noted)
+
+    def _follow_move(self, call: Call) -> None:
+        noted = ((tensor, dims) for tensor in call.tensors() if (dims := self._find(tensor)) is not None)
+        tensor, dims = next(noted)
+        for moved in call.results:
+            if moved is not tensor:
+                self._notes[moved] = _seen_through(tensor, dims, moved)
 
     def differ_by_head(self, tensor: Tensor, axes: Axes) -> bool:
         """Return whether each head selects its own tokens.
@@ -88,7 +96,9 @@ class ChosenTokens:
         dims = self._find(tensor)
         if dims is None:
             return False
-        if not dims or tensor.dim() - 2 != len(axes.lead):  # moved, or sequences and heads in one dimension
+        if tensor.dim() - 2 != len(axes.lead):  # sequences and heads in one dimension
+            return bool(dims)
+        if dims >= _ANY:
             return True
         return any(dim - len(axes.lead) - 2 in dims for dim in axes.heads_dims)
 
@@ -98,11 +108,28 @@ class ChosenTokens:
             return known
         base = tensor._base if type(tensor) is Tensor and tensor._is_view() else None
         dims = None if base is None else self._find(base)
-        is_same = base is not None and base.shape == tensor.shape and base.stride() == tensor.stride()
-        return dims if dims is None or is_same else _ANY  # turned twice, it is as it was
+        return None if base is None or dims is None else _seen_through(base, dims, tensor)
 
-    def _dims_of_any(self, call: Call) -> frozenset[int] | None:
-        return next((dims for tensor in call.tensors() if (dims := self._find(tensor)) is not None), None)
+    def _are_noted(self, call: Call) -> bool:
+        return bool(self._notes) and any(self._find(tensor) is not None for tensor in call.tensors())
+
+
+def _seen_through(tensor: Tensor, dims: frozenset[int], view: Tensor) -> frozenset[int]:
+    """Return the dimensions of a view that step along dimensions of a tensor; any of them if it is no view.
+
+    A dimension of the view covers the places from its stride to that of its last entry, and steps along each dimension
+    of the tensor whose own places overlap with these.
+    """
+    if dims >= _ANY or type(view) is not Tensor:
+        return _ANY
+    if view.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+        return _ANY
+    own = [(tensor.stride(dim), tensor.stride(dim) * tensor.shape[dim]) for dim in dims]
+    return frozenset(
+        dim - view.dim()
+        for dim, (size, stride) in enumerate(zip(view.shape, view.stride()))
+        if size > 1 and stride and any(first <= stride * (size - 1) and stride < last for first, last in own)
+    )
 
 
 def _indices(index: Any) -> list[Tensor]:
