@@ -482,6 +482,18 @@ class HeadDiversityMonitor:
             **self._verifier.findings(),
         }
 
+    @guarded("meeting the other ranks")
+    def meet(self) -> None:
+        """Let the ranks tell each other which layers they hold, before the first reading does; all of them call it."""
+        absent = Absent(self.warn_once)
+        try:
+            self._rendezvous.join(lambda: self._describe(absent), is_armed=False, say=self.warn_once.warn)
+        except Exception:
+            self._rendezvous.give_up()
+            raise
+        finally:
+            self._rendezvous.end_reading(has_failed=False)
+
     def _measure_alone(self, absent: Absent) -> list[Measurement]:
         measurements: list[Measurement] = []
         for source in self._weight_sources:

@@ -68,6 +68,18 @@ class Rendezvous:
             return self._outside
         return Ranks(dist.group.WORLD if self._choice == "auto" else self._choice)
 
+    @property
+    def acquainted(self) -> Ranks:
+        """The ranks of `group`, each of which knows who holds the same layers; this process alone without others.
+
+        Raises:
+            OtherRankError: if the ranks have not met, or do not hold the layers that ranks of one model do.
+        """
+        asked = self.asked
+        if asked.size > 1 and self._outside.group is None:  # the same on every rank
+            raise OtherRankError("it is not known which ranks hold the same layers")
+        return asked
+
     def join(
         self, describe: Callable[[], Mapping[str, Any]], *, is_armed: bool, say: Callable[[str, str], None]
     ) -> tuple[Roster, bool] | None:
@@ -101,6 +113,7 @@ class Rendezvous:
                 self._roster = Roster(Ranks(ranks.group, agree=exchange.agree, give_up=exchange.give_up), every)
                 self._outside = Ranks(ranks.group, self._roster.ranks.peers)  # for calls between readings
                 return self._roster, is_any_armed
+            self._outside = Ranks()
         self.leave()
         say(
             "measuring together",

@@ -161,8 +161,11 @@ class HostTraining:
 
         Returns:
             The maxima.
+
+        Raises:
+            OtherRankError: if it is not known which ranks hold the same layers.
         """
-        ranks = self._monitor.ranks
+        ranks = self._monitor.rendezvous.acquainted
         if ranks.size == 1 or not tensors:
             return list(tensors)
         return ranks.largest_among_peers(tensors, tensors[0].device)

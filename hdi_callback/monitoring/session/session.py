@@ -197,6 +197,8 @@ class Session:
                 history = place_history(choice, folder, state=state, name=self._name, say=say, **self._settings.keeping)
         self.connect(history, state)
         self._resume(self._host.position.step, state)
+        if self.interventions:
+            self.monitor.meet()  # they may act before the first reading, in a run that is resumed
 
     def connect(self, history: History | None, state: Mapping[str, Any] | None = None) -> None:
         """Publish to a history and to the sinks of the host.
