@@ -85,7 +85,7 @@ def test_stages_of_a_pipeline_clip_their_own_layers_from_the_first_step(two_rank
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cuts", [[0, 2, 4], [0, 1, 4]])
-def test_stages_with_layers_numbered_anew_stay_unclipped(two_ranks, cuts):
+def test_stages_whose_layers_share_names_stay_unclipped(two_ranks, cuts):
     if torch.__version__ < "2.13":  # as a TorchVersion, number by number
         pytest.skip(NEEDS_ONE_MICROBATCH)
     for rank in two_ranks(stages_clipped, cuts, False, False):
