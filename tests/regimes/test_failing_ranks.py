@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from hdi_callback import HDICallback, watch_heads
 from hdi_callback.attention.layer.sharding import Sharding, whole
 from hdi_callback.integrations.lightning_host import LightningHost
-from hdi_callback.interventions import QKClip, ScaleLearningRate
+from hdi_callback.interventions import DiversityPenalty, Intervention, QKClip, ScaleLearningRate
 from hdi_callback.monitoring.alerts import Alerts
 from hdi_callback.monitoring.history import read_records
 from hdi_callback.monitoring.layers import HeadVerifier
@@ -223,6 +223,52 @@ def test_no_rank_acts_on_a_decision_that_cannot_be_sent(two_ranks):
     both = two_ranks(train_with_what_cannot_be_sent)
     check(both)
     assert both[0].answer["weights"] == two_ranks(train_unwatched)[0].answer["weights"]
+
+
+class Pushes(Intervention):
+    """Adds to every gradient at every step."""
+
+    name, rules = "Pushes", ()
+
+    def act(self, alert):
+        return None
+
+    def before_optimizer_step(self, optimizer):
+        self.count += 1
+        self.push(optimizer)
+
+    def push(self, optimizer):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad += 0.1
+
+
+def train_penalised(rank: int, calls: set[int] | None) -> dict:
+    acting = DiversityPenalty(1.0, rules=["always"], at_most=9)
+    place = None if calls is None else (DiversityPenalty, "_gradients")
+    return train(rank, {"interventions": [acting], "alerts": [Always()]}, place, calls=calls)
+
+
+def train_pushed(rank: int) -> dict:
+    return train(rank, {"interventions": [Pushes()], "alerts": [Always()]}, (Pushes, "push"), calls={1})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", [0, 3])
+def test_no_rank_adds_a_penalty_at_a_step_at_which_one_rank_cannot(two_ranks, call):
+    pushed, plain = (two_ranks(train_penalised, calls)[0].answer["weights"] for calls in (set(), None))
+    assert pushed == plain
+    failing = two_ranks(train_penalised, {call})
+    check(failing)
+    assert failing[0].answer["weights"] != pushed
+
+
+@pytest.mark.slow
+def test_an_intervention_that_fails_within_a_step_on_one_rank_ends_on_all_ranks(two_ranks):
+    first, second = two_ranks(train_pushed)
+    assert first.answer["sums"] == second.answer["sums"] == [[3.0] * 3] * 4
+    assert first.answer["acted"] == second.answer["acted"] == [2], "of four steps"
+    assert any("is left out from now on, as it failed on some of the ranks" in line for line in first.warnings)
 
 
 PLACES_OF_STARTING = {"opening the folder": (LightningHost, "__init__"), "opening the session": (Session, "open")}

@@ -89,39 +89,52 @@ class DiversityPenalty(WhileActive):
         return "stopped pushing the heads apart"
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Add the penalty's gradient to that of the loss."""
-        if not self.is_active:
+        """Add the penalty's gradient to that of the loss, or none on all ranks if one of them cannot compute it."""
+        layers = [self.training.layers[name] for name in self.standing if name in self.training.layers]
+        if not self.is_active or not layers:
             return
-        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for name in self.standing:
-            if name in self.training.layers:
-                layer = self.training.layers[name]
-                parameters = [item for item in parameters_of(layer) if item.requires_grad and id(item) in stepped]
-                self._add_gradient(layer, parameters, self.training.loss_scale(optimizer))
+        gradients, failure = list[tuple[nn.Parameter, Tensor]](), None
+        try:
+            for layer in layers:
+                gradients += self._gradients(layer, optimizer)
+        except Exception as error:
+            failure = error
+        # Other ranks wait for this flag; it stays on the device, so that the host does not wait for it.
+        place = next(layers[0].module.parameters()).device
+        largest = getattr(self.training, "largest_over_ranks", list)  # those written for version 0.1 have none
+        (is_out,) = largest([torch.full((1,), float(failure is not None), device=place)])
+        if failure is not None:
+            raise failure
+        with torch.no_grad():
+            for parameter, gradient in gradients:
+                # Weights that are not finite give no gradient; the check must not make the host wait.
+                may_add = gradient.isfinite().all() & (is_out.to(gradient.device) == 0)
+                gradient = torch.where(may_add, gradient, 0)
+                if parameter.grad is None:
+                    parameter.grad = gradient.to(parameter.dtype)
+                else:
+                    parameter.grad += gradient.to(parameter.grad.dtype)
 
-    def _add_gradient(self, layer: AttentionLayer, parameters: list[nn.Parameter], scale: float) -> None:
+    def _gradients(self, layer: AttentionLayer, optimizer: Optimizer) -> list[tuple[nn.Parameter, Tensor]]:
+        """The parameters of a layer that an optimizer steps, each with its part of the penalty's gradient."""
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        parameters = [item for item in parameters_of(layer) if item.requires_grad and id(item) in stepped]
         if not parameters:
-            return
+            return []
         with torch.enable_grad(), without_autocast(parameters[0].device):
             if self.measure == "circuit":
                 penalty = self._circuit_penalty(layer.weight("query"), layer.weight("key"))
             else:
                 penalty = torch.stack([self._penalty(layer.weight(role)) for role in self.roles]).sum()
             if not penalty.requires_grad:
-                return
+                return []
             gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
                 self.weight * penalty, parameters, allow_unused=True
             )
-        with torch.no_grad():
-            for parameter, gradient in zip(parameters, gradients):
-                if gradient is None:
-                    continue
-                # Weights that are not finite give no gradient; the check must not make the host wait.
-                gradient = torch.where(gradient.isfinite().all(), scale * gradient, 0)
-                if parameter.grad is None:
-                    parameter.grad = gradient.to(parameter.dtype)
-                else:
-                    parameter.grad += gradient.to(parameter.grad.dtype)
+        scale = self.training.loss_scale(optimizer)
+        return [
+            (parameter, scale * gradient) for parameter, gradient in zip(parameters, gradients) if gradient is not None
+        ]
 
     def _penalty(self, weight: Tensor) -> Tensor:
         if weight.shape[0] < 2:

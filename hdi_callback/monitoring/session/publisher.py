@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ class Publisher:
         ranks: how all ranks intervene alike.
         leave_out: takes the interventions that have failed on some of the ranks alone.
         warn_once: warns once of each kind of failure.
+        failed_in_steps: those that have failed on this rank since the last reading, within a step.
     """
 
     history: History | None
@@ -40,6 +41,7 @@ class Publisher:
     ranks: Rendezvous
     leave_out: Callable[[Sequence[Intervention]], None]
     warn_once: WarnOnce
+    failed_in_steps: list[Intervention] = field(default_factory=list)
 
     def publish(self, readout: Readout, *, may_intervene: bool = True, is_last: bool = False) -> list[Result]:
         """Turn one reading into numbers; record, judge, intervene, and write the result.
@@ -96,6 +98,8 @@ class Publisher:
                 with self.ranks.acting():
                     decided = self.ranks.share(self._seen(record, alerts))
                     failed = self._act(record, decided, actions)
+                    failed += [self.interventions.index(intervention) for intervention in self.failed_in_steps]
+                    self.failed_in_steps.clear()
                     apart = self.ranks.failed_apart(failed, len(self.interventions))
             except FailedApartError:
                 apart = range(len(self.interventions))

@@ -6,7 +6,7 @@ its `Host` it reads what it needs from the trainer. A failure costs one warning.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -87,6 +87,7 @@ class Session:
         self.history: History | None = None
         self._host, self._settings, self._name = host, settings, name
         self._facts = monitor.facts
+        self._failed_in_steps: list[Intervention] = []
         self._publisher = self._publisher_to(())
         self._is_attached = False
         self._final_step: int | None = None
@@ -215,7 +216,9 @@ class Session:
 
     def _publisher_to(self, sinks: Sequence[Sink]) -> Publisher:
         meeting, out = self.monitor.rendezvous, self._leave_out
-        return Publisher(self.history, self.alerts, self.interventions, sinks, meeting, out, self.warn_once)
+        return Publisher(
+            self.history, self.alerts, self.interventions, sinks, meeting, out, self.warn_once, self._failed_in_steps
+        )
 
     def _resume(self, step: int, state: Mapping[str, Any] | None) -> None:
         if state is not None:
@@ -286,8 +289,7 @@ class Session:
     def before_forward(self) -> None:
         """Capture the forward that follows if a reading is due."""
         for intervention in self.interventions:
-            with self.warn_once.guard(f"the intervention {intervention.name}"):
-                intervention.before_forward()
+            self._let(intervention, intervention.before_forward)
         self._reader.before_forward(self._host.position.step)
 
     def after_backward(self, *, is_last: bool = True) -> None:
@@ -311,8 +313,17 @@ class Session:
             optimizer: the one that is about to step.
         """
         for intervention in self.interventions:
-            with self.warn_once.guard(f"the intervention {intervention.name}"):
-                intervention.before_optimizer_step(optimizer)
+            self._let(intervention, intervention.before_optimizer_step, optimizer)
+
+    def _let(self, intervention: Intervention, act: Callable[..., object], *args: Any) -> None:
+        """Let an intervention act within a step; the ranks hear at the next reading if it fails."""
+        with self.warn_once.guard(f"the intervention {intervention.name}"):
+            try:
+                act(*args)
+            except Exception:
+                if intervention not in self._failed_in_steps:
+                    self._failed_in_steps.append(intervention)
+                raise
 
     def after_step(self) -> list[Result]:
         """Publish the readings whose numbers have arrived.
