@@ -107,6 +107,8 @@ def _open_folder(folder: Path, weights: Path) -> Source:
                 f"`{folder}` holds an adapter alone: merge it (merge_and_unload) and save the model, or write "
                 "module:function that builds both."
             )
+        if any((folder / name).is_file() for name in ("history.jsonl", "hdi/history.jsonl")):
+            raise MisconfigurationError(_of_a_run(folder))
         raise MisconfigurationError(f"There is no config.json in `{folder}`. {_WHAT}")
     model = _skeleton(folder)
     stored = weight_files(folder) if weights.is_dir() else Safetensors([weights])
@@ -179,7 +181,13 @@ def _places_in_transformers(model: Any, stored: StoredTensors) -> tuple[dict[str
 # --- checkpoints
 
 
+def _of_a_run(path: Path) -> str:
+    return f"`{path}` is a run, and no model: `hdi report {path}` judges it. {_WHAT}"
+
+
 def _open_checkpoint(path: Path, model_class: str | type | None) -> Source:
+    if path.suffix == ".jsonl":
+        raise MisconfigurationError(_of_a_run(path))
     if model_class is None:
         raise MisconfigurationError(
             f"`{path}` needs the class of its model: write --class package.module:Class, or module:function that "

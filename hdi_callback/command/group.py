@@ -50,6 +50,8 @@ class CommandGroup(click.Group):
         except BrokenPipeError:  # for instance with `hdi alerts RUN | head`
             sys.stderr.close()
             sys.exit(NOTHING_UNUSUAL)
+        except OSError as error:  # such as a folder without permission; 1 would mean that something is unusual
+            _fail(f"hdi: `{error.filename}`: {error.strerror}." if error.filename else f"hdi: {error}.")
         sys.exit(code if isinstance(code, int) else NOTHING_UNUSUAL)
 
 

@@ -143,6 +143,26 @@ def test_letters_that_a_terminal_has_no_code_for_are_printed_as_escapes(tmp_path
     assert data["active"][0]["layer"] == "блок.2.attn"
 
 
+@pytest.mark.parametrize("command", ["audit", "report", "compare", "watch", "alerts", "replay"])
+def test_a_path_that_the_system_refuses_ends_with_one_line_and_exit_code_2(command, monkeypatch, tmp_path):
+    def refuse(path, **options):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "is_file", refuse)
+        patch.setattr(Path, "is_dir", refuse)
+        shown = run(command, tmp_path, *([tmp_path] if command == "compare" else []))
+    assert shown.exit_code == 2
+    assert shown.stderr == f"hdi: `{tmp_path}`: Permission denied.\n"
+
+
+def test_a_run_in_the_place_of_a_model_is_named_as_a_run(bad_run):
+    for path in (bad_run, bad_run / "hdi" / "history.jsonl"):
+        shown = run("audit", path)
+        assert shown.exit_code == 2
+        assert f"`{path}` is a run, and no model: `hdi report {path}` judges it." in shown.stderr
+
+
 def test_pages_are_written_to_the_requested_path(bad_run, good_run, tmp_path):
     audited = run("audit", f"{__name__}:collapsed", "--html", tmp_path / "audit.html")
     assert audited.exit_code == 1

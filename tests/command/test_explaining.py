@@ -143,3 +143,8 @@ def test_explain_works_with_only_the_package_installed(root, tmp_path, word, cod
     )  # fmt: skip
     assert done.returncode == code, done.stderr
     assert ("what to do" in done.stdout, "`hdi explain` lists the rules" in done.stderr) == (code == 0, code == 2)
+
+
+def test_a_curve_is_explained_whatever_the_case_of_its_name():
+    assert explain("HDI") == explain("hdi")
+    assert explain("HDI/Blocks.0.attn") == explain("hdi")

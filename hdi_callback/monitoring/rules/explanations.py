@@ -130,7 +130,7 @@ def explain(name: str) -> RuleExplanation | CurveExplanation:
         "HDI of independent random heads of these ranks, from the heads' key weights."
     """
     known = rule_explanations()
-    metric = name.partition("/")[0]
+    metric = name.partition("/")[0].lower()
     if metric in METRICS:
         return _explain_curve(metric)
     names = {letters_of(kind): rule for rule, kind in _classes().items()}
