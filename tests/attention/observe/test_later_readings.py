@@ -218,3 +218,29 @@ def test_readings_name_heads_as_the_layer_does_if_they_are_computed_in_another_o
             weights = model[1].weights.detach()
             expected.append((-(weights * weights.log()).sum(-1) / math.log(8)).mean((0, 2)).tolist())
     torch.testing.assert_close(torch.tensor(read), torch.tensor(expected))
+
+
+class FilledUpBlocks(Windows):
+    """Attention in blocks of four tokens, the last of which is filled up: maps made fewer tokens than it takes."""
+
+    def forward(self, x):
+        split = (part(x).unflatten(-1, (self.heads, -1)) for part in (self.query, self.key, self.value))
+        filled = (F.pad(part, (0, 0, 0, 0, 0, -x.shape[1] % 4)) for part in split)
+        q, k, v = (part.unflatten(1, (-1, 4)).permute(0, 3, 1, 2, 4) for part in filled)  # (b, h, blocks, i, d)
+        self.weights = (q @ k.mT / 2).softmax(-1)
+        return self.out((self.weights @ v).permute(0, 2, 3, 1, 4).flatten(1, 2).flatten(2)[:, : x.shape[1]])
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+def test_rows_are_those_of_the_claimed_heads_if_blocks_of_tokens_are_filled_up(heads):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.LayerNorm(16), FilledUpBlocks(heads, "windows")), torch.randn(2, 10, 16)
+    observer = AttentionObserver(model, find_attention(model, forward=lambda: model(x)), reduce_rows=diagonals)
+    for reading in range(3):
+        observer.arm(keeps_samples=not reading)
+        model(x)
+        observer.disarm()
+        observer.verdicts()
+        (core,) = observer.cores
+        assert core.unread == ""
+        torch.testing.assert_close(core.rows, model[1].diagonal)

@@ -201,6 +201,8 @@ def resolve(
     for way in [*by_queries, *by_keys]:
         if heads is not None and way.heads == heads:
             return way
+    if heads is not None and (by_claim := _of_as_many(lead, heads)):
+        return by_claim[0]
     usual = tuple(range(len(lead) - 1))
     for way in [*by_queries, *by_keys]:
         if way.lead == lead and way.batch == usual:
@@ -230,7 +232,14 @@ def are_ambiguous(
     lead = tuple(lead)
     ways = [*_fitting(lead, queries, tokens), *_fitting(lead, keys, tokens)]
     fitting = [way for way in ways if way.lead == lead and way.heads == heads and 0 in way.batch]
+    fitting = fitting if fitting or heads is None else _of_as_many(lead, heads)
     return len({tuple(dim for dim in way.heads_dims if lead[dim] > 1) for way in fitting}) > 1
+
+
+def _of_as_many(lead: tuple[int, ...], heads: int) -> list[Axes]:
+    """Read the dimensions by the number of heads alone; blocks that are filled up hold more tokens than maps made."""
+    ways = [Axes(lead, batch) for batch in dims_of(lead, math.prod(lead) // heads) if 0 in batch and len(lead) > 1]
+    return [way for way in ways if way.heads == heads]
 
 
 def _fitting(lead: tuple[int, ...], length: int, tokens: Sequence[int]) -> list[Axes]:
