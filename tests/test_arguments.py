@@ -310,6 +310,8 @@ def test_every_shell_refuses_what_the_settings_refuse_and_names_an_unknown_argum
         shell(*first, every_n_steps=2.5)
     with pytest.raises(TypeError, match=rf"{shell.__name__}\(\) got an unexpected keyword argument 'every_step'"):
         shell(*first, every_step=5)
+    with pytest.raises(TypeError, match=r"'metric'\. Did you mean 'metrics'\?"):
+        shell(*first, metric=["hdi"])
 
 
 def test_the_state_key_has_the_patterns_as_the_user_wrote_them():

@@ -194,7 +194,8 @@ def compare(
         run, no_run = (first, second) if histories[0] is not None else (second, first)
         if isinstance(no_run, str | os.PathLike) and ":" not in str(no_run) and not Path(no_run).expanduser().exists():
             find_history(no_run)  # raises an error that the path does not exist
-        raise MisconfigurationError(f"`{run}` is a run and `{no_run}` is none: write two of one kind.")
+        named = type(no_run).__name__ if isinstance(no_run, nn.Module) else no_run
+        raise MisconfigurationError(f"`{run}` is a run and `{named}` is none: write two of one kind.")
     a, b = (audit(source, config=config, model_class=model_class, progress=progress) for source in (first, second))
     moved, reasons = _moved(
         open_source(first, config=config, model_class=model_class),

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hdi_callback.arguments import did_you_mean, shown
 from hdi_callback.dashboards.maps import HeadPanel, draw_heads, draw_layers
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitoring.alerts import Alert
-from hdi_callback.monitoring.history import RunHistory, read_history
+from hdi_callback.monitoring.history import RunHistory, load_history, read_history
 from hdi_callback.monitoring.metrics import METRICS
 from hdi_callback.monitoring.readings import LayerRecord, Record
 
@@ -38,27 +39,31 @@ _APART = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 
 
 def plot_trajectories(
-    history: pd.DataFrame, metrics: Sequence[str] = ("hdi", "hdi_worst_pair", "head_covariance", "head_correlation")
+    history: pd.DataFrame | str | os.PathLike[str],
+    metrics: Sequence[str] = ("hdi", "hdi_worst_pair", "head_covariance", "head_correlation"),
 ) -> Figure:
     """Draw the curves of every layer over the optimizer steps, one panel per metric.
 
     The dashed line in the panel of the index is chance, the index of independent random heads of the same size.
 
     Args:
-        history: the result of `load_history`.
+        history: the result of `load_history`, or a history file.
         metrics: names of metrics, one panel each.
 
     Returns:
         A matplotlib figure, not attached to any window.
 
     Raises:
-        MisconfigurationError: if matplotlib is not installed, or the history lacks every one of the metrics.
+        MisconfigurationError: if matplotlib is not installed, if there is no such file, or if the history lacks every
+            one of the metrics.
     """
     try:
         from matplotlib import colormaps
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MisconfigurationError("Figures need matplotlib: pip install 'hdi-callback[reports]'.") from error
+    if isinstance(history, str | os.PathLike):
+        history = load_history(history)
     present = [metric for metric in metrics if metric in history.columns]
     if not present:
         known = [name for name in history.columns if name in METRICS]
@@ -153,7 +158,8 @@ def plot_heads(
         A matplotlib figure, not attached to any window.
 
     Raises:
-        MisconfigurationError: if matplotlib is not installed, or no matrix is kept of this step and these layers.
+        MisconfigurationError: if matplotlib is not installed, if no matrix is kept of this step and these layers, or if
+            the run does not have one of them.
     """
     run = _read(history)
     kept = run.matrix_steps()
@@ -165,6 +171,11 @@ def plot_heads(
         raise MisconfigurationError(f"No matrix is kept of step {step}. There are some of: {few or 'no step'}.")
     alerted = _active_heads(_alerts(run), record.step)
     chosen = layers_that_matter(record, alerted) if layers is None else list(layers)
+    if unknown := [name for name in chosen if name not in record.layers]:
+        raise MisconfigurationError(
+            f"The run has no layer {shown(unknown[0])}.{did_you_mean(unknown[0], record.layers)} "
+            f"It has: {', '.join(record.layers)}."
+        )
     panels = []
     for name in chosen:
         matrix = _alignment(run, record, name)

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 
+from hdi_callback.arguments import did_you_mean
 from hdi_callback.monitoring.session.settings import Settings
 
 P = ParamSpec("P")
@@ -95,7 +96,9 @@ def _made(settings: Callable[..., S], function: Callable[..., Any], args: Any, k
         inspect.signature(settings).bind(*args, **kwargs)
     except TypeError as error:
         name = function.__qualname__.removesuffix(".__init__")
-        raise TypeError(f"{name}() {error}. See help({name}).") from None
+        parameters = inspect.signature(settings).parameters
+        unknown = next((keyword for keyword in kwargs if keyword not in parameters), None)
+        raise TypeError(f"{name}() {error}.{did_you_mean(unknown, parameters)} See help({name}).") from None
     return settings(*args, **kwargs)
 
 

@@ -46,8 +46,8 @@ def choose_metrics(names: Iterable[str] | None) -> tuple[str, ...]:
     unknown = [name for name in chosen if name not in METRICS]
     if unknown or not chosen:
         raise MisconfigurationError(
-            f"`metrics` must name at least one of the known metrics, got {list(chosen)}; unknown: {unknown}. "
-            f"{_known()}{did_you_mean(unknown[0], METRICS) if unknown else ''}"
+            f"`metrics` must name at least one of the known metrics, got {list(chosen)}; unknown: {unknown}."
+            f"{did_you_mean(unknown[0], METRICS) if unknown else ''} {_known()}"
         )
     return chosen
 

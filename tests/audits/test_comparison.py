@@ -69,7 +69,7 @@ def test_two_runs_are_compared_at_a_step(tmp_path):
     assert found.layers[0].pair_before == (1, 3)
     early = compare(tmp_path / "x", tmp_path / "y", step=0)
     assert early.summary == "Nothing differs in 4 layers."
-    with pytest.raises(MisconfigurationError, match="is a run and"):
+    with pytest.raises(MisconfigurationError, match="is a run and `Linear` is none"):
         compare(tmp_path / "x", nn.Linear(2, 2))
 
 

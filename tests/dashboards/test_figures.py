@@ -6,10 +6,12 @@ import pytest
 import torch
 from matplotlib.colors import to_rgb
 
-from hdi_callback.dashboards.figures import plot_trajectories
+from hdi_callback.dashboards.figures import plot_heads, plot_trajectories
 from hdi_callback.dashboards.maps import HeadPanel, draw_heads
 from hdi_callback.dashboards.pictures import can_draw
 from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitoring.history import read_records
+from tests.dashboards.report.synthetic import write_run
 
 
 def frame(layers: int = 3, steps: int = 5) -> pd.DataFrame:
@@ -60,6 +62,17 @@ def test_the_figure_can_be_saved_and_is_not_blank(tmp_path):
 def test_a_history_without_the_metric_is_refused_with_the_metrics_it_has():
     with pytest.raises(MisconfigurationError, match=r"none of \['hdi_query'\]; it has: \['hdi', "):
         plot_trajectories(frame(), metrics=["hdi_query"])
+
+
+def test_figures_are_drawn_from_a_file_and_a_layer_that_it_lacks_is_refused(tmp_path):
+    path = tmp_path / "history.jsonl"
+    write_run(path)
+    panel = plot_trajectories(path, ["hdi"]).axes[0]
+    values = [record.layers["model.blocks.1.attn"].values["hdi"] for record in read_records(path)]
+    drawn = next(line for line in panel.lines if line.get_label() == "model.blocks.1.attn")
+    assert drawn.get_ydata().tolist() == values
+    with pytest.raises(MisconfigurationError, match=r"no layer 'model\.block\.1\.attn'\. Did you mean"):
+        plot_heads(path, layers=["model.block.1.attn"])
 
 
 def test_with_many_layers_the_legend_names_the_outermost_ones():
