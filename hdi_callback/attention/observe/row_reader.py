@@ -131,8 +131,8 @@ class RowReader:
         if axis == scores.row_axis:
             scores.query, scores.key = scores.key, scores.query
             scores.row_axis, scores.key_axis = scores.key_axis, scores.row_axis
-        if scores.lost:
-            done = ", ".join(dict.fromkeys(scores.lost))
+        if scores.lost or scores.opened is not None:
+            done = ", ".join(dict.fromkeys(scores.lost)) or "reshape"
             return ReadRows(
                 unread=f"its scores are changed by {done} before the softmax in a way that is not supported"
             )

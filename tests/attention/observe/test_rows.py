@@ -172,6 +172,16 @@ class ByHand(nn.Module):
         weights = scores.softmax(-1).masked_fill(hidden, torch.tensor(0.0, device=q.device))
         return (self.keep(weights) @ v).transpose(1, 2)
 
+    def _as_pictures(self, q, k, v):
+        q, k, v = (one.transpose(1, 2).flatten(0, 1) for one in (q, k, v))
+        width = q.shape[1] // 2  # tokens are those of two rows
+        scores = (q @ k.mT / 2).view(-1, 2, width, 2, width)
+        scores = scores + torch.arange(width, device=q.device) / 9
+        scores = scores.masked_fill(torch.eye(2, dtype=torch.bool, device=q.device)[:, None, :, None], -torch.inf)
+        weights = scores.view(-1, 2 * width, 2 * width).softmax(-1)
+        self.keep(weights.view(-1, 4, *weights.shape[1:]))
+        return (weights @ v).view(-1, 4, *v.shape[1:]).transpose(1, 2)
+
     def capped(self, q, k, v):
         q, k, v = (one.transpose(1, 2) for one in (q, k, v))
         scores = torch.tanh(q @ k.mT / 2 / 3.0) * 3.0
@@ -206,6 +216,16 @@ def test_attention_weights_written_out_by_hand_are_read_for_every_way_to_write_t
         there = expected[chunk.sequences][:, :, chunk.positions]
         assert torch.allclose(chunk.weights, there, atol=1e-6)
     assert sum(chunk.weights[:, 0, :, 0].numel() for chunk in cores[0].rows.chunks) == B * T
+
+
+def test_rows_are_read_if_scores_are_viewed_as_pictures_in_between():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(ByHand("_as_pictures")), torch.randn(B, 10, 16)
+    (core,) = observed(model, lambda: model(x)).cores
+    assert (core.unread, core.heads) == ("", 4)
+    for chunk in core.rows.chunks:
+        torch.testing.assert_close(chunk.weights, model[0].weights[chunk.sequences][:, :, chunk.positions])
+        assert (chunk.visible.sum(-1) == 5).all()  # a token sees those of the other row
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "one_dimension"])  # told apart by what maps gave

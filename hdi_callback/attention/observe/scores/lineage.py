@@ -27,6 +27,7 @@ _SAME = frozenset((
     "expand_as", "__getitem__", "narrow", "chunk", "split", "unbind", "select", "nan_to_num", "nan_to_num_",
     "checkpoint_name", "alias",
 ))  # fmt: skip
+_RESHAPED = frozenset(["view", "reshape", "unflatten", "flatten"])
 _MOVED = frozenset(["transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "mT", "t"])
 _DROPPED = frozenset(["dropout", "native_dropout", "feature_dropout", "alpha_dropout", "dropout2d"])
 _REDUCED = frozenset(["max", "amax", "logsumexp", "mean", "sum"])
@@ -61,6 +62,7 @@ class Scores:
         altered: names of functions that changed the weights after the softmax, dropout apart.
         taken: what was read at the softmax.
         tied: rows over which scores are summed, side by side in queries and keys; 1 where there are none.
+        opened: shape before queries and keys were split into rows and columns of a picture, until they have it again.
     """
 
     query: Tensor | None
@@ -79,6 +81,7 @@ class Scores:
     altered: list[str] = field(default_factory=list)
     taken: Any = None
     tied: int = 1
+    opened: torch.Size | None = None
 
     def branched(self) -> Scores:
         """Copy the record, for a tensor that is made from this one."""
@@ -232,7 +235,7 @@ def _hide(scores: Scores, mask: Any, value: Any, kind: Literal["visible", "hidde
 
 def _check_layout(scores: Scores) -> None:
     """Masks are read with queries and keys last; of other layouts their rows are not known."""
-    if (scores.row_axis, scores.key_axis) != (-2, -1):
+    if (scores.row_axis, scores.key_axis) != (-2, -1) or scores.opened is not None:
         scores.terms.pop()
         scores.unknown.append("a mask over dimensions in another order")
 
@@ -254,7 +257,9 @@ def _scale(scores: Scores, factor: Any, power: int) -> None:
 
 def _move(scores: Scores, call: Call, tensor: Tensor, out: Tensor) -> None:
     name, args = call.name, call.args
-    if name in ("transpose", "swapaxes", "swapdims") and len(args) == 3:
+    if scores.opened is not None and name in _MOVED:
+        scores.lost.append(name)
+    elif name in ("transpose", "swapaxes", "swapdims") and len(args) == 3:
         first, second = (from_the_end(int(dim), tensor.dim()) for dim in args[1:])
         exchange = {first: second, second: first}
         scores.row_axis = exchange.get(scores.row_axis, scores.row_axis)
@@ -266,8 +271,12 @@ def _move(scores: Scores, call: Call, tensor: Tensor, out: Tensor) -> None:
         scores.key_axis = order.index(scores.key_axis) - len(order)
     elif name in _MOVED:
         scores.lost.append(name)
+    elif name in _RESHAPED and scores.opened == out.shape:
+        scores.opened = None
     elif out.dim() < 2 or out.shape[-2:] != tensor.shape[-2:]:
-        if name == "__getitem__" and scores.after and out.shape[:-1] == tensor.shape[:-1]:
+        if name in _RESHAPED and (scores.row_axis, scores.key_axis) == (-2, -1):
+            scores.opened = scores.opened or tensor.shape
+        elif name == "__getitem__" and scores.after and out.shape[:-1] == tensor.shape[:-1]:
             scores.after -= tensor.shape[-1] - out.shape[-1]
         else:
             scores.lost.append(name)
@@ -278,7 +287,8 @@ def _move(scores: Scores, call: Call, tensor: Tensor, out: Tensor) -> None:
 def _widen(scores: Scores, call: Call, tensor: Tensor) -> None:
     parts, dim = call.argument(0, "tensors"), call.argument(1, "dim") or 0
     place = next((number for number, part in enumerate(parts) if part is tensor), None)
-    if place is None or from_the_end(dim, tensor.dim()) != scores.key_axis or scores.key_axis != -1:
+    is_along_keys = place is not None and from_the_end(dim, tensor.dim()) == scores.key_axis == -1
+    if place is None or not is_along_keys or scores.opened is not None:
         scores.lost.append("cat")
         return
     scores.before += sum(int(part.shape[-1]) for part in parts[:place])
