@@ -261,7 +261,7 @@ def audit(
     # Rules ignore in a run what pretrained weights had from the start; an audit reports exactly that.
     findings = Alerts(rules, facts, pretrained=False).judge(record)
     findings += _dead_heads(record, {finding.layer for finding in findings if finding.rule == DeadHeads.name})
-    findings.sort(key=lambda one: (-LEVELS.index(one.level), -(one.finding.value or 0)))
+    findings.sort(key=lambda alert: (-LEVELS.index(alert.level), -(alert.finding.value or 0)))
     layers = tuple(
         _summarised(known, records[known["name"]], absent.get(f"hdi/{known['name']}", "")) for known in facts
     )
@@ -317,8 +317,8 @@ def _measure(layer: AttentionLayer, name: str, source: Source, step: int) -> tup
                 of_key = "; ".join(f"`{inner}`: {why}" for inner, why in missing.items())
                 return LayerRecord(), of_key or "its weights are on the meta device, which holds no numbers"
             measurements = [
-                Measurement((name,), one.name, _computed(one, layer, name, weights))
-                for one in weight_sources({FINITENESS}, LastWeights(0), rank_tol=1e-6, method="whiten")
+                Measurement((name,), measured.name, _computed(measured, layer, name, weights))
+                for measured in weight_sources({FINITENESS}, LastWeights(0), rank_tol=1e-6, method="whiten")
             ]
             record = Reading(step, (name,), tuple(measurements)).record()
             del weights

@@ -188,8 +188,8 @@ def compare(
     """
     histories = [_history_of(source) for source in (first, second)]
     if histories[0] is not None and histories[1] is not None:
-        one, other = (_reading(history, step) for history in histories if history is not None)
-        return _compare_records(one, other, str(first), str(second))
+        before, after = (_reading(history, step) for history in histories if history is not None)
+        return _compare_records(before, after, str(first), str(second))
     if histories[0] is not None or histories[1] is not None:
         run, no_run = (first, second) if histories[0] is not None else (second, first)
         if isinstance(no_run, str | os.PathLike) and ":" not in str(no_run) and not Path(no_run).expanduser().exists():
@@ -231,11 +231,11 @@ def _compare_records(
     layers: list[LayerComparison] = []
     without: dict[str, str] = {}
     for name in (name for name in a.layers if name in b.layers):
-        one, other = a.layers[name], b.layers[name]
-        if not one.values or not other.values:
+        before, after = a.layers[name], b.layers[name]
+        if not before.values or not after.values:
             without[name] = "it has no numbers in one of them"
             continue
-        found = _compare_layer(name, one, other, (moved or {}).get(name, ()))
+        found = _compare_layer(name, before, after, (moved or {}).get(name, ()))
         sides = [side for side, of in (("A", found.before), ("B", found.after)) if "alignment" not in of]
         if sides and not found.moved:
             without[name] = f"no two of its heads were compared in {' and '.join(sides)}"
@@ -284,14 +284,14 @@ def _moved(a: Source, b: Source) -> tuple[dict[str, list[float]], dict[str, str]
         if name not in others:
             continue
         try:
-            one, other = _keys(layer, a), _keys(others[name], b)
-            if one.is_meta or other.is_meta:
+            keys, other = _keys(layer, a), _keys(others[name], b)
+            if keys.is_meta or other.is_meta:
                 continue
-            if one.shape != other.shape:
-                reasons[name] = f"its keys are {tuple(one.shape)} in one and {tuple(other.shape)} in the other"
+            if keys.shape != other.shape:
+                reasons[name] = f"its keys are {tuple(keys.shape)} in one and {tuple(other.shape)} in the other"
                 continue
             # One pair for each head: the same head in both models.
-            both = head_diversity(torch.stack([one.float(), other.float()], 1))
+            both = head_diversity(torch.stack([keys.float(), other.float()], 1))
             # For a head that did not move the rounding of the products remains.
             moved[name] = [max(0.0, round(1 - float(value), 4)) for value in both.alignment]
         except HDIError as error:

@@ -165,7 +165,7 @@ def _places_in_transformers(model: Any, stored: StoredTensors) -> tuple[dict[str
 
     mapping = get_model_conversion_mapping(model)
     renamings = [renaming for renaming in mapping if isinstance(renaming, WeightRenaming)]
-    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     for name in sorted(stored.names() - set(places.values())):
         renamed, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)
         if renamed not in parameters or renamed in places:

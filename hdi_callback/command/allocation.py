@@ -77,12 +77,12 @@ def print_allocations(found: list[dict[str, Any]]) -> None:
     from hdi_callback.command.terminal import console
 
     out = console()
-    for one in found:
-        now = f"{one['layer']}: {one['num_heads']} heads of width {one['head_dim']}"
-        if one["reason"] is None:
-            others = ", ".join(map(str, one["head_dims_as_good"]))
-            best = f"{one['best_num_heads']} of width {one['best_head_dim']}"
+    for layer in found:
+        now = f"{layer['layer']}: {layer['num_heads']} heads of width {layer['head_dim']}"
+        if layer["reason"] is None:
+            others = ", ".join(map(str, layer["head_dims_as_good"]))
+            best = f"{layer['best_num_heads']} of width {layer['best_head_dim']}"
             verdict = f"suggested: {best} (widths that are as good: {others})"
         else:
-            verdict = f"no number can be suggested. {one['reason']}"
+            verdict = f"no number can be suggested. {layer['reason']}"
         out.print(Text(f"{now}; {verdict}"), soft_wrap=True)

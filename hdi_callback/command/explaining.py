@@ -14,14 +14,14 @@ _LABEL = 16
 _WIDEST, _NARROWEST = 100, 40
 
 
-def print_explanation(one: RuleExplanation | CurveExplanation) -> None:
+def print_explanation(explanation: RuleExplanation | CurveExplanation) -> None:
     """Print a rule or a curve.
 
     Args:
-        one: the explanation.
+        explanation: the explanation.
     """
-    click.echo(f"{one.name} ({'rule' if isinstance(one, RuleExplanation) else 'curve'})\n")
-    _print_rows(_rule_rows(one) if isinstance(one, RuleExplanation) else _curve_rows(one))
+    click.echo(f"{explanation.name} ({'rule' if isinstance(explanation, RuleExplanation) else 'curve'})\n")
+    _print_rows(_rule_rows(explanation) if isinstance(explanation, RuleExplanation) else _curve_rows(explanation))
 
 
 def print_rules(rules: Iterable[RuleExplanation]) -> None:
@@ -32,22 +32,24 @@ def print_rules(rules: Iterable[RuleExplanation]) -> None:
     """
     rules = list(rules)
     click.echo("The rules, and how their alerts begin:\n")
-    _print_rows([(one.name, f'"{one.messages[0]}"') for one in rules], label=2 + max(len(rule.name) for rule in rules))
+    _print_rows(
+        [(rule.name, f'"{rule.messages[0]}"') for rule in rules], label=2 + max(len(rule.name) for rule in rules)
+    )
     click.echo(
         "\nhdi explain RULE says what it means and what to do, hdi explain CURVE (such as hdi_alignment) what is bad."
     )
 
 
-def _rule_rows(one: RuleExplanation) -> list[tuple[str, str]]:
-    rows = [("the alert says", f'"{message}"') for message in one.messages]
-    rows += [("it means", one.meaning), ("what to do", one.action)]
-    rows += [(f"{level} when", when) for level, when in one.raised]
-    rows += [("resolved when", one.resolved)] if one.resolved else []
-    rows += [("it judges", ", ".join(one.metrics))] if one.metrics else []
-    if not one.limits:
+def _rule_rows(rule: RuleExplanation) -> list[tuple[str, str]]:
+    rows = [("the alert says", f'"{message}"') for message in rule.messages]
+    rows += [("it means", rule.meaning), ("what to do", rule.action)]
+    rows += [(f"{level} when", when) for level, when in rule.raised]
+    rows += [("resolved when", rule.resolved)] if rule.resolved else []
+    rows += [("it judges", ", ".join(rule.metrics))] if rule.metrics else []
+    if not rule.limits:
         return [*rows, ("limits", "none to set")]
-    limits = [f"{name} {'off' if value is None else f'{value:g}'}" for name, value in one.limits.items()]
-    name = next(iter(one.limits))
+    limits = [f"{name} {'off' if value is None else f'{value:g}'}" for name, value in rule.limits.items()]
+    name = next(iter(rule.limits))
     rows += [
         ("limits", f"{', '.join(limits)} by default"),
         ("to try others", f"hdi replay RUN --threshold {name}=VALUE (off instead of VALUE switches it off)"),
@@ -56,11 +58,14 @@ def _rule_rows(one: RuleExplanation) -> list[tuple[str, str]]:
     return rows
 
 
-def _curve_rows(one: CurveExplanation) -> list[tuple[str, str]]:
-    rows = [("what it is", one.summary), ("read from", one.source if " " in one.source else f"{one.source} weights")]
-    rows += [(key.replace("_", " "), text) for key, text in one.hints.items()]
-    rows += [("judged by", ", ".join(one.rules) or "no rule")]
-    return [*rows, ("to log it", f'HDICallback(metrics=["default", "{one.name}"])')]
+def _curve_rows(curve: CurveExplanation) -> list[tuple[str, str]]:
+    rows = [
+        ("what it is", curve.summary),
+        ("read from", curve.source if " " in curve.source else f"{curve.source} weights"),
+    ]
+    rows += [(key.replace("_", " "), text) for key, text in curve.hints.items()]
+    rows += [("judged by", ", ".join(curve.rules) or "no rule")]
+    return [*rows, ("to log it", f'HDICallback(metrics=["default", "{curve.name}"])')]
 
 
 def _print_rows(rows: Iterable[tuple[str, str]], label: int = _LABEL) -> None:

@@ -184,7 +184,7 @@ def _heads_map(history: RunHistory, records: Sequence[Record], alerted: Any, mos
     worst = max(last, key=lambda name: last[name].values.get("hdi_worst_alignment", -1.0), default=None)
     layer = next(iter(alerted), worst)
     steps = [] if layer is None else history.matrix_steps(layer)
-    record = next((one for one in reversed(records) if one.step in steps and layer in one.layers), None)
+    record = next((record for record in reversed(records) if record.step in steps and layer in record.layers), None)
     if layer is None or record is None:
         return []
     alignment = pair_alignment(history.matrices(record.step, layer), record.layers[layer])

@@ -165,7 +165,7 @@ def plot_heads(
     kept = run.matrix_steps()
     if step is None and kept:
         step = kept[-1]
-    record = next((one for one in run.records() if one.step == step), None)
+    record = next((record for record in run.records() if record.step == step), None)
     if record is None or step not in kept:
         few = ", ".join(map(str, kept[:8])) + (", ..." if len(kept) > 8 else "")
         raise MisconfigurationError(f"No matrix is kept of step {step}. There are some of: {few or 'no step'}.")
@@ -232,7 +232,7 @@ def _active_heads(alerts: Iterable[Alert], step: int) -> dict[str, tuple[int, ..
     for alert in alerts:
         if alert.step <= step and alert.level != "notice":
             active[alert.layer, alert.rule] = None if alert.is_resolved else alert
-    return heads_of(one for one in active.values() if one is not None)
+    return heads_of(alert for alert in active.values() if alert is not None)
 
 
 def heads_of(alerts: Iterable[Alert]) -> dict[str, tuple[int, ...]]:

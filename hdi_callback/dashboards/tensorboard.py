@@ -47,7 +47,9 @@ def lay_out_charts(writer: Any, metrics: Sequence[str], prefix: str = "", layers
         "active alerts": [_exactly(prefix + tag) for tag in (ALERTS, *_ONE_ALERT)],
     }  # fmt: skip
     if "hdi" in metrics:
-        first["HDI: mean of the layers, and the lowest"] = [_exactly(f"{prefix}hdi/{one}") for one in ("mean", "min")]
+        first["HDI: mean of the layers, and the lowest"] = [
+            _exactly(f"{prefix}hdi/{summary}") for summary in ("mean", "min")
+        ]
     means = [f"{metric}/max" for metric in ("hdi_alignment", "hdi_energy_alignment") if metric in metrics]
     if means:
         first["mean alignment, of the worst layer"] = [*(_exactly(prefix + tag) for tag in means), *scale]

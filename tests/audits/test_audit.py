@@ -39,10 +39,10 @@ def build_encoder() -> Encoder:
 NOT_A_MODEL = 3
 
 
-def assert_same(one, other):
+def assert_same(found, other):
     """To what float32 keeps: products are rounded otherwise where weights begin elsewhere in memory."""
-    assert len(one) == len(other)
-    for left, right in zip(map(asdict, one), map(asdict, other)):
+    assert len(found) == len(other)
+    for left, right in zip(map(asdict, found), map(asdict, other)):
         numbers = {name for name, value in left.items() if isinstance(value, float)}
         assert {name: left[name] for name in numbers} == pytest.approx(
             {name: right[name] for name in numbers}, abs=1e-6
@@ -76,7 +76,7 @@ def folder(llama, tmp_path_factory) -> Path:
 
 def test_a_pair_that_is_one_head_is_found_with_its_layer(llama):
     found = audit(llama)
-    assert [(one.layer, one.finding.heads) for one in found.unusual] == [("model.layers.1.self_attn", (1, 3))]
+    assert [(alert.layer, alert.finding.heads) for alert in found.unusual] == [("model.layers.1.self_attn", (1, 3))]
     assert found.verdict.startswith("1 of 3 layers is unusual. model.layers.1.self_attn: heads 1 and 3")
     layer = found.layers[1]
     assert (layer.num_heads, layer.num_key_heads, layer.worst_pair) == (8, 4, (1, 3))
@@ -204,7 +204,9 @@ def test_nan_weights_are_a_finding_of_an_audit():
     with torch.no_grad():
         model["attn"].in_proj_weight[40, 0] = float("nan")
     found = audit(model)
-    assert [(one.layer, one.rule, one.level) for one in found.unusual] == [("attn", "weights not finite", "critical")]
+    assert [(alert.layer, alert.rule, alert.level) for alert in found.unusual] == [
+        ("attn", "weights not finite", "critical")
+    ]
     assert found.verdict.startswith("1 of 1 layer is unusual. attn: ")
 
 
@@ -214,7 +216,7 @@ def test_dead_heads_are_counted_by_name():
         model["attn"].in_proj_weight[32 + 16 : 32 + 24] = 0
     found = audit(model)
     assert found.layers[0].dead_heads == (2,)
-    assert "dead heads" in {one.rule for one in found.unusual}
+    assert "dead heads" in {alert.rule for alert in found.unusual}
 
 
 def test_an_audit_judges_the_weights_of_a_checkpoint_without_regard_to_pretraining():
@@ -225,7 +227,7 @@ def test_an_audit_judges_the_weights_of_a_checkpoint_without_regard_to_pretraini
         keys = model["attn"].in_proj_weight[64:128].unflatten(0, (4, 16))
         keys *= torch.logspace(0, -2, 16)[:, None]  # a spectrum as training leaves it
         keys[3] = keys[0] + 0.01 * keys[3]
-    assert [(one.rule, one.finding.heads) for one in audit(model).unusual] == [("worst pair", (0, 3))]
+    assert [(alert.rule, alert.finding.heads) for alert in audit(model).unusual] == [("worst pair", (0, 3))]
 
 
 def test_a_single_key_head_is_reported_as_not_comparable():

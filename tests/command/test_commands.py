@@ -178,12 +178,12 @@ def test_pages_are_written_to_the_requested_path(bad_run, good_run, tmp_path):
 
 def test_alerts_are_listed_from_a_step_on(bad_run):
     all_of_them = json.loads(run("alerts", bad_run, "--json").stdout)
-    last = max(one["step"] for one in all_of_them["alerts"])
+    last = max(alert["step"] for alert in all_of_them["alerts"])
     at, later = (json.loads(run("alerts", bad_run, "--json", "--since", since).stdout) for since in (last, last + 1))
-    assert at["alerts"] == [one for one in all_of_them["alerts"] if one["step"] == last] != []
+    assert at["alerts"] == [alert for alert in all_of_them["alerts"] if alert["step"] == last] != []
     assert later["alerts"] == []
     assert all_of_them["active"] == later["active"]
-    assert [one["finding"]["heads"] for one in all_of_them["active"]] == [[1, 3]]
+    assert [alert["finding"]["heads"] for alert in all_of_them["active"]] == [[1, 3]]
 
 
 @pytest.mark.parametrize("words", [["alerts"], ["replay"], ["replay", "--threshold", "pair=off"]])
@@ -437,7 +437,7 @@ def test_cells_have_the_colours_of_cividis():
     from matplotlib import colormaps
 
     for value in (0.0, 0.2, 0.5, 0.8, 0.9, 1.0):
-        truth = [255 * one for one in colormaps["cividis"](value)[:3]]
+        truth = [255 * part for part in colormaps["cividis"](value)[:3]]
         assert colour_of(value) == pytest.approx(truth, abs=8)
 
 

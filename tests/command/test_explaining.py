@@ -24,8 +24,8 @@ from hdi_callback.monitoring.rules.explanations import FILE, RuleExplanation, ex
 from hdi_callback.rules import Rule, Thresholds
 
 RULES = {
-    one.name for one in vars(rules).values()
-    if inspect.isclass(one) and issubclass(one, Rule) and isinstance(one.__dict__.get("name"), str)
+    rule.name for rule in vars(rules).values()
+    if inspect.isclass(rule) and issubclass(rule, Rule) and isinstance(rule.__dict__.get("name"), str)
 }  # fmt: skip
 
 
@@ -42,25 +42,25 @@ def test_the_explanations_in_the_package_are_those_of_the_docs(root):
 
 def test_every_rule_of_the_package_is_explained_and_no_other():
     assert set(rule_explanations()) == RULES
-    for name, one in rule_explanations().items():
-        assert min(len(one.meaning), len(one.action), len(one.messages), len(one.raised)) > 0, name
-        assert "the same" not in one.action.lower().split(".")[0], "each is read alone"
+    for name, rule in rule_explanations().items():
+        assert min(len(rule.meaning), len(rule.action), len(rule.messages), len(rule.raised)) > 0, name
+        assert "the same" not in rule.action.lower().split(".")[0], "each is read alone"
 
 
 def test_each_limit_belongs_to_one_rule():
-    limits = [limit for one in rule_explanations().values() for limit in one.limits]
+    limits = [limit for rule in rule_explanations().values() for limit in rule.limits]
     assert sorted(limits) == sorted(item.name for item in fields(Thresholds))
     defaults = Thresholds()
-    for one in rule_explanations().values():
-        assert one.limits == {limit: getattr(defaults, limit) for limit in one.limits}
+    for rule in rule_explanations().values():
+        assert rule.limits == {limit: getattr(defaults, limit) for limit in rule.limits}
 
 
 def test_alert_messages_quoted_in_the_docs_exist_in_the_rules():
     """Sentences are put together from parts: some two words of each quote must be in one of them."""
     sources = " ".join(path.read_text() for path in Path(folder_of_rules.__file__).parent.glob("*.py"))
     sources = re.sub(r'"\s+f?"', "", sources)  # parts that are broken over lines
-    for name, one in rule_explanations().items():
-        for message in one.messages:
+    for name, rule in rule_explanations().items():
+        for message in rule.messages:
             words = message.split()
             runs = [" ".join(words[start : start + 2]) for start in range(len(words) - 1)]
             assert any(run in sources for run in runs), f"{name}: no alert says {message!r}"
@@ -111,7 +111,7 @@ def test_explain_without_a_name_lists_all_rules():
     assert shown.exit_code == 0
     assert all(f"\n  {name} " in shown.output for name in RULES)
     data = json.loads(run("explain", "--json").stdout)
-    assert {one["name"] for one in data["rules"]} == RULES
+    assert {rule["name"] for rule in data["rules"]} == RULES
 
 
 def test_a_narrow_terminal_gets_narrow_lines():

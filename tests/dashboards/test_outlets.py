@@ -51,9 +51,9 @@ class RefusesOne:
 def test_every_alert_is_delivered_to_a_function_that_raises_at_each():
     delivered = []
 
-    def on_alert(one):
-        delivered.append(one.layer)
-        raise KeyError(one.layer)
+    def on_alert(news):
+        delivered.append(news.layer)
+        raise KeyError(news.layer)
 
     with pytest.raises(KeyError, match="a"):
         OnAlert(on_alert).write(result({}, [alert(name) for name in "abc"]))
@@ -162,7 +162,9 @@ def test_tensorboard_charts_of_many_layers_hold_eight_with_their_marks_and_the_s
     assert list(charts) == ["hdi_worst_pair: layer.0 to layer.7", "hdi_worst_pair: layer.8 to layer.9"]
     kind, patterns = charts["hdi_worst_pair: layer.8 to layer.9"]
     tags = [f"{start}hdi_worst_pair/{name}" for start in ("", "alert/") for name in names]
-    shown = {tag for tag in [*tags, "scale/chance", "hdi/layer.8"] if any(re.search(one, tag) for one in patterns)}
+    shown = {
+        tag for tag in [*tags, "scale/chance", "hdi/layer.8"] if any(re.search(pattern, tag) for pattern in patterns)
+    }
     assert kind == "Multiline"
     assert shown == {tag for tag in tags if tag.endswith(("8", "9"))} | {"scale/chance"}
     writer.written.clear()

@@ -153,8 +153,8 @@ def run(tmp_path):
     for step, worst in ((0, 0.1), (50, 0.6), (100, 0.95)):
         reported = [alert(step)] if step == 100 else []
         history.write(record(step, worst=worst), reported)
-        for one in reported:
-            history.note("alert", **one.to_dict())
+        for news in reported:
+            history.note("alert", **news.to_dict())
     return history.path
 
 
@@ -227,14 +227,14 @@ def test_with_96_layers_the_alerted_one_is_named_and_labels_do_not_overlap(tmp_p
     boxes = [text.get_window_extent() for text in figure.axes[0].get_yticklabels() if text.get_text()]
     assert "17" in [text.get_text() for text in figure.axes[0].get_yticklabels()]
     assert 8 <= len(boxes) <= 30
-    assert not any(one.overlaps(other) for i, one in enumerate(boxes) for other in boxes[:i])
+    assert not any(box.overlaps(other) for i, box in enumerate(boxes) for other in boxes[:i])
     heads = plot_heads(history.path)
     heads.draw_without_rendering()
     panel = heads.axes[0]
     assert panel.get_title().startswith("blocks.17.attn\nheads 2 and 127: 0.95 (alert)")
     for labels in (panel.get_xticklabels(), panel.get_yticklabels()):
         boxes = [text.get_window_extent() for text in labels]
-        assert not any(one.overlaps(other) for i, one in enumerate(boxes) for other in boxes[:i])
+        assert not any(box.overlaps(other) for i, box in enumerate(boxes) for other in boxes[:i])
 
 
 def test_the_layers_shown_are_the_alerted_ones_and_the_five_worst():

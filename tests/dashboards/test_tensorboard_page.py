@@ -59,8 +59,8 @@ def board(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser():
-    with Browser() as one:
-        yield one
+    with Browser() as opened:
+        yield opened
 
 
 def open_page(browser: Browser, board: Board, page: str) -> None:
@@ -85,7 +85,7 @@ def test_the_first_charts_name_the_layer_of_the_alert(browser, board, page):
     mark = f"model.layers.{board.layer}.self_attn"
     browser.until(f"{WORDS}.some((words) => words.endsWith({mark!r}))")
     words = browser.value(WORDS)
-    assert not any("model.layers." in one and not one.endswith(mark) for one in words), "no other layer is in sight"
+    assert not any("model.layers." in word and not word.endswith(mark) for word in words), "no other layer is in sight"
     assert errors(browser) == []
 
 

@@ -38,7 +38,7 @@ def share(part: int, whole: int = 1) -> int | float:
 
 def test_every_mutation_changes_one_thing_in_the_code_and_none_in_its_words():
     found = sample(SOURCE, 100, seed=0)
-    assert {one.key for one in found} == {
+    assert {mutation.key for mutation in found} == {
         "8: 1 -> 2",
         "10: if whole == 0: -> if False:",
         "10: whole == 0 -> whole != 0",
@@ -48,7 +48,7 @@ def test_every_mutation_changes_one_thing_in_the_code_and_none_in_its_words():
         "12: part / whole -> part * whole",
         "12: 2 -> 3",
     }
-    sources = {ast.unparse(one.tree) for one in found}
+    sources = {ast.unparse(mutation.tree) for mutation in found}
     assert len(sources) == len(found)
     for source in sources:
         assert '"""Divide."""' in source
@@ -58,7 +58,7 @@ def test_every_mutation_changes_one_thing_in_the_code_and_none_in_its_words():
 
 
 def test_a_mutation_lists_the_lines_that_run_with_it_and_its_function():
-    found = {one.key: one for one in sample(SOURCE, 100, seed=0)}
+    found = {mutation.key: mutation for mutation in sample(SOURCE, 100, seed=0)}
     assert found["10: 0 -> 1"].run == (10, 10)
     assert found["10: 0 -> 1"].function == 7  # where the code of the function begins, with its decorator
     default = found["8: 1 -> 2"]
@@ -74,8 +74,8 @@ def test_the_first_sampled_mutations_are_far_apart():
 
 def test_a_sample_is_spread_over_the_lines_and_the_same_every_time():
     found = sample(SOURCE, 3, seed=1)
-    assert [one.key for one in found] == [one.key for one in sample(SOURCE, 3, seed=1)]
-    assert [one.line for one in found] == sorted(one.line for one in found)
+    assert [mutation.key for mutation in found] == [mutation.key for mutation in sample(SOURCE, 3, seed=1)]
+    assert [mutation.line for mutation in found] == sorted(mutation.line for mutation in found)
     assert len(found) == 3
 
 
@@ -172,7 +172,7 @@ def test_the_page_of_the_documentation_is_written_from_its_results(root):
 def test_every_verdict_is_about_a_survivor_and_names_tests_that_exist(root):
     verdicts = read_verdicts(VERDICTS.read_text().splitlines())
     assert len(verdicts) == len(VERDICTS.read_text().splitlines())
-    survived = {(one["file"], one["change"]) for one in read(RECORDED) if one["outcome"] == "survived"}
+    survived = {(result["file"], result["change"]) for result in read(RECORDED) if result["outcome"] == "survived"}
     assert verdicts.keys() <= survived
     sources: defaultdict[str, str] = defaultdict(str)
     for path in (root / "tests").rglob("test_*.py"):

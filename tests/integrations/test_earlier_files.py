@@ -64,9 +64,11 @@ def test_the_history_of_an_earlier_version_can_be_read_and_replayed(version, tra
     assert all(len(record.layers) == 2 for record in read_records(path))
     earlier = read_alerts(path)
     again = replay(path, thresholds={"*": {"mean": 0.01}})  # the limit of that run; sentences may have changed since
-    assert [(one.step, one.layer, one.rule) for one in again] == [(one.step, one.layer, one.rule) for one in earlier]
+    assert [(alert.step, alert.layer, alert.rule) for alert in again] == [
+        (alert.step, alert.layer, alert.rule) for alert in earlier
+    ]
     assert earlier != []
-    assert all(one.message.startswith(f"step {one.step}, {one.layer}: ") for one in earlier)
+    assert all(alert.message.startswith(f"step {alert.step}, {alert.layer}: ") for alert in earlier)
 
 
 def test_a_lightning_checkpoint_of_an_earlier_version_is_resumed(version, tmp_path):

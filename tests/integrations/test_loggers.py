@@ -93,7 +93,10 @@ def test_the_summary_of_wandb_holds_the_extremes_of_every_layer(run):
 def layout(board) -> dict[str, dict[str, list[str]]]:
     proto = EventAccumulator(board.log_dir).Reload().Tensors("custom_scalars__config__")[0].tensor_proto
     reported = layout_pb2.Layout.FromString(proto.string_val[0])
-    return {one.title: {chart.title: list(chart.multiline.tag) for chart in one.chart} for one in reported.category}
+    return {
+        category.title: {chart.title: list(chart.multiline.tag) for chart in category.chart}
+        for category in reported.category
+    }
 
 
 def test_tensorboard_gets_one_chart_per_metric_with_all_layers(run):
@@ -254,12 +257,12 @@ def test_csv_and_mlflow_get_the_curves_and_mlflow_the_alerts_and_pictures(tmp_pa
     client = MlflowClient(f"file:{tmp_path / 'mlruns'}")
     (found,) = client.search_runs([mlflow.experiment_id])
     for tag in ("hdi/min", f"hdi/{LIT_LAYERS[0]}", "attention_heads/worst_alignment"):
-        curve = [(one.step, one.value) for one in client.get_metric_history(found.info.run_id, tag)]
+        curve = [(metric.step, metric.value) for metric in client.get_metric_history(found.info.run_id, tag)]
         assert [step for step, _ in curve] == [0, 4, 6], tag
         with (tmp_path / "csv" / "lightning_logs" / "version_0" / "metrics.csv").open() as file:
             rows = [(int(row["step"]), float(row[tag])) for row in csv.DictReader(file) if row[tag]]
         assert rows == [(step, pytest.approx(value, rel=1e-6)) for step, value in curve]
-    names = {one.path for one in client.list_artifacts(found.info.run_id, "attention_heads")}
+    names = {artifact.path for artifact in client.list_artifacts(found.info.run_id, "attention_heads")}
     assert {f"attention_heads/{name}_step_0.png" for name in ("layers", "heads")} <= names
     text = Path(client.download_artifacts(found.info.run_id, "attention_heads/alerts.txt")).read_text()
     assert [line.split(": ", 1)[1] for line in text.splitlines()] == [
@@ -323,7 +326,7 @@ def test_aim_gets_the_curves_the_alerts_and_the_pictures(tmp_path, monkeypatch):
         curves[name] = [(int(step), value) for step, value in zip(rows["step"], rows["value"])]
     check_curves(curves, callback)
     kept = run.collect_sequence_info(("texts", "images"))
-    assert {one["name"] for one in kept["images"]} == {"attention_heads/layers", "attention_heads/heads"}
+    assert {image["name"] for image in kept["images"]} == {"attention_heads/layers", "attention_heads/heads"}
     texts = run.get_text_sequence("attention_heads/alert_text", context).data
     check_alerts({step: text.data for step, (text,) in texts.view("val").items()}, callback)
     run.close()

@@ -313,9 +313,9 @@ def test_a_forked_process_writes_its_own_copy(tmp_path):
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
     for step in (5, 10):
         history.write(record_at(step))
-    assert [one.step for one in read_records(history.path)] == [0, 5, 10]
+    assert [record.step for record in read_records(history.path)] == [0, 5, 10]
     copies = read_records(history.path.with_name("history-1.jsonl"))
-    assert [(one.step, one.layers["attn"].values["hdi"]) for one in copies] == [(0, 0.5), (5, 0.1)]
+    assert [(record.step, record.layers["attn"].values["hdi"]) for record in copies] == [(0, 0.5), (5, 0.1)]
     assert said == []
 
 
@@ -486,8 +486,8 @@ def test_a_checkpoint_without_its_history_starts_a_new_one_with_a_warning(tmp_pa
 def test_while_a_line_is_written_no_other_writer_gets_the_lock(tmp_path):
     fcntl = pytest.importorskip("fcntl")
     path = tmp_path / "history.jsonl"
-    with path.open("ab", buffering=0) as one, path.open("ab", buffering=0) as other:
-        with locked(one), pytest.raises(BlockingIOError):
+    with path.open("ab", buffering=0) as file, path.open("ab", buffering=0) as other:
+        with locked(file), pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with locked(one), locked(other):  # which does not wait for it
+        with locked(file), locked(other):  # which does not wait for it
             pass

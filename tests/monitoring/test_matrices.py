@@ -126,8 +126,8 @@ def test_the_numbers_of_single_heads_are_left_out_once_a_quarter_of_the_budget_i
         layer = LayerRecord({"hdi": 0.5}, {"worst_pair": [0, 1], "rank": [2.0] * 30})
         history.write(Record(step, {"a": layer}))
     arrays = [record.layers["a"].arrays for record in read_history(history.path).records()]
-    assert all("worst_pair" in one for one in arrays)
-    has_heads = ["rank" in one for one in arrays]
+    assert all("worst_pair" in names for names in arrays)
+    has_heads = ["rank" in names for names in arrays]
     first = has_heads.index(False)
     assert 2 <= first <= 5
     assert has_heads[first:] == [step % 5 == 0 for step in range(first, 12)]

@@ -100,6 +100,6 @@ def _names(runs: tuple[str | os.PathLike[str] | Audit, ...]) -> list[str | None]
 
 def _verdicts(pages: list[RunPage]) -> dict[str, str]:
     verdicts: dict[str, str] = {}
-    for number, one in enumerate(pages):
-        verdicts[one.name if one.name not in verdicts else f"{one.name} ({number + 1})"] = one.verdict
+    for number, run in enumerate(pages):
+        verdicts[run.name if run.name not in verdicts else f"{run.name} ({number + 1})"] = run.verdict
     return verdicts

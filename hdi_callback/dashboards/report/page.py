@@ -167,8 +167,8 @@ def _events(data: dict[str, Any]) -> str:
     found = ""
     if data["alerts"] and data["isAudit"]:
         rows = "".join(
-            f"<tr><td>{_e(one['level'])}</td><td>{_e(one['layer'])}: {_e(one['what'])}{_remedy(one)}</td></tr>"
-            for one in data["alerts"]
+            f"<tr><td>{_e(alert['level'])}</td><td>{_e(alert['layer'])}: {_e(alert['what'])}{_remedy(alert)}</td></tr>"
+            for alert in data["alerts"]
         )
         count = len(data["alerts"])
         found += f"<details><summary>Every finding ({count})</summary><table>{rows}</table></details>"
@@ -259,7 +259,7 @@ def _closest(run: RunPage) -> str:
     rows = [row for row in run.data["table"] if row["worst"] is not None]
     if not rows:
         return "-"
-    row = max(rows, key=lambda one: one["worst"])
+    row = max(rows, key=lambda row: row["worst"])
     return f"heads {' and '.join(map(str, row['pair']))} of {row['layer']} ({decimal(row['worst'])})"
 
 

@@ -97,7 +97,7 @@ def packed(
     for names, most in ((important, _MOST_MAPS), (layers, _MOST_MAPS_ELSEWHERE)):
         chosen += [(name, step) for name in names for step in thinned(steps.get(name, []), most)]
     texts = {}
-    for name, step in sorted(dict.fromkeys(chosen), key=lambda one: one[1]):  # in the order of the file
+    for name, step in sorted(dict.fromkeys(chosen), key=lambda place: place[1]):  # in the order of the file
         matrix = matrices.at(step, name)
         if matrix is not None:
             texts[name, step] = _bytes_of(matrix)

@@ -100,20 +100,20 @@ def decode_layer(layer: Mapping[str, Any]) -> dict[str, Tensor]:
     described = layer.get("matrices")
     if not isinstance(described, list) or not all(map(_is_described, described)):
         raise MatrixError("its matrices are not described")
-    sizes = [one["heads"] * (one["heads"] + 1) // 2 for one in described]
+    sizes = [entry["heads"] * (entry["heads"] + 1) // 2 for entry in described]
     data = _inflate(layer.get("data"), sum(sizes))
     codes = torch.tensor(list(data), dtype=torch.float64, device="cpu")
     matrices: dict[str, Tensor] = {}
     start = 0
-    for one, size in zip(described, sizes):
-        heads, part = one["heads"], codes[start : start + size]
+    for entry, size in zip(described, sizes):
+        heads, part = entry["heads"], codes[start : start + size]
         start += size
         matrix = codes.new_zeros(heads, heads)
         above = torch.triu_indices(heads, heads, 1, device="cpu")
-        matrix[above[0], above[1]] = _dequantise(part[: size - heads], one["pairs"])
+        matrix[above[0], above[1]] = _dequantise(part[: size - heads], entry["pairs"])
         matrix = matrix + matrix.T
-        matrix.diagonal().copy_(_dequantise(part[size - heads :], one["diagonal"]))
-        matrices[one["name"]] = matrix
+        matrix.diagonal().copy_(_dequantise(part[size - heads :], entry["diagonal"]))
+        matrices[entry["name"]] = matrix
     return matrices
 
 

@@ -56,7 +56,7 @@ def place_history(
     run = state.get("run")
     if recorded is not None or run is not None:
         candidates = list(_candidates(path, recorded))
-        own = next((one for one in candidates if is_history_of(one, state)), None)
+        own = next((candidate for candidate in candidates if is_history_of(candidate, state)), None)
         if own is not None:
             return history_at(own, run=run)
         # A branch that ended before its first checkpoint resumes from its parent's again.
@@ -152,8 +152,8 @@ def _candidates(path: Path, recorded: Path | None) -> Iterator[Path]:
         yield from sorted(entry for entry in path.parent.iterdir() if entry != path and pattern.fullmatch(entry.name))
 
 
-def _same(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve()
+def _same(path: Path, other: Path) -> bool:
+    return path.resolve() == other.resolve()
 
 
 def _is_empty(path: Path) -> bool:

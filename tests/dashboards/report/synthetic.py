@@ -38,10 +38,10 @@ def write_run(
     names = [name(layer) for layer in range(layers)]
     facts = [
         {
-            "name": one, "type": "Attention", "num_heads": heads, "num_key_heads": heads, "head_dim": width,
+            "name": layer_name, "type": "Attention", "num_heads": heads, "num_key_heads": heads, "head_dim": width,
             "value_dim": width, "width": features, "kind": "separate Linear",
         }
-        for one in names
+        for layer_name in names
     ]  # fmt: skip
     history = History(path, matrix_every=1 if layers * heads < 3000 else 4)
     history.begin(0, facts)

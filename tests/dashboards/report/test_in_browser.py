@@ -21,8 +21,8 @@ TEXTS = Path(__file__).parents[2].joinpath("texts.js").read_text()
 
 @pytest.fixture(scope="module")
 def browser():
-    with Browser() as one:
-        yield one
+    with Browser() as opened:
+        yield opened
 
 
 def _grouped() -> nn.Module:
@@ -99,10 +99,12 @@ def test_the_check_of_texts_detects_cut_off_and_covered_text(browser, pages):
         ' \'<p style="margin-top:-30px">covered words</p><p style="width:600px">wide</p>'
         '<div style="width:40px;overflow:hidden;white-space:nowrap">far too long for this</div>\')'
     )
-    assert any("covered words" in one for one in browser.value(f"(() => {{ {TEXTS} return texts.overlaps(); }})()"))
+    assert any(
+        "covered words" in message for message in browser.value(f"(() => {{ {TEXTS} return texts.overlaps(); }})()")
+    )
     cut = browser.value(f"(() => {{ {TEXTS} return texts.cutOff(); }})()")
     assert "the page is wider than the window" in cut
-    assert any("far too long" in one for one in cut)
+    assert any("far too long" in message for message in cut)
 
 
 @pytest.mark.parametrize("width", [390, 1440])

@@ -207,7 +207,7 @@ def test_the_loss_of_transformers_and_tensorboard_is_found(tmp_path):
     state = {"log_history": [{"step": 5, "loss": 3.0}, {"step": 10, "loss": 2.0}, {"step": 10, "eval_loss": 2.5}]}
     (tmp_path / "a" / "checkpoint-10").mkdir(parents=True)
     (tmp_path / "a" / "checkpoint-10" / "trainer_state.json").write_text(json.dumps(state))
-    assert [(one.name, one.values) for one in find_losses(tmp_path / "a" / "hdi" / "history.jsonl")] == [
+    assert [(loss.name, loss.values) for loss in find_losses(tmp_path / "a" / "hdi" / "history.jsonl")] == [
         ("loss", [3.0, 2.0]),
         ("eval_loss", [2.5]),
     ]

@@ -50,7 +50,7 @@ def sample(source: str, count: int, seed: int) -> list[Mutation]:
     chance, parts = random.Random(seed), min(count, len(every))
     bounds = [len(every) * part // parts for part in range(parts + 1)] if parts else []
     drawn = [mutation(source, every[chance.randrange(low, high)]) for low, high in itertools.pairwise(bounds)]
-    return [one for one in drawn if one.before != one.after]
+    return [change for change in drawn if change.before != change.after]
 
 
 def spread(count: int) -> list[int]:
@@ -64,7 +64,7 @@ def spread(count: int) -> list[int]:
 def mutation(source: str, place: int) -> Mutation:
     """Make the mutation of a file that has this number."""
     tree = ast.parse(source)
-    node, change = next(one for number, one in enumerate(_changes(tree)) if number == place)
+    node, change = next(pair for number, pair in enumerate(_changes(tree)) if number == place)
     before, run, function = _short(node), _run(tree, node), _function(tree, node)
     change()
     return Mutation(node.lineno, before, _short(node), ast.fix_missing_locations(tree), run, function)
@@ -88,7 +88,7 @@ def _function(tree: ast.Module, changed: ast.AST) -> int | None:
     for node in ast.walk(tree):  # outer ones first
         body = node.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else []
         if any(inner is changed for part in body for inner in ast.walk(part)):
-            return min([node.lineno, *(one.lineno for one in node.decorator_list)])  # type: ignore[attr-defined]
+            return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])  # type: ignore[attr-defined]
     return None
 
 

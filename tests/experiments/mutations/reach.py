@@ -44,19 +44,19 @@ class Reach:
         own = self.lines.get(file, {})
         found = {test for line in range(first, last + 1) for test in own.get(line, ())}
         found = found or {test for tests in own.values() for test in tests}
-        return sorted(found, key=lambda one: ((self.seconds[one] + 0.01) / self.shares[one].get(file, 1e-3), one))
+        return sorted(found, key=lambda test: ((self.seconds[test] + 0.01) / self.shares[test].get(file, 1e-3), test))
 
 
 def read(path: Path, tests: Sequence[str] = ("",)) -> Reach:
     """Read what `Recorder` wrote about tests of some files and folders; of a test that is there twice the later one."""
-    records = {one["test"]: one for one in _records(path) if one["test"].startswith(tuple(tests))}
+    records = {record["test"]: record for record in _records(path) if record["test"].startswith(tuple(tests))}
     seconds: dict[str, float] = {}
     lines: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     shares: dict[str, dict[str, float]] = {}
-    for test, one in records.items():
-        if one["passed"]:
-            seconds[test] = one["seconds"]
-            run = {file: list(_numbers(numbers)) for file, numbers in one["lines"].items()}
+    for test, record in records.items():
+        if record["passed"]:
+            seconds[test] = record["seconds"]
+            run = {file: list(_numbers(numbers)) for file, numbers in record["lines"].items()}
             whole = sum(map(len, run.values()))
             shares[test] = {file: len(numbers) / whole for file, numbers in run.items()}
             for file, numbers in run.items():
@@ -81,7 +81,7 @@ class Recorder:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._held = {one["test"] for one in _records(path)}
+        self._held = {record["test"] for record in _records(path)}
         self._files = {file.as_posix(): file.relative_to(PACKAGE).as_posix() for file in PACKAGE.rglob("*.py")}
         self._run: dict[str, set[int]] = {}  # file -> lines
         self._calls: Counter[tuple[str, int]] = Counter()  # file and line of a function -> how often it was called
@@ -147,7 +147,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 def _shares_fixtures(item: pytest.Item) -> bool:
     found = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
-    return any(one.scope != "function" and one.baseid for several in found.values() for one in several)
+    return any(fixture.scope != "function" and fixture.baseid for several in found.values() for fixture in several)
 
 
 def _ranges(numbers: Iterable[int]) -> str:

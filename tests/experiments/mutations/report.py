@@ -45,12 +45,12 @@ def page(results: Sequence[Result], verdicts: Verdicts) -> str:
     Returns:
         The page, in Markdown.
     """
-    tried = [one for one in results if one["outcome"] in (*NOTICED, "survived")]
+    tried = [result for result in results if result["outcome"] in (*NOTICED, "survived")]
     parts = [INTRODUCTION, "## What was broken\n"]
     states: dict[str, list[str]] = {}
-    for one in sorted(results, key=lambda one: _folder(one["file"])):
-        if "state" in one:
-            states.setdefault(one["state"], []).append(_folder(one["file"]))
+    for result in sorted(results, key=lambda result: _folder(result["file"])):
+        if "state" in result:
+            states.setdefault(result["state"], []).append(_folder(result["file"]))
     numbered = [f"`{state}`, of {_listed(folders)}" for state, folders in states.items()]
     if len(states) == 1:
         numbered = [f"`{next(iter(states))}`"]
@@ -58,10 +58,12 @@ def page(results: Sequence[Result], verdicts: Verdicts) -> str:
         parts.append(f"Lines are numbered as in {'; '.join(numbered)}.\n")
     parts.append("| folder | files | changes | noticed at once | noticed since | no difference | open |")
     parts.append("|---|---:|---:|---:|---:|---:|---:|")
-    folders = sorted({_folder(one["file"]) for one in tried})
-    parts += [_row(f"`{name}`", [one for one in tried if _folder(one["file"]) == name], verdicts) for name in folders]
+    folders = sorted({_folder(result["file"]) for result in tried})
+    parts += [
+        _row(f"`{name}`", [result for result in tried if _folder(result["file"]) == name], verdicts) for name in folders
+    ]
     parts.append(_row("all", tried, verdicts))
-    if left := sorted({one["file"] for one in results} - {one["file"] for one in tried}):
+    if left := sorted({result["file"] for result in results} - {result["file"] for result in tried}):
         parts.append(f"\nNot broken: {', '.join(f'`{name}`' for name in left)}.")
     parts.append(
         '\n"Noticed since" is noticed by a test that was not among those that were asked, or that was written since '
@@ -70,7 +72,7 @@ def page(results: Sequence[Result], verdicts: Verdicts) -> str:
     titles = {"open": "What is open", "no difference": "What makes no difference, and why"}
     titles["noticed since"] = "What other tests notice, or tests that were written since"
     for kind, title in titles.items():
-        rows = list(_table([one for one in tried if kind_of(one, verdicts) == kind], verdicts))
+        rows = list(_table([result for result in tried if kind_of(result, verdicts) == kind], verdicts))
         parts += [f"\n## {title}\n", *(rows or ["Nothing."])]
     return "\n".join(parts) + "\n"
 
@@ -87,25 +89,27 @@ def merged(kept: Sequence[Result], new: Sequence[Result], state: str) -> list[Re
         The results of the page from now on, in the order of the files.
     """
     fields = ("file", "change", "outcome")
-    tried = [one for one in new if one["outcome"] in (*NOTICED, "survived")]
-    added = [{"state": state, **{name: one[name] for name in fields}} for one in tried]
-    files = {one["file"] for one in added}
-    return sorted([*(one for one in kept if one["file"] not in files), *added], key=lambda one: one["file"])
+    tried = [result for result in new if result["outcome"] in (*NOTICED, "survived")]
+    added = [{"state": state, **{name: result[name] for name in fields}} for result in tried]
+    files = {result["file"] for result in added}
+    return sorted(
+        [*(result for result in kept if result["file"] not in files), *added], key=lambda result: result["file"]
+    )
 
 
-def kind_of(one: Result, verdicts: Verdicts) -> str:
+def kind_of(result: Result, verdicts: Verdicts) -> str:
     """Tell which column a change counts in.
 
     Args:
-        one: its record.
+        result: its record.
         verdicts: file and change -> what was found out about a survivor.
 
     Returns:
         One of `KINDS`.
     """
-    if one["outcome"] in NOTICED:
+    if result["outcome"] in NOTICED:
         return "noticed"
-    verdict = verdicts.get((one["file"], one["change"]), "open")
+    verdict = verdicts.get((result["file"], result["change"]), "open")
     beginnings = {"noticed by": "noticed since", "no difference": "no difference", "differs": "no difference"}
     return next((kind for beginning, kind in beginnings.items() if verdict.startswith(beginning)), "open")
 
@@ -126,11 +130,11 @@ def read_verdicts(lines: Iterable[str]) -> dict[tuple[str, str], str]:
 def _table(survived: Sequence[Result], verdicts: Verdicts) -> Iterator[str]:
     if survived:
         yield "| file | line: change | what is known |\n|---|---|---|"
-    for one in sorted(survived, key=lambda one: (one["file"], int(one["change"].partition(":")[0]))):
-        change = one["change"].replace("|", "\\|").replace("`", "'")
-        unknown = "not looked at" if one.get("of", 1) else "no test that was recorded runs it"
-        verdict = verdicts.get((one["file"], one["change"]), unknown)
-        yield f"| `{one['file']}` | `{change}` | {verdict.replace('|', chr(92) + '|')} |"
+    for result in sorted(survived, key=lambda result: (result["file"], int(result["change"].partition(":")[0]))):
+        change = result["change"].replace("|", "\\|").replace("`", "'")
+        unknown = "not looked at" if result.get("of", 1) else "no test that was recorded runs it"
+        verdict = verdicts.get((result["file"], result["change"]), unknown)
+        yield f"| `{result['file']}` | `{change}` | {verdict.replace('|', chr(92) + '|')} |"
 
 
 def _folder(file: str) -> str:
@@ -143,6 +147,6 @@ def _listed(folders: Iterable[str]) -> str:
 
 
 def _row(name: str, tried: Sequence[Result], verdicts: Verdicts) -> str:
-    kinds = Counter(kind_of(one, verdicts) for one in tried)
-    counts = [len({one["file"] for one in tried}), len(tried), *(kinds[kind] for kind in KINDS)]
+    kinds = Counter(kind_of(result, verdicts) for result in tried)
+    counts = [len({result["file"] for result in tried}), len(tried), *(kinds[kind] for kind in KINDS)]
     return f"| {name} | {' | '.join(map(str, counts))} |"

@@ -60,10 +60,10 @@ def run(
     end = time.monotonic() + 60 * minutes
     results.parent.mkdir(parents=True, exist_ok=True)
     place, parts = map(int, part.split("/"))
-    every = [one for one in _changes(only) if one[2]]
+    every = [change for change in _changes(only) if change[2]]
     work = _Work(results, reach.read(reached, tests), end, budget)
-    warm = [one for number, one in enumerate(every) if number % parts == place and one[1].function is not None]
-    cold = [one for number, one in enumerate(every) if number % parts == place and one[1].function is None]
+    warm = [change for number, change in enumerate(every) if number % parts == place and change[1].function is not None]
+    cold = [change for number, change in enumerate(every) if number % parts == place and change[1].function is None]
     child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):
@@ -79,7 +79,7 @@ def run(
 def read(results: Path) -> list[dict[str, Any]]:
     """Read the results so far, of each change the last."""
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.is_file() else []
-    return list({(one["file"], one.get("digest"), one["change"]): one for one in lines}.values())
+    return list({(result["file"], result.get("digest"), result["change"]): result for result in lines}.values())
 
 
 def digest(path: Path) -> str:
@@ -106,7 +106,7 @@ class _Work:
         self._reached = reached
         self._end = end
         self._budget = budget
-        self._held = {(one["file"], one["digest"], one["change"]): one for one in read(results)}
+        self._held = {(result["file"], result["digest"], result["change"]): result for result in read(results)}
 
     def do(self, path: Path, mutation: Mutation, state: str, test: Callable[[list[str]], str | None]) -> None:
         """Run the tests of a change in a fork; `test` gives the first that fails."""
@@ -141,10 +141,10 @@ class _Loop:
         items = {item.nodeid: item for item in session.items if not reach.is_slow(item)}
         for path, *_ in self._changes:  # some are loaded only when they are needed
             importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
-        functions = [one for one in gc.get_objects() if isinstance(one, FunctionType)]
+        functions = [function for function in gc.get_objects() if isinstance(function, FunctionType)]
         gc.freeze()  # so that collecting in a fork copies no pages
         for path, mutation, state in self._changes:
-            own = [one for one in functions if one.__code__.co_filename == str(path)]
+            own = [function for function in functions if function.__code__.co_filename == str(path)]
 
             def test(tests: list[str], path: Path = path, change: Mutation = mutation, own=own) -> str | None:
                 _replace(path, change, own)
@@ -168,7 +168,7 @@ def _replace(path: Path, mutation: Mutation, functions: Sequence[FunctionType]) 
     while left:
         code = left.pop()
         changed[code.co_qualname, code.co_firstlineno] = code
-        left += [one for one in code.co_consts if isinstance(one, CodeType)]
+        left += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     done = 0
     for function in functions:
         code = changed.get((function.__code__.co_qualname, function.__code__.co_firstlineno), function.__code__)
@@ -237,7 +237,7 @@ class _Chosen:
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = sorted(
-            (one for one in items if one.nodeid in self._places), key=lambda one: self._places[one.nodeid]
+            (item for item in items if item.nodeid in self._places), key=lambda item: self._places[item.nodeid]
         )
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
