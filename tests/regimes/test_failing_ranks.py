@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from hdi_callback.integrations.lightning_host import LightningHost
 from hdi_callback.interventions import DiversityPenalty, Intervention, QKClip, ScaleLearningRate
 from hdi_callback.monitoring.alerts import Alerts
 from hdi_callback.monitoring.history import read_records
-from hdi_callback.monitoring.layers import HeadVerifier
+from hdi_callback.monitoring.layers import HeadVerifier, WatchedLayers
 from hdi_callback.monitoring.monitor.inputs import LayerInputs
 from hdi_callback.monitoring.monitor.outputs import HeadOutputs
 from hdi_callback.monitoring.monitor.rows import AttentionReadings
@@ -223,6 +224,60 @@ def test_no_rank_acts_on_a_decision_that_cannot_be_sent(two_ranks):
     both = two_ranks(train_with_what_cannot_be_sent)
     check(both)
     assert both[0].answer["weights"] == two_ranks(train_unwatched)[0].answer["weights"]
+
+
+PLACES_OF_CALLS = {"the call raises": (dist, "all_reduce"), "no such device": (WatchedLayers, "device")}
+
+
+def read_where_a_call_fails(rank: int, place: str, call: int | None) -> dict:
+    """Three readings; on the second rank one call raises, or is given a device that the backend does not know."""
+    owner, name = PLACES_OF_CALLS[place]
+    model, records, sums, count = DistributedDataParallel(classifier()), [], [], [-1]
+    real, begun = getattr(owner, name), time.monotonic()
+
+    def function(*args, **kwargs):
+        is_ours = "hdi_callback" in sys._getframe(1).f_code.co_filename
+        count[0] += is_ours
+        if is_ours and rank == 1 and count[0] == call:
+            if name == "device":
+                return torch.device("meta")
+            raise RuntimeError("out of memory")
+        return real(*args, **kwargs)
+
+    with mock.patch.object(owner, name, function), monitor_of(model, metrics=[*METRICS, *ROWS]) as monitor:
+        for step in range(3):
+            monitor.arm()
+            model(batch()[SHARES[rank]]).sum().backward()
+            records.append(monitor.measure(step).record())
+            own = torch.full((3,), 1.0 + rank)
+            dist.all_reduce(own)
+            sums.append(own.tolist())
+    tags = [record.scalars([*METRICS, *ROWS]) for record in records]
+    return {"tags": tags, "sums": sums, "calls": count[0] + 1, "seconds": time.monotonic() - begun}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", [0, 3])
+def test_a_collective_call_that_fails_at_once_on_one_rank_is_made_again(two_ranks, call):
+    healthy = two_ranks(read_where_a_call_fails, "the call raises", None)
+    failing = two_ranks(read_where_a_call_fails, "the call raises", call)
+    assert call < healthy[1].answer["calls"] < failing[1].answer["calls"]
+    for rank, other in zip(failing, healthy):
+        assert rank.answer["sums"] == [[3.0] * 3] * 3, "the training's own calls meet their like"
+        assert rank.answer["tags"] == other.answer["tags"]
+        assert rank.warnings == []
+
+
+@pytest.mark.slow
+def test_a_device_that_the_backend_of_one_rank_does_not_know_keeps_no_other_waiting(two_ranks):
+    healthy = two_ranks(read_where_a_call_fails, "no such device", None)
+    failing = two_ranks(read_where_a_call_fails, "no such device", 1)
+    for rank, other in zip(failing, healthy):
+        assert rank.answer["sums"] == [[3.0] * 3] * 3, "the training's own calls meet their like"
+        assert rank.answer["seconds"] < 30
+        assert len(rank.warnings) == 1
+        assert rank.answer["tags"] != other.answer["tags"]
+        assert rank.answer["tags"][2] == other.answer["tags"][2], "the ranks measure together again"
 
 
 class Pushes(Intervention):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from hdi_callback.arguments import shown
 from hdi_callback.errors import MisconfigurationError
+
+_AT_ONCE = 1.0  # seconds
 
 
 class Ranks:
@@ -96,9 +99,7 @@ class Ranks:
             tensor: of the same shape and type on every rank, contiguous; becomes the sum.
         """
         if self.group is not None and tensor.numel():
-            if self.agree is not None:
-                self.agree()
-            dist.all_reduce(tensor, group=self.group)
+            self._all_reduce(tensor, "SUM")
 
     def largest(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         """Elementwise maximum over the ranks, in one collective call.
@@ -117,11 +118,26 @@ class Ranks:
             return []
         flat = torch.cat([tensor.detach().reshape(-1).to(device, torch.float64) for tensor in tensors])
         if self.group is not None:
-            if self.agree is not None:
-                self.agree()
-            dist.all_reduce(flat, op=getattr(dist.ReduceOp, how), group=self.group)
+            self._all_reduce(flat, how)
         parts = torch.split(flat, [tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors)]
+
+    def _all_reduce(self, tensor: Tensor, how: str) -> None:
+        """Reduce a tensor over the ranks in place, once each of them is about to."""
+        find_backend = getattr(self.group, "_get_backend", None)
+        if find_backend is not None:
+            find_backend(tensor.device)  # raises for a device that the group does not know, before others make the call
+        if self.agree is not None:
+            self.agree()
+        op, begun = getattr(dist.ReduceOp, how), time.monotonic()
+        try:
+            dist.all_reduce(tensor, op=op, group=self.group)
+        except RuntimeError:
+            # Others wait in this call, and would meet the next one of the training. One that failed at once, as for
+            # want of memory, has sent nothing.
+            if time.monotonic() - begun > _AT_ONCE:
+                raise
+            dist.all_reduce(tensor, op=op, group=self.group)
 
 
 def number_of_processes() -> int:
