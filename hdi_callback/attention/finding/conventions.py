@@ -51,11 +51,23 @@ def looks_like_attention(place: Place) -> bool:
     Returns:
         True if so; a whole model may be called anything.
     """
-    module = place.module
-    if place.parent is None or _matrices(module) < 2:
+    if place.parent is None or _matrices(place.module) < 2:
         return False
+    return is_named_attention(place.module) or has_code_of_attention(place)
+
+
+def has_code_of_attention(place: Place) -> bool:
+    """Return whether a module, whatever it is called, computes a softmax and holds matrices of its own.
+
+    Args:
+        place: the module and its place in the model.
+
+    Returns:
+        True if so.
+    """
+    module = place.module
     plain_parts = (child for child in module.children() if not list(child.parameters()))
-    return is_named_attention(module) or any(map(computes_attention, (module, *plain_parts)))
+    return _matrices(module) > 1 and any(map(computes_attention, (module, *plain_parts)))
 
 
 def has_vectors_alone(model: nn.Module) -> bool:

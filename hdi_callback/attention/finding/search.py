@@ -6,7 +6,7 @@ Its methods are the steps of `discovery`, in that order; each visits modules fro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from hdi_callback.attention.finding.conventions import (
     computes_attention,
+    has_code_of_attention,
     has_vectors_alone,
     is_called_attention,
     is_named_attention,
@@ -87,6 +88,7 @@ class Search:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.places = {place.name: place for place in _places(model)}
+        self._parts = {users_name(printable(name)): module for name, module in model.named_modules()}  # with lists
         self.layers: dict[str, AttentionLayer] = {}
         self.reasons: dict[str, Reason] = {}
         self._registered: set[str] = set()  # names of modules that the registry knows
@@ -144,11 +146,12 @@ class Search:
 
     def _leave_single_heads_open(self) -> None:
         """Refuse layers of one head without an output projection in a module that could not be run, for now."""
+        single = [one for one in self.layers.values() if one.num_heads == 1 and "output" not in one.slices]
+        heads = {parameter for layer in single for parameter in layer.module.parameters()}
         beside: dict[str, list[str]] = {}
-        for name, layer in self.layers.items():
-            if layer.num_heads == 1 and "output" not in layer.slices:
-                for around in self._not_run_around(layer):
-                    beside.setdefault(around, []).append(name)
+        for layer in single:
+            for around in self._not_run_around(layer.name, heads):
+                beside.setdefault(around, []).append(layer.name)
         for name, layers in sorted(beside.items(), key=lambda one: _depth(one[0]), reverse=True):
             layers = [other for other in layers if other in self.layers]
             if len(layers) > 1:
@@ -157,16 +160,14 @@ class Search:
                 self.reasons[name] = Reason(text, _or_skip(_WITH_FORWARD, name), is_open=True)
                 self.layers = {other: layer for other, layer in self.layers.items() if other not in layers}
 
-    def _not_run_around(self, layer: AttentionLayer) -> Iterator[str]:
-        """The modules around a layer that could not be run, as far as nothing else in them has a matrix."""
-        own = set(layer.module.parameters())
-        for around in containers(layer.name):
+    def _not_run_around(self, name: str, heads: Container[nn.Parameter]) -> Iterator[str]:
+        """The modules around a head that could not be run, up to the first that has a matrix beside such heads."""
+        for around in containers(name):
             place = self.places.get(around)
-            if place is None or type(place.module).forward is nn.Module.forward:
-                continue
-            if around not in self._ran | self._registered:
+            has_forward = place is not None and type(place.module).forward is not nn.Module.forward
+            if has_forward and around not in self._ran | self._registered:
                 yield around
-            if any(parameter.dim() > 1 and parameter not in own for parameter in place.module.parameters()):
+            if any(parameter.dim() > 1 and parameter not in heads for parameter in self._parts[around].parameters()):
                 return
 
     def trace_recorded(self, recorded: Mapping[str, Sequence[Inputs]]) -> None:
@@ -306,6 +307,8 @@ class Search:
             is_open &= name not in around_registered
             is_open &= name in self._called or not self._has_forward or not self._holds_others(name)
             is_alike = looks_like_attention(place) or (self._has_vectors_alone and computes_attention(place.module))
+            # A whole model may be called anything; its own code counts where nothing else may hold the attention.
+            is_alike |= place.parent is None and not (found or self.layers) and has_code_of_attention(place)
             if is_open and is_alike:
                 found.add(name)
         inner = found - {around for name in found for around in containers(name)}

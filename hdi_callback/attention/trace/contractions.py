@@ -126,6 +126,8 @@ def einsum(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
         weights = [place for place, operand in enumerate(operands) if cut.views.is_of_parameter(operand)]
     joined, _, out = _lettered(formula.replace(" ", ""), operands).partition("->")
     terms = joined.split(",")
+    if len(operands) == len(terms) == 2 and not weights and "." not in joined + out:
+        return _of_single_features(terms[0], terms[1], out, operands)
     if len(weights) != 1 or "." in joined + out or len(terms) != len(operands):
         return NotImplemented
     (which,) = weights
@@ -134,6 +136,25 @@ def einsum(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
     if len(operands) != 2:
         return NotImplemented
     return contracted(cut, operands[1 - which], operands[which], terms[1 - which], terms[which], out)
+
+
+def _of_single_features(one: str, other: str, out: str, operands: list[Tensor]) -> Any:
+    """Multiply matrices where torch multiplies elements, as where heads have one feature each."""
+    sizes = dict(zip(one + other, (*operands[0].shape, *operands[1].shape)))
+    summed = [i for i in one if i in other and i not in out]
+    batch = [i for i in one if i in other and i in out]
+    own = [[i for i in term if i not in (*batch, *summed)] for term in (one, other)]
+    is_plain = all(len({*term}) == len(term) == operand.dim() for term, operand in zip((one, other), operands))
+    if not is_plain or not summed or any(sizes[i] > 1 for i in summed) or {*out} != {*batch, *own[0], *own[1]}:
+        return NotImplemented
+    if any(operands[place].shape[term.index(i)] != sizes[i] for place, term in enumerate((one, other)) for i in term):
+        return NotImplemented  # a dim of one element is repeated
+    left, right = (
+        operand.permute([term.index(i) for i in (*batch, *alone, *summed)]).reshape(*(sizes[i] for i in batch), -1, 1)
+        for operand, term, alone in zip(operands, (one, other), own)
+    )
+    dims = [*batch, *own[0], *own[1]]
+    return (left @ right.mT).reshape([sizes[i] for i in dims]).permute([dims.index(i) for i in out])
 
 
 def _lettered(formula: str, operands: list[Tensor]) -> str:

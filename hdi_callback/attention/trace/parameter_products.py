@@ -72,7 +72,21 @@ def embedding(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
     """Treat the embeddings of input ids as inputs of the run; embeddings of positions are not."""
     at = 1 if func is torch.embedding else 0
     ids = args[at] if len(args) > at else kwargs.get("indices" if at else "input")
-    result = func(*args, **kwargs)
+    return _looked_up(cut, ids, func(*args, **kwargs))
+
+
+def lookup(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
+    """Treat rows of a table that input ids number as inputs of the run, as `embedding` does."""
+    table, ids = args if len(args) == 2 else (None, None)
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64) or table.dim() != 2:
+        return NotImplemented
+    with torch._C.DisableTorchFunction():
+        if not cut.views.is_of_parameter(table):
+            return NotImplemented
+    return _looked_up(cut, ids, func(*args, **kwargs))
+
+
+def _looked_up(cut: GraphCut, ids: Any, result: Tensor) -> Tensor:
     if not isinstance(ids, Tensor) or not any(_are_those(ids, known) for known in cut.run.ids):
         return result
     leaf = result.detach().requires_grad_()
@@ -81,10 +95,22 @@ def embedding(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _are_those(ids: Tensor, known: Tensor) -> bool:
-    """Recognise ids of the inputs, in any shape; a table of positions takes others."""
-    same = ids.numel() == known.numel() and torch.equal(ids.flatten().to(known.dtype), known.flatten())
+    """Recognise ids of the inputs, in any shape, or some steps of them; a table of positions takes others."""
     counted = torch.arange(ids.shape[-1], dtype=known.dtype) if ids.dim() else known
-    return same and not torch.equal(ids.reshape(-1)[: ids.shape[-1] if ids.dim() else 1].to(known.dtype), counted)
+    ids = ids.to(known.dtype)
+    if torch.equal(ids.reshape(-1)[: ids.shape[-1] if ids.dim() else 1], counted):
+        return False
+    if ids.numel() == known.numel() and torch.equal(ids.flatten(), known.flatten()):
+        return True
+    if known.dim() != 2 or ids.dim() not in (1, 2) or ids.numel() < 2:
+        return False
+    steps = ids if ids.dim() == 2 else ids[:, None]  # of all sequences
+    return any(_are_steps(one, known) or _are_steps(one, known.mT) for one in (steps, steps.mT))
+
+
+def _are_steps(steps: Tensor, known: Tensor) -> bool:
+    (rows, count), (every, length) = steps.shape, known.shape
+    return rows == every and any(torch.equal(steps, known[:, at : at + count]) for at in range(length - count + 1))
 
 
 def convolution(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
@@ -115,5 +141,6 @@ HANDLERS = {
     einsum: ("einsum",),
     tensordot: ("tensordot",),
     embedding: ("embedding",),
+    lookup: ("__getitem__",),
     convolution: ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
 }

@@ -76,7 +76,7 @@ def _fed_by(
     sources = [other for other in trace.fed(leaf).masks if other != leaf]
     if not sources or trace.inputs_of(leaf):
         return nothing
-    if set(sources) == set(shared) and not _is_in_front(view, sources):
+    if set(sources) == set(shared) and not _is_in_front(view, leaf, sources):
         return nothing
     if all(takes_attention(trace, source) for source in sources):  # which makes tokens of head outputs
         return nothing
@@ -118,9 +118,15 @@ def _adds_by_token(trace: TracedCores, leaf: int) -> bool:
     return bool((map_input - map_input[..., :1, :]).abs().max() > 1e-4 * map_input.abs().max())
 
 
-def _is_in_front(view: CoreView, sources: list[int]) -> bool:
-    """Return whether a map in front of all projections belongs to this attention, and does not compute its tokens."""
-    path, source = view.core.path, sources[0]
+def _is_in_front(view: CoreView, leaf: int, sources: list[int]) -> bool:
+    """Return whether a map in front of all projections belongs to this attention, and does not compute its tokens.
+
+    In a layer that runs several times it does so in every call.
+    """
+    path, source, leaves = view.core.path, sources[0], view.trace.leaves
+    calls = _calls(view.trace, leaves[leaf].parameter)
+    if len({frozenset(leaves[other].parameter for other in view.trace.fed(at).masks) for at in calls}) > 1:
+        return False
     is_own = not path or view.trace.leaves[source].parameter.startswith(f"{path}.")
     return len(sources) == 1 and is_own and not takes_attention(view.trace, source)
 

@@ -317,6 +317,19 @@ class HeadModulesByNameOfAnObject(HeadModulesByName):
         return super().forward(batch.tokens)
 
 
+@case(separate())
+class HeadsOfOneFeature(Four):
+    """As many heads as features, met by `torch.einsum`, which multiplies single features elementwise."""
+
+    def __init__(self) -> None:
+        super().__init__(H, H, H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (m(x).unflatten(-1, (H, 1)) for m in (self.q, self.k, self.v))
+        weights = F.softmax(torch.einsum("blhe,bshe->bhls", q, k), -1)
+        return self.o(torch.einsum("bhls,bshd->blhd", weights, v).flatten(2))
+
+
 def _of_whole_width(heads: int) -> Core:
     roles = (tuple(rows(f"heads.{i}.{m}.weight", h=1) for i in range(heads)) for m in ("query", "key", "value"))
     return Core(*roles, None, loop=True, heads=heads)
