@@ -146,7 +146,7 @@ class Search:
 
     def _leave_single_heads_open(self) -> None:
         """Refuse layers of one head without an output projection in a module that could not be run, for now."""
-        single = [one for one in self.layers.values() if one.num_heads == 1 and "output" not in one.slices]
+        single = [layer for layer in self.layers.values() if self._may_be_a_head(layer)]
         heads = {parameter for layer in single for parameter in layer.module.parameters()}
         beside: dict[str, list[str]] = {}
         for layer in single:
@@ -160,11 +160,19 @@ class Search:
                 self.reasons[name] = Reason(text, _or_skip(_WITH_FORWARD, name), is_open=True)
                 self.layers = {other: layer for other, layer in self.layers.items() if other not in layers}
 
+    def _may_be_a_head(self, layer: AttentionLayer) -> bool:
+        """Return whether a layer of one head gives too few features to be followed by another one, or is in a list."""
+        if layer.num_heads > 1 or "output" in layer.slices:
+            return False
+        is_in_list, value = layer.name.count(".") == _depth(self._around(layer.name)) + 1, layer.slices.get("value")
+        return is_in_list or (value is not None and layer.value_dim < value.in_features)
+
     def _not_run_around(self, name: str, heads: Container[nn.Parameter]) -> Iterator[str]:
         """The modules around a head that could not be run, up to the first that has a matrix beside such heads."""
         for around in containers(name):
             place = self.places.get(around)
-            has_forward = place is not None and type(place.module).forward is not nn.Module.forward
+            plain = (nn.Module.forward, nn.Sequential.forward)  # which join no outputs
+            has_forward = place is not None and type(place.module).forward not in plain
             if has_forward and around not in self._ran | self._registered:
                 yield around
             if any(parameter.dim() > 1 and parameter not in heads for parameter in self._parts[around].parameters()):

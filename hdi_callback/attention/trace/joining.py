@@ -77,9 +77,10 @@ def _summed_heads(
     """
     if len(receivers) < 2:
         return {}
-    # What depends on a weighted sum alone has proportional derivatives by its terms; every end has a factor of its own.
+    # What depends on a weighted sum alone has proportional derivatives by its terms; every end has weights of its own.
     ends = enumerate(end for end in trace.run.ends if end.requires_grad and not end.is_complex())
-    total = sum(((place + 2) * (end * random_weights(end.shape)).sum().float() for place, end in ends), torch.zeros(()))
+    own = ((end, random_weights((place + 1, *end.shape))[place]) for place, end in ends)
+    total = sum(((end * weights).sum().float() for end, weights in own), torch.zeros(()))
     terms = [trace.cores[n].output if one is None else trace.leaves[one].output for n, one in receivers.items()]
     found = derivatives(total, torch.ones(()), terms)
     derivative = {

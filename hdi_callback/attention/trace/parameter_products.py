@@ -77,7 +77,7 @@ def embedding(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
 
 def lookup(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
     """Treat rows of a table that input ids number as inputs of the run, as `embedding` does."""
-    table, ids = args if len(args) == 2 else (None, None)
+    table, ids = args
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64) or table.dim() != 2:
         return NotImplemented
     with torch._C.DisableTorchFunction():

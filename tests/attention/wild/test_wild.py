@@ -13,6 +13,7 @@ from hdi_callback import find_attention
 from hdi_callback.attention import survey
 from hdi_callback.errors import UnsupportedAttentionWarning
 from tests.attention.wild.catalogue import cases
+from tests.attention.wild.plain import OneHead
 from tests.attention.wild.proof import contradictions, make_inputs, randomize, softmaxes_over_tokens
 from tests.attention.wild.truth import CASES, rows, separate
 from tests.attention.wild.verdict import REFUSED, RIGHT, WAYS, Holder, judge
@@ -342,3 +343,48 @@ def test_attentions_of_one_head_with_output_projections_are_layers_in_a_module_t
     assert [layer.name for layer in find_attention(model)] == names
     batch = SimpleNamespace(tokens=torch.randn(2, 5, 24))
     assert [layer.name for layer in find_attention(model, forward=lambda: model["block"](batch))] == names
+
+
+class OneHeadPerTask(nn.Module):
+    """Two tasks ask the same tokens, each with an attention and a map of its own; their answers are not added up."""
+
+    def __init__(self):
+        super().__init__()
+        self.tasks = nn.ModuleDict({name: OneHead(24) for name in ("depth", "normals")})
+        self.out = nn.ModuleDict({name: nn.Linear(24, 3) for name in self.tasks})
+
+    def forward(self, x):
+        return {name: self.out[name](task(x)) for name, task in self.tasks.items()}
+
+
+def test_attentions_of_one_head_whose_answers_stay_apart_are_layers():
+    assert [(layer.name, layer.num_heads) for layer in find_attention(OneHeadPerTask())] == [
+        ("tasks.depth", 1), ("tasks.normals", 1),
+    ]  # fmt: skip
+
+
+class AddsAHead(OneHead):
+    """A block of one head that gives as many features as it takes, added to its input, as in SAGAN."""
+
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+class TwoBlocksOfPictures(nn.Module):
+    """A network of convolutions around them, which no made-up input fits."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 24, 4, 4), nn.Conv2d(24, 3, 1)
+        self.low, self.high = AddsAHead(24), AddsAHead(24)
+
+    def forward(self, batch):
+        x = self.first(batch.images)
+        tokens = self.high(torch.relu(self.low(x.flatten(2).mT)))
+        return self.last(tokens.mT.view_as(x))
+
+
+def test_blocks_of_one_head_that_keep_the_width_are_layers_in_a_module_that_could_not_be_run():
+    model, batch = TwoBlocksOfPictures(), SimpleNamespace(images=torch.randn(2, 3, 16, 16))
+    for forward in (None, lambda: model(batch)):
+        assert [layer.name for layer in find_attention(model, forward=forward)] == ["low", "high"]
