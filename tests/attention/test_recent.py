@@ -358,7 +358,8 @@ class AMapForEachOutput(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("factors", "heads"), [((1.0, 1.0, 1.0), [3]), ((1.0, 1.0, 2.0), [1, 2]), ((0.0, 0.0), [1, 1])]
+    ("factors", "heads"),
+    [((1.0, 1.0, 1.0), [3]), ((1.0, 1.0, 2.0), [3]), ((1.0, 1.0, -1.0), [1, 2]), ((0.0, 0.0), [1, 1])],
 )
 def test_heads_with_an_output_projection_each_are_one_layer_if_only_their_sum_is_used(factors, heads):
     torch.manual_seed(0)

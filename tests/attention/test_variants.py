@@ -699,11 +699,12 @@ class LearnedTokensBeside(by_hand.NanoGPT):
         return self.c_proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-def test_learned_tokens_are_reported_as_left_out():
+@pytest.mark.parametrize("has_forward", [False, True])
+def test_learned_tokens_are_reported_as_left_out(has_forward):
     model = nn.Sequential(LearnedTokensBeside())
     with pytest.warns(UnsupportedAttentionWarning) as reported:
-        (layer,) = find_attention(model, forward=lambda: model(torch.randn(2, 6, D)))
-    assert layer.left_out == "the tokens that do not come from its projections"
+        (layer,) = find_attention(model, forward=(lambda: model(torch.randn(2, 6, D))) if has_forward else None)
+    assert layer.left_out == "learned keys that no projection gives"
     assert len(reported) == 1
 
 

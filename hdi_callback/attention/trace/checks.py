@@ -122,6 +122,33 @@ def added_inputs(view: CoreView) -> str:
     return ""
 
 
+def learned_tokens(view: CoreView) -> str:
+    """Recognise keys that no map gives and no input: learned tokens beside those of the projections, as a prefix.
+
+    Args:
+        view: of the core.
+
+    Returns:
+        What is left out, in words; empty where every key is of a token, or padding.
+    """
+    _, cores = view.trace.without_maps
+    if len(cores) != len(view.trace.cores) or view.product >= len(cores[view.number].scores):
+        return ""
+    keys, without = view.tensor("key"), view.tensor("key", cores[view.number])
+    if keys.shape != without.shape:
+        return ""
+    at = view.at(view.first, "key")
+    rows, others = (torch.nan_to_num(tensor.detach()).reshape(-1, keys.shape[-1])[at] for tensor in (keys, without))
+    at = at[(rows == others).all(-1) & rows.any(-1)]
+    if not len(at) or len(at) == len(rows) or Support.of(keys, view.trace.run.inputs, at):
+        return ""
+    return (
+        "learned keys that no projection gives"
+        if Support.of(keys, list(view.trace.run.parameters.values()), at)
+        else ""
+    )
+
+
 def refuse_mixed(view: CoreView, members: list[list[int]]) -> None:
     """Refuse heads of equal rows at the same tokens: they mix, or their heads are made by something else."""
     weights = view.core.weights.detach()

@@ -24,6 +24,7 @@ from hdi_callback.attention.trace.checks import (
     added_inputs,
     are_mixtures,
     keys_of_several_tokens,
+    learned_tokens,
     refuse_mixed,
     require_linear,
     require_tokens,
@@ -196,7 +197,8 @@ class CoreReading:
         turned = order_features(view, heads)
         centre(view, heads)
         queries = "" if stream and "query" in heads else self._queries_left_out(view, heads, of_query)
-        left_out = _joined(unread or added, stream, beside, positions, *mixed, turned, queries)
+        learned = "" if stream or beside else learned_tokens(view)
+        left_out = _joined(unread or added, stream, beside, positions, learned, *mixed, turned, queries)
         row = int(view.at(view.first, "query")[0]) % view.tensor("query").shape[1]
         values = None if tied is None else tied.values
         return HeadRows(heads, members, normed, remarks, left_out, view.units, row if stream else None, values, stream)
