@@ -522,3 +522,33 @@ def test_a_claim_is_checked_on_images_of_any_size(sides):
         layer.module(torch.randn(3, D, *sides))
         assert set(check.contradictions()) == names
         check.suspend()
+
+
+class FilteredByParameters(nn.Module):
+    """Attention over the pixels of an image, whose filters of one pixel are parameters of its own."""
+
+    def __init__(self, dims: int) -> None:
+        super().__init__()
+        self.convolve, ones = getattr(F, f"conv{dims}d"), [1] * dims
+        self.query, self.key, self.value, self.out = (nn.Parameter(torch.randn(16, 16, *ones) / 4) for _ in range(4))
+        self.seen: dict[str, Tensor] = {}
+
+    def forward(self, x):
+        parts = (self.convolve(x, weight) for weight in (self.query, self.key, self.value))
+        q, k, v = (part.flatten(2).unflatten(1, (4, 4)).mT for part in parts)
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        self.seen = {"query": q, "key": k, "value": v, "output": mixed}
+        return self.convolve(mixed.mT.flatten(1, 2).unflatten(2, x.shape[2:]), self.out)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_filters_of_single_tokens_are_read_if_they_are_parameters_of_the_module(dims):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Identity(), FilteredByParameters(dims)), torch.randn(2, 16, *SPACES[dims])
+    (layer,) = find_attention(model, forward=lambda: model(x))
+    model(x)
+    for role in ("query", "key", "value"):
+        made = torch.einsum("hwc,bcn->bhnw", layer.weight(role), x.flatten(2))
+        torch.testing.assert_close(made, model[1].seen[role])
+    made = torch.einsum("hwc,bhnw->bcn", layer.weight("output"), model[1].seen["output"])
+    torch.testing.assert_close(made, model(x).flatten(2))

@@ -114,11 +114,30 @@ def _are_steps(steps: Tensor, known: Tensor) -> bool:
 
 
 def convolution(cut: GraphCut, func: Any, args: Any, kwargs: Any) -> Any:
-    """Record the input of a convolution before it runs."""
-    (x,) = torch_arguments(args, kwargs, "input")
-    if isinstance(x, Tensor):
-        cut.run.convolved.append(x)
+    """Random features in place of a filter of single tokens; the input of one of several is recorded before it runs."""
+    names = "input", "weight", "bias", "stride", "padding", "dilation", "groups"
+    x, weight, _, stride, padding, _, groups = torch_arguments(args, kwargs, *names)
+    if not isinstance(x, Tensor):
+        return NotImplemented
+    if "transpose" not in func.__name__ and _is_of_single_tokens(x, weight, stride, padding, groups):
+        places = _LETTERS[1 : x.dim() - 1]
+        made = contracted(cut, x.movedim(1, -1), weight.flatten(1), f"a{places}y", "zy", f"az{places}")
+        if made is not NotImplemented:
+            return made
+    cut.run.convolved.append(x)
     return NotImplemented
+
+
+def _is_of_single_tokens(x: Tensor, weight: Any, stride: Any, padding: Any, groups: Any) -> bool:
+    """Return whether a convolution maps each token by itself, as a linear map does."""
+    if not isinstance(weight, Tensor) or weight.dim() != x.dim() or weight.shape[2:].numel() != 1:
+        return False
+
+    def are_all(given: Any, usual: int) -> bool:
+        values = given if isinstance(given, (tuple, list)) else (given,)
+        return all(value in (None, usual) for value in values)
+
+    return are_all(stride, 1) and are_all(padding, 0) and groups in (None, 1) and weight.shape[1] == x.shape[1]
 
 
 def note_mixed_tokens(cut: GraphCut, func: Any, made: Any) -> None:
