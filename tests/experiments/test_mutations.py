@@ -99,6 +99,7 @@ def test_files_are_tested_by_the_tests_of_their_subject_or_by_all(root):
     assert plan.tests("", package) == plan.TESTS
     assert all((root / test).exists() for tests in [*plan.SUBJECTS.values(), plan.TESTS] for test in tests)
     assert [path.name for path in plan.chosen("core/pairs.py,names.py", package)] == ["names.py", "pairs.py"]
+    assert [plan.changes(package / "core" / "pairs.py", package, wished) for wished in (None, 24)] == [8, 24]
 
 
 def record(path: Path, name: str, run: Callable[[], object]) -> None:

@@ -136,3 +136,8 @@ def test_lines_and_the_function_of_the_user_come_last():
     lines, function = sinks(dashboards(on_alert=called))
     assert isinstance(lines, AlertLines)
     assert isinstance(function, OnAlert)
+
+
+def test_the_console_names_the_history_or_else_the_loggers(tmp_path):
+    assert sinks(dashboards())[-1]._elsewhere == "the loggers"
+    assert str(sinks(dashboards(), tmp_path / "history.jsonl")[-1]._elsewhere) == str(tmp_path / "history.jsonl")

@@ -1,5 +1,5 @@
 """Whether the tests notice when the code is broken: one change at a time, and the tests of that file.
 
-python -m tests.experiments.mutations run --results build/mutations.jsonl --per-file 6
+python -m tests.experiments.mutations run --reached build/reached.jsonl --results build/mutations.jsonl
 python -m tests.experiments.mutations report --results build/mutations.jsonl --output build/mutations.md
 """

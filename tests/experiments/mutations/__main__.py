@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=600)
     parser.add_argument("--budget", type=float, default=60, help="seconds of the processor for the tests of a change")
     parser.add_argument("--only", default="", help="parts of the paths of the files to break, with commas between")
+    parser.add_argument("--changes", type=int, help="of each file, in place of those of the plan")
     parser.add_argument("--part", default="0/1", help='such as "1/2": the second of two that run side by side')
     parser.add_argument("--state", help="the commit whose files were broken, for results that are kept")
     parser.add_argument("--output", type=Path, default=Path("docs/mutations.md"))
@@ -38,7 +39,7 @@ def main() -> None:
     elif asked.what == "run":
         limits = {"minutes": asked.minutes, "budget": asked.budget}
         results = asked.results or Path("build/mutations.jsonl")
-        run(results, asked.reached, **limits, tests=tests, only=asked.only, part=asked.part)
+        run(results, asked.reached, **limits, tests=tests, only=asked.only, part=asked.part, changes=asked.changes)
     elif asked.what == "keep":
         if not asked.state or asked.results is None:
             parser.error("write --results and --state")

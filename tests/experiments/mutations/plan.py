@@ -59,9 +59,9 @@ def files(package: Path) -> list[Path]:
     return [path for folder in CHANGES for path in sorted((package / folder).glob("*.py")) if path.stem != "__init__"]
 
 
-def changes(path: Path, package: Path) -> int:
-    """Give how many changes of a file are tried."""
-    return CHANGES[path.relative_to(package).parent.as_posix()]
+def changes(path: Path, package: Path, wished: int | None = None) -> int:
+    """Give how many changes of a file are tried: those of its folder, unless others are wished."""
+    return CHANGES[path.relative_to(package).parent.as_posix()] if wished is None else wished
 
 
 def chosen(only: str, package: Path) -> list[Path]:

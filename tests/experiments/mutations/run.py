@@ -45,6 +45,7 @@ def run(
     tests: Sequence[str] = plan.TESTS,
     only: str = "",
     part: str = "0/1",
+    changes: int | None = None,
 ) -> None:
     """Run the changes of the plan for so many minutes, a few of each file before more of any.
 
@@ -56,11 +57,12 @@ def run(
         tests: files and folders of tests; others are not run.
         only: parts of the paths of the files to break, with commas between.
         part: such as "1/2", for the second of two processes that run side by side.
+        changes: of each file; those of the plan by default.
     """
     end = time.monotonic() + 60 * minutes
     results.parent.mkdir(parents=True, exist_ok=True)
     place, parts = map(int, part.split("/"))
-    every = [change for change in _changes(only) if change[2]]
+    every = [change for change in _changes(only, changes) if change[2]]
     work = _Work(results, reach.read(reached, tests), end, budget)
     warm = [change for number, change in enumerate(every) if number % parts == place and change[1].function is not None]
     cold = [change for number, change in enumerate(every) if number % parts == place and change[1].function is None]
@@ -87,12 +89,12 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
-def _changes(only: str) -> Iterator[tuple[Path, Mutation, str]]:
+def _changes(only: str, wished: int | None) -> Iterator[tuple[Path, Mutation, str]]:
     """Give changes in the order in which they are run: one in each file, then the second of each, and so on."""
     files = plan.chosen(only, PACKAGE)
-    drawn = {path: sample(path.read_text(), plan.changes(path, PACKAGE), seed=0) for path in files}
+    drawn = {path: sample(path.read_text(), plan.changes(path, PACKAGE, wished), seed=0) for path in files}
     orders = {path: spread(len(found)) for path, found in drawn.items()}
-    for turn in range(max(plan.CHANGES.values())):
+    for turn in range(max(map(len, drawn.values()), default=0)):
         for path, found in drawn.items():
             if turn < len(found):
                 yield path, found[orders[path][turn]], digest(path)
