@@ -68,7 +68,7 @@ def page(title: str, runs: Sequence[RunPage], differences: Sequence[tuple[str, S
 def _section(place: int, run: RunPage, is_alone: bool) -> str:
     is_audit = bool(run.data["isAudit"])
     facts = "".join(f"<tr><th scope='row'>{_e(label)}</th><td>{_e(value)}</td></tr>" for label, value in run.facts)
-    maps = _maps() if run.layers and run.data["layers"] else "<p>There is no reading yet.</p>"
+    maps = _maps(run.data) if run.layers and run.data["layers"] else "<p>There is no reading yet.</p>"
     happened = "" if is_audit or not run.data["layers"] else _timeline(run.data)
     return f"""<section class="run" id="run-{place}" data-verdict="{_e(run.verdict)}">
 {"" if is_alone else f"<h2>{_e(run.name)}</h2>"}
@@ -83,7 +83,9 @@ def _section(place: int, run: RunPage, is_alone: bool) -> str:
 </section>"""
 
 
-def _maps() -> str:
+def _maps(data: dict[str, Any]) -> str:
+    together = math.ceil(len(data["readings"]) / max(1, len(data["steps"])))
+    merged = f" A column is the highest of {together} readings, at the step of the last." if together > 1 else ""
     return f"""<div class="controls">
 <label>Layer <select class="layer-choice" aria-label="Layer"></select></label>
 <label>Colour <select class="quantity-choice" aria-label="What the colours show"></select></label>
@@ -93,7 +95,8 @@ def _maps() -> str:
 {_scale()}
 <div class="two">
 <figure><h3>Layers</h3><div class="layers-map" role="img" aria-label="Map of layers by steps"></div>
-<figcaption><span class="rows-note"></span> Red dots are alerts; choose a cell to see its heads.</figcaption></figure>
+<figcaption><span class="rows-note"></span> Red dots are alerts; choose a cell to see its heads.{merged}</figcaption>
+</figure>
 <figure><h3>Heads of the layer</h3><p class="pair"></p>
 <div class="heads-map" role="img" aria-label="Map of heads by heads"></div></figure>
 </div>"""

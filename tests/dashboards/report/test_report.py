@@ -291,3 +291,15 @@ def test_losses_on_the_axis_of_a_trainer_are_placed_at_optimizer_steps(tmp_path)
     (tmp_path / "run" / "metrics.csv").write_text("step,train_loss\n40,3.5\n200,2.5\n")
     (curve,) = page_of_run(tmp_path / "run").data["losses"]
     assert (curve["name"], curve["steps"], curve["values"]) == ("train_loss", [20.0, 100.0], [3.5, 2.5])
+
+
+@pytest.mark.parametrize(("most", "note"), [(3, "A column is the highest of 3 readings"), (8, "")])
+def test_a_long_run_says_how_many_readings_a_column_of_its_map_merges(tmp_path, monkeypatch, most, note):
+    monkeypatch.setattr("hdi_callback.dashboards.report.page_data._MOST_COLUMNS", most)
+    write_run(tmp_path / "history.jsonl", steps=8, collapsed=None)
+    written = report(tmp_path, path=tmp_path / "page.html").path.read_text()
+    assert note in written
+    assert ("A column is the highest" in written) == bool(note)
+    data = json.loads(re.search(r'id="hdi-data">(.*?)</script>', written, re.S)[1])
+    (run,) = data["runs"] if isinstance(data, dict) else data
+    assert run["steps"] == ([200, 500, 700] if note else run["readings"])
