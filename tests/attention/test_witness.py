@@ -119,6 +119,31 @@ def test_groups_in_another_order_are_wrong():
     assert finding.key_heads != 2  # repeated in tiles, they are not told from as many of their own
 
 
+class ContractedGroups(nn.Module):
+    """Heads in groups, contracted with their shared keys: places in groups and positions are one dimension then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = nn.Linear(D, 8 * H), nn.Linear(D, 16), nn.Linear(D, 16)
+
+    def forward(self, x):
+        q = self.query(x).unflatten(-1, (2, H // 2, 8)).permute(0, 3, 2, 1, 4)  # (b, place, group, i, d)
+        k, v = (part(x).unflatten(-1, (2, 8)).transpose(1, 2) for part in (self.key, self.value))
+        weights = torch.einsum("bpgid,bgjd->bpgij", q, k).softmax(-1)
+        return torch.einsum("bpgij,bgjd->bpgid", weights, v)
+
+
+def test_groups_whose_places_share_a_dimension_with_positions_are_right_only_in_their_order():
+    torch.manual_seed(0)
+    module = ContractedGroups()
+    rows = {role: getattr(module, role).weight.detach() for role in ("query", "key", "value")}
+    assert judged(module, claimed_by_rows(module, rows)).is_right
+    by_place = rows["query"].unflatten(0, (2, H // 2, 8)).transpose(0, 1).flatten(0, 2)
+    others = [("query", by_place), *((role, rows[role].roll(8, 0)) for role in rows)]
+    for role, of_others in others:
+        assert judged(module, claimed_by_rows(module, rows | {role: of_others})).is_right is False, role
+
+
 def test_heads_claimed_in_the_order_of_their_key_heads_are_compared_in_that_order():
     torch.manual_seed(0)
     module = by_hand.GroupsTiled()

@@ -134,6 +134,7 @@ def read_by_head(one: Computation, batch: int, wanted: int = 0) -> Iterator[_Hea
         with suppress(RuntimeError):
             yield _Heads(apart, split(alike(one.value)), split(one.output))
     yield from _heads_in_queries(pairs, one, batch, wanted)
+    yield from _groups_beside_queries(pairs, one, batch, wanted)
     tiles = lead[at] // batch // wanted if wanted > 1 else 1
     if tiles > 1 and lead[at] == batch * tiles * wanted:
         for are_last in (False, True):
@@ -163,6 +164,25 @@ def _heads_in_queries(
 
         with suppress(RuntimeError):
             yield _Heads([(queries(q), keys(k)) for q, k in pairs], keys(one.value), queries(one.output))
+
+
+def _groups_beside_queries(
+    pairs: list[tuple[Tensor, Tensor]], one: Computation, batch: int, wanted: int
+) -> Iterator[_Heads]:
+    """Read heads of which the places in groups lie in one dimension with positions, and the groups in another."""
+    tensors = [one.output, one.value, *(tensor for pair in pairs for tensor in pair)]
+    groups = wanted // one.tiles if one.tiles > 1 and wanted % one.tiles == 0 else 1
+    if groups < 2 or any(tensor.shape[:-2] != (batch, groups) for tensor in tensors):
+        return
+
+    def queries(tensor: Tensor) -> Tensor:
+        return tensor.unflatten(2, (one.tiles, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+    def keys(tensor: Tensor) -> Tensor:
+        return tensor.transpose(1, 2).repeat_interleave(one.tiles, 2)
+
+    with suppress(RuntimeError):
+        yield _Heads([(queries(q), keys(k)) for q, k in pairs], keys(one.value), queries(one.output))
 
 
 def _untiled(tensor: Tensor, at: int, tiles: int, batch: int, are_last: bool) -> Tensor:
@@ -812,7 +832,7 @@ def is_over_features(computation: Computation, observed: Witness, batch: int) ->
     for call in observed.calls:
         if not (module.start <= call.start and call.end is not None and call.end < computation.time):
             continue
-        for output_of_call in call.outputs:
+        for output_of_call in (output for output in call.outputs if output.dim() > 1):
             for features in {
                 output_of_call.shape[-1],
                 output_of_call.shape[1] if output_of_call.dim() == 4 else output_of_call.shape[-1],

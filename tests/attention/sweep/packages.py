@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.attention.sweep import packages_further, packages_latest, packages_more
+from tests.attention.sweep import packages_further, packages_latest, packages_more, packages_wider
 from tests.attention.sweep.packages_building import Build, Example, beside, make, noise, tokens, two, vit, x_decoder
 
 PREFIX = "pypi."
@@ -354,7 +354,7 @@ EXAMPLES: dict[str, Example] = {
         make("denoising_diffusion_pytorch.denoising_diffusion_pytorch", "LinearAttention", 32, heads=4, dim_head=8),
         noise(32, 4, 4), attends=False),
 }  # fmt: skip
-EXAMPLES |= packages_more.EXAMPLES | packages_further.EXAMPLES | packages_latest.EXAMPLES
+EXAMPLES |= packages_more.EXAMPLES | packages_further.EXAMPLES | packages_latest.EXAMPLES | packages_wider.EXAMPLES
 
 
 def is_here() -> bool:
@@ -364,7 +364,8 @@ def is_here() -> bool:
 
 def names() -> list[str]:
     """List the models."""
-    missing = packages_latest.EXAMPLES.keys() - packages_latest.names_here()
+    lists = (packages_latest, packages_wider)
+    missing = {name for each in lists for name in each.EXAMPLES.keys() - each.names_here()}
     return [PREFIX + name for name in EXAMPLES if name not in missing]
 
 
