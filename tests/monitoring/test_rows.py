@@ -13,6 +13,7 @@ from torch import nn
 
 from hdi_callback import HeadDiversityMonitor, find_attention
 from hdi_callback.attention.observe import AttentionObserver
+from hdi_callback.errors import MonitoringWarning
 from hdi_callback.monitoring.metrics import ROWS
 from tests.attention.observe.oracle import require_a_kernel_with_softcap
 from tests.attention.sweep.architectures import variants
@@ -349,3 +350,55 @@ def test_attention_curves_of_an_opaque_kernel_are_absent_and_reported_once():
             assert "hdi" in layer.values
             assert set(METRICS).isdisjoint(layer.values), "never 0"
     assert sum(why in line for line in said) == 1
+
+
+class PackedPictures(nn.Module):
+    """Tokens of several pictures in one sequence; each picture attends to itself, in a call of its own."""
+
+    def __init__(self, *, apart: bool) -> None:
+        super().__init__()
+        self.apart = apart
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.weights: list[torch.Tensor] = []
+
+    def forward(self, x, lengths):
+        q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        pieces = zip(*(part.split(lengths, 2) for part in (q, k, v)))
+        self.weights, mixed = [], []
+        for q, k, v in pieces:
+            q = q.clone() if self.apart else q
+            self.weights.append((q @ k.mT / 2).softmax(-1).detach())
+            mixed.append(nn.functional.scaled_dot_product_attention(q, k, v))
+        return self.out(torch.cat(mixed, 2).transpose(1, 2).flatten(2))
+
+
+def test_rows_of_packed_pictures_are_those_of_all_pictures_together():
+    torch.manual_seed(0)
+    layer = PackedPictures(apart=False)
+    model, x = nn.ModuleDict({"attn": layer}), torch.randn(1, 12, 16)
+    model.forward = lambda *args: layer(*args)
+    with HeadDiversityMonitor(model, metrics=METRICS, padding=None) as monitor:
+        for step, lengths in enumerate([[12], [5, 7], [3, 4, 5]]):
+            monitor.arm()
+            model(x, lengths)
+            values = monitor.measure(step).record().layers["attn"].values
+            whole, seen = torch.zeros(1, 4, 12, 12), torch.zeros(1, 1, 12, 12, dtype=torch.bool)
+            for start, weights in zip(torch.tensor([0, *lengths]).cumsum(0).tolist(), layer.weights):
+                place = slice(start, start + weights.shape[-1])
+                whole[..., place, place], seen[..., place, place] = weights, True
+            truth = truth_of(whole, seen)
+            for name in ("attention_entropy", "attention_entropy_min", "attention_samples", "attention_overlap"):
+                assert values[name] == pytest.approx(truth[name], abs=1e-5), (name, lengths)
+
+
+def test_rows_of_several_attentions_are_left_out_if_their_queries_are_stored_apart():
+    torch.manual_seed(0)
+    layer = PackedPictures(apart=True)
+    model, x = nn.ModuleDict({"attn": layer}), torch.randn(1, 12, 16)
+    model.forward = lambda *args: layer(*args)
+    with HeadDiversityMonitor(model, metrics=METRICS, padding=None) as monitor:
+        monitor.arm()
+        model(x, [5, 7])
+        with pytest.warns(MonitoringWarning, match="its module computes attention in 2 places"):
+            record = monitor.measure(0).record()
+    assert "its module computes attention in 2 places" in record.absent["attention rows/attn"]

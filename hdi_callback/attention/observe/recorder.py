@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hdi_callback.attention.observe.compare.cores import ObservedCore, ReadRows
+from hdi_callback.attention.observe.compare.cores import ObservedCore, ReadRows, Stretch
 from hdi_callback.attention.observe.compare.samples import Arrangement, arrangements, arrangements_of_rows
 from hdi_callback.attention.observe.map_log import MapLog
 from hdi_callback.attention.observe.module_stack import ModuleStack
@@ -99,6 +99,7 @@ class Recorder:
             parts=tuple(name for name, _ in self.stack.modules),
             is_recorded=self.is_recorded,
             tied=scores.tied,
+            stretch=None if scores.query is None else Stretch.of(scores.query),
         )
         if scores.altered:
             core.rows, core.unread = None, f"its weights are changed by {', '.join(scores.altered)} after the softmax"

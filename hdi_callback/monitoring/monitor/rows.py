@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hdi_callback.attention import AttentionLayer
 from hdi_callback.attention.calls import running_calls
 from hdi_callback.attention.capture.padding import PaddingChoice, find_padding, fit_padding
-from hdi_callback.attention.observe import AttentionObserver, ObservedCore, RowChunk
+from hdi_callback.attention.observe import AttentionObserver, ObservedCore, RowChunk, are_pieces
 from hdi_callback.core import AttentionSums, NormSums, logit_bound
 from hdi_callback.guard import attempt_each
 from hdi_callback.monitoring.absent import Absent, absence_of
@@ -124,6 +124,22 @@ class RowSums:
             parts.append(type(part)(**values, **{name: top}))
         rows, query, key = parts
         return RowSums(rows, query, key, *largest[3:])
+
+    @staticmethod
+    def together(parts: Sequence[RowSums]) -> RowSums:
+        """Add sums over different queries.
+
+        Args:
+            parts: at least one, on one device.
+
+        Returns:
+            The sums over all.
+        """
+        width = max(part.rows.columns.shape[-1] for part in parts)
+        parts = [replace(part, rows=part.rows.padded(width)) for part in parts]
+        added = [torch.stack(tensors).sum(0) for tensors in zip(*(part.added() for part in parts))]
+        largest = [torch.stack(tensors).amax(0) for tensors in zip(*(part.largest() for part in parts))]
+        return parts[0].over_ranks(added, largest)
 
     def averages(self) -> HeadAttention:
         """Divide by the numbers of queries and tokens.
@@ -368,9 +384,15 @@ class AttentionReadings:
         read = [core for core in cores if core.rows is not None]
         if not read:
             return next((core.unread for core in cores if core.unread), "its attention was not read")
-        if len(read) > 1:
+        if len(read) > 1 and (len(read) < len(cores) or not are_pieces(read)):
             return f"its module computes attention in {len(read)} places"
-        return _sums(read[0], layer)
+        sums: list[RowSums] = []
+        for core in read:
+            of_core = _sums(core, layer)
+            if isinstance(of_core, str):
+                return of_core
+            sums.append(of_core)
+        return sums[0] if len(sums) == 1 else RowSums.together(sums)
 
     def _padding(self, sequences: int, length: int) -> Tensor | None:
         """Mask of the padding tokens of the running attention; `None` if the masks that it receives decide."""

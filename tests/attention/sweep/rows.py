@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import itertools
 import json
 import math
 import multiprocessing
@@ -28,7 +29,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,7 @@ def joined(weights: list[Tensor]) -> list[Tensor]:
 def whole_of(weights: Tensor, kept: list[Softmax]) -> Tensor:
     """Find the softmax that weights are the last queries and keys of: some models leave out those of a prompt."""
     queries, keys = weights.shape[-2:]
-    for _, _, result in kept:
+    for _, _, result, _ in kept:
         if result.dim() == 4 and result.shape[:2] == weights.shape[:2] and result.shape[-1] > keys:
             last = result[..., -queries:, -keys:].nan_to_num()
             if last.shape == weights.shape and torch.allclose(last.float(), weights.float(), atol=1e-7):
@@ -128,21 +128,24 @@ class Softmax(typing.NamedTuple):
         module: the dotted path of the module that called it.
         argument: what it was given.
         result: what it gave.
+        call: which call of a module ran it, numbered over the forward.
     """
 
     module: str
     argument: Tensor
     result: Tensor
+    call: int = 0
 
 
 @contextmanager
 def softmaxes(model: nn.Module) -> Iterator[list[Softmax]]:
     """Keep what every softmax is given and gives, and the module that calls it."""
     kept: list[Softmax] = []
-    running: list[str] = [""]
+    running: list[tuple[str, int]] = [("", 0)]
+    calls = itertools.count(1)
     hooks = []
     for name, module in model.named_modules():
-        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
+        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: running.append((name, next(calls)))))
         hooks.append(module.register_forward_hook(lambda *_: (running.pop(), None)[1], always_call=True))
     places = ((nn.functional, "softmax"), (torch, "softmax"), (Tensor, "softmax"))
     plain = [getattr(owner, name) for owner, name in places]
@@ -150,7 +153,8 @@ def softmaxes(model: nn.Module) -> Iterator[list[Softmax]]:
     def watching(function: Any) -> Any:
         def softmax(argument: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             result = function(argument, *args, **kwargs)
-            kept.append(Softmax(running[-1], argument.detach(), result.detach()))
+            module, call = running[-1]
+            kept.append(Softmax(module, argument.detach(), result.detach(), call))
             return result
 
         return softmax
@@ -190,6 +194,31 @@ def module_of(weights: Tensor, kept: list[Softmax]) -> str | None:
     """The module whose softmax gave some weights; None where no softmax that was seen gave them."""
     found = _softmax_of(weights, kept)
     return None if found is None else found[0].module
+
+
+def of_pieces(weights: list[Tensor], kept: list[Softmax]) -> list[list[Tensor]]:
+    """Put those together that one call of a module gave: of packed pictures, say, each of which attends to itself."""
+    pieces: dict[tuple[Any, ...], list[Tensor]] = {}
+    for number, one in enumerate(weights):
+        found = _softmax_of(one, kept)
+        place = (None, number) if found is None else (found[0].call, *one.shape[:2])
+        pieces.setdefault(place, []).append(one)
+    return list(pieces.values())
+
+
+def _truth_together(pieces: list[Tensor], kept: list[Softmax]) -> dict[str, Any]:
+    """The truth of rows that stand in several tensors."""
+    truths = [_truth(piece, kept) for piece in pieces]
+    if len(pieces) == 1:
+        return truths[0]
+    queries, keys = sum(piece.shape[-2] for piece in pieces), max(piece.shape[-1] for piece in pieces)
+    whole, row = pieces[0].new_zeros(*pieces[0].shape[:2], queries, keys), 0
+    for piece in pieces:
+        whole[..., row : row + piece.shape[-2], : piece.shape[-1]] = piece  # each with its own first key as the first
+        row += piece.shape[-2]
+    scores = [truth["attention_logit"] for truth in truths if "attention_logit" in truth]
+    known = {"attention_logit": max(scores)} if len(scores) == len(pieces) else {}
+    return truth_of(whole) | known | {"heads": whole.shape[1], "module": truths[0]["module"]}
 
 
 def _truth(weights: Tensor, kept: list[Softmax]) -> dict[str, Any]:
@@ -232,7 +261,7 @@ def compare(model_type: str, batch: int = 2) -> dict[str, Any]:
     if not weights:
         odd = "what it returns is not, for each head, what its queries weigh their keys with"
         return {"verdict": "returns none", "reason": odd if every else "it returns no attention weights"}
-    truths = [_truth(one, kept) for one in weights]
+    truths = [_truth_together(pieces, kept) for pieces in of_pieces(weights, kept)]
     own = [_truth(one.result, [one]) for one in kept if _are_weights(one.result)]
     report: dict[str, Any] = {"returned": len(weights), "layers": {}, "worst": {}, "wrong": [], "absent": {}}
     with HeadDiversityMonitor(model, metrics=READINGS, padding=None) as monitor:
@@ -268,7 +297,9 @@ def _that_runs(model_type: str, batch: int) -> tuple[Any, dict[str, Any] | None,
         with suppress(Exception):
             model.set_attn_implementation("eager")
         # One at a time, where a model takes no more.
-        for arguments in chain.from_iterable(islice(inputs.for_model(model, count), 40) for count in (batch, 1)):
+        for arguments in itertools.chain.from_iterable(
+            itertools.islice(inputs.for_model(model, count), 40) for count in (batch, 1)
+        ):
             with suppress(Exception):
                 return model, arguments, model(**arguments)
     return first, None, None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +42,39 @@ class ReadRows:
     is_ambiguous: bool = False
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """Where consecutive tokens of a tensor are stored.
+
+    Attributes:
+        layout: of what they are a part: the storage, the strides, all sizes but that of the tokens.
+        first: place of the first token.
+        last: place behind the last one.
+    """
+
+    layout: tuple[Any, ...]
+    first: int
+    last: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Stretch | None:
+        """Locate the tokens of ``(*lead, length, width)``.
+
+        Args:
+            tensor: queries.
+
+        Returns:
+            Their place; None if the tensor has none.
+        """
+        if type(tensor) is not Tensor or tensor.dim() < 2 or not tensor.numel():
+            return None
+        sizes = [size for dim, size in enumerate(tensor.shape) if dim != tensor.dim() - 2]
+        strides = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride())]
+        by, first = tensor.stride(-2), int(tensor.storage_offset())
+        layout = (tensor.untyped_storage().data_ptr(), by, *sizes, *strides[:-2], strides[-1])
+        return cls(layout, first, first + int(tensor.shape[-2]) * by)
+
+
 @dataclass(eq=False, kw_only=True)
 class ObservedCore(ReadRows):
     """One place in a model where values are averaged with weights that a forward computed.
@@ -62,6 +97,7 @@ class ObservedCore(ReadRows):
         parts: names of the modules around it, outermost first.
         is_recorded: autograd recorded the forward that was read.
         tied: rows of an alignment that have one map of weights, of scores summed over them; 1 where there are none.
+        stretch: where its queries are stored; None if that is not known.
     """
 
     module: str
@@ -80,6 +116,7 @@ class ObservedCore(ReadRows):
     parts: tuple[str, ...] = ()
     is_recorded: bool = False
     tied: int = 1
+    stretch: Stretch | None = None
 
     def discard_rows(self, dims: DimensionRoles | None, reason: str) -> None:
         """Discard rows that were read by the wrong dimensions, or perhaps so.
@@ -108,6 +145,22 @@ class ObservedCore(ReadRows):
     def heads(self) -> int:
         """Number of heads; 0 if unknown."""
         return self.axes.heads if self.axes is not None else 0
+
+
+def are_pieces(cores: Sequence[ObservedCore]) -> bool:
+    """Tell whether attentions are of one tensor of queries, cut along its tokens, as packed pictures are.
+
+    Args:
+        cores: in the order in which they ran.
+
+    Returns:
+        True if the queries of each begin where those of the one before end.
+    """
+    stretches = [core.stretch for core in cores]
+    return all(
+        one is not None and other is not None and (one.layout, one.last) == (other.layout, other.first)
+        for one, other in itertools.pairwise(stretches)
+    )
 
 
 def no_softmax(kind: str) -> str:
