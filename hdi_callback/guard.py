@@ -88,7 +88,7 @@ def attempt_each(actions: Iterable[Callable[[], object]]) -> None:
         actions: the actions, in order.
 
     Raises:
-        Exception: the first failure, after all actions were tried.
+        BaseException: the first failure, or interruption by the user, after all actions were tried.
 
     Example:
         >>> done = []
@@ -98,11 +98,11 @@ def attempt_each(actions: Iterable[Callable[[], object]]) -> None:
         >>> done
         [1, 3]
     """
-    first: Exception | None = None
+    first: BaseException | None = None
     for action in actions:
         try:
             action()
-        except Exception as error:  # noqa: PERF203
+        except BaseException as error:  # noqa: PERF203
             first = error if first is None else first
     if first is not None:
         raise first

@@ -95,8 +95,8 @@ class HeadSession(Shell):
             self._warn_of_useless_step()
             yield
             return
-        self._enter_step(epoch)
         try:
+            self._enter_step(epoch)  # the user may interrupt this, and go on with the next step
             yield
         except BaseException:
             self._leave_step(is_whole=False)

@@ -6,7 +6,7 @@ import copy
 import importlib
 import time
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,9 +22,13 @@ from torch.utils.tensorboard import SummaryWriter
 from hdi_callback import HeadDiversityMonitor, replay, watch_heads
 from hdi_callback.core import diversity_penalty, head_covariance, head_diversity
 from hdi_callback.errors import HDIWarning, HeadCollapseWarning, MisconfigurationError, MonitoringWarning
+from hdi_callback.monitoring.alerts import Alerts
 from hdi_callback.monitoring.history import read_lines, read_records
 from hdi_callback.monitoring.interventions import DiversityPenalty, SaveCheckpoint, ScaleLearningRate, StopTraining
+from hdi_callback.monitoring.monitor.weights import WeightReader
 from hdi_callback.monitoring.rules.replay import read_alerts
+from hdi_callback.monitoring.session.reader import Reader
+from hdi_callback.monitoring.session.schedule import Schedule
 from tests.histories import readings
 from tests.models import CLASSES, HEADS, LAYERS, LENGTH, Classifier
 from tests.wandb_files import read_wandb
@@ -521,6 +525,42 @@ def test_an_interrupted_run_keeps_its_readings_and_leaves_no_hook(tmp_path):
         raise KeyboardInterrupt
     assert readings(heads.history_path) == [0, 2, 4]
     assert [step for step, _ in scalars(tmp_path / "hdi", "hdi/mean")] == [0, 2, 4]
+    assert not any(module._forward_pre_hooks for module in trained.model.modules())
+
+
+INTERRUPTED = {
+    "finding out whether a reading is due": (Schedule, "is_due"),
+    "arming": (HeadDiversityMonitor, "arm"),
+    "measuring": (WeightReader, "measure"),
+    "judging": (Alerts, "judge"),
+    "the last reading": (Reader, "finish"),
+}
+
+
+@pytest.mark.parametrize("place", INTERRUPTED)
+def test_a_loop_that_goes_on_after_an_interruption_reads_every_step(tmp_path, place):
+    trained, (owner, name), steps = fresh(), INTERRUPTED[place], 0
+    real, calls = getattr(owner, name), iter(range(10**6))
+
+    def interrupted(*args, **kwargs):
+        if next(calls) == (0 if name == "finish" else 2):
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    heads = watch_heads(trained.model, trained.optimizer, every_n_steps=1, log_dir=tmp_path, **QUIET)
+    with mock.patch.object(owner, name, interrupted):
+        for step in range(6):
+            with suppress(KeyboardInterrupt), heads.step():
+                loss_of(trained.model, *batch(step)).backward()
+                trained.optimizer.step()
+                steps += 1
+            trained.optimizer.zero_grad()
+            assert not any(module._forward_pre_hooks for module in trained.model.modules())
+        with suppress(KeyboardInterrupt):
+            heads.finish()
+    assert heads.global_step == steps >= 5
+    last = steps if name == "finish" else steps + 1
+    assert readings(heads.history_path) == list(range(last))
     assert not any(module._forward_pre_hooks for module in trained.model.modules())
 
 

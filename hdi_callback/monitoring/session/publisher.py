@@ -63,11 +63,12 @@ class Publisher:
             listed = ", ".join(f"`{name}`" for name in doubtful[:3]) + (" and others" if len(doubtful) > 3 else "")
             self.warn_once.warn("padding", f"Head outputs of {listed} are absent: {AMBIGUOUS_MASK}.")
         alerts: list[Alert] = []
-        if self.alerts is not None:
-            with self.warn_once.guard("judging head diversity"):
-                alerts = self.alerts.judge(record)
-        # Written before any intervention acts: it may end the run.
-        self._write(record, alerts, ())
+        try:
+            if self.alerts is not None:
+                with self.warn_once.guard("judging head diversity"):
+                    alerts = self.alerts.judge(record)
+        finally:  # also if the user interrupts it; and before any intervention acts, which may end the run
+            self._write(record, alerts, ())
         actions = self._intervene(record, alerts) if may_intervene else []
         self._write(None, (), actions)
         active = None if self.alerts is None else tuple(self.alerts.active)

@@ -138,11 +138,16 @@ class Reader:
 
     def _measure(self, position: Position, is_last: bool = True) -> None:
         self._pending.end_capture()
+        last = self.schedule.last
         self.schedule.done(position.step)
-        with self._warn_once.guard(_MEASURING):
-            reading = self._monitor.measure(
-                position.step, epoch=position.epoch, axis=position.axis, is_last_forward=is_last
-            )
-            self._pending.hold(reading)
+        try:
+            with self._warn_once.guard(_MEASURING):
+                reading = self._monitor.measure(
+                    position.step, epoch=position.epoch, axis=position.axis, is_last_forward=is_last
+                )
+                self._pending.hold(reading)
+        except BaseException:  # the user interrupts it, and may go on: it is due again
+            self.schedule.resume_after(last)
+            raise
         if not self._monitor.awaits_forwards:
             self.complete()
