@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hdi_callback.dashboards import console, tensorboard, wandb
 from hdi_callback.dashboards.loggers import LoggerSink
 from hdi_callback.dashboards.pictures import Outlet, Pictures, can_draw, save_in
+from hdi_callback.guard import attempt_each
 from hdi_callback.monitoring.history import History
 from hdi_callback.monitoring.session.settings import Settings
 from hdi_callback.monitoring.session.sink import OnAlert, Sink
@@ -51,10 +53,11 @@ class Dashboards:
         for logger in loggers:
             sink = LoggerSink(logger, self._settings.curves, prefix)
             with self._warn_once.guard(f"laying out the charts of {sink.logger_type}"):
-                sink.lay_out(layers)
-            with self._warn_once.guard(f"opening the pictures of {sink.logger_type}"):
-                self._outlets += filter(None, [sink.pictures()])
+                attempt_each([partial(sink.lay_out, layers), partial(self._open_pictures, sink)])
             self._opened.append(sink)
+
+    def _open_pictures(self, sink: LoggerSink) -> None:
+        self._outlets += filter(None, [sink.pictures()])
 
     def tensorboard(self, writer: Any, wished: Path, state: Mapping[str, Any] | None, layers: Sequence[str]) -> None:
         """Write to TensorBoard.
