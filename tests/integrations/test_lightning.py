@@ -430,7 +430,7 @@ def test_metrics_are_chosen_by_name(tmp_path):
     ("arguments", "says"),
     [
         ({"every_n_steps": 0}, "write 50"),
-        ({"metrics": ["hdi", "hdy"]}, r"unknown: \['hdy'\]. Did you mean 'hdi'? Known metrics: hdi, "),
+        ({"metrics": ["hdi", "hdy"]}, r"unknown: \['hdy'\]. Did you mean 'hdi'\? Known metrics: hdi, "),
         ({"metrics": []}, "at least one"),
         ({"metrics": "hdi"}, r"write \['hdi'\]"),
         ({"max_tokens": 0}, "write 2048"),
