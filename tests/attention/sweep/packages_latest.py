@@ -9,7 +9,7 @@ import importlib.util
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.attention.sweep.packages_building import (
     Build,
@@ -48,6 +48,20 @@ def _routes(name: str, *args: Any) -> Build:
     return without(beside(build, "rl4co.utils", "rl4co.utils.pylogger"), "torchrl", "tensordict")
 
 
+class _Pointing(nn.Module):
+    """The part of a decoder of rl4co that holds the projections, which its attention is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes, self.context = nn.Linear(32, 96, bias=False), nn.Linear(32, 32, bias=False)
+        self.pointer = _routes("PointerAttention", 32, 4)()
+
+    def forward(self, x: Tensor, context: Tensor) -> Any:
+        keys, values, logit_keys = self.nodes(x).chunk(3, -1)
+        seen = torch.ones(len(x), x.shape[1], dtype=torch.bool)
+        return self.pointer(self.context(context), keys, values, logit_keys, seen)
+
+
 def names_here() -> list[str]:
     """List the examples whose package is installed."""
     packages = {
@@ -67,6 +81,12 @@ EXAMPLES: dict[str, Example] = {
     "uni2ts": Example(
         make("uni2ts.module.attention", "GroupedQueryAttention", 32, 4, 2), _SEQUENCE, lambda m, x: m(x, x, x)
     ),
+    "uni2ts.one_key_head": Example(
+        make("uni2ts.module.attention", "MultiQueryAttention", 32, 4), _SEQUENCE, lambda m, x: m(x, x, x)
+    ),
+    "tabicl": Example(make("tabicl._model.layers", "MultiheadAttentionBlock", 32, 4, 48), _SEQUENCE),
+    "tabicl.induced": Example(
+        make("tabicl._model.layers", "InducedSelfAttentionBlock", 32, 4, 48, 5), noise(3, 8, 32)),
     "boltz": Example(
         make("boltz.model.layers.attention", "AttentionPairBias", 32, 12, 4), two((8, 32), (8, 8, 12)),
         lambda m, s, z: m(s, z, torch.ones(len(s), 8))),
@@ -103,5 +123,6 @@ EXAMPLES: dict[str, Example] = {
         without(_without_start("q_transformer", "q_robotic_transformer", "Attention", 32, 4, 8, 0.0, 2, 4, False),
                 *_ROBOTS), noise(2, 2, 2, 2, 32)),
     "rl4co": Example(_routes("MultiHeadAttention", 32, 4), _SEQUENCE),
+    "rl4co.pointer": Example(_Pointing, two((8, 32), (3, 32))),
     "rl4co.scores": Example(_routes("MultiHeadCompat", 4, 32, 32), _SEQUENCE, attends=False),  # it returns scores
 }  # fmt: skip
