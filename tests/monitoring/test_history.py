@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -491,3 +492,15 @@ def test_while_a_line_is_written_no_other_writer_gets_the_lock(tmp_path):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with locked(file), locked(other):  # which does not wait for it
             pass
+
+
+def test_a_history_of_a_relative_path_stays_one_file_when_the_working_directory_changes(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    history = History(Path("run/history.jsonl"), is_new=True)
+    history.begin(0, [])
+    history.note("first")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    history.note("second")
+    assert [path.relative_to(tmp_path) for path in tmp_path.rglob("*.jsonl")] == [Path("run/history.jsonl")]
+    assert [line["kind"] for line in read_lines(tmp_path / "run/history.jsonl")][-2:] == ["first", "second"]

@@ -61,6 +61,7 @@ class History:
         say: Callable[[str, str], None] | None = None,
     ) -> None:
         self.path = Path(path)
+        self._home = Path() if self.path.is_absolute() else Path.cwd()  # the working directory may change in a run
         self.run = uuid.uuid4().hex if run is None else run
         self._session, self._process = uuid.uuid4().hex, os.getpid()
         self._matrix_every, self._budget = matrix_every, math.inf if budget is None else budget
@@ -75,6 +76,10 @@ class History:
 
     def __str__(self) -> str:
         return str(self.path)
+
+    @property
+    def _file(self) -> Path:
+        return self._home / self.path
 
     def begin(
         self, step: int, layers: Iterable[dict[str, Any]], *, last_reading: int | None = None, **facts: Any
@@ -128,15 +133,15 @@ class History:
         size = 0 if self._left is None else self._left[1]
         with_heads = is_turn or is_end or size < _SHARE_WITH_HEADS * self._budget
         self._append(record_to_line(record, with_heads=with_heads))
-        if (is_turn or is_end) and not is_stream(self.path):
+        if (is_turn or is_end) and not is_stream(self._file):
             alerted = {alert.layer for alert in alerts if alert.level != "notice"}
             kept = set(record.layers) if is_end else alerted & set(record.layers)
             self._write_matrices(record, kept)
 
     def _write_matrices(self, record: Record, kept: Set[str]) -> None:
-        size = self.path.stat().st_size
+        size = self._file.stat().st_size
         limit = max(self._budget - size, _LEAST_SHARE * self._budget)
-        file = MatrixFile(matrix_path(self.path))
+        file = MatrixFile(matrix_path(self._file))
         file.write(record, set(record.layers) - kept, is_kept=False, limit=limit)
         file.write(record, kept, is_kept=True, limit=limit)
         if size + file.size > self._budget and not self._is_over_budget:
@@ -162,17 +167,17 @@ class History:
         self._write()
 
     def _write(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file.parent.mkdir(parents=True, exist_ok=True)
         if self._is_new:
             self._create(self._first_lines())
         if not self._unwritten:
             return
-        with self.path.open("a+b", buffering=0) as file, locked(file):
+        with self._file.open("a+b", buffering=0) as file, locked(file):
             if self._is_still_ours(file):
                 self._add_to(file)
                 return
         self._step_aside()
-        with self.path.open("a+b", buffering=0) as file, locked(file):
+        with self._file.open("a+b", buffering=0) as file, locked(file):
             self._add_to(file)
 
     def _add_to(self, file: FileIO) -> None:
@@ -196,14 +201,14 @@ class History:
 
     def _create(self, data: bytes) -> None:
         """Begin a new file."""
-        while not is_created(self.path, data):
-            self.path = free_path(self.path)
+        while not is_created(self._file, data):
+            self.path = self.path.with_name(free_path(self._file).name)
         self._is_new = False
         if self._parent is not None and self._header is not None:
             with suppress(OSError):  # the numbers are there without them
-                parent, bound = matrix_path(self._parent["history"]), self._header["last_reading"]
-                MatrixFile(matrix_path(self.path)).take_over(parent, bound)
-        with self.path.open("rb", buffering=0) as file:
+                parent, bound = matrix_path(self._home / self._parent["history"]), self._header["last_reading"]
+                MatrixFile(matrix_path(self._file)).take_over(parent, bound)
+        with self._file.open("rb", buffering=0) as file:
             self._left = identity(file)
 
     def _first_lines(self) -> bytes:
@@ -247,7 +252,7 @@ class History:
         other = "The parent of this forked process writes" if self._is_fork else "Another run has begun to write"
         if self._is_fork:
             self._session, self._process = uuid.uuid4().hex, os.getpid()
-        with suppress(OSError), taken.open("rb", buffering=0) as file:
+        with suppress(OSError), (self._home / taken).open("rb", buffering=0) as file:
             now = identity(file)
             if self._left is not None and now is not None and now[0] == self._left[0]:
                 written = file.read(self._left[1])
@@ -257,7 +262,7 @@ class History:
             parent = {**self._parent, "last_reading": self._last}
             self._header = {**self._header, "run": self.run, "session": self._session, "parent": parent}
             written += self._header_now()
-        self.path = free_path(self.path)
+        self.path = self.path.with_name(free_path(self._file).name)
         self._create(written)
         self._warn(
             "another writer",
