@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hdi_callback import HeadDiversityMonitor
 from hdi_callback.attention import AttentionLayer, HeadSlice, find_attention, survey
 from hdi_callback.attention.observe import AttentionObserver
 from hdi_callback.errors import UnsupportedAttentionWarning
@@ -483,3 +484,41 @@ def test_attention_by_exponentials_over_graph_edges_is_refused_and_in_blocks_it_
     (in_blocks,) = survey(blocks, forward=lambda: blocks(x[None, :8])).layers  # together they add up to one
     assert (in_blocks.num_heads, in_blocks.head_dim) == (H, WIDTH)
     assert not any("exponentials" in one.reason for one in survey(linear).refused)
+
+
+class SharedValues(nn.Module):
+    """Heads with queries and keys of their own that all weigh the same values, the weights of all in one matrix."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.q, self.k, self.o = (nn.Linear(D, D) for _ in range(3))
+        self.v = nn.Linear(D, WIDTH)
+
+    def forward(self, x):
+        q, k = (split(part(x)) for part in (self.q, self.k))
+        weights = torch.einsum("bhid,bhjd->bhij", q, k).mul(WIDTH**-0.5).softmax(-1)
+        if self.way == "einsum":
+            return self.o(torch.einsum("bhij,bjd->bihd", weights, self.v(x)).flatten(2))
+        if self.way == "several values":
+            values = self.v(x).unflatten(-1, (2, WIDTH // 2)).transpose(1, 2)
+            return self.o(torch.einsum("bhij,brjd->bihrd", weights, values).flatten(2))
+        mixed = weights.flatten(1, 2) @ self.v(x)
+        return self.o(mixed.unflatten(1, (H, -1)).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("way", ["einsum", "several values", "flattened"])
+def test_heads_that_share_their_values_are_apart_if_one_product_takes_the_weights_of_all(way):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(D), SharedValues(way))
+    (layer,) = find_attention(model)
+    assert (layer.num_heads, layer.num_key_heads) == (H, H)
+    assert torch.equal(layer.weight("query"), model[1].q.weight.view(H, WIDTH, D))
+    assert torch.equal(layer.weight("key"), model[1].k.weight.view(H, WIDTH, D))
+    assert torch.equal(layer.weight("value"), model[1].v.weight[None])
+    with HeadDiversityMonitor(model) as monitor:
+        for step in range(2):
+            monitor.arm()
+            model(torch.randn(2, 5, D))
+            assert monitor.measure(step).record().absent == {}
+        assert monitor.refused == ()

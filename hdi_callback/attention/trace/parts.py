@@ -56,8 +56,9 @@ class CoreParts:
         queries = self.core.scores[first.product].sides[1 - first.side]
         is_own = [one.at_query.tolist() for one in (first, last)] == [[n * count + row], [n * count + count - 1]]
         are_alike = (first.product, first.side) == (last.product, last.side)
-        if not is_own or not are_alike or queries.shape[:2] != self.core.weights.shape[:2]:
+        if not is_own or not are_alike or queries.shape[:2].numel() != self.core.weights.shape[:2].numel():
             return Units()
+        queries = queries.reshape(*self.core.weights.shape[:2], -1)  # an einsum may put heads and tokens in one
         of_rows: list[set[tuple[str, int]]] = [set() for _ in range(count)]
         for number, codes in columns_of(queries[n].mT, run.tensors).items():
             leaf = run.leaves[number]
@@ -86,8 +87,9 @@ class CoreParts:
         is_right = not pair.side
         factor = self.core.scores[pair.product].factors[is_right]
         codes = columns_of(self.core.weights[n].mT, [factor]).get(0, torch.full((factor.numel(), 1), -1))
-        matrix = codes.view(-1, *factor.shape[-2:])[n if factor.dim() > 2 else 0]
-        rows = agreed(matrix if is_right else matrix.mT)
+        matrices = codes.view(-1, *factor.shape[-2:])
+        own = matrices.chunk(self.core.weights.shape[0])[n] if factor.dim() > 2 else matrices[:1]
+        rows = torch.cat([agreed(matrix if is_right else matrix.mT) for matrix in own])
         unknown = rows == -1  # a query with a single key shows nothing: it is right if all others are
         is_same = bool((unknown | (rows == torch.arange(len(rows)))).all())
         return torch.arange(len(rows)) if is_same else rows
