@@ -298,7 +298,7 @@ def test_a_constant_scale_between_the_latent_projections_is_part_of_the_key_weig
     up = module.up.weight.view(H, 16, 8) * module.between.weight
     assert torch.allclose(layer.weight("key"), (up @ module.down.weight[:8])[:, :8], atol=1e-6)
     assert torch.allclose(layer.weight("value"), (up @ module.down.weight[:8])[:, 8:], atol=1e-6)
-    assert "the scale between its two projections" in refusal_of(ScaledLatent(is_twin=True))
+    assert "by none of its parameters, as by an activation" in refusal_of(ScaledLatent(is_twin=True))
 
 
 class TwoSources(nn.Module):

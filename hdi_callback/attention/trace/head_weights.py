@@ -89,7 +89,8 @@ def _gain(trace: TracedCores, path: str, row: Rows) -> tuple[str, float]:
                 ratio = gain / (parameter.detach() + offset)
                 if (ratio - ratio[0]).abs().max() < 1e-4 * ratio[0].abs():
                     return _from(trace, path, name)[1], offset
-    raise UndecidedError("the scale between its two projections is none of its parameters")
+    why = "features are scaled between its two projections by none of its parameters, as by an activation"
+    raise UndecidedError(why)
 
 
 def is_whole(trace: TracedCores, leaf: Leaf) -> bool:
