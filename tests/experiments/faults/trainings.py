@@ -82,7 +82,8 @@ class Switches:
 
     Attributes:
         scale: factor on the usual scale of scores.
-        mask: what a query of a decoder may see.
+        mask: what a query of a decoder may see; "next" the token after it as well, "window" itself and three before.
+        slopes: of a penalty on distant tokens, one for each head, as in ALiBi; none by default.
         split: how heads are cut out of a projection.
         rounds_down: round what attention gives down to bf16, as a biased kernel does.
         has_skip: whether the residual connections are there.
@@ -99,7 +100,8 @@ class Switches:
     def __init__(self) -> None:
         self.scale, self.sink = 1.0, 0.0
         self.common: Tensor | float = 0.0
-        self.mask: Literal["causal", "none", "self"] = "causal"
+        self.mask: Literal["causal", "none", "self", "next", "window"] = "causal"
+        self.slopes: Tensor | None = None
         self.split: Literal["right", "no transpose"] = "right"
         self.rounds_down, self.has_skip, self.rank = False, True, 0
         self.dropout, self.has_places, self.is_detached = 0.0, True, False
@@ -142,7 +144,15 @@ class Attention(nn.Module):
                 bias = bias.masked_fill(torch.ones_like(bias, dtype=torch.bool).triu(1), -torch.inf)
             elif self.is_causal and switches.mask == "self":
                 bias = bias.masked_fill(~torch.eye(len(bias), dtype=torch.bool), -torch.inf)
+            elif self.is_causal and switches.mask == "next":
+                bias = bias.masked_fill(torch.ones_like(bias, dtype=torch.bool).triu(2), -torch.inf)
+            elif self.is_causal and switches.mask == "window":
+                near = torch.ones_like(bias, dtype=torch.bool).tril().triu(-3)
+                bias = bias.masked_fill(~near, -torch.inf)
             bias = torch.cat([bias[:, :1] + switches.sink, bias[:, 1:]], -1)
+        if bias is not None and switches.slopes is not None:
+            places = torch.arange(len(bias))
+            bias = bias - switches.slopes[:, None, None] * (places[:, None] - places).abs()
         scale = switches.scale * q.shape[-1] ** -0.5
         if switches.axis == "queries":
             scores = scale * q @ k.mT if bias is None else scale * q @ k.mT + bias
