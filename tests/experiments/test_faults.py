@@ -10,10 +10,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
+from hdi_callback import find_attention
 from hdi_callback.errors import HDIWarning
 from hdi_callback.monitoring.rules import default_rules, healthy_runs
-from tests.experiments.faults import again, plan, report, run, tried_once
+from tests.experiments.faults import again, examined, plan, report, run, small_start, tried_once
 from tests.experiments.faults.extremes import MEASURES, extremes_of
 from tests.experiments.faults.faults import FAULTS
 from tests.experiments.faults.judging import NOW, judge_again
@@ -368,3 +370,29 @@ def test_runs_that_are_made_again_agree_only_with_the_same_losses_and_alerts():
     chosen = again.drawn(known, 30)
     assert chosen == again.drawn(known[::-1], 30), "a fixed seed, whatever the order"
     assert sum(one["kind"] == HEALTHY for one in chosen) == 30
+
+
+def test_an_examined_run_is_judged_by_what_was_written_before():
+    def found(*alerts):
+        return {"alerts": [(step, "a", "worst pair", level) for step, level in alerts], "validation": [2.0]}
+
+    assert examined.verdict(examined.SILENT, found((5, "notice")), 0) == "as it should"
+    assert examined.verdict(examined.SILENT, found((5, "warning")), 0) == "false alarm"
+    assert examined.verdict(examined.BROKEN, found((35, "warning"), (45, "warning")), 40) == "false alarm"
+    assert examined.verdict(examined.BROKEN, found((45, "critical")), 40) == "as it should"
+    assert examined.verdict(examined.BROKEN, found(), 40) == "**missed**"
+    assert examined.verdict(examined.HIDDEN, found(), 40) == "silent, as expected"
+    truths = Counter(kind.truth for kind in examined.KINDS.values())
+    assert min(truths[examined.SILENT], truths[examined.BROKEN]) >= 12
+
+
+@pytest.mark.slow
+def test_a_small_start_is_trained_and_its_forced_heads_come_together():
+    force = small_start.Force(("value", "output"), 4, start=0)
+    training = small_start.TRAININGS["ViT"]
+    torch.manual_seed(small_start.SEED)
+    fresh = training.model()
+    assert float(next(layer for layer in find_attention(fresh)).weight("key").std()) == pytest.approx(0.02, rel=0.1)
+    result = small_start.train(training, force, steps=60)
+    named = {rule for _, layer, rule, level, _ in result["alerts"] if layer == result["pulled"] and level != "notice"}
+    assert "merged messages" in named

@@ -312,9 +312,10 @@ def page(folder: Path) -> str:
         row(name, kind, made(name, kind.base, kind.fault, folder), healthy[kind.base]) for name, kind in KINDS.items()
     ]
     head = (
-        "Made by `python -m tests.experiments.faults.examined --output docs/benchmarks/examined.md`: one training each, "
-        f"seed {SEED}, torch {torch.__version__.partition('+')[0]}. Faults begin at step {START}, or before the first "
-        "one. Loss of validation at the end and that of the healthy training; what should be said; what was.\n\n"
+        "Made by `python -m tests.experiments.faults.examined --output docs/benchmarks/examined.md`: one training "
+        f"each, seed {SEED}, torch {torch.__version__.partition('+')[0]}. Faults begin at step {START}, or "
+        "before the first one. Loss of validation at the end and that of the healthy training; what should be said; "
+        "what was.\n\n"
         "| kind | training | loss | healthy | should | does | rules |\n|---|---|---|---|---|---|---|"
     )
     return "\n".join([head, *rows, ""])
