@@ -14,7 +14,7 @@ import torch
 
 from hdi_callback import find_attention
 from hdi_callback.errors import HDIWarning
-from hdi_callback.monitoring.rules import default_rules, healthy_runs
+from hdi_callback.monitoring.rules import FlatAttention, default_rules, healthy_runs
 from tests.experiments.faults import again, examined, plan, report, run, small_start, tried_once
 from tests.experiments.faults.extremes import MEASURES, extremes_of
 from tests.experiments.faults.faults import FAULTS
@@ -276,7 +276,19 @@ def published_healthy():
     """Read the file once, and keep of each run what is compared below: the file takes seconds, and much memory."""
     runs = [one for one in json.loads(gzip.decompress(PUBLISHED.read_bytes())) if one["kind"] == HEALTHY]
     kept = ("rules", "extremes", "alerts")
-    return [{name: one[name] for name in kept if name in one} | {"reached": reached_by(one)} for one in runs]
+    return [{name: one[name] for name in kept if name in one} | summarised(one) for one in runs]
+
+
+def summarised(run):
+    return {"reached": reached_by(run), "flat": readings_of_new_flatness(run)}
+
+
+def readings_of_new_flatness(run):
+    """Count the readings in a row at which some layer was uniform, in a run none of whose layers began near that."""
+    curve = [score for _, score in run["scores"].get("attention: mean entropy rises", ())]
+    if not curve or curve[0] >= 0.995:
+        return 0
+    return max(len(part) for part in "".join("f" if score >= 0.9995 else " " for score in curve).split(" "))
 
 
 def reached_by(run):
@@ -315,6 +327,14 @@ def test_the_stated_alignment_peaks_are_those_of_both_benchmarks(metric, monitor
     scores = [score for one in healthy for score in one["reached"].get(monitor, ())]
     peak = healthy_runs._HEALTHY_PEAKS[metric]
     assert (peak.value, peak.runs) == (pytest.approx(max(of_others, *scores)), 144 + len(healthy))
+
+
+def test_the_stated_readings_of_new_flatness_are_the_most_of_the_published_healthy_runs():
+    healthy = published_healthy()
+    peak = healthy_runs._HEALTHY_PEAKS["became flat"]
+    assert (peak.value, peak.runs) == (max(one["flat"] for one in healthy), len(healthy))
+    assert FlatAttention.lasts > peak.value
+    assert sum(one["flat"] > 0 for one in healthy) >= 1
 
 
 @pytest.mark.parametrize("rule", MEASURES)

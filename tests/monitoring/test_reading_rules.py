@@ -582,6 +582,17 @@ def test_flat_attention_from_small_initial_weights_is_a_notice_and_from_a_wrong_
     assert "the size of the inputs of the layer" in faded.message
 
 
+def test_attention_that_becomes_uniform_slowly_is_reported_and_resolved_once_it_is_not():
+    def cool(step, model):
+        model.scale *= 0.6 if step < 150 else 1 / 0.6
+
+    found = asked([FlatAttention()], watched(Masked(), cool, steps=range(0, 300, 10)))
+    assert [alert.is_resolved for alert in found] == [False, True]
+    assert "attention has become uniform" in found[0].message
+    assert found[0].finding.since == found[0].step - 40
+    assert asked([FlatAttention()], watched(Masked(), steps=range(0, 300, 10))) == []
+
+
 def test_updates_that_bfloat16_rounds_away_are_reported_and_small_float32_updates_are_not():
     def train(kind):
         def act(step, model):

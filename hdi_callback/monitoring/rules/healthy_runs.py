@@ -37,6 +37,7 @@ _HEALTHY_PEAKS = {
     "attention_entropy": _Peak(0.374, HEALTHY_RUNS_WITH_ROWS, is_least=True),
     "attention_logit": _Peak(44.5, HEALTHY_RUNS_WITH_ROWS, digits=0),
     "attention_sink": _Peak(0.878, HEALTHY_RUNS_WITH_ROWS),
+    "became flat": _Peak(3, HEALTHY_RUNS_WITH_ROWS, digits=0, of=" readings in a row"),
     "vanishing weights": _Peak(0.3676, HEALTHY_RUNS_JUDGED, is_least=True, of=" of the first norm"),
     "dead heads": _Peak(0.7083, HEALTHY_RUNS_JUDGED, is_least=True, of=" of the first norm"),
     "falling rank": _Peak(0.7298, HEALTHY_RUNS_JUDGED, is_least=True, of=" of the first flatness"),

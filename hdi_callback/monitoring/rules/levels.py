@@ -165,7 +165,7 @@ class SharpFromStart(Rule):
 
 
 class FlatAttention(Rule):
-    r"""Attention has stayed uniform since the first step: scores are too small to distinguish tokens.
+    r"""Attention has stayed uniform since the first step, or has become so: scores are too small to distinguish tokens.
 
     For instance if the scale of the scores is far too small, or queries and keys do not train. If the largest score is
     measured, it must have stayed small too: a layer that has begun to prefer a few tokens is still learning.
@@ -173,6 +173,9 @@ class FlatAttention(Rule):
     Where fresh key weights are small, and scores are as small as queries and keys themselves, learning is only slow to
     begin: that is a notice. It is a warning where the largest score is below a tenth of
     :math:`\lVert q \rVert \lVert k \rVert / \sqrt{d_k}`, or weights were of the usual size.
+
+    Attention that was ten times as far from uniform at the first reading has become so, however slowly, where it is
+    uniform at five readings in a row. Layers with heads that an intervention has written are left out of that.
 
     Args:
         limit: of the entropy over log n, mean over heads, at every reading so far.
@@ -183,6 +186,8 @@ class FlatAttention(Rule):
     needs = ("attention_entropy",)
     largest: ClassVar[float] = 0.25
     """A score above which attention prefers some tokens to others."""
+    lasts: ClassVar[int] = 5
+    """Readings in a row at which attention that was not uniform at first has become so."""
     scale: ClassVar[float] = 0.1
     """Largest score over that of a mean query and a mean key of one direction, at which the scale is at fault."""
 
@@ -194,6 +199,8 @@ class FlatAttention(Rule):
         """Judge all readings that are kept, and the first."""
         _, curve = series.curve("attention_entropy")
         first = series.first.values.get("attention_entropy", 0.0)
+        if 1 - first >= 10 * (1 - self.limit):
+            return self._become(series, active)
         if len(curve) < self.readings or min(*curve, first) < self.limit or not series.trains:
             return None
         _, logits = series.curve("attention_logit")
@@ -222,6 +229,29 @@ class FlatAttention(Rule):
             since=series.first.step,
             certainty=how_often_raised(self.name, limit=self.limit, readings=self.readings),
             remedy=remedy,
+        )
+
+    def _become(self, series: Series, active: Alert | None) -> Finding | None:
+        """Judge the last readings of a layer whose attention was not uniform at first."""
+        steps, curve = series.curve("attention_entropy")
+        if active is not None:
+            return active.finding if 1 - curve[-1] <= 2 * (1 - self.limit) else None
+        _, logits = series.curve("attention_logit")
+        are_small = max(logits[-self.lasts :], default=0.0) <= self.largest
+        if len(curve) < self.lasts or min(curve[-self.lasts :]) < self.limit or not are_small or series.rewritten:
+            return None
+        return Finding(
+            f"attention has become uniform (mean entropy {curve[-1]:.4f}, "
+            f"{series.first.values['attention_entropy']:.2f} at step {series.first.step}): its heads average all "
+            "tokens",
+            "warning",
+            curve[-1],
+            self.limit,
+            "attention_entropy",
+            since=steps[-self.lasts],
+            certainty=healthy_peak("became flat", self.lasts),
+            remedy="checking the scale of the scores, the size of the inputs of the layer, and whether its query and "
+            "key weights fade",
         )
 
     def _usual_score(self, series: Series) -> float:
