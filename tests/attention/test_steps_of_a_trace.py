@@ -12,7 +12,7 @@ from torch import nn
 from hdi_callback.attention.trace.core_view import CoreView
 from hdi_callback.attention.trace.graph_cut import MOST_ELEMENTS, GraphCut
 from hdi_callback.attention.trace.head_rows import NoHeadsError, Rows, Units
-from hdi_callback.attention.trace.joining import _are_alike
+from hdi_callback.attention.trace.joining import _are_terms_of_a_sum
 from hdi_callback.attention.trace.layers import _owner
 from hdi_callback.attention.trace.maps import is_like_a_map
 from hdi_callback.attention.trace.ordering import centre
@@ -58,9 +58,11 @@ def test_heads_whose_projections_take_different_inputs_are_refused():
         refuse_inputs_of_their_own(trace, {"query": rows})
 
 
-@pytest.mark.parametrize("other", [None, torch.ones(3, 5), 2 * torch.ones(3, 4)])
-def test_heads_are_terms_of_one_sum_only_if_all_derivatives_of_both_are_equal(other):
-    assert not _are_alike(fake(), (0, 1), {}, {0: torch.ones(3, 4), 1: other})
+@pytest.mark.parametrize("other", [torch.ones(3, 5), -torch.ones(3, 4), torch.zeros(3, 4), torch.eye(3, 4)])
+def test_heads_are_terms_of_one_sum_only_if_their_derivatives_are_proportional(other):
+    ones, weighed = torch.ones(3, 4), torch.tensor([[1.0], [2.0], [0.5]]) * torch.ones(3, 4)
+    assert _are_terms_of_a_sum(ones, weighed)
+    assert not _are_terms_of_a_sum(ones, other)
 
 
 def test_a_layer_belongs_to_the_innermost_module_that_contains_its_keys_and_values():
