@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from hdi_callback.attention.observe.compare.cores import ReadRows, no_softmax
 from hdi_callback.attention.observe.mode_stack import take_off
-from hdi_callback.attention.observe.quiet import unnoticed, without_transforms
+from hdi_callback.attention.observe.quiet import is_plain, unnoticed, without_transforms
 from hdi_callback.attention.observe.recorder import Recorder
 from hdi_callback.attention.observe.scores.call import Call, from_the_end
 from hdi_callback.attention.observe.scores.lineage import Lineage, Scores
@@ -73,7 +73,7 @@ class ObservingMode(TorchFunctionMode):
             self._recorder.is_recorded = torch.is_grad_enabled()
             device = next((tensor.device for tensor in call.tensors()), torch.device("cpu"))
             with unnoticed(name, device, self._failures):
-                if picks:
+                if picks and all(map(is_plain, call.tensors())):
                     self._chosen.follow(call)
                 if handler is not None:
                     handler(self, call)

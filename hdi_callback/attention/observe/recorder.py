@@ -12,7 +12,7 @@ from hdi_callback.attention.observe.compare.cores import ObservedCore, ReadRows,
 from hdi_callback.attention.observe.compare.samples import Arrangement, arrangements, arrangements_of_rows
 from hdi_callback.attention.observe.map_log import MapLog
 from hdi_callback.attention.observe.module_stack import ModuleStack
-from hdi_callback.attention.observe.quiet import holds_numbers
+from hdi_callback.attention.observe.quiet import holds_numbers, is_plain
 from hdi_callback.attention.observe.row_reader import Request, RowReader
 from hdi_callback.attention.observe.scores.lineage import Scores
 from hdi_callback.attention.observe.scores.masks import MaskTerm
@@ -99,7 +99,7 @@ class Recorder:
             parts=tuple(name for name, _ in self.stack.modules),
             is_recorded=self.is_recorded,
             tied=scores.tied,
-            stretch=None if scores.query is None else Stretch.of(scores.query),
+            stretch=Stretch.of(scores.query) if scores.query is not None and is_plain(scores.query) else None,
         )
         if scores.altered:
             core.rows, core.unread = None, f"its weights are changed by {', '.join(scores.altered)} after the softmax"

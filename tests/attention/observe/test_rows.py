@@ -465,3 +465,25 @@ def test_attention_under_data_parallel_is_observed_only_if_the_model_is_not_repl
     assert [core.heads for core in observer.cores] == [4]
     model.device_ids = [0, 1]
     assert "copies of it in other threads" in str(closed_reason(model))
+
+
+def test_positions_gathered_under_vmap_are_not_followed_and_nothing_fails():
+    class Mapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+        def forward(self, x):
+            def one_sequence(x):
+                places = torch.arange(T)[:, None].expand(T, 4).clone()
+                turned = torch.arange(20.0)[:, None].expand(20, 4).gather(0, places).split(2, -1)
+                q, k, v = (part.unflatten(-1, (4, 4)).transpose(0, 1) for part in self.qkv(x).chunk(3, -1))
+                q = q * torch.cat(turned, -1).cos()
+                return ((q @ k.mT / 2).softmax(-1) @ v).transpose(0, 1).flatten(1)
+
+            return self.out(torch.vmap(one_sequence)(x))
+
+    model = nn.Sequential(Mapped())
+    observer = observed(model, lambda: model(torch.randn(B, T, 16)))
+    assert observer.failures == []
+    assert [core.rows for core in observer.cores] == [None]

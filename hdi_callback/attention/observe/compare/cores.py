@@ -61,12 +61,12 @@ class Stretch:
         """Locate the tokens of ``(*lead, length, width)``.
 
         Args:
-            tensor: queries.
+            tensor: queries, which have a storage.
 
         Returns:
-            Their place; None if the tensor has none.
+            Their place; None if there are none.
         """
-        if type(tensor) is not Tensor or tensor.dim() < 2 or not tensor.numel():
+        if tensor.dim() < 2 or not tensor.numel():
             return None
         sizes = [size for dim, size in enumerate(tensor.shape) if dim != tensor.dim() - 2]
         strides = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride())]
