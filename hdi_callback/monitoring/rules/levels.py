@@ -174,8 +174,9 @@ class FlatAttention(Rule):
     begin: that is a notice. It is a warning where the largest score is below a tenth of
     :math:`\lVert q \rVert \lVert k \rVert / \sqrt{d_k}`, or weights were of the usual size.
 
-    Attention that was ten times as far from uniform at the first reading has become so, however slowly, where it is
-    uniform at five readings in a row. Layers with heads that an intervention has written are left out of that.
+    It is a warning as well where :math:`1 -` entropy was ten times :math:`1 -` limit or more at the first reading, and
+    the entropy is at the limit or above at five readings in a row, however slowly it rose. Layers with heads that an
+    intervention has written are left out of that.
 
     Args:
         limit: of the entropy over log n, mean over heads, at every reading so far.
