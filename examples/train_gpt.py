@@ -3,12 +3,12 @@
     python examples/train_gpt.py
 
 takes under three minutes on two CPU cores. It shows how `HDICallback` is added to a Lightning trainer (one line, in
-`main`), writes a TensorBoard log and an offline W&B run, and ends with a table of the layers, figures and a report.
+`main`), writes a TensorBoard log and an offline W&B run, and ends with a table of the layers and a report.
 
     python examples/train_gpt.py --collapse
 
 adds a force that draws two heads of one layer together, as a fault would. The alert names them; `ReviveHeads` assigns
-fresh weights to one of them, and the force stops. The alignment of the two heads before and after is printed and drawn.
+fresh weights to one of them, and the force stops. The alignment of the two heads before and after is printed.
 """
 
 from __future__ import annotations
@@ -26,16 +26,11 @@ import lightning as L
 import torch
 import wandb
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from hdi_callback import Alert, HDICallback, load_history, read_alerts, read_history, report
-from hdi_callback.dashboards.figures import plot_heads, plot_layers, plot_trajectories
-from hdi_callback.errors import MisconfigurationError
-from hdi_callback.interventions import ReviveHeads
+from hdi_callback import Alert, Call, HDICallback, ReviveHeads, load_history, write_report
 
 VOCABULARY = 256  # one token per byte
 
@@ -211,37 +206,24 @@ def build(
 # --- Output
 
 
-def print_layers(history) -> None:
-    """Print a row per layer: the first and the last reading of its heads."""
-    table = Table(
-        title="Head diversity by layer (key weights; chance is the mean for random heads)", title_justify="left"
-    )
-    for heading in ("layer", "HDI first", "HDI last", "chance", "worst pair", "effective heads", "correlation"):
-        table.add_column(heading, justify="left" if heading == "layer" else "right")
-    for name, rows in history.groupby("layer", sort=False):
-        first, last = rows.iloc[0], rows.iloc[-1]
-        pair = " and ".join(str(head) for head in last["worst_pair"])
-        table.add_row(
-            name.removeprefix("model."), f"{first['hdi']:.3f}", f"{last['hdi']:.3f}", f"{last['hdi_chance']:.3f}",
-            f"{last['hdi_worst_pair']:.2f} (heads {pair})", f"{last['hdi_effective_heads']:.2f}",
-            f"{rows['head_correlation'].dropna().iloc[-1]:+.3f}",
-        )  # fmt: skip
-    Console(width=110).print(table)
-
-
 def describe_collapse(history: Path) -> str:
     """Describe the first pair of heads that an alert named, at the alert and at the end."""
-    first_alert = next(
-        (one for one in read_alerts(history) if one.level != "notice" and len(one.finding.heads) == 2), None
-    )
-    if first_alert is None:
+    run = load_history(history)
+    named = [
+        (record.step, layer, heads)
+        for record in run.records
+        for alert in record.alerts
+        for layer, heads in alert.where.items()
+        if alert.level != "notice" and len(heads) == 2
+    ]
+    if not named:
         return "No pair of heads was named by an alert: the run was too short for the collapse."
-    run, (a, b) = read_history(history), first_alert.finding.heads
-    steps = [first_alert.step, run.matrix_steps(first_alert.layer)[-1]]
-    before, after = (float(run.matrices(step, first_alert.layer)["pair_alignment"][a, b]) for step in steps)
+    first, layer, (a, b) = named[0]
+    steps = [first, run.matrix_steps[-1]]
+    before, after = (float(run.matrices(step)[layer]["pair_alignment"][a, b]) for step in steps)
     return (
-        f"{first_alert.layer}, heads {a} and {b}: alignment {before:.2f} at step {steps[0]}, when the alert came, "
-        f"and {after:.2f} at step {steps[1]} (0 is chance, 1 the same head)"
+        f"{layer}, heads {a} and {b}: alignment {before:.2f} at step {steps[0]}, when the alert came, and {after:.2f} "
+        f"at step {steps[1]} (0 is chance, 1 the same head)"
     )
 
 
@@ -308,11 +290,10 @@ def main(argv: list[str] | None = None) -> None:
 
         def stop_fault(alert: Alert) -> None:
             """Stop the fault at the first alert, as a person who has found its cause would."""
-            if not alert.is_resolved and alert.level != "notice":
-                lit.fault.is_over = True
+            lit.fault.is_over = True
 
-        revive = ReviveHeads(max_output_error=1, rules=["worst pair"], at_most=1)
-        callback = HDICallback(every_n_steps=options.every_n_steps, on_alert=stop_fault, interventions=[revive])
+        revive = ReviveHeads(max_output_error=1, at_most=1)
+        callback = HDICallback(every_n_steps=options.every_n_steps, interventions=[revive, Call(stop_fault)])
     trainer = L.Trainer(
         max_steps=options.steps,
         max_epochs=math.ceil(options.steps / len(train_batches)),
@@ -330,24 +311,7 @@ def main(argv: list[str] | None = None) -> None:
     if not options.no_wandb:
         offline_run = Path(os.path.relpath(loggers[1].experiment.dir)).parent
         loggers[1].experiment.finish()
-    history = load_history(callback.history_path)
-    folder = Path(board.log_dir)
-    alerted = [alert.step for alert in read_alerts(callback.history_path) if alert.rule == "worst pair"]
-    figures = {
-        "head_diversity.png": plot_trajectories(history),
-        "alignment.png": plot_layers(callback.history_path),
-        "heads.png": plot_heads(callback.history_path, step=alerted[0] if alerted else None),
-    }
-    if alerted:
-        figures["heads_at_the_end.png"] = plot_heads(callback.history_path)
-    for name, figure in figures.items():
-        figure.savefig(folder / name, dpi=110)
-
     print()
-    print_layers(history)
-    for alert in read_alerts(callback.history_path):
-        if alert.level != "notice":
-            print(f"{'resolved' if alert.is_resolved else alert.level}: {alert.message}")
     if options.collapse:
         print(describe_collapse(callback.history_path))
     loss, unigram = float(trainer.callback_metrics["val_loss"]), unigram_loss(train, validation)
@@ -355,17 +319,14 @@ def main(argv: list[str] | None = None) -> None:
         f"\nvalidation loss {loss:.3f} nats per byte; untrained {untrained:.3f}; byte frequencies alone {unigram:.3f}"
     )
     print(f"the model writes: {lit.continue_text('def ')!r}\n")
-    print(f"figures           {', '.join(str(folder / name) for name in figures)}")
     print(f"every reading     {callback.history_path}")
     programs = Path(os.path.relpath(sys.executable)).parent
-    print(f"TensorBoard       {programs}/tensorboard --logdir {options.out}   (open its page Custom Scalars)")
+    print(f"TensorBoard       {programs}/tensorboard --logdir {options.out}")
     if not options.no_wandb:
         print(f"W&B               {programs}/wandb leet {board.log_dir}/wandb   (in the terminal, without an account)")
         print(f"                  {programs}/wandb sync {offline_run}   (to the website, with an account)")
-    try:
-        print(f"report            {report(callback.history_path).path}   (open it in a browser)")
-    except MisconfigurationError as error:  # without plotly
-        print(f"no report         {error}")
+    report = write_report(load_history(callback.history_path), Path(board.log_dir) / "report.html")
+    print(f"report            {report}   (open it in a browser)")
 
 
 if __name__ == "__main__":

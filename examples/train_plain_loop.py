@@ -3,7 +3,7 @@
     python examples/train_plain_loop.py
 
 takes less than a minute on two CPU cores. The two lines to add are `watch_heads` and `with heads.step():`, in `train`.
-It writes a TensorBoard log and a history, and ends with a figure of the trajectories.
+It writes a TensorBoard log and a history, and ends with a report.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from hdi_callback import load_history, watch_heads
-from hdi_callback.dashboards.figures import plot_trajectories
+from hdi_callback import load_history, watch_heads, write_report
 
 
 class ViT(nn.Module):
@@ -105,11 +104,10 @@ def main(argv: list[str] | None = None) -> None:
     model = ViT(layers=options.layers, heads=options.heads, width=options.width)
     path = train(options, model, *digits(options.batch_size))
 
-    figure = options.out / "head_diversity.png"
-    plot_trajectories(load_history(path)).savefig(figure, dpi=110)
-    print(f"\nfigure            {figure}")
+    report = write_report(load_history(path))
     print(f"every reading     {path}")
-    print(f"TensorBoard       tensorboard --logdir {options.out}   (open its page Custom Scalars)")
+    print(f"TensorBoard       tensorboard --logdir {options.out}")
+    print(f"report            {report}   (open it in a browser)")
 
 
 if __name__ == "__main__":

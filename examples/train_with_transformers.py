@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
-from hdi_callback import HDITrainerCallback, load_history
-from hdi_callback.dashboards.figures import plot_trajectories
+from hdi_callback import HDITrainerCallback, load_history, write_report
 
 VOCABULARY = 256  # one token per byte
 
@@ -88,11 +87,10 @@ def main(argv: list[str] | None = None) -> None:
     )
     trainer.train()
 
-    figure = options.out / "head_diversity.png"
-    plot_trajectories(load_history(callback.history_path)).savefig(figure, dpi=110)
-    print(f"\nfigure            {figure}")
+    report = write_report(load_history(callback.history_path))
     print(f"every reading     {callback.history_path}")
-    print(f"TensorBoard       tensorboard --logdir {options.out}   (open its page Custom Scalars)")
+    print(f"TensorBoard       tensorboard --logdir {options.out}")
+    print(f"report            {report}   (open it in a browser)")
 
 
 if __name__ == "__main__":

@@ -8,12 +8,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 from scipy.optimize import minimize_scalar
 
+from examples.theory.allocation import AllocationRanking, allocate_heads, rank_allocations
 from examples.theory.claim import Claim, Number, Part, Size
 from examples.theory.intervals import share_of
 from examples.theory.models import NO_ENCODER, recorded_encoder, recorded_gpt, trained_gpt
 from examples.theory.readings import effective_samples, spectrum
-from hdi_callback.core import allocate_heads, rank_allocations
-from hdi_callback.core.allocation import AllocationRanking
 
 
 def closed_form_gap(draws: int) -> tuple[float, int]:

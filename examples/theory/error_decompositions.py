@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from examples.theory.claim import Claim, Number, Part, Size, bars
+from examples.theory.error_model import bias_variance_covariance
 from examples.theory.estimators import (
     aligned_heads,
     kernel_weights,
@@ -15,7 +16,6 @@ from examples.theory.estimators import (
     random_heads,
 )
 from examples.theory.intervals import mean_of
-from hdi_callback.core import bias_variance_covariance
 
 EXACT = 1e-12
 NEAR = 0.05  # relative: the closed form is the leading term in 1/n

@@ -47,7 +47,7 @@ def two_profiles() -> tuple[list[float], list[float]]:
     equal = torch.stack([eye[[0, 1]], torch.stack([s * eye[0] + s * eye[2], s * eye[1] + s * eye[3]])])
     pairs = (uneven, equal)
     return (
-        [float(head_diversity(b).index) for b in pairs],
+        [float(head_diversity(b).subspace.index) for b in pairs],
         [float(noise_covariance(b, BANDWIDTH, SPREAD).mean()) for b in pairs],
     )
 
@@ -57,7 +57,7 @@ def run(size: Size) -> Claim:
     cosines = np.linspace(0.98, 0.0, 4 if size == "small" else 8) ** 0.5
     angles = [math.acos(c) for c in cosines]
     families = [heads_at_angle(H, K, angle) for angle in angles]
-    index = [float(head_diversity(bases).index) for bases in families]
+    index = [float(head_diversity(bases).subspace.index) for bases in families]
     closed = [float(noise_covariance(bases, BANDWIDTH, SPREAD).mean()) for bases in families]
     of = f"{repeats} draws"
     d = families[0].shape[-1]

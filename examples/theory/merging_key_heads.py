@@ -88,8 +88,8 @@ def pairs_of(layer: Recorded) -> list[dict[str, float]]:
                 "closed form": score_error(keys, held[0][index], mapped),
                 "mean pooling": score_error(keys, held[0][index], pooled(keys.shape[-1])),
                 "tail energy": tail,
-                "1 - overlap": 1 - float(diversity.overlap[pair]),
-                "1 - energy overlap": 1 - float(diversity.energy_overlap[pair]),
+                "1 - overlap": 1 - float(diversity.subspace.overlap[pair]),
+                "1 - energy overlap": 1 - float(diversity.energy.overlap[pair]),
                 "1 - circuit cosine": 1 - float(circuits[pair]),
             }
         )

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from examples.theory.models import Recorded
 from hdi_callback.core import (
-    AttentionSums,
+    attention_rows,
     head_covariance,
     head_diversity,
     ov_circuits,
     qk_circuits,
+    row_metrics,
     token_spread,
 )
 
@@ -48,12 +49,12 @@ def readings(layer: Recorded) -> dict[str, float]:
     diversity = head_diversity(key)
     scores = layer.scores()
     visible = scores.isfinite()
-    rows = AttentionSums.of(scores.softmax(-1), visible).rows()
+    rows = row_metrics(attention_rows(scores.softmax(-1), visible))
     covariance = head_covariance(head_outputs(layer), output)
     off = ~torch.eye(layer.heads, dtype=torch.bool)
     spread = token_spread(layer.inputs.double().flatten(0, 1))
     return {
-        "hdi": float(diversity.index),
+        "hdi": float(diversity.subspace.index),
         "circuit_qk_worst": float(qk_circuits(query, key).cosine[off].max()),
         "circuit_ov_worst": float(ov_circuits(value, output).cosine[off].max()),
         "head_correlation": float(covariance.correlation),

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from scipy import stats
 
+from examples.theory.allocation import allocate_heads, rank_allocations
 from examples.theory.claim import Claim, Number, Part, Size
 from examples.theory.estimators import overlap_factor
 from examples.theory.intervals import mean_of, share_of
 from examples.theory.models import recorded_gpt, train, validation_loss
 from examples.theory.readings import effective_samples, spectrum
 from examples.train_gpt import GPT, read_standard_library
-from hdi_callback.core import allocate_heads, rank_allocations
 
 LATENT, DECAY, BANDWIDTH, NOISE, TOTAL = 12, 0.7, 0.7, 1.0, 48
 WIDTHS = (4, 8, 16, 32, 64)  # of trained models of width 64

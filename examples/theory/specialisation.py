@@ -23,7 +23,9 @@ def diversity(model: GPT) -> tuple[float, float]:
     """Mean over layers of the index, and of its excess over chance: minus the alignment."""
     layers = [block.attention for block in model.blocks]
     found = [head_diversity(layer.k_proj.weight.detach().unflatten(0, (layer.num_heads, -1))) for layer in layers]
-    return float(np.mean([float(d.index) for d in found])), -float(np.mean([float(d.alignment) for d in found]))
+    return float(np.mean([float(d.subspace.index) for d in found])), -float(
+        np.mean([float(d.subspace.alignment) for d in found])
+    )
 
 
 def train(

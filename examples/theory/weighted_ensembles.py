@@ -42,7 +42,7 @@ def counterexample() -> tuple[list[float], list[float]]:
     equal = heads_at_angle(8, 2, math.acos(0.3**0.25))  # overlap 0.3 for every pair
     eye = torch.eye(18, dtype=torch.float64)
     copied = with_copies(eye[:8].view(4, 2, 18), 4)  # ten of 28 pairs are copies
-    index = [float(head_diversity(bases).index) for bases in (equal, copied)]
+    index = [float(head_diversity(bases).subspace.index) for bases in (equal, copied)]
     matrices = [noise_covariance(bases, BANDWIDTH, SPREAD) for bases in (equal, copied)]
     return index, [error(C, best_weights(C)) for C in matrices]
 
@@ -56,7 +56,7 @@ def search(trials: int) -> tuple[int, int]:
         towards = bases[torch.randint(6, (6,), generator=draw)]
         bases = torch.linalg.qr(((1 - tilt) * bases + tilt * towards).mT).Q.mT
         C = noise_covariance(bases, BANDWIDTH, SPREAD)
-        layers.append((float(head_diversity(bases).index), error(C, best_weights(C)), error(C, even(6))))
+        layers.append((float(head_diversity(bases).subspace.index), error(C, best_weights(C)), error(C, even(6))))
     wrong = wrong_even = 0
     for i in range(trials):
         for j in range(i):
@@ -120,7 +120,7 @@ def run(size: Size) -> Claim:
     copies = list(range(7))
     family = [with_copies(base, count) for count in copies]
     matrices = [noise_covariance(bases, BANDWIDTH, SPREAD) for bases in family]
-    index = [float(head_diversity(bases).index) for bases in family]
+    index = [float(head_diversity(bases).subspace.index) for bases in family]
     by_mean = [error(C, even(len(C))) for C in matrices]
     by_best = [error(C, best_weights(C)) for C in matrices]
     drift = max(abs(value / by_best[0] - 1) for value in by_best)

@@ -1,77 +1,51 @@
-"""The mathematics of head diversity: tensors in, tensors out."""
+"""The linear algebra of heads: tensors in, tensors out. It knows no models and no training."""
 
-from hdi_callback.core.allocation import (
-    AllocationChoice,
-    AllocationRanking,
-    HeadAllocation,
-    allocate_heads,
-    rank_allocations,
-)
-from hdi_callback.core.chance import chance_of_overlap
 from hdi_callback.core.circuits import CircuitSimilarity, ov_circuits, qk_circuits
-from hdi_callback.core.contribution import ContributionSums, ImportanceSums, head_slopes
-from hdi_callback.core.covariance import HeadCovariance, head_covariance
-from hdi_callback.core.diversity import (
-    DiversityLens,
-    HeadDiversity,
-    head_diversity,
-    head_diversity_from_covariance,
+from hdi_callback.core.covariance import (
+    HeadCovariance,
+    OutputMoments,
+    count_and_total,
+    covariance_of,
+    head_covariance,
+    outputs_not_finite,
 )
-from hdi_callback.core.error_decomposition import BiasVarianceCovariance, bias_variance_covariance
-from hdi_callback.core.head_sums import HeadMoments
-from hdi_callback.core.kernels import AttentionRows, AttentionSums, noise_covariance
-from hdi_callback.core.norms import NormSums, logit_bound
-from hdi_callback.core.penalties import diversity_penalty
-from hdi_callback.core.separation import Folding, attention_agreement, fold_head, folding_error, fresh_head
-from hdi_callback.core.subspaces import HeadBases, head_overlap, orthonormal_bases, principal_cosines
-from hdi_callback.core.tokens import TokenSpread, token_spread
-from hdi_callback.core.updates import HeadUpdate, head_movement, head_update, spectral_entropy, weight_update
-from hdi_callback.deprecation import renamed
+from hdi_callback.core.diversity import HeadDiversity, Lens, head_diversity, principal_cosines
+from hdi_callback.core.fresh import Folding, attention_agreement, fold_head, folding_error, fresh_head
+from hdi_callback.core.movement import HeadMovement, head_movement, not_finite
+from hdi_callback.core.penalties import circuit_penalty, diversity_penalty
+from hdi_callback.core.rows import RowMetrics, RowSums, attention_rows, row_metrics
+from hdi_callback.core.tokens import TokenSpread, TokenSums, token_metrics, token_spread
 
 __all__ = [
-    "AllocationChoice",
-    "AllocationRanking",
-    "AttentionRows",
-    "AttentionSums",
-    "BiasVarianceCovariance",
     "CircuitSimilarity",
-    "ContributionSums",
-    "DiversityLens",
     "Folding",
-    "HeadAllocation",
-    "HeadBases",
     "HeadCovariance",
     "HeadDiversity",
-    "HeadMoments",
-    "HeadUpdate",
-    "ImportanceSums",
-    "NormSums",
+    "HeadMovement",
+    "Lens",
+    "OutputMoments",
+    "RowMetrics",
+    "RowSums",
     "TokenSpread",
-    "allocate_heads",
+    "TokenSums",
     "attention_agreement",
-    "bias_variance_covariance",
-    "chance_of_overlap",
+    "attention_rows",
+    "circuit_penalty",
+    "count_and_total",
+    "covariance_of",
     "diversity_penalty",
     "fold_head",
     "folding_error",
     "fresh_head",
     "head_covariance",
     "head_diversity",
-    "head_diversity_from_covariance",
     "head_movement",
-    "head_overlap",
-    "head_slopes",
-    "head_update",
-    "logit_bound",
-    "noise_covariance",
-    "orthonormal_bases",
+    "not_finite",
+    "outputs_not_finite",
     "ov_circuits",
     "principal_cosines",
     "qk_circuits",
-    "rank_allocations",
-    "spectral_entropy",
+    "row_metrics",
+    "token_metrics",
     "token_spread",
-    "weight_update",
 ]
-
-__getattr__ = renamed(__name__, {"handover_loss": "hdi_callback.core.separation:folding_error"})

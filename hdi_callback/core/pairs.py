@@ -1,40 +1,30 @@
-"""Reductions of a matrix over pairs of heads: its mean, its largest entry, and its clusters of heads."""
+"""Pairs of heads: their means, the largest of them, and the chunks in which products over all pairs are formed."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+TEMPORARY = 2**26
+"""Bytes of temporary memory that a product over all pairs of heads may take: 64 MiB."""
+
 
 def live_pairs(dead: Tensor) -> Tensor:
-    """Mark the pairs of two different live heads.
-
-    Args:
-        dead: ``(..., H)``.
-
-    Returns:
-        ``(..., H, H)``, boolean.
-    """
+    """Mark the pairs of two different live heads, ``(..., H, H)``."""
     live = ~dead
     eye = torch.eye(dead.shape[-1], dtype=torch.bool, device=dead.device)
     return live[..., :, None] & live[..., None, :] & ~eye
 
 
 def mean_over_pairs(matrix: Tensor, pairs: Tensor) -> Tensor:
-    """Average over the marked pairs.
-
-    Args:
-        matrix: ``(..., H, H)``, symmetric.
-        pairs: ``(..., H, H)``, boolean.
-
-    Returns:
-        ``(...)``; NaN where there is no pair.
-    """
+    """Average a matrix ``(..., H, H)`` over the marked pairs; NaN where there is none."""
     return torch.where(pairs, matrix, 0).sum((-2, -1)) / pairs.sum((-2, -1))
 
 
 def largest_pair(matrix: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Find the largest entry over the marked pairs, and for each head its largest neighbour.
+    """Find the largest entry over the marked pairs, and each head's own largest entry.
 
     Args:
         matrix: ``(..., H, H)``, symmetric.
@@ -49,30 +39,26 @@ def largest_pair(matrix: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor, Tensor,
     worst, first = each.max(-1)
     second = nearest.gather(-1, first[..., None])[..., 0]
     both = torch.stack([torch.minimum(first, second), torch.maximum(first, second)], -1)
-    known = worst.isfinite()
+    known, each_known = worst.isfinite(), each.isfinite()
     return (
         torch.where(known, worst, torch.nan),
         torch.where(known[..., None], both, -1),
-        torch.where(each.isfinite(), nearest, -1),
-        torch.where(each.isfinite(), each, torch.nan),
+        torch.where(each_known, nearest, -1),
+        torch.where(each_known, each, torch.nan),
     )
 
 
-def clusters(matrix: Tensor, pairs: Tensor, limit: float | Tensor) -> Tensor:
-    """Join the heads that a chain of entries at or above `limit` connects.
+def head_chunks(heads: int, bytes_of_head: int, *, at_least: int = 1) -> Iterator[slice]:
+    """Split heads into chunks whose temporaries fit into `TEMPORARY`, one head each at the least.
 
-    Args:
-        matrix: ``(..., H, H)``, symmetric.
-        pairs: ``(..., H, H)``, boolean.
-        limit: entries from here on connect; a number, or one that broadcasts to the matrix.
-
-    Returns:
-        ``(..., H)``, the smallest head of each head's cluster: its own number for a head alone.
+    With a chunk's heads against all from its first one on, four chunks save 3/8 of a symmetric product.
     """
-    H = matrix.shape[-1]
-    joined = pairs & (matrix >= limit) | torch.eye(H, dtype=torch.bool, device=matrix.device)
-    reach = joined.float()
-    # Each product doubles the length of the chains; nothing here depends on a value.
-    for _ in range(max(1, (H - 1).bit_length())):
-        reach = ((reach @ reach) > 0).float()
-    return reach.argmax(-1)
+    step = max(1, min(-(-heads // at_least), TEMPORARY // max(1, bytes_of_head)))
+    for start in range(0, heads, step):
+        yield slice(start, min(start + step, heads))
+
+
+def write_symmetric(matrix: Tensor, part: slice, blocks: Tensor) -> None:
+    """Write the rows of some heads from the diagonal on, and their mirror image."""
+    matrix[..., part, part.start :] = blocks
+    matrix[..., part.start :, part] = blocks.mT

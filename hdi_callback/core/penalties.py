@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from hdi_callback.core.circuits import require_circuit_shapes
-from hdi_callback.core.tensors import require_tensors
+from hdi_callback.core.circuits import groups_of, require_circuit
 from hdi_callback.errors import ShapeError
 
 _TINY = 1e-30
 
 
 def diversity_penalty(weight: Tensor, *, eps: float = 1e-6) -> Tensor:
-    r"""Mean overlap of the heads, a differentiable penalty.
+    r"""Compute the mean overlap of the heads, a differentiable penalty.
 
     Through Cholesky whitening with ``L L^T = W W^T + eps ||W||_F^2 / d_k I`` and never through an SVD, whose gradient
     blows up at repeated singular values. Exactly aligned heads are a stationary point: separating clones needs noise.
@@ -35,7 +36,6 @@ def diversity_penalty(weight: Tensor, *, eps: float = 1e-6) -> Tensor:
         >>> diversity_penalty(weight).item()
         0.0
     """
-    require_tensors(weight=weight)
     if weight.dim() < 3 or weight.shape[-3] < 2:
         raise ShapeError(f"A penalty on pairs needs (..., heads >= 2, width, in_features), got {tuple(weight.shape)}.")
     *batch, H, k, d = weight.shape
@@ -51,8 +51,8 @@ def diversity_penalty(weight: Tensor, *, eps: float = 1e-6) -> Tensor:
     return mean
 
 
-def circuit_penalty(query: Tensor, key: Tensor) -> Tensor:
-    r"""Mean squared cosine of the heads' QK circuits, a differentiable penalty.
+def circuit_penalty(query: Tensor, key: Tensor, key_of: Sequence[int] | None = None) -> Tensor:
+    r"""Compute the mean squared cosine of the heads' QK circuits, a differentiable penalty.
 
     .. math:: \operatorname{mean}_{h \ne g} \frac{\langle B_h, B_g \rangle^2}{\lVert B_h \rVert^2 \lVert B_g \rVert^2}
 
@@ -60,7 +60,8 @@ def circuit_penalty(query: Tensor, key: Tensor) -> Tensor:
 
     Args:
         query: ``(H, d_k, d)``, at least two heads.
-        key: ``(G, d_k, d')``, the distinct key heads; G divides H, the groups lie side by side.
+        key: ``(G, d_k, d')``, the distinct key heads.
+        key_of: the key head of each query head; by default groups of equal size lie side by side.
 
     Returns:
         The mean, in [0, 1], in float32 or wider; a head of zeros has cosine 0 with all others.
@@ -73,18 +74,20 @@ def circuit_penalty(query: Tensor, key: Tensor) -> Tensor:
         >>> circuit_penalty(weight, weight).item()
         0.0
     """
-    require_circuit_shapes(query, key, "query", "key")
-    H, G = query.shape[0], key.shape[0]
+    require_circuit(query, key, key_of, "query", "key")
+    H = query.shape[0]
     if query.dim() != 3 or H < 2:
         raise ShapeError(f"A penalty on pairs needs (heads >= 2, width, features), got {tuple(query.shape)}.")
     wide = torch.promote_types(torch.promote_types(query.dtype, key.dtype), torch.float32)
-    group = torch.arange(H, device=query.device) // (H // G)
+    group = groups_of(H, key.shape[0], key_of, query.device)
     query, key = query.to(wide), key.to(wide)
     # The cosine does not depend on a head's scale; without division by it, fourth powers of small weights underflow.
     query = query / torch.linalg.vector_norm(query.detach(), dim=(-2, -1), keepdim=True).clamp_min(_TINY)
     key = key / torch.linalg.vector_norm(key.detach(), dim=(-2, -1), keepdim=True).clamp_min(_TINY)
     of_queries = torch.einsum("hid,gjd->hgij", query, query)
-    of_keys = torch.einsum("hid,gjd->hgij", key, key)[group][:, group]
+    of_keys = torch.einsum("hid,gjd->hgij", key, key)
+    if group is not None:
+        of_keys = of_keys[group][:, group]
     inner = (of_queries * of_keys).sum((-2, -1))
     size = inner.diagonal()
     squared = inner.square() / (size[:, None] * size[None, :]).clamp_min(_TINY)

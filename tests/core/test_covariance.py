@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,11 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdi_callback.core import HeadMoments, bias_variance_covariance, head_covariance
-from hdi_callback.core.circuits import ov_circuits_and_products
-from hdi_callback.core.head_sums import HeadSums
-from hdi_callback.errors import ShapeError
-from tests.core.tensor_sizes import TensorSizes
+from hdi_callback.core import OutputMoments, covariance_of, head_covariance
 from tests.core.test_subspaces import gaussian
 
 
@@ -166,148 +160,32 @@ def test_a_single_head_has_no_covariance():
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(0, 10**6))
 def test_merging_in_pieces_is_one_pass(sizes, seed):
     outputs, weight = layer(tokens=sum(sizes) + 2, seed=seed)
-    moments = HeadMoments.of(outputs[:2])
+    moments = OutputMoments.from_tokens(outputs[:2])
     for piece in outputs[2:].split(sizes):
-        moments = moments.update(piece)
-    whole = HeadMoments.of(outputs)
+        moments = moments + OutputMoments.from_tokens(piece)
+    whole = OutputMoments.from_tokens(outputs)
     assert float(moments.count) == len(outputs)
     scale = float(whole.scatter.abs().max())
     assert float((moments.scatter - whole.scatter).abs().max()) < 2e-14 * scale
-    assert float((moments.mean - whole.mean).abs().max()) < 1e-13
-    assert np.allclose(moments.covariance(weight).trace, naive_trace(outputs, weight), rtol=1e-11)
+    assert float((moments.centre - whole.centre).abs().max()) < 1e-13
+    assert np.allclose(covariance_of(moments, weight).trace, naive_trace(outputs, weight), rtol=1e-11)
 
 
 def test_the_order_of_merging_does_not_matter():
-    parts = [HeadMoments.of(part) for part in layer(tokens=90)[0].split(30)]
-    left = parts[0].merge(parts[1]).merge(parts[2])
-    right = parts[2].merge(parts[1].merge(parts[0]))
+    parts = [OutputMoments.from_tokens(part) for part in layer(tokens=90)[0].split(30)]
+    left = parts[0] + parts[1] + parts[2]
+    right = parts[2] + (parts[1] + parts[0])
     assert torch.allclose(left.scatter, right.scatter, rtol=1e-13)
-    assert torch.allclose(left.mean, right.mean, rtol=1e-13)
-
-
-# --- standard errors
-
-
-def explicit_jackknife(outputs: torch.Tensor, weight: torch.Tensor, lengths: list[int]) -> tuple[float, float]:
-    starts = np.cumsum([0, *lengths])
-    values = []
-    for start, stop in pairwise(starts):
-        T = naive_trace(torch.cat([outputs[:start], outputs[stop:]]), weight)
-        H = len(T)
-        c = (T.sum() - np.trace(T)) / (H * (H - 1))
-        values.append((c, c / (np.trace(T) / H)))
-    n = len(values)
-    return tuple(np.sqrt((n - 1) / n * ((np.array(values) - np.mean(values, 0)) ** 2).sum(0)))
-
-
-@pytest.mark.parametrize("lengths", [[20] * 10, [5, 60, 35, 100], [150, 50]])
-def test_standard_errors_are_those_of_leaving_out_each_sequence(lengths):
-    outputs, weight = layer()
-    measured = head_covariance(outputs, weight, lengths=lengths)
-    covariance, correlation = explicit_jackknife(outputs, weight, lengths)
-    assert float(measured.covariance_error) == pytest.approx(covariance, rel=1e-10)
-    assert float(measured.correlation_error) == pytest.approx(correlation, rel=1e-9)
-
-
-@pytest.mark.parametrize("lengths", [None, [3000, 1000], [1000] * 4])
-def test_the_contributions_of_the_heads_are_never_formed(lengths):
-    tokens, H, width, d = 4000, 4, 6, 200
-    outputs, weight = gaussian(tokens, H, width), gaussian(H, width, d, seed=1)
-    with TensorSizes() as sizes:
-        head_covariance(outputs, weight, lengths=lengths)
-    assert sizes.largest <= max(outputs.numel(), (H * width) ** 2)
-    with TensorSizes() as sizes:
-        torch.einsum("thi,hid->thd", outputs[:1000], weight)
-    assert sizes.largest >= 1000 * H * d
-
-
-def test_one_sequence_gives_no_standard_error():
-    outputs, weight = layer()
-    assert math.isnan(float(head_covariance(outputs, weight, lengths=[200]).correlation_error))
-    assert math.isnan(float(head_covariance(outputs, weight).correlation_error))
-
-
-def test_leaving_out_all_but_one_token_leaves_nothing_to_compare():
-    outputs, weight = layer()
-    assert math.isnan(float(head_covariance(outputs, weight, lengths=[199, 1]).correlation_error))
-
-
-def test_leaving_out_sequences_accounts_for_correlated_tokens():
-    rng = np.random.default_rng(0)
-    weight = torch.eye(2, dtype=torch.float64).expand(3, 2, 2)
-    estimates, by_sequence, by_token = [], [], []
-    for _ in range(40):
-        steps = rng.standard_normal((30, 60, 6))
-        series = np.empty_like(steps)
-        series[:, 0] = steps[:, 0]
-        for t in range(1, 60):
-            series[:, t] = 0.9 * series[:, t - 1] + math.sqrt(1 - 0.81) * steps[:, t]
-        outputs = torch.tensor(series.reshape(-1, 3, 2))
-        measured = head_covariance(outputs, weight, lengths=[60] * 30)
-        estimates.append(float(measured.covariance))
-        by_sequence.append(float(measured.covariance_error))
-        by_token.append(
-            float(head_covariance(outputs[:300], weight, lengths=[1] * 300).covariance_error) / math.sqrt(6)
-        )
-    assert np.mean(by_sequence) == pytest.approx(np.std(estimates), rel=0.35)
-    assert np.mean(by_token) < 0.6 * np.std(estimates)
-
-
-# --- shapes, and the bias-variance-covariance decomposition
-
-
-def test_shapes_that_do_not_belong_together_are_refused():
-    with pytest.raises(ShapeError, match="must agree"):
-        head_covariance(torch.zeros(10, 4, 6), torch.zeros(4, 5, 24))
-    with pytest.raises(ShapeError, match="add up to the 10 tokens"):
-        head_covariance(torch.zeros(10, 4, 6), torch.zeros(4, 6, 24), lengths=[4, 4])
-    with pytest.raises(ShapeError, match="tokens, heads, width"):
-        HeadMoments.of(torch.zeros(10, 24))
-    with pytest.raises(ShapeError, match="replicates, heads"):
-        bias_variance_covariance(torch.zeros(3, 4, 5), torch.zeros(6))
-
-
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.integers(1, 6), st.integers(2, 6), st.integers(1, 5), st.integers(0, 10**6))
-def test_the_error_of_an_ensemble_is_bias_plus_variance_plus_covariance(replicates, H, points, seed):
-    predictions, target = gaussian(replicates, H, points, seed=seed) + 1, gaussian(points, seed=seed + 1)
-    terms = bias_variance_covariance(predictions, target)
-    squared = ((predictions.numpy().mean(1) - target.numpy()) ** 2).mean()
-    bias = ((predictions.numpy().mean((0, 1)) - target.numpy()) ** 2).mean()
-    assert float(terms.mse) == pytest.approx(squared, rel=1e-12)
-    assert float(terms.bias) == pytest.approx(bias, rel=1e-12)
-    assert float(terms.mse) == pytest.approx(
-        float(terms.bias + terms.variance / H + (1 - 1 / H) * terms.covariance), rel=1e-11
-    )
-
-
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.integers(2, 6), st.sampled_from([torch.float32, torch.float64]), st.integers(0, 10**6))
-def test_heads_that_cancel_up_to_rounding_are_capped_at_their_number(H, dtype, seed):
-    outputs = gaussian(50, H - 1, 5, seed=seed).to(dtype)
-    outputs = torch.cat([outputs, -outputs.sum(1, keepdim=True)], 1)
-    weight = gaussian(1, 5, 9, seed=seed + 1).to(dtype).expand(H, 5, 9)
-    measured = head_covariance(outputs, weight)
-    assert float(measured.correlation) == pytest.approx(-1 / (H - 1), abs=1e-6)
-    assert float(measured.effective_heads) == pytest.approx(H)
-
-
-def test_a_sequence_without_tokens_is_no_replicate():
-    outputs, weight = layer()
-    plain = head_covariance(outputs, weight, lengths=[60, 40, 100])
-    padded = head_covariance(outputs, weight, lengths=[0, 60, 0, 40, 100, 0])
-    assert float(padded.covariance_error) == float(plain.covariance_error)
-    assert float(padded.correlation_error) == float(plain.correlation_error)
-    assert math.isnan(float(head_covariance(outputs, weight, lengths=[200, 0]).covariance_error))
+    assert torch.allclose(left.centre, right.centre, rtol=1e-13)
 
 
 def test_five_merges_agree_with_one_pass_to_float64_rounding():
     outputs = layer(tokens=300)[0]
-    moments, whole = HeadMoments.of(outputs[:60]), HeadMoments.of(outputs)
+    moments, whole = OutputMoments.from_tokens(outputs[:60]), OutputMoments.from_tokens(outputs)
     for piece in outputs[60:].split(60):
-        moments = moments.update(piece)
+        moments = moments + OutputMoments.from_tokens(piece)
     assert float((moments.scatter - whole.scatter).abs().max() / whole.scatter.abs().max()) < 5e-15
-    assert float((moments.mean - whole.mean).abs().max() / whole.mean.abs().max()) < 2e-15
+    assert float((moments.centre - whole.centre).abs().max() / whole.centre.abs().max()) < 2e-15
 
 
 def test_centring_first_is_precise_in_float32_and_subtracting_means_later_is_not():
@@ -319,117 +197,3 @@ def test_centring_first_is_precise_in_float32_and_subtracting_means_later_is_not
     late = ((second - mean[:, None] * mean) * (flat @ flat.T)).view(4, 6, 4, 6).sum((1, 3)).trace() / 4
     assert abs(float(head_covariance(outputs, weight).variance) / exact - 1) < 1e-6
     assert abs(float(late) / exact - 1) > 1e-3
-
-
-def test_errors_from_single_tokens_of_an_autoregression_are_three_times_too_small():
-    rng, r, length, sequences = np.random.default_rng(1), 0.9, 60, 200
-    weight = torch.eye(2, dtype=torch.float64).expand(3, 2, 2)
-    # Products of two such series correlate as r^(2j): the variance of a mean over `length` of them grows by this.
-    lags = np.arange(1, length)
-    inflation = math.sqrt(1 + 2 * ((1 - lags / length) * r ** (2 * lags)).sum())
-    assert inflation == pytest.approx(3, abs=0.1)
-    ratios = []
-    for _ in range(5):
-        series = rng.standard_normal((sequences, length, 6))
-        for t in range(1, length):
-            series[:, t] = r * series[:, t - 1] + math.sqrt(1 - r**2) * series[:, t]
-        outputs = torch.tensor(series.reshape(-1, 3, 2))
-        by_sequence = float(head_covariance(outputs, weight, lengths=[length] * sequences).covariance_error)
-        z = (outputs - outputs.mean(0)).numpy()
-        products = (z.sum(1) ** 2 - (z**2).sum(1)).sum(-1) / 6  # of each token: their mean is the covariance term
-        assert products.mean() == pytest.approx(float(head_covariance(outputs, weight).covariance), abs=1e-12)
-        ratios.append(by_sequence / (products.std(ddof=1) / math.sqrt(len(products))))
-    assert np.mean(ratios) == pytest.approx(inflation, rel=0.1)
-
-
-@pytest.mark.parametrize("is_weighted", [False, True])
-def test_sums_over_tokens_of_several_ranks_are_those_of_the_centred_outputs(is_weighted):
-    outputs, output_weight = gaussian(30, 3, 4, seed=1) + 2, gaussian(3, 4, 10, seed=2)
-    weights = torch.arange(30.0) % 3 if is_weighted else torch.ones(30)
-    mean = (weights[:, None, None] * outputs).sum(0) / weights.sum()
-    parts = [
-        HeadSums.of(
-            outputs[part], output_weight, mean, with_scatter=True, weights=weights[part] if is_weighted else None
-        )
-        for part in (slice(0, 11), slice(11, 30))
-    ]
-    whole = parts[0] + parts[1]
-    written = np.einsum("thk,hkd->thd", (outputs - mean).double().numpy(), output_weight.double().numpy())
-    expected = np.einsum("t,thd,tgd->hg", weights.double().numpy(), written, written)
-    assert float(whole.count) == float(weights.sum())
-    np.testing.assert_allclose(whole.products.numpy(), expected, rtol=1e-4, atol=1e-4)
-    found, direct = whole.covariance(), head_covariance(outputs, output_weight, weights=weights)
-    np.testing.assert_allclose(found.trace.numpy(), direct.trace.numpy(), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(found.output_overlap.numpy(), direct.output_overlap.numpy(), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("heads", [1, 3, 9])
-def test_sums_mixed_with_output_weights_later_equal_those_mixed_at_once(heads):
-    outputs, output_weight = gaussian(30, heads, 4, seed=1) + 2, gaussian(heads, 4, 10, seed=2)
-    mean = outputs.mean(0)
-    at_once = HeadSums.of(outputs, output_weight, mean, with_scatter=True)
-    later = HeadSums.of(outputs, None, mean, with_scatter=True)
-    assert later.scatter is not None
-    assert later.scatter.shape == (HeadSums.scatter_size(heads, 4),)
-    assert not later.products.any()
-    written = np.einsum("thk,hkd->thd", (outputs - mean).double().numpy(), output_weight.double().numpy())
-    expected = np.einsum("thd,tgd->hg", written, written)
-    for known in (None, products_of_output(output_weight)):
-        mixed = later.mixed(output_weight, known)
-        np.testing.assert_allclose(mixed.products.numpy(), expected, rtol=1e-4, atol=1e-4)
-    assert torch.equal(later.mixed(output_weight).products, at_once.products)
-    with pytest.raises(ShapeError, match="without a scatter"):
-        HeadSums.of(outputs, None, mean).mixed(output_weight)
-
-
-def products_of_output(output_weight):
-    weight = output_weight.float()[None]
-    _, products = ov_circuits_and_products(gaussian(*weight.shape, seed=5).float(), weight)
-    assert products is not None
-    return products
-
-
-def test_one_token_with_a_large_weight_gives_no_covariance():
-    outputs, output_weight = gaussian(5, 3, 4, seed=1), gaussian(3, 4, 10, seed=2)
-    often = torch.tensor([0.0, 7.0, 0.0, 0.0, 0.0])
-    assert head_covariance(outputs, output_weight, weights=often).covariance.isnan()
-    assert not head_covariance(outputs, output_weight, weights=often + 0.5).covariance.isnan()
-
-
-def test_standard_errors_of_numbered_sequences_are_those_of_sequences_in_a_row():
-    lengths = [7, 4, 9, 6]
-    outputs, output_weight = gaussian(26, 3, 4, seed=1) + 1, gaussian(3, 4, 10, seed=2)
-    numbers = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
-    order = torch.randperm(26, generator=torch.Generator().manual_seed(0))
-    in_a_row = head_covariance(outputs, output_weight, lengths=lengths)
-    numbered = head_covariance(outputs[order], output_weight, sequences=(numbers[order], 4))
-    with_padding = head_covariance(
-        torch.cat([outputs, torch.full((3, 3, 4), torch.nan)]),
-        output_weight,
-        sequences=(torch.cat([numbers, torch.tensor([0, 1, 3])]), 4),
-        weights=torch.cat([torch.ones(26), torch.zeros(3)]),
-    )
-    assert in_a_row.covariance_error > 0
-    for other in (numbered, with_padding):
-        for name in ("covariance", "correlation", "covariance_error", "correlation_error"):
-            torch.testing.assert_close(getattr(other, name), getattr(in_a_row, name), rtol=1e-4, atol=1e-6)
-
-
-def test_two_numbered_sequences_are_enough_for_a_standard_error():
-    outputs, output_weight = gaussian(20, 3, 4, seed=1) + 1, gaussian(3, 4, 10, seed=2)
-    numbers = torch.arange(20) % 2
-    alone = [float(head_covariance(outputs[numbers == one], output_weight).covariance) for one in (0, 1)]
-    found = head_covariance(outputs, output_weight, sequences=(numbers, 2)).covariance_error
-    # Leaving one of two out leaves the other: the jackknife's variance is (n - 1)/n times their squared distances.
-    assert float(found) == pytest.approx(abs(alone[0] - alone[1]) / 2, rel=1e-4)
-
-
-def test_precomputed_products_of_output_weights_change_nothing():
-    generator = torch.Generator().manual_seed(0)
-    outputs, value, weight = (
-        torch.randn(*shape, generator=generator) for shape in ((50, 6, 8), (6, 8, 40), (6, 8, 40))
-    )
-    _, products = ov_circuits_and_products(value[None], weight[None])
-    found, expected = head_covariance(outputs, weight, products=products), head_covariance(outputs, weight)
-    for item in fields(expected):
-        assert torch.equal(getattr(found, item.name).nan_to_num(), getattr(expected, item.name).nan_to_num())

@@ -13,11 +13,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hdi_callback.core import token_spread
-from hdi_callback.core import tokens as tokens_module
-from hdi_callback.core.tokens import energy_of_tokens, gram_energy
 from hdi_callback.errors import ShapeError
 from tests.core.search import SEARCH
-from tests.core.tensor_sizes import TensorSizes
 from tests.core.test_subspaces import gaussian
 
 
@@ -103,26 +100,6 @@ def test_a_token_of_zeros_has_cosine_zero_and_fewer_than_two_tokens_give_nan():
     assert token_spread(tokens[:2]).cosine.isnan()
 
 
-def test_chunks_change_nothing_and_no_large_matrix_is_formed(monkeypatch):
-    tokens = gaussian(3, 40, 300)
-    whole = token_spread(tokens)
-    monkeypatch.setattr(tokens_module, "_CHUNK_ELEMENTS", 3 * 40 * 7)
-    assert torch.allclose(token_spread(tokens).rank, whole.rank, rtol=1e-12)
-    with TensorSizes() as sizes:
-        token_spread(tokens)
-        token_spread(tokens.mT.contiguous())
-    assert sizes.largest <= tokens.numel()
-
-
-def test_the_gram_energy_takes_four_products_and_skips_symmetric_blocks():
-    rows = gaussian(40, 300)
-    rows /= rows.norm()
-    with Products() as products:
-        energy = gram_energy(rows)
-    assert float(energy) == pytest.approx(float((rows @ rows.T).square().sum()), rel=1e-12)
-    assert products.shapes == [(10, 40), (10, 30), (10, 20), (10, 10)]
-
-
 def test_a_shape_that_is_no_batch_of_tokens_is_refused():
     with pytest.raises(ShapeError, match="tokens, features"):
         token_spread(torch.ones(3))
@@ -145,25 +122,3 @@ def made(kind: str, n: int, d: int) -> Tensor:
     if kind == "one large token":
         return torch.cat([100 * noise[:1], noise[1:]])
     return noise
-
-
-@pytest.mark.parametrize("kind", ["independent", "few directions", "neighbours alike", "clusters", "one large token"])
-@pytest.mark.parametrize("n", [513, 1024, 2048])
-def test_the_energy_of_many_tokens_is_estimated_to_two_percent_from_a_few_partners_of_each(kind, n):
-    tokens = made(kind, n, 600)
-    tokens = tokens - tokens.mean(0)
-    weights = (torch.arange(n) % 7 > 1).double()  # the others are padding
-    rows = tokens / tokens.norm() * weights[:, None]
-    exact = (rows.T @ rows).square().sum()
-    with TensorSizes() as sizes:
-        estimate = energy_of_tokens(rows, weights)
-    assert float(estimate / exact) == pytest.approx(1, abs=0.02)
-    assert sizes.largest <= rows.numel()
-    assert estimate == energy_of_tokens(rows, weights)  # nothing is drawn
-
-
-@pytest.mark.parametrize("shape", [(512, 700), (700, 512), (2, 3), (0, 4)])
-def test_the_energy_of_few_tokens_or_features_is_exact(shape):
-    rows = gaussian(*shape)
-    exact = (rows.T @ rows).square().sum()
-    assert float(energy_of_tokens(rows, torch.ones(len(rows)))) == pytest.approx(float(exact), rel=1e-12)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hdi_callback.deprecation import renamed_attribute
 from hdi_callback.errors import MisconfigurationError
 
 _NEARLY_UNIFORM = 1.05  # n / ESS below which attention is too uniform to show how its variance grows
@@ -135,9 +134,6 @@ class AllocationRanking:
     best_by_assumption: dict[str, int]
     variance_growth: float
     reason: str | None
-
-    tells = renamed_attribute("tells", "is_conclusive")
-    flat = renamed_attribute("flat", "near_best")
 
     @property
     def is_conclusive(self) -> bool:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hdi_callback.core.subspaces import orthonormal_bases
-from hdi_callback.core.tensors import require_tensors
 from hdi_callback.errors import ShapeError
 
 
@@ -37,7 +35,6 @@ def fresh_head(weight: Tensor, head: int, *, generator: torch.Generator | None =
         >>> bool((weight[:2] @ fresh.mT).abs().max() < 1e-6), round(float(fresh.norm() / weight[2].norm()), 4)
         (True, 1.0)
     """
-    require_tensors(weight=weight)
     if weight.dim() != 3 or weight.shape[0] < 2 or not 0 <= head < weight.shape[0]:
         raise ShapeError(
             "A fresh head needs (heads >= 2, width, in_features) and one of the heads, got "
@@ -46,7 +43,8 @@ def fresh_head(weight: Tensor, head: int, *, generator: torch.Generator | None =
     _, k, d = weight.shape
     wide = weight.double()
     remaining = torch.cat([wide[:head], wide[head + 1 :]])
-    others = orthonormal_bases(remaining, method="exact").rows.flatten(0, 1)
+    _, sigma, right = torch.linalg.svd(remaining, full_matrices=False)
+    others = (right * (sigma > 1e-6 * sigma[..., :1])[..., None]).flatten(0, 1)  # orthonormal rows of each head
     used, directions = torch.linalg.eigh(others.mT @ others)  # ascending
     free = min(d, max(k, int((used < 1e-9).sum())))
     draw = torch.randn(free, min(k, free), generator=generator, dtype=torch.float64).to(weight.device)

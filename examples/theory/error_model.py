@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hdi_callback.core.output_products import mean_terms
-from hdi_callback.core.tensors import require_tensors
 from hdi_callback.errors import ShapeError
 
 
@@ -51,7 +49,6 @@ def bias_variance_covariance(predictions: Tensor, target: Tensor) -> BiasVarianc
         >>> float(terms.mse), float(terms.variance), float(terms.covariance)
         (0.0, 1.0, -1.0)
     """
-    require_tensors(predictions=predictions, target=target)
     if predictions.dim() < 2 or predictions.shape[2:] != target.shape or not predictions.numel():
         raise ShapeError(
             f"Predictions have the shape (replicates, heads, *target.shape), got {tuple(predictions.shape)} for a "
@@ -60,7 +57,8 @@ def bias_variance_covariance(predictions: Tensor, target: Tensor) -> BiasVarianc
     R, H = predictions.shape[:2]
     centred = (predictions - predictions.mean(0)).reshape(R, H, -1)
     trace = torch.einsum("rhx,rgx->hg", centred, centred) / (R * max(1, target.numel()))
-    variance, covariance = mean_terms(trace)
+    own = trace.diagonal().sum()
+    variance, covariance = own / H, (trace.sum() - own) / (float(H * (H - 1)) or torch.nan)
     ensemble = predictions.mean(1)
     return BiasVarianceCovariance(
         bias=(ensemble.mean(0) - target).square().mean(),

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hdi_callback.core import fold_head, fresh_head, head_diversity
-from hdi_callback.core.separation import attention_agreement, folding_error
+from hdi_callback.core import attention_agreement, fold_head, folding_error, fresh_head, head_diversity
 from hdi_callback.errors import ShapeError
 from tests.core.test_subspaces import gaussian
 
@@ -43,11 +42,11 @@ def test_without_free_directions_a_fresh_head_takes_the_least_used_ones():
     before, after = head_diversity(weight), weight.clone()
     after[3] = fresh_head(weight, 3, generator=seeded())
     worst_of_random = min(
-        float(head_diversity(torch.cat([weight[:3], gaussian(1, 8, 24, seed=s)])).overlap[3, :3].sum())
+        float(head_diversity(torch.cat([weight[:3], gaussian(1, 8, 24, seed=s)])).subspace.overlap[3, :3].sum())
         for s in range(50)
     )
-    assert float(before.worst) == pytest.approx(1)
-    assert float(head_diversity(after).overlap[3, :3].sum()) < worst_of_random
+    assert float(before.subspace.worst) == pytest.approx(1)
+    assert float(head_diversity(after).subspace.overlap[3, :3].sum()) < worst_of_random
 
 
 def test_drawing_a_fresh_head_does_not_change_the_global_random_state():
@@ -103,7 +102,7 @@ def test_after_folding_and_a_fresh_subspace_the_layer_output_is_unchanged():
     out[1], out[2] = fold_head((v[1], v[2]), (out[1], out[2])).output, 0
     key[2], q[2] = fresh_head(key, 2, generator=seeded()), fresh_head(q, 2, generator=seeded())
     assert (layer() - before).abs().max() < 1e-10
-    assert float(head_diversity(key).worst) < 0.5
+    assert float(head_diversity(key).subspace.worst) < 0.5
 
 
 # --- how alike two heads attend

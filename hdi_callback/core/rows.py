@@ -1,0 +1,256 @@
+r"""Attention rows of sampled queries -> `RowSums` -> `RowMetrics`.
+
+A head averages values with the row :math:`a_h(q)` over the n keys that query q sees, as a Nadaraya-Watson estimator
+does with its kernel. Sums over queries add up over chunks, sequences and ranks, and are divided once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hdi_callback.core.pairs import largest_pair, live_pairs, mean_over_pairs
+from hdi_callback.errors import ShapeError
+
+_PIECE = 2048  # products that are added one after the other: of longer sums float32 keeps five digits
+
+
+@dataclass(frozen=True)
+class RowMetrics:
+    r"""Statistics of the attention of a layer's heads, averaged over queries; NaN (positions: -1) where not measured.
+
+    Attributes:
+        queries: number of queries that count.
+        entropy: ``(H,)``, mean of the entropy over log n: 1 uniform, 0 one token.
+        samples: ``(H,)``, mean effective sample size ``(sum a)^2 / ||a||^2``: over how many tokens a row averages.
+        sink: ``(H,)``, the largest mean attention that one key position gets.
+        sink_position: ``(H,)``, that position.
+        overlap: ``(H, H)``, :math:`A_{hg} / \sqrt{A_{hh} A_{gg}}` with :math:`A_{hg} = \operatorname{mean}_q \langle
+            a_h(q), a_g(q) \rangle`: the correlation of the noise of two heads. Heads that are both flat have it near 1.
+        overlap_mean: mean of `overlap` over the pairs.
+        alike: ``(H, H)``, the same with the uniform part taken out of each row: do two heads attend alike beyond both
+            being flat; in [-1, 1], NaN for a head that is flat to rounding.
+        alike_mean: mean of `alike` over the pairs of heads that are not flat.
+        alike_worst: the largest `alike` of a pair.
+        alike_worst_pair: ``(2,)``, its two heads; -1 with fewer than two heads that are not flat.
+        logit: ``(H,)``, the largest score of a sampled query.
+        keys: mean number of visible keys, over queries that see one of several keys.
+        ahead: ``(H,)``, mean attention to keys behind the query: 0 under a causal mask.
+    """
+
+    queries: Tensor
+    entropy: Tensor
+    samples: Tensor
+    sink: Tensor
+    sink_position: Tensor
+    overlap: Tensor
+    overlap_mean: Tensor
+    alike: Tensor
+    alike_mean: Tensor
+    alike_worst: Tensor
+    alike_worst_pair: Tensor
+    logit: Tensor
+    keys: Tensor
+    ahead: Tensor
+
+
+@dataclass(frozen=True)
+class RowSums:
+    """Sums over queries of the statistics in `RowMetrics`; all add up over disjoint queries, but `MAXIMA`.
+
+    Attributes:
+        queries: ``()``, number of queries that count.
+        entropy: ``(H,)``, sum of the normalised entropies.
+        samples: ``(H,)``, sum of the effective sample sizes.
+        columns: ``(H, keys)``, sum of the rows.
+        product: ``(H, H)``, sum of the inner products of rows.
+        centred: ``(H, H)``, the same with the uniform part taken out.
+        logit: ``(H,)``, the largest score; minus infinity where there is none.
+        seeing: ``()``, number of queries that see a key, where there are several keys.
+        visible: ``()``, sum of the numbers of keys that they see, mean over heads.
+        placed: ``()``, number of them whose positions among the keys are known.
+        ahead: ``(H,)``, sum of their attention to later keys.
+    """
+
+    queries: Tensor
+    entropy: Tensor
+    samples: Tensor
+    columns: Tensor
+    product: Tensor
+    centred: Tensor
+    logit: Tensor
+    seeing: Tensor
+    visible: Tensor
+    placed: Tensor
+    ahead: Tensor
+
+    MAXIMA: ClassVar[frozenset[str]] = frozenset({"logit"})
+
+    @classmethod
+    def zeros(cls, heads: int, keys: int, device: torch.device | str | None = None) -> RowSums:
+        """Make the sums of no queries."""
+        none = torch.zeros(heads, 0, keys, device=device)
+        return attention_rows(none, logits=none)
+
+    def __add__(self, other: RowSums) -> RowSums:
+        """Join disjoint queries of the same heads; the shorter key axis is padded."""
+        keys = max(self.columns.shape[-1], other.columns.shape[-1])
+        ours, theirs = self.padded(keys), other.padded(keys)
+        added = {item.name: getattr(ours, item.name) + getattr(theirs, item.name) for item in fields(RowSums)}
+        return RowSums(**{**added, "logit": torch.maximum(self.logit, other.logit)})
+
+    def padded(self, keys: int) -> RowSums:
+        """Widen the columns to a number of keys, so that shapes agree over ranks."""
+        return replace(self, columns=F.pad(self.columns, (0, keys - self.columns.shape[-1])))
+
+
+@torch.no_grad()
+def attention_rows(
+    weights: Tensor, visible: Tensor | None = None, *, logits: Tensor | None = None, positions: Tensor | None = None
+) -> RowSums:
+    """Add up the rows of attention of some queries of one layer.
+
+    Args:
+        weights: ``(..., H, queries, keys)``, attention of each query to each key; dimensions in front of the heads are
+            further queries. Rows that add up to less than 1 (learned sinks) are taken as they are.
+        visible: boolean, broadcastable to `weights`: True where that query sees that key. A query to leave out sees no
+            key. By default the keys whose score is not masked; without `logits` all.
+        logits: as `weights`, the scores after scale, softcap and bias; masked ones are not read.
+        positions: ``(queries,)``, positions of the queries among the keys, where both are of one sequence.
+
+    Returns:
+        Their sums, in float32 or wider.
+
+    Raises:
+        ShapeError: if `weights` has fewer than three dimensions, or `logits` another shape.
+
+    Example:
+        >>> sums = attention_rows(torch.full((2, 3, 4), 0.25))  # two heads, three queries, uniform over four keys
+        >>> row_metrics(sums).entropy.tolist(), row_metrics(sums).samples.tolist()
+        ([1.0, 1.0], [4.0, 4.0])
+    """
+    if weights.dim() < 3 or (logits is not None and logits.shape != weights.shape):
+        raise ShapeError(
+            "Attention rows have the shape (..., heads, queries, keys), and logits the same; got "
+            f"{tuple(weights.shape)} and {None if logits is None else tuple(logits.shape)}."
+        )
+    H, _, keys = weights.shape[-3:]
+    sequences = weights.shape[:-3].numel()
+    wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
+    seen = _seen(wide, visible, logits)
+    sees = seen.sum(-1).to(wide.dtype)  # (..., H or 1, queries)
+    # A query counts for all heads or for none, so that pairs of heads are compared on the same queries; and not where
+    # it has no choice.
+    seeing = (sees > 0).all(-2) & (keys > 1)
+    counts = (sees >= 2).all(-2, keepdim=True)
+    mask = seen & counts[..., None]
+    a = torch.where(mask, wide, 0)
+    total, n = torch.where(counts, a.sum(-1), 1), torch.where(counts, sees, 1)
+    energy = torch.linalg.vector_norm(a, dim=-1).square()
+    samples = torch.where(counts, total.square() / energy.clamp_min(torch.finfo(wide.dtype).tiny), 0)
+    centred = torch.where(mask, a - (total / n)[..., None], 0)
+    # What remains of a uniform row is rounding, which may correlate between two heads.
+    rounding = 2 * torch.finfo(weights.dtype).eps * energy.sqrt()
+    is_flat = torch.linalg.vector_norm(centred, dim=-1) <= rounding
+    centred = centred.masked_fill(is_flat[..., None], 0)
+    entropy = torch.special.entr(a).sum(-1) / torch.where(counts, n, 2).log()
+    ahead = wide.new_zeros(H)
+    if positions is not None:
+        later = seen & seeing[..., None, :, None] & (torch.arange(keys, device=wide.device) > positions[:, None])
+        ahead = _per_head(torch.where(later, wide, 0).sum(-1))
+    return RowSums(
+        queries=counts.sum().to(wide.dtype),
+        entropy=_per_head(torch.where(counts, entropy, 0)),
+        samples=_per_head(samples),
+        columns=a.sum(-2).reshape(sequences, H, keys).sum(0),
+        product=_inner_products(a),
+        centred=_inner_products(centred),
+        logit=_largest(logits, seen, wide),
+        seeing=seeing.sum().to(wide.dtype),
+        visible=torch.where(seeing, sees.mean(-2), 0).sum(),
+        placed=seeing.sum().to(wide.dtype) * float(positions is not None),
+        ahead=ahead,
+    )
+
+
+@torch.no_grad()
+def row_metrics(sums: RowSums) -> RowMetrics:
+    """Divide the sums over queries by their number.
+
+    Args:
+        sums: of one layer, or of several, stacked in front.
+
+    Returns:
+        The averages; NaN where no query counts.
+    """
+    queries = sums.queries[..., None]
+    # One more column, as an empty tensor has no largest entry.
+    sink, position = F.pad(sums.columns, (0, int(sums.columns.shape[-1] == 0))).max(-1)
+    overlap, alike = _cosine(sums.product), _cosine(sums.centred)
+    # Heads that give all to a learned sink overlap with none; flat ones are like none. NaN stays in, and shows.
+    pairs, not_flat = (live_pairs(matrix.diagonal(dim1=-2, dim2=-1) == 0) for matrix in (sums.product, sums.centred))
+    alike_worst, alike_worst_pair, *_ = largest_pair(alike, not_flat)
+    return RowMetrics(
+        queries=sums.queries,
+        entropy=sums.entropy / queries,
+        samples=sums.samples / queries,
+        sink=sink / queries,
+        sink_position=torch.where(queries > 0, position, -1),
+        overlap=overlap,
+        overlap_mean=mean_over_pairs(overlap, pairs),
+        alike=alike,
+        alike_mean=mean_over_pairs(alike, not_flat),
+        alike_worst=alike_worst,
+        alike_worst_pair=alike_worst_pair,
+        logit=torch.where(sums.logit == -torch.inf, torch.nan, sums.logit),
+        keys=sums.visible / sums.seeing,
+        ahead=sums.ahead / sums.placed[..., None],
+    )
+
+
+def _seen(wide: Tensor, visible: Tensor | None, logits: Tensor | None) -> Tensor:
+    """Mark the keys that each query sees, with all dimensions of the rows; a mask shared by heads is not expanded."""
+    if visible is None:
+        seen = torch.ones((), dtype=torch.bool, device=wide.device)
+        if logits is not None:
+            seen = logits > torch.finfo(logits.dtype).min / 2
+    else:
+        seen = visible
+    return seen[(None,) * (wide.dim() - seen.dim())].expand(*wide.shape[:-3], -1, *wide.shape[-2:])
+
+
+def _largest(logits: Tensor | None, seen: Tensor, wide: Tensor) -> Tensor:
+    """Largest visible score of each head; minus infinity if there is none."""
+    H = wide.shape[-3]
+    if logits is None or logits.numel() == 0:
+        return torch.full((H,), -torch.inf, dtype=wide.dtype, device=wide.device)
+    masked = torch.where(seen, logits.to(wide.dtype), -torch.inf)
+    largest: Tensor = masked.amax(-1).movedim(-2, 0).flatten(1).amax(-1)
+    return largest
+
+
+def _per_head(values: Tensor) -> Tensor:
+    """Sums of (..., H, queries) over everything but the heads."""
+    return values.movedim(-2, 0).flatten(1).sum(-1)
+
+
+def _inner_products(rows: Tensor) -> Tensor:
+    """Inner products (H, H) of the rows (..., H, queries, keys) of every two heads."""
+    H = rows.shape[-3]
+    flat = rows.reshape(rows.shape[:-3].numel(), H, rows.shape[-2] * rows.shape[-1])
+    count = -(-flat.shape[-1] // _PIECE)
+    pieces = F.pad(flat, (0, count * _PIECE - flat.shape[-1])).unflatten(-1, (count, _PIECE)).transpose(1, 2)
+    products: Tensor = (pieces @ pieces.mT).sum((0, 1))
+    return products
+
+
+def _cosine(product: Tensor) -> Tensor:
+    """Cosines of inner products (..., H, H); 1 on the diagonal, NaN for heads of norm 0."""
+    own = product.diagonal(dim1=-2, dim2=-1).sqrt()
+    cosine = product / (own[..., :, None] * own[..., None, :])
+    eye = torch.eye(product.shape[-1], dtype=torch.bool, device=product.device)
+    return torch.where(eye & cosine.isfinite(), 1, cosine.clamp(-1, 1))

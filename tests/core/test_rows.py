@@ -1,0 +1,207 @@
+"""Attention rows against a plain oracle and closed forms, and sums that add up."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hdi_callback.core import RowMetrics, RowSums, attention_rows, row_metrics
+from hdi_callback.errors import ShapeError
+from tests.core.search import SEARCH
+from tests.core.test_subspaces import gaussian
+
+# sequences, heads, queries, keys, seed
+SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 5), st.integers(1, 9), st.integers(0, 10**6))
+
+
+def attention(B: int, H: int, q: int, n: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, what each query sees (one query of each sequence sees nothing), and scores."""
+    logits = 2 * gaussian(B, H, q, n, seed=seed)
+    visible = torch.rand(B, 1, q, n, generator=torch.Generator().manual_seed(seed)) < 0.7
+    visible[:, :, 0] = False
+    rows = torch.softmax(logits.masked_fill(~visible, -torch.inf), -1).nan_to_num()
+    return rows, visible, logits
+
+
+def plain(rows: Tensor, visible: Tensor, logits: Tensor) -> dict:
+    """One query and one head at a time."""
+    B, H, q, n = rows.shape
+    visible = visible.expand(rows.shape).numpy()
+    rows, logits = rows.double().numpy(), logits.double().numpy()
+    logit = np.full(H, -np.inf)
+    entropy, samples = [], []
+    product, centred, columns, queries = np.zeros((H, H)), np.zeros((H, H)), np.zeros((H, n)), 0
+    for b in range(B):
+        for i in range(q):
+            for h in range(H):
+                logit[h] = max([logit[h], *logits[b, h, i][visible[b, h, i]]])
+            keys = [j for j in range(n) if visible[b, 0, i, j]]
+            if len(keys) < 2:
+                continue
+            a = rows[b, :, i][:, keys]
+            queries += 1
+            with np.errstate(divide="ignore", invalid="ignore"):
+                entropy.append(-np.where(a > 0, a * np.log(a), 0).sum(-1) / math.log(len(keys)))
+            ess = a.sum(-1) ** 2 / (a**2).sum(-1)
+            samples.append(ess)
+            product += a @ a.T
+            c = a - a.sum(-1, keepdims=True) / len(keys)
+            centred += c @ c.T
+            columns[:, keys] += a
+    with np.errstate(divide="ignore", invalid="ignore"):
+        size, size_centred = np.sqrt(np.diag(product)), np.sqrt(np.diag(centred))
+        return {
+            "queries": queries,
+            "entropy": np.sum(entropy, 0) / queries if queries else np.full(H, np.nan),
+            "samples": np.sum(samples, 0) / queries if queries else np.full(H, np.nan),
+            "sink": columns.max(-1) / queries if queries else np.full(H, np.nan),
+            "overlap": product / np.outer(size, size),
+            "alike": centred / np.outer(size_centred, size_centred),
+            "logit": np.where(np.isinf(logit), np.nan, logit),
+        }
+
+
+def assert_equal(rows: RowMetrics, expected: dict, tolerance: float = 1e-9) -> None:
+    for name, values in expected.items():
+        found = getattr(rows, name).double().numpy()
+        assert np.allclose(found, values, atol=tolerance, rtol=tolerance, equal_nan=True), name
+
+
+def read(rows: Tensor, visible: Tensor | None = None, **more: Tensor) -> RowMetrics:
+    return row_metrics(attention_rows(rows, visible, **more))
+
+
+@given(SHAPES)
+@SEARCH
+def test_rows_agree_with_a_loop_over_queries_and_heads(shape):
+    rows, visible, logits = attention(*shape)
+    assert_equal(read(rows, visible, logits=logits), plain(rows, visible, logits))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_single_and_half_precision_agree_with_double_precision_on_the_rounded_rows(dtype):
+    rows, visible, logits = attention(2, 4, 16, 200)
+    rows, logits = rows.to(dtype), logits.to(dtype)
+    assert_equal(read(rows, visible, logits=logits), plain(rows, visible, logits), 1e-5)
+
+
+@given(SHAPES, st.integers(1, 5))
+@SEARCH
+def test_chunks_of_queries_and_sequences_add_up_to_one_pass(shape, cut):
+    rows, visible, logits = attention(*shape)
+    whole = attention_rows(rows, visible, logits=logits)
+    parts = [
+        attention_rows(rows[b : b + 1, :, part], visible[b : b + 1, :, part], logits=logits[b : b + 1, :, part])
+        for b in range(shape[0])
+        for part in (slice(None, cut), slice(cut, None))
+    ]
+    merged = parts[-1]
+    for part in parts[:-1]:
+        merged = merged + part
+    for item in fields(RowSums):
+        assert torch.allclose(getattr(merged, item.name), getattr(whole, item.name), rtol=1e-12, atol=1e-12)
+    assert_equal(row_metrics(merged), plain(rows, visible, logits))
+
+
+def test_sequences_of_different_length_add_up():
+    first, second = attention(1, 3, 4, 5), attention(1, 3, 6, 9, seed=1)
+    shorter, longer = (attention_rows(rows, visible) for rows, visible, _ in (first, second))
+    merged = shorter + longer
+    assert torch.allclose(merged.columns[:, :5], longer.columns[:, :5] + shorter.columns)
+    assert torch.equal(merged.columns[:, 5:], longer.columns[:, 5:])
+
+
+def test_uniform_rows_average_over_everything_and_are_not_alike():
+    n = torch.arange(1, 41)
+    causal = torch.ones(40, 40, dtype=torch.bool).tril()
+    found = read((causal / n[:, None]).expand(3, 40, 40), causal)
+    assert found.entropy.tolist() == pytest.approx([1] * 3)
+    assert found.samples.tolist() == pytest.approx([float(n[1:].float().mean())] * 3)
+    assert found.sink.tolist() == pytest.approx([float((1 / n[1:]).mean())] * 3)
+    assert found.sink_position.tolist() == [0, 0, 0]
+    assert float(found.overlap_mean) == pytest.approx(1)
+    assert found.alike_mean.isnan()
+    assert found.alike_worst_pair.tolist() == [-1, -1]
+    assert found.queries == 39
+    assert float(found.keys) == pytest.approx(float(n.float().mean()))
+
+
+@pytest.mark.parametrize(("sequences", "queries", "keys"), [(2, 300, 1214), (1, 64, 16384)])
+def test_overlaps_stay_precise_for_long_and_for_many_rows(sequences, queries, keys):
+    generator = torch.Generator().manual_seed(0)
+    rows = (0.1 * torch.randn(sequences, 3, queries, keys, generator=generator)).softmax(-1)
+    torch.testing.assert_close(read(rows).overlap.double(), read(rows.double()).overlap, rtol=0, atol=1e-6)
+
+
+def test_float32_rounding_of_flat_heads_is_not_reported_as_similarity():
+    scores = 1e-9 * gaussian(4, 16, 1000).float()
+    assert read(torch.softmax(scores, -1)).alike_mean.isnan()
+    found = read(torch.softmax(1e6 * scores, -1))
+    assert abs(float(found.alike_mean)) < 0.05
+    assert float(found.overlap_mean) > 0.99
+
+
+def test_one_hot_rows_sample_one_token():
+    rows = torch.zeros(2, 5, 8)
+    rows[0, :, 3] = 1
+    rows[1, torch.arange(5), torch.arange(5)] = 1
+    found = read(rows)
+    assert found.entropy.tolist() == [0, 0]
+    assert found.samples.tolist() == [1, 1]
+    assert found.sink.tolist() == pytest.approx([1, 0.2])
+    assert found.sink_position[0] == 3
+    assert float(found.overlap[0, 1]) == pytest.approx(0.2)  # they meet in one query of five
+
+
+def test_equal_heads_have_likeness_one_and_opposite_heads_minus_one():
+    lean = 0.1 * torch.tensor([[1.0, 1, -1, -1], [-1, 1, -1, 1]])
+    found = read(torch.stack([0.25 + lean, 0.25 + lean, 0.25 - lean]))
+    assert torch.allclose(found.alike, torch.tensor([[1.0, 1, -1], [1, 1, -1], [-1, -1, 1]]), atol=1e-5)
+    assert found.alike_worst_pair.tolist() == [0, 1]
+
+
+def test_attention_to_later_keys_is_their_mean_weight():
+    weights = torch.full((1, 4, 4), 0.25)
+    assert float(read(weights, positions=torch.arange(4)).ahead) == pytest.approx((3 + 2 + 1 + 0) / 16)
+    causal = torch.ones(4, 4, dtype=torch.bool).tril()
+    assert float(read(weights * causal, causal, positions=torch.arange(4)).ahead) == 0
+    assert read(weights).ahead.isnan().all()
+
+
+def test_masked_scores_are_not_the_largest():
+    logits = torch.tensor([[[1.0, 2.0, -torch.inf]]])
+    assert float(read(logits.softmax(-1), logits=logits).logit) == 2
+    finite = torch.tensor([[[1.0, 2.0, torch.finfo(torch.float32).min]]])
+    assert float(read(finite.softmax(-1), logits=finite).keys) == 2
+
+
+def test_without_a_counted_query_all_is_nan():
+    found = row_metrics(RowSums.zeros(3, 5))
+    assert found.entropy.isnan().all()
+    assert found.logit.isnan().all()
+    assert found.sink_position.tolist() == [-1, -1, -1]
+
+
+def test_a_stack_of_layers_is_its_layers():
+    sums = [attention_rows(*attention(2, 3, 4, 6, seed=seed)[:2]) for seed in range(3)]
+    stacked = RowSums(**{item.name: torch.stack([getattr(one, item.name) for one in sums]) for item in fields(RowSums)})
+    together = row_metrics(stacked)
+    for place, one in enumerate(sums):
+        for item in fields(RowMetrics):
+            assert torch.equal(
+                getattr(together, item.name)[place].nan_to_num(9), getattr(row_metrics(one), item.name).nan_to_num(9)
+            )
+
+
+def test_shapes_that_do_not_belong_together_are_refused():
+    with pytest.raises(ShapeError, match="heads, queries, keys"):
+        attention_rows(torch.zeros(3, 4))
+    with pytest.raises(ShapeError, match="logits the same"):
+        attention_rows(torch.zeros(2, 3, 4), logits=torch.zeros(2, 3, 5))
