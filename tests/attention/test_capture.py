@@ -1,443 +1,573 @@
-"""Captured head outputs against those that the output projection really received."""
+"""What is captured of armed forwards, against eager attention of transformers, hooks, and closed forms; and bits."""
 
 from __future__ import annotations
 
 import copy
-import gc
-import io
+import math
 import pickle
-import weakref
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hdi_callback.attention import Taps, find_attention
-from hdi_callback.attention.capture.sampling import sample_tokens
-from tests.attention import models as by_hand
-from tests.attention.models import D, H
-from tests.attention.witness import witness
-from tests.models import LAYERS, Checkpointed, Classifier
-
-
-def tap(model: nn.Module, **options) -> Taps:
-    return Taps(find_attention(model), **({"max_tokens": 10_000} | options))
-
-
-def tokens(batch: int = 3, seed: int = 0) -> torch.Tensor:
-    return torch.randint(16, (batch, 12), generator=torch.Generator().manual_seed(seed))
+from hdi_callback.attention.capture import Capture, Captured
+from hdi_callback.attention.extra_forward import before_first_call
+from hdi_callback.attention.find import survey
+from hdi_callback.attention.in_graph import may_recompile
+from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Site
+from hdi_callback.attention.registry import known_layers
+from tests.attention.models import Model, batches, is_equal, train
 
 
-def inputs_of_projections(model: Classifier, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What the output projections get in a forward, by a hook of the test's own."""
-    got = {}
-    handles = [
-        model.get_submodule(name).out_proj.register_forward_pre_hook(
-            lambda _, args, name=name: got.update({name: args[0].detach().clone()})
+@pytest.fixture(autouse=True)
+def _nothing_compiled():
+    yield
+    torch._dynamo.reset()  # where something is compiled rows are not read
+
+
+def rows_of(logits: Tensor, weights: Tensor, **facts: Any) -> dict[str, Any]:
+    return {"logits": logits, "weights": weights, **facts}
+
+
+def capture_of(model: nn.Module, layers, **options: Any) -> Capture:
+    settings = {"max_tokens": 1000, "padding": "auto", "rows": rows_of, "inputs": True, "max_rows": 1000} | options
+    return Capture(model, layers, **settings)
+
+
+def captured(model: nn.Module, run, layers=None, **options: Any) -> dict[str, Captured]:
+    """Capture one forward; `run` is a function without arguments."""
+    layers = survey(model, run).layers if layers is None else layers
+    capture = capture_of(model, layers, **options)
+    capture.arm()
+    run()
+    found = capture.take()
+    capture.remove()
+    return found
+
+
+def of_transformers(name: str, attention: str) -> nn.Module:
+    import transformers as T
+
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 50,
+    }  # fmt: skip
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "attn_implementation": attention}
+    if name == "gpt2":
+        config = T.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=50, n_positions=64, **special)
+        return T.GPT2LMHeadModel(config)
+    if name == "llama":
+        return T.LlamaForCausalLM(T.LlamaConfig(**sizes, num_key_value_heads=2, **special))
+    if name == "bert":
+        return T.BertForMaskedLM(T.BertConfig(**sizes, **special))
+    if name == "gemma2":  # softcap, sliding windows
+        return T.Gemma2ForCausalLM(
+            T.Gemma2Config(**sizes, num_key_value_heads=2, head_dim=8, sliding_window=4, **special)
         )
-        for name in LAYERS
-    ]
-    model(x)
-    for handle in handles:
-        handle.remove()
-    return got
+    if name == "gpt_oss":  # sinks; the largest score is taken off before the softmax
+        return T.GptOssForCausalLM(
+            T.GptOssConfig(
+                **sizes, num_key_value_heads=2, head_dim=8, num_local_experts=2, num_experts_per_tok=1, **special
+            )
+        )
+    config = T.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=50, decoder_start_token_id=0)
+    config._attn_implementation = attention
+    return T.T5ForConditionalGeneration(config)
 
 
-# --- what is captured
-
-
-@pytest.mark.parametrize("module", [by_hand.NanoGPT, by_hand.Einops, by_hand.Grouped, by_hand.EinopsCross])
-def test_captured_outputs_are_those_of_the_attention(module):
-    model = nn.Sequential(module()).eval()
-    with tap(model) as taps, witness(model) as observed:
-        taps.arm()
-        model(torch.randn(3, 6, D))
-        capture = taps.captures["0"]
-    really = observed.computations[0].output.transpose(1, 2)  # (batch, length, heads, width)
-    assert torch.equal(capture.outputs, really.flatten(0, 1))
-    assert capture.lengths == (6, 6, 6)
-    assert capture.num_tokens == 18
-
-
-def test_nothing_is_captured_unless_armed():
-    model = Classifier()
-    with tap(model) as taps:
-        model(tokens())
-        assert dict(taps.captures) == {}
-        assert not taps.was_armed
-
-
-def test_suspended_hooks_are_restored_under_their_old_handles():
-    """torch 2.10 compiles a graph anew for each number that a hook in it is given."""
-    model = Classifier()
-    with tap(model) as taps:
-        numbers = [list(part._forward_pre_hooks) for part in model.modules()]
-        assert any(numbers)
-        taps.suspend()
-        assert not any(part._forward_pre_hooks for part in model.modules())
-        taps.resume()
-        assert [list(part._forward_pre_hooks) for part in model.modules()] == numbers
-
-
-def test_all_forwards_of_an_armed_step_are_captured():
-    model = Classifier()
-    first, second = tokens(seed=1), tokens(batch=2, seed=2)
-    truth = [inputs_of_projections(model, x) for x in (first, second)]
-    with tap(model) as taps:
-        taps.arm()
-        model(first)
-        model(second)
-        for name in LAYERS:
-            capture = taps.captures[name]
-            both = torch.cat([one[name].flatten(0, 1) for one in truth])
-            assert torch.equal(capture.outputs.flatten(1), both)
-            assert capture.lengths == (12,) * 5
-
-
-def test_arming_again_captures_the_next_forward():
-    model = Classifier()
-    with tap(model) as taps:
-        for seed in (1, 2):
-            truth = inputs_of_projections(model, tokens(seed=seed))
-            taps.arm()
-            model(tokens(seed=seed))
-            assert torch.equal(taps.captures[LAYERS[1]].outputs.flatten(1), truth[LAYERS[1]].flatten(0, 1))
-            taps.release()
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_is_captured_once(reentrant):
-    model = Checkpointed(reentrant=reentrant, dropout=0.5)
-    with tap(model) as taps:
-        runs = []
-        model.blocks[0].attn.register_forward_hook(lambda *_: runs.append(1))
-        taps.arm()
-        loss = model(tokens()).sum()
-        forward_only = {name: capture.outputs.clone() for name, capture in taps.captures.items()}
-        loss.backward()
-        assert len(runs) == 2, "the forward ran again inside backward"
-        for name in LAYERS:
-            assert torch.equal(taps.captures[name].outputs, forward_only[name])
-
-
-def test_a_capture_is_a_detached_copy_and_is_released():
-    model = Classifier()
-    with tap(model) as taps:
-        taps.arm()
-        model(tokens())
-        capture = taps.captures[LAYERS[0]]
-        assert not capture.outputs.requires_grad
-        assert capture.outputs.untyped_storage().nbytes() == capture.outputs.numel() * 4
-        remembered = weakref.ref(capture.outputs)
-        del capture
-        taps.release()
-        gc.collect()
-        assert remembered() is None
-
-
-# --- the sample
+def batch_of(name: str) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    ids, mask = torch.randint(3, 50, (3, 11)), torch.ones(3, 11, dtype=torch.long)
+    mask[1, 8:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask}
+    return batch | ({"decoder_input_ids": torch.randint(3, 50, (3, 7))} if name == "t5" else {})
 
 
 @pytest.mark.parametrize(
-    ("batch", "length", "limit"), [(16, 128, 256), (8, 12, 24), (3, 7, 5), (64, 2, 16), (1, 50, 7)]
-)
-def test_the_sample_is_bounded_and_spread_over_all_positions(batch, length, limit):
-    positions = torch.arange(length).repeat(batch).reshape(batch, length, 1).float()
-    sequences = torch.arange(batch).repeat_interleave(length).reshape(batch, length, 1).float()
-    outputs = torch.cat([positions, sequences], -1)
-    sample = sample_tokens(outputs, limit)
-    kept, lengths = sample.rows, torch.bincount(sample.sequences, minlength=batch).tolist()
-    assert 0 < len(kept) <= limit
-    assert len(kept) >= min(batch * length, limit) * 0.8
-    assert sum(lengths) == len(kept)
-    assert len(lengths) == batch
-    assert torch.equal(kept[:, 1].long(), torch.arange(batch).repeat_interleave(torch.tensor(lengths)))
-    # Every n-th token with a common factor would see the same few positions again and again.
-    assert len(kept[:, 0].unique()) == min(length, len(kept))
-    places, apart = (kept[:, 1] * length + kept[:, 0]).long(), -(-batch * length // len(kept))
-    assert places[0] == 0
-    assert places[-1] >= batch * length - apart, "the last sequences too"
-    assert len(kept) == 1 or int(places.diff().max()) <= apart, "none is skipped"
-
-
-def test_a_small_batch_is_kept_whole():
-    outputs = torch.randn(2, 5, 8)
-    sample = sample_tokens(outputs, 10)
-    assert torch.equal(sample.rows, outputs.reshape(10, 8))
-    assert sample.sequences.tolist() == [0] * 5 + [1] * 5
-
-
-@pytest.mark.parametrize("shape", [(0, 6, D), (3, 0, D), (1, 1, D), (6, D), (2, 3, 4, D)])
-def test_outputs_of_unusual_shapes_are_captured_without_a_warning(shape):
-    projection = nn.Linear(D, D)
-    module = by_hand.Grouped()
-    module.o_proj = projection
-    with tap(nn.Sequential(module)) as taps:
-        taps.arm()
-        projection(torch.randn(shape))
-        assert taps.captures["0"].outputs.shape == (torch.Size(shape[:-1]).numel(), H, 8)
-
-
-def test_nested_tensors_are_absent_with_the_reason():
-    module = by_hand.Grouped()
-    with tap(nn.Sequential(module)) as taps:
-        taps.arm()
-        module.o_proj(torch.nested.nested_tensor([torch.randn(2, D), torch.randn(5, D)]))
-        assert dict(taps.captures) == {}
-        assert taps.absent == {"0": "nested tensors are not captured"}
-
-
-def test_an_unexpected_width_is_absent_with_the_reason():
-    module = by_hand.Grouped()
-    with tap(nn.Sequential(module)) as taps:
-        taps.arm()
-        module.o_proj.weight = nn.Parameter(torch.randn(D, 3))
-        module.o_proj(torch.randn(2, 3))
-        assert taps.absent == {"0": "the input of its output projection has 3 features, expected 4 x 8"}
-
-
-def test_a_shared_output_projection_is_absent_with_the_reason():
-    """A tap on it could not tell whose input it sees."""
-    first, second, own = (by_hand.LengthFirst() for _ in range(3))
-    second.out_proj = first.out_proj
-    model = nn.ModuleList([first, second, own])
-    with tap(model) as taps:
-        taps.arm()
-        own(second(torch.randn(3, 6, D)))
-        assert set(taps.captures) == {"2"}
-        assert taps.absent == dict.fromkeys("01", "it shares its output projection with another layer")
-
-
-# --- torch's own attention, whose output projection is never called
-
-
-def truth_of(module: nn.MultiheadAttention, *args, **kwargs) -> torch.Tensor:
-    """The head outputs, from the attention's own answer: with the identity as output projection they are the answer."""
-    plain = copy.deepcopy(module)
+    ("name", "attention"),
+    [("gpt2", "sdpa"), ("gpt2", "eager"), ("llama", "sdpa"), ("llama", "eager"), ("bert", "sdpa"), ("bert", "eager"),
+     ("t5", "sdpa"), ("t5", "eager"), ("gemma2", "eager"), ("gpt_oss", "eager")],
+)  # fmt: skip
+def test_rows_and_outputs_are_those_of_eager_transformers(name, attention):
+    model, batch = of_transformers(name, attention).eval(), batch_of(name)
+    eager = of_transformers(name, "eager").eval()
+    eager.load_state_dict(model.state_dict())
     with torch.no_grad():
-        plain.out_proj.weight.copy_(torch.eye(D))
-        if plain.out_proj.bias is not None:
-            plain.out_proj.bias.zero_()
-    plain.dropout = 0.0
-    return plain(*args, **kwargs)[0].detach()
-
-
-FLOAT_MASK = torch.randn(6, 6, generator=torch.Generator().manual_seed(5))
-CAUSAL = torch.triu(torch.ones(6, 6, dtype=torch.bool), 1)
-PADDING = torch.tensor([[False] * 6, [False] * 4 + [True] * 2, [False] * 5 + [True]])
-CALLS = {
-    "plain": {},
-    "no weights": {"need_weights": False},
-    "weights per head": {"average_attn_weights": False},
-    "padding": {"key_padding_mask": PADDING},
-    "bool mask": {"attn_mask": CAUSAL},
-    "float mask": {"attn_mask": FLOAT_MASK},
-    "mask per head": {"attn_mask": FLOAT_MASK.expand(3 * H, 6, 6)},
-    "causal": {"attn_mask": CAUSAL, "is_causal": True, "need_weights": False},
-    "causal and padding": {"attn_mask": CAUSAL, "key_padding_mask": PADDING},
-}
-BUILDS = {
-    "packed": {},
-    "kdim and vdim": {"kdim": 20, "vdim": 24},
-    "no bias": {"bias": False},
-    "bias to keys and values": {"add_bias_kv": True},
-    "a zero token": {"add_zero_attn": True},
-    "dropout": {"dropout": 0.4},
-}
-
-
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("build", BUILDS)
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_torch_attention_is_captured_as_it_computes(build, call, batch_first):
-    torch.manual_seed(0)
-    module = nn.MultiheadAttention(D, H, batch_first=batch_first, **BUILDS[build])
-    key_width, value_width = BUILDS[build].get("kdim", D), BUILDS[build].get("vdim", D)
-    inputs = [torch.randn(3, 6, width) for width in (D, key_width, value_width)]
-    inputs = inputs if batch_first else [tensor.transpose(0, 1) for tensor in inputs]
-    truth = truth_of(module, *inputs, **CALLS[call])
-    with tap(nn.Sequential(module)) as taps:
-        taps.arm()
-        module(*inputs, **CALLS[call])
-        capture = taps.captures["0"]
-    truth = truth if batch_first else truth.transpose(0, 1)
-    assert torch.allclose(capture.outputs.flatten(1), truth.flatten(0, 1), atol=1e-5)
-    assert capture.lengths == (6, 6, 6), "the sequences are told apart whatever the order of dimensions"
-
-
-def test_torch_attention_without_a_batch_dimension():
-    module = nn.MultiheadAttention(D, H)
-    x = torch.randn(6, D)
-    with tap(nn.Sequential(module)) as taps:
-        taps.arm()
-        module(x, x, x)
-        assert torch.allclose(taps.captures["0"].outputs.flatten(1), truth_of(module, x, x, x), atol=1e-5)
-
-
-def encoder(dropout: float = 0.0) -> nn.TransformerEncoder:
-    torch.manual_seed(0)
-    block = nn.TransformerEncoderLayer(D, H, 64, dropout=dropout, batch_first=True)
-    return nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
-
-
-def test_an_encoder_in_evaluation_is_captured_when_armed():
-    model, x = encoder().eval(), torch.randn(3, 6, D)
-    with tap(model) as taps:
-        taps.arm()
-        model(x)
-        first = model.layers[0].self_attn
-        assert torch.allclose(
-            taps.captures["layers.0.self_attn"].outputs.flatten(1), truth_of(first, x, x, x).flatten(0, 1), atol=1e-5
+        truth = eager(**batch, output_attentions=True)
+    if name == "t5":
+        maps = {
+            **{f"encoder.block.{at}.layer.0.SelfAttention": one for at, one in enumerate(truth.encoder_attentions)},
+            **{f"decoder.block.{at}.layer.0.SelfAttention": one for at, one in enumerate(truth.decoder_attentions)},
+            **{f"decoder.block.{at}.layer.1.EncDecAttention": one for at, one in enumerate(truth.cross_attentions)},
+        }
+    else:
+        maps = dict(enumerate(truth.attentions))
+    layers = survey(model, lambda: model(**batch)).layers
+    assert len(layers) == len(maps)
+    inputs: dict[str, Tensor] = {}
+    for layer in layers:
+        layer.output_module.register_forward_pre_hook(
+            lambda module, args, name=layer.name: inputs.update({name: args[0]})
         )
+    found = captured(model, lambda: model(**batch), layers)
+    for at, layer in enumerate(layers):
+        one, weights = found[layer.name], maps[layer.name if name == "t5" else at]
+        (rows,) = one.rows
+        visible = rows["visible"].any(-1).expand(weights.shape[:3])
+        # GPT-OSS has a sink beside the keys.
+        assert torch.allclose(rows["weights"][visible][:, : weights.shape[-1]], weights[visible], atol=2e-6)
+        assert torch.equal(one.outputs, inputs[layer.name].detach().view(-1, layer.num_heads, layer.value_dim))
+        is_decoder = "decoder" in layer.name
+        valid = torch.ones(21, dtype=torch.bool) if is_decoder else batch["attention_mask"].bool().flatten()
+        assert torch.equal(valid if one.valid is None else one.valid, valid)
+        assert visible.flatten(0).sum() == valid.sum() * layer.num_heads
+        assert not one.reasons
 
 
-@pytest.mark.parametrize("state", ["new", "armed", "released"])
-@pytest.mark.parametrize("is_nested", [False, True])
-def test_no_tap_keeps_torch_from_its_fast_path(monkeypatch, state, is_nested):
+def test_the_largest_scores_are_those_of_eager_attention():
+    batch, found = batch_of("llama"), []
+    for attention in ("sdpa", "eager"):
+        model = of_transformers("llama", attention)
+        rows = captured(model, lambda: model(**batch))["model.layers.0.self_attn"].rows[0]  # noqa: B023
+        found.append(rows["logits"].masked_fill(~rows["visible"], -torch.inf).amax(-1))
+    assert torch.allclose(*found, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"need_weights": False}], ids=["weights", "fused"])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_torchs_attention_against_its_own_weights(options, batch_first):
     torch.manual_seed(0)
-    block = nn.TransformerEncoderLayer(D, H, 64, batch_first=True)
-    model = nn.TransformerEncoder(block, 2, enable_nested_tensor=is_nested).eval().requires_grad_(False)
-    x, padding = torch.randn(3, 6, D), PADDING if is_nested else None
-    calls = []
-    fast = torch._transformer_encoder_layer_fwd
-    monkeypatch.setattr(
-        torch, "_transformer_encoder_layer_fwd", lambda *args, **kwargs: calls.append(1) or fast(*args, **kwargs)
-    )
-    without = model(x, src_key_padding_mask=padding)
-    assert len(calls) == 2
-    with tap(model) as taps:
-        if state != "new":
-            taps.arm()
-        if state == "released":
-            taps.release()
-        assert torch.equal(model(x, src_key_padding_mask=padding), without)
-        assert len(calls) == 4
-        if state == "armed":
-            assert dict(taps.captures) == {}
-            assert set(taps.missed) == {"layers.0.self_attn", "layers.1.self_attn"}
+    module = nn.MultiheadAttention(16, 4, batch_first=batch_first)
+    model, x = nn.ModuleDict({"a": module}), torch.randn(3, 6, 16)
+    padded = torch.zeros(3, 6, dtype=torch.bool)
+    padded[0, 4:] = True
+    given = x if batch_first else x.transpose(0, 1)
+    run = lambda: module(given, given, given, key_padding_mask=padded, **options)  # noqa: E731
+    out, truth = module(given, given, given, key_padding_mask=padded, average_attn_weights=False)
+    found = captured(model, run, known_layers(model))["a"]
+    rows = found.rows[0]
+    visible = rows["visible"].any(-1).expand(3, 4, 6)
+    assert torch.allclose(rows["weights"][visible], truth[visible], atol=1e-6)
+    assert visible.sum() == 4 * (~padded).sum()
+    joined = found.outputs.flatten(1) @ module.out_proj.weight.T + module.out_proj.bias
+    expected = out if batch_first else out.transpose(0, 1)
+    assert torch.allclose(joined.view(3, 6, 16), expected, atol=1e-6)
+    assert torch.equal(found.valid.view(3, 6), ~padded)
+    assert torch.equal(found.inputs.view(3, 6, 16), x)
 
 
-# --- training is not touched
+def test_equal_keys_are_attended_uniformly():
+    model, (x, _) = Model(), batches(1)[0]
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attention.qkv.weight[32:64] = 0
+    found = captured(model, lambda: model(x), padding=None)["blocks.0.attention"].rows[0]
+    entropy = torch.special.entr(found["weights"]).sum(-1)
+    expected = torch.arange(1, 10).log()  # causal: query n sees n keys
+    assert torch.allclose(entropy, expected.expand_as(entropy), atol=1e-5)
+    assert torch.equal(found["visible"][0, 0], torch.ones(9, 9).tril().bool())
+    assert torch.equal(found["positions"], torch.arange(9))
+    query_norm, key_norm = found["norms"]
+    assert query_norm.shape == key_norm.shape == (4,)
 
 
-@pytest.mark.parametrize("make", [lambda: Classifier(dropout=0.3), lambda: encoder(0.3)], ids=["own", "torch"])
-def test_gradients_and_random_state_are_bit_identical(make):
-    def run(mode: str):
-        torch.manual_seed(0)
-        model = make()
-        x = tokens() if isinstance(model, Classifier) else torch.randn(3, 6, D)
-        taps = None if mode == "absent" else tap(model)
-        torch.manual_seed(1)
-        for _ in range(2):
-            if mode == "armed":
-                taps.arm()
-            model(x).square().sum().backward()
-        if mode == "armed":
-            assert len(taps.captures) == 2
-        return [parameter.grad for parameter in model.parameters()], torch.get_rng_state()
-
-    absent, unarmed, armed = run("absent"), run("unarmed"), run("armed")
-    for other in (unarmed, armed):
-        assert all(torch.equal(a, b) for a, b in zip(absent[0], other[0], strict=True))
-        assert torch.equal(absent[1], other[1])
-
-
-def touched(model: nn.Module) -> int:
-    return sum(
-        len(module._forward_pre_hooks) + len(module._forward_hooks) + ("forward" in vars(module))
-        for module in model.modules()
-    )
-
-
-@pytest.mark.parametrize("make", [Classifier, lambda: torch_classifier()], ids=["own", "torch"])
-def test_a_model_known_to_run_uncompiled_has_hooks_only_on_armed_steps(make):
-    model = make()
-    taps = tap(model)
-    assert touched(model) > 0
+def test_samples_are_bounded_and_move_from_step_to_step():
+    model = Model()
+    x = torch.randn(8, 50, 32)
+    capture = capture_of(model, survey(model, lambda: model(x)).layers, max_tokens=40, max_rows=16, padding=None)
+    positions = []
     for _ in range(2):
-        taps.arm()
-        assert touched(model) == 2
-        model(tokens())
-        assert len(taps.captures) == 2
-        taps.release()
-        assert touched(model) == 0
-    taps.remove()
-    taps.remove()
-    assert touched(model) == 0
+        capture.arm()
+        model(x)
+        model(x)
+        for one in capture.take().values():
+            assert 20 <= len(one.outputs) <= 40
+            assert len(one.rows) == 2
+            b, _, q, k = one.rows[0]["weights"].shape
+            assert b * q <= 16
+            assert k == 50
+        positions.append(one.rows[0]["positions"].tolist())
+    assert positions[0] != positions[1]
 
 
-def saved(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+def test_padding_takes_no_room_in_a_sample():
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Model()
+
+        def forward(self, x, attention_mask):
+            return self.inner(x)
+
+    model, x = Masked(), torch.randn(4, 50, 32)
+    mask = torch.zeros(4, 50, dtype=torch.long)
+    mask[:, :10] = 1
+    found = captured(model, lambda: model(x, mask), max_tokens=40)["inner.blocks.0.attention"]
+    assert len(found.outputs) <= 40
+    assert found.valid.all()
+    few = captured(model, lambda: model(x, mask), max_tokens=100)["inner.blocks.0.attention"]
+    assert few.valid.sum() == 40
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, saved, lambda model: pickle.loads(pickle.dumps(model))])
-@pytest.mark.parametrize("make", [Classifier, lambda: torch_classifier()], ids=["own", "torch"])
-def test_a_copy_of_a_tapped_model_computes_the_same_and_is_not_captured(make, copied):
-    model = make()
-    with tap(model) as taps:
-        taps.arm()
-        twin = copied(model)
-        with torch.no_grad():
-            twin.get_parameter("0.weight" if make is not Classifier else "embed.weight").zero_()
-        assert not torch.equal(twin(tokens()), model(tokens()))
-        assert {capture.num_tokens for capture in taps.captures.values()} == {36}
-        assert b"hdi_callback" not in pickle.dumps(nn.Sequential(*copied(model).children()))
+def test_evaluation_is_not_counted_unless_asked_for():
+    model, (x, _) = Model(), batches(1)[0]
+    capture = capture_of(model, survey(model, lambda: model(x)).layers)
+    capture.arm()
+    with torch.no_grad():
+        model(x)
+    found = capture.take()["blocks.0.attention"]
+    assert found.outputs is None
+    assert found.rows == []
+    assert "only forwards that train are captured" in found.reasons["outputs"]
+    capture.arm(training_only=False)
+    with torch.no_grad():
+        model(x)
+    found = capture.take()["blocks.0.attention"]
+    assert len(found.outputs) == 18
+    assert len(found.rows) == 1
 
 
-# --- torch.compile
+def test_nothing_is_captured_while_it_is_not_armed_and_hooks_leave():
+    model, (x, _) = Model(), batches(1)[0]
+    before = sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+    capture = capture_of(model, survey(model, lambda: model(x)).layers)
+    capture.arm()
+    capture.disarm()
+    model(x)
+    reasons = capture.take()["blocks.0.attention"].reasons
+    assert reasons == dict.fromkeys(("outputs", "inputs", "rows"), "it was not called in a forward that was captured")
+    capture.arm()
+    capture.remove()
+    assert sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()) == before
 
 
-def torch_classifier() -> nn.Module:
-    return nn.Sequential(nn.Embedding(16, D), encoder())
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_checkpointing_runs_again_is_counted_once(reentrant):
+    model, (x, _) = Model(reentrant=reentrant), batches(1)[0]
+    layers = survey(model, lambda: model(x)).layers
+    plain = Model()
+    plain.load_state_dict(model.state_dict())
+    capture = capture_of(model, layers, padding=None)
+    capture.arm()
+    for _ in range(2):
+        model(x).sum().backward()
+    found = capture.take()["blocks.0.attention"]
+    assert len(found.outputs) == 36
+    assert len(found.rows) == 2
+    expected = captured(plain, lambda: plain(x), padding=None)["blocks.0.attention"]
+    assert torch.equal(found.outputs[:18], expected.outputs)
 
 
-@pytest.mark.some_slow(quick=1)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("make", [Classifier, torch_classifier], ids=["own", "torch"])
-def test_a_compiled_model_is_captured_without_a_graph_break(dynamo, make, backend):
-    torch.manual_seed(0)
-    model = make()
-    truth_taps = tap(model)
-    truth_taps.arm()
-    model(tokens())
-    truth = {name: capture.outputs.clone() for name, capture in truth_taps.captures.items()}
-    truth_taps.remove()
-    with tap(model) as taps:
-        compiled = torch.compile(model, backend=backend)
-        for _ in range(3):
-            compiled(tokens())
-        unarmed = dynamo["stats"]["unique_graphs"]
-        for _ in range(4):
-            taps.arm()
-            compiled(tokens())
-            assert set(taps.captures) == set(truth)
-            for name, outputs in truth.items():
-                assert torch.allclose(taps.captures[name].outputs, outputs, atol=1e-5)
-            taps.release()
-            compiled(tokens())
-        assert dynamo["stats"]["unique_graphs"] - unarmed <= 1, "armed steps cost one recompilation"
-    assert not dynamo["graph_break"]
+def test_heads_in_another_order_and_heads_side_by_side_features():
+    class Interleaved(nn.Module):  # feature i of head h is feature i * H + h of the output projection
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(12, 12)
+
+        def forward(self, x):
+            return self.out(x)
+
+    module = Interleaved()
+    features = torch.arange(12).view(4, 3).T
+    weight = HeadWeight.from_features(module, "out.weight", features, dim=1)
+    key = HeadWeight.from_rows(module, "out.weight", heads=3, width=4)
+    layer = AttentionLayer("", module, 3, 3, 3, 4, 4, {"key": key, "output": weight}, output_module=module.out)
+    x = torch.randn(2, 5, 12)
+    found = captured(module, lambda: module(x), [layer], padding=None)[""]
+    assert torch.equal(found.outputs, x.view(10, 4, 3).mT)
+    assert found.reasons["rows"] == "its attention was not recognised in a forward"
 
 
-def test_a_model_compiled_and_called_before_is_detected(dynamo):
-    model = Classifier()
-    compiled = torch.compile(model, backend="eager")
-    compiled(tokens())
-    with tap(model) as taps:
-        taps.arm()
-        compiled(tokens())
-        assert taps.was_armed
-        assert dict(taps.captures) == {}
+def test_a_layer_that_shares_its_output_projection_has_no_outputs():
+    model, (x, _) = Model(), batches(1)[0]
+    model.blocks[1].attention.out = model.blocks[0].attention.out
+    for found in captured(model, lambda: model(x)).values():
+        assert found.outputs is None
+        assert found.reasons["outputs"] == "it shares its output projection with another layer"
+        assert len(found.rows) == 1
 
 
-def test_skipping_a_forward_switches_off_sampling_in_compiled_graphs():
-    taps = Taps(find_attention(Classifier()))
-    for tap in taps._taps.values():
-        tap.is_in_graph = True
-    taps.skip_forward()
-    assert taps._taps
-    assert not any(tap.is_in_graph for tap in taps._taps.values())
-    taps.remove()
+def test_an_error_of_the_function_of_rows_ends_in_reasons_and_not_in_the_forward():
+    def fail(*_, **__):
+        raise ZeroDivisionError("rows")
+
+    model, (x, _) = Model(), batches(1)[0]
+    for found in captured(model, lambda: model(x), rows=fail).values():
+        assert found.rows == []
+        assert "ZeroDivisionError: rows" in found.reasons["rows"]
+        assert found.outputs is not None
+
+
+def test_a_plan_of_another_attention_ends_in_a_reason():
+    model, (x, _) = Model(), batches(1)[0]
+    (layer, _) = survey(model, lambda: model(x)).layers
+    wrong = copy.copy(layer)
+    object.__setattr__(wrong, "sites", (Site(layer.name, 0, "fused", 4, rows=("h", "bh", "q")),))
+    found = captured(model, lambda: model(x), [wrong])[layer.name]
+    assert "its rows of attention cannot be read" in found.reasons["rows"]
+
+
+def test_a_function_for_padding_that_raises_costs_the_outputs_and_says_why():
+    model, (x, _) = Model(), batches(1)[0]
+    found = captured(model, lambda: model(x), padding=lambda tokens: tokens)["blocks.0.attention"]
+    assert "unexpected keyword argument" in found.reasons["outputs"]
+
+
+class Watch:
+    """Captures steps 0 and 2, as a callback does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.taken, self.capture = model, {}, None
+        self.handle = before_first_call(model, self.found)
+
+    def found(self, survey) -> None:
+        self.capture = capture_of(self.model, survey.layers, max_tokens=12, max_rows=8)
+        self.capture.arm()
+
+    def before(self, step: int) -> None:
+        if self.capture is not None:
+            self.capture.arm() if step == 2 else self.capture.disarm()
+
+    def after(self, step: int) -> None:
+        if step in (0, 2):
+            self.taken[step] = self.capture.take()
+
+
+def watched(make, **options: Any) -> tuple[list[Any], Watch]:
+    watches: list[Watch] = []
+    kept = train(
+        make,
+        lambda model: watches.append(Watch(model)) or watches[0],
+        before=lambda watch, step: watch.before(step),
+        after=lambda watch, step: watch.after(step),
+        **options,
+    )
+    return kept, watches[0]
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 48, dropout=0.1, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(32, 3)
+
+    def forward(self, x):
+        return self.head(self.encoder(x))
+
+
+MAKES = {
+    "fused": Model,
+    "written out": lambda: Model(written=True),
+    "reentrant": lambda: Model(reentrant=True),
+    "not reentrant": lambda: Model(reentrant=False),
+    "not reentrant, written out": lambda: Model(reentrant=False, written=True),
+    "torch": Encoder,
+}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "autocast"])
+@pytest.mark.parametrize("name", MAKES)
+def test_training_stays_as_it_is_bit_by_bit(name, dtype):
+    kept, watch = watched(MAKES[name], dtype=dtype)
+    assert is_equal(kept, train(MAKES[name], dtype=dtype))
+    for found in (one for taken in watch.taken.values() for one in taken.values()):
+        assert not found.reasons
+        assert len(found.outputs) <= 12
+        assert len(found.rows) == 1
+        assert not any(one.requires_grad for one in (found.outputs, found.inputs, found.rows[0]["weights"]))
+
+
+def compiled(model):
+    return torch.compile(model, backend="aot_eager", fullgraph=True)
+
+
+def blocks(model):
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "call"),
+    [
+        (Model, compiled),
+        pytest.param(Model, blocks, marks=pytest.mark.slow),
+        pytest.param(lambda: Model(reentrant=True), blocks, marks=pytest.mark.slow),
+        pytest.param(lambda: Model(reentrant=False), blocks, marks=pytest.mark.slow),
+    ],
+    ids=["model", "blocks", "reentrant", "not reentrant"],
+)
+def test_compiled_graphs_pass_head_outputs_on_and_are_compiled_once_more(make, call):
+    kept, graphs = [], []
+    for run in (train, watched):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        kept.append(run(make, call=call, steps=5))
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        assert not torch._dynamo.utils.counters["graph_break"]
+    assert is_equal(kept[0], kept[1][0])
+    assert graphs[1] == 2 * graphs[0]
+    for found in (one for taken in kept[1][1].taken.values() for one in taken.values()):
+        assert found.outputs.shape[1:] == (4, 8)
+        assert found.inputs.shape[1:] == (32,)
+        assert found.reasons.keys() == {"rows"}
+        assert "torch.compile" in found.reasons["rows"]
+
+
+@pytest.mark.slow
+def test_torchs_attention_in_compiled_graphs_gives_the_outputs_of_eager_ones():
+    kept, graphs = [], []
+    for run in (train, watched):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        kept.append(run(Encoder, call=compiled, steps=5))
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert is_equal(kept[0], kept[1][0])
+    assert graphs[1] == 2 * graphs[0]
+    _, eager = watched(lambda: without_dropout(Encoder()), steps=5)  # where something is compiled rows are not read
+    torch._dynamo.reset()
+    _, again = watched(lambda: without_dropout(Encoder()), steps=5, call=compiled)
+    for name, found in again.taken[2].items():
+        assert torch.allclose(found.outputs, eager.taken[2][name].outputs, atol=1e-5)
+        assert found.reasons.keys() == {"rows"}
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, (nn.Dropout, nn.MultiheadAttention)):
+            setattr(module, "p" if isinstance(module, nn.Dropout) else "dropout", 0.0)
+    return model
+
+
+def test_suspended_hooks_leave_the_fast_path_of_evaluation_and_come_back_without_recompiling():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, (x, _) = Encoder(), batches(1)[0]
+    capture = capture_of(model, known_layers(model))
+    run = compiled(model)
+    run(x)
+    for _ in range(2):
+        capture.suspend()
+        assert not any(module._forward_pre_hooks for module in model.modules())
+        capture.resume()
+        run(x)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    capture.arm()
+    run(x)
+    assert len(capture.take()["encoder.layers.0.self_attn"].outputs) == 18
+
+
+@pytest.mark.slow
+def test_outputs_of_inductors_graphs_are_those_of_eager_ones():
+    torch._dynamo.reset()
+    kept, _ = watched(Model, call=torch.compile)
+    torch._dynamo.reset()
+    assert is_equal(kept, train(Model, call=torch.compile))
+    torch._dynamo.reset()
+    _, watch = watched(lambda: without_dropout(Model()), call=torch.compile)
+    torch._dynamo.reset()
+    _, eager = watched(lambda: without_dropout(Model()))
+    for name, found in watch.taken[0].items():
+        assert torch.allclose(found.outputs, eager.taken[0][name].outputs, atol=1e-5)
+
+
+def test_nothing_is_recompiled_where_that_is_an_error():
+    torch._dynamo.reset()
+    model, (x, _) = Model(), batches(1)[0]
+    capture = capture_of(model, survey(model, lambda: model(x)).layers)
+    run = compiled(model)
+    run(x)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert not may_recompile(model, has_both=True)
+        capture.arm()
+        run(x)
+        found = capture.take()["blocks.0.attention"]
+    assert found.outputs is None
+    assert "compiled once more" in found.reasons["outputs"]
+
+
+class CountingOperations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_of_the_users_counts_what_the_model_does_alone():
+    model, (x, _) = Model(), batches(1)[0]
+    layers, counts = survey(model, lambda: model(x)).layers, []
+    for is_armed in (False, True):
+        capture = capture_of(model, layers)
+        with CountingOperations() as mode:
+            if is_armed:
+                capture.arm()
+            model(x)
+            counts.append(mode.count)
+        capture.remove()
+    assert counts[0] == counts[1]
+
+
+def test_a_forward_that_raises_leaves_no_mode_behind():
+    class Stops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.stops = Model(), False
+
+        def forward(self, x):
+            if self.stops:
+                self.inner.blocks[0].attention.out.register_forward_hook(lambda *_: 1 / 0)
+            return self.inner(x)
+
+    model, (x, _) = Stops(), batches(1)[0]
+    capture = capture_of(model, survey(model, lambda: model(x)).layers)
+    capture.arm()
+    model.stops = True
+    with pytest.raises(ZeroDivisionError):
+        model(x)
+    assert torch._C._len_torch_dispatch_stack() == 0
+    capture.take()
+    capture.remove()
+
+
+def test_copies_and_saved_models_are_not_watched():
+    model, (x, _) = Model(), batches(1)[0]
+    capture = capture_of(model, survey(model, lambda: model(x)).layers)
+    capture.arm()
+    copy.deepcopy(model)(x)
+    pickle.loads(pickle.dumps(model))(x)
+    assert capture.take()["blocks.0.attention"].outputs is None
+
+
+def test_convolutions_of_kernel_size_one_give_positions_as_tokens():
+    class Pointwise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Conv2d(8, 24, 1), nn.Conv2d(8, 8, 1)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).flatten(2).unflatten(1, (3, 2, 4)).mT.unbind(1)
+            return self.out(F.scaled_dot_product_attention(q, k, v).mT.reshape(x.shape))
+
+    model, x, given = Pointwise(), torch.randn(2, 8, 3, 4), []
+    model.out.register_forward_pre_hook(lambda module, args: given.append(args[0].detach()))
+    found = captured(model, lambda: model(x), padding=None)[""]
+    assert torch.equal(found.outputs, given[-1].flatten(2).mT.reshape(24, 2, 4))
+    assert torch.equal(found.inputs, x.flatten(2).mT.reshape(24, 8))
+
+
+def test_dropout_is_left_out_of_rows():
+    model = of_transformers("gpt2", "eager").train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+    batch = {"input_ids": batch_of("gpt2")["input_ids"]}
+    found = captured(model, lambda: model(**batch))["transformer.h.0.attn"].rows[0]
+    sums = found["weights"].sum(-1)
+    assert torch.allclose(sums, torch.ones_like(sums), atol=1e-5)
+    assert math.isclose(float(found["weights"][0, 0, 0, 0]), 1.0)

@@ -1,1 +1,0 @@
-"""Head outputs, their gradients and inputs of layers, taken in the forwards of armed steps."""

@@ -1,0 +1,501 @@
+"""`find_attention`: the layers of a model that attend, from one forward, and what cannot be read, with reasons."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hdi_callback.attention.cores import core_of, layout_of_fused
+from hdi_callback.attention.extra_forward import inner_model, nothing_remains
+from hdi_callback.attention.heads import IN, Claim, Map, columns_of, heads_of, maps_that_are_shared
+from hdi_callback.attention.labels import CENTRED, FILTERED, NONLINEAR, NORMED, Labels, Unreadable
+from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Refusal, Site, Survey
+from hdi_callback.attention.own_inputs import own_forward
+from hdi_callback.attention.products import COPIES, Product
+from hdi_callback.attention.registry import known_layers
+from hdi_callback.attention.sites import merged_sites, ordinals, site_of
+from hdi_callback.attention.tape import DATA, Cell, Step, Tape
+from hdi_callback.attention.terms import Weights, origin
+from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarning
+
+__all__ = ["claims_of", "find_attention", "read_tape", "survey"]
+
+
+# from a tape to claims
+
+
+@torch.no_grad()
+def claims_of(tape: Tape) -> tuple[Labels, list[Claim], list[tuple[Step, str]]]:
+    """Read each attention on a tape.
+
+    Args:
+        tape: a forward that was written down.
+
+    Returns:
+        The labels, what was read, and what cannot be read, with reasons.
+    """
+    labels = Labels(tape)
+    claims: list[Claim] = []
+    refused: list[tuple[Step, str]] = []
+    for step in list(tape.steps):
+        if _looks_like_attention(step):
+            refused.append((step, f"it runs the operation {step.op}, which is not known"))
+            continue
+        try:
+            claim = _claim(labels, step)
+        except Unreadable as error:
+            refused.append((step, str(error)))
+            continue
+        if claim is not None:
+            claims.append(claim)
+    refused += _without_softmax(labels, claims, refused)
+    labels.forget()
+    for claim in claims:
+        columns_of(labels, claim)
+    claims, more = _joined(labels, claims)
+    claims, further = _without_single_heads(_summed(labels, claims), refused)
+    return labels, claims, refused + more + further
+
+
+def _claim(labels: Labels, step: Step) -> Claim | None:
+    core = core_of(labels, step)
+    if core is None:
+        return None
+    while shared := maps_that_are_shared(labels, core):
+        labels.deep |= shared
+        labels.forget()
+        core = core_of(labels, step)
+        if core is None:
+            return None
+    claim = heads_of(labels, core)
+    labels.asked |= {core.score_step.number} if core.score_step is not None else set()
+    return claim
+
+
+def _looks_like_attention(step: Step) -> bool:
+    """Say whether an operation of a package takes what may be queries, keys and values."""
+    if "::" not in step.op or layout_of_fused(step) or len(step.taken) < len(IN):
+        return False
+    query, key, value = step.taken[: len(IN)]
+    are_data = all(one.is_float and one.cell.kind == DATA and len(one.shape) >= 3 for one in (query, key, value))
+    return are_data and query.shape[-1] == key.shape[-1] and query.cell.is_mapped and key.cell.is_mapped
+
+
+def _without_softmax(labels: Labels, claims: list[Claim], refused: list[tuple[Step, str]]) -> list[tuple[Step, str]]:
+    """Name what multiplies three computed tensors without a softmax: linear and sigmoid attention, state spaces."""
+    paths = {step.path for step, _ in refused} | {claim.path for claim in claims}
+    found: dict[str | None, Step] = {}
+    for step in labels.tape.steps:
+        product = (
+            labels.products.of(step) if step.path not in paths | set(found) and step.op in {"bmm", "baddbmm"} else None
+        )
+        if product is None or product.kind != "scores":
+            continue
+        inner = _product_near(labels, product.first.cell) or _product_near(labels, product.second.cell)
+        if inner is not None and all(labels.may_read(view) is not None for view in (inner.first, inner.second)):
+            found[step.path] = step
+    return [
+        (step, "it multiplies three computed tensors without a softmax (linear attention, a state space)")
+        for step in found.values()
+    ]
+
+
+def _product_near(labels: Labels, cell: Cell) -> Product | None:
+    """Find the product of two computed tensors that a tensor comes from, element by element."""
+    for _ in range(8):
+        product = labels.products.of(cell.step) if cell.step is not None else None
+        if product is not None or cell.step is None:
+            return product if product is not None and product.kind == "scores" else None
+        views = [view for view in cell.step.taken if view.is_float and view.cell.kind == DATA]
+        if not views or not (cell.step.is_pointwise or cell.step.op in COPIES):
+            return None
+        cell = views[0].cell
+    return None
+
+
+def _joined(labels: Labels, claims: list[Claim]) -> tuple[list[Claim], list[tuple[Step, str]]]:
+    """Put heads together that are computed one after the other, and enter one product side by side."""
+    groups: dict[tuple[Any, ...], list[Claim]] = {}
+    for claim in claims:
+        if claim.outputs:
+            kinds = sorted((role, len(maps), maps[0].starts.shape[1]) for role, maps in claim.maps.items())
+            groups.setdefault((tuple(step.number for step, _ in claim.outputs), *kinds), []).append(claim)
+    gone: set[int] = set()
+    refused = []
+    for group in groups.values():
+        columns = [set(claim.outputs[0][1].starts.flatten().tolist()) for claim in group]
+        if len(group) == 1 or len(set().union(*columns)) != sum(map(len, columns)):
+            continue
+        gone |= {id(claim) for claim in group[1:]}
+        role = _role_with_inputs_of_heads(labels, group)
+        if role:
+            refused.append((group[0].core.step, f"each head's {role} map takes an input of its own"))
+            gone.add(id(group[0]))
+            continue
+        _join(group)
+    return [claim for claim in claims if id(claim) not in gone], refused
+
+
+def _join(group: list[Claim]) -> None:
+    """Put the heads of some claims into the first of them."""
+    first = group[0]
+    first.members = [copy(one) for one in group]
+    first.maps = {
+        role: [_together(list(parts)) for parts in zip(*(one.maps[role] for one in group))] for role in first.maps
+    }
+    counts = {len(one.outputs) for one in group}
+    first.outputs = [
+        (step, _together([one.outputs[place][1] for one in group]))
+        for place, (step, _) in enumerate(first.outputs if len(counts) == 1 else [])
+    ]
+    first.heads = sum(one.heads for one in group)
+    first.flags = set().union(*(one.flags for one in group))
+
+
+def _summed(labels: Labels, claims: list[Claim]) -> list[Claim]:
+    """Put heads together that are modules of their own, with the same inputs, and an output map each that is summed."""
+    groups: dict[tuple[Any, ...], list[Claim]] = {}
+    for claim in claims:
+        maps = [one for role in IN for one in claim.maps.get(role, [])]
+        inputs = frozenset(
+            origin(x.first) for one in maps for own in one.owners for x in labels.products_of[own].values()
+        )
+        kinds = sorted((role, [one.starts.shape for one in mine]) for role, mine in claim.maps.items())
+        parent = (claim.path or "").rpartition(".")[0] if claim.path else ""
+        key = (claim.heads, parent, inputs, *((role, tuple(shapes)) for role, shapes in kinds))
+        groups.setdefault(key if claim.heads == 1 and len(maps) == len(IN) else (id(claim),), []).append(claim)
+    kept = []
+    for group in groups.values():
+        different = {tuple(one.key for maps in claim.maps.values() for one in maps): claim for claim in group}
+        if len(group) > 1 and len(different) > 1:
+            _join(list(different.values()))
+        kept.append(group[0])
+        kept += [claim for claim in group[1:] if not group[0].members]
+    return kept
+
+
+def _without_single_heads(
+    claims: list[Claim], refused: list[tuple[Step, str]]
+) -> tuple[list[Claim], list[tuple[Step, str]]]:
+    """Refuse a single head of a module, of which others are refused."""
+    paths = {step.path for step, _ in refused}
+    gone = [claim for claim in claims if claim.heads == 1 and claim.path in paths]
+    kept = [claim for claim in claims if claim not in gone]
+    return kept, [(claim.core.step, "other heads of it cannot be read") for claim in gone]
+
+
+def _role_with_inputs_of_heads(labels: Labels, group: list[Claim]) -> str:
+    for role in IN:
+        owners = {owner for claim in group for one in claim.maps.get(role, []) for owner in one.owners}
+        given = [frozenset(origin(product.first) for product in labels.products_of[one].values()) for one in owners]
+        if len(set(given)) > 1 and not frozenset.intersection(*given):
+            return role
+    return ""
+
+
+def _together(maps: list[Map]) -> Map:
+    owners = tuple(owner for one in maps for owner in one.owners)
+    names = tuple(
+        one.names[head] if len(one.names) > 1 else one.names[0] for one in maps for head in range(len(one.starts))
+    )
+    starts = torch.cat([one.starts for one in maps])
+    return replace(maps[0], names=names[:1] if len(set(names)) == 1 else names, owners=owners, starts=starts)
+
+
+# from claims to layers
+
+
+def read_tape(tape: Tape) -> Survey:
+    """Read the attention layers of a model from a forward that was written down.
+
+    Args:
+        tape: the forward; labels are on the CPU, wherever the model is.
+
+    Returns:
+        The layers, in the order in which their attention ran, and what cannot be read, with reasons.
+    """
+    with torch._C.DisableTorchFunction(), torch.device("cpu"):  # a model may run under torch.device("meta")
+        labels, claims, refused = claims_of(tape)
+        return _Layers(labels, claims).survey(refused)
+
+
+class _Layers:
+    """Turn claims into layers."""
+
+    def __init__(self, labels: Labels, claims: list[Claim]) -> None:
+        self._claims, self._tape, self._model = claims, labels.tape, labels.tape.model
+        behind = {owner for claim in claims for _, one in claim.outputs for owner in one.owners}
+        self._weights = Weights(labels, behind)
+        self._ordinals = ordinals(labels.tape)
+        self._layers: dict[tuple[object, ...], AttentionLayer] = {}
+        self._sites: list[tuple[Site, object]] = []
+        self._refused: dict[str, Refusal] = {}
+
+    def survey(self, refused: list[tuple[Step, str]]) -> Survey:
+        """Make a layer of each different claim; claims with the same rows are calls of one layer."""
+        for claim in self._claims:
+            try:
+                self._add(claim)
+            except Unreadable as error:  # noqa: PERF203
+                self._refuse(claim.core.step.path or "", str(error))
+        for step, reason in refused:
+            self._refuse(step.path or "", reason)
+        merged: dict[object, list[Site]] = {}
+        for site, key in merged_sites(sorted(self._sites, key=lambda one: (one[0].path, one[0].ordinal))):
+            merged.setdefault(key, []).append(site)
+        layers = [replace(layer, sites=tuple(merged.get(key, ()))) for key, layer in self._layers.items()]
+        return Survey(_with_own_names(layers), tuple(self._refused.values()))
+
+    def _refuse(self, path: str, reason: str) -> None:
+        module = self._model.get_submodule(path)
+        self._refused.setdefault(f"{path}: {reason}", Refusal(path, reason, type(module).__name__))
+
+    def _add(self, claim: Claim) -> None:
+        streams = [claim.maps, *claim.streams]
+        for place, maps in enumerate(streams):
+            outputs = [
+                one for one, stream in zip(claim.outputs, claim.stream_of_output) if stream == place
+            ] or claim.outputs
+            key = tuple((role, *(one.key for one in mine)) for role, mine in sorted(maps.items()))
+            if key not in self._layers:
+                self._layers[key] = self._layer(claim, maps, outputs)
+            if place == 0:
+                self._note_sites(claim, key)
+
+    def _note_sites(self, claim: Claim, key: object) -> None:
+        first = 0
+        for one in claim.members or [claim]:
+            ordinal = self._ordinals.get(one.core.step.number)
+            count = len(set(one.numbers[0].flatten().tolist()) - {-1})
+            if ordinal is not None:
+                order = tuple(range(first, first + count)) if claim.members else ()
+                with suppress(Unreadable):
+                    self._sites.append((replace(site_of(one, ordinal), order=order), key))
+            first += count
+
+    def _layer(self, claim: Claim, maps: dict[str, list[Map]], outputs: list[tuple[Step, Map]]) -> AttentionLayer:
+        notes = [*claim.notes, *_caveats(claim.flags)]
+        kept = _kept(maps, claim.flags, notes)
+        weights, of_heads = self._weights_of(claim, kept, notes)
+        if outputs:
+            weights["output"] = self._weights.output(outputs)
+        else:
+            notes.append("the output projection")
+        value_dim = weights["value"].width if "value" in weights else claim.width
+        if "output" in weights and weights["output"].width != value_dim:
+            notes.append("the output projection, which takes heads of another width")
+            del weights["output"]
+        name, module = self._place(claim, kept)
+        counts = {role: max(numbers) + 1 for role, numbers in of_heads.items()}
+        return AttentionLayer(
+            name, module, num_heads=claim.heads, num_key_heads=counts["key"],
+            num_value_heads=counts.get("value", claim.heads), head_dim=weights["key"].width, value_dim=value_dim,
+            weights=weights, kind=_kind(claim.heads, kept), key_of=of_heads["key"], value_of=of_heads.get("value", ()),
+            normed=frozenset(role for role in IN if f"{role}: {NORMED}" in claim.flags),
+            output_module=self._output_module(outputs, name), notes="; ".join(notes),
+        )  # fmt: skip
+
+    def _weights_of(
+        self, claim: Claim, kept: dict[str, list[Map]], notes: list[str]
+    ) -> tuple[dict[str, HeadWeight], dict[str, tuple[int, ...]]]:
+        """Make the weights of queries, keys and values, and say which of them each head has."""
+        weights: dict[str, HeadWeight] = {}
+        of_heads: dict[str, tuple[int, ...]] = {}
+        path = _common([name.rpartition(".")[0] for mine in kept.values() for one in mine for name in one.names])
+        inputs = [self._weights.inputs(one) for mine in kept.values() for one in mine[:1]]
+        shared = frozenset.intersection(*inputs) if len(inputs) == len(IN) else frozenset()
+        for role, mine in kept.items():
+            chosen, numbers = _different(mine, claim.heads) if role != "query" else (mine, tuple(range(claim.heads)))
+            try:
+                weights[role] = self._weights.of(chosen, role, shared, path, _centred(chosen, claim.flags, role))
+            except Unreadable as error:
+                if role == "key":
+                    raise
+                notes.append(str(error))
+                continue
+            of_heads[role] = numbers
+        return weights, of_heads
+
+    def _place(self, claim: Claim, maps: dict[str, list[Map]]) -> tuple[str, nn.Module]:
+        """Choose the module that a layer is called by: the one that runs the attention, if it has the parameters."""
+        owners = [name.rpartition(".")[0] for mine in maps.values() for one in mine for name in one.names]
+        path = claim.core.step.path or ""
+        if claim.members or not any(owner == path or owner.startswith(f"{path}.") or not path for owner in owners):
+            path = _common(owners)
+        while path and not isinstance(self._tape.model.get_submodule(path), nn.Module):
+            path = path.rpartition(".")[0]
+        return path, self._model.get_submodule(path)
+
+    def _output_module(self, outputs: list[tuple[Step, Map]], name: str) -> nn.Module | None:
+        """Find the module that is called with the heads side by side; a parameter of the layer's own has none."""
+        owners = {one.rpartition(".")[0] for _, mine in outputs[:1] for one in mine.names}
+        owner = owners.pop() if len(owners) == 1 else name
+        module = self._model.get_submodule(owner)
+        is_layer = owner == name or name.startswith(f"{owner}.") or not owner
+        return None if is_layer or isinstance(module, _NEVER_CALLED) else module
+
+
+# used by `nn.MultiheadAttention`, which takes its weight and does not call it
+_NEVER_CALLED = (nn.modules.linear.NonDynamicallyQuantizableLinear, nn.MultiheadAttention)
+
+
+def _kept(maps: dict[str, list[Map]], flags: set[str], notes: list[str]) -> dict[str, list[Map]]:
+    """Choose the maps that tell heads apart, with the same features of queries and keys."""
+    if "key" not in maps:
+        raise Unreadable("its keys come from no linear map")
+    kept = {"key": _distinguishing(maps["key"], flags, "key")}
+    places = kept["key"][0].places
+    if "query" in maps:
+        query = [one for one in maps["query"] if set(places) <= set(one.places)]
+        if "query: sum" not in flags and len(query) != 1:
+            raise Unreadable("its queries and keys are put together in different ways")
+        if any(len(one.places) > len(places) for one in query):
+            notes.append("features of queries that meet no keys of heads")
+        kept["query"] = [one.at(places) for one in query]
+    if "value" in maps:
+        kept["value"] = _distinguishing(maps["value"], flags, "value")
+    return kept
+
+
+def _distinguishing(maps: list[Map], flags: set[str], role: str) -> list[Map]:
+    """Leave maps that tell heads apart; of what all heads share, as rotary parts of latent attention are, none."""
+    if len(maps) == 1 or f"{role}: sum" in flags:
+        return maps
+    apart = [one for one in maps if len({tuple(row) for row in one.starts.tolist()}) > 1]
+    if len(apart) != 1:
+        raise Unreadable(f"its {role} is put together from several maps")
+    return apart
+
+
+def _caveats(flags: set[str]) -> list[str]:
+    """Say what lies between maps and attention that weights do not show."""
+    found = []
+    for flag in sorted(flags):
+        role, _, what = flag.partition(": ")
+        if role in IN and what.startswith(NONLINEAR) and what.removeprefix(NONLINEAR) != "clamp":
+            found.append(f"{what.removeprefix(NONLINEAR)}, through which its {role} passes")
+        elif role in IN and what == FILTERED:
+            found.append(f"that its {role} is a filter over several tokens")
+    return found
+
+
+def _centred(maps: list[Map], flags: set[str], role: str) -> str:
+    """Say over which rows a norm behind a map takes the mean away: of a head, of all heads, or of none."""
+    widths = [int(flag.rpartition(" ")[2]) for flag in flags if flag.startswith(f"{role}: {CENTRED}")]
+    H, width = maps[0].starts.shape
+    return "head" if width in widths else "all" if H * width in widths else ""
+
+
+def _different(maps: list[Map], heads: int) -> tuple[list[Map], tuple[int, ...]]:
+    """Leave each different head once; say which is whose."""
+    names = [tuple((one.owners[head], *one.starts[head].tolist()) for one in maps) for head in range(heads)]
+    order = list(dict.fromkeys(names))
+    return [one.of_heads([names.index(name) for name in order]) for one in maps], tuple(
+        order.index(name) for name in names
+    )
+
+
+def _kind(heads: int, maps: dict[str, list[Map]]) -> str:
+    names = list(
+        dict.fromkeys(name.removesuffix(".weight") for mine in maps.values() for one in mine for name in one.names)
+    )
+    short = [name.rpartition(".")[2] for name in names]
+    return f"{heads} heads, {'packed in' if len(names) == 1 else 'in'} {', '.join(f'`{name}`' for name in short[:4])}"
+
+
+def _common(paths: list[str]) -> str:
+    parts = [path.split(".") for path in paths]
+    kept = []
+    for mine in zip(*parts):
+        if len(set(mine)) > 1:
+            break
+        kept.append(mine[0])
+    return ".".join(kept)
+
+
+def _with_own_names(layers: list[AttentionLayer]) -> tuple[AttentionLayer, ...]:
+    counts: Counter[str] = Counter()
+    named = []
+    for layer in layers:
+        counts[layer.name] += 1
+        named.append(layer if counts[layer.name] == 1 else replace(layer, name=f"{layer.name}#{counts[layer.name]}"))
+    return tuple(named)
+
+
+# of a model
+
+
+def survey(model: nn.Module, forward: Callable[[], object] | None = None) -> Survey:
+    """Read the attention layers of a model.
+
+    Args:
+        model: the model.
+        forward: runs a forward of it, without arguments: ``lambda: model(batch)``. Without it, torch's own attention
+            and registered layouts are known, and the rest is read from inputs that the model brings itself
+            (``example_input_array``, ``dummy_inputs`` of transformers, ``input_size`` of timm).
+
+    Returns:
+        The layers, and what cannot be read, with reasons.
+
+    Raises:
+        MisconfigurationError: if there is no `forward`, and no other way to know.
+    """
+    known = known_layers(model)
+    if forward is None:
+        forward = own_forward(model)
+    if forward is None and not known:
+        raise MisconfigurationError(
+            f"The heads of {type(model).__name__} are read from a forward: write find_attention(model, forward=lambda: "
+            "model(batch)), with a batch as your data loader gives it."
+        )
+    found = Survey() if forward is None else _survey_forward(model, forward)
+    return put_together(model, known, found)
+
+
+def find_attention(model: nn.Module, forward: Callable[[], object] | None = None) -> list[AttentionLayer]:
+    """Find the attention layers of a model, with a warning for each that cannot be read.
+
+    Args:
+        model: the model.
+        forward: runs a forward of it, without arguments; see `survey`.
+
+    Returns:
+        The layers, in model order.
+    """
+    found = survey(model, forward)
+    for one in found.refused:
+        warnings.warn(
+            f"`{one.name}` ({one.module_type}) is left out: {one.reason}.", UnsupportedAttentionWarning, stacklevel=2
+        )
+    return list(found.layers)
+
+
+def _survey_forward(model: nn.Module, forward: Callable[[], object]) -> Survey:
+    own = inner_model(model)
+    with nothing_remains(own), Tape(own) as tape:
+        forward()
+    return read_tape(tape)
+
+
+def put_together(model: nn.Module, known: list[AttentionLayer | Refusal], found: Survey) -> Survey:
+    """Let what is known without a forward come before what was read, with the sites that a forward showed."""
+    layers = {layer.name: layer for layer in found.layers}
+    refused = {one.name: one for one in found.refused}
+    for one in known:
+        refused.pop(one.name, None)
+        if isinstance(one, Refusal):
+            refused[one.name] = one
+            continue
+        seen = layers.get(one.name)
+        layers[one.name] = one if seen is None else replace(one, sites=seen.sites or one.sites)
+    order = {name: at for at, (name, _) in enumerate(model.named_modules())}
+    in_order = sorted(layers.values(), key=lambda layer: order.get(layer.name.partition("#")[0], 0))
+    return Survey(tuple(in_order), tuple(refused.values()))

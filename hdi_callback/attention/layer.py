@@ -1,0 +1,571 @@
+"""`AttentionLayer`: one attention layer, whatever its module, and `HeadWeight`: where the weights of its heads lie."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hdi_callback.attention.sharding import is_sharded, whole
+from hdi_callback.errors import UnsupportedAttentionError
+
+Role = Literal["query", "key", "value", "output"]
+ROLES: tuple[Role, ...] = ("query", "key", "value", "output")
+
+__all__ = ["ROLES", "AttentionLayer", "HeadWeight", "Product", "Refusal", "Role", "Rows", "Site", "Survey"]
+
+
+# --- where the weight of a head lies
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Rows:
+    """For each head some rows of a parameter.
+
+    Element ``(h, i, j)`` is element ``starts[h, i] + j * stride`` of the parameter, counted as `Tensor.flatten` does.
+    So packed, transposed, three-dimensional and pointwise convolutional weights need no case of their own.
+
+    Attributes:
+        module: the module that the names start from.
+        names: dotted name of the parameter, or one for each head; resolved anew at every reading, so that replaced
+            modules and parametrizations count.
+        starts: ``(heads, width)``, the first element of each row, on the CPU; one head if all share it.
+        columns: elements of a row.
+        stride: elements from one column to the next: 1 along the rows of an `nn.Linear`.
+        gain: dotted name of a vector that the columns are multiplied with: the gain of a norm between two maps.
+        centred: ``"head"`` or ``"all"`` where a LayerNorm follows, which takes off the mean of a head's features, or of
+            all heads': the mean of those rows is subtracted.
+    """
+
+    module: nn.Module
+    names: tuple[str, ...]
+    starts: Tensor
+    columns: int
+    stride: int = 1
+    gain: str = ""
+    centred: str = ""
+
+    @property
+    def heads(self) -> int:
+        """Number of heads."""
+        return int(self.starts.shape[0])
+
+    @property
+    def width(self) -> int:
+        """Rows per head."""
+        return int(self.starts.shape[1])
+
+    def tensor(self) -> Tensor:
+        """Read ``(heads, width, columns)``: a live view where the rows are one regular slice of one parameter."""
+        if len(self.names) == 1:
+            found = self._read(self.names[0], self.starts)
+        else:
+            each = [self._read(name, one[None]) for name, one in zip(self.names, self.starts, strict=True)]
+            found = torch.cat(each)
+        if self.centred:
+            found = found - found.mean(1 if self.centred == "head" else (0, 1), keepdim=True)
+        if self.gain:
+            found = found * _whole_tensor(self.module, self.gain).to(found.dtype)
+        return found
+
+    def index(self, head: int) -> Tensor:
+        """Number the elements of a head in its flattened parameter: ``(width, columns)``."""
+        return self.starts[head][:, None] + torch.arange(self.columns, device="cpu") * self.stride
+
+    def owners(self) -> list[tuple[nn.Module, str]]:
+        """Resolve the modules that hold the parameters, with the names of the parameters there."""
+        return [owner_of(self.module, name) for name in (*self.names, *([self.gain] if self.gain else []))]
+
+    def _read(self, name: str, starts: Tensor) -> Tensor:
+        parameter = _whole_tensor(self.module, name)
+        if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
+            raise UnsupportedAttentionError(f"`{name}` is quantised ({parameter.dtype}): its rows cannot be read.")
+        strides = _strides(starts)
+        if strides is None:
+            at = starts[..., None] + torch.arange(self.columns, device="cpu") * self.stride
+            return parameter.reshape(-1)[at.to(parameter.device)]
+        flat = parameter if parameter.is_contiguous() else parameter.contiguous()
+        shape = (*starts.shape, self.columns)
+        return flat.as_strided(shape, (*strides, self.stride), flat.storage_offset() + int(starts[0, 0]))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Product:
+    """A product of rows, ``scale * first @ second @ ...``: one factor for a plain projection, two for a low rank.
+
+    Attributes:
+        factors: the last takes the layer's input. A factor of one head is shared by all heads.
+        scale: a number, such as LoRA's ``alpha / r``.
+    """
+
+    factors: tuple[Rows, ...]
+    scale: float = 1.0
+
+    def tensor(self) -> Tensor | None:
+        """Multiply: ``(heads, width, in_features)``; `None` while an adapter is merged into its base, or disabled."""
+        if any(_is_off(rows) for rows in self.factors) and len(self.factors) > 1:
+            return None
+        if len(self.factors) == 1 and self.scale == 1.0:
+            return self.factors[0].tensor()
+        parts = [rows.tensor() for rows in self.factors]
+        # Neither autocast nor the width of an adapter may round what is measured.
+        with torch.autocast(parts[0].device.type, enabled=False):
+            dtype = reduce(torch.promote_types, (part.dtype for part in parts))
+            return self.scale * reduce(torch.matmul, (part.to(dtype) for part in parts))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class HeadWeight:
+    """The weights of the heads for one role: a sum of products of rows of parameters.
+
+    One term of one factor is a plain or packed projection; one term of two factors latent attention, a map of each head
+    times one that all share; two terms are LoRA, the base and ``scale * B @ A``.
+
+    Attributes:
+        terms: the products that are summed.
+
+    Example:
+        >>> linear = nn.Linear(16, 24, bias=False)  # query, key and value of head 0, then those of head 1
+        >>> keys = HeadWeight.from_rows(linear, "weight", heads=2, width=4, start=4, stride=12)
+        >>> torch.equal(keys.tensor()[1], linear.weight[16:20])
+        True
+    """
+
+    terms: tuple[Product, ...]
+
+    @classmethod
+    def from_rows(
+        cls,
+        module: nn.Module,
+        name: str,
+        *,
+        heads: int,
+        width: int,
+        start: int = 0,
+        stride: int | None = None,
+        transposed: bool = False,
+    ) -> HeadWeight:
+        """Describe heads that are blocks of output features of a linear map, as those of queries, keys and values are.
+
+        Args:
+            module: the module that `name` starts from.
+            name: dotted name of a parameter ``(out_features, in_features)``.
+            heads: number of heads.
+            width: output features per head.
+            start: first output feature of the first head.
+            stride: output features from one head to the next, `width` by default.
+            transposed: the parameter is ``(in_features, out_features)``, as in GPT-2's ``Conv1D``.
+
+        Returns:
+            Their weight, ``(heads, width, in_features)``.
+        """
+        features = _features(heads, width, start, stride)
+        return cls.from_features(module, name, features, dim=1 if transposed else 0)
+
+    @classmethod
+    def from_columns(
+        cls,
+        module: nn.Module,
+        name: str,
+        *,
+        heads: int,
+        width: int,
+        start: int = 0,
+        stride: int | None = None,
+        transposed: bool = False,
+    ) -> HeadWeight:
+        """Describe heads that are blocks of input features of a linear map, as those of an output projection are.
+
+        Args:
+            module: the module that `name` starts from.
+            name: dotted name of a parameter ``(out_features, in_features)``.
+            heads: number of heads.
+            width: input features per head.
+            start: first input feature of the first head.
+            stride: input features from one head to the next, `width` by default.
+            transposed: the parameter is ``(in_features, out_features)``, as in GPT-2's ``Conv1D``.
+
+        Returns:
+            Their weight, ``(heads, width, out_features)``.
+        """
+        features = _features(heads, width, start, stride)
+        return cls.from_features(module, name, features, dim=0 if transposed else 1)
+
+    @classmethod
+    def from_features(cls, module: nn.Module, name: str, features: Tensor, *, dim: int) -> HeadWeight:
+        """Describe heads by the numbers of their features along one dim of a matrix.
+
+        Args:
+            module: the module that `name` starts from.
+            name: dotted name of a parameter that is a matrix, or the weight of a convolution of kernel size one.
+            features: ``(heads, width)``, whole numbers.
+            dim: the dim of the parameter that they number.
+
+        Returns:
+            Their weight, ``(heads, width, features of the other dim)``.
+
+        Raises:
+            UnsupportedAttentionError: if the parameter is no matrix, or has fewer features.
+        """
+        shape = shape_of(module, name)
+        if len(shape) < 2 or any(size != 1 for size in shape[2:]):
+            raise UnsupportedAttentionError(f"`{name}` has the shape {tuple(shape)}, expected that of a matrix.")
+        if int(features.min()) < 0 or int(features.max()) >= shape[dim]:
+            H, width = features.shape
+            raise UnsupportedAttentionError(
+                f"`{name}` has the shape {tuple(shape)}, so {shape[dim]} features of heads; {H} heads of {width} were "
+                f"said to reach up to feature {int(features.max())}: correct `heads`, `width`, `start` or `stride`."
+            )
+        by_feature, by_column = (shape[1], 1) if dim == 0 else (1, shape[1])
+        return cls((Product((Rows(module, (name,), features * by_feature, shape[1 - dim], by_column),)),))
+
+    @property
+    def heads(self) -> int:
+        """Number of distinct heads."""
+        return max(rows.heads for term in self.terms for rows in term.factors)
+
+    @property
+    def width(self) -> int:
+        """Features per head."""
+        return self.terms[0].factors[0].width
+
+    @property
+    def in_features(self) -> int:
+        """Features on the other side: of the input, or of the layer's output where the role is that."""
+        return self.terms[0].factors[-1].columns
+
+    @property
+    def plain(self) -> Rows | None:
+        """The rows of parameters that the weight is, if it is no sum or product."""
+        only_one = len(self.terms) == len(self.terms[0].factors) == 1 and self.terms[0].scale == 1.0
+        rows = self.terms[0].factors[0]
+        return rows if only_one and not rows.gain and not rows.centred else None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether reading the weight is a collective call, as other ranks hold a part of it."""
+        return any(is_sharded(parameter) for parameter in self.parameters())
+
+    def tensor(self) -> Tensor:
+        """Read the weight of every head.
+
+        Parameters that are spread over ranks are gathered: a collective call, in the same order on all of them.
+
+        Returns:
+            ``(heads, width, in_features)``, differentiable; a live view where it is one slice of one parameter.
+        """
+        found = [one for term in self.terms if (one := term.tensor()) is not None]
+        total = reduce(torch.add, found)
+        return total if total.shape[0] == self.heads else total.expand(self.heads, -1, -1)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """List the parameters that the weight is made of, each once."""
+        owners = [owner for term in self.terms for rows in term.factors for owner in rows.owners()]
+        found = [one for owner, name in owners for one in _underlying(owner, name)]
+        return list({id(one): one for one in found}.values())
+
+    def index(self, head: int) -> tuple[nn.Parameter, Tensor]:
+        """Find the elements of a head in its parameter, and so in the state that an optimizer keeps of it.
+
+        Args:
+            head: number of the head.
+
+        Returns:
+            The parameter, and ``(width, in_features)`` numbers of elements as `Tensor.put_` takes them.
+
+        Raises:
+            UnsupportedAttentionError: if the weight is not a part of one parameter that is whole on this rank.
+        """
+        rows = self.plain
+        if rows is None:
+            raise UnsupportedAttentionError("The weight of its heads is computed from several parameters.")
+        owner, name = owner_of(rows.module, rows.names[head if len(rows.names) > 1 else 0])
+        parameter = owner._parameters.get(name)
+        if parameter is None or is_sharded(parameter):
+            why = "computed when it is used" if parameter is None else "spread over several ranks"
+            raise UnsupportedAttentionError(f"`{name}` of {type(owner).__name__} is {why}: it cannot be written.")
+        return parameter, rows.index(head).to(parameter.device)
+
+    @torch.no_grad()
+    def write(self, head: int, rows: Tensor) -> None:
+        """Replace the weight of a head in place.
+
+        Args:
+            head: number of the head.
+            rows: ``(width, in_features)``.
+
+        Raises:
+            UnsupportedAttentionError: see `index`.
+        """
+        parameter, index = self.index(head)
+        parameter.put_(index, rows.to(parameter))
+
+
+# --- reading parameters
+
+
+def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Follow a dotted name to the module that holds the parameter; of a parametrized one to the module around."""
+    path = name.split(".")
+    if "parametrizations" in path:
+        path = [*path[: path.index("parametrizations")], path[path.index("parametrizations") + 1]]
+    return reduce(getattr, path[:-1], module), path[-1]
+
+
+def shape_of(module: nn.Module, name: str) -> torch.Size:
+    """Return the whole shape of a parameter, without gathering it.
+
+    Args:
+        module: the module that the name starts from.
+        name: dotted name.
+
+    Returns:
+        The shape, that of all ranks together.
+
+    Raises:
+        UnsupportedAttentionError: if there is no such parameter, or none before the first forward.
+    """
+    try:
+        owner, last = owner_of(module, name)
+    except AttributeError:
+        owner, last = module, ""
+    parameter = owner._parameters.get(last)
+    if parameter is None and last and (stored := _underlying(owner, last)):
+        return max((one.shape for one in stored), key=lambda shape: (len(shape), shape.numel()))
+    if parameter is None or is_lazy(parameter):
+        raise UnsupportedAttentionError(
+            f"{type(module).__name__} has no parameter `{name}`, or none before its first forward; it has "
+            f"{[known for known, _ in module.named_parameters()][:8]}."
+        )
+    return parameter.shape
+
+
+def _whole_tensor(module: nn.Module, name: str) -> Tensor:
+    """Read a parameter, gathered if ranks share it; where it is computed, what evaluation would use."""
+    owner, last = owner_of(module, name)
+    parameter = owner._parameters.get(last)
+    if parameter is not None:
+        return whole(parameter)
+    parametrized = owner._modules.get("parametrizations")
+    if isinstance(parametrized, nn.ModuleDict) and last in parametrized:
+        quiet: Any = _in_evaluation(parametrized[last])
+        return whole(quiet.forward())
+    for hook in owner._forward_pre_hooks.values():  # torch's older ways to compute a weight
+        own: Any = hook
+        kind = (type(own).__module__.removeprefix("torch.nn.utils."), getattr(own, "name", None))
+        if kind == ("weight_norm", last):
+            return whole(own.compute_weight(owner))
+        if kind == ("spectral_norm", last):
+            return whole(own.compute_weight(owner, do_power_iteration=False))
+    raise UnsupportedAttentionError(f"{type(owner).__name__} has no parameter `{name}` any more.")
+
+
+def _underlying(owner: nn.Module, name: str) -> list[nn.Parameter]:
+    """The parameters that a weight is computed from; itself if it is one."""
+    if (own := owner._parameters.get(name)) is not None:
+        return [own]
+    parametrized = owner._modules.get("parametrizations")
+    if isinstance(parametrized, nn.ModuleDict) and name in parametrized:
+        return list(parametrized[name].parameters())
+    return [one for known, one in owner._parameters.items() if one is not None and known.startswith(f"{name}_")]
+
+
+def _in_evaluation(module: nn.Module) -> nn.Module:
+    """Copy a module, but not its parameters: training mode would iterate, draw or count, and hooks are the user's."""
+    quiet = copy.copy(module)
+    quiet.__dict__ = {**module.__dict__, "training": False}
+    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        quiet.__dict__[name] = type(module.__dict__[name])()
+    quiet._buffers = {name: None if one is None else one.clone() for name, one in module._buffers.items()}
+    quiet._modules = {name: None if one is None else _in_evaluation(one) for name, one in module._modules.items()}
+    return quiet
+
+
+def _features(heads: int, width: int, start: int, stride: int | None) -> Tensor:
+    head, feature = torch.arange(heads, device="cpu"), torch.arange(width, device="cpu")
+    return start + head[:, None] * (width if stride is None else stride) + feature
+
+
+def _strides(starts: Tensor) -> tuple[int, int] | None:
+    """The steps from head to head and from row to row, if they are regular."""
+    heads, width = starts.shape
+    by_head = int(starts[1, 0] - starts[0, 0]) if heads > 1 else 0
+    by_row = int(starts[0, 1] - starts[0, 0]) if width > 1 else 0
+    expected = torch.arange(heads)[:, None] * by_head + torch.arange(width) * by_row + starts[0, 0]
+    return (by_head, by_row) if min(by_head, by_row) >= 0 and torch.equal(starts, expected) else None
+
+
+def _is_off(rows: Rows) -> bool:
+    """Whether an adapter on the way to a parameter is merged or disabled, as those of peft can be."""
+    module = rows.module
+    for step in rows.names[0].split(".")[:-1]:
+        if getattr(module, "merged", False) is True or getattr(module, "disable_adapters", False) is True:
+            return True
+        module = getattr(module, step)
+    return False
+
+
+# --- layers
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a layer's attention runs in a forward: a softmax or a fused attention, as it is recognised again.
+
+    Names of dims: ``"b"`` batch, ``"h"`` head, ``"q"`` query; ``"bh"`` is batch times heads, ``"hb"`` the reverse.
+
+    Attributes:
+        path: dotted name of the module whose forward runs it.
+        ordinal: its number among softmaxes and fused attentions of that module, modulo `period`.
+        kind: ``"fused"`` or ``"softmax"``.
+        heads: heads that it computes.
+        rows: dims of the softmax but the one that it runs over; dims of the queries if it is fused.
+        out: dims of what the product with the values gives, but the features.
+        keys: the dim that the softmax runs over.
+        flipped: the product gives features times queries.
+        period: after so many, the same attentions come again, as often as it may be: loops, shared modules.
+        order: number of each of the layer's heads among those computed here; ``()`` if it is the same.
+    """
+
+    path: str
+    ordinal: int
+    kind: str
+    heads: int
+    rows: tuple[str, ...] = ("b", "h", "q")
+    out: tuple[str, ...] = ("b", "h", "q")
+    keys: int = -1
+    flipped: bool = False
+    period: int = 1
+    order: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionLayer:
+    """A multi-head attention layer of a model.
+
+    Attributes:
+        name: dotted path of the module in the model.
+        module: the module itself.
+        num_heads: number of query heads, H.
+        num_key_heads: number of distinct key heads, G; fewer than H under grouped-query attention.
+        num_value_heads: number of distinct value heads.
+        head_dim: width of a query and key head, d_k.
+        value_dim: width of a value head, d_v.
+        weights: role -> weight of its heads; a role that no parameter makes is absent.
+        kind: how the weights are laid out, in readable words.
+        key_of: key head of each query head; neighbours share one by default.
+        value_of: value head of each query head.
+        normed: roles behind which a norm follows before attention.
+        output_module: the module that is called with the head outputs side by side; `None` if there is none.
+        sites: where its attention runs in a forward; ``()`` if that is not known.
+        notes: what of the layer's attention is left out, in words; ``""`` if nothing is.
+    """
+
+    name: str
+    module: nn.Module = field(repr=False)
+    num_heads: int
+    num_key_heads: int
+    num_value_heads: int
+    head_dim: int
+    value_dim: int
+    weights: Mapping[str, HeadWeight] = field(repr=False)
+    kind: str = ""
+    key_of: tuple[int, ...] = field(default=(), repr=False)
+    value_of: tuple[int, ...] = field(default=(), repr=False)
+    normed: frozenset[str] = field(default=frozenset(), repr=False)
+    output_module: nn.Module | None = field(default=None, repr=False)
+    sites: tuple[Site, ...] = field(default=(), repr=False)
+    notes: str = ""
+
+    def __post_init__(self) -> None:
+        for name, count in (("key_of", self.num_key_heads), ("value_of", self.num_value_heads)):
+            if not getattr(self, name):
+                object.__setattr__(self, name, tuple(head * count // self.num_heads for head in range(self.num_heads)))
+
+    def weight(self, role: str) -> Tensor:
+        """Read the weight of a role, head by head.
+
+        Args:
+            role: ``"query"``, ``"key"``, ``"value"`` or ``"output"``.
+
+        Returns:
+            ``(heads, width, in_features)``, of keys and values as many heads as there are distinct ones; for the output
+            ``(num_heads, value_dim, out_features)``. Differentiable; a live view of the parameter where it is a part
+            of one. A collective call where ranks share parameters.
+
+        Raises:
+            UnsupportedAttentionError: if the layer has no weight of this role.
+        """
+        if role not in self.weights:
+            raise UnsupportedAttentionError(
+                f"`{self.name}` ({type(self.module).__name__}) has no {role!r} weight; it has {sorted(self.weights)}."
+            )
+        return self.weights[role].tensor()
+
+    def facts(self) -> dict[str, Any]:
+        """Return facts about the layer as plain data: counts, widths and layout, and whether its parameters train."""
+        parameters = list(self.module.parameters())
+        key = self.weights.get("key")
+        return {
+            "name": self.name,
+            "type": type(self.module).__name__,
+            "num_heads": self.num_heads,
+            "num_key_heads": self.num_key_heads,
+            "num_value_heads": self.num_value_heads,
+            "head_dim": self.head_dim,
+            "value_dim": self.value_dim,
+            "width": None if key is None else key.in_features,
+            "kind": self.kind,
+            "normed": sorted(self.normed),
+            "trains": any(parameter.requires_grad for parameter in parameters),
+            "all_train": all(parameter.requires_grad for parameter in parameters),
+        }
+
+    def contradiction(self) -> str | None:
+        """Say how counts, widths and weights contradict each other; `None` if they do not."""
+        expected = {
+            "query": (self.num_heads, self.head_dim),
+            "key": (self.num_key_heads, self.head_dim),
+            "value": (self.num_value_heads, self.value_dim),
+            "output": (self.num_heads, self.value_dim),
+        }
+        for role, weight in self.weights.items():
+            if role not in expected:
+                return f"there is no role {role!r}: write one of {list(ROLES)}"
+            if (weight.heads, weight.width) != expected[role]:
+                heads, width = expected[role]
+                return f"its {role} weight has {weight.heads} heads of {weight.width}, expected {heads} of {width}"
+        for name, count in (("key_of", self.num_key_heads), ("value_of", self.num_value_heads)):
+            found = getattr(self, name)
+            if len(found) != self.num_heads or set(found) != set(range(count)):
+                return f"its `{name}` gives {self.num_heads} heads the numbers {sorted(set(found))} of {count}"
+        return None if "key" in self.weights else "it has no key weight"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An attention that is not watched.
+
+    Attributes:
+        name: dotted path of the module.
+        reason: why, as a clause.
+        module_type: the module's class.
+    """
+
+    name: str
+    reason: str
+    module_type: str = ""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The attention of a model: what is watched, and what is not, in model order."""
+
+    layers: tuple[AttentionLayer, ...] = ()
+    refused: tuple[Refusal, ...] = ()

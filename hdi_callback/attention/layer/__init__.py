@@ -1,1 +1,0 @@
-"""An attention layer: its heads, and the weight of each as it is really used."""

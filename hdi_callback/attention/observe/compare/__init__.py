@@ -1,1 +1,0 @@
-"""Inputs of attention in a real forward, compared with the outputs of linear maps."""

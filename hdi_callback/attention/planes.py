@@ -1,0 +1,144 @@
+"""Whole numbers for each element of a tensor, kept small where they repeat.
+
+A plane is a tensor of whole numbers whose repeated dimensions have stride 0, as `Tensor.expand` gives them: a number
+for each of a million scores takes no more memory than it has different rows. What is computed of planes is computed
+of what does not repeat (`small`), and repeated again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Where in a storage the elements of a tensor lie."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def scaled(self, factor: int) -> Geometry:
+        """Count in elements that are smaller by a factor, of which the last dimension has so many."""
+        return Geometry((*self.shape, factor), (*(one * factor for one in self.stride), 1), self.offset * factor)
+
+
+def small(plane: Tensor) -> Tensor:
+    """Leave one of what repeats."""
+    for dim, (size, stride) in enumerate(zip(plane.shape, plane.stride())):
+        if stride == 0 and size > 1:
+            plane = plane.narrow(dim, 0, 1)
+    return plane
+
+
+def thin(plane: Tensor) -> Tensor:
+    """Find along which dimensions a plane repeats, and keep it once."""
+    shape, plane = plane.shape, small(plane)
+    for dim in range(plane.dim()):
+        if plane.shape[dim] > 1 and bool((plane == plane.narrow(dim, 0, 1)).all()):
+            plane = plane.narrow(dim, 0, 1)
+    return plane.expand(shape)
+
+
+def reshaped(plane: Tensor, shape: Sequence[int]) -> Tensor:
+    """Reshape a plane, without writing out what repeats where that can be."""
+    if tuple(plane.shape) == tuple(shape):
+        return plane
+    try:
+        return plane.view(shape)
+    except RuntimeError:
+        return thin(plane.reshape(shape))
+
+
+def repeats(plane: Tensor, dim: int) -> bool:
+    """Say whether a plane is the same all along a dimension."""
+    return plane.shape[dim] == 1 or plane.stride(dim) == 0 or bool((plane == plane.narrow(dim, 0, 1)).all())
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Say whether two planes of one shape are equal."""
+    return bool((small(one) == small(other)).all())
+
+
+def unique_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Give the different rows of a matrix, and which of them each row is."""
+    short = small(rows) if rows.shape[0] > 1 and rows.stride(0) == 0 else rows
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randint(1, 2**62, rows.shape[1:], generator=generator)
+    code = (short[:, : rows.shape[1]] * factors).sum(1)  # sorting rows would take long; a sum tells them apart
+    unique, which = torch.unique(code, return_inverse=True)
+    first = torch.zeros(len(unique), dtype=torch.int64).scatter_(0, which, torch.arange(len(which)))
+    return short[first].expand(-1, rows.shape[1]), which.expand(len(rows))
+
+
+def seen_through(plane: Tensor, written: Geometry, view: Geometry) -> Tensor | None:
+    """Read a plane that was written in one geometry through another, as a view; `None` where it has to be written out.
+
+    An element of the view lies at ``offset + sum of place * stride``. Each of its dimensions walks along one
+    dimension of what was written, or, where it is longer, on along the next larger one.
+    """  # noqa: DOC201
+    dims = sorted(
+        ((size, step, by) for size, step, by in zip(written.shape, written.stride, plane.stride()) if size > 1),
+        key=lambda one: one[1],
+    )
+    if any(step == 0 for _, step, _ in dims):
+        return None
+    reached: list[int] = []
+    left = view.offset - written.offset
+    for _, step, _ in reversed(dims):
+        at, left = divmod(left, step)
+        reached.insert(0, at)
+    if left or any(at < 0 for at in reached):
+        return None
+    begin = int(plane.storage_offset()) + sum(at * by for at, (_, _, by) in zip(reached, dims))
+    pieces = [_walk(size, step, dims, reached) for size, step in zip(view.shape, view.stride)]
+    if any(piece is None for piece in pieces) or any(at >= size for at, (size, _, _) in zip(reached, dims)):
+        return None
+    return _put_together(plane, begin, [piece or [] for piece in pieces], view.shape)
+
+
+def _walk(size: int, step: int, dims: list[tuple[int, int, int]], reached: list[int]) -> list[tuple[int, int]] | None:
+    """Say along which dims, smallest first, a dimension of a view walks: how many places each, and by what stride."""
+    if size == 1 or step == 0:
+        return [(size, 0)]
+    pieces: list[tuple[int, int]] = []
+    while size > 1:
+        at = max((i for i, one in enumerate(dims) if one[1] <= step), default=None)
+        if at is None or step % dims[at][1]:
+            return None
+        length, own, by = dims[at]
+        each = step // own
+        if (size - 1) * each + reached[at] < length:
+            reached[at] += (size - 1) * each
+            return [*pieces, (size, each * by)]
+        count, rest = divmod(length, each)
+        if rest or count < 2 or size % count or (reached[at] and reached[at] >= each):
+            return None
+        reached[at] += (count - 1) * each
+        pieces.append((count, each * by))
+        size, step = size // count, own * length
+        if size > 1 and not any(one[1] == step for one in dims):
+            return None
+    return pieces
+
+
+def _put_together(plane: Tensor, begin: int, pieces: list[list[tuple[int, int]]], shape: tuple[int, ...]) -> Tensor:
+    sizes, strides = [], []
+    for piece in pieces:
+        repeated = all(by == 0 for _, by in piece)
+        for count, by in [(1, 0)] if repeated else reversed(piece):
+            sizes.append(count)
+            strides.append(by)
+    kept = [1 if all(by == 0 for _, by in piece) else size for piece, size in zip(pieces, shape)]
+    return plane.as_strided(sizes, strides, begin).reshape(kept).expand(shape)
+
+
+def written_out(plane: Tensor, written: Geometry, numel: int) -> Tensor:
+    """Give the plane of a whole storage, element by element."""
+    flat = torch.zeros(numel, dtype=torch.int64)
+    flat.as_strided(written.shape, written.stride, written.offset).copy_(plane)
+    return flat

@@ -1,0 +1,318 @@
+"""Products on a tape: with parameters, or of two computed tensors; and which elements of which parameters they take."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hdi_callback.attention.planes import Geometry, reshaped
+from hdi_callback.attention.tape import CONSTANT, DATA, MADE, WEIGHT, Cell, Step, Tape, View, mapped
+
+__all__ = ["Product", "Products", "Unreadable"]
+
+# Where the two factors are among the arguments.
+_MATRICES = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "linear": 0, "addmm": 1, "baddbmm": 1, "addmv": 1, "addbmm": 1,
+             "_addmm_activation": 1}  # fmt: skip
+_CONVOLUTIONS = {"convolution", "conv1d", "conv2d", "conv3d", "mkldnn_convolution", "_slow_conv2d_forward",
+                 "thnn_conv2d", "_conv_depthwise2d", "conv_depthwise3d", "slow_conv3d_forward"}  # fmt: skip
+# Data is moved and not changed: the operation itself is run on the numbers of elements, or on labels.
+MOVES = {"cat", "stack", "hstack", "vstack", "index_select", "index", "gather", "take", "take_along_dim", "roll",
+         "flip", "constant_pad_nd", "pad", "repeat", "slice_scatter", "select_scatter", "as_strided_scatter",
+         "diagonal_scatter", "index_put", "_index_put_impl", "index_copy", "scatter", "index_fill", "unfold_copy",
+         "im2col", "col2im", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "tril", "triu",
+         "repeat_interleave", "reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d",
+         "upsample_nearest1d", "upsample_nearest2d", "_upsample_nearest_exact2d", "masked_select", "masked_scatter",
+         "diag_embed", "rot90", "block_diag", "split_with_sizes_copy", "unbind_copy", "view_copy", "_unsafe_index",
+         "_unsafe_index_put", "unfold_backward", "chunk_cat", "embedding", "index_add",
+         "_unsafe_masked_index"}  # fmt: skip
+# A copy has the elements of what it was made from, and their values.
+COPIES = {"clone", "_to_copy", "copy", "contiguous", "to", "lift_fresh_copy", "convert_element_type", "positive"}
+# Each element of a weight is changed by itself: its number stays, its value does not.
+_CHANGES = {"add", "sub", "rsub", "mul", "div", "neg", "where", "masked_fill", "native_dropout", "true_divide",
+            "lerp", "nan_to_num", "_weight_norm_interface", "_fused_dropout", "real"}  # fmt: skip
+
+
+class Unreadable(Exception):  # noqa: N818  a reason, not an error of anybody's
+    """What depends on it cannot be read; the message is the reason, as a clause."""
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """A product of matrices ``(n, rows, k) @ (n, k, columns)``.
+
+    Attributes:
+        kind: with a ``"weight"`` (the second factor), of two computed factors (``"scores"``), with a ``"constant"``,
+            or a ``"filter"`` of a convolution, whose factors are as they are in the operation.
+        first: the first factor.
+        second: the second.
+        is_flipped: the operation gives the result transposed, as a weight on the left does.
+        sizes: of ``mul`` and ``sum``, whose factors may have several dimensions in place of `n`: those of the result,
+        order: and where they go.
+    """
+
+    kind: Literal["weight", "scores", "constant", "filter", "unknown filter"]
+    first: View
+    second: View
+    is_flipped: bool = False
+    sizes: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """``(n, rows, columns)``."""
+        n = max(self.first_shape[0], self.second_shape[0])
+        return n, self.first.shape[-2], self.second.shape[-1]
+
+    @property
+    def first_shape(self) -> tuple[int, int, int]:
+        """``(n, rows, k)``."""
+        return math.prod(self.first.shape[:-2]), *self.first.shape[-2:]  # type: ignore[return-value]
+
+    @property
+    def second_shape(self) -> tuple[int, int, int]:
+        """``(n, k, columns)``."""
+        return math.prod(self.second.shape[:-2]), *self.second.shape[-2:]  # type: ignore[return-value]
+
+    def placed(self, plane: Tensor, out: View) -> Tensor:
+        """Give a plane ``(n, rows, columns)`` the shape in which the operation gives its result."""
+        plane = plane.mT if self.is_flipped else plane
+        if self.order:
+            plane = reshaped(plane, self.sizes).permute(self.order)
+        return reshaped(plane, out.shape)
+
+
+class Products:
+    """Recognise the products of a tape."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.stride: dict[int, tuple[int, int]] = {}  # parameter -> elements to the next of a row, and how many
+        self.irregular: dict[int, str] = {}  # parameter -> why its rows have no regular order
+        self.changed: dict[int, str] = {}  # parameter -> the operation that computes a weight from it
+        self._known: dict[int, Product | None] = {}
+
+    def owner(self, number: int) -> int:
+        """Say which parameter an element is of."""
+        return bisect.bisect_right(self.tape.first, number) - 1
+
+    def of(self, step: Step) -> Product | None:
+        """Say what product a step is, if it is one."""
+        if step.number not in self._known:
+            self._known[step.number] = self._recognised(step)
+        return self._known[step.number]
+
+    def _recognised(self, step: Step) -> Product | None:
+        if step.op in _CONVOLUTIONS and isinstance(step.args[1], View):
+            kind: Literal["filter", "unknown filter"] = "filter" if self.is_weight(step.args[1]) else "unknown filter"
+            return Product(kind, step.args[0], step.args[1])
+        if step.op == "sum":
+            return _written_out(step)
+        if step.op not in _MATRICES or len(step.taken) < 2:
+            return None
+        first, second = step.args[_MATRICES[step.op] :][:2]
+        first = _as_batch(first, is_row=step.op != "dot")
+        second = _as_batch(second.mT if step.op == "linear" else second, is_row=False)
+        if self.is_weight(second):
+            return Product("weight", first, second)
+        if self.is_weight(first):
+            return Product("weight", second.mT, first.mT, is_flipped=True)
+        if CONSTANT in {first.cell.kind, second.cell.kind}:
+            return Product("constant", first, second)
+        return Product("scores", first, second)
+
+    # weights
+
+    def is_weight(self, view: View) -> bool:
+        """Say whether each element of a tensor is one of a parameter, perhaps moved or changed by itself."""
+        cell: Cell | None = view.cell
+        for _ in range(50):
+            if cell is None or cell.kind not in {WEIGHT, MADE}:
+                return False
+            if cell.parameter is not None:
+                return True
+            base = self.base_of(cell)
+            cell = None if base is None else base.cell
+        return False
+
+    def base_of(self, cell: Cell) -> View | None:
+        """Find the tensor whose elements a cell has."""
+        step = cell.step
+        if step is None or cell.written is None or step.op == "embedding":
+            return None
+        keeps = step.is_pointwise or step.op in COPIES | _CHANGES
+        if not keeps and step.op not in MOVES:
+            return None
+        views = [one for one in step.taken if (one.is_float or one.cell.parameter) and one.cell.kind in {WEIGHT, MADE}]
+        if step.op in MOVES:
+            return views[0] if len(views) == 1 or (all(one.cell.parameter for one in views) and views) else None
+        views = [one for one in views if one.numel == cell.written.numel]
+        if len(views) > 1:
+            views.sort(key=lambda one: not self.is_weight(one))
+        return views[0] if views else None
+
+    def parameter_of(self, view: View) -> int:
+        """Number the parameter that a weight is made of; -1 if it is none."""
+        while view.cell.parameter is None:
+            base = self.base_of(view.cell)
+            if base is None:
+                return -1
+            view = base
+        return self.tape.names.index(view.cell.parameter)
+
+    def elements(self, view: View) -> Tensor:
+        """Number the elements of a weight among those of all parameters."""
+        view = self.through_copies(view)
+        cell = view.cell
+        if cell.parameter is not None:
+            at = torch.zeros((), dtype=torch.int64)
+            for dim, (size, stride) in enumerate(zip(view.shape, view.stride)):
+                at = at + (torch.arange(size) * stride).reshape(-1, *[1] * (len(view.shape) - 1 - dim))
+            return (at + self.tape.number(cell.parameter) + view.offset).expand(view.shape)
+        step, written = cell.step, cell.written
+        if step is None or written is None:
+            raise Unreadable("a weight is made of nothing that is known")
+        if cell.before is not None and written.numel < cell.numel:
+            raise Unreadable("a weight is written in parts")
+        made = self._moved(step, cell) if step.op in MOVES else self._changed(step, cell)
+        flat = torch.zeros(cell.numel, dtype=torch.int64)
+        flat.as_strided(written.shape, written.stride, written.offset).copy_(made)
+        return flat.as_strided(view.shape, view.stride, view.offset)
+
+    def through_copies(self, view: View) -> View:
+        """Give the part of the parameter that a view of its copy, as autocast makes them, is."""
+        while view.cell.parameter is None and (base := self.base_of(view.cell)) is not None:
+            step, written = view.cell.step, view.cell.written
+            if step is None or written is None or step.op in MOVES or base.stride != written.stride:
+                break
+            self._note_change(step, base)
+            view = base.seen_as(view.shape, view.stride, view.offset - written.offset + base.offset)
+        return view
+
+    def _moved(self, step: Step, cell: Cell) -> Tensor:
+        def numbers(one: View) -> Tensor:
+            if not one.is_float:
+                return one.value.cpu() if one.value is not None else torch.zeros(one.shape, dtype=torch.int64)
+            if one.cell.kind in {WEIGHT, MADE}:
+                return self.elements(one).double().clone()
+            return torch.zeros(one.shape, dtype=torch.float64)
+
+        kwargs = {k: v for k, v in mapped(step.kwargs, numbers).items() if k not in {"dtype", "device", "layout"}}
+        made = step.function(*mapped(step.args, numbers), **kwargs)
+        made = made[step.made.index(cell.written)] if isinstance(made, (tuple, list)) else made
+        return torch.as_tensor(made).long()
+
+    def _changed(self, step: Step, cell: Cell) -> Tensor:
+        base = self.base_of(cell)
+        if base is None or cell.written is None:
+            raise Unreadable(f"a weight is made by {step.op}")
+        self._note_change(step, base)
+        return self.elements(base).expand(cell.written.shape)
+
+    def _note_change(self, step: Step, base: View) -> None:
+        if step.op in COPIES:
+            return
+        owner = self.parameter_of(base)
+        if owner >= 0:
+            self.changed[owner] = step.op
+
+    def features(self, weight: View) -> Tensor:
+        """Number the features ``(n, columns)`` that a weight ``(n, k, columns)`` makes, by the first of each."""
+        n, rows, columns = weight.shape
+        weight = self.through_copies(weight)
+        if weight.cell.parameter is not None:
+            first = self.elements(weight.seen_as((n, 1, columns), weight.stride))[:, 0]
+            stride: int | None = weight.stride[1]
+        else:
+            numbers = self.elements(weight)
+            first = numbers[:, 0]
+            steps = numbers[:, 1:] - numbers[:, :-1]
+            stride = 1 if rows == 1 else int(steps.flatten()[0]) if bool((steps == steps.flatten()[0]).all()) else None
+        for owner in {self.owner(int(first.min())), self.owner(int(first.max()))}:
+            if stride is None:
+                self.irregular[owner] = "its rows lie in no regular order"
+            elif self.stride.get(owner, (0, -1))[1] < rows:
+                self.stride[owner] = stride, rows
+        return first
+
+
+def _written_out(step: Step) -> Product | None:
+    """Recognise a product that is written as ``(a * b).sum(dim)``: what both have is the batch, the rest its sides."""
+    taken = step.taken[0]
+    made = taken.cell.step
+    if made is None or made.op != "mul" or taken.cell.written is None or len(made.taken) < 2:
+        return None
+    written, summed = taken.cell.written, reduced_dims(step)
+    views = [_broadcast(view, len(taken.shape)) for view in made.taken[:2]]
+    if (
+        (written.shape, written.stride) != (taken.shape, taken.stride)
+        or len(summed) != 1
+        or taken.shape[summed[0]] == 1
+    ):
+        return None
+    if any(view.cell.kind < DATA or not view.is_float for view in views) or views[0].cell is views[1].cell:
+        return None
+    dims = [dim for dim in range(len(taken.shape)) if dim not in summed]
+    rows, columns = ([d for d in dims if one.shape[d] > 1 == other.shape[d]] for one, other in (views, views[::-1]))
+    if len(rows) > 1 or len(columns) > 1 or not (rows or columns):
+        return None
+    batch = [dim for dim in dims if dim not in rows + columns]
+    if any(view.shape[summed[0]] == 1 for view in views):
+        return None
+    first, second = (
+        _permuted(views[0], [*batch, *rows], summed[0]),
+        _permuted(views[1], [*batch, *columns], summed[0]).mT,
+    )
+    if not rows:
+        first = first.seen_as((*first.shape[:-1], 1, first.shape[-1]), (*first.stride[:-1], 0, first.stride[-1]))
+    if not columns:
+        second = second.mT
+        second = second.seen_as(
+            (*second.shape[:-1], 1, second.shape[-1]), (*second.stride[:-1], 0, second.stride[-1])
+        ).mT
+    order = [[*batch, *rows, *columns].index(dim) for dim in dims]
+    order = [at + 1 if not rows and at >= len(batch) else at for at in order]
+    missing = [at for at in range(len(batch) + 2) if at not in order]
+    sizes = (*(taken.shape[dim] for dim in batch), first.shape[-2], second.shape[-1])
+    return Product("scores", first, second, sizes=sizes, order=(*order, *missing))
+
+
+def reduced_dims(step: Step) -> tuple[int, ...]:
+    """Say over which dims an operation sums, or takes the largest."""
+    shape = step.taken[0].shape
+    given = step.given("dim")
+    if given is None or given == () or isinstance(given, bool):
+        return tuple(range(len(shape)))
+    return tuple(one % len(shape) for one in ((given,) if isinstance(given, int) else given))
+
+
+def _broadcast(view: View, dims: int) -> View:
+    """Give a tensor as many dims as it is broadcast to."""
+    more = dims - len(view.shape)
+    return view.seen_as((*[1] * more, *view.shape), (*[0] * more, *view.stride))
+
+
+def _permuted(view: View, dims: list[int], last: int) -> View:
+    order = [*dims, last]
+    return view.seen_as(tuple(view.shape[d] for d in order), tuple(view.stride[d] for d in order))
+
+
+def _as_batch(view: View, *, is_row: bool) -> View:
+    """Let a vector or matrix be a batch of matrices."""
+    shape, stride = view.shape, view.stride
+    if len(shape) == 1:
+        shape, stride = ((1, *shape), (0, *stride)) if is_row else ((*shape, 1), (*stride, 0))
+    if len(shape) == 2:
+        shape, stride = (1, *shape), (0, *stride)
+    if len(shape) > 3:  # linear in inference mode
+        shape, stride = (1, math.prod(shape[:-1]), shape[-1]), (0, shape[-1], 1)
+    return view.seen_as(shape, stride)
+
+
+def geometry(view: View) -> Geometry:
+    """Give the geometry of a view."""
+    return Geometry(view.shape, view.stride, view.offset)

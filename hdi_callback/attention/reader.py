@@ -1,0 +1,313 @@
+"""Read attention where it runs: rows of attention and head outputs, in forwards that train.
+
+Under a slim dispatch mode the attention that was found is recognised again, by the module that runs and its number
+there. Queries and keys are taken at the operation, with the mask, scale and groups that it received, and become numbers
+at once. Shapes are all that is looked at: no waiting for a device, no random number, no tensor of the forward is kept,
+and what is computed here is seen by no mode and no autograd. An error ends in the reasons of its layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from hdi_callback.attention.calls import running_module
+from hdi_callback.attention.layer import AttentionLayer, Site
+from hdi_callback.attention.sharding import is_sharded
+from hdi_callback.guard import describe
+
+__all__ = ["CoreSample", "Reader", "ReaderSink"]
+
+aten = torch.ops.aten
+_FUSED, _SOFTMAX, _SHIFT = "fused", "softmax", "shift"
+_KINDS = {
+    aten._scaled_dot_product_efficient_attention.default: _FUSED,
+    aten._scaled_dot_product_cudnn_attention.default: _FUSED,
+    aten._scaled_dot_product_fused_attention_overrideable.default: _FUSED,
+    aten._scaled_dot_product_flash_attention.default: _FUSED,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _FUSED,
+    aten._softmax.default: _SOFTMAX,
+    aten._safe_softmax.default: _SOFTMAX,
+    aten.sub.Tensor: _SHIFT,  # some take off the largest score before the softmax
+}
+# Products with values, and the place of their two matrices.
+_PRODUCTS = {aten.bmm.default: 0, aten.mm.default: 0, aten.baddbmm.default: 1, aten.addmm.default: 1}
+_SEEN = -5e3  # scores of keys that a mask hides are less
+_MOST_SEQUENCES = 4
+_PLAIN = Tensor.__torch_dispatch__
+
+
+class CoreSample:
+    """Sampled rows of one attention.
+
+    Attributes:
+        logits: ``(b, H, q, k)`` float32, as they enter the softmax.
+        weights: ``(b, H, q, k)`` float32, as they leave it, before dropout.
+        positions: ``(q,)``, of the queries among all.
+        visible: boolean, broadcasts to ``(b, H, q, k)``: keys that a query sees, none of them if it is padding.
+        lengths: norms of the queries ``(b, H, q)`` and keys ``(b, H, k)``; `None` where they are not seen.
+    """
+
+    def __init__(self, logits: Tensor, weights: Tensor, positions: Tensor) -> None:
+        self.logits, self.weights, self.positions = logits, weights, positions
+        self.lengths: tuple[Tensor, Tensor] | None = None
+        self.visible = ~(logits <= _SEEN)  # NaN is seen
+
+    def leave_out(self, padded: Tensor) -> None:
+        """Let padded queries, ``(b, q)``, see no key."""
+        self.visible = self.visible & ~padded[:, None, :, None].to(self.visible.device)
+
+    @property
+    def norms(self) -> tuple[Tensor, Tensor] | None:
+        """Mean norms of the queries and keys of each head, ``(H,)`` each, of those that meet."""
+        if self.lengths is None:
+            return None
+        meet = self.visible.any(-1).expand_as(self.lengths[0]), self.visible.any(-2).expand_as(self.lengths[1])
+        query, key = ((one * met).sum((0, 2)) / met.sum((0, 2)).clamp_min(1) for one, met in zip(self.lengths, meet))
+        return query, key
+
+
+class ReaderSink(Protocol):
+    """Takes what a `Reader` reads of a layer."""
+
+    def wants_outputs(self, layer: str) -> bool:
+        """Say whether head outputs are to be read."""
+
+    def padded_queries(self, layer: str, shape: tuple[int, int], hidden_keys: Tensor | None) -> Tensor | None:
+        """Find the queries that are padding, ``(batch, queries)``."""
+
+    def take_rows(self, layer: str, sample: CoreSample) -> None:
+        """Take sampled rows."""
+
+    def take_outputs(self, layer: str, outputs: Tensor) -> None:
+        """Take all outputs, ``(batch, queries, H, width)``, a view."""
+
+    def fail(self, layer: str, reason: str) -> None:
+        """Note why something cannot be read."""
+
+
+class Reader(TorchDispatchMode):
+    """Hands samples of attention to a sink while it is entered.
+
+    Args:
+        names: module -> dotted name, as sites call them.
+        layers: the layers, with their sites.
+        sink: takes what is read.
+        max_rows: largest number of queries of one attention, over all sequences.
+    """
+
+    supports_higher_order_operators = True  # FlexAttention and others pass, instead of an error
+
+    def __init__(
+        self, names: Mapping[nn.Module, str], layers: Sequence[AttentionLayer], sink: ReaderSink, max_rows: int
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names, self._sink, self._max_rows = names, sink, max_rows
+        self._sites = {(site.path, site.ordinal): (layer, site) for layer in layers for site in layer.sites}
+        self._periods = {site.path: site.period for layer in layers for site in layer.sites}
+        self._turn = -1
+        self.begin()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile go on with what runs under this mode, then and later."""
+        return True
+
+    def begin(self) -> None:
+        """Begin another armed step: positions are sampled from another first one."""
+        self._turn += 1
+        self._counts: Counter[str] = Counter()
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of all tensors."""
+        # The weights that are on their way to a product with values, by storage; kept alive, as addresses are reused.
+        self._waiting: dict[int, tuple[AttentionLayer, Site, int, Tensor]] = {}
+        self._shifted: tuple[Tensor, Tensor] | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation as it is, and look at it if it is one of attention."""
+        if types and any(is_sharded(one) for one in types):
+            return NotImplemented  # a DTensor asks for operations on the part of this rank, which come here
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        if (func in _KINDS or self._waiting) and all(one.__torch_dispatch__ is _PLAIN for one in types):
+            try:
+                self._see(func, args, kwargs or {}, out)
+            except Exception as error:  # of a kind of tensor that has no storage, or no strides
+                for layer in {id(one[0]): one[0] for one in self._waiting.values()}.values():
+                    self._sink.fail(layer.name, f"its head outputs cannot be followed ({describe(error)})")
+                self.forget()
+        return out
+
+    def _see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        kind = _KINDS.get(func)
+        if kind is None:
+            self._follow(func, args, out)
+        elif kind == _SHIFT:
+            one, other = args[:2]
+            is_of_rows = isinstance(other, Tensor) and other.dim() == one.dim() > 0
+            self._shifted = (out, one) if is_of_rows and other.shape[-1] == 1 < one.shape[-1] else None
+        else:
+            self._read(kind, func, args, kwargs, out)
+            self._shifted = None
+
+    def _read(self, kind: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        path = running_module(self._names)
+        if path is None:
+            return
+        ordinal = self._counts[path] % self._periods.get(path, 1)
+        self._counts[path] += 1
+        layer, site = self._sites.get((path, ordinal), (None, None))
+        if layer is None or site is None:
+            return
+        how = site
+        if site.kind != kind:
+            # torch computes the same call now in one operation, now in several: dropout, weights that are asked for.
+            rows = ("bh", "q") if args[0].dim() == 3 else ("b", "h", "q")
+            behind = rows if kind == _FUSED else ("bh", "q")
+            how = replace(site, kind=kind, rows=rows, out=behind, keys=-1, flipped=False)
+        try:
+            with _Aside():
+                if kind == _FUSED:
+                    self._read_fused(layer, how, func, args, kwargs, out)
+                else:
+                    self._read_softmax(layer, how, args[0], out)
+        except Exception as error:
+            self._sink.fail(layer.name, f"its rows of attention cannot be read ({describe(error)})")
+
+    def _read_softmax(self, layer: AttentionLayer, how: Site, scores: Tensor, out: Tensor) -> None:
+        if self._shifted is not None and _memory(self._shifted[0]) == _memory(scores):
+            scores = self._shifted[1]
+        if self._sink.wants_outputs(layer.name):
+            self._waiting[_memory(out)] = layer, how, out.numel() // out.shape[how.keys], out
+        logits, weights = (_arranged(one.movedim(how.keys, -1), how.rows, how) for one in (scores, out))
+        hidden = logits[:, 0].amax(1) <= _SEEN
+        sequences, queries = self._sample(logits.shape[0], logits.shape[2])
+        few, of_few = (one[sequences][:, :, queries].float() for one in (logits, weights))
+        sample = CoreSample(few, of_few, _positions(logits, queries))
+        self._hand_over(layer, sample, logits, sequences, queries, hidden)
+
+    def _read_fused(self, layer: AttentionLayer, how: Site, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        given = {one.name: one.default_value for one in func._schema.arguments if one.has_default_value()}
+        given |= dict(zip((one.name for one in func._schema.arguments), args)) | kwargs
+        query, key, mask = given["query"], given["key"], given.get("attn_mask", given.get("attn_bias"))
+        scale = query.shape[-1] ** -0.5 if given["scale"] is None else given["scale"]
+        *batch, num_queries, _ = query.shape
+        q = _arranged(query, how.rows, how)
+        groups = how.heads // (math.prod(key.shape[:-2]) // q.shape[0])
+        k = _arranged(key, how.rows, replace(how, heads=how.heads // groups, order=()))
+        sequences, queries = self._sample(q.shape[0], num_queries)
+        hidden = None
+        positions = _positions(q, queries)
+        sampled, keys = q[sequences][:, :, queries].float(), k[sequences].float()
+        if how.order and groups > 1:
+            raise ValueError("grouped heads in another order")
+        b, H, rows, width = sampled.shape
+        grouped = sampled.reshape(b, H // groups, groups * rows, width)
+        logits = (grouped * scale @ keys.mT).view(b, H, rows, -1)
+        if mask is not None:
+            mask = _arranged(mask.expand(*batch, num_queries, key.shape[-2]), how.rows, how)
+            of_first = mask[:, 0]
+            hidden = (~of_first if mask.dtype == torch.bool else of_first <= _SEEN).all(1)
+            mask = mask[sequences][:, :, queries]
+            logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
+        if given.get("is_causal"):
+            columns = torch.arange(logits.shape[-1], device=logits.device)
+            logits = logits.masked_fill(columns > positions[:, None], -math.inf)
+        sample = CoreSample(logits, torch.softmax(logits, -1), positions)
+        sample.lengths = sampled.norm(dim=-1), keys.norm(dim=-1).repeat_interleave(groups, dim=1)
+        self._hand_over(layer, sample, q, sequences, queries, hidden)
+        if self._sink.wants_outputs(layer.name):
+            self._hand_outputs(layer, how, out[0] if isinstance(out, (tuple, list)) else out)
+
+    def _hand_over(
+        self, layer: AttentionLayer, sample: CoreSample, whole: Tensor, sequences: slice, queries: slice, hidden: Any
+    ) -> None:
+        padded = self._sink.padded_queries(layer.name, (whole.shape[0], whole.shape[2]), hidden)
+        if padded is not None:
+            sample.leave_out(padded[sequences][:, queries])
+        # A softmax over nothing is NaN; NaN of a row that sees keys stays.
+        sample.weights = sample.weights.masked_fill(~sample.visible.any(-1, keepdim=True), 0)
+        self._sink.take_rows(layer.name, sample)
+
+    def _follow(self, func: Any, args: Any, out: Any) -> None:
+        """Follow weights through dropout, casts and copies, to the product with values."""
+        place = _PRODUCTS.get(func)
+        given = args if place is None else args[place : place + 2]
+        tensors = [one for group in given for one in (group if isinstance(group, (list, tuple)) else (group,))]
+        for tensor in tensors:
+            found = self._waiting.get(_memory(tensor)) if isinstance(tensor, Tensor) else None
+            if found is None:
+                continue
+            layer, how, rows, _ = found
+            if place is None:
+                for made in out if isinstance(out, (list, tuple)) else (out,):
+                    if isinstance(made, Tensor) and made.is_floating_point():
+                        self._waiting.setdefault(_memory(made), (layer, how, rows, made))
+            elif rows in (tensor.numel() // tensor.shape[-1], tensor.numel() // tensor.shape[-2]):
+                self._waiting = {key: one for key, one in self._waiting.items() if one[0] is not layer}
+                with _Aside():
+                    self._hand_outputs(layer, how, out.mT if how.flipped else out)
+                return
+
+    def _hand_outputs(self, layer: AttentionLayer, how: Site, out: Tensor) -> None:
+        try:
+            outputs = _arranged(out, how.out if how.kind == _SOFTMAX else how.rows, how)
+            self._sink.take_outputs(layer.name, outputs.transpose(1, 2)[..., : layer.value_dim])
+        except Exception as error:
+            self._sink.fail(layer.name, f"its head outputs cannot be read ({describe(error)})")
+
+    def _sample(self, sequences: int, queries: int) -> tuple[slice, slice]:
+        """Take some sequences and queries at fixed strides; the first one moves from step to step."""
+        by_sequence = max(1, math.ceil(sequences / min(_MOST_SEQUENCES, self._max_rows)))
+        each = max(1, self._max_rows // max(1, math.ceil(sequences / by_sequence)))
+        by_query = max(1, math.ceil(queries / each))
+        return slice(self._turn % by_sequence, None, by_sequence), slice(self._turn % by_query, None, by_query)
+
+
+class _Aside:
+    """Compute where neither autograd nor autocast nor any mode sees it."""
+
+    def __enter__(self) -> None:
+        self._autocast = torch._C._DisableAutocast()  # as long as it lives
+        self._within = [torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad()]
+        for one in self._within:
+            one.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        for one in reversed(self._within):
+            one.__exit__(*exception)
+        del self._autocast
+
+
+def _positions(whole: Tensor, queries: slice) -> Tensor:
+    return torch.arange(whole.shape[2], device=whole.device)[queries]
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _arranged(x: Tensor, names: tuple[str, ...], how: Site) -> Tensor:
+    """View a tensor as ``(batch, heads, queries, last)``, heads in the layer's order."""
+    heads = how.heads
+    dims: list[str] = []
+    split: list[int] = []
+    for name, size in zip(names, x.shape):
+        dims += list(name)
+        both = {"bh": (size // heads, heads), "hb": (heads, size // heads)}
+        split += both.get(name, (size,))
+    x = x.reshape(*split, x.shape[-1]) if len(split) + 1 > x.dim() else x
+    x = x.permute(*[at for kind in "bhq" for at, name in enumerate(dims) if name == kind], -1)
+    count = {kind: dims.count(kind) for kind in "bhq"}
+    x = x.flatten(0, count["b"] - 1) if count["b"] > 1 else x if count["b"] else x[None]
+    x = x.flatten(1, count["h"]) if count["h"] > 1 else x if count["h"] else x.unsqueeze(1)
+    x = x.flatten(2, 1 + count["q"]) if count["q"] > 1 else x
+    return x[:, list(how.order)] if how.order else x

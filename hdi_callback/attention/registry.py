@@ -1,0 +1,214 @@
+"""Attention that is known without a forward: torch's own, and layouts that users describe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hdi_callback.arguments import shown
+from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Refusal, Site
+from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionError
+
+__all__ = ["known_layer", "known_layers", "register_layout"]
+
+Layout = Callable[[str, Any], "AttentionLayer | None"]
+
+_REGISTERED: dict[type[nn.Module], Layout] = {}
+
+
+def register_layout(module_type: type[nn.Module], function: Layout) -> None:
+    """Describe how modules of a class keep their heads; what is described is not searched for.
+
+    Args:
+        module_type: the class; subclasses are described in the same way, unless they have a layout of their own.
+        function: takes the dotted path and the module, and gives an `AttentionLayer`; `None` where the class has no
+            heads to watch, so that its attention is read from a forward as that of any other module.
+
+    Raises:
+        MisconfigurationError: if the one is no class of modules, or the other no function.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> class Mine(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.mix = nn.Linear(32, 96)
+        ...         self.back = nn.Linear(32, 32)
+        >>> def describe(name, module):
+        ...     key = HeadWeight.from_rows(module, "mix.weight", heads=4, width=8, start=32)
+        ...     output = HeadWeight.from_columns(module, "back.weight", heads=4, width=8)
+        ...     return AttentionLayer(
+        ...         name, module, num_heads=4, num_key_heads=4, num_value_heads=4, head_dim=8, value_dim=8,
+        ...         weights={"key": key, "output": output}, output_module=module.back)
+        >>> register_layout(Mine, describe)
+        >>> known_layer("attention", Mine()).weight("key").shape
+        torch.Size([4, 8, 32])
+    """
+    if not isinstance(module_type, type) or not issubclass(module_type, nn.Module):
+        raise MisconfigurationError(
+            f"`module_type` must be a class of modules, got {shown(module_type)}: write type(model.blocks[0].attn)."
+        )
+    if not callable(function):
+        raise MisconfigurationError(
+            f"`function` must take a name and a module and give an AttentionLayer, got {shown(function)}."
+        )
+    _REGISTERED[module_type] = function
+
+
+def known_layers(model: nn.Module) -> list[AttentionLayer | Refusal]:
+    """Describe the attention of a model that is known without a forward.
+
+    Args:
+        model: the model.
+
+    Returns:
+        Layers, and what of the known kinds cannot be read, in model order.
+
+    Raises:
+        MisconfigurationError: if a registered layout contradicts itself or the shapes of the module.
+    """
+    found = []
+    for name, module in model.named_modules():
+        # An adapter around torch's attention changes the weights within each forward.
+        if not name.endswith("base_layer") and (known := known_layer(name, module)) is not None:
+            found.append(known)
+    return found
+
+
+def known_layer(name: str, module: nn.Module) -> AttentionLayer | Refusal | None:
+    """Describe a module by a registered layout, or as torch's own attention.
+
+    Args:
+        name: dotted path of the module.
+        module: the module.
+
+    Returns:
+        The layer, or why a module of a known kind has none; `None` if its kind is not known.
+
+    Raises:
+        MisconfigurationError: if a registered layout contradicts itself or the shapes of the module.
+    """
+    registered = next((kind for kind in type(module).__mro__ if kind in _REGISTERED), None)
+    if registered is not None:
+        layer = _described(name, module, registered)
+        if layer is not None:
+            return layer
+    if not is_torch_attention(module):
+        return None
+    try:
+        return _torch_attention(name, module)
+    except UnsupportedAttentionError as error:
+        return Refusal(name, str(error), type(module).__name__)
+
+
+def is_torch_attention(module: nn.Module) -> bool:
+    """Return whether a module is an `nn.MultiheadAttention` with torch's own forward."""
+    own_forward = "forward" in vars(module) or type(module).forward is not nn.MultiheadAttention.forward
+    return isinstance(module, nn.MultiheadAttention) and not own_forward
+
+
+@torch.no_grad()
+def head_outputs_again(
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> Tensor:
+    """Compute what torch's attention hands to its output projection once more, without dropout.
+
+    For compiled graphs, where nothing else can be taken of it: it uses that projection without calling it.
+
+    Args:
+        module: the attention, then the arguments of its forward.
+        query: see `module`, and so for all the others.
+        key: see `module`.
+        value: see `module`.
+        key_padding_mask: see `module`.
+        need_weights: not used.
+        attn_mask: see `module`.
+        average_attn_weights: not used.
+        is_causal: see `module`.
+
+    Returns:
+        ``(batch, length, H * d_v)``, or ``(length, H * d_v)`` if the query has no batch dimension.
+    """
+    is_batched = query.dim() == 3
+    if module.batch_first and is_batched:
+        query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
+    outputs, _ = F.multi_head_attention_forward(
+        query,
+        key,
+        value,
+        module.embed_dim,
+        module.num_heads,
+        module.in_proj_weight,
+        module.in_proj_bias,
+        module.bias_k,
+        module.bias_v,
+        module.add_zero_attn,
+        0.0,
+        torch.eye(module.embed_dim, dtype=query.dtype, device=query.device),
+        None,
+        training=False,
+        key_padding_mask=key_padding_mask,
+        need_weights=False,
+        attn_mask=attn_mask,
+        use_separate_proj_weight=not module._qkv_same_embed_dim,
+        q_proj_weight=module.q_proj_weight,
+        k_proj_weight=module.k_proj_weight,
+        v_proj_weight=module.v_proj_weight,
+        is_causal=is_causal,
+    )
+    return outputs.transpose(0, 1) if is_batched else outputs
+
+
+def _described(name: str, module: nn.Module, kind: type[Any]) -> AttentionLayer | None:
+    where = f"The layout that is registered for {kind.__name__}"
+    try:
+        layer = _REGISTERED[kind](name, module)
+    except UnsupportedAttentionError as error:
+        raise MisconfigurationError(f"{where} does not fit `{name}`: {error}") from error
+    if layer is None:
+        return None
+    if not isinstance(layer, AttentionLayer):
+        raise MisconfigurationError(f"{where} gives {shown(layer)}: let it return an AttentionLayer, or None.")
+    problem = layer.contradiction()
+    if problem is not None:
+        raise MisconfigurationError(f"{where} does not fit `{name}`: {problem}.")
+    return layer
+
+
+def _torch_attention(name: str, module: Any) -> AttentionLayer:
+    """`nn.MultiheadAttention`: packed, or in three parameters where widths of keys or values differ."""
+    H, width = module.num_heads, module.head_dim
+    weights = {}
+    for number, role in enumerate(("query", "key", "value")):
+        if module._qkv_same_embed_dim:
+            parameter, start = "in_proj_weight", number * module.embed_dim
+        else:
+            parameter, start = f"{role[0]}_proj_weight", 0
+        weights[role] = HeadWeight.from_rows(module, parameter, heads=H, width=width, start=start)
+    weights["output"] = HeadWeight.from_columns(module, "out_proj.weight", heads=H, width=width)
+    packed = "packed" if module._qkv_same_embed_dim else "separate"
+    return AttentionLayer(
+        name,
+        module,
+        num_heads=H,
+        num_key_heads=H,
+        num_value_heads=H,
+        head_dim=width,
+        value_dim=width,
+        weights=weights,
+        kind=f"torch.nn.MultiheadAttention, {packed}",
+        sites=(Site(name, 0, "fused", H),),  # `out_proj` is used, but not called: there is no output module
+    )

@@ -1,0 +1,180 @@
+"""Parameters and heads that are spread over ranks: FSDP2 and tensor parallelism, both as DTensors.
+
+Gathering is a collective call: every rank that holds a part gathers the same things in the same order. DTensors are
+recognised by their attributes, so that nothing of `torch.distributed` is imported in vain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hdi_callback.errors import UnsupportedAttentionError
+
+if TYPE_CHECKING:
+    from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Survey
+
+__all__ = ["gathered_heads", "is_sharded", "over_all_ranks", "whole"]
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Return whether a tensor, or a class of tensors, is a DTensor, of which other ranks may hold a part."""
+    return hasattr(tensor, "full_tensor") and hasattr(tensor, "placements")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gather a tensor of which other ranks hold a part: a collective call, and differentiable.
+
+    Args:
+        tensor: any tensor.
+
+    Returns:
+        All of it; the tensor itself if it is not spread.
+
+    Raises:
+        UnsupportedAttentionError: of parameters that DeepSpeed or the first FSDP keep in pieces that are no DTensors.
+    """
+    if hasattr(tensor, "ds_id") or hasattr(tensor, "_is_flat_param"):
+        raise UnsupportedAttentionError(
+            "Its weights are kept in pieces by DeepSpeed's ZeRO-3 or the first FSDP: use `fully_shard` (FSDP2)."
+        )
+    if not is_sharded(tensor):
+        return tensor
+    parts: Any = tensor
+    device = parts.device_mesh.device_type
+    if parts.device.type != device:  # offloaded to the host, where the mesh cannot talk
+        parts = parts.to(device)
+    gathered: Tensor = parts.full_tensor()
+    return gathered
+
+
+# --- tensor parallelism: each rank computes some of the heads
+
+
+def over_all_ranks(survey: Survey, model: nn.Module) -> Survey:
+    """Put together the heads of layers of which each rank computes some: the union over ranks, in their order.
+
+    A collective call, if the model has parameters that are DTensors.
+
+    Args:
+        survey: what this rank has found; its rows are numbered as those of the whole parameters.
+        model: the model.
+
+    Returns:
+        The same layers with the heads of all ranks.
+    """
+    spread: list[Any] = [one for one in model.parameters() if is_sharded(one)]
+    meshes = dict.fromkeys(one.device_mesh for one in spread)
+    heads = {layer.name: _heads(layer) for layer in survey.layers}
+    for group in dict.fromkeys(mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)):
+        found: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, heads, group=group)
+        for name, own in heads.items():
+            union = [head for other in found for head in other.get(name, [])]
+            heads[name] = list(dict.fromkeys(union)) or own
+    layers = (
+        layer if len(heads[layer.name]) == layer.num_heads else _with_heads(layer, heads[layer.name])
+        for layer in survey.layers
+    )
+    return replace(survey, layers=tuple(layers))
+
+
+def _heads(layer: AttentionLayer) -> list[Any]:
+    """For each query head its rows in every parameter, as plain data: role, term, factor -> name and starts."""
+    distinct = {"key": layer.key_of, "value": layer.value_of}
+    found = []
+    for head in range(layer.num_heads):
+        parts = []
+        for role, weight in sorted(layer.weights.items()):
+            at = distinct[role][head] if role in distinct else head
+            for rows in _factors(weight):
+                own = 0 if rows.heads == 1 else at
+                name = rows.names[own] if len(rows.names) > 1 else rows.names[0]
+                parts.append((role, name, tuple(rows.starts[own].tolist())))
+        found.append(tuple(parts))
+    return found
+
+
+def _factors(weight: HeadWeight) -> list[Any]:
+    return [rows for term in weight.terms for rows in term.factors]
+
+
+def _with_heads(layer: AttentionLayer, heads: list[Any]) -> AttentionLayer:
+    """Describe a layer with the heads of all ranks."""
+    weights, of_heads, counts = {}, {}, {}
+    for role, weight in layer.weights.items():
+        mine = [tuple(part[1:] for part in head if part[0] == role) for head in heads]
+        kept = list(dict.fromkeys(mine)) if role in ("key", "value") else mine
+        of_heads[role], counts[role] = tuple(kept.index(one) for one in mine), len(kept)
+        at, terms = 0, []
+        for term in weight.terms:
+            factors = []
+            for rows in term.factors:
+                shared = len({one[at] for one in kept}) == 1 and rows.heads == 1
+                each = kept[:1] if shared else kept
+                names = rows.names if len(rows.names) == 1 else tuple(one[at][0] for one in each)
+                factors.append(replace(rows, names=names, starts=torch.tensor([one[at][1] for one in each])))
+                at += 1
+            terms.append(replace(term, factors=tuple(factors)))
+        weights[role] = replace(weight, terms=tuple(terms))
+    return replace(
+        layer,
+        num_heads=len(heads),
+        num_key_heads=counts.get("key", len(heads)),
+        num_value_heads=counts.get("value", len(heads)),
+        weights=weights,
+        key_of=of_heads.get("key", ()),
+        value_of=of_heads.get("value", ()),
+    )
+
+
+def gathered_heads(outputs: Mapping[str, tuple[AttentionLayer, Tensor | None]]) -> dict[str, Tensor | None]:
+    """Gather the head outputs of layers of which each rank computes some heads: a collective call.
+
+    Args:
+        outputs: layer name -> the layer, and ``(tokens, heads of this rank, d_v)``, or `None` if there are none.
+
+    Returns:
+        Layer name -> ``(tokens, H, d_v)``, of layers whose heads are spread; `None` if a rank has none.
+    """
+    groups: dict[Any, list[str]] = {}
+    for name, (layer, _) in outputs.items():
+        group = _group_of_heads(layer)
+        if group is not None:
+            groups.setdefault(group, []).append(name)
+    found: dict[str, Tensor | None] = {}
+    for group, names in groups.items():
+        shapes: list[Any] = [None] * dist.get_world_size(group)
+        own = [None if (one := outputs[name][1]) is None else tuple(one.shape) for name in names]
+        dist.all_gather_object(shapes, own, group=group)
+        for at, name in enumerate(names):
+            layer, local = outputs[name]
+            of_ranks = {rank[at] for rank in shapes}
+            if local is not None and of_ranks == {tuple(local.shape)}:
+                if local.shape[1] == layer.num_heads:
+                    continue  # not spread: all ranks have all heads
+                parts = [torch.empty_like(local) for _ in shapes]
+                dist.all_gather(parts, local.contiguous(), group=group)
+                found[name] = torch.cat(parts, dim=1)
+            else:
+                found[name] = None
+    return found
+
+
+def _group_of_heads(layer: AttentionLayer) -> Any:
+    """The ranks over which the output projection's input features are spread; `None` if they are not."""
+    weight = layer.weights.get("output")
+    if weight is None or layer.output_module is None:
+        return None
+    rows = weight.terms[0].factors[0]
+    parameter: Any = weight.parameters()[0]
+    dim_of_heads = 0 if rows.stride == 1 else 1
+    for dim, placement in enumerate(parameter.placements if is_sharded(parameter) else ()):
+        if placement.is_shard(dim_of_heads) and parameter.device_mesh.size(dim) > 1:
+            return parameter.device_mesh.get_group(dim)
+    return None

@@ -1,0 +1,112 @@
+"""Sites: where an attention that was read runs in a forward, so that it is recognised again in later ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hdi_callback.attention.cores import layout_of_fused
+from hdi_callback.attention.heads import Claim
+from hdi_callback.attention.layer import Site
+from hdi_callback.attention.planes import repeats, reshaped
+from hdi_callback.attention.products import Unreadable
+from hdi_callback.attention.tape import Step, Tape
+
+__all__ = ["merged_sites", "ordinals", "site_of"]
+
+
+def ordinals(tape: Tape) -> dict[int, int]:
+    """Number the softmaxes and fused attentions of each module, as a later forward meets them."""
+    found: dict[int, int] = {}
+    counts: Counter[str | None] = Counter()
+    for step in tape.steps:
+        if is_recognised(step):
+            found[step.number] = counts[step.path]
+            counts[step.path] += 1
+    return found
+
+
+def is_recognised(step: Step) -> bool:
+    """Say whether a forward that is watched recognises an operation."""
+    return layout_of_fused(step) == "b h q" or step.op in {"_softmax", "_safe_softmax"}
+
+
+def site_of(claim: Claim, ordinal: int) -> Site:
+    """Describe where an attention runs.
+
+    Raises:
+        Unreadable: if its heads and queries lie in no regular order.
+    """  # noqa: DOC201
+    step, heads = claim.core.step, claim.heads
+    part, number = claim.core.parts[0], claim.numbers[0]
+    query = torch.arange(number.shape[1]).expand_as(number)
+    if claim.core.asked is None or part.units is None:
+        shape = step.taken[0].shape[:-1]
+        dims = _dims(reshaped(number, shape), reshaped(query, shape), heads)
+        return Site(step.path or "", ordinal, "fused", heads, dims, dims)
+    asked, units = claim.core.asked, part.units
+    if bool((asked < 0).any()):
+        raise Unreadable("rows without scores")
+    count = int(max(asked.max(), units.max())) + 1
+    head_of, query_of = torch.full((count,), -1), torch.full((count,), -1)
+    for one, unit in zip(claim.numbers, [part.units for part in claim.core.parts]):
+        if unit is None or one.shape != unit.shape:
+            continue
+        known = unit >= 0
+        head_of[unit[known]] = one[known]
+        query_of[unit[known]] = torch.arange(unit.shape[1]).expand_as(unit)[known]
+    rows = _dims(head_of[asked], query_of[asked], heads)
+    out = _dims(number, query, heads)
+    is_flipped = part.product is not None and part.product.is_flipped
+    return Site(step.path or "", ordinal, "softmax", heads, rows, out, claim.core.dim, is_flipped)
+
+
+def _dims(head: Tensor, query: Tensor, heads: int) -> tuple[str, ...]:
+    """Name the dims of a grid that says of each row its head and its query."""
+    names = []
+    for dim, size in enumerate(head.shape):
+        by_head, by_query = not repeats(head, dim), not repeats(query, dim)
+        if by_head and by_query:
+            raise Unreadable("a dimension runs over heads and queries")
+        if not by_head:
+            names.append("q" if by_query else "b")
+            continue
+        along = head.movedim(dim, 0).reshape(size, -1)[:, 0]
+        at = torch.arange(size)
+        if size <= heads and len(along.unique()) == size:
+            names.append("h")
+        elif torch.equal(along, at % heads):
+            names.append("bh")
+        elif torch.equal(along, at // (size // heads)):
+            names.append("hb")
+        else:
+            raise Unreadable("its heads lie in no regular order")
+    if "q" not in names and head.shape[-1] == 1:  # one query
+        names[-1] = "q"
+    if "q" not in names:
+        raise Unreadable("there is no dimension of queries: run a forward of more tokens")
+    return tuple(names)
+
+
+def merged_sites(sites: list[tuple[Site, object]]) -> list[tuple[Site, object]]:
+    """Let attentions of one module that come again after a period be one: loops, shared modules, recomputation.
+
+    Args:
+        sites: each with what it computes, in the order of a forward.
+
+    Returns:
+        The first of each, with their period.
+    """
+    paths: dict[str, list[tuple[Site, object]]] = {}
+    for site, what in sites:
+        paths.setdefault(site.path, []).append((site, what))
+    merged = []
+    for mine in paths.values():
+        count = mine[-1][0].ordinal + 1
+        at = {site.ordinal: (replace(site, ordinal=0), what) for site, what in mine}
+        period = next(p for p in range(1, count + 1) if all(at.get(i) == at.get(i % p) for i in range(count)))
+        merged += [(replace(site, period=period), what) for site, what in mine if site.ordinal < period]
+    return merged

@@ -1,0 +1,396 @@
+"""One forward, written down as operations on memory.
+
+A `Tape` is a dispatch mode around a forward. It writes down each operation that makes or changes memory: which
+storages it took, through which geometry, and what it wrote. Views are no operations: a tensor is a part of a storage
+(`View`). A storage has another content after each write (`Cell`), so that slices that are assigned and operations in
+place need no rule. Nothing is computed a second time, no floating point value is looked at, and the forward's own
+operations, random states and gradients stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# What a cell depends on, the strongest of what made it: nothing, parameters alone, data.
+CONSTANT, WEIGHT, MADE, DATA = range(4)
+_RANDOM = {"randn", "rand", "randint", "randperm", "normal", "randn_like", "rand_like", "uniform"}  # data of its own
+_SHAPED_LIKE = {"empty_like", "zeros_like", "ones_like", "full_like", "new_zeros", "new_empty", "new_ones",
+                "new_full"}  # fmt: skip
+_RESHAPED_IN_PLACE = {"t", "transpose", "squeeze", "unsqueeze", "as_strided", "detach", "swapaxes", "swapdims",
+                      "requires_grad", "resize", "set", "resize_as"}  # fmt: skip
+_MASKS = {"add", "sub", "mul", "where", "masked_fill", "div", "constant_pad_nd"}  # what scores are scaled and masked by
+_SMALL = 4096  # elements of a mask, or a factor, whose values are kept
+_CALL = nn.Module._call_impl.__code__
+_FLEX = "flex_attention"
+
+
+@dataclass(eq=False)
+class Cell:
+    """The content of a storage from one write to the next."""
+
+    numel: int
+    itemsize: int
+    kind: int
+    parameter: str | None = None
+    step: Step | None = None  # what wrote it
+    written: View | None = None  # which part of it the step wrote
+    before: Cell | None = None  # the content that it was written over
+    is_mapped: bool = False  # whether a parameter takes part in it
+    users: list[Step] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """A tensor: a part of a cell."""
+
+    cell: Cell
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    itemsize: int
+    is_float: bool
+    value: Tensor | None = None  # of indices, and of small masks and factors
+
+    def seen_as(self, shape: tuple[int, ...], stride: tuple[int, ...], offset: int | None = None) -> View:
+        """Give the same memory in another geometry."""
+        at = self.offset if offset is None else offset
+        return View(self.cell, shape, stride, at, self.itemsize, self.is_float)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def mT(self) -> View:  # noqa: N802  as of a tensor
+        """The last two dimensions exchanged."""
+        *shape, rows, columns = self.shape
+        *stride, down, along = self.stride
+        return self.seen_as((*shape, columns, rows), (*stride, along, down))
+
+
+@dataclass(eq=False)
+class Step:
+    """An operation that made or changed memory."""
+
+    number: int
+    op: str  # "bmm"; operations that are not torch's with their namespace: "flash_attn::_flash_attn_forward"
+    function: Any
+    args: tuple[Any, ...]  # with views in place of tensors
+    kwargs: dict[str, Any]
+    path: str | None  # the module that ran, of operations that may be attention
+    line: str  # where its forward called it
+    taken: list[View]
+    made: list[View | None] = field(default_factory=list)
+
+    def given(self, name: str, default: Any = None) -> Any:
+        """Give an argument by its name."""
+        schema = getattr(self.function, "_schema", None)
+        for position, argument in enumerate(schema.arguments if schema is not None else ()):
+            if argument.name == name:
+                default = argument.default_value if argument.has_default_value() else default
+                return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+        return self.kwargs.get(name, default)
+
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether torch says that each element depends on that of the same place alone."""
+        return torch.Tag.pointwise in getattr(self.function, "tags", ())
+
+
+def is_softmax_like(op: str) -> bool:
+    """Say whether an operation may be the softmax of an attention."""
+    return op in {"_softmax", "_safe_softmax", "exp", "exp2"}
+
+
+def is_fused(op: str) -> bool:
+    """Say whether torch computes attention in this one operation."""
+    return op.startswith("_scaled_dot_product") and not op.endswith("backward")
+
+
+def is_whole_layer(op: str) -> bool:
+    """Say whether torch computes an attention layer with its projections in this one operation."""
+    return op in {"_native_multi_head_attention", "_transformer_encoder_layer_fwd"}
+
+
+class Tape(TorchDispatchMode):
+    """Write down a forward of a model, around which it is entered.
+
+    Attributes:
+        steps: what was written down.
+        errors: what could not be written down, in words; the forward itself never fails of it.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.model = model
+        self.steps: list[Step] = []
+        self.errors: list[str] = []
+        self.names: list[str] = []  # of parameters, in the order of their first numbers
+        self.first: list[int] = []  # the number of the first element of each: all elements have numbers of their own
+        self.end = 1
+        self.local: dict[
+            str, tuple[tuple[int, ...], tuple[int, ...]]
+        ] = {}  # sharded: this rank's shape, where it begins
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self._cells: dict[
+            int, tuple[StorageWeakRef, Cell]
+        ] = {}  # a storage's address is not used again while it is held
+        self._paths = {module: name for name, module in model.named_modules()}
+        for name, parameter in model.named_parameters():
+            self._add(name, parameter, WEIGHT)
+        for name, buffer in model.named_buffers():
+            self._add(name, buffer, CONSTANT)
+
+    def number(self, parameter: str) -> int:
+        """Give the number of a parameter's first element."""
+        return self.first[self.names.index(parameter)]
+
+    def _add(self, name: str, tensor: Tensor, kind: int) -> None:
+        numel = tensor.numel()
+        if isinstance(tensor, DTensor):
+            tensor = self._of_this_rank(name, tensor)
+        key = _key(tensor)
+        if key is None or key in self._cells:
+            return
+        cell = Cell(_numel(tensor), tensor.element_size(), kind)
+        if kind == WEIGHT:
+            cell.parameter, cell.is_mapped = name, True
+            self.names.append(name)
+            self.first.append(self.end)
+            self.end += max(numel, cell.numel)
+        self._hold(key, tensor, cell)
+
+    def _of_this_rank(self, name: str, tensor: DTensor) -> Tensor:
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        self.local[name] = tuple(shape), tuple(offset)
+        return tensor._local_tensor
+
+    def _hold(self, key: int, tensor: Tensor, cell: Cell) -> None:
+        self._cells[key] = StorageWeakRef(tensor.untyped_storage()), cell
+
+    # what runs
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # DTensor asks for operations on the part of this rank, which come here
+        if torch.is_inference_mode_enabled() and _is_composite(
+            func
+        ):  # else they would come as one, other than in training
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        name = _name(func)
+        if name == _FLEX:
+            taken, named = args[:3], {"scale": args[5] if len(args) > 5 else None}
+        else:
+            taken, named = args, kwargs
+        try:
+            views = self._viewed(taken, name), self._viewed(named, name)
+        except Exception as error:
+            self.errors.append(f"{name}: {type(error).__name__}: {error}")
+            return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        try:
+            self._write(
+                func, "_scaled_dot_product_flex_attention" if name == _FLEX else name, taken, named, *views, out
+            )
+        except Exception as error:
+            self.errors.append(f"{name}: {type(error).__name__}: {error}")
+        return out
+
+    def _viewed(self, value: Any, op: str) -> Any:
+        """Put views in place of tensors."""
+        if isinstance(value, Tensor):
+            return self._view(value, op)
+        if isinstance(value, (list, tuple)):
+            return tuple(self._viewed(one, op) for one in value)
+        if isinstance(value, dict):
+            return {name: self._viewed(one, op) for name, one in value.items()}
+        return value
+
+    def _view(self, tensor: Tensor, op: str = "") -> View | None:
+        key = _key(tensor)
+        if key is None:
+            return None
+        if self.local and (cell := self._put_together(key, tensor)) is not None:
+            self._hold(key, tensor, cell)
+        if key not in self._cells:
+            cell = Cell(_numel(tensor), tensor.element_size(), DATA)
+            self._hold(key, tensor, cell)
+            cell.written = self._view(tensor)
+        cell = self._cells[key][1]
+        is_float = tensor.is_floating_point() or tensor.is_complex()
+        value = tensor.detach().clone() if op and _keeps_value(tensor, op, cell, is_float=is_float) else None
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        return View(cell, shape, stride, int(tensor.storage_offset()), tensor.element_size(), is_float, value)
+
+    def _put_together(self, key: int, tensor: Tensor) -> Cell | None:
+        """Recognise a parameter that lies elsewhere while its module runs, as FSDP puts it together."""
+        module = _running_module(self._paths)[0]
+        for name, parameter in module.named_parameters(recurse=False) if module is not None else ():
+            path = f"{self._paths[module]}.{name}".lstrip(".")
+            if path not in self.local:
+                continue
+            local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+            if _key(local) == key:
+                if isinstance(parameter, DTensor):
+                    self._of_this_rank(path, parameter)
+                else:
+                    self.local[path] = tuple(parameter.shape), (0,) * parameter.dim()
+                known = self._cells.get(key, (None, None))[1]
+                if known is not None and known.parameter == path:
+                    return known
+                return Cell(_numel(tensor), tensor.element_size(), WEIGHT, path, is_mapped=True)
+        return None
+
+    def _write(
+        self, func: Any, op: str, args: tuple[Any, ...], kwargs: Any, views: tuple[Any, ...], named: Any, out: Any
+    ) -> None:
+        taken = [*_views_in(views), *_views_in(tuple(named.values()))]
+        written = _written_tensors(func, args, kwargs)
+        given = {id(view.cell) for view in taken}
+        made = [one if isinstance(one, Tensor) else None for one in (out if isinstance(out, (tuple, list)) else (out,))]
+        fresh = [one if one is not None and self._is_fresh(one, given) else None for one in made]
+        if (not written or op in _RESHAPED_IN_PLACE) and not any(one is not None for one in fresh):
+            return  # a view
+        path, line = self._place(op)
+        step = Step(len(self.steps), op, func, views, named, path, line, taken)
+        self.steps.append(step)
+        for view in taken:
+            view.cell.users.append(step)
+        kind = max((view.cell.kind for view in taken), default=CONSTANT)
+        kind = DATA if op in _RANDOM else CONSTANT if op in _SHAPED_LIKE else MADE if kind == WEIGHT else kind
+        for tensor in written or fresh:
+            step.made.append(None if tensor is None else self._new_content(tensor, step, kind, is_change=bool(written)))
+
+    def _is_fresh(self, tensor: Tensor, given: set[int]) -> bool:
+        key = _key(tensor)
+        return key is not None and (key not in self._cells or id(self._cells[key][1]) not in given)
+
+    def _new_content(self, tensor: Tensor, step: Step, kind: int, *, is_change: bool) -> View | None:
+        key = _key(tensor)
+        if key is None:
+            return None
+        before = self._cells[key][1] if is_change and key in self._cells else None
+        is_mapped = any(view.cell.is_mapped for view in step.taken)
+        kind = max(kind, before.kind if before else CONSTANT)
+        cell = Cell(_numel(tensor), tensor.element_size(), kind, step=step, before=before, is_mapped=is_mapped)
+        self._hold(key, tensor, cell)
+        cell.written = self._view(tensor)
+        return cell.written
+
+    def _place(self, op: str) -> tuple[str | None, str]:
+        if not (is_softmax_like(op) or is_fused(op) or is_whole_layer(op) or op in {"bmm", "baddbmm"} or "::" in op):
+            return None, ""
+        module, line = _running_module(self._paths)
+        return (None if module is None else self._paths[module]), line
+
+
+def _running_module(paths: dict[nn.Module, str]) -> tuple[nn.Module | None, str]:
+    """Say which module of the model runs now, and on which line, from the frames of the call stack."""
+    frame: Any = sys._getframe(1)
+    line = ""
+    while frame is not None:
+        code = frame.f_code
+        if code is _CALL or code.co_name == "forward":
+            module = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            if isinstance(module, nn.Module) and module in paths:
+                return module, line or f"{code.co_filename}:{frame.f_lineno}"
+        if not line and "torch" not in code.co_filename.replace("\\", "/").split("/") and code.co_filename != __file__:
+            line = f"{code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None, line
+
+
+def _name(func: Any) -> str:
+    packet = getattr(func, "overloadpacket", None)
+    if packet is None:  # of operations that take functions
+        return str(func.name()) if callable(getattr(func, "name", None)) else str(func)
+    name = str(packet.__name__)
+    name = name[:-1] if name.endswith("_") and not name.endswith("__") else name
+    return name if func.namespace in {"aten", "prims"} else f"{func.namespace}::{name}"
+
+
+def _is_composite(func: Any) -> bool:
+    return (
+        isinstance(func, torch._ops.OpOverload)
+        and func._can_decompose()
+        and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    )
+
+
+def _keeps_value(tensor: Tensor, op: str, cell: Cell, *, is_float: bool) -> bool:
+    """Say whether the values of a tensor are kept: of indices, and of small masks and factors."""
+    if tensor.is_meta:
+        return False
+    if op in _MASKS or is_fused(op):
+        return not cell.is_mapped and tensor.numel() <= _SMALL
+    return not is_float
+
+
+def _key(tensor: Tensor) -> int | None:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # a tensor without memory
+        return None
+
+
+def _numel(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes() // max(1, tensor.element_size())
+
+
+def _views_in(value: Any) -> Iterator[View]:
+    if isinstance(value, View):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _views_in(one)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _tensors_in(one)
+
+
+def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """List the tensors that an operation writes into."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    written: list[Tensor] = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written += _tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
+    return written
+
+
+def mapped(value: Any, function: Callable[[View], Any]) -> Any:
+    """Put something in place of each view of a step's arguments."""
+    if isinstance(value, View):
+        return function(value)
+    if isinstance(value, tuple):
+        return [mapped(one, function) for one in value]
+    if isinstance(value, dict):
+        return {name: mapped(one, function) for name, one in value.items()}
+    return value

@@ -1,1 +1,0 @@
-"""Establish heads by the autograd graph of one forward of a copy."""

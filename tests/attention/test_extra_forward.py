@@ -1,0 +1,377 @@
+"""One extra forward before the first call: what it finds, and that nothing of it remains."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hdi_callback.attention.extra_forward import before_first_call
+from tests.attention.models import Counting, Model, batches, is_equal, train
+
+NAMES = ["blocks.0.attention", "blocks.1.attention"]
+
+
+class Finder:
+    """Keeps what was found, and the handle."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.surveys: list = []
+        self.handle = before_first_call(model, self.surveys.append)
+
+    @property
+    def names(self) -> list[str]:
+        return [layer.name for survey in self.surveys for layer in survey.layers]
+
+    @property
+    def refused(self) -> list[str]:
+        return [one.reason for survey in self.surveys for one in survey.refused]
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [
+        (Model, None),
+        (Counting, None),
+        (lambda: Model(reentrant=True), None),
+        (lambda: Model(reentrant=False), None),
+        (Model, torch.bfloat16),
+    ],
+    ids=["plain", "attributes", "reentrant", "not reentrant", "autocast"],
+)
+def test_training_stays_as_it_is_bit_by_bit(make, dtype):
+    finders = []
+    plain = train(make, dtype=dtype)
+    watched = train(make, lambda model: finders.append(Finder(model)), dtype=dtype)
+    assert finders[0].names == NAMES
+    assert not finders[0].refused
+    assert is_equal(plain, watched)
+
+
+def test_buffers_attributes_and_random_states_are_put_back():
+    model = Counting()
+    kept = model.seen
+    own = torch.Generator().manual_seed(3)
+    model.generator = own
+    finder = Finder(model)
+    versions = [one._version for one in (*model.buffers(), model.plain)]
+    seen = []
+    model.register_forward_pre_hook(
+        lambda module, args: seen.append((module.calls, len(module.seen), hasattr(module, "last")))
+    )
+    numpy_state = lambda: np.random.get_state()[1].tolist()  # noqa: E731, NPY002
+    states = random.getstate(), numpy_state(), own.get_state()
+    observed = []
+    found = finder.surveys.append
+    finder.handle._on_found = lambda survey: (
+        found(survey),
+        observed.extend(
+            [model.calls, list(kept), hasattr(model, "last"), [one._version for one in (*model.buffers(), model.plain)]]
+        ),
+    )
+    model(batches(1)[0][0])
+    assert observed == [0, [], False, versions]
+    assert seen == [(0, 0, False), (0, 0, False)]  # the user's hook runs once more
+    assert model.seen is kept
+    assert states[:2] == (random.getstate(), numpy_state())
+    assert torch.equal(states[2], own.get_state())
+
+
+def test_the_inputs_are_copies_also_within_objects():
+    class Cache:
+        def __init__(self) -> None:
+            self.keys: list[Tensor] = []
+
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Model()
+
+        def forward(self, x, cache):
+            x.mul_(2)
+            cache.keys.append(x)
+            return self.inner(x)
+
+    model, cache, x = Writing(), Cache(), torch.ones(2, 9, 32)
+    finder = Finder(model)
+    model(x, cache=cache)
+    assert torch.equal(x, torch.full_like(x, 2))
+    assert len(cache.keys) == 1
+    assert finder.names == [f"inner.{name}" for name in NAMES]
+
+
+def test_it_runs_once_and_not_after_removal():
+    model = Model()
+    finder = Finder(model)
+    for x, _ in batches(2):
+        model(x)
+    assert len(finder.surveys) == 1
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    other = Model()
+    finder = Finder(other)
+    finder.handle.remove()
+    finder.handle.remove()
+    other(batches(1)[0][0])
+    assert finder.surveys == []
+
+
+def test_parts_that_are_called_apart_are_found_apart():
+    class Parts(nn.Module):  # as a LightningModule whose `forward` is not called
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.decoder, self.loss = Model(), Model(layers=1), nn.CrossEntropyLoss()
+
+        def training_step(self, x, y):
+            hidden = self.encoder(x)
+            return self.loss(hidden.flatten(0, 1), y.flatten()) + self.decoder(x).sum()
+
+    model = Parts()
+    finder = Finder(model)
+    x, y = batches(1)[0]
+    model.training_step(x, y)
+    assert [[layer.name for layer in survey.layers] for survey in finder.surveys] == [
+        ["encoder.blocks.0.attention", "encoder.blocks.1.attention"],
+        ["decoder.blocks.0.attention"],
+    ]
+
+
+def test_a_step_that_a_wrapper_calls_as_the_forward_does_not_run_twice():
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.steps = Model(), []
+
+        def training_step(self, x):
+            self.steps.append(1)
+            return self.net(x)
+
+    model = Step()
+    finder = Finder(model)
+    model.forward = model.training_step  # as Lightning's strategies do for DistributedDataParallel
+    model(batches(1)[0][0])
+    assert model.steps == [1]
+    assert finder.names == [f"net.{name}" for name in NAMES]
+
+
+def test_a_forward_that_raises_without_gradient_costs_a_reason_and_nothing_else():
+    class Picky(Model):
+        def forward(self, x):
+            if not torch.is_grad_enabled():
+                raise RuntimeError("only with gradients")
+            return super().forward(x)
+
+    model = Picky()
+    finder = Finder(model)
+    model(batches(1)[0][0]).sum().backward()
+    assert finder.names == []
+    assert "RuntimeError: only with gradients" in finder.refused[0]
+
+
+def test_errors_of_the_function_that_is_told_pass():
+    model = Model()
+
+    def complain(survey):
+        raise ValueError("nothing to watch")
+
+    handle = before_first_call(model, complain)
+    with pytest.raises(ValueError, match="nothing to watch"):
+        model(batches(1)[0][0])
+    model(batches(1)[0][0])
+    handle.remove()
+
+
+def test_hooks_that_are_installed_then_see_the_real_forward():
+    model, seen = Model(), []
+
+    def install(survey):
+        for layer in survey.layers:
+            layer.output_module.register_forward_pre_hook(lambda module, args: seen.append(args[0].requires_grad))
+
+    handle = before_first_call(model, install)
+    model(batches(1)[0][0])
+    handle.remove()
+    assert seen == [True, True]
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        torch.rand(())
+        return func(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [Operations, Functions])
+def test_modes_of_the_users_see_nothing_of_it(mode):
+    counts, states = [], []
+    for watch in (False, True):
+        torch.manual_seed(0)
+        model, x = Model(), batches(1)[0][0]
+        finder = Finder(model) if watch else None
+        with mode() as user:
+            model(x)
+        counts.append(user.count)
+        states.append(torch.get_rng_state())
+    assert counts[0] == counts[1]
+    assert torch.equal(*states)
+    assert finder.names == NAMES
+
+
+def test_a_model_under_a_default_device_runs_as_usual():
+    class Positions(Model):
+        def forward(self, x):
+            return super().forward(x + torch.arange(x.shape[1])[:, None])
+
+    with torch.device("meta"):
+        model = Positions()
+        finder = Finder(model)
+        model(torch.zeros(2, 9, 32))
+    assert finder.names == NAMES
+
+
+def test_copies_and_saved_models_wait_for_nothing(tmp_path):
+    model = Model()
+    finder = Finder(model)
+    copy.deepcopy(model)(batches(1)[0][0])
+    pickle.loads(pickle.dumps(model))(batches(1)[0][0])
+    assert finder.surveys == []
+    model(batches(1)[0][0])
+    assert finder.names == NAMES
+
+
+def test_nothing_is_seen_of_evaluation_mode_but_its_fast_path_is_left():
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=True).eval()
+    finder = Finder(model)
+    with torch.no_grad():
+        model(torch.randn(2, 5, 16), src_key_padding_mask=torch.tensor([[False] * 5, [False] * 3 + [True] * 2]))
+    assert finder.names == ["layers.0.self_attn", "layers.1.self_attn"]
+    assert not finder.refused
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+# --- compiled training
+
+
+def compiled(model):
+    return torch.compile(model, backend="aot_eager", fullgraph=True)
+
+
+def in_place(model):
+    model.compile(backend="aot_eager")
+    return model
+
+
+def blocks(model):
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
+def blocks_wrapped(model):
+    for at, block in enumerate(model.blocks):
+        model.blocks[at] = torch.compile(block, backend="aot_eager")
+    return model
+
+
+def forwards(model):
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend="aot_eager")
+    return model
+
+
+def function_around(model):
+    return torch.compile(lambda x: model(x) * 1.0, backend="aot_eager", fullgraph=True)
+
+
+SLOW = [pytest.param(call, marks=pytest.mark.slow) for call in (in_place, blocks, blocks_wrapped, forwards)]
+
+
+@pytest.mark.parametrize("call", [compiled, function_around, *SLOW])
+def test_compiled_training_stays_as_it_is_bit_by_bit(call):
+    finders, kept, graphs = [], [], []
+    for watch in (lambda model: None, lambda model: finders.append(Finder(model))):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        kept.append(train(Model, watch, call=call))
+        graphs.append(torch._dynamo.utils.counters["stats"].get("unique_graphs", 0))
+    assert is_equal(*kept)
+    assert graphs[0] == graphs[1] > 0
+    assert [name.replace("_orig_mod.", "") for name in finders[0].names] == NAMES
+
+
+def test_a_compiled_step_runs_once_up_to_its_first_module_and_no_optimizer_twice():
+    torch._dynamo.reset()
+    model, ran = Model(), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    class Step:
+        def __init__(self) -> None:
+            self.model = model
+
+        def run(self, x, y):
+            return F.cross_entropy(self.model(x).flatten(0, 1), y.flatten())
+
+    update = torch.compile(optimizer.step, backend="aot_eager")
+    optimizer.register_step_post_hook(lambda *_: ran.append(1))
+    finder = Finder(model)
+    for one in model.parameters():
+        one.grad = torch.zeros_like(one)
+    update()
+    assert len(ran) == 1
+    assert finder.surveys == []
+    step = torch.compile(Step().run, backend="aot_eager")
+    step(*batches(1)[0])
+    assert finder.names == NAMES
+
+
+def test_other_threads_go_on_compiled():
+    torch._dynamo.reset()
+    calls, uncompiled, stop = [0], [0], threading.Event()
+
+    def work(x):
+        if not torch.compiler.is_compiling() and x is not None:
+            uncompiled[0] += 1
+        return x + 1
+
+    run = torch.compile(work, backend="eager")
+    run(torch.ones(3))
+
+    def loop():
+        while not stop.is_set():
+            run(torch.ones(3))
+            calls[0] += 1
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    for _ in range(5):
+        finder = Finder(model := Model())
+        model(batches(1)[0][0])
+        assert finder.names == NAMES
+    stop.set()
+    thread.join()
+    assert calls[0] > 0
+    assert uncompiled[0] == 0
+    assert type(torch._dynamo.eval_frame._stance).__name__ == "DynamoStance"

@@ -1,0 +1,203 @@
+"""Labels say of each element from which row and token it comes; planes keep them small."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from hdi_callback.attention.cores import core_of
+from hdi_callback.attention.facts import facts_of
+from hdi_callback.attention.find import claims_of, read_tape
+from hdi_callback.attention.labels import NORMED, SEVERAL, Labels, Unreadable
+from hdi_callback.attention.planes import Geometry, seen_through, small, thin, unique_rows, written_out
+from hdi_callback.attention.tape import Tape
+from tests.attention.by_hand import CASES, C, D, H, Written, attend, four, join, rotated, split
+
+ROWS, TOKENS = 6, 5
+
+
+def labels_of(function):
+    """Give the labels of what a function makes of the output of a linear map, and the number of the map's first row."""
+    model = nn.Linear(4, ROWS, bias=False)
+    with torch.no_grad(), Tape(model) as tape:
+        function(model(torch.randn(TOKENS, 4))).exp()
+    return Labels(tape).read(tape.steps[-1].taken[0]), tape.number("weight")
+
+
+def rows(label, first):
+    return (label.features - first) // 4
+
+
+def test_a_product_with_a_parameter_gives_rows_and_tokens():
+    label, first = labels_of(lambda y: y)
+    assert torch.equal(rows(label, first), torch.arange(ROWS).expand(TOKENS, ROWS))
+    assert torch.equal(label.tokens, (torch.arange(TOKENS) + 1)[:, None].expand(TOKENS, ROWS))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda y: y.T,
+        lambda y: y.view(TOKENS, 2, 3).permute(1, 2, 0),
+        lambda y: y.unfold(0, 3, 1),
+        lambda y: torch.cat([y[:, 3:], y[:, :3]], 1),
+        lambda y: y.roll(2, 0),
+        lambda y: y[torch.tensor([2, 0, 4])],
+        lambda y: y.repeat_interleave(2, 1),
+        lambda y: torch.stack([y, y.flip(1)]),
+        lambda y: y.reshape(3, 10),
+    ],
+)
+def test_what_moves_data_moves_labels_alike(function):
+    label, first = labels_of(function)
+    at = torch.arange(ROWS).expand(TOKENS, ROWS).contiguous()
+    token = (torch.arange(TOKENS) + 1)[:, None].expand(TOKENS, ROWS).contiguous()
+    assert torch.equal(rows(label, first), function(at))
+    assert torch.equal(label.tokens, function(token))
+
+
+def test_slices_that_are_assigned_keep_what_is_beside():
+    def assigned(y):
+        z = torch.zeros(TOKENS, ROWS)
+        z[:, 2:4] = y[:, :2]
+        return z
+
+    label, first = labels_of(assigned)
+    assert label.features[:, [0, 1, 4, 5]].eq(0).all()
+    assert torch.equal(rows(label, first)[:, 2:4], torch.arange(2).expand(TOKENS, 2))
+
+
+def test_sums_of_rows_are_sets_and_norms_keep_their_rows():
+    turned, first = labels_of(lambda y: y + y.flip(1))
+    assert (turned.features < SEVERAL).all()
+    normed, first = labels_of(lambda y: y * (y.square().mean(-1, keepdim=True) + 1e-6).rsqrt())
+    assert torch.equal(rows(normed, first), torch.arange(ROWS).expand(TOKENS, ROWS))
+    assert NORMED in normed.flags
+
+
+def test_averages_over_tokens_have_no_token():
+    label, first = labels_of(lambda y: y.mean(0, keepdim=True))
+    assert label.tokens.eq(SEVERAL).all()
+    assert torch.equal(rows(label, first), torch.arange(ROWS)[None])
+
+
+def test_an_operation_without_a_rule_is_unreadable_by_its_name():
+    with pytest.raises(Unreadable, match="cholesky"):
+        labels_of(lambda y: torch.linalg.cholesky(y.T @ y + y[:1, :1] * 0 + torch.eye(ROWS) + y[:, :1].sum()))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_plane_seen_through_another_geometry_is_that_of_memory(data):
+    shape = data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=4))
+    memory = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    written = memory.permute(data.draw(st.permutations(range(len(shape)))))
+    repeats = [data.draw(st.booleans()) for _ in shape]
+    plane = torch.randint(0, 99, [1 if one else size for one, size in zip(repeats, written.shape)]).expand(
+        written.shape
+    )
+    view = memory
+    for _ in range(data.draw(st.integers(0, 4))):
+        kind = data.draw(st.sampled_from(["permute", "narrow", "split", "select", "unfold"]))
+        dim = data.draw(st.integers(0, max(0, view.dim() - 1)))
+        if kind == "permute":
+            view = view.permute(data.draw(st.permutations(range(view.dim()))))
+        elif kind == "narrow" and view.dim():
+            start = data.draw(st.integers(0, view.shape[dim] - 1))
+            view = view.narrow(dim, start, data.draw(st.integers(1, view.shape[dim] - start)))
+        elif kind == "split" and view.dim() and view.shape[dim] % 2 == 0:
+            view = view.unflatten(dim, (-1, 2))
+        elif kind == "select" and view.dim() > 1:
+            view = view.select(dim, 0)
+        elif kind == "unfold" and view.dim() and view.shape[dim] > 2:
+            view = view.unfold(dim, 2, 1)
+    own, other = (Geometry(tuple(t.shape), t.stride(), t.storage_offset()) for t in (written, view))
+    seen = seen_through(plane, own, other)
+    flat = written_out(plane, own, memory.numel())
+    if seen is not None:
+        assert torch.equal(seen, flat.as_strided(other.shape, other.stride, other.offset))
+
+
+def test_thin_planes_take_no_more_than_differs():
+    plane = torch.arange(3)[:, None].repeat(1, 1000)
+    assert thin(plane).stride(1) == 0
+    assert small(thin(plane)).numel() == 3
+    assert torch.equal(thin(plane), plane)
+
+
+def test_unique_rows_are_found():
+    matrix = torch.tensor([[1, 2], [3, 4], [1, 2]])
+    unique, which = unique_rows(matrix)
+    assert torch.equal(unique[which], matrix)
+    assert len(unique) == 2
+
+
+def test_labels_of_scores_take_no_memory_of_their_size():
+    module, _, _ = CASES["written_out"]()
+    x = torch.randn(1, 512, C)
+    with torch.no_grad(), Tape(module) as tape:
+        module(x)
+    step = next(one for one in tape.steps if one.op == "_softmax")
+    label = Labels(tape).read(step.taken[0])
+    assert label.features.shape == (1, H, 512, 512)
+    assert small(label.features).numel() == H * 512
+    assert small(label.tokens).numel() == 512
+    assert len(read_tape(tape).layers) == 1
+
+
+# facts
+
+
+def facts(module, *inputs):
+    with torch.no_grad(), Tape(module) as tape:
+        module(*(inputs or (torch.randn(2, 7, C),)))
+    labels, claims, _ = claims_of(tape)
+    return facts_of(labels, claims[0].core, claims[0])
+
+
+def test_facts_of_a_written_attention():
+    hidden = torch.ones(7, 7, dtype=torch.bool).triu(1)
+
+    def forward(m, x):
+        q, k, v = (split(f(x)) for f in (m.q, m.k, m.v))
+        scores = (rotated(q) @ rotated(k).mT / D**0.5).masked_fill(hidden, -torch.inf)
+        return m.o(join(torch.nn.functional.dropout(scores.softmax(-1), 0.25) @ v))
+
+    found = facts(Written(forward, **four()))
+    assert found.scale == pytest.approx(D**-0.5)
+    assert [(mask.op, mask.is_behind) for mask in found.masks] == [("masked_fill", False)]
+    assert torch.equal(found.masks[0].value, hidden)
+    assert found.dropout == pytest.approx(0.25)
+    assert (found.dim, found.size) == (-1, 7)
+    assert found.rotated == {role: frozenset({(0, 3), (1, 4), (2, 5)}) for role in ("query", "key")}
+    assert found.line.rpartition(":")[0] == __file__
+
+
+def test_facts_of_a_fused_attention():
+    def forward(m, x):
+        q, k, v = (split(f(x)) for f in (m.q, m.k, m.v))
+        return m.o(join(torch.nn.functional.scaled_dot_product_attention(2 * q, k, v, is_causal=True, scale=0.1)))
+
+    found = facts(Written(forward, **four()))
+    assert found.scale == pytest.approx(0.2)
+    assert found.is_causal
+    assert found.heads.shape == (2 * H, 7)
+    assert len(found.output) == 1
+
+
+def test_a_core_that_cannot_be_read_still_has_its_labels():
+    def forward(m, x):
+        q, k, v = (f(x).view(2, H, 7, D) for f in (m.q, m.k, m.v))
+        return m.o(join(attend(q, k, v)))
+
+    module = Written(forward, **four())
+    with torch.no_grad(), Tape(module) as tape:
+        module(torch.randn(2, 7, C))
+    labels, claims, refused = claims_of(tape)
+    assert not claims
+    core = core_of(labels, refused[0][0])
+    assert facts_of(labels, core).scale == pytest.approx(D**-0.5)
+    assert len(set(core.parts[0].key.tokens[0].flatten().tolist())) > 1

@@ -1,0 +1,258 @@
+"""Weights of heads: against slices of parameters taken by hand, and layouts that users describe."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Product, Refusal, Rows
+from hdi_callback.attention.registry import _REGISTERED, known_layer, known_layers, register_layout
+from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionError
+
+
+def starts(heads: int, width: int, by_head: int, by_row: int = 1, first: int = 0) -> torch.Tensor:
+    return first + torch.arange(heads)[:, None] * by_head + torch.arange(width) * by_row
+
+
+def test_rows_of_a_packed_projection_are_a_live_view():
+    linear = nn.Linear(16, 24)
+    weight = HeadWeight.from_rows(linear, "weight", heads=2, width=4, start=4, stride=12)
+    assert torch.equal(weight.tensor()[1], linear.weight[16:20])
+    with torch.no_grad():
+        linear.weight[17] = 7
+    assert (weight.tensor()[1, 1] == 7).all()
+    assert (weight.heads, weight.width, weight.in_features) == (2, 4, 16)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_columns_of_an_output_projection_are_its_input_features(transposed):
+    module = nn.Module()
+    module.register_parameter("weight", nn.Parameter(torch.randn(12, 20) if transposed else torch.randn(20, 12)))
+    weight = HeadWeight.from_columns(module, "weight", heads=3, width=4, transposed=transposed)
+    columns = module.weight if transposed else module.weight.T
+    assert torch.equal(weight.tensor(), columns.view(3, 4, 20))
+
+
+def test_three_dimensional_and_pointwise_parameters_are_read_by_the_same_numbers():
+    module = nn.Module()
+    module.register_parameter("kernel", nn.Parameter(torch.randn(3, 10, 4)))  # heads, features, width
+    rows = Rows(module, ("kernel",), starts(3, 4, by_head=40), columns=10, stride=4)
+    assert torch.equal(rows.tensor(), module.kernel.mT)
+    convolution = nn.Conv2d(8, 6, 1)
+    weight = HeadWeight.from_rows(convolution, "weight", heads=2, width=3)
+    assert torch.equal(weight.tensor(), convolution.weight.view(2, 3, 8))
+
+
+def test_irregular_rows_are_read_one_by_one():
+    linear = nn.Linear(5, 6)
+    features = torch.tensor([[4, 1], [0, 5]])
+    weight = HeadWeight.from_features(linear, "weight", features, dim=0)
+    assert torch.equal(weight.tensor(), linear.weight[features])
+
+
+def test_each_head_may_have_a_parameter_of_its_own():
+    maps = nn.ModuleList(nn.Linear(6, 3) for _ in range(4))
+    names = tuple(f"{head}.weight" for head in range(4))
+    weight = HeadWeight((Product((Rows(maps, names, starts(4, 3, by_head=0, by_row=6), 6),)),))
+    assert torch.equal(weight.tensor(), torch.stack([one.weight for one in maps]))
+    assert len(weight.parameters()) == 4
+
+
+def test_a_product_of_a_map_of_each_head_and_one_that_all_share_with_the_gain_between():
+    down, up, norm = nn.Linear(12, 5, bias=False), nn.Linear(5, 8, bias=False), nn.LayerNorm(5)
+    module = nn.ModuleDict({"down": down, "up": up, "norm": norm})
+    nn.init.normal_(norm.weight)
+    inner = Rows(module, ("down.weight",), starts(1, 5, by_head=0, by_row=12), 12)
+    outer = Rows(module, ("up.weight",), starts(2, 4, by_head=20, by_row=5), 5, gain="norm.weight")
+    weight = HeadWeight((Product((outer, inner)),))
+    expected = (up.weight * norm.weight) @ down.weight
+    assert torch.allclose(weight.tensor(), expected.view(2, 4, 12), atol=1e-6)
+    weight.tensor().square().sum().backward()
+    assert norm.weight.grad.abs().sum() > 0
+
+
+def test_a_sum_of_a_base_and_an_update_of_low_rank_ends_when_the_adapter_is_merged():
+    adapter = nn.ModuleDict(
+        {"base": nn.Linear(6, 8), "a": nn.Linear(6, 2, bias=False), "b": nn.Linear(2, 8, bias=False)}
+    )
+    adapter.merged = False
+    update = Product(
+        (Rows(adapter, ("b.weight",), starts(2, 4, 8, 2), 2), Rows(adapter, ("a.weight",), starts(1, 2, 0, 6), 6)),
+        scale=2.0,
+    )
+    base = Product((Rows(adapter, ("base.weight",), starts(2, 4, 24, 6), 6),))
+    weight = HeadWeight((base, update))
+    whole = adapter["base"].weight + 2 * adapter["b"].weight @ adapter["a"].weight
+    assert torch.allclose(weight.tensor(), whole.view(2, 4, 6), atol=1e-6)
+    adapter.merged = True
+    assert torch.equal(weight.tensor(), adapter["base"].weight.view(2, 4, 6))
+
+
+@pytest.mark.parametrize("centred", ["head", "all"])
+def test_what_a_layer_norm_takes_off_is_taken_off(centred):
+    linear = nn.Linear(6, 8)
+    rows = Rows(linear, ("weight",), starts(2, 4, 24, 6), 6, centred=centred)
+    plain = linear.weight.view(2, 4, 6)
+    mean = plain.mean(1, keepdim=True) if centred == "head" else plain.mean((0, 1))
+    assert torch.allclose(rows.tensor(), plain - mean)
+
+
+def test_replaced_modules_count():
+    model = nn.Sequential(nn.Linear(4, 4))
+    weight = HeadWeight.from_rows(model, "0.weight", heads=2, width=2)
+    model[0] = nn.Linear(4, 4)
+    assert torch.equal(weight.tensor().flatten(0, 1), model[0].weight)
+
+
+def test_a_weight_is_differentiable_and_can_be_written():
+    linear = nn.Linear(6, 4)
+    weight = HeadWeight.from_rows(linear, "weight", heads=2, width=2)
+    weight.tensor()[1].sum().backward()
+    assert torch.equal(linear.weight.grad, torch.tensor([0.0, 0, 1, 1])[:, None].expand(4, 6))
+    fresh = torch.randn(2, 6)
+    weight.write(1, fresh)
+    assert torch.equal(linear.weight[2:], fresh)
+    parameter, index = weight.index(0)
+    state = torch.ones(4, 6)
+    state.put_(index, torch.zeros(2, 6))
+    assert parameter is linear.weight
+    assert torch.equal(state[:2], torch.zeros(2, 6))
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.count += 1
+        return weight * 2
+
+
+def test_reading_a_parametrized_weight_runs_nothing_in_training_mode():
+    linear = parametrizations.spectral_norm(nn.Linear(6, 6)).train()
+    parametrize.register_parametrization(linear, "weight", Counting(), unsafe=True)
+    vector = linear.parametrizations.weight[0]._u.clone()
+    weight = HeadWeight.from_rows(linear, "weight", heads=2, width=3)
+    count = int(linear.parametrizations.weight[1].count)
+    found = weight.tensor()
+    assert torch.equal(linear.parametrizations.weight[0]._u, vector)
+    assert int(linear.parametrizations.weight[1].count) == count
+    linear.eval()
+    assert torch.equal(found.flatten(0, 1), linear.weight)
+    original = HeadWeight((Product((Rows(linear, ("parametrizations.weight.original",), starts(2, 3, 18, 6), 6),)),))
+    assert torch.equal(original.tensor(), found)
+    with pytest.raises(UnsupportedAttentionError, match="computed when it is used"):
+        weight.write(0, torch.zeros(3, 6))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_older_norms_of_weights_are_computed_anew():
+    linear = nn.utils.weight_norm(nn.Linear(6, 4))
+    weight = HeadWeight.from_rows(linear, "weight", heads=2, width=2)
+    with torch.no_grad():
+        linear.weight_g.mul_(3)
+    expected = linear.weight_v * linear.weight_g / linear.weight_v.norm(dim=1, keepdim=True)
+    assert torch.allclose(weight.tensor().flatten(0, 1), expected)
+
+
+def test_errors_say_what_to_write():
+    linear = nn.Linear(6, 4)
+    with pytest.raises(UnsupportedAttentionError, match=r"4 features of heads; 3 heads of 2 .* correct `heads`"):
+        HeadWeight.from_rows(linear, "weight", heads=3, width=2)
+    with pytest.raises(UnsupportedAttentionError, match=r"no parameter `weigth`.*'weight'"):
+        HeadWeight.from_rows(linear, "weigth", heads=2, width=2)
+    with pytest.raises(UnsupportedAttentionError, match="expected that of a matrix"):
+        HeadWeight.from_rows(linear, "bias", heads=2, width=2)
+    layer = known_layer("attention", nn.MultiheadAttention(8, 2))
+    assert isinstance(layer, AttentionLayer)
+    with pytest.raises(UnsupportedAttentionError, match="has no 'keys' weight"):
+        layer.weight("keys")
+
+
+@pytest.mark.parametrize("options", [{}, {"kdim": 6, "vdim": 10}], ids=["packed", "separate"])
+def test_torchs_attention_is_known_without_a_forward(options):
+    module = nn.MultiheadAttention(8, 2, **options)
+    (layer,) = known_layers(nn.ModuleDict({"one": module}))
+    assert (layer.name, layer.num_heads, layer.head_dim, layer.output_module) == ("one", 2, 4, None)
+    key = module.k_proj_weight if options else module.in_proj_weight[8:16]
+    assert torch.equal(layer.weight("key"), key.view(2, 4, -1))
+    assert torch.equal(layer.weight("output"), module.out_proj.weight.T.view(2, 4, 8))
+    assert layer.contradiction() is None
+    assert layer.facts()["width"] == options.get("kdim", 8)
+
+
+def test_an_attention_with_a_forward_of_its_own_is_not_known():
+    class Own(nn.MultiheadAttention):
+        def forward(self, x):
+            return x
+
+    assert known_layers(Own(8, 2)) == []
+
+
+def test_neighbours_share_key_heads_by_default():
+    module = nn.Linear(8, 8)
+    key = HeadWeight.from_rows(module, "weight", heads=2, width=2)
+    layer = AttentionLayer("x", module, 4, 2, 2, 2, 2, {"key": key})
+    assert layer.key_of == (0, 0, 1, 1)
+
+
+@pytest.fixture
+def clean_registry():
+    before = dict(_REGISTERED)
+    yield
+    _REGISTERED.clear()
+    _REGISTERED.update(before)
+
+
+class Mine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.back = nn.Linear(12, 36), nn.Linear(12, 12)
+
+
+def describe(name, module, *, width=3, heads=4):
+    key = HeadWeight.from_rows(module, "mix.weight", heads=heads, width=width, start=12)
+    return AttentionLayer(name, module, 4, 4, 4, 3, 3, {"key": key}, output_module=module.back)
+
+
+def test_a_layout_that_fits_is_used_for_subclasses_too(clean_registry):
+    register_layout(Mine, describe)
+    module = type("Child", (Mine,), {})()
+    assert torch.equal(known_layer("x", module).weight("key").flatten(0, 1), module.mix.weight[12:24])
+
+
+def test_a_layout_that_does_not_fit_is_an_error_that_says_so(clean_registry):
+    register_layout(Mine, lambda name, module: describe(name, module, width=2))
+    with pytest.raises(
+        MisconfigurationError, match=r"does not fit `x`: its key weight has 4 heads of 2, expected 4 of 3"
+    ):
+        known_layer("x", Mine())
+    register_layout(Mine, lambda name, module: describe(name, module, heads=40))
+    with pytest.raises(MisconfigurationError, match="registered for Mine does not fit `x`: `mix"):
+        known_layer("x", Mine())
+    register_layout(Mine, lambda name, module: 3)
+    with pytest.raises(MisconfigurationError, match="gives 3: let it return an AttentionLayer"):
+        known_layer("x", Mine())
+    register_layout(Mine, lambda name, module: None)
+    assert known_layer("x", Mine()) is None
+    with pytest.raises(MisconfigurationError, match=r"write type\(model"):
+        register_layout(Mine(), describe)
+
+
+def test_torchs_attention_whose_output_projection_is_replaced_is_refused():
+    module = nn.MultiheadAttention(8, 2)
+    module.out_proj = nn.Identity()
+    assert isinstance(known_layer("x", module), Refusal)
+
+
+def test_layers_are_copied_and_saved_with_their_model():
+    layer = known_layer("x", nn.MultiheadAttention(8, 2))
+    again = pickle.loads(pickle.dumps(copy.deepcopy(layer)))
+    assert torch.equal(again.weight("key"), layer.weight("key"))
