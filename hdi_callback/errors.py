@@ -3,7 +3,6 @@
 __all__ = [
     "HDIError",
     "HDIWarning",
-    "HeadCollapseWarning",
     "MisconfigurationError",
     "MonitoringWarning",
     "NothingToWatchError",
@@ -26,7 +25,7 @@ class MisconfigurationError(HDIError, ValueError):
 
 
 class NothingToWatchError(MisconfigurationError):
-    """A model has no attention layer that can be read, and `strict` is set; ends the run."""
+    """No attention is read in the first forward of a model, and `strict` is set; ends the run before its first step."""
 
 
 class UnsupportedAttentionError(HDIError, ValueError):
@@ -43,7 +42,3 @@ class UnsupportedAttentionWarning(HDIWarning):
 
 class MonitoringWarning(HDIWarning):
     """Something went wrong while monitoring; the training run goes on."""
-
-
-class HeadCollapseWarning(HDIWarning):
-    """The heads of an attention layer have collapsed: an alert of the critical level."""

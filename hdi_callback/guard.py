@@ -1,108 +1,143 @@
-"""`guarded`: a function that training calls does not raise into it.
-
-Everything by which training reaches this package is decorated: the methods that trainers and loops call, and the hooks
-on modules, tensors and optimizers. Where code of the user's runs inside a function of the package, the function itself
-is not decorated, so that what that code raises passes, but what it calls of ours before and after is.
-"""
+"""The one guard between a training and this package: no failure and no warning of ours ends a training."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.overrides import _pop_mode, _push_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
-from hdi_callback.errors import HDIWarning, NothingToWatchError
+from hdi_callback.errors import HDIWarning, MonitoringWarning
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def guarded(
-    work: str, *, otherwise: Callable[[Any], Any] | None = None, passes: tuple[type[Exception], ...] = ()
-) -> Callable[[F], F]:
-    """Let a method pass its exceptions to the ``_failed(work, error)`` of its object, and not to its caller.
-
-    Warnings of this package that the user has made errors pass, and so does the error that `strict` asks for. While a
-    graph is compiled the method is called as it is.
+def warn(message: str, category: type[HDIWarning] = MonitoringWarning) -> None:
+    """Warn the user, without a source line; where warnings are errors, print the message instead of raising.
 
     Args:
-        work: what it does, for the warning: ``"watching a step"``.
-        otherwise: takes the object to what is returned where the method raised, after what must still be done; guarded
-            as well; `None` by default.
-        passes: exceptions that the caller shall see, such as those of misuse before training starts.
-
-    Returns:
-        A decorator of methods.
+        message: the message.
+        category: the class of the warning.
 
     Example:
-        >>> class Hook:
-        ...     def _failed(self, work, error):
-        ...         print(f"{work} failed: {error}")
-        ...
-        ...     @guarded("dividing")
-        ...     def divide(self, number):
-        ...         return 1 / number
-        >>> Hook().divide(4)
-        0.25
-        >>> Hook().divide(0)
-        dividing failed: division by zero
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error")
+        ...     warn("The history cannot be written. Training goes on.")  # printed to stderr
     """
-    let_through: tuple[type[Exception], ...] = (NothingToWatchError, HDIWarning, *passes)
+    text = message.encode("utf-8", "backslashreplace").decode("utf-8")  # lone surrogates, which streams refuse
+    try:
+        # A file name that is none, so that no line of source is printed beneath the message.
+        warnings.warn_explicit(text, category, "<hdi_callback>", 1, module="hdi_callback")
+    except Exception:  # made an error by a filter, or raised by somebody's `showwarning`
+        print(f"{category.__name__}: {text}", file=sys.stderr)  # noqa: T201
+
+
+def describe(error: BaseException) -> str:
+    """Return type and message of an exception, even if its `__str__` raises."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
+class Guard:
+    """Turn failures of this package into one warning for each kind of work.
+
+    Interruptions (`KeyboardInterrupt` and what else is no `Exception`) pass.
+
+    Attributes:
+        count: kind of work -> how often it has failed.
+
+    Example:
+        >>> import warnings
+        >>> guard = Guard()
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     for _ in range(3):
+        ...         with guard("writing the history"):
+        ...             raise OSError("disk full")
+        >>> len(caught), guard.count
+        (1, {'writing the history': 3})
+    """
+
+    def __init__(self) -> None:
+        self.count: dict[str, int] = {}
+
+    @contextmanager
+    def __call__(self, work: str, *, passes: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+        """Turn any exception of the block but `passes` into a warning that says which `work` failed."""
+        try:
+            yield
+        except passes:
+            raise
+        except Exception as error:
+            self.failed(work, error)
+
+    def failed(self, work: str, error: Exception) -> None:
+        """Warn that `work` failed, once for each kind of work."""
+        self.warn_once(work, f"{work[:1].upper()}{work[1:]} failed ({describe(error)}). Training goes on.")
+
+    def warn_once(self, kind: str, message: str) -> None:
+        """Warn with `message`, once for each `kind`."""
+        self.count[kind] = self.count.get(kind, 0) + 1
+        if self.count[kind] == 1:
+            warn(message)
+
+
+def guarded(work: str, *, passes: tuple[type[Exception], ...] = ()) -> Callable[[F], F]:
+    """Decorate a method that a trainer calls: failures go to the `_guard` of its object, and `None` is returned.
+
+    Within it the user's dispatch and function modes, autocast and autograd are off. While a graph is compiled the
+    method is called as it is.
+
+    Args:
+        work: what the method does, for the warning: ``"watching heads"``.
+        passes: exceptions that the caller shall see, such as those of misuse.
+
+    Returns:
+        A decorator.
+    """
 
     def decorate(method: F) -> F:
         @wraps(method)
         def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():  # graphs are guarded by all that is read
+            if torch.compiler.is_compiling():
                 return method(self, *args, **kwargs)
-            try:
-                return method(self, *args, **kwargs)
-            except let_through:
-                raise
-            except Exception as error:
-                _report(self, work, error)
-            try:
-                return None if otherwise is None else otherwise(self)
-            except Exception as error:
-                _report(self, work, error)
-            return None
+            result = None
+            with self._guard(work, passes=passes), without_modes():
+                result = method(self, *args, **kwargs)
+            return result  # noqa: RET504
 
         return cast("F", called)
 
     return decorate
 
 
-def _report(owner: Any, work: str, error: Exception) -> None:
-    try:
-        owner._failed(work, error)
-    except HDIWarning:
-        raise
-    except Exception:  # there is nobody left to tell
-        pass
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Compute outside of the user's dispatch and function modes, of autocast and of autograd.
 
-
-def attempt_each(actions: Iterable[Callable[[], object]]) -> None:
-    """Run each of several actions, even if earlier ones fail.
-
-    Args:
-        actions: the actions, in order.
-
-    Raises:
-        BaseException: the first failure, or interruption by the user, after all actions were tried.
-
-    Example:
-        >>> done = []
-        >>> attempt_each([lambda: done.append(1), lambda: 1 / 0, lambda: done.append(3)])
-        Traceback (most recent call last):
-        ZeroDivisionError: division by zero
-        >>> done
-        [1, 3]
+    A mode that is active around an optimizer's step would receive our operations: one that draws random numbers, or
+    counts operations, would change the training.
     """
-    first: BaseException | None = None
-    for action in actions:
-        try:
-            action()
-        except BaseException as error:  # noqa: PERF203
-            first = error if first is None else first
-    if first is not None:
-        raise first
+    function_modes = []
+    while torch._C._len_torch_function_stack():  # first: they see that autograd is switched off, too
+        function_modes.append(_pop_mode())
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(_disable_current_modes())
+            stack.enter_context(torch.no_grad())
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            yield
+    finally:
+        for mode in reversed(function_modes):
+            _push_mode(mode)

@@ -1,0 +1,292 @@
+"""`HeadDiversityMonitor`: arm, measure, read out. It knows models and steps, and no trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import Self
+
+from hdi_callback.arguments import did_you_mean, flag, shown, strings, whole_number
+from hdi_callback.attention.capture import Capture, Captured
+from hdi_callback.attention.extra_forward import before_first_call
+from hdi_callback.attention.find import survey
+from hdi_callback.attention.layer import AttentionLayer, Refusal, Survey
+from hdi_callback.attention.padding import PaddingChoice
+from hdi_callback.attention.registry import known_layers
+from hdi_callback.errors import MisconfigurationError, NothingToWatchError
+from hdi_callback.guard import warn, without_modes
+from hdi_callback.monitor.metrics import FORWARD_SOURCES, KEYS, MEASURED, METRICS, NORMS, ROWS, TOKENS, TRAINING
+from hdi_callback.monitor.outputs import InputTokens, OutputCovariance, OutputFiniteness
+from hdi_callback.monitor.ranks import Ranks
+from hdi_callback.monitor.reading import Absent, Reading, Result
+from hdi_callback.monitor.rows import AttentionRows, QueryKeyNorms, take_rows
+from hdi_callback.monitor.sums import SumSource, measure_sums
+from hdi_callback.monitor.weights import Trains, WeightReader
+
+
+class HeadDiversityMonitor:
+    """Measure the head diversity of a model, reading by reading, without touching its training.
+
+    A reading is what was measured at one step: the weights of all heads, and their outputs, rows of attention and input
+    tokens if a forward was armed. Nothing waits for the device before `Reading.record`. In a distributed run every rank
+    measures at the same steps, and every rank gets the numbers of all. Use it as a context manager, so that the hooks
+    leave with it, and make it before the first call of the model.
+
+    Args:
+        model: any module that contains attention layers.
+        metrics: names of metrics, see `METRICS`; `None` for all that rules judge. They decide what is measured.
+        include: patterns of names of layers to watch (``"encoder.*"``); all by default.
+        exclude: patterns of names of layers to leave out.
+        max_tokens: largest number of tokens of a layer in one reading.
+        padding: how it is known which tokens are padding, which do not count: ``"auto"`` from masks that attention and
+            the modules around it receive, the number of the token that is padding, a function of the arguments of the
+            model, or `None` to count every token.
+        strict: raise an error at the first reading for a model of which no attention is read.
+        layers: the layers, if they are known; nothing is searched for then.
+        forward: a function without arguments that runs the model once, to show its heads. Without it they are found by
+            one extra forward right before the model's first call.
+
+    Raises:
+        MisconfigurationError: if an argument cannot work.
+        NothingToWatchError: if `layers` or `forward` show no layer, and `strict` is set.
+
+    Example:
+        >>> import torch
+        >>> attention = torch.nn.MultiheadAttention(32, num_heads=4, batch_first=True)
+        >>> model = torch.nn.ModuleDict({"attn": attention})
+        >>> x = torch.randn(2, 10, 32)
+        >>> with HeadDiversityMonitor(model) as monitor:
+        ...     monitor.arm()
+        ...     _ = attention(x, x, x, need_weights=False)
+        ...     record = monitor.measure(step=0).record()
+        >>> {"hdi", "head_covariance", "attention_entropy"} <= record.layers["attn"].values.keys()
+        True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        metrics: Sequence[str] | None = None,
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
+        max_tokens: int = 2048,
+        padding: PaddingChoice = "auto",
+        strict: bool = True,
+        layers: Sequence[AttentionLayer] | None = None,
+        forward: Callable[[], object] | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise MisconfigurationError(f"`model` must be a torch.nn.Module, got {shown(model)}.")
+        self.metrics = _known_metrics(metrics)
+        self.layers: tuple[AttentionLayer, ...] = ()
+        self.refused: tuple[Refusal, ...] = ()
+        self._model, self._padding = _unwrapped(model), padding
+        self._include = strings("include", include, "patterns of layer names")
+        self._exclude = strings("exclude", exclude, "patterns of layer names") or ()
+        self._max_tokens = whole_number("max_tokens", max_tokens, least=2, example=2048)
+        self._strict = flag("strict", strict)
+        sources = {METRICS[name].source for name in self.metrics}
+        self._weights = WeightReader({KEYS, *sources})
+        self._forwards = _forward_sources(sources, with_rank="token_rank" in self.metrics)
+        self._capture: Capture | None = None
+        self._ranks: Ranks | None = None
+        self._first_calls: Any = None
+        self._is_armed, self._training_only, self._has_warned_of_padding = False, True, False
+        if layers is not None or forward is not None:
+            self._watch(Survey(tuple(layers)) if layers is not None else survey(self._model, forward))
+            if not self.layers:
+                self._refuse()
+        else:
+            known = known_layers(self._model)
+            found = [one for one in known if isinstance(one, AttentionLayer)]
+            self._watch(Survey(tuple(found), tuple(one for one in known if isinstance(one, Refusal))))
+            self._first_calls = before_first_call(self._model, self._watch)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<HeadDiversityMonitor of {len(self.layers)} layers; {len(self.refused)} not watched>"
+
+    @property
+    def facts(self) -> tuple[dict[str, Any], ...]:
+        """Facts about each layer as plain data, in model order."""
+        return tuple(layer.facts() for layer in self.layers)
+
+    def close(self) -> None:
+        """Remove all hooks and forget what was captured; calling it again does nothing."""
+        if self._first_calls is not None:
+            self._first_calls.remove()
+        if self._capture is not None:
+            self._capture.remove()
+        self._capture = self._first_calls = None
+
+    # --- steps
+
+    def arm(self, *, training_only: bool = True) -> None:
+        """Capture the forwards that follow, for the next `measure`; all of them, if gradients are accumulated.
+
+        Args:
+            training_only: leave out forwards that autograd does not record, as those of an evaluation.
+        """
+        self._is_armed, self._training_only = True, training_only
+        if self._capture is not None:
+            self._capture.arm(training_only=training_only)
+
+    def disarm(self) -> None:
+        """Capture nothing, and forget what was captured; to be called before forwards that are not to be captured."""
+        self._is_armed = False
+        if self._capture is not None:
+            self._capture.disarm()
+
+    def suspend(self) -> None:
+        """Take the hooks off, as before an evaluation, which runs as without a monitor; what was captured stays."""
+        if self._capture is not None:
+            self._capture.suspend()
+
+    def resume(self) -> None:
+        """Put the hooks back after `suspend`."""
+        if self._capture is not None:
+            self._capture.resume()
+            self._capture.is_armed = self._is_armed
+
+    def measure(self, step: int, epoch: int | None = None) -> Reading:
+        """Measure the weights as they are now, and what was captured since `arm`.
+
+        Does not wait for the device. In a distributed run every rank calls it, at the same steps.
+
+        Args:
+            step: optimizer steps taken so far.
+            epoch: the epoch, if there are epochs.
+
+        Returns:
+            The reading; what could not be measured is named in its record, with the reason.
+
+        Raises:
+            NothingToWatchError: if no attention was found so far, and `strict` is set.
+        """
+        whole_number("step", step, least=0, example=100)
+        if not self.layers:
+            self._refuse()
+        absent = Absent()
+        with without_modes():
+            if self._ranks is None:
+                self._ranks = Ranks([_sizes(layer) for layer in self.layers])
+            results = self._weights.measure(step, self.layers, absent)
+            captured = self._take(absent)
+            for source in self._forwards:
+                results += measure_sums(source, self.layers, captured, self._ranks, absent)
+            return self._reading(step, epoch, results, absent)
+
+    def _reading(self, step: int, epoch: int | None, results: list[Result], absent: Absent) -> Reading:
+        names = tuple(layer.name for layer in self.layers)
+        trains = [any(parameter.requires_grad for parameter in layer.module.parameters()) for layer in self.layers]
+        results = [*results, Result(TRAINING, names, Trains(torch.tensor(trains, device="cpu")))]
+        return Reading(step, names, results, absent, epoch=epoch, metrics=self.metrics)
+
+    def _take(self, absent: Absent) -> Mapping[str, Captured]:
+        """Take what was captured; nothing if no forward was armed."""
+        captured: Mapping[str, Captured] = {}
+        with absent.unless(FORWARD_SOURCES, [layer.name for layer in self.layers]):
+            if self._capture is not None and self._forwards:
+                taken = self._capture.take()  # on every rank: it may gather
+                captured = taken if self._is_armed else {}
+        self._is_armed = False
+        doubts = {name: one.reasons["padding"] for name, one in captured.items() if "padding" in one.reasons}
+        if doubts and not self._has_warned_of_padding:
+            self._has_warned_of_padding = True
+            name, why = next(iter(doubts.items()))
+            warn(
+                f"The padding tokens of `{name}` are not known, so that all its tokens are counted: {why}. "
+                "Pass padding=..., or padding=None if there is no padding."
+            )
+        return captured
+
+    # --- layers
+
+    def _watch(self, found: Survey) -> None:
+        """Watch what a forward has shown, beside what is known."""
+        known = {layer.name: layer for layer in (*found.layers, *self.layers) if self._is_chosen(layer.name)}
+        order = {name: place for place, (name, _) in enumerate(self._model.named_modules())}
+        before, self.layers = (
+            self.layers,
+            tuple(sorted(known.values(), key=lambda layer: order.get(layer.name, len(order)))),
+        )
+        refused = {refusal.name: refusal for refusal in (*self.refused, *found.refused)}
+        self.refused = tuple(
+            one for name, one in refused.items() if name not in known and (not name or self._is_chosen(name))
+        )
+        if self.layers == before:
+            return  # hooks stay as they are: those of the module that is being called are on their way
+        self._ranks = None
+        if self._capture is not None:
+            self._capture.remove()
+        if self._forwards:
+            names = {source.name for source in self._forwards}
+            self._capture = Capture(
+                self._model,
+                self.layers,
+                max_tokens=self._max_tokens,
+                padding=self._padding,
+                rows=take_rows if names & {ROWS, NORMS} else None,
+                inputs=TOKENS in names,
+            )
+            if self._is_armed:
+                self._capture.arm(training_only=self._training_only)
+
+    def _is_chosen(self, name: str) -> bool:
+        is_included = self._include is None or any(fnmatchcase(name, pattern) for pattern in self._include)
+        return is_included and not any(fnmatchcase(name, pattern) for pattern in self._exclude)
+
+    def _refuse(self) -> None:
+        """Raise an error if `strict` is set, as there is nothing to watch."""
+        if not self._strict:
+            return
+        reasons = "".join(f"\n  `{refusal.name}`: {refusal.reason}" for refusal in self.refused[:10])
+        why = reasons or " no forward of it has run outside of compiled code, or `include` and `exclude` leave none."
+        raise NothingToWatchError(
+            f"No attention layer of {type(self._model).__name__} was read:{why}\nRun a forward of the model before "
+            "the first reading, pass forward=..., describe a layer with `hdi_callback.register_layout`, or write "
+            "strict=False."
+        )
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Take off data parallelism, whose wrapper would stand in the names of layers."""
+    return model.module if isinstance(model, (nn.DataParallel, DistributedDataParallel)) else model
+
+
+def _known_metrics(metrics: Sequence[str] | None) -> tuple[str, ...]:
+    names = strings("metrics", metrics, "names of metrics")
+    for name in names or ():
+        if name not in METRICS:
+            raise MisconfigurationError(
+                f"`metrics` holds {shown(name)}, which is no metric.{did_you_mean(name, METRICS)} See `METRICS`."
+            )
+    return MEASURED if names is None else names
+
+
+def _forward_sources(sources: set[str], *, with_rank: bool) -> tuple[SumSource, ...]:
+    """The measurements of armed forwards that are asked for."""
+    every = (OutputCovariance(), OutputFiniteness(), AttentionRows(), QueryKeyNorms(), InputTokens(with_rank=with_rank))
+    return tuple(source for source in every if source.name in sources)
+
+
+def _sizes(layer: AttentionLayer) -> dict[str, Any]:
+    """What ranks must have alike to add up their sums."""
+    facts = layer.facts()
+    return {name: facts[name] for name in ("name", "num_heads", "head_dim", "value_dim", "width")} | {
+        "roles": sorted(layer.weights)
+    }

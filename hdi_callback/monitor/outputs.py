@@ -1,0 +1,158 @@
+"""What heads put out, and the tokens that come into a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hdi_callback.attention.capture import Captured
+from hdi_callback.attention.layer import AttentionLayer
+from hdi_callback.core import (
+    HeadCovariance,
+    OutputMoments,
+    TokenSpread,
+    TokenSums,
+    count_and_total,
+    covariance_of,
+    outputs_not_finite,
+    token_metrics,
+)
+from hdi_callback.monitor.metrics import FINITE_OUTPUTS, OUTPUTS, TOKENS
+from hdi_callback.monitor.ranks import Ranks
+from hdi_callback.monitor.sums import SumSource
+from hdi_callback.monitor.weights import NotFinite
+
+
+class OutputCovariance(SumSource):
+    """Covariance of what heads add to the output, and their overlap before the output projection."""
+
+    name, kept = OUTPUTS, "outputs"
+
+    def __init__(self) -> None:
+        self._centres: dict[str, Tensor] = {}
+
+    def why_not(self, layer: AttentionLayer) -> str | None:
+        """See `SumSource`."""
+        return None if "output" in layer.weights else "the layer has no output weight of its own"
+
+    def begin(self, layers: Sequence[AttentionLayer], captured: Mapping[str, Captured], ranks: Ranks) -> None:
+        """Find the mean outputs over all ranks, about which second moments add up without losing digits."""
+        self._centres = _centres(layers, captured, ranks, lambda layer: (layer.num_heads, layer.value_dim), _outputs)
+
+    def sums(self, layer: AttentionLayer, captured: Captured) -> OutputMoments:
+        """See `SumSource`."""
+        outputs, valid = _outputs(captured)
+        return OutputMoments.from_tokens(outputs, valid, centre=self._centres.get(layer.name))
+
+    def blank(self, layer: AttentionLayer, device: torch.device) -> OutputMoments:
+        """See `SumSource`."""
+        zeros = OutputMoments.zeros(layer.num_heads, layer.value_dim, device)
+        return replace(zeros, centre=self._centres.get(layer.name, zeros.centre))
+
+    def finish(self, layer: AttentionLayer, sums: OutputMoments) -> HeadCovariance:
+        """See `SumSource`."""
+        return covariance_of(sums, layer.weight("output").detach())
+
+    def size(self, layer: AttentionLayer) -> int:
+        """See `SumSource`."""
+        return (layer.num_heads * layer.value_dim) ** 2
+
+
+class OutputFiniteness(SumSource):
+    """Heads with outputs that are NaN or infinite."""
+
+    name, kept = FINITE_OUTPUTS, "outputs"
+
+    def sums(self, layer: AttentionLayer, captured: Captured) -> NotFinite:
+        """See `SumSource`."""
+        return NotFinite(outputs_not_finite(*_outputs(captured)).float())
+
+    def blank(self, layer: AttentionLayer, device: torch.device) -> NotFinite:
+        """See `SumSource`."""
+        return NotFinite(torch.zeros(layer.num_heads, device=device))
+
+    def finish(self, layer: AttentionLayer, sums: NotFinite) -> NotFinite:
+        """See `SumSource`."""
+        return NotFinite(sums.not_finite.clamp(max=1))
+
+
+class InputTokens(SumSource):
+    """Mean cosine and effective rank of a layer's input tokens.
+
+    Args:
+        with_rank: measure the rank, which takes second moments of all features.
+    """
+
+    name, kept = TOKENS, "inputs"
+
+    def __init__(self, *, with_rank: bool) -> None:
+        self._with_rank = with_rank
+        self._centres: dict[str, Tensor] = {}
+
+    def why_not(self, layer: AttentionLayer) -> str | None:
+        """See `SumSource`."""
+        return None if "key" in layer.weights else "the width of its input is not known"
+
+    def begin(self, layers: Sequence[AttentionLayer], captured: Mapping[str, Captured], ranks: Ranks) -> None:
+        """Find the mean token over all ranks, if the rank is measured."""
+        if self._with_rank:
+            self._centres = _centres(layers, captured, ranks, lambda layer: (1, _width(layer)), _inputs)
+
+    def sums(self, layer: AttentionLayer, captured: Captured) -> TokenSums:
+        """See `SumSource`."""
+        inputs, valid = _inputs(captured)
+        centre = self._centres[layer.name][0] if layer.name in self._centres else None
+        return TokenSums.from_tokens(inputs[:, 0], valid, centre=centre, with_rank=self._with_rank)
+
+    def blank(self, layer: AttentionLayer, device: torch.device) -> TokenSums:
+        """See `SumSource`."""
+        return TokenSums.zeros(_width(layer), device, with_rank=self._with_rank)
+
+    def finish(self, layer: AttentionLayer, sums: TokenSums) -> TokenSpread:
+        """See `SumSource`."""
+        return token_metrics(sums)
+
+    def size(self, layer: AttentionLayer) -> int:
+        """See `SumSource`."""
+        return _width(layer) ** (2 if self._with_rank else 1)
+
+
+def _width(layer: AttentionLayer) -> int:
+    return layer.weights["key"].in_features
+
+
+def _outputs(captured: Captured) -> tuple[Tensor, Tensor | None]:
+    assert captured.outputs is not None
+    return captured.outputs, captured.valid
+
+
+def _inputs(captured: Captured) -> tuple[Tensor, Tensor | None]:
+    assert captured.inputs is not None
+    return captured.inputs[:, None], captured.inputs_valid
+
+
+def _centres(
+    layers: Sequence[AttentionLayer],
+    captured: Mapping[str, Captured],
+    ranks: Ranks,
+    shape: Callable[[AttentionLayer], tuple[int, int]],
+    read: Callable[[Captured], tuple[Tensor, Tensor | None]],
+) -> dict[str, Tensor]:
+    """Find the mean over the tokens of all ranks; of one process nothing, as its sums are about their own mean."""
+    if ranks.size == 1:
+        return {}
+    parts = []
+    for layer in layers:
+        count, total = torch.zeros((), device=ranks.device), torch.zeros(shape(layer), device=ranks.device)
+        try:
+            count, total = count_and_total(*read(captured[layer.name]))
+        except (KeyError, AttributeError):  # nothing was captured here
+            pass
+        except Exception:
+            total = torch.full_like(total, torch.nan)
+        parts += [count, total]
+    added = ranks.sum(parts)
+    return {layer.name: total / count.clamp_min(1) for layer, count, total in zip(layers, added[::2], added[1::2])}

@@ -1,0 +1,184 @@
+"""One reading: tensors on the device (`Reading`), then numbers (`Record`)."""
+
+from __future__ import annotations
+
+import math
+import time as clock
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdi_callback.monitor.metrics import HEADS, MATRICES, METRICS, ON_REQUEST, WHOLE, WHY_NOT
+from hdi_callback.record import LayerRecord, Record
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one source gave for layers of one shape.
+
+    Attributes:
+        source: one of `SOURCES`.
+        layers: names of the layers, in the order of the first dimension of the tensors.
+        values: a record of tensors ``(len(layers), ...)``, as the catalogue reads it.
+    """
+
+    source: str
+    layers: tuple[str, ...]
+    values: Any
+
+
+class Absent(dict[str, dict[str, str]]):
+    """Layer -> source -> why it was not measured."""
+
+    def note(self, layer: str, source: str, reason: str) -> None:
+        """Note why a source of a layer was not measured; the first reason counts."""
+        self.setdefault(layer, {}).setdefault(source, reason)
+
+    @contextmanager
+    def unless(self, sources: Iterable[str], layers: Iterable[str]) -> Iterator[None]:
+        """Note the error of the block as the reason of sources of layers, so that the others are measured."""
+        try:
+            yield
+        except Exception as error:
+            for layer in layers:
+                for source in sources:
+                    self.note(layer, source, f"measuring it failed ({type(error).__name__}: {error})")
+
+
+def joined(records: Sequence[Any]) -> Any:
+    """Stack records of tensors of single layers to one of tensors ``(layers, ...)``."""
+    if len(records) == 1:
+        return type(records[0])(**{item.name: getattr(records[0], item.name)[None] for item in fields(records[0])})
+    tensors = {item.name: torch.stack([getattr(one, item.name) for one in records]) for item in fields(records[0])}
+    return type(records[0])(**tensors)
+
+
+@dataclass(frozen=True)
+class _Column:
+    """One entry of the catalogue, read from one result: where its numbers lie in the copy on the host."""
+
+    name: str
+    kind: str  # "values", "heads" or "matrices"
+    shape: torch.Size
+    device: torch.device
+    start: int
+
+
+class Reading:
+    """The measurements of one step; on CUDA their numbers are on the way to the host.
+
+    Args:
+        step: optimizer steps taken before this reading.
+        layers: names of the layers that are watched, in model order.
+        results: what was measured, still on the device.
+        absent: layer -> source -> why it was not measured.
+        epoch: epoch of the reading, if the trainer has epochs.
+        metrics: names of the metrics that are entered beside those of `MEASURED`.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        layers: Sequence[str],
+        results: Iterable[Result],
+        absent: Mapping[str, Mapping[str, str]],
+        epoch: int | None = None,
+        metrics: Collection[str] = (),
+    ) -> None:
+        self.step, self.epoch, self.layers, self.time = step, epoch, tuple(layers), clock.time()
+        self._left_out = ON_REQUEST.difference(metrics)
+        self._absent = {layer: dict(reasons) for layer, reasons in absent.items()}
+        self._results = list(results)
+        self._columns: dict[int, list[_Column]] = {}  # by result
+        self._hosts: dict[torch.device, Tensor] = {}
+        self._events: list[torch.cuda.Event] = []
+        self._send()
+
+    def __repr__(self) -> str:
+        return f"<Reading at step {self.step}: {len(self.layers)} layers; its numbers: record()>"
+
+    def _send(self) -> None:
+        """Pack all that a record keeps into one tensor a device, and start its copy to the host."""
+        parts: dict[torch.device, list[Tensor]] = {}
+        sizes: dict[torch.device, int] = {}
+        for result in self._results:
+            columns = self._columns.setdefault(id(result), [])
+            for kind, name, tensor in _read(result, self._left_out):
+                device, start = tensor.device, sizes.get(tensor.device, 0)
+                # Whole numbers up to the number of heads are exact in either width; MPS has no float64.
+                wide = torch.float32 if device.type == "mps" else torch.float64
+                parts.setdefault(device, []).append(tensor.detach().reshape(-1).to(wide))
+                columns.append(_Column(name, kind, tensor.shape, device, start))
+                sizes[device] = start + tensor.numel()
+        for device, tensors in parts.items():
+            packed = torch.cat(tensors)
+            if device.type != "cuda":
+                is_empty = device.type == "meta"  # which holds no numbers
+                self._hosts[device] = torch.full(packed.shape, math.nan, device="cpu") if is_empty else packed.cpu()
+                continue
+            host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
+            self._hosts[device] = host.copy_(packed, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+            self._events.append(event)
+
+    def is_ready(self) -> bool:
+        """Return whether `record` would not wait for the device."""
+        return all(event.query() for event in self._events)
+
+    def record(self) -> Record:
+        """Turn the reading into numbers, waiting for the copy if it is under way.
+
+        Returns:
+            One `LayerRecord` for each layer, with a reason for everything that was not measured.
+        """
+        for event in self._events:
+            event.synchronize()
+        layers = {name: LayerRecord(absent=dict(self._absent.get(name, {}))) for name in self.layers}
+        for result in self._results:
+            for row, name in enumerate(result.layers):
+                self._enter(layers[name], result, row)
+        return Record(self.step, layers, epoch=self.epoch, time=self.time)
+
+    def _enter(self, layer: LayerRecord, result: Result, row: int) -> None:
+        """Enter the numbers of one source of one layer; if none of its metrics is known, the reason alone."""
+        columns = self._columns[id(result)]
+        values = {column.name: float(self._row(column, row)) for column in columns if column.kind == "values"}
+        known = {name: value for name, value in values.items() if math.isfinite(value)}
+        if not known:
+            layer.absent.setdefault(result.source, WHY_NOT[result.source])
+            return
+        layer.absent.pop(result.source, None)  # other ranks have measured it
+        layer.values.update(known)
+        layer.absent.update(dict.fromkeys(values.keys() - known.keys(), WHY_NOT[result.source]))
+        for column in columns:
+            if column.kind == "heads":
+                layer.heads[column.name] = _plain(column.name, self._row(column, row))
+            elif column.kind == "matrices":
+                layer.matrices[column.name] = self._row(column, row).to(torch.float32, copy=True)
+
+    def _row(self, column: _Column, row: int) -> Tensor:
+        size = math.prod(column.shape[1:])
+        start = column.start + row * size
+        return self._hosts[column.device][start : start + size].view(column.shape[1:])
+
+
+def _plain(name: str, numbers: Tensor) -> list[Any]:
+    """Numbers of heads as a list; whole numbers where they are numbers of something."""
+    is_whole = name in WHOLE or name.endswith("_pair")
+    return [int(x) if is_whole and math.isfinite(x) else x for x in numbers.tolist()]
+
+
+def _read(result: Result, left_out: Collection[str]) -> list[tuple[str, str, Tensor]]:
+    """Everything that the catalogue reads from one result: kind, name, tensor."""
+    tables = (("values", METRICS), ("heads", HEADS), ("matrices", MATRICES))
+    return [
+        (kind, name, entry.read(result.values))
+        for kind, table in tables
+        for name, entry in table.items()
+        if entry.source == result.source and name not in left_out
+    ]

@@ -1,0 +1,102 @@
+"""Rows of attention of sampled queries, and norms of queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
+
+import torch
+from torch import Tensor
+
+from hdi_callback.attention.capture import Captured
+from hdi_callback.attention.layer import AttentionLayer
+from hdi_callback.core import RowMetrics, RowSums, attention_rows, row_metrics
+from hdi_callback.monitor.metrics import NORMS, ROWS
+from hdi_callback.monitor.ranks import Ranks
+from hdi_callback.monitor.sums import SumSource
+
+POSITIONS_OVER_RANKS = 1024
+"""Key positions of which several ranks add up the attention: a sink behind them is seen by one process only."""
+
+
+@dataclass(frozen=True)
+class NormSums:
+    """Mean norms of queries and keys, weighted by the number of queries that were read.
+
+    Attributes:
+        count: number of queries.
+        query: ``(H,)``, count times the mean norm of the queries as they enter the scores.
+        key: ``(H,)``, the same of the keys.
+    """
+
+    count: Tensor
+    query: Tensor
+    key: Tensor
+
+    def __add__(self, other: NormSums) -> NormSums:
+        """Join the norms of two times that attention ran."""
+        return NormSums(self.count + other.count, self.query + other.query, self.key + other.key)
+
+
+def take_rows(
+    logits: Tensor, weights: Tensor, *, positions: Tensor, visible: Tensor, norms: tuple[Tensor, Tensor] | None
+) -> tuple[RowSums, NormSums | None]:
+    """Reduce sampled rows to sums where attention runs, as `Capture` asks for."""
+    sums = attention_rows(weights, visible, logits=logits, positions=positions)
+    return sums, None if norms is None else NormSums(sums.queries, *(sums.queries * norm for norm in norms))
+
+
+class AttentionRows(SumSource):
+    """Entropy, sinks, scores and likeness of the heads' attention."""
+
+    name, kept = ROWS, "rows"
+
+    def __init__(self) -> None:
+        self._positions: int | None = None
+
+    def begin(self, layers: Sequence[AttentionLayer], captured: Mapping[str, Captured], ranks: Ranks) -> None:
+        """Let sums have one shape on all ranks, whose sequences may differ in length."""
+        self._positions = POSITIONS_OVER_RANKS if ranks.size > 1 else None
+
+    def sums(self, layer: AttentionLayer, captured: Captured) -> RowSums:
+        """See `SumSource`."""
+        total: RowSums = reduce(add, (sums for sums, _ in captured.rows))
+        if self._positions is None:
+            return total
+        total = total.padded(max(self._positions, total.columns.shape[-1]))
+        return replace(total, columns=total.columns[..., : self._positions])
+
+    def blank(self, layer: AttentionLayer, device: torch.device) -> RowSums:
+        """See `SumSource`."""
+        unseen = torch.zeros(layer.num_heads, 1, self._positions or 1, device=device)
+        return attention_rows(unseen, unseen > 0)  # a query that sees no key
+
+    def finish(self, layer: AttentionLayer, sums: RowSums) -> RowMetrics:
+        """See `SumSource`."""
+        return row_metrics(sums)
+
+    def size(self, layer: AttentionLayer) -> int:
+        """See `SumSource`."""
+        return layer.num_heads * (POSITIONS_OVER_RANKS + 2 * layer.num_heads)
+
+
+class QueryKeyNorms(SumSource):
+    """Mean norms of queries and keys, where attention is one operation and so takes them."""
+
+    name, kept = NORMS, "rows"
+
+    def sums(self, layer: AttentionLayer, captured: Captured) -> NormSums:
+        """See `SumSource`."""
+        known = [norms for _, norms in captured.rows if norms is not None]
+        return reduce(add, known, self.blank(layer, captured.rows[0][0].entropy.device))
+
+    def blank(self, layer: AttentionLayer, device: torch.device) -> NormSums:
+        """See `SumSource`."""
+        none = torch.zeros(layer.num_heads, device=device)
+        return NormSums(torch.zeros((), device=device), none, none)
+
+    def finish(self, layer: AttentionLayer, sums: NormSums) -> NormSums:
+        """See `SumSource`."""
+        return NormSums(sums.count, sums.query / sums.count, sums.key / sums.count)

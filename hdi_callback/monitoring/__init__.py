@@ -1,1 +1,0 @@
-"""Monitoring of a model over time: steps, readings, alerts and interventions."""

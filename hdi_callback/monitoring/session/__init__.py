@@ -1,1 +1,0 @@
-"""One watched run: its settings, its trainer, its readings and their results."""

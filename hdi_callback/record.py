@@ -1,0 +1,166 @@
+"""The records that all rooms share: a reading as numbers, its alerts, and the actions on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+Level = Literal["notice", "warning", "critical"]
+LEVELS: tuple[Level, ...] = ("notice", "warning", "critical")
+Status = Literal["new", "worse", "resolved", "not measured"]
+
+
+@dataclass(frozen=True, repr=False)
+class LayerRecord:
+    """The numbers of one layer at one step.
+
+    Attributes:
+        values: metric -> number; what could not be measured is missing here and has its reason in `absent`.
+        heads: name -> a list with one entry per head, or the two heads of a pair.
+        matrices: name -> ``(H, H)`` over pairs of heads, on the CPU.
+        absent: metric, or the source of several -> why it was not measured.
+    """
+
+    values: dict[str, float] = field(default_factory=dict)
+    heads: dict[str, list[Any]] = field(default_factory=dict)
+    matrices: dict[str, Tensor] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"<LayerRecord: {len(self.values)} values, {len(self.absent)} absent>"
+
+
+@dataclass(frozen=True)
+class Alert:
+    """One event, as a sentence and as data.
+
+    Attributes:
+        step: optimizer steps taken before the reading that showed it.
+        rule: name of the rule that states the cause.
+        level: ``"notice"``, ``"warning"`` or ``"critical"``.
+        where: layer -> the heads concerned; an empty tuple for the whole layer.
+        message: what happened, where, when, as measured.
+        action: what to do about it: text, with code to paste where there is some.
+        value: the number that was judged, of the first layer.
+        threshold: its limit.
+        metric: the metric of the number.
+        since: first step of an unbroken series of readings with this finding.
+        also: names of other rules that report the same event.
+        unit: what the heads are: ``"heads"``, or ``"key heads"`` under grouped keys.
+        status: ``"new"``, ``"worse"``, ``"resolved"`` or ``"not measured"`` (its metric is gone).
+    """
+
+    step: int
+    rule: str
+    level: Level
+    where: dict[str, tuple[int, ...]]
+    message: str
+    action: str = ""
+    value: float | None = None
+    threshold: float | None = None
+    metric: str | None = None
+    since: int | None = None
+    also: tuple[str, ...] = ()
+    unit: str = "heads"
+    status: Status = "new"
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The layers concerned."""
+        return tuple(self.where)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this is the end of an earlier alert."""
+        return self.status in {"resolved", "not measured"}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the alert as plain data, the argument of `from_dict`."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Alert:
+        """Make an alert from the result of `to_dict`, also after JSON."""
+        where = {layer: tuple(heads) for layer, heads in data["where"].items()}
+        return Alert(**{**data, "where": where, "also": tuple(data.get("also", ()))})
+
+
+@dataclass(frozen=True)
+class Action:
+    """What an intervention did about an alert.
+
+    Attributes:
+        step: optimizer steps taken when it acted.
+        name: the intervention.
+        layers: the layers concerned.
+        message: what was done, or why nothing was.
+        dry_run: True if it only said what it would have done.
+        is_refusal: True if nothing was done, for the reason in `message`.
+    """
+
+    step: int
+    name: str
+    layers: tuple[str, ...]
+    message: str
+    dry_run: bool = False
+    is_refusal: bool = False
+
+
+@dataclass(frozen=True, repr=False)
+class Record:
+    """One reading: its numbers, then its alerts and actions.
+
+    Attributes:
+        step: optimizer steps taken before this reading.
+        layers: layer -> its numbers, in model order.
+        epoch: epoch of the reading, if the trainer has epochs.
+        time: seconds since the Unix epoch.
+        loss: training loss of the step after the reading, if it is known.
+        alerts: alerts that began, got worse or ended at this reading.
+        actions: what interventions did.
+        active: alerts that are active after this reading.
+        absent: what could not be measured as a whole -> why.
+        is_last: True for the last reading of a run.
+    """
+
+    step: int
+    layers: dict[str, LayerRecord]
+    epoch: int | None = None
+    time: float = 0.0
+    loss: float | None = None
+    alerts: tuple[Alert, ...] = ()
+    actions: tuple[Action, ...] = ()
+    active: tuple[Alert, ...] = ()
+    absent: dict[str, str] = field(default_factory=dict)
+    is_last: bool = False
+
+    def __repr__(self) -> str:
+        return f"<Record at step {self.step}: {len(self.layers)} layers, {len(self.alerts)} alerts>"
+
+    def values(self, metric: str) -> dict[str, float]:
+        """Return layer -> value of a metric, for the layers that have it."""
+        return {name: layer.values[metric] for name, layer in self.layers.items() if metric in layer.values}
+
+    def mean(self, metric: str) -> float | None:
+        """Return the mean of a metric over the layers that have it; `None` if none has."""
+        values = self.values(metric).values()
+        return math.fsum(values) / len(values) if values else None
+
+
+class Sink(Protocol):
+    """Takes every record of a run: a dashboard, the console, a file."""
+
+    name: str
+
+    def open(self, layers: Sequence[Mapping[str, Any]]) -> None:
+        """Begin, with the facts of the layers (see `AttentionLayer.facts`)."""
+
+    def write(self, record: Record) -> None:
+        """Take one record."""
+
+    def close(self) -> None:
+        """End."""

@@ -1,0 +1,326 @@
+"""What a monitor promises: training is not touched, nothing is missing in silence, misuse is an error."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hdi_callback
+from hdi_callback.attention.capture import Captured
+from hdi_callback.core import attention_rows
+from hdi_callback.errors import MisconfigurationError, NothingToWatchError
+from hdi_callback.monitor import HeadDiversityMonitor, Reading
+from hdi_callback.monitor import weights as weights_of_monitor
+from hdi_callback.monitor.metrics import FORWARD_SOURCES, MOVEMENT, OUTPUTS, SOURCES
+from hdi_callback.monitor.outputs import InputTokens, OutputCovariance, OutputFiniteness
+from hdi_callback.monitor.ranks import Ranks
+from hdi_callback.monitor.reading import Absent
+from hdi_callback.monitor.rows import AttentionRows, NormSums, QueryKeyNorms
+from hdi_callback.monitor.sums import measure_sums
+from hdi_callback.monitor.weights import WeightReader
+from tests.monitor.models import Model
+
+X = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0))
+
+
+def train(*, watched: bool, steps: int = 4) -> tuple[list[float], list[torch.Tensor], torch.Tensor]:
+    torch.manual_seed(0)
+    model = Model(2, dropout=0.2)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    monitor = HeadDiversityMonitor(model) if watched else None
+    losses = []
+    for step in range(steps):
+        if monitor is not None:
+            monitor.arm()
+        loss = model(X).square().mean()
+        loss.backward()
+        if monitor is not None:
+            reading = monitor.measure(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if monitor is not None:
+            assert reading.record().layers.keys() == {"layers.0", "layers.1"}
+        losses.append(float(loss))
+    return losses, [one.detach().clone() for one in model.parameters()], torch.get_rng_state()
+
+
+def test_training_is_bit_identical_with_a_reading_at_every_step():
+    losses, weights, state = train(watched=False)
+    watched_losses, watched_weights, watched_state = train(watched=True)
+    assert watched_losses == losses
+    assert all(torch.equal(one, other) for one, other in zip(watched_weights, weights))
+    assert torch.equal(watched_state, state)
+
+
+def test_measuring_waits_for_nothing_before_the_record():
+    """On the meta device, which has no numbers, everything that reads one raises."""
+    model = Model(2)
+    layers = HeadDiversityMonitor(model, forward=lambda: model(X)).layers
+    model.to("meta")
+    captured = {}
+    for layer in layers:
+        norms = NormSums(*(torch.ones(size, device="meta") for size in ((), (4,), (4,))))
+        rows = attention_rows(torch.zeros(2, 4, 5, 5, device="meta"))
+        captured[layer.name] = Captured(
+            outputs=torch.zeros(20, 4, 8, device="meta"), valid=torch.ones(20, dtype=torch.bool, device="meta"),
+            inputs=torch.zeros(20, 32, device="meta"), rows=[(rows, norms)],
+        )  # fmt: skip
+    absent, reader = Absent(), WeightReader(SOURCES)
+    results = [*reader.measure(0, layers, absent), *reader.measure(1, layers, absent)]
+    for source in (
+        OutputCovariance(),
+        OutputFiniteness(),
+        AttentionRows(),
+        QueryKeyNorms(),
+        InputTokens(with_rank=True),
+    ):
+        results += measure_sums(source, layers, captured, Ranks(None), absent)
+    assert not absent
+    assert {result.source for result in results} == set(SOURCES)
+    record = Reading(0, [layer.name for layer in layers], results, absent).record()
+    assert not record.layers["layers.0"].values
+
+
+class Draws(TorchDispatchMode):
+    """A mode of a user's that draws a random number at every operation."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        torch.rand(())
+        return func(*args, **(kwargs or {}))
+
+
+class Counts(TorchFunctionMode):
+    calls = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_of_the_user_and_autocast_do_not_see_the_measuring():
+    model = Model(2)
+    with HeadDiversityMonitor(model) as monitor:
+        monitor.arm()
+        model(X).sum().backward()
+        state = torch.get_rng_state()
+        plain = HeadDiversityMonitor(model, layers=monitor.layers, metrics=["hdi"])
+        with Counts() as counts, Draws(), torch.autocast("cpu", dtype=torch.bfloat16):
+            before = counts.calls
+            reading = monitor.measure(0)
+            assert counts.calls == before
+        assert torch.equal(torch.get_rng_state(), state)
+    values = reading.record().layers["layers.0"].values
+    assert values["hdi"] == plain.measure(0).record().layers["layers.0"].values["hdi"]
+
+
+def test_one_reading_passes_through_few_files():
+    model = Model(2)
+    root = Path(hdi_callback.__file__).parent
+    files = set()
+
+    def note(frame, event, argument):
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(root):
+            files.add(str(path.relative_to(root)))
+
+    with HeadDiversityMonitor(model) as monitor:
+        model(X)
+        sys.setprofile(note)
+        try:
+            monitor.arm()
+            model(X).sum().backward()
+            monitor.measure(0).record()
+        finally:
+            sys.setprofile(None)
+    outside = {name for name in files if not name.startswith("attention")}
+    assert len(outside) <= 20, sorted(outside)
+
+
+# --- absent, with its reason
+
+
+def test_a_reading_without_an_armed_forward_says_so():
+    model = Model(1)
+    with HeadDiversityMonitor(model, forward=lambda: model(X)) as monitor:
+        layer = monitor.measure(0).record().layers["layers.0"]
+    assert {"hdi", "circuit_qk"} <= layer.values.keys()
+    assert layer.absent[OUTPUTS] == "no forward was armed before this reading"
+    assert set(FORWARD_SOURCES) <= layer.absent.keys()
+
+
+def test_an_evaluation_is_not_captured():
+    model = Model(1)
+    with HeadDiversityMonitor(model) as monitor:
+        monitor.arm()
+        model(X).sum().backward()
+        one = monitor.measure(0).record().layers["layers.0"].values
+        monitor.arm()
+        model(X).sum().backward()
+        monitor.suspend()
+        with torch.no_grad():
+            model(3 * X)
+        model(3 * X)
+        monitor.resume()
+        two = monitor.measure(1).record().layers["layers.0"].values
+    assert two["head_covariance"] == one["head_covariance"]
+
+
+def test_an_evaluation_takes_the_fast_path_of_torch_encoders(monkeypatch):
+    calls = []
+    fast = torch._transformer_encoder_layer_fwd
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *a, **k: calls.append(1) or fast(*a, **k))
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, batch_first=True, dropout=0.0), 2)
+    with HeadDiversityMonitor(model) as monitor:
+        for step in range(2):
+            monitor.resume()
+            monitor.arm()
+            model.train()(X).sum().backward()
+            record = monitor.measure(step).record()
+            assert all("head_covariance" in layer.values for layer in record.layers.values())
+            monitor.suspend()
+            with torch.no_grad():
+                model.eval()(X)
+            assert len(calls) == 2 * (step + 1)
+
+
+def test_what_was_captured_is_forgotten_when_disarmed():
+    model = Model(1)
+    with HeadDiversityMonitor(model) as monitor:
+        monitor.arm()
+        model(X).sum().backward()
+        monitor.disarm()
+        layer = monitor.measure(0).record().layers["layers.0"]
+    assert "head_covariance" not in layer.values
+
+
+def test_one_source_that_fails_leaves_the_others(monkeypatch):
+    def broken(*args):
+        raise FloatingPointError("no such number")
+
+    model = Model(2)
+    monkeypatch.setattr(weights_of_monitor, "qk_circuits", broken)
+    monkeypatch.setattr("hdi_callback.monitor.rows.row_metrics", broken)
+    with HeadDiversityMonitor(model) as monitor:
+        monitor.arm()
+        model(X).sum().backward()
+        record = monitor.measure(0).record()
+    for layer in record.layers.values():
+        assert {"hdi", "circuit_ov", "head_covariance", "token_cosine"} <= layer.values.keys()
+        assert layer.absent["QK circuits"] == "measuring it failed (FloatingPointError: no such number)"
+        assert "no such number" in layer.absent["attention rows"]
+
+
+def test_weights_beyond_the_limit_are_not_kept(monkeypatch):
+    monkeypatch.setattr(weights_of_monitor, "_LARGEST_KEPT", 0)
+    model = Model(1)
+    with HeadDiversityMonitor(model, forward=lambda: model(X)) as monitor:
+        monitor.measure(0)
+        layer = monitor.measure(1).record().layers["layers.0"]
+    assert "head_movement_min" not in layer.values
+    assert "GiB" in layer.absent[MOVEMENT]
+
+
+def test_a_metric_that_is_asked_for_is_all_that_is_measured():
+    model = Model(1)
+    with HeadDiversityMonitor(model, metrics=["circuit_qk"], forward=lambda: model(X)) as monitor:
+        layer = monitor.measure(0).record().layers["layers.0"]
+    assert {"hdi", "circuit_qk", "circuit_qk_worst"} <= layer.values.keys()
+    assert not {"circuit_ov", "weights_not_finite"} & layer.values.keys()
+    assert not layer.absent
+
+
+# --- which layers
+
+
+def test_layers_are_found_right_before_the_first_forward():
+    model = Model(2)
+    with HeadDiversityMonitor(model) as monitor:
+        assert monitor.layers == ()
+        monitor.arm()
+        model(X).sum().backward()
+        assert [facts["name"] for facts in monitor.facts] == ["layers.0", "layers.1"]
+        values = monitor.measure(0).record().layers["layers.1"].values
+    assert "head_covariance" in values  # of this first forward
+
+
+def test_torch_attention_is_known_before_any_forward():
+    with HeadDiversityMonitor(nn.ModuleDict({"attn": nn.MultiheadAttention(32, 4)})) as monitor:
+        assert [layer.name for layer in monitor.layers] == ["attn"]
+        assert "hdi" in monitor.measure(0).record().layers["attn"].values
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "names"),
+    [
+        (["layers.1"], None, ["layers.1"]),
+        (None, ["*.0"], ["layers.1"]),
+        (["layers.*"], ["layers.2"], ["layers.0", "layers.1"]),
+    ],
+)
+def test_patterns_choose_layers(include, exclude, names):
+    model = Model(3 if exclude == ["layers.2"] else 2)
+    with HeadDiversityMonitor(model, include=include, exclude=exclude, forward=lambda: model(X)) as monitor:
+        assert [layer.name for layer in monitor.layers] == names
+        assert list(monitor.measure(0).record().layers) == names
+
+
+def test_nothing_remains_when_it_is_closed():
+    model = Model(2)
+    with HeadDiversityMonitor(model) as monitor:
+        model(X)
+    monitor.close()
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+
+
+def test_a_model_without_attention_is_an_error_at_the_first_reading():
+    model = nn.Linear(4, 4)
+    with HeadDiversityMonitor(model) as monitor:
+        model(torch.randn(2, 4))
+        with pytest.raises(NothingToWatchError, match=r"register_layout.*strict=False"):
+            monitor.measure(0)
+    with pytest.raises(NothingToWatchError):
+        HeadDiversityMonitor(model, forward=lambda: model(torch.randn(2, 4)))
+    with HeadDiversityMonitor(model, strict=False) as monitor:
+        assert monitor.measure(0).record().layers == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"metrics": ["hdi_worst_pairs"]}, "hdi_worst_pair"),
+        ({"metrics": "hdi"}, r"write \['hdi'\]"),
+        ({"include": "layers.*"}, "list of patterns"),
+        ({"max_tokens": 1}, "at least 2"),
+        ({"strict": "yes"}, "True or False"),
+    ],
+)
+def test_misuse_is_an_error_that_says_what_to_write(arguments, says):
+    with pytest.raises(MisconfigurationError, match=says):
+        HeadDiversityMonitor(Model(1), **arguments)
+
+
+def test_a_model_that_is_none_and_a_step_that_is_none_are_errors():
+    with pytest.raises(MisconfigurationError, match="Module"):
+        HeadDiversityMonitor("gpt2")
+    with (
+        HeadDiversityMonitor(nn.MultiheadAttention(8, 2)) as monitor,
+        pytest.raises(MisconfigurationError, match="step"),
+    ):
+        monitor.measure(-1)
+
+
+def test_the_record_of_a_reading_is_plain_and_repeatable():
+    with HeadDiversityMonitor(nn.MultiheadAttention(8, 2)) as monitor:
+        reading = monitor.measure(7, epoch=2)
+    assert isinstance(reading, Reading)
+    one, two = reading.record(), reading.record()
+    assert (one.step, one.epoch) == (7, 2)
+    assert one.layers[""].values == two.layers[""].values

@@ -1,0 +1,140 @@
+"""Two ranks measure what one process measures, and a rank that fails hangs nobody."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+from torch.nn.parallel import DistributedDataParallel
+
+from hdi_callback.monitor import HeadDiversityMonitor
+from hdi_callback.monitor import outputs as outputs_of_monitor
+from tests.monitor.models import Model
+
+METRICS = ["token_rank", "head_covariance", "attention_entropy", "query_norm", "circuit_qk", "head_movement_min"]
+pytestmark = pytest.mark.slow
+
+
+def data() -> torch.Tensor:
+    return torch.randn(4, 6, 32, generator=torch.Generator().manual_seed(0))
+
+
+def two_readings(model: torch.nn.Module, x: torch.Tensor) -> list[Any]:
+    """Two readings with a fixed step between them; the last before any forward is armed."""
+    records = []
+    with HeadDiversityMonitor(model, metrics=[*METRICS]) as monitor:
+        for step in range(2):
+            monitor.arm()
+            model(x).square().mean().backward()
+            records.append(monitor.measure(step).record())
+            with torch.no_grad():
+                for one in model.parameters():
+                    one -= 0.1 * one.sign()
+                    one.grad = None
+        records.append(monitor.measure(2).record())
+    return records
+
+
+def plain(records: list[Any]) -> list[dict[str, Any]]:
+    return [{name: (layer.values, layer.heads) for name, layer in record.layers.items()} for record in records]
+
+
+def work(rank: int, how: str, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="localhost", RANK=str(rank), WORLD_SIZE="2")
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    try:
+        torch.save(run(rank, how), f"{folder}/{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def run(rank: int, how: str) -> Any:
+    torch.manual_seed(0)
+    model: Any = Model(2)
+    x = data().chunk(2)[rank]
+    if how == "ddp":
+        return plain(two_readings(DistributedDataParallel(model), x))
+    if how == "uneven":
+        return plain(two_readings(model, data()[:3] if rank == 0 else data()[3:]))
+    if how == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model.layers:
+            fully_shard(layer)
+        return plain(two_readings(fully_shard(model), x))
+    if how == "tp":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        plan = {name: ColwiseParallel() for name in ("query", "key", "value")} | {"mix": RowwiseParallel()}
+        for layer in model.layers:
+            parallelize_module(layer, init_device_mesh("cpu", (2,)), plan)
+        return plain(two_readings(model, data()))
+    if how == "other layers":
+        model = Model(1 + rank)
+        return plain(two_readings(model, x))
+    if rank == 1:  # "failing": its own work raises, in three places
+
+        def broken(*args: Any, **kwargs: Any) -> Any:
+            raise FloatingPointError("of this rank alone")
+
+        outputs_of_monitor.OutputMoments.from_tokens = broken
+        outputs_of_monitor.count_and_total = broken
+    found = two_readings(model, x)
+    return [(list(one.layers["layers.0"].values), one.layers["layers.0"].absent) for one in found]
+
+
+def on_two_ranks(how: str, folder: Path) -> list[Any]:
+    multiprocessing.spawn(work, (how, str(folder)), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def expected() -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    return plain(two_readings(Model(2), data()))
+
+
+def assert_same(found: list[Any], wanted: list[Any], without: tuple[str, ...] = ()) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert one.keys() == other.keys()
+        for name in other:
+            for own, own_wanted in zip(one[name], other[name]):
+                kept = {key: value for key, value in own_wanted.items() if not key.startswith(without or ("-",))}
+                assert kept.keys() <= own.keys()
+                for key, value in kept.items():
+                    assert own[key] == pytest.approx(value, rel=1e-4, abs=1e-5), (name, key)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "uneven"])
+def test_two_ranks_read_what_one_process_reads(how, tmp_path):
+    for found in on_two_ranks(how, tmp_path):
+        assert_same(found, expected())
+
+
+def test_heads_that_are_spread_over_ranks_are_read_whole(tmp_path):
+    for found in on_two_ranks("tp", tmp_path):
+        # Rows are of the heads that a rank computes: absent.
+        assert_same(found, expected(), without=("attention_", "query_norm", "key_norm"))
+
+
+def test_a_rank_whose_own_work_fails_leaves_nobody_waiting(tmp_path):
+    healthy, broken = on_two_ranks("failing", tmp_path)
+    for values, absent in (*healthy[:2], *broken[:2]):
+        assert "head_covariance" not in values
+        assert "head outputs" in absent
+        assert {"hdi", "circuit_qk", "attention_entropy", "query_norm"} <= set(values)
+
+
+def test_ranks_that_hold_other_layers_read_their_own(tmp_path):
+    one, two = on_two_ranks("other layers", tmp_path)
+    assert [list(record) for record in one] == [["layers.0"]] * 3
+    assert [list(record) for record in two] == [["layers.0", "layers.1"]] * 3
+    assert all("head_covariance" in record["layers.0"][0] for record in one[:2])
