@@ -1,0 +1,258 @@
+"""`Intervention`: the base class: which alerts it answers, how often, and how it reports."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hdi_callback.arguments import flag, one_of, strings, whole_number
+from hdi_callback.attention.layer import AttentionLayer
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.record import LEVELS, Action, Alert, Level, Record
+
+
+class Training(Protocol):
+    """What an intervention may do to a training, under any trainer."""
+
+    @property
+    def layers(self) -> Mapping[str, AttentionLayer]:
+        """The watched layers, by name."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken so far."""
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The optimizers of the run."""
+
+    def loss_scale(self, optimizer: Optimizer) -> float:
+        """Return the factor on the gradients before a step, 1 where they have been unscaled."""
+
+    def stop(self) -> None:
+        """End the training after this step."""
+
+    def save(self, name: str) -> str:
+        """Save a checkpoint under a name without a suffix; return where."""
+
+    def max_over_ranks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the elementwise maximum over all ranks; every rank calls it with tensors of the same shapes."""
+
+    def expect_change(self, layer: str, heads: Iterable[int], step: int) -> None:
+        """Tell the rules that the weights of heads are being written, so that this raises no alert."""
+
+
+@dataclass(frozen=True)
+class _Answered:
+    """An alert that was answered: when it began, its rule, and what it named."""
+
+    step: int
+    rule: str
+    where: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @classmethod
+    def from_alert(cls, alert: Alert) -> _Answered:
+        return cls(alert.step, alert.rule, tuple(sorted(alert.where.items())))
+
+
+class Intervention(ABC):
+    """Acts on alerts. Every rank does so alike, after the step at which a reading was taken.
+
+    A subclass overrides `on_alert`, and others of the hooks that it needs.
+
+    Args:
+        on: the least serious level that it answers.
+        rules: names of the rules whose alerts it answers; `None` for those of the class.
+        at_most: how often it acts in a run; `None` for the default of the class.
+        dry_run: only report what would have been done.
+
+    Attributes:
+        name: its name in logs.
+        rules: names of rules that it answers by default; `None` for all.
+        at_most: how often it acts by default; `None` for no bound.
+        ignores_start: True if it leaves alone what was so at step 0 already, unless `rules` are given: heads may be
+            equal on purpose.
+
+    Raises:
+        MisconfigurationError: if an argument cannot work.
+    """
+
+    name: ClassVar[str]
+    rules: Sequence[str] | None = None
+    at_most: int | None = None
+    ignores_start: bool = False
+
+    def __init__(
+        self,
+        *,
+        on: Level = "warning",
+        rules: Sequence[str] | None = None,
+        at_most: int | None = None,
+        dry_run: bool = False,
+    ) -> None:
+        self.on: Level = one_of(f"on of {self.name}", on, LEVELS)
+        self.dry_run = flag(f"dry_run of {self.name}", dry_run)
+        if rules is not None:
+            self.rules = strings(f"rules of {self.name}", rules, "names of rules")
+            self.ignores_start = False
+        if at_most is not None:
+            self.at_most = whole_number(f"at_most of {self.name}", at_most, least=1, example=1)
+        self.count = 0
+        self._answered: set[_Answered] = set()
+        self._training: Training | None = None
+
+    @property
+    def training(self) -> Training:
+        """The training that it acts on.
+
+        Raises:
+            MisconfigurationError: before `bind`.
+        """
+        if self._training is None:
+            raise MisconfigurationError(f"{self.name} acts through a callback: HDICallback(interventions=[...]).")
+        return self._training
+
+    def bind(self, training: Training) -> None:
+        """Take the training to act on, when its layers are known and before its first step.
+
+        Args:
+            training: the training.
+        """
+        self._training, self.count, self._answered = training, 0, set()
+        if not self.dry_run:
+            self.check()
+
+    def unbind(self) -> None:  # noqa: B027
+        """End: remove what was hooked into the training."""
+
+    def check(self) -> None:  # noqa: B027
+        """Raise an error for a model that it cannot work on."""
+
+    def handle(self, record: Record) -> tuple[Action, ...]:
+        """Act on a reading: on what its alerts say, and on alerts that are active and were not answered yet.
+
+        Args:
+            record: the reading, with `alerts` and `active`, the same on every rank.
+
+        Returns:
+            What was done.
+        """
+        actions = list(self.on_reading(record))
+        actions += [self.on_resolved(alert) for alert in record.alerts if alert.is_over and self.answers(alert)]
+        for alert in record.active:
+            key = _Answered.from_alert(alert)
+            if key in self._answered or not self.answers(alert):
+                continue
+            if self.at_most is not None and self.count >= self.at_most:
+                break
+            self._answered.add(key)
+            self.count += 1  # before it acts, so that a checkpoint that it saves has the count
+            action = self.on_alert(alert)
+            self.count -= action is None or action.is_refusal
+            actions.append(action)
+        return tuple(action for action in actions if action is not None)
+
+    def answers(self, alert: Alert) -> bool:
+        """Return whether it answers an alert, by its level and the rules that report it."""
+        if LEVELS.index(alert.level) < LEVELS.index(self.on) or (self.ignores_start and alert.since == 0):
+            return False
+        return self.rules is None or bool({alert.rule, *alert.also} & set(self.rules))
+
+    @abstractmethod
+    def on_alert(self, alert: Alert) -> Action | None:
+        """Act on an alert, once; return what was done, `None` for nothing."""
+
+    def on_resolved(self, alert: Alert) -> Action | None:
+        """Act on the end of an alert."""
+        return None
+
+    def on_reading(self, record: Record) -> Sequence[Action | None]:
+        """Act on a reading, whatever its alerts."""
+        return ()
+
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:  # noqa: B027
+        """Act on the gradients: after the backward, the reduction over ranks and any unscaling, before clipping."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a resumed run, as plain data."""
+        answered = [[one.step, one.rule, [list(item) for item in one.where]] for one in self._answered]
+        return {"count": self.count, "answered": sorted(answered, key=str)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
+        self.count = state["count"]
+        self._answered = {
+            _Answered(step, rule, tuple((layer, tuple(heads)) for layer, heads in where))
+            for step, rule, where in state["answered"]
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Drop the training, so that callbacks can be copied and sent to other processes."""
+        return {**self.__dict__, "_training": None}
+
+    def action(self, layers: Iterable[str], done: str, *, is_refusal: bool = False) -> Action:
+        """Report what was done.
+
+        Args:
+            layers: the layers concerned.
+            done: what, as a verb in the past; where nothing was done, why.
+            is_refusal: True if nothing was done.
+
+        Returns:
+            The action, at the present step.
+        """
+        verb = "would have " if self.dry_run and not is_refusal else ""
+        return Action(self.training.step, self.name, tuple(layers), f"{verb}{done}", self.dry_run, is_refusal)
+
+
+class WhileActive(Intervention):
+    """An intervention that acts in the layers of active alerts, from one reading to the next."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.active: tuple[str, ...] = ()
+
+    def bind(self, training: Training) -> None:
+        """Take the training, without the alerts of another run."""
+        self.active = ()
+        super().bind(training)
+
+    def on_alert(self, alert: Alert) -> Action | None:
+        """Nothing: `on_reading` looks at all active alerts."""
+        return None
+
+    def on_reading(self, record: Record) -> Sequence[Action | None]:
+        """Begin in layers with an alert, and end where there is none any more."""
+        alerts = [alert for alert in record.active if self.answers(alert)]
+        before, self.active = self.active, tuple(dict.fromkeys(layer for one in alerts for layer in one.where))
+        begun = [layer for layer in self.active if layer not in before]
+        ended = [layer for layer in before if layer not in self.active]
+        return [
+            self.action(layers, f"{what} in {', '.join(layers)}")
+            for layers, what in ((begun, self.begins), (ended, self.ends))
+            if layers
+        ]
+
+    @property
+    def begins(self) -> str:
+        """What is reported when it begins, as a verb in the past."""
+        raise NotImplementedError
+
+    @property
+    def ends(self) -> str:
+        """What is reported when it ends."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a resumed run."""
+        return {**super().state_dict(), "active": list(self.active)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
+        super().load_state_dict(state)
+        self.active = tuple(state["active"])

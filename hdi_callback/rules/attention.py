@@ -1,0 +1,370 @@
+"""Rules on the rows of attention: too sharp, too flat, scores that grow, sudden changes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from hdi_callback.record import Level
+from hdi_callback.rules.initialisation import began_small
+from hdi_callback.rules.rule import IMPORT, Finding, Rule
+from hdi_callback.rules.series import Series
+
+ENTROPY, LOGIT = "attention_entropy", "attention_logit"
+CLIP = f"{IMPORT} QKClip; HDICallback(interventions=[QKClip(limit=...)])"
+
+
+class CurveLevel(Rule):
+    """One curve has risen to a limit, far from its first readings.
+
+    Attributes:
+        what: see `Finding`.
+        label: the metric in words.
+        hysteresis: how far below the limit it ends.
+        lasts: readings in a row at the limit.
+        decimals: digits of the values in messages.
+    """
+
+    what: ClassVar[str]
+    label: ClassVar[str]
+    hysteresis: ClassVar[float]
+    lasts: ClassVar[int] = 1
+    decimals: ClassVar[int] = 2
+
+    def judge(self, series: Series, active: Finding | None) -> Finding | None:
+        """Compare the curve with its limit and with its first readings."""
+        metric, limit = self.needs[0], self.at(self.limits[0])
+        value = series.value(metric)
+        if value < limit - (0 if active is None else self.hysteresis):
+            return None
+        _, curve = series.curve(metric)
+        if active is None:
+            first = series.first.values.get(metric)
+            early = ([] if first is None else [first]) + curve[1:-1][:4]
+            has_lasted = len(curve) >= self.lasts and min(curve[-self.lasts :]) >= limit
+            if not has_lasted or not early or not self.has_left(statistics.median(early), value):
+                return None
+        how = f"{self.label} {series.change(metric, f'{{:.{self.decimals}f}}'.format)}"
+        return Finding(self.what, how, self.heads(series, active), value=value, threshold=limit, metric=metric)
+
+    def has_left(self, before: float, value: float) -> bool:
+        """Return whether a value is far from the median of the first readings: half of the way from there to 1."""
+        return value - before >= 0.5 * (1 - before)
+
+    def heads(self, series: Series, active: Finding | None) -> tuple[int, ...]:
+        """Return the heads concerned; none for the whole layer."""
+        return ()
+
+
+class LogitGrowth(CurveLevel):
+    """Scores have grown so large that the softmax saturates and its gradients vanish."""
+
+    name = "logit growth"
+    needs = (LOGIT,)
+    limits = ("logit",)
+    condition = "the largest score reaches 50, and three times that of the first readings. It ends at 30"
+    meaning = "The scores are so large that the softmax picks single tokens and passes hardly any gradient."
+    action = f"normalise queries and keys, or {CLIP} with the largest score of a healthy run"
+    what, label, hysteresis, decimals = "the scores of {heads} have grown out of range", "largest score", 20.0, 0
+
+    def has_left(self, before: float, value: float) -> bool:
+        """Return whether it is three times the first."""
+        return value >= 3 * max(before, 1.0)
+
+    def heads(self, series: Series, active: Finding | None) -> tuple[int, ...]:
+        """Return the heads with scores beyond the limit; one that was named down to the lower limit."""
+        limit, named = self.at("logit"), set() if active is None else set(active.heads)
+        return tuple(
+            head
+            for head, logit in enumerate(series.latest.per_head(LOGIT))
+            if logit >= limit - (self.hysteresis if head in named else 0)
+        )
+
+
+class TokensAlike(CurveLevel):
+    """The input tokens of a layer have become nearly equal."""
+
+    name = "tokens alike"
+    needs = ("token_cosine",)
+    limits = ("tokens",)
+    condition = (
+        "the mean cosine of two input tokens of the layer reaches 0.998 at three readings in a row, far above the "
+        "first readings. It ends at 0.978"
+    )
+    meaning = "All tokens have become the same before they reach this layer; its heads are not the cause."
+    action = "look at the residual connections and norms below the layer"
+    what, label, hysteresis = "the input tokens of {layer} are nearly identical", "mean cosine", 0.02
+    lasts, decimals = 3, 3
+
+
+class SharpFromStart(Rule):
+    """Attention is sharp, or its scores are large, before anything was learned."""
+
+    name = "sharp from the start"
+    needs = (ENTROPY,)
+    reads = (LOGIT,)
+    limits = ("start", "start_logit")
+    condition = (
+        "at step 0 of fresh weights: the mean entropy of attention is at 0.5 or less, or the largest score at 12 or "
+        "more. It ends at an entropy of 0.6 and a score of 9.6"
+    )
+    meaning = "The scale of the scores is wrong, or the inputs of the layer are far too large."
+    action = (
+        "look at the scale of the scores, usually one over the root of the head width, and at the size of the "
+        "embedding; for pretrained weights: HDICallback(pretrained=True)"
+    )
+    margin, share = 0.1, 0.8
+
+    def judge(self, series: Series, active: Finding | None) -> Finding | None:
+        """Judge at step 0, and later while the alert is active."""
+        entropy, logit = series.value(ENTROPY), series.latest.values.get(LOGIT)
+        if active is None and (series.latest.step > 0 or series.is_pretrained):
+            return None
+        limit = self.limit["start"] or 0.0
+        is_sharp = entropy <= limit + (self.margin if active and limit else 0)
+        is_large = logit is not None and logit >= self.at("start_logit") * (self.share if active else 1)
+        if not is_sharp and not is_large:
+            return None
+        return Finding(
+            f"{'attention is sharp' if is_sharp else 'scores are large'} in {{layer}} before anything was learned",
+            f"mean entropy {entropy:.2f}{'' if logit is None else f', largest score {logit:.0f}'}",
+            value=entropy if is_sharp else logit,
+            threshold=self.limit["start" if is_sharp else "start_logit"],
+            metric=ENTROPY if is_sharp else LOGIT,
+        )
+
+
+class FlatAttention(Rule):
+    """Attention has stayed uniform since the first reading, or has become so: scores are too small."""
+
+    name = "flat attention"
+    needs = (ENTROPY,)
+    reads = (LOGIT, "query_norm", "key_norm")
+    limits = ("flat",)
+    condition = (
+        "the mean entropy was never below 0.9995 in 15 readings, nor the largest score above 0.25; a notice where "
+        "weights began small and scores are as small as queries and keys make them. Or it was 0.995 or less at the "
+        "first reading, and is 0.9995 or more at five readings in a row"
+    )
+    meaning = (
+        "The scores are so small that every head averages all tokens. A notice says that queries and keys themselves "
+        "are small, as in a slow start from small weights."
+    )
+    action = "look at the scale of the scores, and check that gradients arrive at the query and key weights"
+    readings, lasts, largest = 15, 5, 0.25
+    scale = 0.1
+    """Largest score over that of a mean query and a mean key of one direction, below which the scale is at fault."""
+
+    def judge(self, series: Series, active: Finding | None) -> Finding | None:
+        """Judge all readings that are kept, and the first."""
+        limit, (_, curve), (_, logits) = self.at("flat"), series.curve(ENTROPY), series.curve(LOGIT)
+        first = series.first.values.get(ENTROPY, 0.0)
+        if 1 - first >= 10 * (1 - limit):
+            return self._become(series, active)
+        if len(curve) < self.readings or min(*curve, first) < limit or not series.trains:
+            return None
+        if max(logits, default=0.0) > self.largest:
+            return None
+        usual = _usual_score(series)
+        are_small = usual > 0 and bool(logits) and logits[-1] > self.scale * usual
+        is_slow = are_small and began_small(series)
+        score = f", largest score {max(logits):.2g}" if logits else ""
+        small = f"; mean queries and keys of one direction score {usual:.2g}" if are_small else ""
+        level: Level = "notice" if is_slow else "warning"
+        action = None
+        if is_slow:
+            action = "see whether the loss falls; else look at the size of the initial weights and the learning rate"
+        elif are_small:
+            action = "look at the size of the layer's inputs, and at the norm before it"
+        return Finding(
+            f"attention in {{layer}} has stayed uniform since step {series.first.step}",
+            f"mean entropy {curve[-1]:.4f}{score}{small}",
+            value=curve[-1],
+            threshold=limit,
+            metric=ENTROPY,
+            level=level,
+            since=series.first.step,
+            action=action,
+        )
+
+    def _become(self, series: Series, active: Finding | None) -> Finding | None:
+        """Judge the last readings of a layer whose attention was not uniform at first."""
+        limit, (steps, curve), (_, logits) = self.at("flat"), series.curve(ENTROPY), series.curve(LOGIT)
+        if active is not None:
+            return active if 1 - curve[-1] <= 2 * (1 - limit) else None
+        are_small = max(logits[-self.lasts :], default=0.0) <= self.largest
+        if len(curve) < self.lasts or min(curve[-self.lasts :]) < limit or not are_small or series.written:
+            return None
+        return Finding(
+            "attention in {layer} has become uniform",
+            f"mean entropy {curve[-1]:.4f}, {series.first.values[ENTROPY]:.2f} at step {series.first.step}",
+            value=curve[-1],
+            threshold=limit,
+            metric=ENTROPY,
+            since=steps[-self.lasts],
+            action="look at the scale of the scores, the size of the layer's inputs, and whether its query and key "
+            "weights fade",
+        )
+
+
+class SuddenSharpening(Rule):
+    """Attention has become sharp within a few readings, far faster than it ever changed before."""
+
+    name = "sudden sharpening"
+    needs = (ENTROPY,)
+    reads = (LOGIT,)
+    limits = ("sharpen",)
+    condition = (
+        "the mean entropy is at a quarter or less of the least until eight readings ago, of which there are six or "
+        "more, and has changed since then four times as far, in logarithms, as ever before within eight readings. It "
+        "ends half way back"
+    )
+    meaning = "Scores grow, or something is added to those of one token."
+    action = f"look at the learning rate, and at masks and biases on the scores; where these grow, {CLIP}"
+    within, past, factor = 8, 6, 4.0
+
+    def judge(self, series: Series, active: Finding | None) -> Finding | None:
+        """Compare the latest entropy with that of eight readings before, and this change with those before it."""
+        now, fall = max(series.value(ENTROPY), 0.0), self.at("sharpen")
+        if active is not None:
+            return active if now < math.sqrt(fall) * (active.threshold or 0.0) else None
+        steps, curve = series.curve(ENTROPY)
+        start = len(curve) - 1 - self.within
+        before = curve[: start + 1]
+        if series.written or start < self.past - 1 or not min(before) > now * fall:
+            return None
+        if math.log(before[-1] / max(now, 1e-12)) < self.factor * _largest_change(before, self.within):
+            return None
+        logit = series.latest.values.get(LOGIT)
+        return Finding(
+            "the heads of {layer} have come to attend to few tokens",
+            f"mean entropy {series.change(ENTROPY)}{'' if logit is None else f', largest score {logit:.0f}'}",
+            value=now,
+            threshold=before[-1] / fall,
+            metric=ENTROPY,
+            since=steps[start],
+        )
+
+
+class SuddenFlattening(Rule):
+    """Attention has suddenly become flatter, and stays so: it hardly tells tokens apart any more."""
+
+    name = "sudden flattening"
+    needs = (ENTROPY,)
+    limits = ("flatten",)
+    condition = (
+        "at four readings in a row the distance from uniform attention, 1 less the mean entropy, is at a third or less "
+        "of the least at the twelve before, and most of it fell between two readings. It ends half way back"
+    )
+    meaning = "The tokens became alike, a norm was lost, or the scale of the scores was changed."
+    action = "look at what the data loader gives since then, at the norm before the layer, and at the scale of scores"
+    past, compared, lasts, at_once = 6, 12, 4, 0.6
+    least = 5e-4
+    """Distance from uniform attention below which a layer cannot become flatter."""
+
+    def judge(self, series: Series, active: Finding | None) -> Finding | None:
+        """Compare the last four readings with those before."""
+        factor = self.at("flatten")
+        if active is not None:
+            is_over = 1 - series.value(ENTROPY) >= math.sqrt(factor) * (active.threshold or 0.0)
+            return None if is_over else active
+        steps, curve = series.curve(ENTROPY)
+        distances = [max(1 - value, 1e-7) for value in curve]
+        before, now = distances[: -self.lasts][-self.compared :], distances[-self.lasts :]
+        if series.written or len(before) < self.past or min(before) < max(self.least, factor * max(now)):
+            return None
+        fall = math.log(statistics.median(before) / statistics.median(now))
+        if math.log(before[-1] / now[0]) < self.at_once * fall:
+            return None
+        fallen = len(curve) - self.lasts
+        return Finding(
+            "attention in {layer} hardly tells tokens apart any more",
+            f"mean entropy jumped from {curve[fallen - 1]:.4f} to {curve[fallen]:.4f} between steps "
+            f"{steps[fallen - 1]} and {steps[fallen]}",
+            value=max(now),
+            threshold=min(before) / factor,
+            metric=ENTROPY,
+            since=steps[fallen],
+        )
+
+
+class LaterTokens(Rule):
+    """Attention that was causal reaches later tokens: a mask is missing, or leaks."""
+
+    name = "later tokens"
+    needs = ("attention_ahead",)
+    limits = ("later",)
+    level = "critical"
+    condition = (
+        "0.001 of the attention reaches tokens after the query, in a layer where they were hidden at the first reading"
+    )
+    meaning = "The model sees tokens that were hidden from it before: the mask is missing, or leaks."
+    action = "look at the mask that the attention gets, and whether True means visible or hidden there"
+    rounding = 1e-6
+    """Largest attention to masked tokens, from rounding."""
+
+    def judge(self, series: Series, active: Finding | None) -> Finding | None:
+        """Check whether later tokens were hidden before, and are not now."""
+        metric, limit = "attention_ahead", self.at("later")
+        value = series.value(metric)
+        if value < limit or series.first.values.get(metric, 1.0) > self.rounding:
+            return None
+        heads = tuple(head for head, share in enumerate(series.latest.per_head(metric)) if share >= limit)
+        is_all = len(heads) == series.facts.get("num_heads")
+        return Finding(
+            "attention in {layer} reaches tokens after the query"
+            if is_all or not heads
+            else "the attention of {heads} reaches tokens after the query",
+            f"their share {series.change(metric)}; they were hidden at step {series.first.step}",
+            () if is_all else heads,
+            value=value,
+            threshold=limit,
+            metric=metric,
+        )
+
+
+class OneKey(Rule):
+    """Each query sees a single key, so that attention mixes nothing: a mask hides too much."""
+
+    name = "one key"
+    needs = ("attention_keys",)
+    limits = ("keys",)
+    level = "critical"
+    condition = "each query sees a single key, though there are several"
+    meaning = "The mask hides too much, so that attention mixes nothing."
+    action = LaterTokens.action
+
+    def judge(self, series: Series, active: Finding | None) -> Finding | None:
+        """Check how many keys a query sees."""
+        value, limit = series.value("attention_keys"), self.limit["keys"] or 0.0
+        if value > limit:
+            return None
+        how = f"the mean number of keys that it sees {series.change('attention_keys', '{:.1f}'.format)}"
+        return Finding(
+            "each query in {layer} sees a single key, though there are several",
+            how,
+            value=value,
+            threshold=limit,
+            metric="attention_keys",
+        )
+
+
+def _usual_score(series: Series) -> float:
+    """Score of a mean query and a mean key of one direction at the usual scale; 0 if it is not known."""
+    norms = [series.latest.values.get(name, 0.0) for name in ("query_norm", "key_norm")]
+    width = series.facts.get("head_dim")
+    return math.prod(norms) / math.sqrt(width) if width else 0.0
+
+
+def _largest_change(curve: Sequence[float], within: int) -> float:
+    """The largest change between two readings that are at most so many apart, as a logarithm."""
+    log: Callable[[float], float] = lambda value: math.log(max(value, 1e-12))  # noqa: E731
+    pairs = (
+        (before, after)
+        for place, before in enumerate(curve)
+        for after in itertools.islice(curve, place + 1, place + 1 + within)
+    )
+    return max((abs(log(after) - log(before)) for before, after in pairs), default=0.0)

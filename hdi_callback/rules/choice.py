@@ -1,0 +1,100 @@
+"""The rules of a run: the default ones with the limits of each layer, or those of the user."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hdi_callback.arguments import did_you_mean, shown
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.monitor.metrics import METRICS
+from hdi_callback.rules.alike import MeanAlignment, MergedScores, WorstPair
+from hdi_callback.rules.attention import (
+    FlatAttention,
+    LaterTokens,
+    LogitGrowth,
+    OneKey,
+    SharpFromStart,
+    SuddenFlattening,
+    SuddenSharpening,
+    TokensAlike,
+)
+from hdi_callback.rules.limits import Limits
+from hdi_callback.rules.rule import Rule
+from hdi_callback.rules.weights import FrozenHeads, NotFinite, RoundedAway, VanishingWeights, WeightJump
+
+RULES: tuple[type[Rule], ...] = (
+    NotFinite,
+    OneKey,
+    LaterTokens,
+    SharpFromStart,
+    FrozenHeads,
+    RoundedAway,
+    WorstPair,
+    WeightJump,
+    MeanAlignment,
+    TokensAlike,
+    VanishingWeights,
+    LogitGrowth,
+    MergedScores,
+    FlatAttention,
+    SuddenSharpening,
+    SuddenFlattening,
+)
+"""The default rules, causes before what follows from them: of several that report one event the first states it."""
+
+
+def default_rules(limits: Limits | None = None) -> list[Rule]:
+    """Make the default rules.
+
+    Args:
+        limits: limits that differ from the default, `None` to switch one off.
+
+    Returns:
+        A rule of each kind; those with all of their limits off are left out.
+
+    Example:
+        >>> [rule.name for rule in default_rules({"keys": None})][:3]
+        ['weights not finite', 'later tokens', 'sharp from the start']
+    """
+    limits = {} if limits is None else limits
+    rules = [kind(**{name: limits[name] for name in kind.limits if name in limits}) for kind in RULES]
+    return [rule for rule in rules if not rule.limits or any(value is not None for value in rule.limit.values())]
+
+
+def check_rules(rules: Any) -> tuple[Rule, ...]:
+    """Check rules of the user's own.
+
+    Args:
+        rules: a list of rules.
+
+    Returns:
+        They.
+
+    Raises:
+        MisconfigurationError: if it is no list of rules, one needs what is no metric, or two have one name.
+    """
+    if not isinstance(rules, Sequence) or isinstance(rules, str):
+        raise MisconfigurationError(
+            f'`alerts` must be "default", a list of rules or None, got {shown(rules)}: write alerts=[MyRule()].'
+            f"{did_you_mean(rules, ['default'])}"
+        )
+    for rule in rules:
+        if not isinstance(rule, Rule):
+            hint = f": write {rule.__name__}()" if isinstance(rule, type) else ""
+            raise MisconfigurationError(f"`alerts` holds {shown(rule)}, which is no rule{hint}.")
+        if not isinstance(getattr(rule, "name", None), str) or isinstance(rule.needs, str):
+            raise MisconfigurationError(
+                f'{type(rule).__name__} must have a name, and a tuple of metrics as `needs`: write name = "few heads", '
+                'needs = ("hdi",) in its class.'
+            )
+        for metric in (*rule.needs, *rule.reads):
+            if metric not in METRICS:
+                raise MisconfigurationError(
+                    f"The rule {rule.name!r} needs {metric!r}, which is no metric.{did_you_mean(metric, METRICS)}"
+                )
+    names = [rule.name for rule in rules]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise MisconfigurationError(f"Two rules have the name {twice[0]!r}: give one of them another.")
+    return tuple(rules)

@@ -1,0 +1,141 @@
+"""What is known of fresh weights: whether a layer has them, and how alike independent heads are."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from hdi_callback.rules.series import Row, Series
+
+DEVIATIONS = 6.0
+"""Standard deviations from which on the spectrum of a layer is none of an initialisation."""
+
+SMALL = 0.4
+"""Size of key weights, relative to independent ones of variance one over the input width, below which they are small.
+
+GPT-2's standard deviation of 0.02 is 0.55 of that at its width of 768, and 0.16 at a width of 64; the default of
+`torch.nn.Linear` is 0.58.
+"""
+
+
+def has_been_trained(row: Row, facts: Mapping[str, Any]) -> bool:
+    """Return whether the spectrum of the median key head is too uneven for an initialisation.
+
+    Entries that are drawn independently give a head a spectral flatness of known law, whatever their scale: it is a
+    power of Mauchly's statistic of sphericity, exact for Gaussian entries and nearly so for uniform ones. Orthogonal
+    rows have flatness 1. Training makes few directions strong. Heads of zeros, and heads wider than the layer's input,
+    count as fresh; training of a few dozen steps may go unnoticed.
+
+    Args:
+        row: the first reading: ``flatness`` and ``rank`` of its key heads.
+        facts: ``width`` and ``head_dim`` of the layer.
+
+    Returns:
+        False if that is not known.
+    """
+    d, k = facts.get("width"), facts.get("head_dim")
+    ranks = row.heads.get("rank", ())
+    flatness = [value for value, rank in zip(row.per_head("flatness"), ranks) if rank == k and value > 0]
+    if d is None or k is None or not 2 <= k <= d or len(flatness) < max(1, len(ranks) / 2):
+        return False
+    mean, deviation = _law_of_flatness(k, d)
+    return bool((mean - statistics.median(map(math.log, flatness))) / deviation > DEVIATIONS)
+
+
+def began_small(series: Series) -> bool:
+    """Return whether the key weights of all heads were fresh and small at the first reading."""
+    sizes, width = series.first.per_head("head_norm"), series.facts.get("head_dim")
+    return not series.is_pretrained and bool(sizes and width) and max(sizes) < SMALL * math.sqrt(width or 0)
+
+
+def have_come_together(series: Series, pair: tuple[int, int], cosine: float, share: float = 1.0) -> bool:
+    r"""Return whether two QK circuits differ by no more than independent ones of their first size do.
+
+    .. math:: \lVert C_h \rVert \lVert C_g \rVert (1 - \cos) \le \lVert C_h^0 \rVert \lVert C_g^0 \rVert
+
+    Where fresh weights are small, all heads soon read the few directions that training learns first, so that their
+    cosine is high, while what distinguishes them grows as well. Heads that merge lose it.
+
+    Args:
+        series: the readings of a layer.
+        pair: two heads.
+        cosine: of their circuits.
+        share: what the right side is multiplied by.
+
+    Returns:
+        True for heads that began at zero, or of which no norms are known.
+    """
+    first, now = series.first.per_head("circuit_qk_norm"), series.latest.per_head("circuit_qk_norm")
+    if max(pair) >= min(len(first), len(now)):
+        return True
+    (one, other), (one_now, other_now) = ([norms[head] for head in pair] for norms in (first, now))
+    return not one * other > 0 or one_now * other_now * (1 - cosine) <= share * one * other
+
+
+def chance_of_overlap(overlap: float, *, ranks: tuple[float, float], width: int, pairs: int = 1) -> float:
+    r"""Bound the probability that one of `pairs` independent pairs of random subspaces overlaps this much.
+
+    The overlap of two independent, uniformly random subspaces of ranks r and s in d dimensions has the mean
+    :math:`\mu = \sqrt{rs}/d` and the variance :math:`2(d-r)(d-s) / (d^2(d-1)(d+2))`. A Beta law with these moments
+    (ours; a Gaussian tail is wrong) has, for :math:`x \ge \mu` and :math:`m = \mu(1-\mu)/\mathrm{Var} - 1`, the tail
+
+    .. math:: P(\kappa \ge x) \le (x/\mu)^{\mu m} \, ((1-x)/(1-\mu))^{(1-\mu) m}
+
+    (Dümbgen 1998), and the pairs add up as Šidák's correction says. Valid at initialisation only.
+
+    Args:
+        overlap: normalised overlap of the pair, in [0, 1].
+        ranks: ranks of its two heads, at least 1.
+        width: input width d.
+        pairs: number of pairs among which it is the largest.
+
+    Returns:
+        An upper bound, in [0, 1]; 1 where the subspaces fill the space, which says nothing.
+
+    Example:
+        >>> chance_of_overlap(0.9, ranks=(8, 8), width=64, pairs=28) < 1e-12
+        True
+        >>> chance_of_overlap(0.125, ranks=(8, 8), width=64, pairs=28)  # exactly at chance
+        1.0
+    """
+    (r, s), d = ranks, width
+    mean = math.sqrt(r * s) / d
+    if max(r, s) >= d or overlap <= mean:
+        return 1.0
+    if overlap >= 1:
+        return 0.0
+    variance = 2 * (d - r) * (d - s) / (d**2 * (d - 1) * (d + 2))
+    m = mean * (1 - mean) / variance - 1
+    log_tail = m * (mean * math.log(overlap / mean) + (1 - mean) * math.log((1 - overlap) / (1 - mean)))
+    return -math.expm1(pairs * math.log1p(-min(math.exp(log_tail), 1 - 1e-16)))
+
+
+@cache
+def _law_of_flatness(k: int, d: int) -> tuple[float, float]:
+    """Mean and standard deviation of the logarithm of the flatness of k independent Gaussian rows in d dimensions."""
+    mean = sum(_digamma((d - i) / 2) for i in range(k)) / k - _digamma(k * d / 2) + math.log(k)
+    variance = sum(_trigamma((d - i) / 2) for i in range(k)) / k**2 - _trigamma(k * d / 2)
+    return mean, math.sqrt(variance)
+
+
+def _digamma(x: float) -> float:
+    """The derivative of log-gamma, to 1e-12: by its recurrence up to 12, and its asymptotic series from there."""
+    below = 0.0
+    while x < 12:
+        below -= 1 / x
+        x += 1
+    y = 1 / (x * x)
+    return below + math.log(x) - 0.5 / x - y * (1 / 12 - y * (1 / 120 - y * (1 / 252 - y * (1 / 240 - y / 132))))
+
+
+def _trigamma(x: float) -> float:
+    """The second derivative of log-gamma, in the same way."""
+    below = 0.0
+    while x < 12:
+        below += 1 / (x * x)
+        x += 1
+    y = 1 / (x * x)
+    return below + 1 / x + y / 2 + y / x * (1 / 6 - y * (1 / 30 - y * (1 / 42 - y * (1 / 30 - y * 5 / 66))))

@@ -1,0 +1,141 @@
+"""The limits of all rules, in one table, and `thresholds` that change them by layer."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from hdi_callback.arguments import did_you_mean, shown
+from hdi_callback.errors import MisconfigurationError
+
+Limits = Mapping[str, float | None]
+Thresholds = Mapping[str, Limits]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A limit of a rule.
+
+    Attributes:
+        value: its default.
+        meaning: what it bounds.
+        below: what it must lie below; above zero it must always be.
+    """
+
+    value: float
+    meaning: str
+    below: float = 1.0
+
+
+LIMITS: dict[str, Limit] = {
+    "mean": Limit(0.5, "mean alignment of a layer's key heads, as subspaces"),
+    "energy_mean": Limit(0.95, "the same, each direction weighted by its energy"),
+    "critical": Limit(0.9, "mean alignment, as subspaces, that is critical"),
+    "pair": Limit(0.8, "alignment of two key heads, as subspaces"),
+    "tied": Limit(1e-6, "probability that independent initialisation makes two heads as alike as they are at step 0"),
+    "scores": Limit(0.9, "cosine of the QK circuits of two heads"),
+    "weight_jump": Limit(0.05, "relative change of a head's weights between two readings", math.inf),
+    "frozen": Limit(3, "readings in a row at which weights do not move", math.inf),
+    "unchanged": Limit(0.9, "share of a head's weights that are bit-identical to those of the reading before"),
+    "vanishing": Limit(0.1, "norm of a head's circuit as a share of that at the first reading"),
+    "start": Limit(0.5, "mean entropy of attention of fresh weights at step 0"),
+    "start_logit": Limit(12.0, "largest score of fresh weights at step 0", math.inf),
+    "flat": Limit(0.9995, "mean entropy of attention that stays uniform, or becomes so"),
+    "logit": Limit(50.0, "largest score", math.inf),
+    "sharpen": Limit(4.0, "factor by which the mean entropy of attention falls within eight readings", math.inf),
+    "flatten": Limit(3.0, "factor by which attention comes closer to uniform from one reading to the next", math.inf),
+    "later": Limit(0.001, "share of attention to tokens after the query"),
+    "keys": Limit(1.0, "keys that a query sees", math.inf),
+    "tokens": Limit(0.998, "mean cosine of two input tokens"),
+}
+"""Name in `thresholds` -> limit."""
+
+
+def check_limit(name: str, value: Any, argument: str) -> float | None:
+    """Check the value of a limit.
+
+    Args:
+        name: a name of `LIMITS`.
+        value: a number, or `None` to switch it off.
+        argument: what the user wrote, for the message.
+
+    Returns:
+        The number.
+
+    Raises:
+        MisconfigurationError: if there is no such limit, or it could never be reached.
+    """
+    if name not in LIMITS:
+        raise MisconfigurationError(
+            f"{argument} names no limit: they are {', '.join(LIMITS)}.{did_you_mean(name, LIMITS)}"
+        )
+    if value is None:
+        return None
+    below = LIMITS[name].below
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < below:
+        bound = "" if below == math.inf else f" and below {below:g}"
+        raise MisconfigurationError(
+            f"{argument} must be a number above 0{bound}, or None to switch it off, got {shown(value)}: write "
+            f"{LIMITS[name].value:g}."
+        )
+    return float(value)
+
+
+def check_thresholds(thresholds: Any) -> dict[str, dict[str, float | None]]:
+    """Check limits by layer.
+
+    Args:
+        thresholds: pattern of layer names -> limits, such as ``{"decoder.*": {"mean": 0.7, "pair": None}}``; `None` for
+            the defaults.
+
+    Returns:
+        The same, as plain data.
+
+    Raises:
+        MisconfigurationError: if it has another form, a limit is unknown, or could never be reached.
+
+    Example:
+        >>> check_thresholds({"*": {"pair": 0.9}})
+        {'*': {'pair': 0.9}}
+    """
+    if thresholds is None:
+        return {}
+    example = '{"*": {"pair": 0.9}}'
+    if not isinstance(thresholds, Mapping):
+        raise MisconfigurationError(f"`thresholds` must be a dictionary, got {shown(thresholds)}: write {example}.")
+    checked = {}
+    for pattern, limits in thresholds.items():
+        if not isinstance(pattern, str) or not isinstance(limits, Mapping):
+            raise MisconfigurationError(
+                "`thresholds` must map patterns of layer names to limits, got "
+                f"{shown(pattern)}: {shown(limits)}: write {example}."
+            )
+        checked[pattern] = {
+            name: check_limit(name, value, f'thresholds["{pattern}"]["{name}"]') for name, value in limits.items()
+        }
+    return checked
+
+
+def limits_of(layer: str, thresholds: Thresholds) -> dict[str, float | None]:
+    """Collect the limits of a layer.
+
+    Args:
+        layer: its name.
+        thresholds: limits by pattern; of several patterns that match, the last one counts.
+
+    Returns:
+        Name -> limit, `None` where it is off.
+
+    Example:
+        >>> limits_of("decoder.0", {"*": {"pair": 0.9}, "decoder.*": {"pair": None}})["pair"] is None
+        True
+    """
+    found: dict[str, float | None] = {name: limit.value for name, limit in LIMITS.items()}
+    for pattern, limits in thresholds.items():
+        if fnmatchcase(layer, pattern):
+            found.update(limits)
+    return found

@@ -1,0 +1,135 @@
+"""`Rule` and `Finding`: what a rule judges, and what it says."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.record import Level
+from hdi_callback.rules.limits import LIMITS, check_limit
+from hdi_callback.rules.series import Row, Series
+from hdi_callback.rules.words import heads_in_words
+
+IMPORT = "from hdi_callback import"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a rule has found in the latest reading of a layer.
+
+    Attributes:
+        what: a clause; ``{heads}`` in it becomes the heads with their layer, ``{layer}`` the layer:
+            ``"{heads} are nearly one head"``.
+        how: the number that shows it and how it came about, as a further clause: ``"alignment rose from ..."``.
+        heads: the heads concerned; empty for the whole layer.
+        groups: groups of these heads that are alike; empty if there are none.
+        value: the number that was judged.
+        threshold: its limit.
+        metric: the metric of the number.
+        level: the level, where it is not that of the rule.
+        since: first step at which it was so, if that was before this reading.
+        of_keys: True if `heads` are key heads.
+        action: what to do, where it is not what the rule says.
+    """
+
+    what: str
+    how: str = ""
+    heads: tuple[int, ...] = ()
+    groups: tuple[tuple[int, ...], ...] = ()
+    value: float | None = None
+    threshold: float | None = None
+    metric: str | None = None
+    level: Level | None = None
+    since: int | None = None
+    of_keys: bool = False
+    action: str | None = None
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Finding:
+        """Make a finding from plain data, also after JSON."""
+        groups = tuple(tuple(group) for group in data["groups"])
+        return Finding(**{**data, "heads": tuple(data["heads"]), "groups": groups})
+
+
+class Rule(ABC):
+    """Judge the readings of a layer.
+
+    A rule of your own is a small class; pass ``alerts=[MyRule()]``, or ``alerts=[*default_rules(), MyRule()]``.
+
+    Attributes:
+        name: a few words.
+        needs: metrics that a reading must have to be judged.
+        reads: further metrics that it looks at where they are measured.
+        limits: names of its limits in `LIMITS`; keyword arguments of the class, and `thresholds`, set them.
+        level: how serious its alerts are.
+        condition: when it raises an alert, in words.
+        meaning: what the alert means.
+        action: what to do about it, with code to paste where some helps.
+
+    Args:
+        limits: limits that differ from the default, `None` to switch one off.
+
+    Raises:
+        MisconfigurationError: if a limit is not one of this rule, or could never be reached.
+
+    Example:
+        >>> class FewEffectiveHeads(Rule):
+        ...     name = "few effective heads"
+        ...     needs = ("hdi_effective_heads",)
+        ...
+        ...     def judge(self, series, active):
+        ...         heads = series.value("hdi_effective_heads")
+        ...         if heads < (2.5 if active else 2):  # two limits, so that it does not flicker
+        ...             return Finding("{layer} has few effective heads", f"{heads:.1f} are left", value=heads)
+    """
+
+    name: ClassVar[str]
+    needs: ClassVar[Sequence[str]] = ()
+    reads: ClassVar[Sequence[str]] = ()
+    limits: ClassVar[Sequence[str]] = ()
+    level: ClassVar[Level] = "warning"
+    condition: ClassVar[str] = ""
+    meaning: ClassVar[str] = ""
+    action: ClassVar[str] = ""
+
+    def __init__(self, **limits: float | None) -> None:
+        self.limit: dict[str, float | None] = {name: LIMITS[name].value for name in self.limits}
+        for name, value in limits.items():
+            if name not in self.limit:
+                known = f"its limits are {', '.join(self.limits)}" if self.limits else "it has no limits"
+                raise MisconfigurationError(f"{type(self).__name__} has no limit {name!r}: {known}.")
+            self.limit[name] = check_limit(name, value, f"{name} of {type(self).__name__}")
+
+    def at(self, name: str) -> float:
+        """Return a limit, infinity where it is off."""
+        limit = self.limit[name]
+        return math.inf if limit is None else limit
+
+    def is_measured(self, row: Row) -> bool:
+        """Return whether a reading has what this rule needs."""
+        return all(metric in row.values for metric in self.needs)
+
+    @abstractmethod
+    def judge(self, series: Series, active: Finding | None) -> Finding | None:
+        """Judge the latest reading of a layer.
+
+        Args:
+            series: its readings so far; the latest has the metrics of `needs`.
+            active: what this rule found in it before, as long as that lasts: the place for a second limit, so that an
+                alert does not flicker.
+
+        Returns:
+            The finding; `None` if there is nothing, or nothing any more.
+        """
+
+    def sentence(self, finding: Finding, layer: str, facts: Mapping[str, Any]) -> str:
+        """Build the sentence of a finding: the cause, where, and when as measured."""
+        kind = "key head" if finding.of_keys and facts.get("num_key_heads") != facts.get("num_heads") else "head"
+        count = facts.get("num_key_heads" if finding.of_keys else "num_heads")
+        who = heads_in_words(finding.groups or (finding.heads,), layer, kind, count)
+        clause = finding.what.replace("{heads}", who).replace("{layer}", layer)
+        return f"{clause}: {finding.how}" if finding.how else clause

@@ -1,0 +1,128 @@
+"""`Series`: the readings of one layer so far, which rules judge."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from hdi_callback.record import LayerRecord
+
+KEPT = 64
+"""Number of readings that are kept, besides the first."""
+
+RECENT = 10
+"""Number of readings back from which messages say where a curve comes from."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One reading of one layer: `LayerRecord` without its reasons, and with its step."""
+
+    step: int
+    values: Mapping[str, float]
+    heads: Mapping[str, list[Any]] = field(default_factory=dict)
+    matrices: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def from_record(cls, step: int, layer: LayerRecord) -> Row:
+        """Take what rules read from a record; a value that is not finite counts as missing."""
+        values = {name: value for name, value in layer.values.items() if math.isfinite(value)}
+        return cls(step, values, layer.heads, layer.matrices)
+
+    def per_head(self, name: str) -> list[float]:
+        """Return one number for each head, NaN where it is not known; ``[]`` if it was not measured."""
+        return [math.nan if value is None else float(value) for value in self.heads.get(name, ())]
+
+
+class Series:
+    """The readings of one layer so far: the first, and the latest 64.
+
+    Attributes:
+        layer: name of the layer.
+        facts: `AttentionLayer.facts`: ``num_heads``, ``num_key_heads``, ``head_dim``, ``width``, ``normed`` ...
+        first: the first reading of the run.
+        rows: the latest readings; only the last has numbers of single heads and matrices.
+        is_pretrained: whether the weights were trained before this run.
+        others_move: whether at the latest reading the weights of some layer had moved.
+        written: head -> step at which an intervention has written its weights.
+        is_best_loss: whether the training loss is at its best so far.
+    """
+
+    def __init__(self, layer: str, facts: Mapping[str, Any], first: Row, *, is_pretrained: bool = False) -> None:
+        self.layer, self.facts, self.is_pretrained = layer, facts, is_pretrained
+        self.first = Row(first.step, first.values, first.heads)
+        self.rows: deque[Row] = deque(maxlen=KEPT)
+        self.others_move = False
+        self.written: dict[int, int] = {}
+        self.is_best_loss = False
+
+    def append(self, row: Row) -> None:
+        """Add a reading; of the one before only its values and its closest pairs are kept."""
+        if self.rows:
+            last = self.rows[-1]
+            pairs = {name: heads for name, heads in last.heads.items() if name.endswith("_pair")}
+            self.rows[-1] = Row(last.step, last.values, pairs)
+        self.rows.append(row)
+
+    @property
+    def latest(self) -> Row:
+        """The reading to judge."""
+        return self.rows[-1]
+
+    @property
+    def trains(self) -> bool:
+        """Whether some parameter of the layer required a gradient at the latest reading."""
+        return bool(self.latest.values.get("trains", self.facts.get("trains", True)))
+
+    def value(self, metric: str) -> float:
+        """Return a metric at the latest reading; one of a rule's `needs` is always there."""
+        return self.latest.values[metric]
+
+    def curve(self, metric: str) -> tuple[list[int], list[float]]:
+        """Return steps and values over the readings that have a metric, the latest last."""
+        rows = [row for row in self.rows if metric in row.values]
+        return [row.step for row in rows], [row.values[metric] for row in rows]
+
+    def change(self, metric: str, shown: Callable[[float], str] = "{:.2f}".format, before: str = "") -> str:
+        """Say in words how a metric came to its latest value.
+
+        Args:
+            metric: its name.
+            shown: how a value is written.
+            before: put in front of the earlier value, such as ``"at most "``.
+
+        Returns:
+            ``"jumped from 0.06 to 1.00 between steps 400 and 450"``, ``"rose from 0.31 at step 350 to 0.52"``, or
+            ``"is 0.52"``.
+        """
+        steps, curve = self.curve(metric)
+        start = max(0, len(curve) - 1 - RECENT)
+        now, was = curve[-1], curve[start]
+        if shown(now) == shown(was):
+            return f"is {shown(now)}"
+        last = now - curve[-2]
+        if last * (now - was) > 0 and abs(last) >= abs(now - was) / 2:
+            verb = "jumped" if last > 0 else "dropped"
+            return f"{verb} from {before}{shown(curve[-2])} to {shown(now)} between steps {steps[-2]} and {steps[-1]}"
+        verb = "rose" if now > was else "fell"
+        return f"{verb} from {before}{shown(was)} at step {steps[start]} to {shown(now)}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the readings as plain data."""
+        rows = [{"step": row.step, "values": dict(row.values), "heads": dict(row.heads)} for row in self.rows]
+        first = {"step": self.first.step, "values": dict(self.first.values), "heads": dict(self.first.heads)}
+        written = [[head, step] for head, step in self.written.items()]
+        return {"first": first, "rows": rows, "written": written, "is_pretrained": self.is_pretrained}
+
+    @classmethod
+    def from_state(cls, layer: str, facts: Mapping[str, Any], state: Mapping[str, Any]) -> Series:
+        """Make a series from the result of `state_dict`."""
+        series = cls(layer, facts, Row(**state["first"]), is_pretrained=state["is_pretrained"])
+        series.rows.extend(Row(**row) for row in state["rows"])
+        series.written = dict(state["written"])
+        return series

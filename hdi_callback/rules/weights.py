@@ -1,0 +1,230 @@
+"""Rules on weights: *weights not finite*, *weight jump*, *frozen heads*, *rounded away*, *vanishing weights*."""
+
+from __future__ import annotations
+
+import statistics
+from typing import ClassVar
+
+from hdi_callback.rules.rule import Finding, Rule
+from hdi_callback.rules.series import Row, Series
+from hdi_callback.rules.words import listed
+
+NOT_FINITE = {"weights_not_finite": "weights", "outputs_not_finite": "outputs"}
+RECENTLY = 5
+"""Readings during which a head that an intervention has written may move far."""
+
+
+class NotFinite(Rule):
+    """Weights of a layer, or outputs of its heads, are NaN or infinite."""
+
+    name = "weights not finite"
+    reads = ("weights_not_finite", "outputs_not_finite")
+    level = "critical"
+    condition = "a weight of a head, or what it puts out, is NaN or infinite. It ends when all are finite again"
+    meaning = "The run is broken."
+    action = "go back to a checkpoint from before; clip gradients, or lower the learning rate"
+
+    def is_measured(self, row: Row) -> bool:
+        """Return whether either count is there."""
+        return any(metric in row.values for metric in NOT_FINITE)
+
+    def judge(self, series: Series, active: Finding | None) -> Finding | None:
+        """Find NaN and infinity."""
+        row = series.latest
+        broken = [metric for metric in NOT_FINITE if row.values.get(metric, 0.0) > 0]
+        if not broken:
+            # What was broken last may just not have been measured this time.
+            return active if active and active.metric not in row.values else None
+        heads = {head for metric in broken for head, count in enumerate(row.per_head(metric)) if count > 0}
+        before = [one.step for one in series.rows if not any(one.values.get(metric, 0.0) > 0 for metric in NOT_FINITE)]
+        return Finding(
+            f"the {listed([NOT_FINITE[metric] for metric in broken])} of {{heads}} hold NaN or infinity",
+            f"they did not at step {before[-1]}" if before else "",
+            tuple(sorted(heads)),
+            value=row.values[broken[0]],
+            threshold=0.0,
+            metric=broken[0],
+        )
+
+
+class WeightJump(Rule):
+    """The weights of some heads have moved further between two readings than any of their layer before."""
+
+    name = "weight jump"
+    needs = ("head_movement_min",)
+    limits = ("weight_jump",)
+    condition = (
+        "the weights of a head change by a twentieth or more between two readings, and by four times the largest "
+        "change before, in at least five readings, of the head of its layer that moved least. Not of heads that an "
+        "intervention has written"
+    )
+    meaning = "Something wrote to the weights, or the steps of the optimizer are suddenly far too large."
+    action = "look at the learning rate, at a checkpoint that was loaded, and at rows in another order"
+    factor, past = 4.0, 5
+
+    def judge(self, series: Series, active: Finding | None) -> Finding | None:
+        """Compare the latest change of each head with those before."""
+        steps, moves = series.curve("head_movement_min")
+        *past, least = moves
+        if len(past) < self.past or not max(past) > 0:
+            return None
+        now = series.latest.per_head("head_movement") or [least]
+        limit = max(self.at("weight_jump"), self.factor * max(past))
+        recent = series.rows[max(0, len(series.rows) - 1 - RECENTLY)].step
+        expected = {head for head, step in series.written.items() if step >= recent}
+        heads = tuple(head for head, move in enumerate(now) if move >= limit and head not in expected)
+        if not heads:
+            return None
+        largest = max(now[head] for head in heads)
+        before = f"; its slowest head by {100 * max(past):.2g} % at most between any two readings before"
+        return Finding(
+            "the weights of {heads} jumped",
+            f"they changed by {100 * largest:.0f} % between steps {steps[-2]} and {steps[-1]}{before}",
+            () if len(heads) == len(now) else heads,
+            value=largest,
+            threshold=limit,
+            metric="head_movement_min",
+        )
+
+
+class FrozenHeads(Rule):
+    """The weights of heads do not change between readings, while others do."""
+
+    name = "frozen heads"
+    needs = ("head_movement_min",)
+    limits = ("frozen",)
+    condition = (
+        "the weights of a head that should train stand still at three readings in a row, while others move. Layers "
+        "without a parameter that requires a gradient are left out, and so are heads of zeros in pretrained weights"
+    )
+    meaning = "They are frozen by mistake, missing from the optimizer, all zero, or their updates round away."
+    action = "look at `requires_grad`, at the parameters that the optimizer was given, and at the type of the weights"
+
+    def judge(self, series: Series, active: Finding | None) -> Finding | None:
+        """Find the heads that do not move while others do."""
+        steps, least = series.curve("head_movement_min")
+        readings = int(self.at("frozen"))
+        if len(least) < readings or max(least[-readings:]) > 0 or not series.trains:
+            return None
+        moves = series.latest.per_head("head_movement")
+        still = tuple(head for head, move in enumerate(moves) if move == 0)
+        zero = tuple(head for head in still if _is_zero(series.latest, head))
+        if series.is_pretrained:
+            still, zero = tuple(head for head in still if head not in zero), ()
+        is_all = len(still) == len(moves)
+        if not still or not (series.others_move if is_all else any(move > 0 for move in moves)):
+            return None
+        are_zero = still == zero and not is_all
+        moved = [step for step, move in zip(steps, least) if move > 0]
+        return Finding(
+            f"the weights of {{heads}} {'are zero and ' if are_zero else ''}do not move",
+            f"not since step {moved[-1] if moved else series.first.step}, while those of other "
+            f"{'layers' if is_all else 'heads'} do",
+            still,
+            value=0.0,
+            threshold=0.0,
+            metric="head_movement_min",
+            since=next(step for step in steps if not moved or step > moved[-1]),
+            action="look at their initialisation: no gradient arrives where all weights of a head are zero"
+            if are_zero
+            else None,
+        )
+
+
+class RoundedAway(Rule):
+    """Hardly any weight of a layer's heads changes between readings, to the last bit: updates round away."""
+
+    name = "rounded away"
+    needs = ("head_unchanged", "head_movement_min")
+    limits = ("unchanged",)
+    condition = (
+        "0.9 of the weights of every head are bit-identical to those of the reading before, at three readings in a "
+        "row. A layer that alone stands still is left to *frozen heads*; readings less than five steps apart are "
+        "judged only where no weight at all has changed"
+    )
+    meaning = "Updates are too small for the type of the weights, as with bfloat16 and a small learning rate."
+    action = (
+        "keep the weights, or the optimizer's copy of them, in float32, or raise the learning rate; with such a copy "
+        "already there, updates only come later"
+    )
+    readings, apart = 3, 5
+
+    def judge(self, series: Series, active: Finding | None) -> Finding | None:
+        """Judge all heads of the layer."""
+        shares, limit = series.latest.per_head("head_unchanged"), self.at("unchanged")
+        steps, largest = series.curve("head_unchanged")
+        latest = largest[-self.readings :]
+        if len(latest) < self.readings or min(latest) < limit or not series.trains:
+            return None
+        if not shares or not min(shares) >= limit:
+            return None
+        before = series.rows[-2].step if len(series.rows) > 1 else series.first.step
+        if active is None and min(shares) < 1 and series.latest.step - before < self.apart:
+            return None
+        if min(shares) == 1 and min(largest) >= limit:  # frozen from the start: on purpose, or a case of frozen heads
+            return None
+        if min(latest) == min(shares) == 1 and series.others_move:  # only this layer is still: a case of frozen heads
+            return None
+        share = 100 * min(shares)
+        return Finding(
+            "the weights of {heads} hardly change",
+            f"{share:.0f} % of them are bit-identical between steps {before} and {steps[-1]}",
+            value=min(shares),
+            threshold=limit,
+            metric="head_unchanged",
+        )
+
+
+class VanishingWeights(Rule):
+    """A head's circuit vanishes: its norm has fallen to a share of that at the first reading."""
+
+    name = "vanishing weights"
+    needs = ("circuit_qk_norm",)
+    reads = ("circuit_ov_norm",)
+    limits = ("vanishing",)
+    condition = (
+        "the norm of a head's QK or OV circuit is at a tenth of that at the first reading. Not of heads that began "
+        "near zero or that an intervention has written, nor of a circuit behind whose queries, keys or values a norm "
+        "follows. It ends at twice the limit"
+    )
+    meaning = "What the head scores or writes with is fading away."
+    action = "lower the weight decay on the attention, and check that gradients arrive at these weights"
+    circuits: ClassVar[dict[str, tuple[str, set[str]]]] = {
+        "circuit_qk_norm": ("query and key weights", {"query", "key"}),
+        "circuit_ov_norm": ("value and output weights", {"value"}),
+    }
+    begins = 0.1
+    """Smallest first norm of a head that is judged, as a share of the layer's median head."""
+
+    def judge(self, series: Series, active: Finding | None) -> Finding | None:
+        """Find the heads whose circuits have shrunk, by the circuit that shrank more."""
+        limit, found = self.at("vanishing"), dict[str, dict[int, float]]()
+        for metric, (_, roles) in self.circuits.items():
+            if roles & set(series.facts.get("normed", ())):
+                continue
+            now, first = series.latest.per_head(metric), series.first.per_head(metric)
+            median = statistics.median(first) if first else 0.0
+            found[metric] = {
+                head: after / before
+                for head, (after, before) in enumerate(zip(now, first))
+                if before > self.begins * median
+                and after <= limit * (2 if active and head in active.heads else 1) * before
+                and head not in series.written
+            }
+        if not any(found.values()):
+            return None
+        metric = min(found, key=lambda name: min(found[name].values(), default=1.0))
+        share = min(found[metric].values())
+        return Finding(
+            f"the {self.circuits[metric][0]} of {{heads}} fade away",
+            f"the norm of the circuit is at {100 * share:.2g} % of that at step {series.first.step}",
+            tuple(found[metric]),
+            value=share,
+            threshold=limit,
+            metric=metric,
+        )
+
+
+def _is_zero(row: Row, head: int) -> bool:
+    """Whether both circuits of a head are known to be zero."""
+    return [row.per_head(name)[head : head + 1] for name in ("circuit_qk_norm", "circuit_ov_norm")] == [[0.0], [0.0]]

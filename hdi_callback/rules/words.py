@@ -1,0 +1,38 @@
+"""Heads and layers in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def heads_in_words(groups: Sequence[Sequence[int]], layer: str, kind: str = "head", count: int | None = None) -> str:
+    """Name heads of a layer.
+
+    Args:
+        groups: groups of heads; one empty group for all heads.
+        layer: name of the layer.
+        kind: ``"head"`` or ``"key head"``.
+        count: number of heads that the layer has, if it is known.
+
+    Returns:
+        The words, up to a verb in the plural.
+
+    Example:
+        >>> heads_in_words([(2, 5, 7)], "blocks.0.attn")
+        'heads 2, 5 and 7 of blocks.0.attn'
+        >>> heads_in_words([(0, 1), (2, 3)], "blocks.0.attn", "key head", 8)
+        'key heads 0 and 1 as well as 2 and 3 of blocks.0.attn'
+        >>> heads_in_words([(0, 1, 2, 3)], "blocks.0.attn", "head", 4)
+        'all 4 heads of blocks.0.attn'
+    """
+    if not any(groups) or (len(groups) == 1 and len(groups[0]) == count):
+        many = {1: f"{kind} 0", 2: f"both {kind}s"}.get(count or 0, f"all {count} {kind}s" if count else f"all {kind}s")
+        return f"{many} of {layer}"
+    only_one = sum(map(len, groups)) == 1
+    return f"{kind}{'' if only_one else 's'} {' as well as '.join(listed(group) for group in groups)} of {layer}"
+
+
+def listed(items: Sequence[object]) -> str:
+    """Join items: ``"2, 5 and 7"``."""
+    *most, last = (str(item) for item in items)
+    return f"{', '.join(most)} and {last}" if most else last

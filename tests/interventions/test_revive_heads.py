@@ -1,0 +1,306 @@
+"""Revived heads: functions before and after, the optimizer's state, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from hdi_callback.core import head_diversity, qk_circuits
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.interventions import ReviveHeads, revive_heads
+from hdi_callback.rules import Alerts
+from tests.interventions.training import Attention, Model, Open, Torch, alert, copy_head, reading
+
+KINDS = {
+    "packed": lambda **options: Torch(**options),
+    "grouped": lambda **options: Attention(64, 8, 4, **options),
+    "many": lambda **options: Attention(64, 4, 4, **options),
+}
+
+
+def made(kind: str, **options):
+    torch.manual_seed(0)
+    model = Model(lambda: KINDS[kind](**options), depth=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, model.layers()["blocks.0"], Open(model, optimizer)
+
+
+def revive(training, *heads, rule="worst pair", unit=None, **options):
+    layer = training.layers["blocks.0"]
+    intervention = ReviveHeads(**options)
+    intervention.bind(training)
+    grouped = "key heads" if layer.num_heads != layer.num_key_heads and rule == "worst pair" else "heads"
+    (action,) = intervention.handle(reading(alert("blocks.0", heads, rule=rule, unit=unit or grouped)))
+    return action, intervention
+
+
+def folded(action) -> tuple[list[int], int]:
+    """The heads that left, and the one that stays."""
+    left, stays = re.search(
+        r"weights to (?:key )?heads? ([\d, ]+) \(folded into (?:key )?head (\d+)", action.message
+    ).groups()
+    return [int(head) for head in left.split(", ")], int(stays)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_revived_clone_gets_a_new_subspace_and_the_layer_computes_the_same(kind, bias):
+    model, layer, training = made(kind, bias=bias)
+    copy_head(layer, 1, 3)
+    if bias:
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                nn.init.normal_(parameter)
+        width, group = layer.head_dim, layer.num_heads // layer.num_key_heads
+        with torch.no_grad():  # so that both attend alike; what they add differs
+            query = model.blocks[0].in_proj_bias[:32] if kind == "packed" else model.blocks[0].q_proj.bias
+            query.view(-1, group, width)[3] = query.view(-1, group, width)[1]
+    x = torch.randn(4, 9, model.width)
+    with torch.no_grad():
+        before = model(x)
+    state = torch.get_rng_state()
+    action, _ = revive(training, 1, 3)
+    assert torch.equal(torch.get_rng_state(), state)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
+    assert float(head_diversity(layer.weight("key")).subspace.worst) < 0.7
+    (left,), stays = folded(action)
+    assert {left, stays} == {1, 3}
+    group = layer.num_heads // layer.num_key_heads
+    assert not layer.weight("output")[left * group : (left + 1) * group].any()
+    norms = layer.weight("key").detach().norm(dim=(1, 2))
+    assert float(norms[left]) == pytest.approx(float(norms.mean()), rel=0.3)
+
+
+def test_the_clone_that_contributes_more_is_kept():
+    _, layer, training = made("many")
+    copy_head(layer, 1, 3)
+    with torch.no_grad():
+        layer.weight("output")[1] *= 0.1
+    assert folded(revive(training, 1, 3)[0]) == ([1], 3)
+
+
+def test_the_revived_head_learns_again():
+    model, layer, training = made("many")
+    copy_head(layer, 1, 3)
+    (head,), _ = folded(revive(training, 1, 3)[0])
+    start = layer.weight("key")[head].detach().clone()
+    for seed in range(5):
+        model.loss(seed).backward()
+        training.optimizers[0].step()
+        training.optimizers[0].zero_grad()
+    assert layer.weight("output")[head].any()
+    assert not torch.allclose(layer.weight("key")[head], start)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_optimizer_state_of_the_revived_head_is_cleared(kind):
+    model, layer, training = made(kind)
+    (optimizer,) = training.optimizers
+    model.loss(0).backward()
+    optimizer.step()
+    copy_head(layer, 1, 3)
+    before = {id(p): {k: v.clone() for k, v in optimizer.state[p].items()} for p in model.parameters()}
+    (head,), _ = folded(revive(training, 1, 3)[0])
+    group = layer.num_heads // layer.num_key_heads
+    with torch.no_grad():  # look at the state through the layer's own eyes: put it in place of the weights
+        for name in ("exp_avg", "exp_avg_sq"):
+            for parameter in model.parameters():
+                parameter.copy_(optimizer.state[parameter][name])
+            after = {role: layer.weight(role).clone() for role in ("query", "key", "value", "output")}
+            for parameter in model.parameters():
+                parameter.copy_(before[id(parameter)][name])
+            for role, width in (("query", group), ("key", 1), ("output", group)):
+                old, keep = layer.weight(role), torch.ones(len(layer.weight(role)), dtype=torch.bool)
+                keep[head * width : (head + 1) * width] = False
+                assert not after[role][~keep].any(), role
+                assert torch.equal(after[role][keep], old[keep]), role
+            assert torch.equal(after["value"], layer.weight("value"))
+
+
+def test_all_but_one_of_equal_heads_are_revived():
+    _, layer, training = made("many")
+    for head in (1, 2, 3):
+        copy_head(layer, 0, head)
+    action, _ = revive(training, rules=["worst pair"])
+    assert len(folded(action)[0]) == 3
+    assert float(head_diversity(layer.weight("key")).subspace.worst) < 1e-6, "four heads of 16 in 64 dimensions fit"
+
+
+def test_one_head_of_each_group_stays():
+    _, layer, training = made("grouped")
+    copy_head(layer, 0, 2)
+    copy_head(layer, 1, 3)
+    action, _ = revive(training, 0, 1, 2, 3)
+    assert len(re.findall("folded into key head", action.message)) == 2
+    assert float(head_diversity(layer.weight("key")).subspace.worst) < 0.7
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_that_shares_only_its_keys_is_left_and_the_action_says_so(kind, dry_run):
+    model, layer, training = made(kind)
+    copy_head(layer, 1, 3, roles=["key"])
+    before = copy.deepcopy(model.state_dict())
+    action, intervention = revive(training, 1, 3, dry_run=dry_run)
+    assert action.is_refusal
+    assert re.fullmatch(
+        r"left (key )?head [13] as before, for (key )?head [13] would replace the output with a relative "
+        r"error of about \d+ %, above max_output_error=0.1, of blocks.0",
+        action.message,
+    )
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert intervention.count == 0, "a refusal is not counted"
+    assert training.expected == []
+
+
+def test_a_refused_head_is_revived_where_any_error_is_allowed_and_the_action_says_how_large():
+    _, layer, training = made("many")
+    copy_head(layer, 1, 3, roles=["key"])
+    action, _ = revive(training, 1, 3, max_output_error=1)
+    assert re.search(r"\(folded into head [13], with a relative error of about \d+ %\) of blocks.0$", action.message)
+
+
+@pytest.mark.parametrize("kind", ["packed", "grouped"])
+@pytest.mark.parametrize("gain", [0.5, 2.0])  # scores with a spread from 0.1 to 2
+@pytest.mark.parametrize(
+    ("role", "noise"), [("key", 0.0), ("key", 0.3), ("query", 0.1), ("query", 10.0), ("value", 0.05)]
+)
+def test_the_estimated_error_bounds_the_real_change_of_the_output(kind, gain, role, noise, monkeypatch):
+    model, layer, training = made(kind)
+    errors = []
+    own = revive_heads._error
+    monkeypatch.setattr(revive_heads, "_error", lambda *args: errors.append(own(*args)) or errors[-1])
+    with torch.no_grad():
+        for name in ("query", "key"):
+            layer.weight(name).mul_(gain)
+        copy_head(layer, 1, 3)
+        weight = layer.weight(role)
+        group = len(weight) // layer.num_key_heads
+        weight[3 * group : 4 * group] += noise * weight.std() * torch.randn_like(weight[3 * group : 4 * group])
+        x = torch.randn(128, 64, model.width)
+        before = model(x)
+    untouched = copy.deepcopy(model)
+    action, _ = revive(training, 1, 3, max_output_error=1)
+    (head,), _ = folded(action)
+    with torch.no_grad():
+        old = untouched.layers()["blocks.0"]
+        group = old.num_heads // old.num_key_heads
+        old.weight("output")[head * group : (head + 1) * group] = 0
+        lost = float((model(x) - before).norm() / (before - untouched(x)).norm())
+    assert min(lost, 1) <= 1.1 * errors[0] + 1e-5
+
+
+def test_query_heads_with_equal_scores_under_one_key_get_fresh_queries_alone():
+    torch.manual_seed(0)
+    model = Model(lambda: Attention(64, 8, 2), depth=1)
+    layer = model.layers()["blocks.0"]
+    with torch.no_grad():
+        layer.weight("query")[[1, 3]] = layer.weight("query")[0].clone()
+    x, keys = torch.randn(2, 12, 64), layer.weight("key").detach().clone()
+    before = model(x)
+    training = Open(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    action, _ = revive(training, 0, 1, 3, rule="merged scores")
+    assert len(folded(action)[0]) == 2
+    torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
+    assert torch.equal(layer.weight("key"), keys)
+    assert float(qk_circuits(layer.weight("query"), layer.weight("key")).worst) < 0.5
+
+
+def test_an_event_whose_cause_names_one_head_of_the_two_is_answered():
+    _, layer, training = made("many")
+    copy_head(layer, 1, 3)
+    intervention = ReviveHeads()
+    intervention.bind(training)
+    (action,) = intervention.handle(reading(alert("blocks.0", (3,), rule="weight jump", also=("worst pair",))))
+    assert set(folded(action)[0]) <= {1, 3}
+    assert not action.is_refusal
+
+
+def test_heads_with_other_terms_of_their_own_are_left():
+    _, layer, training = made("many")
+    copy_head(layer, 1, 3)
+    layer.module.register_parameter("sinks", nn.Parameter(torch.arange(4.0)))
+    assert revive(training, 1, 3)[0].is_refusal
+    with torch.no_grad():
+        layer.module.sinks.zero_()
+    assert not revive(training, 1, 3)[0].is_refusal
+
+
+def test_a_failure_during_a_revival_restores_weights_and_optimizer(monkeypatch):
+    model, layer, training = made("many")
+    (optimizer,) = training.optimizers
+    model.loss(0).backward()
+    optimizer.step()
+    for head in (1, 2, 3):
+        copy_head(layer, 0, head)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    own, calls = revive_heads.fresh_head, []
+
+    def fail_later(*args, **options):
+        calls.append(1)
+        if len(calls) > 3:
+            raise RuntimeError("out of memory")
+        return own(*args, **options)
+
+    monkeypatch.setattr(revive_heads, "fresh_head", fail_later)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        revive(training, rules=["worst pair"])
+    assert all(torch.equal(tensor, before[0][name]) for name, tensor in model.state_dict().items())
+    for number, kept in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, before[1]["state"][number][name]) for name, value in kept.items())
+    assert training.expected == []
+
+
+def test_every_rank_draws_the_same_heads():
+    weights = []
+    for _ in range(2):
+        _, layer, training = made("many")
+        copy_head(layer, 1, 3)
+        torch.manual_seed(len(weights))
+        revive(training, 1, 3)
+        weights.append(layer.weight("key").detach())
+    assert torch.equal(*weights)
+
+
+def test_layers_that_cannot_be_revived_are_refused_before_training():
+    model, _, training = made("many")
+    layer = training.layers["blocks.0"]
+    object.__setattr__(layer, "normed", frozenset({"value"}))
+    with pytest.raises(MisconfigurationError, match=r"a norm follows its values.*exclude="):
+        ReviveHeads().bind(training)
+    object.__setattr__(layer, "normed", frozenset())
+    nn.utils.parametrizations.weight_norm(model.blocks[0].v_proj)
+    with pytest.raises(MisconfigurationError, match="its value heads cannot be written in place"):
+        ReviveHeads().bind(training)
+    ReviveHeads(dry_run=True).bind(training)
+
+
+def test_the_rules_expect_what_it_writes():
+    """The whole way: the alert of copied heads, their revival, and no weight jump at the reading after it."""
+    from tests.rules.readings import EVERY, LAYER, facts, run
+    from tests.rules.test_events import copied, healthy, together
+    from tests.rules.test_rules import circuits, moves, pair
+
+    _, layer, training = made("many")
+    copy_head(layer, 0, 2)
+    training.layers = {LAYER: layer}
+    object.__setattr__(layer, "name", LAYER)
+    alerts = Alerts(layers=[facts()], pretrained=False)
+    training.expect_change, training.step = alerts.expect_change, 8 * EVERY + 1
+    run([healthy()] * 8 + [copied()], alerts)
+    intervention = ReviveHeads()
+    intervention.bind(training)
+    (action,) = intervention.handle(reading(*alerts.active))
+    assert action.step == 8 * EVERY + 1
+    assert action.message.count(LAYER) == 1
+    moved = [0.01, 0.01, 0.01, 0.01]
+    for head in (0, 2):
+        moved[head] = 1.2
+    after = together(pair(0.1), circuits(0.1), moves(*moved))
+    given = run([after, *[healthy()] * 3], alerts, begin=9 * EVERY)
+    assert [(alert.status, alert.rule) for found in given for alert in found] == [("resolved", "worst pair")]

@@ -1,0 +1,290 @@
+"""One event, one alert: what is merged, what it says, how it gets worse and ends."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hdi_callback.record import Alert
+from hdi_callback.rules import Alerts
+from tests.rules.readings import LAYER, closest, curve, facts, layer, quiet, raised, run
+from tests.rules.test_rules import circuits, entropy, moves, norms, pair
+
+
+def together(*parts, matrices=None):
+    """One reading of what several readings measured."""
+    values, heads, all_matrices = {}, {}, {}
+    for part in parts:
+        values |= part.values
+        heads |= part.heads
+        all_matrices |= part.matrices
+    return layer(values, heads, all_matrices | (matrices or {}))
+
+
+def healthy():
+    return together(pair(0.1), circuits(0.1), moves(0.01, 0.01, 0.01, 0.01))
+
+
+def copied(one: int = 0, other: int = 2):
+    moved = [0.01] * 4
+    moved[other] = 0.8
+    return together(
+        pair(1.0, 0.2, (one, other, 1.0), step_pair=(one, other)), circuits(1.0, (one, other, 1.0)), moves(*moved)
+    )
+
+
+def test_copied_heads_are_one_alert_with_the_cause_first():
+    given = run([healthy()] * 8 + [copied()])
+    (alert,) = given[8]
+    assert (alert.rule, alert.also) == ("worst pair", ("weight jump", "merged scores"))
+    assert (alert.where, alert.status, alert.level, alert.since) == ({LAYER: (0, 2)}, "new", "warning", 400)
+    assert alert.message == (
+        f"heads 0 and 2 of {LAYER} are nearly one head: alignment jumped from at most 0.10 to 1.00 between steps 350 "
+        "and 400 (also: weight jump, merged scores)"
+    )
+    assert len(alert.message) + len(alert.action) < 320
+
+
+def test_rules_on_other_heads_of_the_layer_are_another_event():
+    reading = together(pair(0.9, 0.2, (0, 1, 0.9), step_pair=(0, 1)), circuits(0.95, (2, 3, 0.95)))
+    assert [alert[1:] for alert in raised(run([healthy(), reading]))] == [
+        ("worst pair", "warning", (0, 1)), ("merged scores", "warning", (2, 3)),
+    ]  # fmt: skip
+
+
+def test_a_rule_that_follows_within_a_few_readings_joins_the_event_in_silence():
+    close = pair(0.9, 0.2, (0, 2, 0.9), step_pair=(0, 2))
+    alerts = Alerts(layers=[facts()], pretrained=False)
+    first = together(close, circuits(0.1))
+    given = run([first, first, first, together(close, circuits(0.95))], alerts)
+    assert raised(given) == [(0, "worst pair", "warning", (0, 2))]
+    assert [(alert.rule, alert.also) for alert in alerts.active] == [("worst pair", ("merged scores",))]
+
+
+def test_a_rule_that_follows_much_later_is_a_new_event():
+    close = pair(0.9, 0.2, (0, 2, 0.9), step_pair=(0, 2))
+    first = together(close, circuits(0.1))
+    given = run([first] * 6 + [together(close, circuits(0.95))])
+    assert [alert[:2] for alert in raised(given)] == [(0, "worst pair"), (6, "merged scores")]
+
+
+def test_one_rule_on_many_layers_is_one_alert():
+    names = [f"blocks.{place}.attn" for place in range(12)]
+    before, after = (dict.fromkeys(names, one) for one in curve("attention_ahead", [0.0, 0.4]))
+    given = run([before, after], layers=[facts(name) for name in names])
+    (alert,) = given[1]
+    assert alert.where == dict.fromkeys(names, ())
+    assert alert.layers == tuple(names)
+    assert alert.message == (
+        "attention in blocks.0.attn reaches tokens after the query: their share jumped from 0.00 to 0.40 between steps "
+        "0 and 50; they were hidden at step 0; likewise in 11 layers, blocks.1.attn to blocks.11.attn"
+    )
+    few = run([{"a": before[names[0]], "b": before[names[0]]}, {"a": after[names[0]], "b": after[names[0]]}])
+    assert few[1][0].message.endswith("; likewise in b")
+
+
+def test_layers_of_one_event_that_recover_leave_what_is_active_and_the_event_ends_with_the_last():
+    alerts = Alerts(layers=[facts("a"), facts("b")], pretrained=False)
+    hidden, seen = curve("attention_ahead", [0.0, 0.4])
+    both, one, none = {"a": seen, "b": seen}, {"a": hidden, "b": seen}, {"a": hidden, "b": hidden}
+    given = run([none, both, one, one, one], alerts)
+    assert [alert.layers for alert in alerts.active] == [("b",)]
+    assert [place for place, found in enumerate(given) if found] == [1]
+    (over,) = run([none], alerts, begin=1000)[0]
+    assert (over.status, over.layers) == ("resolved", ("a", "b"))
+    assert over.message == "later tokens of step 50 in a and b is over"
+    assert alerts.active == ()
+
+
+def test_an_event_gets_worse_with_its_level_and_once_heads_have_doubled():
+    readings = [pair(0.1, 0.1)] + [
+        pair(0.9, 0.3, *pairs)
+        for pairs in (((0, 1, 0.9),), ((0, 1, 0.9), (1, 2, 0.9)), ((0, 1, 0.9), (1, 2, 0.9), (2, 3, 0.9)))
+    ]
+    given = run(readings)
+    assert [(place, alert.status, alert.where[LAYER]) for place, alerts in enumerate(given) for alert in alerts] == [
+        (1, "new", (0, 1)), (3, "worse", (0, 1, 2, 3)),
+    ]  # fmt: skip
+    assert given[3][0].message.startswith(f"all 4 heads of {LAYER} are nearly one head: alignment ")
+
+
+def test_a_more_serious_rule_that_joins_makes_the_event_worse():
+    jump = [moves(0.01, 0.01, 0.01, 0.01)] * 6 + [moves(0.5, 0.5, 0.5, 0.5)]
+    ahead = curve("attention_ahead", [0.0] * 7 + [0.4])
+    readings = [together(one, other) for one, other in zip([*jump, moves(0.01, 0.01, 0.01, 0.01)], ahead)]
+    given = run(readings)
+    assert [(place, one.status, one.level, one.rule) for place, found in enumerate(given) for one in found] == [
+        (6, "new", "warning", "weight jump"), (7, "worse", "critical", "weight jump"),
+    ]  # fmt: skip
+    assert given[7][0].also == ("later tokens",)
+    assert "reaches tokens after the query" in given[7][0].message
+
+
+def test_an_event_lasts_for_three_readings_at_least():
+    jump = [moves(0.01, 0.01, 0.01, 0.01)] * 6 + [moves(0.5, 0.5, 0.5, 0.5)] + [moves(0.01, 0.01, 0.01, 0.01)] * 4
+    statuses = [(place, one.status) for place, found in enumerate(run(jump)) for one in found]
+    assert statuses == [(6, "new"), (9, "resolved")]
+
+
+def test_heads_that_hover_at_a_limit_are_reported_once():
+    given = run([pair(0.1)] + [pair(value) for value in (0.81, 0.79, 0.81, 0.78, 0.82, 0.75, 0.81)])
+    assert raised(given) == [(1, "worst pair", "warning", (1, 3))]
+
+
+def test_an_alert_whose_metric_is_gone_ends_after_five_readings_with_the_reason():
+    gone = layer({}, absent={"circuit_qk_worst": "the weights are not finite"})
+    given = run([circuits(0.1), circuits(0.95)] + [gone] * 6)
+    assert [(place, one.status) for place, found in enumerate(given) for one in found] == [
+        (1, "new"),
+        (6, "not measured"),
+    ]
+    assert given[6][0].message == (
+        f"merged scores of step 50 in {LAYER} is not measured any more: the weights are not finite"
+    )
+    back = run([circuits(0.1), circuits(0.95)] + [gone] * 4 + [circuits(0.95)] + [gone] * 4)
+    assert [(place, one.status) for place, found in enumerate(back) for one in found] == [(1, "new")]
+
+
+def test_an_alert_on_a_layer_that_is_gone_ends_after_five_readings():
+    given = run(
+        [{"a": one, "b": circuits(0.1)} for one in (circuits(0.1), circuits(0.95))] + [{"b": circuits(0.1)}] * 5
+    )
+    assert [(place, one.status) for place, found in enumerate(given) for one in found] == [
+        (1, "new"),
+        (6, "not measured"),
+    ]
+    assert given[6][0].message.endswith("it is not watched any more")
+
+
+def test_key_heads_are_named_as_such_under_grouped_keys():
+    close = pair(0.9, 0.2, (0, 1, 0.9), step_pair=(0, 1))
+    (alert,) = run([pair(0.1), close], layers=[facts(heads=8, keys=4)])[1]
+    assert alert.unit == "key heads"
+    assert alert.message.startswith(f"key heads 0 and 1 of {LAYER} are nearly one head: ")
+    (alert,) = run([pair(0.1), pair(0.1, 0.6)], layers=[facts(heads=8, keys=4)])[1]
+    assert alert.message.startswith(
+        f"all 4 key heads of {LAYER} are converging: mean alignment jumped from 0.02 to 0.60"
+    )
+    (alert,) = run([pair(0.1), close])[1]
+    assert (alert.unit, alert.message[:13]) == ("heads", "heads 0 and 1")
+
+
+def test_key_heads_and_their_query_heads_are_one_event():
+    grouped = [facts(heads=8, keys=4)]
+    close = pair(0.9, 0.2, (0, 1, 0.9), step_pair=(0, 1))
+    own = layer(
+        {"circuit_qk_worst": 0.95}, {"circuit_qk_norm": [1] * 8}, {"circuit_qk": closest((0, 3, 0.95), heads=8)}
+    )
+    other = layer(
+        {"circuit_qk_worst": 0.95}, {"circuit_qk_norm": [1] * 8}, {"circuit_qk": closest((4, 7, 0.95), heads=8)}
+    )
+    assert len(run([pair(0.1), together(close, own)], layers=grouped)[1]) == 1
+    assert len(run([pair(0.1), together(close, other)], layers=grouped)[1]) == 2
+
+
+@pytest.mark.parametrize(("count", "said"), [(1, "head 0"), (2, "both heads"), (32, "all 32 heads")])
+def test_all_heads_are_called_so(count, said):
+    broken = layer({"weights_not_finite": float(count)}, {"weights_not_finite": [1] * count})
+    (alert,) = run([broken], layers=[facts(heads=count)])[0]
+    assert alert.message == f"the weights of {said} of {LAYER} hold NaN or infinity"
+
+
+WHEN = {
+    "jumped from 3 to 52 between steps 150 and 200": [3, 3, 3, 3, 52],
+    "jumped from 8 to 52 between steps 250 and 300": [3, 3, 3, 4, 6, 8, 52],
+    "rose from 3 at step 0 to 52": [3, 3, 12, 22, 32, 42, 52],
+    "rose from 4 at step 50 to 52": [3, *[4] * 3, 9, 14, 19, 24, 30, 36, 45, 52],
+}
+
+
+@pytest.mark.parametrize("words", WHEN)
+def test_the_message_says_when_it_happened_as_measured(words):
+    *_, given = run(curve("attention_logit", [float(value) for value in WHEN[words]]))
+    assert given[0].message == f"the scores of all 4 heads of {LAYER} have grown out of range: largest score {words}"
+
+
+EVERY_SENTENCE = {
+    "weights not finite": (
+        [layer({"weights_not_finite": 0.0}), layer({"weights_not_finite": 1.0}, {"weights_not_finite": [0, 0, 1, 0]})],
+        "the weights of head 2 of {layer} hold NaN or infinity: they did not at step 0",
+    ),
+    "weight jump": (
+        [moves(0.01, 0.01, 0.01, 0.01)] * 6 + [moves(0.01, 0.01, 0.3, 0.01)],
+        "the weights of head 2 of {layer} jumped: they changed by 30 % between steps 250 and 300; its slowest head by "
+        "1 % at most between any two readings before",
+    ),
+    "frozen heads": (
+        [moves(0.01, 0.01, 0.01, 0.01)] + [moves(0.0, 0.01, 0.0, 0.01)] * 3,
+        "the weights of heads 0 and 2 of {layer} do not move: not since step 0, while those of other heads do",
+    ),
+    "rounded away": (
+        [moves(0.1, 0.1, 0.1, 0.1, unchanged=0.1)] + [moves(1e-5, 1e-5, 1e-5, 1e-5, unchanged=0.95)] * 3,
+        "the weights of all 4 heads of {layer} hardly change: 95 % of them are bit-identical between steps 100 and 150",
+    ),
+    "vanishing weights": (
+        [norms([1] * 4), norms([1, 0.05, 1, 1])],
+        "the query and key weights of head 1 of {layer} fade away: the norm of the circuit is at 5 % of that at step 0",
+    ),
+    "sharp from the start": (
+        entropy(0.3, attention_logit=40.0),
+        "attention is sharp in {layer} before anything was learned: mean entropy 0.30, largest score 40",
+    ),
+    "flat attention": (
+        entropy(*[0.9998] * 15, attention_logit=0.01),
+        "attention in {layer} has stayed uniform since step 0: mean entropy 0.9998, largest score 0.01",
+    ),
+    "sudden sharpening": (
+        entropy(*[0.9] * 14, 0.2),
+        "the heads of {layer} have come to attend to few tokens: mean entropy dropped from 0.90 to 0.20 between steps "
+        "650 and 700",
+    ),
+    "sudden flattening": (
+        entropy(*[0.7] * 8, *[0.95] * 4),
+        "attention in {layer} hardly tells tokens apart any more: mean entropy jumped from 0.7000 to 0.9500 between "
+        "steps 350 and 400",
+    ),
+    "one key": (
+        curve("attention_keys", [6.5, 1.0]),
+        "each query in {layer} sees a single key, though there are several: the mean number of keys that it sees "
+        "dropped from 6.5 to 1.0 between steps 0 and 50",
+    ),
+    "tokens alike": (
+        curve("token_cosine", [0.4, 0.5, 0.6, 0.999, 0.999, 0.999]),
+        "the input tokens of {layer} are nearly identical: mean cosine rose from 0.400 at step 0 to 0.999",
+    ),
+    "mean alignment": (
+        [pair(0.1, 0.1), pair(0.95, 0.93, (0, 1, 0.95), (1, 2, 0.95), (2, 3, 0.95))],
+        "all 4 heads of {layer} are nearly one head: mean alignment jumped from 0.10 to 0.93 between steps 0 and 50, "
+        "and 3.0 effective heads are left",
+    ),
+    "merged scores": (
+        [circuits(0.1), circuits(0.95, (0, 1, 0.95), (2, 3, 0.92))],
+        "heads 0 and 1 as well as 2 and 3 of {layer} score alike, group by group: largest cosine of their QK circuits "
+        "jumped from 0.10 to 0.95 between steps 0 and 50",
+    ),
+    "worst pair": (
+        [pair(0.6)],
+        "heads 1 and 3 of {layer} are alike before any training: overlap 0.65, which independent heads reach with a "
+        "probability below 2e-76",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", EVERY_SENTENCE)
+def test_each_rule_says_what_where_and_when(rule):
+    readings, sentence = EVERY_SENTENCE[rule]
+    (alert,) = run(readings)[-1]
+    assert (alert.rule, alert.message) == (rule, sentence.format(layer=LAYER))
+
+
+def test_alerts_are_plain_data():
+    given = run([healthy()] * 8 + [copied()] + [healthy()] * 4)
+    alerts = [alert for found in given for alert in found]
+    assert [alert.status for alert in alerts] == ["new", "resolved"]
+    assert [Alert.from_dict(json.loads(json.dumps(alert.to_dict()))) for alert in alerts] == alerts
+    assert alerts[0].value is not None
+
+
+def test_a_run_without_anything_to_report_reports_nothing():
+    assert run([layer(quiet())] * 20) == [()] * 20

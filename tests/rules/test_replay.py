@@ -1,0 +1,148 @@
+"""The rules on trainings with faults, and on healthy ones, against what the rules said when they were tuned.
+
+`tests/goldens/faults.json.gz` holds 94 small trainings: 65 with one fault each, of 48 kinds, and 29 healthy ones. Their
+readings and alerts are those of the package as it was before it was rebuilt, commit 1cb7c1a, written by
+`tests/goldens/make_faults.py` in a checkout of that commit.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hdi_callback.record import Alert, LayerRecord, Record
+from hdi_callback.rules import Alerts
+
+FILE = Path(__file__).parents[1] / "goldens" / "faults.json.gz"
+MERGED = {"tied heads": "worst pair"}
+"""Rules that are a sentence of another rule now."""
+
+
+@cache
+def stored() -> list[dict[str, Any]]:
+    return json.loads(gzip.decompress(FILE.read_bytes()))
+
+
+def matrix(below_diagonal: list[float]) -> torch.Tensor:
+    H = next(heads for heads in range(2, 99) if heads * (heads - 1) // 2 == len(below_diagonal))
+    found = torch.eye(H, dtype=torch.float64)
+    found[tuple(torch.tril_indices(H, H, -1))] = torch.tensor(below_diagonal, dtype=torch.float64)
+    return torch.maximum(found, found.T)
+
+
+def records(run: dict[str, Any]) -> Iterator[Record]:
+    names = [one["name"] for one in run["facts"]]
+    for step, loss, layers in run["records"]:
+        read = {
+            names[int(place)]: LayerRecord(values, heads, {name: matrix(one) for name, one in matrices.items()})
+            for place, (values, heads, matrices) in layers.items()
+        }
+        yield Record(step, read, loss=loss)
+
+
+def judge(run: dict[str, Any]) -> tuple[list[Alert], dict[tuple[int, str, str], tuple[int, ...]], set[Any]]:
+    """Give the alerts, the heads of each finding at each reading, and the findings that began."""
+    engine, alerts, findings, began = Alerts(layers=run["facts"]), [], {}, set()
+    for record in records(run):
+        before = set(engine.findings)
+        alerts += engine.judge(record)
+        for (layer, rule), finding in engine.findings.items():
+            findings[record.step, layer, rule] = finding.heads
+            if (layer, rule) not in before:
+                began.add((record.step, layer, rule))
+    return alerts, findings, began
+
+
+def told(run: dict[str, Any]) -> list[tuple[tuple[int, str, str], tuple[int, ...]]]:
+    """What the rules said when they were tuned."""
+    names = [one["name"] for one in run["facts"]]
+    return [
+        ((step, names[place], MERGED.get(rule, rule)), tuple(heads)) for step, place, rule, _, heads in run["alerts"]
+    ]
+
+
+def test_each_rule_finds_what_it_found_when_it_was_tuned_in_step_layer_and_heads():
+    compared = 0
+    for run in stored():
+        _, findings, began = judge(run)
+        expected = told(run)
+        name = f"{run['kind']} on {run['base']}"
+        assert {key: findings.get(key) for key, _ in expected} == dict(expected), name
+        assert began <= {key for key, _ in expected}, name
+        compared += len(expected)
+    assert compared == 118
+
+
+def test_no_healthy_run_raises_an_alarm():
+    healthy = [run for run in stored() if run["is_healthy"]]
+    assert len(healthy) == 29
+    assert [run["base"] for run in healthy if any(alert.level != "notice" for alert in judge(run)[0])] == []
+
+
+def test_every_run_that_was_reported_is_reported_but_heads_that_score_alike_at_the_best_loss():
+    faulty = [run for run in stored() if not run["is_healthy"]]
+    was = {place for place, run in enumerate(faulty) if any(level != "notice" for *_, level, _ in run["alerts"])}
+    given = {place: judge(run)[0] for place, run in enumerate(faulty)}
+    now = {place for place, alerts in given.items() if any(alert.level != "notice" for alert in alerts)}
+    assert len(was) == 45
+    assert now <= was
+    assert [(alert.rule, alert.level) for place in was - now for alert in given[place]] == [("merged scores", "notice")]
+
+
+def test_one_event_is_one_alert():
+    alerts = findings = 0
+    for run in stored():
+        given, _, _ = judge(run)
+        reported = [alert for alert in given if not alert.is_over]
+        alerts += len(reported)
+        findings += len(told(run))
+        for alert in reported:
+            same = [
+                other
+                for other in reported
+                if other is not alert
+                and other.status == alert.status == "new"
+                and other.step == alert.step
+                and other.where.keys() & alert.where.keys()
+            ]
+            apart = [
+                {*alert.where[name]} & {*other.where[name]}
+                for other in same
+                for name in alert.where
+                if name in other.where
+            ]
+            assert not any(apart), run["kind"]
+    assert alerts < 0.6 * findings
+
+
+def test_copied_heads_give_one_alert_of_two_lines():
+    (run,) = [run for run in stored() if run["kind"] == "two heads copied" and run["seed"] < 1000]
+    (alert,) = judge(run)[0]
+    assert alert.message == (
+        "heads 0 and 1 of blocks.0.attention are nearly one head: alignment jumped from at most 0.05 to 1.00 between "
+        "steps 40 and 45 (also: weight jump, merged scores)"
+    )
+    assert alert.action == (
+        "from hdi_callback import ReviveHeads; HDICallback(interventions=[ReviveHeads(max_output_error=1)]) gives all "
+        "but one of them fresh weights"
+    )
+
+
+@pytest.mark.parametrize("cut", [3, 9, 12])
+def test_a_resumed_run_raises_what_an_unbroken_one_raises(cut):
+    for run in [run for run in stored() if run["alerts"]][::4]:
+        whole = judge(run)[0]
+        first = Alerts(layers=run["facts"])
+        begun = [alert for record in list(records(run))[:cut] for alert in first.judge(record)]
+        second = Alerts(layers=run["facts"])
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert second.active == first.active
+        begun += [alert for record in list(records(run))[cut:] for alert in second.judge(record)]
+        assert begun == whole, run["kind"]

@@ -1,0 +1,260 @@
+"""Every rule as a table: a curve in, an alert at one reading or none out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from hdi_callback.rules import RULES, Alerts, default_rules
+from tests.rules.readings import LAYER, closest, curve, facts, layer, quiet, raised, run
+
+
+def pair(value: float, mean: float = 0.02, *pairs, heads=None, step_pair=(1, 3)) -> object:
+    """A layer with one close pair."""
+    matrices = {"pair_alignment": closest(*(pairs or ((*step_pair, value),)))}
+    values = quiet(hdi_worst_alignment=value, hdi_worst_pair=0.125 + 0.875 * value, hdi_alignment=mean)
+    return layer(
+        values, {"worst_alignment_pair": list(step_pair), "worst_pair": list(step_pair), "rank": [8] * 4}, matrices
+    )
+
+
+def equal(one: int = 0, other: int = 1) -> object:
+    values = quiet(hdi_worst_alignment=1.0, hdi_worst_pair=1.0, hdi_energy_worst_alignment=1.0)
+    matrices = {name: closest((one, other, 1.0)) for name in ("pair_alignment", "energy_pair_alignment", "overlap")}
+    nearest, overlaps = [-1] * 4, [0.2] * 4
+    nearest[one], nearest[other], overlaps[one], overlaps[other] = other, one, 1.0, 1.0
+    heads = {"worst_alignment_pair": [one, other], "rank": [8] * 4, "nearest": nearest, "nearest_overlap": overlaps}
+    return layer(values, heads, matrices)
+
+
+def circuits(value: float, *pairs, norms=(1.0,) * 4) -> object:
+    matrices = {"circuit_qk": closest(*(pairs or ((0, 2, value),)))}
+    return layer({"circuit_qk_worst": value}, {"circuit_qk_norm": list(norms)}, matrices)
+
+
+def moves(*heads: float, unchanged: float | None = None, **values: float) -> object:
+    found = {"head_movement_min": min(heads), **values}
+    arrays = {"head_movement": list(heads)}
+    if unchanged is not None:
+        found["head_unchanged"], arrays["head_unchanged"] = unchanged, [unchanged] * len(heads)
+    return layer(found, arrays)
+
+
+def norms(qk, ov=(1.0,) * 4) -> object:
+    return layer({"circuit_qk_norm": min(qk)}, {"circuit_qk_norm": list(qk), "circuit_ov_norm": list(ov)})
+
+
+def entropy(*values: float, **fixed: float):
+    return curve("attention_entropy", values, **fixed)
+
+
+NOTHING: list[object] = []
+STILL = (0.01, 0.01, 0.01, 0.01)
+CASES = {
+    # --- heads that are alike
+    "a pair at the limit": ([pair(0.1), pair(0.81)], [(1, "worst pair", "warning", (1, 3))]),
+    "a pair below the limit": ([pair(0.1), pair(0.79)], NOTHING),
+    "a chain of pairs": ([pair(0.1), pair(0.9, 0.2, (0, 1, 0.85), (1, 2, 0.9))],
+        [(1, "worst pair", "warning", (0, 1, 2))]),
+    "a pair where all heads move together": (
+        [pair(0.1), pair(0.9, 0.6)], [(1, "mean alignment", "warning", (1, 3))],
+    ),
+    "a pair at step 0 that chance does not explain": ([pair(0.6)], [(0, "worst pair", "warning", (1, 3))]),
+    "equal heads at step 0": ([equal()], [(0, "worst pair", "warning", (0, 1))]),
+    "heads that become equal": ([pair(0.1), equal()], [(1, "worst pair", "warning", (0, 1))]),
+    "mean alignment": ([pair(0.1, 0.49), pair(0.1, 0.5)], [(1, "mean alignment", "warning", ())]),
+    "mean alignment at step 0": ([layer(quiet(hdi_alignment=0.7))], NOTHING),
+    "mean alignment, critical": ([pair(0.1), pair(0.1, 0.6), pair(0.1, 0.95)],
+        [(1, "mean alignment", "warning", ()), (2, "mean alignment", "critical", ())]),
+    "mean alignment by energy": ([layer(quiet()), layer(quiet(hdi_energy_alignment=0.96))],
+        [(1, "mean alignment", "warning", ())]),
+    "heads that score alike": ([circuits(0.1), circuits(0.93)], [(1, "merged scores", "warning", (0, 2))]),
+    "heads that score nearly alike": ([circuits(0.1), circuits(0.89)], NOTHING),
+    "heads that score alike since their scores have grown": ([circuits(0.1), circuits(0.93, norms=[9.0] * 4)], NOTHING),
+    "two groups that score alike": ([circuits(0.1), circuits(0.95, (0, 1, 0.95), (2, 3, 0.92))],
+        [(1, "merged scores", "warning", (0, 1, 2, 3))]),
+    # --- weights
+    "a weight that is not finite": ([layer({"weights_not_finite": 0.0}),
+        layer({"weights_not_finite": 1.0}, {"weights_not_finite": [0, 0, 1, 0]})],
+        [(1, "weights not finite", "critical", (2,))]),
+    "an output that is not finite": ([layer({"outputs_not_finite": 4.0}, {"outputs_not_finite": [1, 1, 1, 1]})],
+        [(0, "weights not finite", "critical", (0, 1, 2, 3))]),
+    "one head jumps": ([moves(*STILL)] * 6 + [moves(0.01, 0.01, 0.3, 0.01)], [(6, "weight jump", "warning", (2,))]),
+    "all heads jump": ([moves(*STILL)] * 6 + [moves(0.2, 0.3, 0.2, 0.2)], [(6, "weight jump", "warning", ())]),
+    "a jump after too few readings": ([moves(*STILL)] * 4 + [moves(0.2, 0.3, 0.2, 0.2)], NOTHING),
+    "a jump below the limit": ([moves(*STILL)] * 6 + [moves(0.04, 0.04, 0.04, 0.04)], NOTHING),
+    "a jump no larger than before": ([moves(0.2, 0.2, 0.2, 0.2)] * 6 + [moves(0.7, 0.7, 0.7, 0.7)], NOTHING),
+    "a head stands still": ([moves(*STILL)] + [moves(0.0, 0.01, 0.01, 0.01)] * 3,
+        [(3, "frozen heads", "warning", (0,))]),
+    "a head stands still twice": ([moves(*STILL)] + [moves(0.0, 0.01, 0.01, 0.01)] * 2, NOTHING),
+    "a head of a layer that does not train stands still": (
+        [moves(0.0, 0.01, 0.01, 0.01, trains=0.0)] * 5, NOTHING),
+    "all heads stand still, with nothing else": ([moves(0.0, 0.0, 0.0, 0.0)] * 5, NOTHING),
+    "updates round away": ([moves(*STILL, unchanged=0.1)] + [moves(1e-5, 1e-5, 1e-5, 1e-5, unchanged=0.95)] * 3,
+        [(3, "rounded away", "warning", ())]),
+    "updates that mostly arrive": ([moves(*STILL, unchanged=0.1)] + [moves(*STILL, unchanged=0.89)] * 4, NOTHING),
+    "a layer that never moved": ([moves(0.0, 0.0, 0.0, 0.0, unchanged=1.0)] * 5, NOTHING),
+    "a circuit fades": ([norms([1, 1, 1, 1]), norms([1, 0.09, 1, 1])], [(1, "vanishing weights", "warning", (1,))]),
+    "an OV circuit fades": ([norms([1] * 4), norms([1] * 4, [1, 1, 1, 0.05])],
+        [(1, "vanishing weights", "warning", (3,))]),
+    "a circuit that began near zero": ([norms([1, 0.05, 1, 1]), norms([1, 0.001, 1, 1])], NOTHING),
+    "a circuit shrinks a little": ([norms([1, 1, 1, 1]), norms([1, 0.11, 1, 1])], NOTHING),
+    # --- attention
+    "sharp at step 0": (entropy(0.4), [(0, "sharp from the start", "warning", ())]),
+    "large scores at step 0": (entropy(0.9, attention_logit=13.0), [(0, "sharp from the start", "warning", ())]),
+    "sharp at step 50": (entropy(0.9, 0.4), NOTHING),
+    "uniform for 15 readings": (entropy(*[0.9998] * 15), [(14, "flat attention", "warning", ())]),
+    "uniform for 14 readings": (entropy(*[0.9998] * 14), NOTHING),
+    "uniform, but with some scores": (entropy(*[0.9998] * 20, attention_logit=0.3), NOTHING),
+    "becomes uniform": (entropy(0.9, 0.95, 0.97, *[0.9999] * 6), [(7, "flat attention", "warning", ())]),
+    "scores grow": (curve("attention_logit", [5.0, 8.0, 51.0]), [(2, "logit growth", "warning", ())]),
+    "scores that began large": (curve("attention_logit", [30.0, 40.0, 51.0]), NOTHING),
+    "sharpens at once": (entropy(*[0.9] * 14, 0.2), [(14, "sudden sharpening", "warning", ())]),
+    "sharpens after too few readings": (entropy(*[0.9] * 12, 0.2), NOTHING),
+    "sharpens steadily": (entropy(*[0.95 * 0.86**place for place in range(30)]), NOTHING),
+    "flattens at once": (entropy(*[0.7] * 8, *[0.95] * 4), [(11, "sudden flattening", "warning", ())]),
+    "flattens for three readings": (entropy(*[0.7] * 8, *[0.95] * 3, 0.7), NOTHING),
+    "flattens gradually": (entropy(*[1 - 0.3 * 0.85**place for place in range(30)]), NOTHING),
+    "a mask is lost": (curve("attention_ahead", [0.0, 0.4]), [(1, "later tokens", "critical", ())]),
+    "an encoder": (curve("attention_ahead", [0.4, 0.4]), NOTHING),
+    "rounding ahead": (curve("attention_ahead", [0.0, 1e-7]), NOTHING),
+    "one key": (curve("attention_keys", [6.5, 1.0]), [(1, "one key", "critical", ())]),
+    "two keys": (curve("attention_keys", [6.5, 2.0]), NOTHING),
+    "tokens become alike": (curve("token_cosine", [0.4, 0.4, 0.4, 0.999, 0.999, 0.999]),
+        [(5, "tokens alike", "warning", ())]),
+    "tokens alike for two readings": (curve("token_cosine", [0.4, 0.4, 0.4, 0.999, 0.999, 0.5]), NOTHING),
+    "tokens that began alike": (curve("token_cosine", [0.997, 0.999, 0.999, 0.999]), NOTHING),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_curve_raises_an_alert_or_none(case):
+    readings, expected = CASES[case]
+    assert raised(run(readings)) == expected
+
+
+def test_every_rule_has_a_case_that_raises_it():
+    assert {alert[1] for _, expected in CASES.values() for alert in expected} == {rule.name for rule in RULES}
+
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_that_are_not_finite_raise_nothing_and_break_nothing(case):
+    readings, _ = CASES[case]
+    broken = [
+        layer(
+            {name: NAN for name in one.values if "not_finite" not in name},
+            {name: [NAN] * 4 for name in one.heads if not name.endswith("_pair")} | {"worst_alignment_pair": [-1, -1]},
+            {name: closest() * NAN for name in one.matrices},
+        )
+        for one in readings
+    ]
+    assert raised(run(broken)) == []
+
+
+WHERE_IT_ENDS = {
+    "worst pair": ([pair(0.1), pair(0.85), pair(0.71), pair(0.69), pair(0.69)], 4),
+    "mean alignment": ([pair(0.1), pair(0.1, 0.55), pair(0.1, 0.41), pair(0.1, 0.39), pair(0.1, 0.39)], 4),
+    "merged scores": ([circuits(0.1), circuits(0.93), circuits(0.81), circuits(0.79), circuits(0.79)], 4),
+    "logit growth": (curve("attention_logit", [5, 8, 51, 31, 29, 29]), 5),
+    "vanishing weights": ([norms([1, 1, 1, last]) for last in (1, 0.09, 0.19, 0.21, 1)], 4),
+    "sharp from the start": (entropy(0.4, 0.59, 0.61, 0.7), 3),
+    "sudden sharpening": (entropy(*[0.9] * 14, 0.2, 0.44, 0.46, 0.9), 17),
+    "sudden flattening": (entropy(*[0.7] * 8, *[0.95] * 4, 0.83, 0.82, 0.7), 14),
+    "flat attention": (entropy(0.9, *[0.9999] * 5, 0.9991, 0.9989, 0.9), 8),
+    "tokens alike": (curve("token_cosine", [0.4, 0.4, 0.4, 0.999, 0.999, 0.999, 0.979, 0.977, 0.5]), 8),
+}  # fmt: skip
+"""Rule -> readings, and the reading at which the alert has ended: two limits, and three readings at least."""
+
+
+@pytest.mark.parametrize("rule", WHERE_IT_ENDS)
+def test_an_alert_ends_at_a_second_limit(rule):
+    readings, end = WHERE_IT_ENDS[rule]
+    given = run(readings)
+    assert [alert.rule for alerts in given for alert in alerts if not alert.is_over] == [rule]
+    assert [place for place, alerts in enumerate(given) for alert in alerts if alert.is_over] == [end]
+    (last,) = given[end]
+    assert (last.status, last.rule) == ("resolved", rule)
+
+
+def test_pretrained_weights_are_judged_by_what_changes():
+    as_loaded = [pair(0.9)] * 3
+    assert raised(run(as_loaded, pretrained=True)) == []
+    assert raised(run([equal(), equal()], pretrained=True)) == []
+    assert raised(run([*as_loaded, pair(0.9, 0.2, (1, 3, 0.9), (0, 2, 0.85))], pretrained=True)) == [
+        (3, "worst pair", "warning", (0, 2))
+    ]
+    assert raised(run(entropy(0.3), pretrained=True)) == []
+    assert raised(run([pair(0.1, 0.6), pair(0.1, 0.7)], pretrained=True)) == []
+
+
+def test_chance_explains_close_heads_at_step_0_where_the_input_is_narrow():
+    narrow = layer(quiet(hdi_worst_alignment=0.6, hdi_worst_pair=0.8), {"worst_pair": [0, 1], "rank": [1] * 4})
+    assert raised(run([narrow], layers=[facts(width=2)])) == []
+    assert raised(run([narrow], layers=[facts(width=64)])) == [(0, "worst pair", "warning", (0, 1))]
+
+
+def test_a_slow_start_from_small_weights_is_a_notice():
+    small = {"query_norm": 0.1, "key_norm": 0.1, "attention_logit": 0.002}
+    readings = entropy(*[0.9999] * 15, **small)
+    readings[0] = layer({"attention_entropy": 0.9999, **small}, {"head_norm": [0.2] * 4})
+    assert raised(run(readings)) == [(14, "flat attention", "notice", ())]
+    readings[0] = layer({"attention_entropy": 0.9999, **small}, {"head_norm": [3.0] * 4})
+    assert raised(run(readings)) == [(14, "flat attention", "warning", ())]
+
+
+def test_a_norm_behind_the_queries_takes_their_size_away():
+    readings = [norms([1] * 4), norms([1, 0.01, 1, 1])]
+    assert raised(run(readings, layers=[facts(normed=["query"])])) == []
+    assert raised(run([norms([1] * 4), norms([1] * 4, [1, 1, 1, 0.01])], layers=[facts(normed=["query"])])) != []
+
+
+def test_heads_of_zeros_are_told_as_such():
+    sizes = {name: [0, 1, 1, 1] for name in ("circuit_qk_norm", "circuit_ov_norm")}
+    zero = layer({"head_movement_min": 0.0}, {"head_movement": [0.0, 0.1, 0.1, 0.1], **sizes})
+    (alert,) = run([zero] * 3)[2]
+    assert alert.message == (
+        f"the weights of head 0 of {LAYER} are zero and do not move: not since step 0, while those of other heads do"
+    )
+    assert raised(run([zero] * 5, pretrained=True)) == []
+
+
+def test_a_whole_layer_that_stands_still_while_others_move_is_frozen():
+    still, moving = moves(0.0, 0.0, 0.0, 0.0), moves(*STILL)
+    given = run([{"a": moving, "b": moving}] + [{"a": still, "b": moving}] * 3, layers=[facts("a"), facts("b")])
+    ((alert,),) = [alerts for alerts in given if alerts]
+    assert (alert.rule, alert.where, alert.since) == ("frozen heads", {"a": (0, 1, 2, 3)}, 50)
+    assert (
+        "the weights of all 4 heads of a do not move: not since step 0, while those of other layers do" in alert.message
+    )
+
+
+def test_heads_that_score_alike_are_a_notice_while_the_loss_is_at_its_best_and_a_warning_once_it_is_not():
+    readings = [circuits(0.1)] * 5 + [circuits(0.95)] * 8
+    falling = [3.0, 2.5, 2.2, 2.0, 1.8, 1.7, 1.6, 1.5, 1.4, 1.3, 1.2, 1.1, 1.0]
+    assert raised(run(readings, losses=falling)) == [(5, "merged scores", "notice", (0, 2))]
+    rising = [*falling[:6], 2.6, 2.8, 2.9, 3.0, 3.1, 3.2, 3.3]
+    (first, *later) = raised(run(readings, losses=rising))
+    assert first == (5, "merged scores", "notice", (0, 2))
+    assert [alert[1:3] for alert in later] == [("merged scores", "warning")]
+    assert raised(run(readings)) == [(5, "merged scores", "warning", (0, 2))]
+
+
+def test_the_loss_may_be_noisy_and_at_its_best():
+    readings = [circuits(0.1)] * 10 + [circuits(0.95)] * 10
+    noisy = [1.0 - 0.02 * place + (0.1 if place % 2 else -0.1) for place in range(20)]
+    assert raised(run(readings, losses=noisy)) == [(10, "merged scores", "notice", (0, 2))]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_every_limit_switches_its_rule_off(rule):
+    off = {"*": dict.fromkeys(rule.limits)}
+    names = {one.name for one in default_rules(off["*"])}
+    assert (rule.name in names) == (not rule.limits)
+    for readings, expected in CASES.values():
+        if any(alert[1] == rule.name for alert in expected) and rule.limits:
+            given = raised(run(readings, Alerts(thresholds=off, layers=[facts()], pretrained=False)))
+            assert rule.name not in {alert[1] for alert in given}
