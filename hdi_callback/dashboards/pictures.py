@@ -1,246 +1,322 @@
-"""Pictures during a run, drawn from readings on the host within a share of the run's time."""
+"""Pictures with matplotlib: layers x steps, heads x heads, and the curves of a model.
+
+Alignment has one colour scale everywhere, from 0, chance, to 1, the same head. Its colours (cividis) remain distinct
+with colour blindness.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import math
+import re
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-from hdi_callback.dashboards.figures import WORST_ALIGNMENT, heads_of, layers_that_matter, panel_of
-from hdi_callback.dashboards.maps import draw_heads, draw_layers
-from hdi_callback.guard import attempt_each
-from hdi_callback.monitoring.atomic import write_atomically
-from hdi_callback.monitoring.history import read_records
-from hdi_callback.monitoring.readings import Record
+import numpy as np
+from torch import Tensor
+
+from hdi_callback.dashboards.layer_table import closest_pair, name_layers, number_in
+from hdi_callback.dashboards.tags import HEADS, MAP
+from hdi_callback.record import Alert, Record
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from matplotlib.figure import Figure
 
-    from hdi_callback.monitoring.session.sink import Result
+Curve = tuple[Sequence[float], Sequence[float]]
+"""Steps and values."""
 
-SHARE = 0.02
-"""Largest share of the run's time for drawing while it goes on."""
-SHARE_AT_END = 0.1
-"""Largest share of the run's time for all drawing, the last pictures included."""
-
-_FIRST_COST = 2.0  # seconds, before it is measured: the first drawing imports matplotlib and finds fonts
-_MOST_POINTS = 1200  # of a curve; then every two neighbours become one
+WORST = "hdi_worst_alignment"
+_NOT_MEASURED = "#b8b8b8"
+_MARK = "#d1242f"
+_INK = "#123456"  # of text and lines in an SVG, where it becomes the colour of the text around it
+_COLUMNS_AN_INCH = 50  # of a map: a column is not narrower than a pixel
+_MOST_NAMED = 24  # layers
 _DOTS_PER_INCH = 90
+_SHARE = 0.002  # of the run's time, for drawing while it goes on
 
 
-class Picture:
-    """One picture, as pixels.
-
-    Attributes:
-        name: ``layers`` or ``heads``.
-        pixels: ``(height, width, 3)``, a numpy array of bytes.
-        step: optimizer step of the reading.
-        axis: position on the trainer's own logging axis.
-    """
-
-    def __init__(self, name: str, pixels: Any, step: int, axis: int) -> None:
-        self.name, self.pixels, self.step, self.axis = name, pixels, step, axis
-
-    @property
-    def tag(self) -> str:
-        """Its name in a dashboard."""
-        return f"attention_heads/{self.name}"
-
-    def png(self) -> bytes:
-        """The picture as a PNG file.
-
-        Returns:
-            The bytes of a PNG.
-        """
-        from PIL import Image
-
-        buffer = io.BytesIO()
-        Image.fromarray(self.pixels).save(buffer, format="png")
-        return buffer.getvalue()
-
-
-class Outlet(Protocol):
-    """A function that takes pictures."""
-
-    def __call__(self, picture: Picture) -> object:
-        """Take a picture."""
-
-
-def save_in(place: Callable[[], Path]) -> Outlet:
-    """Write pictures into a folder, each in place of the one before.
+def draw_map(
+    steps: Sequence[int],
+    worst: Mapping[str, Sequence[float]],
+    alerts: Sequence[Alert] = (),
+    *,
+    size: tuple[float, float] = (5.2, 4.4),
+) -> Figure:
+    """Draw the alignment of the two closest heads, a row for each layer and a column for each reading.
 
     Args:
-        place: returns the folder, which is created with the first picture.
+        steps: optimizer steps of the readings.
+        worst: layer -> alignment at each reading, NaN where it was not measured.
+        alerts: those that began; each is marked in the rows of its layers.
+        size: in inches. Small, with large letters: TensorBoard shows a picture 350 pixels wide.
 
     Returns:
-        The outlet.
+        A figure, not attached to any window.
     """
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
 
-    def save(picture: Picture) -> None:
-        folder = place()
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / f"{picture.name}.png", picture.png())
+    names = list(worst)
+    columns, table = _thinned(steps, np.array([list(worst[name]) for name in names]), _COLUMNS_AN_INCH * size[0])
+    figure = Figure(figsize=size, layout="constrained")
+    panel = figure.subplots()
+    last_width = columns[-1] - columns[-2] if len(columns) > 1 else 1
+    edges = [*columns, columns[-1] + max(last_width, 1)]  # a column reaches from its step to the next
+    mesh = panel.pcolormesh(
+        edges, range(len(names) + 1), np.ma.masked_invalid(table), cmap=colormaps["cividis"], vmin=0, vmax=1,
+        rasterized=True,
+    )  # fmt: skip
+    panel.set_facecolor(_NOT_MEASURED)
+    panel.set_ylim(len(names), 0)
+    alerted = {layer for alert in alerts for layer in alert.where if layer in worst}
+    shown = _rows_named(names, alerted)
+    labels = [_short(number_in(name, names)) for name in shown]
+    panel.set_yticks([names.index(name) + 0.5 for name in shown], labels, fontsize=9)
+    if shown and labels[0] != _short(shown[0]):
+        panel.set_ylabel(_short(name_layers(names), 40), fontsize=9)
+    for label, name in zip(panel.get_yticklabels(), shown):
+        if name in alerted:
+            label.set(fontweight="bold", color=_MARK)
+    marks = [(alert.step, names.index(layer) + 0.5) for alert in alerts for layer in alert.where if layer in worst]
+    if marks:
+        x, y = zip(*marks)
+        panel.scatter(x, y, marker="v", s=50, color=_MARK, edgecolors="white", linewidths=0.8, zorder=3)
+    panel.set_xlabel("optimizer step" + ("; triangles: alerts" if marks else ""), fontsize=9)
+    panel.tick_params(axis="x", labelsize=9)
+    panel.set_title("Alignment of the two closest heads", fontsize=10, loc="left")
+    _add_scale(figure, mesh, panel)
+    return figure
 
-    return save
 
+def draw_heads(
+    layer: str, step: int | None, alignment: Tensor, pair: Sequence[int] = (), *, unit: str = "heads", size: float = 4.4
+) -> Figure:
+    """Draw the alignment of every two heads of a layer.
 
-def can_draw() -> bool:
-    """Return whether matplotlib is installed, without importing it.
+    Args:
+        layer: its name.
+        step: optimizer step of the reading.
+        alignment: ``(H, H)``.
+        pair: the two heads to mark.
+        unit: what the rows are: ``"heads"`` or ``"key heads"``.
+        size: height in inches.
 
     Returns:
-        True if it is.
+        A figure, not attached to any window.
     """
-    return importlib.util.find_spec("matplotlib") is not None and importlib.util.find_spec("PIL") is not None
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    table = alignment.double().numpy().copy()
+    np.fill_diagonal(table, np.nan)  # a head with itself says nothing
+    heads = len(table)
+    figure = Figure(figsize=(1.15 * size, size), layout="constrained")
+    panel = figure.subplots()
+    mesh = panel.imshow(np.ma.masked_invalid(table), cmap=colormaps["cividis"], vmin=0, vmax=1, interpolation="nearest")
+    panel.set_facecolor(_NOT_MEASURED)
+    every = next(size for size in (1, 2, 4, 8, 16, 32, 64, 128) if heads <= 12 * size or size == 128)
+    ticks = [head for head in range(0, heads, every) if all(abs(head - one) >= 0.7 * every for one in pair)]
+    ticks = sorted({*ticks, *pair})
+    panel.set_xticks(ticks, list(map(str, ticks)), fontsize=8)
+    panel.set_yticks(ticks, list(map(str, ticks)), fontsize=8)
+    title = _short(layer, 40) + ("" if step is None else f", step {step}")
+    if len(pair) == 2:
+        i, j = pair
+        for colour, width in (("white", 3.2), (_MARK, 1.7)):
+            panel.scatter(
+                [i, j], [j, i], s=max(60, (150 / heads) ** 2), facecolors="none", edgecolors=colour, linewidths=width
+            )
+        title += f"\n{unit} {i} and {j}: {table[i, j]:.2f}"
+    panel.set_title(title, fontsize=10, loc="left")
+    panel.set_xlabel(unit, fontsize=9)
+    _add_scale(figure, mesh, panel)
+    return figure
+
+
+def draw_curves(records: Sequence[Record], losses: Mapping[str, Curve]) -> Figure:
+    """Draw the curves of a model, one panel below the other, with alerts and interventions marked.
+
+    Args:
+        records: the readings.
+        losses: name -> steps and values.
+
+    Returns:
+        A figure, not attached to any window.
+    """
+    from matplotlib.figure import Figure
+
+    steps = [record.step for record in records]
+    values = {metric: [list(record.values(metric).values()) for record in records] for metric in _CURVE_METRICS}
+
+    def curve(metric: str, reduce: Callable[[list[float]], float]) -> tuple[list[int], list[float]]:
+        return steps, [
+            reduce(finite) if (finite := list(filter(math.isfinite, at))) else math.nan for at in values[metric]
+        ]
+
+    panels: dict[str, dict[str, Curve]] = {
+        "alignment": {
+            "closest pair of any layer": curve(WORST, max),
+            "mean of the worst layer": curve("hdi_alignment", max),
+        },
+        "HDI": {
+            "lowest layer": curve("hdi", min),
+            "mean of the layers": curve("hdi", lambda at: math.fsum(at) / len(at)),
+        },
+        "covariance": {"largest of any layer": curve("head_covariance", max)},
+        "loss": dict(losses),
+    }
+    panels = {
+        title: {name: xy for name, xy in drawn.items() if np.isfinite(xy[1]).any()} for title, drawn in panels.items()
+    }
+    panels = {title: drawn for title, drawn in panels.items() if drawn}
+    figure = Figure(figsize=(10, 0.4 + 1.6 * max(1, len(panels))), layout="constrained")
+    for panel, (title, drawn) in zip(figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0], panels.items()):
+        for colour, (name, (x, y)) in zip(("#c25100", "#3b82c4"), drawn.items()):
+            panel.plot(x, y, color=colour, linewidth=1.6, label=name, marker="." if len(x) < 3 else None)
+        if title == "alignment":
+            _mark_events(panel, records, drawn)
+            panel.set_ylim(min(0.0, panel.get_ylim()[0]), 1.12)
+        panel.set_ylabel(title, fontsize=9)
+        panel.tick_params(labelsize=8)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(alpha=0.3, linewidth=0.6)
+        panel.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+        panel.set_xlabel("optimizer step" if panel.get_subplotspec().is_last_row() else "", fontsize=9)
+    return figure
+
+
+_CURVE_METRICS = (WORST, "hdi_alignment", "hdi", "head_covariance")
+
+
+def _mark_events(panel: Any, records: Sequence[Record], drawn: Mapping[str, Curve]) -> None:
+    """Mark alerts that began on the first curve of a panel, and interventions at its foot."""
+    at = dict(zip(*next(iter(drawn.values()))))
+    began = [r.step for r in records if any(a.status == "new" and a.level != "notice" for a in r.alerts)]
+    acted = [r.step for r in records if any(not action.is_refusal for action in r.actions)]
+    style = {"s": 46, "edgecolors": "white", "linewidths": 0.8, "zorder": 3}
+    if began:
+        heights = [at[step] if math.isfinite(at[step]) else 0 for step in began]
+        panel.scatter(began, heights, marker="v", color=_MARK, label="alert", **style)
+    if acted:
+        panel.scatter(acted, [0] * len(acted), marker="D", color="#8250df", label="intervention", **style)
 
 
 class Pictures:
-    """Draws the map of layers over steps, and the heads of the worst layers, at a cadence of its own.
-
-    At every so many readings and at alerts, unless drawing would take more than its share of the run's time: then at
-    the first later reading at which it does not. The last reading is drawn as well, if all drawing stays within a tenth
-    of the run's time.
+    """Draws the two pictures of a run while it goes on, in a share of its time, and at its end.
 
     Args:
-        outlets: take the pictures.
-        every: readings between two sets of pictures.
-        before: the history of a run that is resumed, whose earlier readings are drawn as well.
-        share: of the run's time while it goes on.
-        share_at_end: of the run's time in all.
+        past: records before a resumption.
         clock: seconds.
     """
 
-    name = "drawing pictures"
+    def __init__(self, past: Sequence[Record] = (), clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._next = clock, 0.0
+        self._steps = array("q")
+        self._worst: dict[str, array[float]] = {}
+        self._alerts: list[Alert] = []
+        for record in past:
+            self._add(record)
 
-    def __init__(
-        self,
-        outlets: Sequence[Outlet],
-        *,
-        every: int,
-        before: Path | None = None,
-        share: float = SHARE,
-        share_at_end: float = SHARE_AT_END,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._outlets, self._every, self._before = list(outlets), every, before
-        self._share, self._share_at_end, self._clock = share, share_at_end, clock
-        self._began, self._spent, self._cost = clock(), 0.0, _FIRST_COST
-        self._readings, self._is_due = 0, False
-        self._steps: list[int] = []
-        self._curves: dict[str, list[float]] = {}
-        self._alerts: list[tuple[int, str, tuple[int, ...]]] = []
-        self._actions: list[tuple[int, str]] = []
-
-    def write(self, result: Result) -> None:
-        """Take one reading, and draw if it is due.
-
-        Args:
-            result: the result of a reading.
-        """
-        record = result.record
+    def add(self, record: Record) -> dict[str, npt.NDArray[np.uint8]]:
+        """Take a record; return the pictures if they are due: tag -> ``(height, width, 3)``."""
         self._add(record)
-        reported = [alert for alert in result.alerts if alert.level != "notice" and not alert.is_resolved]
-        self._alerts += [(alert.step, alert.layer, alert.finding.heads) for alert in reported]
-        done = [action for action in result.actions if not action.is_dry_run and not action.is_refusal]
-        self._actions += [(record.step, action.layer) for action in done]
-        self._is_due = self._is_due or bool(reported) or self._readings % self._every == 0
-        self._readings += 1
-        share = self._share_at_end if result.is_last else self._share
-        if (self._is_due or result.is_last) and self._is_affordable(share):
-            self._is_due = False
-            self._draw(result)
-
-    def _is_affordable(self, share: float) -> bool:
-        return self._spent + self._cost <= share * (self._clock() - self._began)
-
-    def _draw(self, result: Result) -> None:
         began = self._clock()
-        try:
-            if self._before is not None:
-                before, self._before = self._before, None
-                self._take_over(before, result.record.step)
-            figures = {"layers": self._layers(result), "heads": self._heads(result)}
-            step, axis = result.record.step, result.record.axis
-            pictures = [
-                Picture(name, pixels_of(figure), step, axis) for name, figure in figures.items() if figure is not None
-            ]
-            attempt_each(partial(outlet, picture) for picture in pictures for outlet in self._outlets)
-        finally:
-            self._cost = self._clock() - began
-            self._spent += self._cost
-
-    def _layers(self, result: Result) -> Figure | None:
-        curves = {name: curve for name, curve in self._curves.items() if any(map(math.isfinite, curve))}
-        if not curves:
-            return None
-        pairs = {
-            name: tuple(int(head) for head in layer.arrays.get("worst_alignment_pair", ()))
-            for name, layer in result.record.layers.items()
-        }
-        return draw_layers(self._steps, curves, pairs=pairs, alerts=self._alerts, interventions=self._actions)
-
-    def _heads(self, result: Result) -> Figure | None:
-        alerted = heads_of(result.active or ())
-        record = result.record
-        panels = [
-            panel_of(name, record.layers[name], matrix, alerted.get(name))
-            for name in layers_that_matter(record, alerted)
-            if (matrix := record.layers[name].matrices.get("pair_alignment")) is not None
-        ]
-        return draw_heads(panels, record.step) if panels else None
-
-    def _take_over(self, history: Path, step: int) -> None:
-        """Prepend the readings before this process began."""
-        known = set(self._steps)
-        steps, curves = self._steps, self._curves
-        self._steps, self._curves = [], {}
-        for record in read_records(history):
-            if record.step <= step and record.step not in known:
-                self._add(record)
-        length = len(self._steps)
-        names = list(dict.fromkeys([*self._curves, *curves]))
-        missing = [math.nan] * len(steps)
-        self._curves = {name: self._curves.get(name, [math.nan] * length) + curves.get(name, missing) for name in names}
-        self._steps += steps
+        is_due = record.is_last or (len(self._steps) > 1 and began >= self._next)
+        if not is_due or not self._worst:
+            return {}
+        drawn = {MAP: pixels(draw_map(self._steps, self._worst, self._alerts))}
+        worst = record.values(WORST)
+        layer = max(worst, key=lambda name: worst[name], default=None)
+        if layer is not None and (matrix := record.layers[layer].matrices.get("pair_alignment")) is not None:
+            drawn[HEADS] = pixels(draw_heads(layer, record.step, matrix, closest_pair(record, layer)))
+        now = self._clock()
+        self._next = now + (now - began) / _SHARE
+        return drawn
 
     def _add(self, record: Record) -> None:
-        for name in record.layers:
-            self._curves.setdefault(name, [math.nan] * len(self._steps))
+        values = record.values(WORST)
+        for name in values:
+            self._worst.setdefault(name, array("f", [math.nan] * len(self._steps)))
+        for name, row in self._worst.items():
+            row.append(values.get(name, math.nan))
         self._steps.append(record.step)
-        for name, curve in self._curves.items():
-            layer = record.layers.get(name)
-            curve.append(math.nan if layer is None else layer.values.get(WORST_ALIGNMENT, math.nan))
-        if len(self._steps) > _MOST_POINTS:
-            self._steps = self._steps[::2]
-            self._curves = {name: _halved(curve) for name, curve in self._curves.items()}
+        self._alerts += [alert for alert in record.alerts if alert.status == "new" and alert.level != "notice"]
 
 
-def _halved(curve: list[float]) -> list[float]:
-    """Keep the larger of every two neighbours; NaN is smaller than any number."""
-    pairs = zip(curve[::2], [*curve[1::2], math.nan])
-    return [max(pair, key=lambda value: -math.inf if math.isnan(value) else value) for pair in pairs]
-
-
-def pixels_of(figure: Figure) -> Any:
-    """Draw a figure.
-
-    Args:
-        figure: a matplotlib figure.
-
-    Returns:
-        ``(height, width, 3)``, a numpy array of bytes.
-    """
-    import matplotlib
-    import numpy as np
+def pixels(figure: Figure) -> npt.NDArray[np.uint8]:
+    """Return a figure as pixels, ``(height, width, 3)``."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    # The user's matplotlib style, such as LaTeX for all texts, must not apply here.
-    with matplotlib.rc_context({"text.usetex": False}):
-        canvas: Any = FigureCanvasAgg(figure)
-        figure.set_dpi(_DOTS_PER_INCH)
-        canvas.draw()
-        return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+    figure.set_dpi(_DOTS_PER_INCH)
+    canvas: Any = FigureCanvasAgg(figure)
+    canvas.draw()
+    picture: npt.NDArray[np.uint8] = np.array(canvas.buffer_rgba())[..., :3]
+    return picture
+
+
+@contextmanager
+def svg_style() -> Iterator[None]:
+    """Draw figures, within this context, that `svg` can make fit a light and a dark page."""
+    from matplotlib import rc_context
+
+    inks = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "hdi", **dict.fromkeys(inks, _INK)}
+    with rc_context(style):
+        yield
+
+
+def svg(figure: Figure, label: str) -> str:
+    """Return a figure as an element of a page, in the colours of the text around it.
+
+    Args:
+        figure: drawn within `svg_style`.
+        label: what it shows, for those who cannot see it.
+    """
+    text = io.StringIO()
+    figure.patch.set_alpha(0)
+    for panel in figure.axes:
+        if panel.get_facecolor() == (1.0, 1.0, 1.0, 1.0):
+            panel.patch.set_alpha(0)
+    figure.savefig(text, format="svg", dpi=120, metadata={"Date": None, "Creator": None})
+    drawn = text.getvalue()
+    drawn = drawn[drawn.index("<svg") :].replace(_INK, "currentColor")
+    drawn = re.sub(r"<metadata>.*?</metadata>", "", drawn, flags=re.DOTALL)
+    drawn = re.sub(r'font: (\d[\d.]*)px[^;"]*', r"font-size: \1px", drawn)  # the family is the page's
+    return re.sub(r'<svg ([^>]*?)width="[\d.]+pt"', rf'<svg role="img" aria-label="{label}" \1', drawn, count=1)
+
+
+def _thinned(steps: Sequence[int], table: npt.NDArray[Any], most: float) -> tuple[list[int], npt.NDArray[Any]]:
+    """Merge neighbouring columns until a screen can show them; the largest value of each counts."""
+    size = math.ceil(len(steps) / most)
+    if size <= 1:
+        return list(steps), table
+    starts = range(0, len(steps), size)
+    filled = np.where(np.isfinite(table), table, -np.inf)
+    merged = np.maximum.reduceat(filled, list(starts), axis=1)
+    return [steps[start] for start in starts], np.where(np.isfinite(merged), merged, np.nan)
+
+
+def _rows_named(names: Sequence[str], alerted: set[str]) -> list[str]:
+    """The layers whose names fit beside the rows: those with an alert before all others."""
+    if len(names) <= _MOST_NAMED:
+        return list(names)
+    chosen = [place for place, name in enumerate(names) if name in alerted][:_MOST_NAMED]
+    apart = len(names) / 12
+    for place in (round(part * (len(names) - 1) / 8) for part in range(9)):
+        if all(abs(place - other) >= apart / 2 for other in chosen):
+            chosen.append(place)
+    return [names[place] for place in sorted(chosen)]
+
+
+def _short(name: str, most: int = 28) -> str:
+    return name if len(name) <= most else f"…{name[1 - most :]}"
+
+
+def _add_scale(figure: Any, mesh: Any, panel: Any) -> None:
+    bar = figure.colorbar(mesh, ax=panel, fraction=0.05, pad=0.02)
+    bar.set_ticks([0, 0.5, 1], labels=["0 chance", "0.5", "1 same"])
+    bar.ax.tick_params(labelsize=8)

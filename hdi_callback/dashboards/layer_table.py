@@ -1,0 +1,246 @@
+"""The table of layers: one line for all layers that are alike, one for each layer with an alert."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hdi_callback.record import Alert, Record
+
+_MOST_HEADS = 8
+_SHAPE = ("kind", "num_heads", "num_key_heads", "num_value_heads", "head_dim", "value_dim")
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """A line of the table.
+
+    Attributes:
+        layer: name of the layer, or of several at once: ``blocks.0-11.attn``.
+        heads: how many heads, and key heads if fewer.
+        width: of a head.
+        kind: how its weights are laid out.
+        hdi: HDI, or its range.
+        alignment: of the two closest heads, ``-`` if it was not measured.
+        pair: the two closest heads.
+        mean_alignment: mean over all pairs of the worst layer.
+        alert: rules that report it.
+    """
+
+    layer: str
+    heads: str
+    width: str
+    kind: str
+    hdi: str = ""
+    alignment: str = ""
+    pair: str = ""
+    mean_alignment: str = ""
+    alert: str = ""
+
+
+def layer_rows(
+    layers: Sequence[Mapping[str, Any]],
+    record: Record | None = None,
+    active: Iterable[Alert] = (),
+    *,
+    is_grouped: bool = True,
+) -> list[LayerRow]:
+    """Return the lines of the table.
+
+    Args:
+        layers: the facts of the layers, see `AttentionLayer.facts`.
+        record: a reading whose numbers are shown.
+        active: alerts; each layer of theirs gets a line of its own.
+        is_grouped: False for one line for each layer.
+
+    Returns:
+        The lines, in model order.
+    """
+    rules: dict[str, list[str]] = {}
+    for alert in active:
+        if alert.level != "notice":
+            for layer in alert.where:
+                rules.setdefault(layer, []).append(alert.rule)
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for facts in layers:
+        name = facts["name"]
+        is_alone = not is_grouped or name in rules
+        shape = (*(facts.get(size) for size in _SHAPE), re.sub(r"\d+", "#", name), name if is_alone else None)
+        groups.setdefault(shape, []).append(facts)
+    return [_row(group, record, rules.get(group[0]["name"], [])) for group in groups.values()]
+
+
+def _row(group: Sequence[Mapping[str, Any]], record: Record | None, rules: Sequence[str]) -> LayerRow:
+    """The line of layers of one shape."""
+    facts, names = group[0], [facts["name"] for facts in group]
+    heads, key_heads = facts.get("num_heads", "?"), facts.get("num_key_heads")
+    head_dim, value_dim = facts.get("head_dim", "?"), facts.get("value_dim")
+    row = {
+        "layer": name_layers(names),
+        "heads": f"{heads}" if key_heads in (None, heads) else f"{heads} ({key_heads} key)",
+        "width": f"{head_dim}" if value_dim in (None, head_dim) else f"{head_dim} ({value_dim} value)",
+        "kind": str(facts.get("kind", "")),
+        "alert": ", ".join(dict.fromkeys(rules)),
+    }
+    if record is None:
+        return LayerRow(**row)
+    hdi, worst, mean = (
+        {name: value for name, value in record.values(metric).items() if name in names and math.isfinite(value)}
+        for metric in ("hdi", "hdi_worst_alignment", "hdi_alignment")
+    )
+    row["hdi"] = _range(hdi.values())
+    row["mean_alignment"] = f"{max(mean.values()):.2f}" if mean else "-"
+    row["alignment"] = "-"
+    if worst:
+        layer = max(worst, key=lambda name: worst[name])
+        row["alignment"] = f"{worst[layer]:.2f}"
+        row["pair"] = " and ".join(map(str, closest_pair(record, layer)))
+        if row["pair"] and len(names) > 1:
+            row["pair"] += f" of {number_in(layer, names)}"
+    return LayerRow(**row)
+
+
+def layers_text(
+    layers: Sequence[Mapping[str, Any]],
+    refused: Mapping[str, str] | None = None,
+    record: Record | None = None,
+    active: Iterable[Alert] = (),
+    *,
+    width: int = 80,
+) -> str:
+    """Return the table as text.
+
+    Args:
+        layers: the facts of the layers.
+        refused: name -> reason, of attention that is not read.
+        record: a reading whose numbers are shown in place of the layout.
+        active: alerts to show with it.
+        width: of the text, in columns.
+
+    Returns:
+        Lines without a line break at the end.
+
+    Example:
+        >>> facts = [{"name": f"blocks.{i}.attn", "num_heads": 12, "head_dim": 64, "kind": "`qkv`"} for i in range(12)]
+        >>> print(layers_text(facts))
+        layer             heads  width  layout
+        blocks.0-11.attn  12     64     `qkv`
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    columns = {"layer": "layer", "heads": "heads", "width": "width", "layout": "kind"}
+    if record is not None:
+        columns = {"layer": "layer", "heads": "heads", "HDI": "hdi", "closest": "alignment", "pair": "pair"}
+        columns |= {"alert": "alert"} if any(alert.level != "notice" for alert in active) else {}
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in columns:
+        table.add_column(heading, overflow="fold", no_wrap=heading in {"heads", "HDI", "closest"})
+    for row in layer_rows(layers, record, active):
+        table.add_row(*(Text(getattr(row, field)) for field in columns.values()))
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    with console.capture() as captured:
+        console.print(table)
+    lines = [line.rstrip() for line in captured.get().splitlines()] if layers else []
+    reasons: dict[str, list[str]] = {}
+    for name, reason in (refused or {}).items():
+        reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        text = f"not watched: {name_layers(names)}: {reason}"
+        lines += textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+def name_layers(names: Sequence[str]) -> str:
+    """Name several layers in few words.
+
+    Args:
+        names: their names.
+
+    Returns:
+        The names, with ranges for numbers that run on.
+
+    Example:
+        >>> name_layers([f"blocks.{i}.attn" for i in (0, 1, 2, 5)])
+        'blocks.0-2,5.attn'
+        >>> name_layers(["encoder.attn", "decoder.attn"])
+        'encoder.attn, decoder.attn'
+    """
+    by_template: dict[tuple[str, ...], list[list[str]]] = {}
+    for name in names:
+        parts = re.split(r"(\d+)", name)
+        by_template.setdefault(tuple(parts[::2]), []).append(parts)
+    named = []
+    for parts_of in by_template.values():
+        first = parts_of[0]
+        varying = [place for place in range(len(first)) if len({parts[place] for parts in parts_of}) > 1]
+        if len(varying) == 1:
+            place = varying[0]
+            numbers = _ranges(sorted(int(parts[place]) for parts in parts_of))
+            named.append("".join([*first[:place], numbers, *first[place + 1 :]]))
+        else:
+            named.append("".join(first) + (f" and {len(parts_of) - 1} more" if len(parts_of) > 1 else ""))
+    most = 3
+    return ", ".join(named[:most]) + (f" and {len(named) - most} more" if len(named) > most else "")
+
+
+def number_in(layer: str, names: Sequence[str]) -> str:
+    """Return the number that tells a layer from others; its name if they differ in more than one number."""
+    if len({re.sub(r"\d+", "#", name) for name in names}) > 1:
+        return layer
+    numbers = zip(*(re.findall(r"\d+", name) for name in names))
+    varying = [place for place, found in enumerate(numbers) if len(set(found)) > 1]
+    return str(re.findall(r"\d+", layer)[varying[0]]) if len(varying) == 1 else layer
+
+
+def name_heads(heads: Sequence[int], total: int | None = None, unit: str = "heads") -> str:
+    """Name heads in few words.
+
+    Args:
+        heads: their numbers; none for the whole layer.
+        total: how many heads the layer has.
+        unit: ``"heads"`` or ``"key heads"``.
+
+    Returns:
+        The words; empty for the whole layer.
+
+    Example:
+        >>> name_heads([3, 21], 32), name_heads(range(32), 32), name_heads([5])
+        ('heads 3 and 21', 'all 32 heads', 'head 5')
+    """
+    if not heads:
+        return ""
+    if len(heads) == total and len(heads) > 2:
+        return f"all {total} {unit}"
+    if len(heads) > _MOST_HEADS:
+        return f"{len(heads)} {unit}: {_ranges(sorted(heads))}"
+    *most, last = map(str, heads)
+    return f"{unit} {', '.join(most)} and {last}" if most else f"{unit.removesuffix('s')} {last}"
+
+
+def closest_pair(record: Record, layer: str) -> tuple[int, ...]:
+    """Return the two closest heads of a layer; empty if no two live heads were compared."""
+    pair = tuple(int(head) for head in record.layers[layer].heads.get("worst_alignment_pair", ()) if head is not None)
+    return pair if len(pair) == 2 and min(pair) >= 0 else ()
+
+
+def _range(values: Iterable[float]) -> str:
+    texts = sorted({f"{value:.2f}" for value in values}, key=float)
+    return "-" if not texts else texts[0] if len(texts) == 1 else f"{texts[0]}-{texts[-1]}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Whole numbers in order, with ranges in place of runs: 0-2,5."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

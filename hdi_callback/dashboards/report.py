@@ -1,0 +1,188 @@
+"""The report of a run: one HTML file that loads nothing."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hdi_callback.dashboards.layer_table import closest_pair, layer_rows, name_heads, name_layers
+from hdi_callback.dashboards.pictures import WORST, Curve, draw_curves, draw_heads, draw_map, svg, svg_style
+from hdi_callback.dashboards.verdict import Event, events, verdict
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.history import RunHistory
+from hdi_callback.record import LEVELS
+
+_MOST_EVENTS = 200
+
+
+def write_report(run: RunHistory, path: str | os.PathLike[str] | None = None, *, title: str | None = None) -> Path:
+    """Write one HTML file about a run; it opens without a network.
+
+    Args:
+        run: its history, see `load_history`.
+        path: the file to write; ``report.html`` beside the history by default.
+        title: title of the page; by default it names the run.
+
+    Returns:
+        The file.
+
+    Raises:
+        MisconfigurationError: if it cannot be written.
+    """
+    from jinja2 import Environment, PackageLoader, select_autoescape
+
+    environment = Environment(loader=PackageLoader(__package__, "."), autoescape=select_autoescape(default=True))
+    page = environment.get_template("report.html").render(_contents(run, title))
+    stem = run.path.stem.replace("history", "report") if "history" in run.path.stem else "report"
+    target = run.path.with_name(f"{stem}.html") if path is None else Path(path).expanduser()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise MisconfigurationError(f"`{target}` cannot be written ({error.strerror}): write another path.") from error
+    return target
+
+
+def _contents(run: RunHistory, title: str | None) -> dict[str, Any]:
+    """What the page shows."""
+    raised = events(run.records)
+    last = run.records[-1] if run.records else None
+    active = () if last is None else last.active
+    return {
+        "title": title or f"Attention heads of {_name(run)}",
+        "verdict": verdict(run.records, run.layers, is_audit=run.is_audit),
+        "pictures": _pictures(run),
+        "facts": _facts(run, raised),
+        "events": [_event_row(event, run) for event in raised[-_MOST_EVENTS:]],
+        "counts": f"{len(raised)}" if run.is_audit else _counts(raised),
+        "num_events": len(raised),
+        "actions": [action for record in run.records for action in record.actions],
+        "rows": layer_rows(run.layers, last, active),
+        "every_row": layer_rows(run.layers, last, active, is_grouped=False),
+        "is_audit": run.is_audit,
+        "last": last,
+    }
+
+
+def _pictures(run: RunHistory) -> dict[str, str]:
+    """The pictures that can be drawn, as elements of the page."""
+    drawn: dict[str, str] = {}
+    worst = {name: row for name, row in run.series(WORST).items() if any(map(math.isfinite, row))}
+    with svg_style():
+        if len(run.records) > 1:
+            if worst:
+                steps = [record.step for record in run.records]
+                began = [event.alert for event in events(run.records) if event.alert.level != "notice"]
+                figure = draw_map(steps, worst, began, size=(7.2, 4.7))
+                drawn["map"] = svg(figure, "Alignment of the two closest heads of each layer over the steps")
+            figure = draw_curves(run.records, _losses(run))
+            drawn["curves"] = svg(figure, "Curves of the model over the steps")
+        at_worst = _worst_heads(run)
+        if at_worst is not None:
+            drawn["heads"] = svg(at_worst, "Alignment of every two heads of the worst layer at its worst step")
+    return drawn
+
+
+def _worst_heads(run: RunHistory) -> Any:
+    """The heads of the worst layer at the worst step of which matrices are kept."""
+    kept = set(run.matrix_steps)
+    found = [
+        (value, record, layer)
+        for record in run.records
+        if record.step in kept
+        for layer, value in record.values(WORST).items()
+        if math.isfinite(value)
+    ]
+    if not found:
+        return None
+    _, record, layer = max(found, key=lambda one: one[0])
+    matrix = run.matrices(record.step).get(layer, {}).get("pair_alignment")
+    if matrix is None:
+        return None
+    facts = next((facts for facts in run.layers if facts["name"] == layer), {})
+    is_grouped = facts.get("num_key_heads", len(matrix)) != facts.get("num_heads", len(matrix))
+    unit = "key heads" if is_grouped else "heads"
+    step = None if run.is_audit else record.step
+    return draw_heads(layer, step, matrix, closest_pair(record, layer), unit=unit, size=4.7)
+
+
+def _facts(run: RunHistory, raised: Sequence[Event]) -> list[tuple[str, str]]:
+    """What was trained and watched."""
+    rows = layer_rows(run.layers)
+    found = [("layers", "; ".join(f"{row.layer}: {row.heads} heads of width {row.width}, {row.kind}" for row in rows))]
+    if run.is_audit:
+        return found
+    if run.records:
+        first, last = run.records[0], run.records[-1]
+        end = ", the end of the run" if last.is_last else ""
+        found.append(("readings", f"{len(run.records)}, from step {first.step} to step {last.step}{end}"))
+        if first.time > 0:
+            begun = datetime.datetime.fromtimestamp(first.time, datetime.timezone.utc)
+            length = datetime.timedelta(seconds=round(max(0.0, last.time - first.time)))
+            found.append(("began", f"{begun:%Y-%m-%d %H:%M} UTC, watched for {length}"))
+    if run.resumed:
+        found.append(("resumed", "after the reading of step " + ", ".join(map(str, run.resumed))))
+    found.append(("alerts", _counts(raised)))
+    if run.skipped_lines:
+        found.append(("not readable", f"{run.skipped_lines} lines of the history"))
+    found.append(("history", str(run.path)))
+    return found
+
+
+def _counts(raised: Sequence[Event]) -> str:
+    """How many alerts were raised and are active; notices are counted apart."""
+    serious = [event for event in raised if event.alert.level != "notice"]
+    notices = len(raised) - len(serious)
+    more = f", {notices} {'notice' if notices == 1 else 'notices'}" if notices else ""
+    return f"{len(serious)} raised, {sum(event.ended is None for event in serious)} active{more}"
+
+
+def _event_row(event: Event, run: RunHistory) -> dict[str, Any]:
+    """An event as a row of the table of alerts."""
+    alert = event.alert
+    layer, heads = next(iter(alert.where.items()), ("", ()))
+    facts = next((facts for facts in run.layers if facts["name"] == layer), {})
+    total = facts.get("num_key_heads" if alert.unit == "key heads" else "num_heads")
+    return {
+        "step": alert.step,
+        "level": alert.level,
+        "is_serious": LEVELS.index(alert.level) > 0,
+        "state": "found" if run.is_audit else event.state,
+        "layers": name_layers(alert.layers),
+        "heads": name_heads(heads, total, alert.unit) or "all",
+        "message": alert.message,
+        "action": alert.action,
+    }
+
+
+def _name(run: RunHistory) -> str:
+    """The run by the last two folders of its path."""
+    if run.is_audit:
+        return run.path.name
+    folder = run.path.parent.parent if run.path.parent.name == "hdi" else run.path.parent
+    own = run.path.stem.removeprefix("history").strip("-")
+    return "/".join(folder.parts[-2:]).lstrip("/") + (f" ({own})" if own else "")
+
+
+def _losses(run: RunHistory) -> dict[str, Curve]:
+    """The training loss at the readings, and a validation loss from the TensorBoard files in the folder of the run."""
+    found: dict[str, Curve] = {}
+    known = [(float(record.step), record.loss) for record in run.records if record.loss is not None]
+    if known:
+        found["training loss"] = [step for step, _ in known], [loss for _, loss in known]
+    folder = run.path.parent.parent if run.path.parent.name == "hdi" else run.path.parent
+    for place in sorted({file.parent for file in [*folder.glob("*tfevents*"), *folder.glob("runs/*/*tfevents*")]}):
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        written = EventAccumulator(str(place), size_guidance={"scalars": 1000})
+        written.Reload()
+        for tag in written.Tags()["scalars"]:
+            if "loss" in tag.lower() and "val" in tag.lower():  # val_loss, eval/loss, validation loss
+                points = written.Scalars(tag)
+                found[tag] = [float(point.step) for point in points], [point.value for point in points]
+                return found
+    return found

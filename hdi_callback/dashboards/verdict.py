@@ -1,0 +1,150 @@
+"""The verdict on a run, in a sentence or two, and its events."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from hdi_callback.dashboards.layer_table import closest_pair, name_heads, name_layers
+from hdi_callback.record import LEVELS, Alert, Record
+
+State = Literal["alert", "clear", "nothing to judge"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is so with a run.
+
+    Attributes:
+        state: ``"alert"``, ``"clear"`` or ``"nothing to judge"``.
+        text: a sentence or two.
+        action: what to do about the first alert, with code to paste; empty without an alert.
+    """
+
+    state: State
+    text: str
+    action: str = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Event:
+    """An alert, from its beginning to its end.
+
+    Attributes:
+        alert: as it began, with the level and the sentence that it came to.
+        ended: step at which it was over; `None` while it is active.
+        end: how it ended: ``"resolved"`` or ``"not measured"``.
+    """
+
+    alert: Alert
+    ended: int | None = None
+    end: str = ""
+
+    @property
+    def state(self) -> str:
+        """Its state in words."""
+        return "active" if self.ended is None else f"{self.end} at step {self.ended}"
+
+
+def events(records: Sequence[Record]) -> list[Event]:
+    """Return the events of a run, one for each alert that was raised, notices included."""
+    found: list[Event] = []
+    for alert in (alert for record in records for alert in record.alerts):
+        place = next((i for i in reversed(range(len(found))) if _is_same(found[i], alert)), None)
+        if alert.status == "new" or place is None:
+            if not alert.is_over:
+                found.append(Event(alert))
+        elif alert.is_over:
+            found[place] = replace(found[place], ended=alert.step, end=alert.status)
+        else:
+            found[place] = Event(replace(alert, step=found[place].alert.step))
+    return found
+
+
+def _is_same(event: Event, alert: Alert) -> bool:
+    """Whether an alert goes on with an event."""
+    return (
+        event.ended is None and event.alert.rule == alert.rule and bool(event.alert.where.keys() & alert.where.keys())
+    )
+
+
+def verdict(records: Sequence[Record], layers: Sequence[Mapping[str, Any]], *, is_audit: bool = False) -> Verdict:
+    """Judge a run by its last reading.
+
+    Args:
+        records: the readings so far; one for an audit.
+        layers: the facts of the layers that are watched.
+        is_audit: True for a model that does not train, where steps say nothing.
+
+    Returns:
+        Its state, in words, and what to do.
+
+    Example:
+        >>> print(verdict([], [{"name": "attn"}]))
+        Nothing to judge: there is no reading yet.
+    """
+    if not layers:
+        what = "no attention layer could be read" if is_audit else "no attention layer is watched"
+        return Verdict("nothing to judge", f"Nothing to judge: {what}.")
+    if not records:
+        return Verdict("nothing to judge", "Nothing to judge: there is no reading yet.")
+    last = records[-1]
+    at = "" if is_audit else f" at step {last.step}"
+    active = sorted((alert for alert in last.active if alert.level != "notice"), key=lambda alert: -_rank(alert))
+    if active:
+        first = active[0]
+        count = (
+            "" if len(active) == 1 else f"{len(active)} {'findings' if is_audit else 'alerts are active'}. The first: "
+        )
+        when = "" if is_audit else f"Step {first.step}: "
+        return Verdict(
+            "alert", f"{count}{when.lower() if count else when}{first.message}.".replace("..", "."), first.action
+        )
+    if not any(_is_measured(last, name) for name in last.layers):
+        return Verdict("nothing to judge", f"Nothing to judge: no layer was measured{at}{_why(last)}.")
+    over = [event for event in events(records) if event.ended is not None and event.alert.level != "notice"]
+    earlier = f" {len(over)} earlier {'alert is' if len(over) == 1 else 'alerts are'} over." if over else ""
+    of_layers = "1 layer" if len(last.layers) == 1 else f"{len(last.layers)} layers"
+    readings = "1 reading" if len(records) == 1 else f"{len(records)} readings"
+    found = f"{'No active alert' if over else 'No alert'} in {readings} of {of_layers}."
+    if is_audit:
+        found = f"Nothing unusual in {of_layers}."
+    return Verdict("clear", f"{found}{_closest(last, at)}{_missing(last, at)}{earlier}")
+
+
+def _rank(alert: Alert) -> int:
+    return LEVELS.index(alert.level)
+
+
+def _is_measured(record: Record, layer: str) -> bool:
+    """Whether any number of a layer could be judged; that it trains is none."""
+    return any(math.isfinite(value) for metric, value in record.layers[layer].values.items() if metric != "trains")
+
+
+def _why(record: Record, names: Sequence[str] | None = None) -> str:
+    """The first reason for missing numbers, in brackets."""
+    layers = [record.layers[name] for name in names or record.layers]
+    reasons = [*record.absent.values(), *(reason for layer in layers for reason in layer.absent.values())]
+    return f" ({reasons[0]})" if reasons else ""
+
+
+def _closest(record: Record, at: str) -> str:
+    worst = {name: value for name, value in record.values("hdi_worst_alignment").items() if math.isfinite(value)}
+    if not worst:
+        return f" No two heads were compared{at}{_why(record)}."
+    layer = max(worst, key=lambda name: worst[name])
+    pair = name_heads(closest_pair(record, layer))
+    return f" The two closest are {pair} of {layer}, with alignment {worst[layer]:.2f} (0 chance, 1 the same head)."
+
+
+def _missing(record: Record, at: str) -> str:
+    missing = [name for name in record.layers if not _is_measured(record, name)]
+    if not missing:
+        return ""
+    verb = "was" if len(missing) == 1 else "were"
+    return f" {name_layers(missing)} {verb} not measured{at}{_why(record, missing)}."

@@ -1,0 +1,171 @@
+"""`load_history`: a history file, read back."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.history.lines import from_text, matrices_folder, record_from_line
+from hdi_callback.record import Alert, Record
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True, repr=False)
+class RunHistory:
+    """A run, as its history has it.
+
+    Attributes:
+        path: the file.
+        layers: the facts of the layers.
+        records: the readings in the order of steps, without matrices.
+        skipped_lines: lines that could not be read, such as one that was being written when its process was killed.
+        resumed: steps of the last readings before each resumption.
+        others: further histories in the folder that was given.
+        is_audit: True for one reading of a model that does not train.
+    """
+
+    path: Path
+    layers: Sequence[Mapping[str, Any]]
+    records: Sequence[Record]
+    skipped_lines: int = 0
+    resumed: Sequence[int] = ()
+    others: Sequence[Path] = ()
+    is_audit: bool = False
+
+    def __repr__(self) -> str:
+        return f"<RunHistory: {self.path}, {len(self.records)} readings of {len(self.layers)} layers>"
+
+    @property
+    def taken(self) -> str:
+        """Which of several histories of a folder this is, as a sentence; empty if it is the only one."""
+        if not self.others:
+            return ""
+        others = ", ".join(map(str, self.others))
+        return f"Reading {self.path}, the newest of {len(self.others) + 1}; the others: {others}."
+
+    def series(self, metric: str) -> dict[str, list[float]]:
+        """Return layer -> the values of a metric, one for each record, NaN where it was not measured."""
+        names = dict.fromkeys(name for record in self.records for name in record.layers)
+        values = [record.values(metric) for record in self.records]
+        return {name: [at.get(name, math.nan) for at in values] for name in names}
+
+    @property
+    def matrix_steps(self) -> list[int]:
+        """Steps of which matrices are kept: the first, every tenth, those with new alerts, and the last."""
+        in_memory = [record.step for record in self.records if any(at.matrices for at in record.layers.values())]
+        files = matrices_folder(self.path).glob("step_*.npz")
+        return in_memory or sorted(int(file.stem.removeprefix("step_")) for file in files)
+
+    def matrices(self, step: int) -> dict[str, dict[str, Tensor]]:
+        """Read the matrices over heads of a step.
+
+        Args:
+            step: one of `matrix_steps`.
+
+        Returns:
+            Layer -> name -> ``(H, H)``, with three digits; empty if none are kept.
+        """
+        found: dict[str, dict[str, Tensor]] = {}
+        for record in self.records:
+            if record.step == step:
+                found = {name: dict(layer.matrices) for name, layer in record.layers.items() if layer.matrices}
+        file = matrices_folder(self.path) / f"step_{step:09d}.npz"
+        if not found and file.is_file():
+            with np.load(file) as arrays:
+                for key in arrays.files:
+                    layer, _, name = key.rpartition("/")
+                    found.setdefault(layer, {})[name] = torch.from_numpy(arrays[key].astype(np.float32))
+        return found
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return a table with a row for each step and layer: step, epoch, time, loss, layer, and every metric.
+
+        Raises:
+            MisconfigurationError: if pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise MisconfigurationError("`to_frame` needs pandas: pip install pandas.") from error
+        rows: list[dict[str, Any]] = [
+            {"step": record.step, "epoch": record.epoch, "time": record.time, "loss": record.loss, "layer": name}
+            | layer.values
+            for record in self.records
+            for name, layer in record.layers.items()
+        ]
+        frame: pd.DataFrame = pd.DataFrame(rows, columns=None if rows else ["step", "epoch", "time", "loss", "layer"])
+        return frame
+
+
+def load_history(run: str | os.PathLike[str]) -> RunHistory:
+    """Read the history of a run, also while training goes on.
+
+    Args:
+        run: the file, or a folder in which it is, however deep; of several the newest is taken, see
+            `RunHistory.taken`.
+
+    Returns:
+        The readings, alerts and actions.
+
+    Raises:
+        MisconfigurationError: if there is no history.
+
+    Example:
+        >>> import tempfile
+        >>> from hdi_callback.history import History
+        >>> folder = tempfile.mkdtemp()
+        >>> history = History(f"{folder}/hdi/history.jsonl", [{"name": "blocks.0.attn", "num_heads": 4}])
+        >>> history.write(Record(step=0, layers={}))
+        >>> load_history(folder).records
+        (<Record at step 0: 0 layers, 0 alerts>,)
+    """
+    path, *others = _files(Path(run).expanduser())
+    header: dict[str, Any] = {}
+    records: dict[int, Record] = {}
+    skipped = 0
+    active: tuple[Alert, ...] = ()
+    with path.open("rb") as file:
+        for number, text in enumerate(file):
+            line = from_text(text) if text.strip() else {}
+            if line is None:
+                skipped += 1
+            elif number == 0 and "step" not in line:
+                header = line
+            elif line:
+                try:
+                    record = record_from_line(line, active)
+                except (AttributeError, KeyError, TypeError, ValueError):  # JSON of somebody else's
+                    skipped += 1
+                    continue
+                records[record.step], active = record, record.active
+    in_order = tuple(records[step] for step in sorted(records))
+    resumed = tuple(header.get("resumed", ()))
+    return RunHistory(path, header.get("layers", []), in_order, skipped, resumed, tuple(others))
+
+
+def _files(run: Path) -> list[Path]:
+    """Return the history files of a run, the newest first."""
+    if run.is_file():
+        return [run]
+    if not run.is_dir():
+        raise MisconfigurationError(
+            f"There is no file or folder `{run}`: write a history, as lightning_logs/version_0/hdi/history.jsonl, "
+            "or the folder of a run."
+        )
+    found = sorted(run.rglob("history*.jsonl"), key=lambda file: file.stat().st_mtime, reverse=True)
+    if not found:
+        raise MisconfigurationError(
+            f"There is no `history.jsonl` in `{run}`, nor in a folder below it: has its run begun, with `history=True`?"
+        )
+    return found

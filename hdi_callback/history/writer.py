@@ -1,0 +1,164 @@
+"""`History`: writes the records of one run to its file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import hdi_callback
+from hdi_callback.guard import warn
+from hdi_callback.history.lines import from_text, matrices_folder, record_to_line, to_text
+from hdi_callback.record import Alert, Record
+
+_MATRICES_EVERY = 10  # readings; also the first, the last, and those with a new alert
+
+
+class History:
+    """Writes the records of one run to a file of JSON lines, and matrices to a folder beside it.
+
+    A file has one writer. A new run whose path is taken writes to the next free name: ``history-1.jsonl``, ... A
+    resumed run goes on in its own file, from which the readings after its checkpoint are cut.
+
+    Args:
+        path: the file; made absolute, so that a later change of directory does not matter.
+        layers: the facts of the layers, see `AttentionLayer.facts`.
+        resume_step: for a resumed run the step of the last reading that its checkpoint knows, -1 if it knows none:
+            later readings are cut off. `None` for a new run.
+
+    Attributes:
+        path: the file that is written.
+
+    Example:
+        >>> import tempfile
+        >>> history = History(Path(tempfile.mkdtemp()) / "history.jsonl", [{"name": "blocks.0.attn", "num_heads": 4}])
+        >>> history.write(Record(step=0, layers={}))
+        >>> history.close()
+        >>> len(history.path.read_text().splitlines())
+        2
+    """
+
+    name = "writing the history"
+
+    def __init__(
+        self, path: str | os.PathLike[str], layers: Sequence[Mapping[str, Any]], *, resume_step: int | None = None
+    ) -> None:
+        self.path = Path(path).expanduser().absolute()
+        self._header: dict[str, Any] = {"layers": list(layers), "version": hdi_callback.__version__}
+        self._active: tuple[Alert, ...] | None = None
+        self._count = 0  # readings of this process
+        self._is_torn = False
+        if resume_step is None or not self._resume(resume_step):
+            self._begin()
+
+    def write(self, record: Record) -> None:
+        """Append one record.
+
+        Raises:
+            OSError: if it cannot be written; later records still can.
+        """
+        self._check_file()
+        line = record_to_line(record)
+        if record.active != self._active:
+            line["active"] = [alert.to_dict() for alert in record.active]
+        self._append(to_text(line))
+        self._active = record.active
+        has_news = any(alert.status in {"new", "worse"} for alert in record.alerts)
+        if self._count % _MATRICES_EVERY == 0 or has_news or record.is_last:
+            self._write_matrices(record)
+        self._count += 1
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+    def _begin(self) -> None:
+        """Create a file that nobody has, and write the first line."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        for path in _names(self.path):
+            try:
+                self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
+            except FileExistsError:
+                continue
+            break
+        self.path, self._size = path, 0
+        self._append(to_text(self._header))
+
+    def _resume(self, last: int) -> bool:
+        """Cut the file after the reading at step `last` and open it; False if it is not there or has other layers."""
+        if not self.path.is_file():
+            return False
+        first, *lines = self.path.read_bytes().splitlines(keepends=True)
+        header = from_text(first)
+        names = {facts["name"] for facts in self._header["layers"]}
+        if header is None or not {facts["name"] for facts in header["layers"]} <= names:
+            return False
+        self._header["resumed"] = [*header.get("resumed", ()), last]
+        kept = [text for text in lines if (line := from_text(text)) is not None and line["step"] <= last]
+        part = self.path.with_name(f"{self.path.name}.part")
+        with part.open("wb") as file:
+            file.writelines([to_text(self._header), *kept])
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, self.path)  # a process killed before leaves the file as it was
+        for matrices in matrices_folder(self.path).glob("step_*.npz"):
+            if int(matrices.stem.removeprefix("step_")) > last:
+                matrices.unlink()
+        self._count = len(kept)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        self._size = os.fstat(self._file).st_size
+        return True
+
+    def _append(self, text: bytes) -> None:
+        """Write a line in one call, on a line of its own also after one that was written in part."""
+        data = b"\n" + text if self._is_torn else text
+        self._is_torn = True
+        written = os.write(self._file, data)
+        self._size += written
+        if written < len(data):
+            raise OSError(f"{written} of {len(data)} bytes were written to `{self.path}`: is the disk full?")
+        self._is_torn = False
+
+    def _check_file(self) -> None:
+        """Say what has happened to the file since the last line, and go on in a new one if it is not there any more."""
+        before = self.path
+        is_there = before.exists()
+        if not is_there or not os.path.samestat(os.stat(before), os.fstat(self._file)):
+            self.close()
+            self._active = None
+            self._begin()
+            what = "was replaced by another file" if is_there else "was moved or deleted"
+            warn(f"The history `{before}` {what}; this run goes on in a new file, `{self.path}`.")
+            return
+        size = os.fstat(self._file).st_size
+        if size != self._size:
+            what = "was cut" if size < self._size else "has grown"
+            warn(f"The history `{before}` {what} from outside: {self._size} bytes were written, now it has {size}.")
+            self._size, self._is_torn = size, True
+
+    def _write_matrices(self, record: Record) -> None:
+        """Write all matrices of a record to one file."""
+        found = {
+            f"{layer}/{name}": matrix.numpy().astype(np.float16)
+            for layer, numbers in record.layers.items()
+            for name, matrix in numbers.matrices.items()
+        }
+        if not found:
+            return
+        folder = matrices_folder(self.path)
+        folder.mkdir(exist_ok=True)
+        part = folder / "part"
+        with part.open("wb") as file:
+            np.savez_compressed(file, **found)  # type: ignore[arg-type]
+        os.replace(part, folder / f"step_{record.step:09d}.npz")
+
+
+def _names(path: Path) -> Iterator[Path]:
+    """Give a path, then the next names: ``history.jsonl``, ``history-1.jsonl``, ..."""
+    yield path
+    for number in count(1):
+        yield path.with_name(f"{path.stem}-{number}{path.suffix}")

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from torch.utils.tensorboard import SummaryWriter
+
+from hdi_callback.dashboards.report import write_report
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.history import RunHistory
+from hdi_callback.record import Alert
+from tests.dashboards.synthetic import TO_DO, collapsing, facts_of, write
+
+_VOID = {"meta", "link", "br", "img", "input"}
+
+
+class Page(HTMLParser):
+    """The texts of a page by element, and what it would load."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.stack: list[str] = []
+        self.texts: list[tuple[str, str]] = []
+        self.loads: list[str] = []
+        self.unclosed: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.loads += [value for key in ("src", "href", "xlink:href") if (value := found.get(key)) and value[0] != "#"]
+        if tag not in _VOID:
+            self.stack.append(f"{tag}.{found.get('class', '')}")
+
+    def handle_endtag(self, tag):
+        opened = self.stack.pop()
+        if opened.split(".")[0] != tag:
+            self.unclosed.append(f"{opened} closed by {tag}")
+
+    def handle_startendtag(self, tag, attrs):
+        if tag not in _VOID:
+            self.handle_starttag(tag, attrs)
+            self.stack.pop()
+        else:
+            self.handle_starttag(tag, attrs)
+
+    def handle_data(self, data):
+        if data.strip():
+            self.texts.append((" ".join(self.stack), data.strip()))
+
+    def of(self, element: str) -> list[str]:
+        return [text for path, text in self.texts if element in path]
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory):
+    path = tmp_path_factory.mktemp("big") / "run_7" / "hdi" / "history.jsonl"
+    run = write(path, facts_of(48, 32), collapsing(48, 32, 400, layer=17, pair=(3, 21)))
+    return run, write_report(run)
+
+
+@pytest.mark.slow
+def test_the_report_of_a_large_run_is_one_file_below_a_megabyte_that_loads_nothing(big):
+    run, path = big
+    assert path == run.path.with_name("report.html")
+    assert path.stat().st_size < 500_000
+    page = Page(path.read_text())
+    assert page.unclosed == []
+    assert page.stack == []
+    assert all(address.startswith("data:") for address in page.loads)
+    assert "<script" not in path.read_text()
+    assert page.of("title")[0].endswith("run_7")
+    assert "heads 3 and 21 of model.layers.17.self_attn are nearly one head" in " ".join(page.of("div.verdict alert"))
+    rows = [text for text in page.of("table.layers") if text.startswith("model.layers.")]
+    assert rows[:2] == ["model.layers.0-16,18-47.self_attn", "model.layers.17.self_attn"]
+    assert len(rows) == 50, "and every layer on demand"
+
+
+@pytest.fixture
+def small(tmp_path):
+    return write(tmp_path / "run" / "hdi" / "history.jsonl", facts_of(4, 6), collapsing(4, 6, 60, layer=2, pair=(1, 3)))
+
+
+def page_of(run: RunHistory, **arguments) -> Page:
+    return Page(write_report(run, **arguments).read_text())
+
+
+def test_the_verdict_has_beside_it_what_to_paste(small):
+    page = page_of(small)
+    box = page.of("div.verdict alert")
+    assert box[-1] == TO_DO
+    assert any("ALERT" in text for text in box)
+
+
+def test_the_counts_of_alerts_agree_wherever_they_are_said(small):
+    notice = Alert(0, "merged scores", "notice", {"model.layers.0.self_attn": (0, 1)}, "heads score alike")
+    first, *rest = small.records
+    page = page_of(replace(small, records=[replace(first, alerts=(notice,)), *rest]))
+    assert "Alerts (1 raised, 1 active, 1 notice)" in page.of("h2")
+    assert "1 raised, 1 active, 1 notice" in page.of("table.facts")
+    assert len([text for text in page.of("table.alerts") if text in {"warning", "notice", "critical"}]) == 2
+
+
+def test_all_heads_are_called_so(small):
+    name = "model.layers.1.self_attn"
+    everyone = Alert(0, "mean alignment", "warning", {name: tuple(range(6))}, f"all 6 heads of {name} are alike")
+    *most, last = small.records
+    page = page_of(replace(small, records=[*most, replace(last, alerts=(everyone,))]))
+    assert "all 6 heads" in page.of("table.alerts")
+
+
+def test_the_curves_have_a_legend_for_both_losses(small):
+    writer = SummaryWriter(str(small.path.parent.parent))
+    for step in range(0, 3000, 300):
+        writer.add_scalar("val_loss", 2.0, step)
+        writer.add_scalar("train_loss", 2.0, step)
+    writer.close()
+    texts = page_of(small).of("svg")
+    assert {"training loss", "val_loss", "closest pair of any layer", "lowest layer", "alert"} <= set(texts)
+    assert "train_loss" not in texts, "the history has it"
+    assert not any("resolved" in text for text in texts)
+
+
+def test_texts_of_a_user_are_escaped(tmp_path):
+    name = '<script>alert("x")</script>&.attn'
+    facts = [{**facts_of(1, 4)[0], "name": name}]
+    (record,) = collapsing(1, 4, 1, layer=0, pair=(1, 3))
+    record = replace(record, layers={name: next(iter(record.layers.values()))})
+    text = write_report(write(tmp_path / "history.jsonl", facts, iter([record])), title=name).read_text()
+    assert "<script" not in text
+    assert Page(text).of("title") == [name]
+
+
+def test_a_run_without_a_reading_and_one_that_measured_nothing_are_nothing_to_judge(tmp_path):
+    empty = RunHistory(tmp_path / "history.jsonl", facts_of(2, 4), [])
+    page = page_of(empty)
+    assert "Nothing to judge: there is no reading yet." in page.of("div.verdict nothing")
+    blank = [replace(record, layers={}) for record in collapsing(2, 4, 3, layer=1, pair=(1, 3))]
+    page = page_of(replace(empty, records=[replace(record, active=(), alerts=()) for record in blank]))
+    assert any("NOTHING TO JUDGE" in text for text in page.of("div.verdict nothing"))
+
+
+def test_an_audit_has_findings_and_no_steps(tmp_path):
+    *_, last = collapsing(4, 6, 60, layer=2, pair=(1, 3))
+    found = Alert(0, "worst pair", "warning", {"model.layers.2.self_attn": (1, 3)}, "heads 1 and 3 are nearly one head")
+    record = replace(last, step=0, alerts=(found,), active=(found,), actions=(), loss=None, time=0.0)
+    page = page_of(RunHistory(tmp_path / "model.ckpt", facts_of(4, 6), [record], is_audit=True))
+    assert page.of("title") == ["Attention heads of model.ckpt"]
+    words = " ".join(text for _, text in page.texts)
+    assert "Findings (1)" in words
+    assert not re.search(r"\bsteps? \d", words)
+
+
+def test_a_path_that_cannot_be_written_is_an_error_that_says_so(small, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MisconfigurationError, match=r"cannot be written .*: write another path"):
+        write_report(small, tmp_path / "file" / "report.html")

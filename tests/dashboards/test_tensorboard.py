@@ -1,0 +1,82 @@
+"""Real event files, read back by TensorBoard's own reader."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
+
+from hdi_callback.dashboards import Curves, TensorBoard, sink_for
+from hdi_callback.dashboards.tags import all_tags, curves
+from tests.dashboards.synthetic import collapsing, facts_of
+
+
+def test_the_event_file_has_the_curves_two_pictures_and_one_text_for_one_event(tmp_path):
+    from PIL import Image
+
+    writer = SummaryWriter(str(tmp_path))
+    sink, facts = TensorBoard(writer), facts_of(12, 12)
+    sink.open(facts)
+    records = list(collapsing(12, 12, 20, layer=7, pair=(1, 3)))
+    for record in records:
+        sink.write(record)
+    sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    tags = events.Tags()
+    assert sorted(tags["scalars"]) == sorted(all_tags([one["name"] for one in facts]))
+    assert len(tags["scalars"]) == 42
+    for tag in tags["scalars"]:
+        points = events.Scalars(tag)
+        assert [point.step for point in points] == [record.step for record in records]
+        assert [point.value for point in points] == pytest.approx([curves(record)[tag] for record in records], abs=1e-6)
+    assert sorted(tags["images"]) == ["hdi/heads", "hdi/map"]
+    last = events.Images("hdi/map")[-1]
+    assert last.step == records[-1].step
+    assert np.asarray(Image.open(io.BytesIO(last.encoded_image_string))).shape[-1] == 3
+    (text,) = events.Tensors("hdi/alerts/text_summary")
+    words = text.tensor_proto.string_val[0].decode()
+    assert words.startswith("**new, warning**: heads 1 and 3 of model.layers.7.self_attn are nearly one head")
+    assert "    HDICallback(interventions=[ReviveHeads()])" in words
+
+
+def test_a_prefix_is_before_every_tag(tmp_path):
+    writer = SummaryWriter(str(tmp_path))
+    sink = TensorBoard(writer, ["hdi_alignment"], "encoder/")
+    for record in collapsing(2, 4, 20, layer=1, pair=(1, 3)):
+        sink.write(record)
+    sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    tags = events.Tags()
+    found = [*tags["scalars"], *tags["images"], *tags["tensors"]]
+    assert all(tag.startswith("encoder/hdi/") for tag in found)
+    assert "encoder/hdi/per_layer/hdi_alignment/model.layers.0.self_attn" in found
+
+
+def test_any_other_logger_gets_the_curves_at_their_own_step():
+    class Logger:
+        experiment = object()
+
+        def __init__(self):
+            self.logged = []
+
+        def log_metrics(self, metrics, step=None):
+            self.logged.append((step, metrics))
+
+    logger = Logger()
+    sink = sink_for(logger)
+    assert isinstance(sink, Curves)
+    records = list(collapsing(2, 4, 3, layer=1, pair=(1, 3)))
+    for record in records:
+        sink.write(record)
+    assert logger.logged == [(record.step, curves(record)) for record in records]
+
+
+def test_the_tensorboard_logger_of_lightning_gets_the_same(tmp_path):
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    assert isinstance(sink_for(TensorBoardLogger(tmp_path)), TensorBoard)
