@@ -2,49 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities import rank_zero_info
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.optim import Optimizer
 
-from hdi_callback.attention.names import printable
+from hdi_callback.arguments import flag, shown
+from hdi_callback.dashboards import Curves, sink_for
+from hdi_callback.dashboards.tags import curves
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import guarded
-from hdi_callback.integrations.lightning_host import (
-    LightningHost,
-    other_callbacks_act_on_train_end,
-    require_one_namespace,
-)
-from hdi_callback.integrations.shell import MISUSE, STARTING, WATCHING, NotWatchingError, Shell
-from hdi_callback.integrations.signature import documented_by, method_of
-from hdi_callback.monitoring.session.session import Session
-from hdi_callback.monitoring.session.settings import Settings
+from hdi_callback.integrations import LIGHTNING_WAS_LOADED
+from hdi_callback.integrations.base import MISUSE, Watcher
+from hdi_callback.interventions import Intervention
+from hdi_callback.record import Record, Sink
+from hdi_callback.session import Settings
+from hdi_callback.session.settings import ChosenAlerts, History, Padding, Thresholds
 
 
-@dataclass(frozen=True)
-class LightningSettings(Settings):
-    """The arguments of `HDICallback`.
-
-    Attributes:
-        prog_bar: show ``hdi/mean`` and ``hdi/min`` in the progress bar.
-        name: put before every tag as ``<name>/``; needed when one trainer has two of these callbacks.
-        layer_choice: `include` and `exclude` as the user wrote them, parts of the state's name in a checkpoint.
-    """
-
-    prog_bar: bool = field(default=False, kw_only=True)
-    name: str | None = field(default=None, kw_only=True)
-    layer_choice: Mapping[str, Any] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self._set("layer_choice", {"include": self.include, "exclude": self.exclude})
-        super().__post_init__()
-
-
-@documented_by(LightningSettings)
-class HDICallback(Shell, pl.Callback):
+class HDICallback(Watcher, pl.Callback):
     """Watch the diversity of the attention heads during training.
 
     Reads at step 0, whenever a multiple of `every_n_steps` optimizer steps is reached, and at the end. A reading at
@@ -52,16 +35,26 @@ class HDICallback(Shell, pl.Callback):
     forward follows, so that the last reading has the weights alone. Training is not touched: no random number is
     drawn, no gradient changed, and on CUDA the host does not wait for the device.
 
-    Every reading goes to every logger of the trainer, at its own cadence, into `trainer.callback_metrics` (so that
-    ``EarlyStopping(monitor="hdi/min")`` works), and into a history file, see `load_history`.
-
-    Rules judge every reading. Their alerts are printed, written to TensorBoard as text and as marks on the curves, sent
-    through `wandb.alert` and kept in the history; a critical one is a
-    `HeadCollapseWarning` as well where warnings are recorded, logged or made errors. They change nothing unless there
-    are interventions; then the host waits for the numbers of each reading.
+    Every reading goes to every logger of the trainer, into `trainer.callback_metrics` (so that
+    ``EarlyStopping(monitor="hdi/min")`` works), and into a history, see `load_history`. Rules judge every reading, and
+    change nothing unless there are interventions; then the host waits for the numbers of each reading.
 
     Args:
-        settings: the arguments of `Settings`, ``prog_bar`` and ``name``, by their names.
+        every_n_steps: optimizer steps between readings, as the trainer counts them.
+        metrics: names of further metrics to draw for each layer.
+        include: patterns of layer names to watch (``"encoder.*"``); all by default.
+        exclude: patterns of layer names to leave out.
+        max_tokens: largest number of tokens kept per layer for one reading of the head outputs.
+        padding: which tokens are padding: ``"auto"``, the id of the padding token, a function, or `None`; see
+            `Settings`.
+        history: write the history, to ``hdi/history.jsonl`` in the folder of the first logger, or to a path.
+        alerts: ``"default"``, a list of rules, or `None` for no alerts.
+        thresholds: limits of the rules by pattern of layer names.
+        pretrained: whether the weights were trained before this run; ``"auto"`` tells it from the weights.
+        interventions: what to do about alerts; nothing by default.
+        strict: raise an error if no attention is read in the first forward; otherwise warn.
+        name: put before every tag as ``<name>/``; needed when one trainer has two of these callbacks.
+        prog_bar: show ``hdi/mean`` and ``hdi/min`` in the progress bar.
 
     Raises:
         MisconfigurationError: if an argument cannot work.
@@ -71,152 +64,225 @@ class HDICallback(Shell, pl.Callback):
         >>> trainer = L.Trainer(callbacks=[HDICallback(every_n_steps=50)], logger=False, accelerator="cpu")
     """
 
-    _settings: LightningSettings
-
-    @method_of(LightningSettings)
-    def __init__(self, settings: LightningSettings) -> None:
-        require_one_namespace()
+    def __init__(
+        self,
+        every_n_steps: int = 50,
+        metrics: Sequence[str] | None = None,
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
+        max_tokens: int = 2048,
+        padding: Padding = "auto",
+        history: History = True,
+        alerts: ChosenAlerts = "default",
+        thresholds: Thresholds = None,
+        pretrained: bool | Literal["auto"] = "auto",
+        interventions: Sequence[Intervention] | None = None,
+        strict: bool = True,
+        name: str | None = None,
+        prog_bar: bool = False,
+    ) -> None:
+        _require_one_namespace()
+        settings = Settings(
+            every_n_steps=every_n_steps,
+            metrics=metrics,
+            include=include,
+            exclude=exclude,
+            max_tokens=max_tokens,
+            padding=padding,
+            history=history,
+            alerts=alerts,
+            thresholds=thresholds,
+            pretrained=pretrained,
+            interventions=interventions,
+            strict=strict,
+        )
         super().__init__(settings)
+        if name is not None and not (isinstance(name, str) and re.fullmatch(r"[\w.-]{1,100}", name)):
+            raise MisconfigurationError(
+                f'`name` must be letters, digits, ".", "-" and "_", got {shown(name)}: write "encoder".'
+            )
+        self._name, self._prog_bar = name, flag("prog_bar", prog_bar)
 
     @property
-    @guarded("naming the state of head diversity", otherwise=lambda self: type(self).__qualname__)
     def state_key(self) -> str:
         """The name of this callback's state in a checkpoint."""
-        return self._generate_state_key(name=self._settings.name, **self._settings.layer_choice)
+        settings = self._settings
+        return self._generate_state_key(name=self._name, include=settings.include, exclude=settings.exclude)
+
+    @property
+    def _prefix(self) -> str:
+        return "" if self._name is None else f"{self._name}/"
+
+    # The hooks, in the order in which the trainer calls them.
+
+    @guarded("starting to watch heads", passes=MISUSE)
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse a second callback of the same name."""
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        names = [callback._name for callback in callbacks if isinstance(callback, HDICallback)]
+        if names.count(self._name) > 1:
+            raise MisconfigurationError(
+                f"Two HDICallbacks of this trainer have the name {self._name!r}, so their curves would be mixed up: "
+                'write HDICallback(name="encoder", ...) for one of them.'
+            )
+
+    @guarded("starting to watch heads", passes=MISUSE)
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Install the hooks, before anything has been compiled or run; they rest during the sanity check."""
+        settings = self._settings
+        if getattr(trainer, "fast_dev_run", False):  # no files, as Lightning with checkpoints
+            settings = replace(settings, history=False)
+        watched = _Trainer(trainer, settings, self._prefix)
+        self._start(pl_module, watched, settings, self._name)
+
+    @guarded("starting to watch heads")
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Resume from the checkpoint, if the trainer does."""
+        self._resume()
+
+    @guarded("watching heads", passes=MISUSE)
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Capture the forward that follows when a reading is due."""
+        if self._session is not None:
+            self._session.before_forward()
+
+    @guarded("watching heads", passes=MISUSE)
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Read while the weights are still those of the forward, and the activations are gone."""
+        if self._session is not None:
+            self._session.after_backward()
+
+    @guarded("watching heads")
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Let interventions act on the gradients."""
+        if self._session is not None:
+            self._session.before_optimizer_step(optimizer)
+
+    @guarded("watching heads", passes=MISUSE)
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Publish the readings whose numbers have arrived."""
+        if self._session is None:
+            return
+        loss = outputs.get("loss") if isinstance(outputs, dict) else None
+        if loss is not None:  # Lightning has divided it
+            loss = loss * trainer.accumulate_grad_batches
+        records = self._session.after_step(loss)
+        if trainer.is_last_batch:  # callbacks may decide by the numbers of the epoch
+            records += self._session.flush()
+        if self._prog_bar and records:
+            points = curves(records[-1], prefix=self._prefix)
+            shown = {tag: points[tag] for tag in (f"{self._prefix}hdi/mean", f"{self._prefix}hdi/min") if tag in points}
+            pl_module.log_dict(shown, prog_bar=True, logger=False)
+
+    @guarded("watching heads")
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leave evaluation alone."""
+        if self._session is not None:
+            self._session.flush()
+            self._session.suspend()
+
+    @guarded("watching heads")
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Watch again."""
+        if self._session is not None:
+            self._session.resume()
+
+    @guarded("the last reading")
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Read the final weights, publish everything, and remove all hooks."""
+        if self._session is not None:
+            self._session.finish()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Publish what was measured, and remove all hooks."""
+        self.close()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Remove all hooks."""
+        self.close()
 
     def on_init_end(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse a transformers trainer, which calls this first.
-
-        Args:
-            args: of that trainer.
-            kwargs: of that trainer.
-
-        Raises:
-            MisconfigurationError: always.
-        """
+        """Refuse a transformers trainer, which calls this first."""
         raise MisconfigurationError(
             "HDICallback is for a Lightning trainer, and a transformers Trainer takes HDITrainerCallback: write "
             "transformers.Trainer(..., callbacks=[HDITrainerCallback(...)])."
         )
 
-    # The hooks, in the order in which the trainer calls them.
 
-    @guarded(STARTING, passes=MISUSE)
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse a second callback of the same name; reset state for a new trainer."""
-        if stage != "fit":
-            return
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        names = [callback._settings.name for callback in callbacks if isinstance(callback, HDICallback)]
-        if names.count(self._settings.name) > 1:
-            raise MisconfigurationError(
-                f"Two HDICallbacks of this trainer have the name {self._settings.name!r}, so their curves would be "
-                'mixed up: write HDICallback(name="encoder", ...) for one of them.'
-            )
-        if self._host is None or self._host.trainer is not trainer:
-            self._forget()
+class _Trainer:
+    """A Lightning trainer as the `Trainer` of a session."""
 
-    @guarded(STARTING, passes=MISUSE)
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Find the layers and install the hooks, before anything has been compiled or run."""
-        if self._could_not_start:
-            return
-        settings = self._settings
-        if getattr(trainer, "fast_dev_run", False):  # no files, as Lightning with checkpoints
-            settings = replace(settings, history=False)
-        host = LightningHost(trainer, settings, self._prefix, self._warn_once)
-        # Printed before a progress bar is drawn.
-        self._start(pl_module, host, settings, name=settings.name, print_line=rank_zero_info)
-
-    @guarded(STARTING, passes=MISUSE)
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Open the history, define the charts and begin to watch."""
-        if not self._could_not_start:
-            self._open()
-
-    @guarded(WATCHING)
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Arm the capture when a reading is due."""
-        session, host = self._watching(trainer, pl_module)
-        if getattr(trainer.fit_loop, "_skip_backward", False):
-            # Lightning's weight averaging ends with an epoch for batch norm, in which nothing is trained.
-            host.end_training()
-            return
-        session.before_forward()
-
-    @guarded(WATCHING)
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Read while the weights are still those of the forward, and the activations are gone."""
-        self._watching(trainer, pl_module)[0].after_backward(is_last=pl_module.automatic_optimization)
-
-    @guarded(WATCHING)
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
-        """Let interventions act on the gradients."""
-        self._watching(trainer, pl_module)[0].before_optimizer_step(optimizer)
-
-    @guarded(WATCHING)
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Publish the readings whose numbers have arrived."""
-        for result in self._watching(trainer, pl_module)[0].after_step():
-            if self._settings.prog_bar:
-                with self._warn_once.guard("writing to the progress bar"):
-                    shown = {self._prefix + tag: value for tag, value in result.record.summary().items()}
-                    pl_module.log_dict(shown, prog_bar=True, logger=False)
-
-    @guarded(WATCHING)
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Remove the hooks for evaluation."""
-        if self.monitor is not None:
-            self.monitor.suspend()
-
-    @guarded(WATCHING)
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Reinstall the hooks."""
-        if self.monitor is not None:
-            self.monitor.resume()
-
-    @guarded(WATCHING)
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Read the trained weights, if another callback may replace them by averaged ones."""
-        if other_callbacks_act_on_train_end(trainer, HDICallback):
-            session, host = self._watching(trainer, pl_module)
-            # The epoch is counted as it will be in `on_train_end`.
-            session.measure_final_early(replace(host.end, epoch=trainer.current_epoch + 1))
-
-    @guarded("the last reading")
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Read the final weights, and publish pending readings."""
-        session, host = self._watching(trainer, pl_module)
-        session.finish(host.end)
-
-    @guarded("closing the session")
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Publish pending readings, and remove all hooks."""
-        self.close()
-
-    @guarded("closing the session")
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Remove all hooks."""
-        if self._session is not None:
-            self._session.close()
-
-    def _watching(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> tuple[Session, LightningHost]:
-        if self._could_not_start:
-            raise NotWatchingError
-        if self._opened is None:  # it came in the middle of a run, or a checkpoint was restored there, as by `lr_find`
-            if self._session is None:
-                self.on_fit_start(trainer, pl_module)
-            self._open()
-        assert self._opened is not None, "it was just opened"
-        return self._opened, self._host
+    def __init__(self, trainer: pl.Trainer, settings: Settings, prefix: str) -> None:
+        self._trainer, self._metrics, self._prefix = trainer, settings.metrics or (), prefix
 
     @property
-    def _prefix(self) -> str:
-        name = self._settings.name
-        return "" if name is None else f"{printable(name)}/"
+    def is_first_rank(self) -> bool:
+        return self._trainer.is_global_zero
+
+    @property
+    def folder(self) -> Path:
+        # `trainer.log_dir` is the same, broadcast: it waits without end for a rank that could not begin to watch.
+        logger: Any = next(iter(self._trainer.loggers), None)
+        has_own = isinstance(logger, TensorBoardLogger | CSVLogger)
+        return Path(
+            (logger.log_dir if has_own else getattr(logger, "save_dir", None)) or self._trainer.default_root_dir
+        )
+
+    @property
+    def step(self) -> int:
+        return self._trainer.global_step
+
+    @property
+    def epoch(self) -> int:
+        return self._trainer.current_epoch
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        return self._trainer.optimizers
+
+    def loss_scale(self, optimizer: Optimizer) -> float:
+        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
+        # Such optimizers divide by the scale themselves, inside their step.
+        takes_scaled = getattr(optimizer, "_step_supports_amp_scaling", False)
+        return float(scaler.get_scale()) if scaler is not None and takes_scaled else 1.0
+
+    def stop(self) -> None:
+        self._trainer.should_stop = True
+
+    def save(self, name: str) -> str:
+        path = self.folder / "hdi" / f"{name}.ckpt"
+        self._trainer.save_checkpoint(path, weights_only=False)  # every rank takes part
+        return str(path)
+
+    def print(self, text: str) -> None:
+        self._trainer.print(text)
+
+    def sinks(self, past: Sequence[Record]) -> list[Sink]:
+        # Early stopping decides on every rank.
+        sinks: list[Sink] = [Curves(self._keep, self._metrics, self._prefix)]
+        if self.is_first_rank:
+            sinks += [sink_for(logger, self._metrics, self._prefix, past) for logger in self._trainer.loggers]
+        return sinks
+
+    def _keep(self, values: dict[str, float], step: int) -> None:
+        # `log_dict` would recompute these at each refresh of the progress bar, and is forbidden after the last batch.
+        self._trainer.callback_metrics.update({tag: torch.tensor(value) for tag, value in values.items()})
+
+
+def _require_one_namespace() -> None:
+    """Refuse if only `pytorch_lightning` before 2.6 is in use: its trainer takes only its own callbacks."""
+    older = sys.modules.get("pytorch_lightning")
+    if older is None or LIGHTNING_WAS_LOADED:
+        return
+    version = str(getattr(older, "__version__", "0"))
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < (2, 6):
+        raise MisconfigurationError(
+            f"pytorch_lightning {version} does not take callbacks of the package `lightning`. Write "
+            "`import lightning as L` and `L.Trainer(...)` instead of `pytorch_lightning`, or upgrade it to 2.6."
+        )

@@ -2,64 +2,168 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
+import torch
+from torch import nn
 from torch.optim import Optimizer
 
-from hdi_callback.arguments import whole_number
-from hdi_callback.deprecation import renamed
+from hdi_callback.arguments import shown
+from hdi_callback.dashboards import Curves, TensorBoard, Wandb
 from hdi_callback.errors import MisconfigurationError
-from hdi_callback.guard import attempt_each, guarded
-from hdi_callback.integrations.loop_host import LoopHost, LoopSettings
-from hdi_callback.integrations.optimizers import OptimizerSteps
-from hdi_callback.integrations.shell import MISUSE, Shell
-from hdi_callback.integrations.signature import function_of
-from hdi_callback.monitoring.monitor import HeadDiversityMonitor
-from hdi_callback.monitoring.session.session import Session
+from hdi_callback.guard import guarded
+from hdi_callback.integrations.base import MISUSE, OwnTensorBoard, Watcher
+from hdi_callback.interventions import Intervention, SaveCheckpoint
+from hdi_callback.record import Record, Sink
+from hdi_callback.session import Settings
+from hdi_callback.session.settings import ChosenAlerts, History, Padding, Thresholds
 
-_STEP = "watching a step"
+Folder = str | os.PathLike[str]
 
 
-class HeadSession(Shell):
+def watch_heads(
+    model: nn.Module,
+    optimizer: Any = None,
+    every_n_steps: int = 50,
+    metrics: Sequence[str] | None = None,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    max_tokens: int = 2048,
+    padding: Padding = "auto",
+    history: History = True,
+    alerts: ChosenAlerts = "default",
+    thresholds: Thresholds = None,
+    pretrained: bool | Literal["auto"] = "auto",
+    interventions: Sequence[Intervention] | None = None,
+    strict: bool = True,
+    *,
+    log_dir: Folder = "runs/heads",
+    tensorboard: Any = None,
+    wandb: Any = None,
+    save_checkpoint: Callable[[str], Any] | None = None,
+) -> HeadSession:
+    """Watch the diversity of the attention heads of a model that a loop of your own trains.
+
+    Reads, judges and intervenes as `HDICallback` does, around the steps that ``with heads.step():`` encloses. Call it
+    before the first forward of a compiled model, and with accelerate or a data-parallel wrapper on what they have
+    prepared. In a distributed run every rank calls it; the first one writes.
+
+    Args:
+        model: any module that contains attention layers.
+        optimizer: the optimizer, or a list of optimizers that make a step together; their steps are counted. Without
+            one, or where its step is compiled, call `HeadSession.before_optimizer_step` in each step.
+        every_n_steps: optimizer steps between readings.
+        metrics: names of further metrics to draw for each layer.
+        include: patterns of layer names to watch (``"encoder.*"``); all by default.
+        exclude: patterns of layer names to leave out.
+        max_tokens: largest number of tokens kept per layer for one reading of the head outputs.
+        padding: which tokens are padding: ``"auto"``, the id of the padding token, a function, or `None`; see
+            `Settings`.
+        history: write the history, to ``hdi/history.jsonl`` in `log_dir`, or to a path.
+        alerts: ``"default"``, a list of rules, or `None` for no alerts.
+        thresholds: limits of the rules by pattern of layer names.
+        pretrained: whether the weights were trained before this run; ``"auto"`` tells it from the weights.
+        interventions: what to do about alerts; nothing by default.
+        strict: raise an error if no attention is read in the first forward; otherwise warn.
+        log_dir: the folder of the run.
+        tensorboard: a `torch.utils.tensorboard.SummaryWriter` of yours, or True for one in ``hdi`` under `log_dir`.
+        wandb: a `wandb` run; the curves come with what you log yourself.
+        save_checkpoint: how to save a checkpoint, for the intervention `SaveCheckpoint`: a function of a name, called
+            on every rank; what it returns, or else the name, is kept as the place.
+
+    Returns:
+        A context manager, which removes all hooks at its end.
+
+    Raises:
+        MisconfigurationError: if an argument cannot work.
+
+    Example:
+        >>> model = nn.TransformerEncoderLayer(32, 4, batch_first=True)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with watch_heads(model, optimizer, every_n_steps=2, history=False) as heads:  # doctest: +ELLIPSIS
+        ...     for batch in torch.randn(3, 8, 10, 32):
+        ...         with heads.step():
+        ...             model(batch).square().mean().backward()
+        ...             optimizer.step()
+        ...             optimizer.zero_grad()
+        hdi_callback watches 1 attention layer...
+        >>> heads.global_step, "hdi/min" in heads.latest
+        (3, True)
+    """
+    settings = Settings(
+        every_n_steps=every_n_steps,
+        metrics=metrics,
+        include=include,
+        exclude=exclude,
+        max_tokens=max_tokens,
+        padding=padding,
+        history=history,
+        alerts=alerts,
+        thresholds=thresholds,
+        pretrained=pretrained,
+        interventions=interventions,
+        strict=strict,
+    )
+    if not isinstance(model, nn.Module):
+        raise MisconfigurationError(f"`model` must be a torch.nn.Module, got {shown(model)}.")
+    if tensorboard is not None and not isinstance(tensorboard, bool) and not hasattr(tensorboard, "add_scalar"):
+        raise MisconfigurationError(f"`tensorboard` must be a SummaryWriter or True, got {shown(tensorboard)}.")
+    if wandb is not None and (not hasattr(wandb, "log") or isinstance(wandb, type(os))):
+        raise MisconfigurationError(f"`wandb` must be a run, got {shown(wandb)}: write wandb=wandb.init(...).")
+    if save_checkpoint is None and any(isinstance(item, SaveCheckpoint) for item in settings.interventions or ()):
+        raise MisconfigurationError(
+            "SaveCheckpoint needs a function that saves: write "
+            "save_checkpoint=lambda name: torch.save(..., name + '.pt')."
+        )
+    loop = _Loop(settings, _torch_optimizers(optimizer), Path(log_dir), tensorboard, wandb, save_checkpoint)
+    return HeadSession(model, settings, loop)
+
+
+class HeadSession(Watcher):
     """A session in a training loop; `watch_heads` makes it.
 
     It has `state_dict` and `load_state_dict`, so that ``accelerator.register_for_checkpointing(heads)`` works.
+
+    Attributes:
+        loss: set it within a step to keep the training loss with the reading: ``heads.loss = loss``.
     """
 
-    def __init__(self, settings: LoopSettings) -> None:
+    def __init__(self, model: nn.Module, settings: Settings, loop: _Loop) -> None:
         super().__init__(settings)
-        self._is_closed = False
-        self._host: LoopHost
-        self._start(settings.model, LoopHost(settings, self._warn_once), settings, attaches=True)
-        self._steps = OptimizerSteps(settings.optimizer, self._prepare, self._before_closure, self._warn_once)
+        self.loss: Any = None
+        self._loop = loop
+        self._is_inside = self._is_prepared = self._has_stepped = False
+        self._handles: list[Any] = []
+        self._begin(model)
+
+    @guarded("starting to watch heads", passes=MISUSE)
+    def _begin(self, model: nn.Module) -> None:
+        self._start(model, self._loop, self._settings)
+        assert self._session is not None
+        self._session.suspend()
+        for optimizer in self._loop.optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(self._on_optimizer_step))
+            self._handles.append(optimizer.register_step_post_hook(self._on_optimizer_stepped))
 
     @property
     def global_step(self) -> int:
         """Optimizer steps taken so far."""
-        return self._host.step
+        return self._loop.step
 
     @property
     def latest(self) -> dict[str, float]:
         """The curves at the last reading whose numbers have arrived, on every rank: ``heads.latest["hdi/min"]``."""
-        return self._host.latest
+        return self._loop.latest
 
     @property
     def should_stop(self) -> bool:
         """Whether an intervention has requested the end of the training."""
-        return self._host.is_stopped
-
-    @property
-    def monitor(self) -> HeadDiversityMonitor:
-        """The monitor that measures."""
-        return self._started.monitor
-
-    @property
-    def _started(self) -> Session:
-        assert self._session is not None, "it is started in the constructor"
-        return self._session
+        return self._loop.is_stopped
 
     def __enter__(self) -> HeadSession:
         return self
@@ -76,169 +180,192 @@ class HeadSession(Shell):
     def step(self, *, epoch: int | None = None) -> Iterator[None]:
         """Enclose what makes an optimizer step: forward, backward and ``optimizer.step()``.
 
-        Under gradient accumulation it may enclose each part or all of them. A step counts if an optimizer really made
-        one inside: not while gradients are accumulated, and not if a gradient scaler has skipped it. Outside, the model
-        has no hooks, so that evaluation is neither read nor changed.
+        Under gradient accumulation it encloses each part. A step counts if an optimizer really made one inside: not
+        while gradients are accumulated, and not if a gradient scaler has skipped it. Outside, evaluation is neither
+        read nor counted.
 
         Args:
             epoch: the epoch, kept with the readings.
 
         Yields:
             Nothing.
-
-        Raises:
-            MisconfigurationError: if `epoch` is no whole number.
         """
-        if epoch is not None:
-            self._check_epoch(epoch)
-        if self._is_closed or self._steps.is_inside:
-            self._warn_of_useless_step()
-            yield
-            return
+        self._enter_step(epoch)
         try:
-            self._enter_step(epoch)  # the user may interrupt this, and go on with the next step
             yield
         except BaseException:
-            self._leave_step(is_whole=False)
+            self._abandon_step()
             raise
-        self._leave_step(is_whole=True)
+        self._leave_step()
 
-    @guarded(_STEP)
+    @guarded("watching a step", passes=MISUSE)
     def before_optimizer_step(self) -> None:
         """Read now, and let interventions act on the gradients; otherwise done as an optimizer begins its step.
 
-        Call it after the backward where ``optimizer.step`` is compiled, as nothing can be read within a graph, or
-        before gradients are clipped, to clip the gradient of `DiversityPenalty` as well. Gradients must have been
-        unscaled; under accumulation call it in the last part only.
+        Call it after the backward where there is no optimizer that torch knows, or its step is compiled, as nothing can
+        be read within a graph. Also before gradients are clipped, to clip the gradient of `DiversityPenalty` as well.
+        Gradients must have been unscaled; under accumulation call it in the last part only.
         """
-        self._steps.prepare()
+        self._prepare()
 
-    @guarded("the last reading", otherwise=lambda self: self.close())
+    @guarded("the last reading")
     def finish(self) -> None:
         """Read the final weights, publish everything, and remove all hooks; leaving the ``with`` does it."""
-        if self._is_closed:
-            return
-        final = [] if self._opened is None else [self._started.finish, self._steps.warn_if_none]
-        attempt_each([*final, self.close])
+        if self._session is not None and self._loop.step > 0:
+            self._session.finish()
+        elif self._session is not None and self._session.last_step is not None:
+            self._guard.warn_once(
+                "no step",
+                "No optimizer made a step in `with heads.step():`. Call optimizer.step() within it, on the optimizer "
+                "that was passed to `watch_heads`, or heads.before_optimizer_step() where its step is compiled.",
+            )
+        self.close()
 
-    @guarded("closing the session", otherwise=lambda self: self._close())
     def close(self) -> None:
-        """Publish pending readings, and remove all hooks; calling it again does nothing."""
-        if not self._is_closed:
-            self._close()
+        """Publish what was measured and remove all hooks; calling it again does nothing."""
+        super().close()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
-    def _close(self) -> None:
-        self._is_closed = True
-        attempt_each([self._steps.close, super().close, self._host.dashboards.close])
-
-    @guarded("keeping the state of head diversity", otherwise=lambda self: {"step": self._host.step})
     def state_dict(self) -> dict[str, Any]:
-        """State for a resumed run; call it between steps.
+        """Return the state for a resumed run, as plain data; call it between steps."""
+        return {**super().state_dict(), "step": self._loop.step}
 
-        Returns:
-            Plain data.
-        """
-        if self._opened is None and self._restored is not None:
-            return super().state_dict()
-        return {**self._started.state_dict(), **self._host.state_dict()}
-
-    @guarded("restoring the state of head diversity", passes=MISUSE)
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the state of a checkpoint, on every rank; also in the middle of a run that goes back to it.
-
-        Args:
-            state_dict: the result of `state_dict`.
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Take the state of a checkpoint, on every rank, before the first step.
 
         Raises:
-            MisconfigurationError: if called within a step; with `strict` also for a state that `state_dict` did not
-                return, or of another model. Otherwise such a state costs a warning, and its valid fields are restored.
+            MisconfigurationError: if steps have been made already.
         """
-        if self._steps.is_inside:
-            raise MisconfigurationError("Load the state of the heads between steps, not within `with heads.step():`.")
-        step = self._host.step_in(state_dict)
-        if step is None:
-            return
-        self._started.accept(state_dict, step=step)
+        if self._loop.step > 0:
+            raise MisconfigurationError(
+                "The state of the heads is loaded before the first step: call watch_heads(...) anew to go back."
+            )
+        step = state_dict.get("step") if isinstance(state_dict, dict) else None
+        self._loop.step = step if type(step) is int and step >= 0 else 0
         super().load_state_dict(state_dict)
-        self._host.go_back_to(step)
+        self._load()
 
-    @guarded(_STEP, passes=(MisconfigurationError,))
-    def _check_epoch(self, epoch: int) -> None:
-        whole_number("epoch", epoch, least=0, example=0)
+    @guarded("resuming head diversity")
+    def _load(self) -> None:
+        self._resume()
 
-    @guarded(_STEP)
-    def _warn_of_useless_step(self) -> None:
-        why = "after the watch was closed" if self._is_closed else "within another"
-        self._warn_once.warn("step", f"`with heads.step():` {why} does nothing. Write it once around each step.")
-
-    @guarded(_STEP)
+    @guarded("watching a step", passes=MISUSE)
     def _enter_step(self, epoch: int | None) -> None:
-        self._host.begin_step(epoch)
-        self._steps.begin()
-        if self._opened is None:  # not earlier: a checkpoint may be loaded until the first step
-            self._open()
-        self._started.monitor.resume()
-        self._started.before_forward()
+        self._loop.epoch, self.loss = epoch, None
+        self._is_inside, self._is_prepared, self._has_stepped = True, False, False
+        if self._session is not None:
+            self._session.resume()
+            self._session.before_forward()
 
-    @guarded(_STEP, otherwise=lambda self: attempt_each([self._steps.abandon, self._started.monitor.suspend]))
-    def _leave_step(self, *, is_whole: bool) -> None:
-        try:
-            if self._steps.end():
-                self._host.count_step()
-            if not is_whole or self._steps.is_unprepared:
-                self._started.abandon()
-            if is_whole:
-                self._started.after_step()
-        finally:
-            self._started.monitor.suspend()
+    @guarded("watching a step")
+    def _abandon_step(self) -> None:
+        self._is_inside = False
+        if self._session is not None:
+            self._session.abandon()
+            self._session.suspend()
 
-    @guarded(_STEP)
-    def _prepare(self, optimizer: Optimizer) -> None:
-        self._read()
-        self._started.before_optimizer_step(optimizer)
+    @guarded("watching a step", passes=MISUSE)
+    def _leave_step(self) -> None:
+        self._is_inside = False
+        if self._has_stepped or (self._is_prepared and not self._loop.optimizers):
+            self._loop.step += 1
+        if self._session is not None:
+            self._session.suspend()
+            self._session.after_step(self.loss)
 
-    @guarded(_STEP)
-    def _before_closure(self) -> None:
-        """Read forwards that ran before a closure: the optimizer may move the weights before it calls the closure."""
-        if self._started.monitor.has_run:
-            self._read()
+    def _prepare(self) -> None:
+        if self._session is None or not self._is_inside or self._is_prepared:
+            return
+        self._session.after_backward()
+        for optimizer in self._loop.optimizers:
+            self._session.before_optimizer_step(optimizer)
+        self._is_prepared = True
 
-    def _read(self) -> None:
-        # If several optimizers take turns, further forwards of their own networks may follow.
-        self._started.after_backward(is_last=len(self._host.optimizers) == 1)
+    # Called by the optimizers; a compiled step traces them.
 
+    @guarded("watching a step", passes=MISUSE)
+    def _on_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._prepare()
 
-@function_of(LoopSettings)
-def watch_heads(settings: LoopSettings) -> HeadSession:
-    """Watch the diversity of the attention heads of a model that a loop of your own trains.
-
-    Reads, judges and intervenes as `HDICallback` does, around the steps that ``with heads.step():`` encloses. Call it
-    before the first forward of a compiled model, and with accelerate or a data-parallel wrapper on what they have
-    prepared. In a distributed run every rank calls it; the first one writes.
-
-    Args:
-        settings: the arguments of `LoopSettings`, by their names; ``model`` and ``optimizer`` come first.
-
-    Returns:
-        A context manager, which removes all hooks at its end.
-
-    Raises:
-        MisconfigurationError: if an argument cannot work.
-
-    Example:
-        >>> import torch
-        >>> model = torch.nn.TransformerEncoderLayer(32, 4, batch_first=True)
-        >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> with watch_heads(model, optimizer, every_n_steps=2, history=False, verbose=False) as heads:
-        ...     for batch in torch.randn(3, 8, 10, 32):
-        ...         with heads.step():
-        ...             model(batch).square().mean().backward()
-        ...             optimizer.step()
-        ...             optimizer.zero_grad()
-        >>> heads.global_step, "hdi/min" in heads.latest
-        (3, True)
-    """
-    return HeadSession(settings)
+    @guarded("watching a step")
+    def _on_optimizer_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._has_stepped = True
 
 
-__getattr__ = renamed(__name__, {"HeadWatch": "hdi_callback.integrations.loop:HeadSession"})
+class _Loop:
+    """A loop as the `Trainer` of a session, which counts the steps itself."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        optimizers: list[Optimizer],
+        folder: Path,
+        tensorboard: Any,
+        wandb: Any,
+        save_checkpoint: Callable[[str], Any] | None,
+    ) -> None:
+        self.optimizers, self.folder, self.step = optimizers, folder.absolute(), 0
+        self.epoch: int | None = None
+        self.is_stopped = False
+        self.latest: dict[str, float] = {}
+        self._metrics = settings.metrics or ()
+        self._tensorboard, self._wandb, self._save = tensorboard, wandb, save_checkpoint
+
+    @property
+    def is_first_rank(self) -> bool:
+        distributed = torch.distributed
+        return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+
+    def loss_scale(self, optimizer: Optimizer) -> float:
+        # A fused optimizer divides the scale out itself; for others it has been divided out.
+        return float(getattr(optimizer, "grad_scale", None) or 1)
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+    def save(self, name: str) -> str:
+        place = None if self._save is None else self._save(name)
+        return name if place is None else str(place)
+
+    def print(self, text: str) -> None:
+        print(text)  # noqa: T201
+
+    def sinks(self, past: Sequence[Record]) -> list[Sink]:
+        sinks: list[Sink] = [Curves(self._keep, self._metrics)]
+        if not self.is_first_rank:
+            return sinks
+        if self._tensorboard is True:
+            sinks.append(OwnTensorBoard(self.folder / "hdi", self._metrics, past))
+        elif self._tensorboard:
+            sinks.append(TensorBoard(self._tensorboard, self._metrics, past=past))
+        if self._wandb is not None:
+            sinks.append(Wandb(self._wandb, self._metrics, past=past))
+        return sinks
+
+    def _keep(self, values: dict[str, float], step: int) -> None:
+        self.latest = values
+
+
+def _torch_optimizers(given: Any) -> list[Optimizer]:
+    """Return the torch optimizers inside wrappers such as that of accelerate, which call no hooks of their own."""
+    if given is None:
+        return []
+    found: list[Optimizer] = []
+    for optimizer in given if isinstance(given, list | tuple) else [given]:
+        inner = optimizer
+        while isinstance(getattr(inner, "optimizer", None), Optimizer):
+            inner = inner.optimizer
+        # torch installs what calls the hooks in `Optimizer.__init__`.
+        if not isinstance(inner, Optimizer) or not hasattr(type(inner).step, "hooked"):
+            raise MisconfigurationError(
+                f"`optimizer` must be a torch optimizer, or a list of them, got {shown(optimizer)}: write "
+                "torch.optim.AdamW(model.parameters()) or the like. For an optimizer that torch does not know write "
+                "optimizer=None, and call heads.before_optimizer_step() in each step."
+            )
+        if inner not in found:
+            found.append(inner)
+    return found

@@ -2,46 +2,52 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import transformers
 from torch.optim import Optimizer
 
+from hdi_callback.dashboards import Wandb
 from hdi_callback.errors import MisconfigurationError
-from hdi_callback.guard import attempt_each, guarded
-from hdi_callback.integrations.checkpoint_folder import KEY, STATE, checkpoint_of, restored_from
-from hdi_callback.integrations.optimizers import inner_optimizer
-from hdi_callback.integrations.outlets import Dashboards
-from hdi_callback.integrations.shell import MISUSE, STARTING, WATCHING, Shell
-from hdi_callback.integrations.signature import documented_by, method_of
-from hdi_callback.monitoring.atomic import write_atomically
-from hdi_callback.monitoring.history import History
-from hdi_callback.monitoring.monitor import HeadDiversityMonitor
-from hdi_callback.monitoring.session.host import PlainHost
-from hdi_callback.monitoring.session.position import Position
-from hdi_callback.monitoring.session.session import Session
-from hdi_callback.monitoring.session.settings import Settings
-from hdi_callback.monitoring.session.sink import Sink
-from hdi_callback.monitoring.warn_once import WarnOnce
+from hdi_callback.guard import guarded
+from hdi_callback.integrations.base import MISUSE, OwnTensorBoard, Watcher
+from hdi_callback.interventions import Intervention
+from hdi_callback.record import Record, Sink
+from hdi_callback.session import Settings
+from hdi_callback.session.settings import ChosenAlerts, History, Padding, Thresholds
+
+_KEY = "hdi_callback"  # in the trainer's own state; under the name of a class the trainer would make an instance of it
+_STATE_FILE = "trainer_state.json"
 
 
-@documented_by(Settings)
-class HDITrainerCallback(Shell, transformers.TrainerCallback):
+class HDITrainerCallback(Watcher, transformers.TrainerCallback):
     """Watch the diversity of the attention heads of a model that a transformers `Trainer` trains.
 
     Reads, judges and intervenes as `HDICallback` does. The history is ``hdi/history.jsonl`` under the output
     directory. Where ``report_to`` names them, TensorBoard gets a run ``runs/hdi`` beside the trainer's own, and the W&B
-    run of the trainer gets the curves and alerts. A checkpoint keeps the state of rules and interventions in
-    ``hdi_state.json``.
+    run of the trainer gets the curves and alerts. A checkpoint keeps what a resumed run needs in the trainer's state.
 
-    The trainer clips gradients before it calls its callbacks, so that what `DiversityPenalty` adds is not clipped.
+    The trainer clips gradients before it calls its callbacks, so that what `DiversityPenalty` adds is not clipped. It
+    does not notify its callbacks of exceptions: until `close` is called, or the next training begins, hooks may stay on
+    the model.
 
     Args:
-        settings: the arguments of `Settings`, by their names.
+        every_n_steps: optimizer steps between readings.
+        metrics: names of further metrics to draw for each layer.
+        include: patterns of layer names to watch (``"encoder.*"``); all by default.
+        exclude: patterns of layer names to leave out.
+        max_tokens: largest number of tokens kept per layer for one reading of the head outputs.
+        padding: which tokens are padding: ``"auto"``, the id of the padding token, a function, or `None`; see
+            `Settings`.
+        history: write the history, or the path to write it to.
+        alerts: ``"default"``, a list of rules, or `None` for no alerts.
+        thresholds: limits of the rules by pattern of layer names.
+        pretrained: whether the weights were trained before this run; ``"auto"`` tells it from the weights.
+        interventions: what to do about alerts; nothing by default.
+        strict: raise an error if no attention is read in the first forward; otherwise warn.
 
     Raises:
         MisconfigurationError: if an argument cannot work.
@@ -50,24 +56,41 @@ class HDITrainerCallback(Shell, transformers.TrainerCallback):
         >>> callback = HDITrainerCallback(every_n_steps=50)  # transformers.Trainer(..., callbacks=[callback])
     """
 
-    @method_of(Settings)
-    def __init__(self, settings: Settings) -> None:
+    state_key = "HDITrainerCallback"  # read by a Lightning trainer before it calls `setup`
+
+    def __init__(
+        self,
+        every_n_steps: int = 50,
+        metrics: Sequence[str] | None = None,
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
+        max_tokens: int = 2048,
+        padding: Padding = "auto",
+        history: History = True,
+        alerts: ChosenAlerts = "default",
+        thresholds: Thresholds = None,
+        pretrained: bool | Literal["auto"] = "auto",
+        interventions: Sequence[Intervention] | None = None,
+        strict: bool = True,
+    ) -> None:
+        settings = Settings(
+            every_n_steps=every_n_steps,
+            metrics=metrics,
+            include=include,
+            exclude=exclude,
+            max_tokens=max_tokens,
+            padding=padding,
+            history=history,
+            alerts=alerts,
+            thresholds=thresholds,
+            pretrained=pretrained,
+            interventions=interventions,
+            strict=strict,
+        )
         super().__init__(settings)
 
-    # The attributes that a Lightning trainer reads before it calls anything.
-
-    state_key = "HDITrainerCallback"
-
     def setup(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse the trainer of Lightning.
-
-        Args:
-            args: of that trainer.
-            kwargs: of that trainer.
-
-        Raises:
-            MisconfigurationError: always.
-        """
+        """Refuse the trainer of Lightning, which calls this first."""
         raise MisconfigurationError(
             "HDITrainerCallback is for a transformers Trainer, and a Lightning trainer takes HDICallback: write "
             "L.Trainer(callbacks=[HDICallback(...)])."
@@ -76,102 +99,81 @@ class HDITrainerCallback(Shell, transformers.TrainerCallback):
     def on_exception(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: Lightning re-raises the error of `setup`."""
 
-    @guarded("closing the session")
-    def close(self) -> None:
-        """Publish pending readings and remove all hooks, after a training that an exception ended.
+    # A callback is notified of the end of an evaluation, not of its beginning: the session rests between the steps.
 
-        The trainer does not notify its callbacks of exceptions. Until this is called, or the next training begins,
-        hooks may stay on the model. Calling it again does nothing.
-        """
-        super().close()
-        if self._host is not None:
-            self._host.dashboards.close()
-
-    @guarded(STARTING, passes=MISUSE)
+    @guarded("starting to watch heads", passes=MISUSE)
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Find the layers, install the hooks, open the history, and restore the state of a checkpoint."""
+        """Install the hooks, and resume from the checkpoint, if the trainer does."""
         self.close()
-        self._forget()
-        host = _TrainerHost(args, state, control, kwargs["optimizer"], self._settings, self._warn_once)
-        session = self._start(kwargs["model"], host, self._settings)
-        # Every rank restores the same state, even if its own disk has none.
-        self._restored = session.from_first_rank(restored_from(args, state, self._warn_once))
-        self._open()
-        session.monitor.suspend()
+        trainer = _Trainer(args, state, control, kwargs["optimizer"], self._settings)
+        self._start(kwargs["model"], trainer, self._settings)
+        assert self._session is not None
+        self._session.suspend()
+        if state.global_step > 0:
+            self._restored = (state.stateful_callbacks or {}).get(_KEY)
+            self._resume()
 
-    # A callback is notified of the end of an evaluation, not of its beginning. So the hooks are on the model only
-    # during the forwards and backwards of a step; any other call sees the model without hooks.
-
-    @guarded(WATCHING)
+    @guarded("watching heads", passes=MISUSE)
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Install the hooks, and arm the capture when a reading is due."""
-        session = self._watching
-        if session is not None:
-            session.monitor.resume()
-            session.before_forward()
+        """Capture the forward that follows when a reading is due."""
+        if self._session is not None:
+            self._session.resume()
+            self._session.before_forward()
 
-    @guarded(WATCHING)
+    @guarded("watching heads", passes=MISUSE)
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Read after the first backward, where gradients are accumulated."""
+        if self._session is not None:
+            self._session.after_backward()
+
+    @guarded("watching heads", passes=MISUSE)
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read while the weights are still those of the forward; let interventions act on the gradients."""
-        session = self._watching
-        if session is not None:
-            try:
-                session.after_backward()
-                session.before_optimizer_step(*self._host.optimizers)
-            finally:
-                session.monitor.suspend()
+        if self._session is not None:
+            self._session.after_backward()
+            for optimizer in self._session.optimizers:
+                self._session.before_optimizer_step(optimizer)
 
-    @guarded(WATCHING)
+    @guarded("watching heads", passes=MISUSE)
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Publish the readings whose numbers have arrived."""
-        session = self._watching
-        if session is not None:
-            try:
-                session.after_step()
-            finally:
-                session.monitor.suspend()
-            # The trainer writes this into the checkpoint itself, wherever that is moved and before `on_save` is called.
-            with self._warn_once.guard("keeping the identity of the run"):
-                identity = {**session.identity(), **self._placed()}
-                state.stateful_callbacks[KEY] = {"args": {}, "attributes": identity}
+        if self._session is not None:
+            self._session.suspend()
+            self._session.after_step()
+            self._keep_state(state, control)
+
+    @guarded("watching heads")
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keep the state, if the trainer saves a checkpoint now."""
+        self._keep_state(state, control)
 
     @guarded("saving the state of head diversity")
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep the state of rules and interventions in the checkpoint."""
-        session = self._watching
-        if session is None:
-            return
-        kept = session.state_dict()  # on every rank, as pending readings are published
-        if state.is_world_process_zero:
-            with self._warn_once.guard("saving the state of head diversity"):
-                data = json.dumps({**kept, **self._placed()}).encode()
-                write_atomically(checkpoint_of(args, state) / STATE, data)
+        """Keep the state in a checkpoint that another callback has asked for after this one was called."""
+        kept = (state.stateful_callbacks or {}).get(_KEY)
+        file = Path(args.output_dir) / f"checkpoint-{state.global_step}" / _STATE_FILE
+        if kept is not None and kept["step"] != state.global_step and state.is_world_process_zero and file.is_file():
+            state.stateful_callbacks[_KEY] = self.state_dict()
+            state.save_to_json(str(file))
 
-    @guarded("the last reading", otherwise=lambda self: self.close())
+    @guarded("the last reading")
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read the final weights, publish everything, and remove all hooks."""
-        session = self._watching
-        if session is not None:
-            attempt_each([session.finish, self._host.dashboards.close])
+        if self._session is not None:
+            self._session.finish()
 
-    @property
-    def _watching(self) -> Session | None:
-        return None if self._could_not_start else self._session
-
-    def _placed(self) -> dict[str, Any]:
-        return {"tensorboard": self._host.dashboards.folder}
+    def _keep_state(self, state: Any, control: Any) -> None:
+        if self._session is not None and (control.should_save or _KEY not in state.stateful_callbacks):
+            state.stateful_callbacks[_KEY] = self.state_dict()
 
 
-class _TrainerHost(PlainHost):
-    """A transformers trainer as a `Host`."""
+class _Trainer:
+    """A transformers trainer as the `Trainer` of a session."""
 
-    def __init__(
-        self, args: Any, state: Any, control: Any, optimizer: Any, settings: Settings, warn_once: WarnOnce
-    ) -> None:
-        super().__init__(settings.process_group)
-        self._args, self._state, self._control = args, state, control
-        self._optimizers, self._scaler = [inner_optimizer(optimizer)], getattr(optimizer, "scaler", None)
-        self.dashboards = Dashboards(settings, warn_once)
+    def __init__(self, args: Any, state: Any, control: Any, optimizer: Any, settings: Settings) -> None:
+        self._args, self._state, self._control, self._metrics = args, state, control, settings.metrics or ()
+        self._scaler = getattr(optimizer, "scaler", None)  # of accelerate's wrapper
+        self.optimizers: list[Optimizer] = [getattr(optimizer, "optimizer", optimizer)]
 
     @property
     def is_first_rank(self) -> bool:
@@ -182,13 +184,12 @@ class _TrainerHost(PlainHost):
         return Path(self._args.output_dir)
 
     @property
-    def position(self) -> Position:
-        epoch = self._state.epoch
-        return Position(self._state.global_step, None if epoch is None else int(epoch))
+    def step(self) -> int:
+        return int(self._state.global_step)
 
     @property
-    def optimizers(self) -> Sequence[Optimizer]:
-        return self._optimizers
+    def epoch(self) -> int | None:
+        return None if self._state.epoch is None else int(self._state.epoch)
 
     def loss_scale(self, optimizer: Optimizer) -> float:
         # The trainer has unscaled the gradients if it has clipped.
@@ -200,19 +201,20 @@ class _TrainerHost(PlainHost):
 
     def save(self, name: str) -> str:
         self._control.should_save = True  # the trainer saves at the end of this step, under its own name
-        return str(checkpoint_of(self._args, self._state))
+        return str(self.folder / f"checkpoint-{self.step}")
 
-    def sinks(
-        self, monitor: HeadDiversityMonitor, history: History | None, state: Mapping[str, Any] | None
-    ) -> list[Sink]:
+    def print(self, text: str) -> None:
+        print(text)  # noqa: T201
+
+    def sinks(self, past: Sequence[Record]) -> list[Sink]:
         if not self.is_first_rank:
             return []
-        self.dashboards.close()
-        wanted, layers = self._args.report_to or [], [layer.name for layer in monitor.layers]
+        sinks: list[Sink] = []
+        wanted = self._args.report_to or []
         if "tensorboard" in wanted:
-            self.dashboards.tensorboard(True, self.folder / "runs" / "hdi", state, layers)
+            sinks.append(OwnTensorBoard(self.folder / "runs" / "hdi", self._metrics, past))
         # The trainer starts its W&B run, and has imported the package then.
         run = getattr(sys.modules.get("wandb"), "run", None) if "wandb" in wanted else None
         if run is not None:
-            self.dashboards.wandb(run, layers, "train/global_step")
-        return self.dashboards.sinks(history, self.print, "TensorBoard and W&B", is_resumed=state is not None)
+            sinks.append(Wandb(run, self._metrics, past=past))
+        return sinks

@@ -1,0 +1,120 @@
+"""`Watcher`: what the callbacks of all trainers share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hdi_callback.dashboards import TensorBoard
+from hdi_callback.dashboards.layer_table import layers_text
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.guard import Guard, guarded
+from hdi_callback.monitor import HeadDiversityMonitor
+from hdi_callback.record import Alert, Record
+from hdi_callback.session import Session, Settings, Trainer
+
+MISUSE = (MisconfigurationError,)
+"""Errors that end a training before its first step."""
+
+
+class Watcher:
+    """The session of one callback, and the state that it resumes from.
+
+    Everything that a trainer calls is `guarded`, so that nothing that goes wrong here reaches the training. Where no
+    session could be started, the events of the training find none, and do nothing.
+
+    Args:
+        settings: the settings of the run.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self._settings, self._guard = settings, Guard()
+        self._session: Session | None = None
+        self._restored: Any = None  # the state of a checkpoint, until a session takes it
+
+    def _start(self, model: nn.Module, trainer: Trainer, settings: Settings, name: str | None = None) -> None:
+        """Start a session; the hooks are on the model before anything has been compiled or run."""
+        self._guard = Guard()
+        self._session = None
+        self._session = Session(model, settings, trainer, name=name, guard=self._guard)
+
+    def _resume(self) -> None:
+        """Give the state of a checkpoint to the session, once the trainer knows its step."""
+        if self._session is not None and self._restored is not None:
+            self._session.load_state_dict(self._restored)
+        self._restored = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Drop the run: a copy is as new, and another trainer or process can use it."""
+        return {**self.__dict__, "_session": None, "_guard": Guard()}
+
+    def __repr__(self) -> str:
+        monitor = self.monitor
+        if monitor is None or not monitor.layers:
+            return f"<{type(self).__name__}: no layers are known before the first forward>"
+        refused = {refusal.name: refusal.reason for refusal in monitor.refused}
+        return layers_text([layer.facts() for layer in monitor.layers], refused, active=self.active_alerts)
+
+    @property
+    def monitor(self) -> HeadDiversityMonitor | None:
+        """The monitor that measures; `None` before training."""
+        return None if self._session is None else self._session.monitor
+
+    @property
+    def active_alerts(self) -> tuple[Alert, ...]:
+        """The alerts that are active now."""
+        alerts = None if self._session is None else self._session.alerts
+        return () if alerts is None else alerts.active
+
+    @property
+    def history_path(self) -> Path | None:
+        """Path of the history; `None` before the first forward and if there is none."""
+        history = None if self._session is None else self._session.history
+        return None if history is None else history.path
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a resumed run, as plain data."""
+        return self._state() or {}
+
+    @guarded("keeping the state of head diversity")
+    def _state(self) -> dict[str, Any]:
+        if self._restored is not None or self._session is None:
+            return dict(self._restored or {})
+        return self._session.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the state of a checkpoint, before the first step."""
+        self._restored = state_dict
+
+    @guarded("closing the session")
+    def close(self) -> None:
+        """Publish what was measured and remove all hooks, after a training that an exception ended.
+
+        Calling it again does nothing.
+        """
+        if self._session is not None:
+            self._session.close()
+
+
+class OwnTensorBoard(TensorBoard):
+    """TensorBoard with a writer of its own, for trainers whose writer is not known here.
+
+    Args:
+        folder: folder of the TensorBoard run.
+        metrics: names of further metrics to draw for each layer.
+        past: the records of a resumed run so far; what an interrupted run wrote behind them is hidden.
+    """
+
+    def __init__(self, folder: Path, metrics: Sequence[str], past: Sequence[Record]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge_step = past[-1].step + 1 if past else None
+        super().__init__(SummaryWriter(str(folder), purge_step=purge_step), metrics, past=past)
+
+    def close(self) -> None:
+        """Close the writer."""
+        self._writer.close()

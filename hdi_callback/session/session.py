@@ -1,0 +1,473 @@
+"""`Session`: one watched run, from the first forward to the last reading.
+
+It is the same under every trainer. An integration calls it at each event of the training; through its `Trainer` it
+reads what it needs from the training.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from time import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hdi_callback.dashboards import Console
+from hdi_callback.errors import HDIError, NothingToWatchError
+from hdi_callback.guard import Guard, describe
+from hdi_callback.history import History, load_history
+from hdi_callback.interventions import Intervention
+from hdi_callback.monitor import HeadDiversityMonitor, Reading
+from hdi_callback.record import Action, Alert, Record, Sink
+from hdi_callback.rules import Alerts
+from hdi_callback.session.settings import Settings
+from hdi_callback.session.trainer import Trainer, Training, from_first_rank, is_distributed, why_ranks_differ
+
+_SIZES = ("num_heads", "num_key_heads", "head_dim", "value_dim")
+
+
+class Session:
+    """Take readings on schedule; judge, intervene, record, show.
+
+    A reading is due at step 0 and whenever a multiple of ``every_n_steps`` has been reached since the last one:
+    counting by crossings serves trainers whose count advances by more than one (several optimizers), repeats (gradient
+    accumulation) or starts in the middle (a resumed run). It is taken after the backward of the forward that was
+    captured, while the weights are still those of the forward, and published once the optimizer has stepped and its
+    numbers have arrived on the host.
+
+    Args:
+        model: any module that contains attention layers.
+        settings: the settings of the run.
+        trainer: the trainer.
+        name: name of the history, where one folder holds several.
+        guard: turns failures into warnings, once for each kind.
+
+    Attributes:
+        monitor: the monitor that measures.
+        alerts: the rules; `None` before the first forward, and for no alerts.
+        interventions: the interventions.
+        history: the history that is written; `None` before the first forward, if there is none, and on all ranks but
+            the first.
+        last_step: step of the last reading that was taken.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Settings,
+        trainer: Trainer,
+        *,
+        name: str | None = None,
+        guard: Guard | None = None,
+    ) -> None:
+        self.monitor = HeadDiversityMonitor(
+            model,
+            metrics=settings.measured,
+            include=settings.include,
+            exclude=settings.exclude,
+            max_tokens=settings.max_tokens,
+            padding=settings.padding,
+        )
+        self.alerts: Alerts | None = None
+        self.interventions: tuple[Intervention, ...] = ()
+        self.history: History | None = None
+        self.last_step: int | None = None
+        self._settings, self._trainer, self._name = settings, trainer, name
+        self._model_name = type(model).__name__
+        self._guard = Guard() if guard is None else guard
+        self._folder = trainer.folder.absolute()  # the training may change its directory
+        self._state: Mapping[str, Any] | None = None  # of a checkpoint, until the layers are known
+        self._sinks: list[Sink] = []
+        self._armed_at: int | None = None  # step whose forward is captured
+        self._pending: deque[_Taken] = deque()
+        self._published: int | None = None  # step of the last reading that was published
+        self._number_of_layers = 0  # that rules, history and dashboards know
+        self._has_met = self._is_open = self._is_closed = False
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The optimizers of the run."""
+        return self._trainer.optimizers
+
+    # The events of a training, in the order in which they come.
+
+    def before_forward(self) -> None:
+        """Capture the forward that follows if a reading is due."""
+        if self._is_closed or self._armed_at is not None:
+            return
+        if not self._has_met:
+            self._meet()
+        elif self._is_open and not self.monitor.layers:
+            return
+        step = self._trainer.step
+        if not self._is_closed and self._is_due(step):  # `_meet` may have closed it
+            self._armed_at = step
+            self.monitor.arm()
+        else:
+            self.monitor.disarm()
+
+    def after_backward(self) -> None:
+        """Measure if a reading is due, while the weights are still those of the forward.
+
+        Raises:
+            HDIError: at the first forward, if this model cannot be watched as the settings ask.
+        """
+        if self._armed_at is not None:
+            self._measure(self._armed_at)
+
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Let interventions act on the gradients."""
+        for intervention in self.interventions:
+            with self._guard(f"the intervention {intervention.name}"):
+                intervention.before_optimizer_step(optimizer)
+
+    def after_step(self, loss: Any = None) -> tuple[Record, ...]:
+        """Publish the readings whose numbers have arrived.
+
+        Args:
+            loss: training loss of the forward, a number or a tensor of one, if it is known.
+
+        Returns:
+            Their records.
+        """
+        self.after_backward()  # of a batch without a backward
+        if self._pending and self._pending[-1].loss is None and loss is not None:
+            self._pending[-1].keep_loss(loss)
+        # All ranks intervene after the same step, so they wait for the numbers.
+        return self._publish(waits=bool(self.interventions), before=self._trainer.step)
+
+    def suspend(self) -> None:
+        """Leave the forwards that follow alone, as those of an evaluation."""
+        self.monitor.suspend()
+
+    def resume(self) -> None:
+        """End `suspend`."""
+        self.monitor.resume()
+
+    def abandon(self) -> None:
+        """Give up a reading whose forward or backward did not finish; it is due again at once."""
+        if self._armed_at is not None:
+            self._armed_at = None
+            self.monitor.disarm()
+
+    def flush(self) -> tuple[Record, ...]:
+        """Publish every reading that is complete, waiting for its numbers; return their records."""
+        return self._publish(waits=True, before=self._trainer.step)
+
+    def finish(self) -> tuple[Record, ...]:
+        """Read the final weights, publish everything, and close; return the records."""
+        if self._is_closed:
+            return ()
+        self.abandon()
+        step = self._trainer.step
+        if self._is_open and self.monitor.layers and self.last_step != step:
+            self._measure(step)
+        records = self._publish(waits=True, final=step)
+        self.close()
+        return records
+
+    def close(self) -> None:
+        """Publish what was measured, without interventions, and remove all hooks; calling it again does nothing.
+
+        Also after an exception, perhaps on this rank alone: no other rank is waited for.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with self._guard("publishing the last readings"):
+            self._publish(waits=True, may_intervene=False)
+        with self._guard("removing hooks"):
+            self.monitor.close()
+        self._close_all()
+
+    def _close_all(self) -> None:
+        """End interventions and close dashboards and history."""
+        for intervention in self.interventions:
+            with self._guard(f"ending the intervention {intervention.name}"):
+                intervention.unbind()
+        for sink in self._sinks:
+            with self._guard(sink.name):
+                sink.close()
+
+    # What a resumed run needs.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a resumed run, as plain data; complete readings are published first."""
+        if not self._is_open:
+            return dict(self._state or {})
+        if not self.interventions:  # their readings have been published on every rank
+            self.flush()
+        return {
+            "step": self._trainer.step,
+            "last_step": self._published,
+            "history": None if self.history is None else str(self.history.path),
+            "layers": self._sizes(),
+            "alerts": None if self.alerts is None else self.alerts.state_dict(),
+            "interventions": [(item.name, item.state_dict()) for item in self.interventions],
+        }
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take the state of a checkpoint, before the first step; one that is none costs a warning and a new start."""
+        if not state:
+            return
+        if _is_state(state, self._trainer.step):
+            self._state, self.last_step = state, state["last_step"]
+        else:
+            self._start_anew("it is not what `state_dict` gave at this step or before")
+
+    def _start_anew(self, why: str) -> None:
+        self._state = self.last_step = None
+        self._guard.warn_once(
+            "resuming", f"The state in the checkpoint is not used: {why}. History, alerts and interventions start anew."
+        )
+
+    def _sizes(self) -> dict[str, list[int]]:
+        return {layer.name: [getattr(layer, size) for size in _SIZES] for layer in self.monitor.layers}
+
+    # One reading.
+
+    def _is_due(self, step: int) -> bool:
+        every = self._settings.every_n_steps
+        return self.last_step is None or step // every > self.last_step // every
+
+    def _measure(self, step: int) -> None:
+        """Measure; a failure marks the reading."""
+        self._armed_at, self.last_step = None, step
+        if not self._is_open or len(self.monitor.layers) != self._number_of_layers:
+            with self._guard("starting to watch heads", passes=(HDIError,)):
+                self._open()
+        if self._is_closed or not self.monitor.layers:
+            return
+        try:
+            measured: Reading | Record = self.monitor.measure(step, epoch=self._trainer.epoch)
+        except Exception as error:
+            measured = self._marked(step, error)
+        self._pending.append(_Taken(measured))
+
+    def _marked(self, step: int, error: Exception) -> Record:
+        """Return a record without numbers, and with the reason; warns once."""
+        self._guard.failed("measuring head diversity", error)
+        return Record(step, {}, epoch=self._trainer.epoch, time=time(), absent={"reading": describe(error)})
+
+    def _publish(
+        self, *, waits: bool, before: int | None = None, final: int | None = None, may_intervene: bool = True
+    ) -> tuple[Record, ...]:
+        """Publish readings in order: those of steps before `before`, and unless it waits only those that are ready."""
+        records: list[Record] = []
+        while self._pending:
+            taken = self._pending[0]
+            if (before is not None and taken.step >= before) or not (waits or taken.is_ready()):
+                break
+            self._pending.popleft()
+            try:
+                record = taken.record()
+            except Exception as error:
+                record = self._marked(taken.step, error)
+            records.append(self._publish_record(replace(record, is_last=record.step == final), may_intervene))
+            self._published = record.step
+        return tuple(records)
+
+    def _publish_record(self, record: Record, may_intervene: bool) -> Record:
+        """Judge, intervene, and write a record to the history and every dashboard."""
+        if self.alerts is not None:
+            with self._guard("judging head diversity"):
+                record = replace(record, alerts=self.alerts.judge(record), active=self.alerts.active)
+        try:
+            if self.interventions and may_intervene:
+                record = self._decided(record)
+                record = replace(record, actions=self._intervene(record))
+        finally:  # also if the user's function ends the run
+            for sink in self._sinks:
+                with self._guard(sink.name):
+                    sink.write(record)
+        return record
+
+    def _decided(self, record: Record) -> Record:
+        """Return the record with the alerts of the first rank, by which all ranks act alike."""
+        if not is_distributed():
+            return record
+        sent = from_first_rank([[alert.to_dict() for alert in alerts] for alerts in (record.alerts, record.active)])
+        alerts, active = (tuple(map(Alert.from_dict, listed)) for listed in sent)
+        return replace(record, alerts=alerts, active=active)
+
+    def _intervene(self, record: Record) -> tuple[Action, ...]:
+        actions: list[Action] = []
+        for intervention in self.interventions:
+            with self._guard(f"the intervention {intervention.name}"):
+                actions += intervention.handle(record)
+        return tuple(actions)
+
+    # The beginning.
+
+    def _meet(self) -> None:
+        """Make sure that all ranks watch alike; nothing is watched otherwise, as they would wait for each other."""
+        self._has_met = True
+        settings = self._settings
+        mine = {
+            "every_n_steps": settings.every_n_steps,
+            "metrics": settings.measured,
+            "include": settings.include,
+            "exclude": settings.exclude,
+            "max_tokens": settings.max_tokens,
+            "interventions": [item.name for item in settings.interventions or ()],
+            "last reading": self.last_step,
+        }
+        why = why_ranks_differ(mine) if is_distributed() else ""
+        if why:
+            self._guard.warn_once("ranks", f"Heads are not watched: {why} Training goes on.")
+            self.close()
+
+    def _open(self) -> None:
+        """Begin once the first forward has shown the layers: rules, interventions, history, dashboards.
+
+        Where another part of the model is called for the first time later, it begins anew with all layers: the history
+        goes on in a further file, as the layers are its first line.
+
+        Raises:
+            HDIError: if this model cannot be watched as the settings ask.
+        """
+        if self._number_of_layers:
+            self._state = self.state_dict()
+            self._close_all()
+        self._is_open, self._number_of_layers = True, len(self.monitor.layers)
+        if not self.monitor.layers:
+            self._refuse()
+            return
+        settings, facts = self._settings, [layer.facts() for layer in self.monitor.layers]
+        try:
+            if settings.alerts is not None:
+                self.alerts = Alerts(settings.alerts, settings.thresholds, facts, settings.pretrained)
+            training = Training(self._trainer, self.monitor.layers, self.alerts)
+            self.interventions = ()
+            for intervention in settings.interventions or ():
+                intervention.bind(training)
+                self.interventions += (intervention,)
+        except HDIError:  # misuse, before the first step
+            self.close()
+            raise
+        self._restore()
+        if self._trainer.is_first_rank:
+            self._open_history(facts)
+        self._open_sinks(facts)
+        self._state = None
+
+    def _refuse(self) -> None:
+        """Say that there is nothing to watch."""
+        reasons = "".join(f"\n  `{refusal.name}`: {refusal.reason}" for refusal in self.monitor.refused[:10])
+        message = f"No attention layer of `{self._model_name}` was read in its first forward" + (
+            f":{reasons}" if reasons else ": it ran none."
+        )
+        remedy = "\nDescribe a layer with `hdi_callback.register_layout`, or write strict=False to train unwatched."
+        # A rank may hold a part of the model without attention.
+        if self._settings.strict and not is_distributed():
+            self.close()
+            raise NothingToWatchError(message + remedy)
+        self._guard.warn_once("layers", message + "\nHeads are not watched. Training goes on.")
+
+    def _restore(self) -> None:
+        """Restore rules and interventions from the checkpoint."""
+        state = self._state
+        if state is None:
+            return
+        now = self._sizes()
+        strange = [name for name, sizes in state["layers"].items() if now.get(name) != list(sizes)]
+        if strange:
+            self._start_anew(f"this model has no layer `{strange[0]}` with the same heads")
+            return
+        with self._guard("restoring alerts"):
+            if self.alerts is not None and state["alerts"] is not None:
+                self.alerts.load_state_dict(state["alerts"])
+        saved = list(state["interventions"])
+        for intervention in self.interventions:
+            own = next((pair for pair in saved if pair[0] == intervention.name), None)
+            if own is not None:
+                saved.remove(own)
+                with self._guard(f"restoring the intervention {intervention.name}"):
+                    intervention.load_state_dict(own[1])
+
+    def _open_history(self, facts: Sequence[Mapping[str, Any]]) -> None:
+        choice, state = self._settings.history, self._state
+        if choice is False:
+            return
+        file = "history.jsonl" if self._name is None else f"history-{self._name}.jsonl"
+        path = self._folder / "hdi" / file if choice is True else Path(choice)
+        resume_step = None
+        if state is not None:
+            resume_step = -1 if state["last_step"] is None else state["last_step"]
+            if choice is True and state["history"] is not None and Path(state["history"]).is_file():
+                path = Path(state["history"])
+        with self._guard("opening the history"):
+            self.history = History(path, facts, resume_step=resume_step)
+
+    def _open_sinks(self, facts: Sequence[Mapping[str, Any]]) -> None:
+        past: Sequence[Record] = ()
+        if self.history is not None and self._state is not None:
+            with self._guard("reading the history"):
+                past = load_history(self.history.path).records
+        sinks: list[Sink] = []
+        with self._guard("opening dashboards"):
+            sinks += self._trainer.sinks(past)
+        if self._trainer.is_first_rank:
+            sinks.append(
+                Console(
+                    self._trainer.print,
+                    every_n_steps=self._settings.every_n_steps,
+                    refused={refusal.name: refusal.reason for refusal in self.monitor.refused},
+                    interventions=[intervention.name for intervention in self.interventions],
+                    history="" if self.history is None else str(self.history.path),
+                )
+            )
+        for sink in sinks:
+            with self._guard(sink.name):
+                sink.open(facts)
+        self._sinks = [*([] if self.history is None else [self.history]), *sinks]  # type: ignore[list-item]
+
+
+class _Taken:
+    """A reading that was taken, and the loss of its forward, until their numbers have arrived on the host."""
+
+    def __init__(self, measured: Reading | Record) -> None:
+        self._measured = measured
+        self.step = measured.step
+        self.loss: Any = None
+        self._event: torch.cuda.Event | None = None
+
+    def keep_loss(self, loss: Any) -> None:
+        """Keep a loss, without waiting for the device."""
+        self.loss = loss
+        if not isinstance(loss, Tensor):
+            return
+        self.loss = loss.detach()
+        if loss.device.type == "cuda":
+            host = torch.empty(loss.shape, dtype=loss.dtype, device="cpu", pin_memory=True)
+            self.loss = host.copy_(self.loss, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self.loss = self.loss.clone()  # the training may write into it
+
+    def is_ready(self) -> bool:
+        """Return whether `record` would not wait for the device."""
+        is_measured = isinstance(self._measured, Record) or self._measured.is_ready()
+        return is_measured and (self._event is None or bool(self._event.query()))
+
+    def record(self) -> Record:
+        """Return the reading as numbers, waiting for them."""
+        record = self._measured if isinstance(self._measured, Record) else self._measured.record()
+        if self._event is not None:
+            self._event.synchronize()
+        return record if self.loss is None else replace(record, loss=float(self.loss))
+
+
+def _is_state(state: Any, step: int) -> bool:
+    """Return whether this is what `state_dict` gave, at this step or before."""
+    names = {"step", "last_step", "history", "layers", "alerts", "interventions"}
+    if not isinstance(state, Mapping) or not names <= set(state):
+        return False
+    last = state["last_step"]
+    return last is None or (type(last) is int and 0 <= last <= step)

@@ -1,0 +1,156 @@
+"""`Settings`: the arguments that the callbacks of all trainers share, checked once, before training."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hdi_callback.arguments import did_you_mean, flag, one_of, shown, strings, whole_number
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.interventions import Intervention
+from hdi_callback.monitor.metrics import DEFAULT_METRICS, MEASURED, METRICS
+from hdi_callback.rules import Alerts, Rule
+
+Padding = Literal["auto"] | int | Callable[..., Any] | None
+History = bool | str | os.PathLike[str]
+ChosenAlerts = Literal["default"] | Sequence[Rule] | None
+Thresholds = Mapping[str, Mapping[str, float | None]] | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments that all callbacks share.
+
+    Attributes:
+        every_n_steps: optimizer steps between readings, as the trainer counts them.
+        metrics: names of further metrics to draw as curves per layer; `None` for the default curves alone. With rules
+            everything that they need is measured and kept in the history anyway.
+        include: patterns of layer names to watch (``"encoder.*"``); all by default.
+        exclude: patterns of layer names to leave out.
+        max_tokens: largest number of tokens kept per layer for one reading of the head outputs.
+        padding: which tokens are padding, whose head outputs are left out: ``"auto"`` to read it from the masks that
+            the attention receives; the id of the padding token; a function that takes the arguments of the model by
+            their names and returns ``(batch, length)``, true where a token is padding; `None` to count every token.
+        history: write the history, to ``hdi/history.jsonl`` in the folder of the run, or to a path.
+        alerts: ``"default"``, a list of rules, or `None` for no alerts.
+        thresholds: limits of the rules by pattern of layer names: ``{"decoder.*": {"pair": 0.95}}``; `None` in
+            place of a number switches a rule off there.
+        pretrained: whether the weights were trained before this run, so that their state at its start raises no alert;
+            ``"auto"`` tells it from the weights of each layer.
+        interventions: what to do about alerts; nothing by default.
+        strict: raise an error if no attention is read in the first forward; otherwise warn.
+
+    Raises:
+        MisconfigurationError: if one of them cannot work; the message says what to write instead.
+
+    Example:
+        >>> Settings(every_n_steps=10).curves
+        ('hdi', 'hdi_worst_alignment', 'head_covariance')
+    """
+
+    every_n_steps: int = 50
+    metrics: Sequence[str] | None = None
+    include: Sequence[str] | None = None
+    exclude: Sequence[str] | None = None
+    max_tokens: int = 2048
+    padding: Padding = "auto"
+    history: History = True
+    alerts: ChosenAlerts = "default"
+    thresholds: Thresholds = None
+    pretrained: bool | Literal["auto"] = "auto"
+    interventions: Sequence[Intervention] | None = None
+    strict: bool = True
+
+    def __post_init__(self) -> None:
+        whole_number("every_n_steps", self.every_n_steps, least=1, example=50)
+        whole_number("max_tokens", self.max_tokens, least=2, example=2048)
+        one_of("pretrained", self.pretrained, ["auto", True, False])
+        flag("strict", self.strict)
+        self._set("metrics", _metrics(self.metrics))
+        self._set("include", strings("include", self.include, "patterns of layer names"))
+        self._set("exclude", strings("exclude", self.exclude, "patterns of layer names"))
+        _check_padding(self.padding)
+        self._set("history", _history(self.history))
+        _check_alerts(self.alerts, self.thresholds)
+        self._set("interventions", _interventions(self.interventions, self.alerts))
+
+    @property
+    def curves(self) -> tuple[str, ...]:
+        """The metrics that are drawn for each layer."""
+        return tuple(dict.fromkeys([*DEFAULT_METRICS, *(self.metrics or ())]))
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """The metrics to measure: those of the curves, and with rules what they need."""
+        return tuple(dict.fromkeys([*(() if self.alerts is None else MEASURED), *self.curves]))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+
+def _metrics(value: Any) -> tuple[str, ...] | None:
+    names = strings("metrics", value, "names of metrics")
+    for name in names or ():
+        if name not in METRICS:
+            raise MisconfigurationError(
+                f"There is no metric {name!r}.{did_you_mean(name, METRICS)} `hdi explain` lists all of them."
+            )
+    return names
+
+
+def _check_padding(value: Any) -> None:
+    if isinstance(value, str):
+        one_of("padding", value, ["auto"])
+    elif value is not None and not callable(value):
+        whole_number("padding", value, least=0, example='"auto", or the id of the padding token')  # type: ignore[arg-type]
+
+
+def _history(value: Any) -> bool | Path:
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise MisconfigurationError(
+            f'`history` must be True, False or a path, got {shown(value)}: write "runs/a/history.jsonl".'
+        )
+    path = Path(value).absolute()  # the training may change its directory
+    if path.is_dir():
+        raise MisconfigurationError(
+            f"`history` must be the path of a file, and {str(value)!r} is a folder: write "
+            f"{str(Path(value) / 'history.jsonl')!r}."
+        )
+    return path
+
+
+def _check_alerts(alerts: Any, thresholds: Any) -> None:
+    if thresholds is not None and alerts is None:
+        raise MisconfigurationError(
+            '`thresholds` are limits of rules, and alerts=None asks for none: write alerts="default".'
+        )
+    Alerts(alerts, thresholds)  # checks both
+    for rule in () if alerts is None or alerts == "default" else alerts:
+        for name in rule.needs:
+            if name not in METRICS:
+                raise MisconfigurationError(
+                    f"The rule {rule.name!r} needs {name!r}, which is no metric.{did_you_mean(name, METRICS)}"
+                )
+
+
+def _interventions(value: Any, alerts: Any) -> tuple[Intervention, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, Intervention) or not isinstance(value, Sequence):
+        raise MisconfigurationError(
+            f"`interventions` must be a list, got {shown(value)}: write interventions=[StopTraining()]."
+        )
+    for item in value:
+        if not isinstance(item, Intervention):
+            hint = f": write {item.__name__}(...)" if isinstance(item, type) else ""
+            raise MisconfigurationError(f"`interventions` holds {shown(item)}, which is no intervention{hint}.")
+    if value and alerts is None:
+        raise MisconfigurationError(
+            'Interventions answer alerts, and alerts=None asks for none: write alerts="default".'
+        )
+    return tuple(value)

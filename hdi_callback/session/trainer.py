@@ -1,0 +1,167 @@
+"""`Trainer`: what a session asks of whatever trains."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hdi_callback.attention.layer import AttentionLayer
+from hdi_callback.record import Record, Sink
+from hdi_callback.rules import Alerts
+
+
+class Trainer(Protocol):
+    """What a session asks of whatever trains; each integration implements it."""
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this process writes."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken so far."""
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch, if there are epochs."""
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The optimizers of the run, without wrappers."""
+
+    def loss_scale(self, optimizer: Optimizer) -> float:
+        """Return the factor on the gradients before a step, 1 where they have been unscaled."""
+
+    def stop(self) -> None:
+        """End the training after this step."""
+
+    def save(self, name: str) -> str:
+        """Save a checkpoint under a name without a suffix; return where."""
+
+    def print(self, text: str) -> None:
+        """Print text to the user."""
+
+    def sinks(self, past: Sequence[Record]) -> Sequence[Sink]:
+        """Return the dashboards of this rank; called once, when the layers are known.
+
+        Args:
+            past: the records of a resumed run so far.
+        """
+
+
+class Training:
+    """What interventions see of a training: the layers that are watched, and the trainer.
+
+    Args:
+        trainer: the trainer.
+        layers: the layers, in model order.
+        alerts: the rules, which are told what interventions write.
+
+    Attributes:
+        layers: name -> layer.
+    """
+
+    def __init__(self, trainer: Trainer, layers: Sequence[AttentionLayer], alerts: Alerts | None) -> None:
+        self._trainer, self._alerts = trainer, alerts
+        self.layers: Mapping[str, AttentionLayer] = {layer.name: layer for layer in layers}
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken so far."""
+        return self._trainer.step
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The optimizers of the run."""
+        return self._trainer.optimizers
+
+    def loss_scale(self, optimizer: Optimizer) -> float:
+        """Return the factor on the gradients before a step, 1 where they have been unscaled."""
+        return self._trainer.loss_scale(optimizer)
+
+    def stop(self) -> None:
+        """End the training after this step."""
+        self._trainer.stop()
+
+    def save(self, name: str) -> str:
+        """Save a checkpoint under a name without a suffix; return where. Every rank calls it."""
+        return self._trainer.save(name)
+
+    def expect_change(self, layer: str, heads: Iterable[int], step: int) -> None:
+        """Tell the rules that an intervention wrote the weights of heads, which is no jump of the training."""
+        if self._alerts is not None:
+            self._alerts.expect_change(layer, heads, step)
+
+    def max_over_ranks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the elementwise maximum over all ranks; every rank calls it with tensors of the same shapes."""
+        if not tensors or not is_distributed():
+            return list(tensors)
+        flat = torch.cat([tensor.detach().float().flatten() for tensor in tensors])
+        dist.all_reduce(flat, dist.ReduceOp.MAX)
+        parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+        return [part.view_as(tensor) for part, tensor in zip(parts, tensors)]
+
+
+def is_distributed() -> bool:
+    """Return whether several processes train together."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def from_first_rank(value: Any) -> Any:
+    """Return the value of the first rank, plain data, on every rank; all of them call this."""
+    if not is_distributed():
+        return value
+    held = [value]
+    dist.broadcast_object_list(held, src=0)
+    return held[0]
+
+
+_MEETINGS = count()  # sessions of this process that have begun; alike on every rank, as all of them begin alike
+_LONGEST_WAIT = 60.0  # seconds
+
+
+def why_ranks_differ(settings: Mapping[str, Any]) -> str:
+    """Return why the ranks do not all watch alike, as sentences; empty if they do.
+
+    A rank without a monitor never comes here, and goes on to the next collective call of the training, in which it
+    waits for the others. So this makes no collective call: each rank leaves its settings in the store of the process
+    group, and waits for those of the others for a third of the group's timeout, and 60 seconds at most. The first rank
+    that has seen enough leaves the verdict, which all ranks follow.
+
+    Args:
+        settings: what must be alike, as plain data.
+    """
+    store: Any = dist.distributed_c10d._get_default_store()
+    rank, size, key = dist.get_rank(), dist.get_world_size(), f"hdi_callback/{next(_MEETINGS)}"
+    names = [f"{key}/{one}" for one in range(size)]
+    store.set(names[rank], json.dumps(settings))
+    deadline = time.monotonic() + min(store.timeout.total_seconds() / 3, _LONGEST_WAIT)
+    while not store.check(names) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    missing = [one for one in range(size) if not store.check([names[one]])]
+    if missing:
+        listed = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
+        verdict = f"rank {listed} of {size} has no monitor. Add the callback on every rank."
+    else:
+        found = [json.loads(store.get(name)) for name in names]
+        verdict = next((_difference(found[0], other, one) for one, other in enumerate(found) if other != found[0]), "")
+    decided = store.compare_set(f"{key}/verdict", "", verdict or "alike").decode()
+    return "" if decided == "alike" else decided
+
+
+def _difference(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> str:
+    name = next(name for name in first if first[name] != other.get(name))
+    return f"`{name}` is {first[name]} on rank 0 and {other.get(name)} on rank {rank}. Give every rank the same."

@@ -1,0 +1,134 @@
+"""What a checkpoint keeps, and what happens where it cannot be used or a run is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hdi_callback import MisconfigurationError, MonitoringWarning, load_history
+from tests.integrations.runs import STEPS, TRAINERS, Training
+
+ODD: dict[str, Any] = {
+    "a list": [1, 2],
+    "another dictionary": {"epoch": 3},
+    "a reading beyond the checkpoint": {
+        "step": 5, "last_step": 900, "history": None, "layers": {}, "alerts": None, "interventions": [],
+    },
+    "another model": {
+        "step": 5, "last_step": 4, "history": None, "layers": {"encoder.0": [4, 4, 8, 8]}, "alerts": None,
+        "interventions": [],
+    },
+    "broken alerts": {
+        "step": 5, "last_step": 4, "history": None, "layers": {}, "alerts": {"a": 1}, "interventions": [],
+    },
+    "a step that is none": {
+        "step": "five", "last_step": "four", "history": None, "layers": {}, "alerts": None, "interventions": [],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", list(ODD))
+def test_a_state_that_does_not_load_costs_one_warning_and_a_new_start(case: str, tmp_path: Path) -> None:
+    first = Training(tmp_path / "one", steps=6, save_at=5).fit("loop")
+    first.saved["heads"] = ODD[case]
+    with pytest.warns(MonitoringWarning) as caught:
+        second = Training(tmp_path / "two", resume=first.saved).fit("loop")
+    assert sum(issubclass(one.category, MonitoringWarning) for one in caught) == 1
+    assert len(second.losses) == STEPS - 5
+    assert second.history.records
+    assert "hdi" in next(iter(second.history.records[0].layers.values())).values
+
+
+def test_a_state_without_anything_begins_anew(tmp_path: Path) -> None:
+    first = Training(tmp_path / "one", None, steps=6, save_at=5).fit("loop")
+    first.saved["heads"] = {}
+    second = Training(tmp_path / "two", resume=first.saved).fit("loop")
+    assert second.watcher.history_path == tmp_path / "two" / "hdi" / "history.jsonl"
+
+
+def test_a_state_is_loaded_before_the_first_step(tmp_path: Path) -> None:
+    run = Training(tmp_path).fit("loop")
+    with pytest.raises(MisconfigurationError, match="before the first step"):
+        run.watcher.load_state_dict(run.watcher.state_dict())
+
+
+def test_a_state_is_plain_data(tmp_path: Path) -> None:
+    run = Training(tmp_path, save_at=5).fit("loop")
+    state = run.saved["heads"]
+    assert json.loads(json.dumps(state)) == json.loads(json.dumps(state))
+    assert state["step"] == 5
+    assert state["last_step"] == 4
+
+
+def test_a_resumed_run_goes_on_in_its_history_after_a_change_of_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+
+    def leave(step: int, model: Any) -> None:
+        os.chdir(tmp_path / "elsewhere")
+
+    (tmp_path / "runs").mkdir()
+    first = Training(Path("runs"), steps=6, save_at=None, after_step=leave).fit("loop")
+    assert first.watcher.history_path == tmp_path / "runs" / "hdi" / "history.jsonl"
+    assert [record.step for record in first.history.records] == [0, 4, 6]
+
+
+def test_alerts_that_were_active_are_active_in_the_resumed_run(tmp_path: Path) -> None:
+    low = {"thresholds": {"*": {"pair": 1e-3}}, "pretrained": False}
+    first = Training(tmp_path, low, steps=6, save_at=5).fit("loop")
+    assert first.watcher.active_alerts
+    second = Training(tmp_path, low, resume=first.saved).fit("loop")
+    begun = [alert for record in second.history.records for alert in record.alerts if alert.status == "new"]
+    assert len(begun) == len({(alert.rule, alert.layers) for alert in begun}), "none is raised a second time"
+    assert {alert.rule for alert in second.watcher.active_alerts} >= {a.rule for a in first.watcher.active_alerts}
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.integrations.runs import Training
+
+kind, folder, resume = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+
+def kill(step, model):
+    if step == 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if kind in ("loop", "ignite", "accelerate"):
+    import torch
+    resume = torch.load(resume)
+Training(folder, {"every_n_steps": 2}, resume=resume, after_step=kill).fit(kind)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(TRAINERS))
+def test_a_run_that_is_killed_after_it_was_resumed_goes_on_where_its_checkpoint_is(kind: str, tmp_path: Path) -> None:
+    if kind not in ("loop", "lightning"):
+        pytest.importorskip(kind)
+    watch = {"every_n_steps": 2}
+    whole = Training(tmp_path / "whole", watch).fit(kind)
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    first = Training(folder, watch, steps=6, save_at=3).fit(kind)
+    checkpoint = folder / "saved.pt" if isinstance(first.saved, dict) else first.saved
+    command = [sys.executable, "-c", KILLED, kind, str(folder), str(checkpoint)]
+    killed = subprocess.run(command, check=False, env={**os.environ, "PYTHONPATH": os.getcwd()}, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()[-2000:]
+    path = getattr(first.watcher, "heads", first.watcher).history_path
+    assert [record.step for record in load_history(path).records][:3] == [0, 2, 4]
+    last = Training(folder, watch, resume=first.saved).fit(kind)
+    assert last.history.path == path
+    assert [record.step for record in last.history.records] == [record.step for record in whole.history.records]
+    for record, other in zip(last.history.records, whole.history.records):
+        for layer, expected in other.layers.items():
+            assert record.layers[layer].values["hdi"] == pytest.approx(expected.values["hdi"], rel=1e-5)
