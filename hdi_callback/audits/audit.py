@@ -4,231 +4,136 @@ from __future__ import annotations
 
 import html
 import os
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from hdi_callback.attention import AttentionLayer, Role, survey
-from hdi_callback.attention.autocast import without_autocast
-from hdi_callback.attention.layer.sharding import Sharding
-from hdi_callback.attention.names import printable
-from hdi_callback.attention.wrappers import inner_model, users_name
-from hdi_callback.audits.one_layer import with_weights
-from hdi_callback.audits.sources import Source, open_source
-from hdi_callback.audits.stored import first_line
-from hdi_callback.errors import HDIError, MisconfigurationError
-from hdi_callback.monitoring.alerts import LEVELS, Alert, Alerts, Finding
-from hdi_callback.monitoring.metrics import FINITENESS
-from hdi_callback.monitoring.monitor.movement import LastWeights
-from hdi_callback.monitoring.monitor.sources import weight_sources
-from hdi_callback.monitoring.monitor.weights import WeightSource
-from hdi_callback.monitoring.plain_table import decimal, heads_in_words, plain_table
-from hdi_callback.monitoring.readings import LayerRecord, Measurement, Reading, Record
-from hdi_callback.monitoring.rules import DeadHeads, choose_rules
-from hdi_callback.monitoring.rules.words import named_heads
-from hdi_callback.monitoring.session.patterns import check_patterns
+from hdi_callback.attention import AttentionLayer, Survey, survey
+from hdi_callback.attention.extra_forward import nothing_remains
+from hdi_callback.attention.own_inputs import own_forward
+from hdi_callback.attention.registry import known_layers
+from hdi_callback.audits.again import check_patterns
+from hdi_callback.audits.sources import Target, open_target
+from hdi_callback.audits.weights import first_line
+from hdi_callback.dashboards.layer_table import layers_text, name_heads
+from hdi_callback.dashboards.verdict import Verdict, verdict
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.history import RunHistory
+from hdi_callback.monitor.metrics import FINITENESS, KEYS, OV, QK
+from hdi_callback.monitor.reading import Absent, Reading
+from hdi_callback.monitor.weights import WeightReader
+from hdi_callback.record import LEVELS, Alert, LayerRecord, Record
+from hdi_callback.rules import Alerts
 
-Progress = Callable[[int, int, str], None]
-"""Called with the number of layers done, the number of all, and the name of the next one."""
-
-
-@dataclass(frozen=True)
-class LayerAudit:
-    """The head diversity of one layer, from its key weights.
-
-    Attributes:
-        name: dotted path of the layer.
-        num_heads: number of query heads.
-        num_key_heads: number of key heads, which are compared.
-        head_dim: width of a key head.
-        hdi: Head Diversity Index; `None`, as every number here, if it could not be measured.
-        chance: the index of independent random heads of these ranks.
-        alignment: mean overlap against chance: 0 chance, 1 identical.
-        energy_alignment: the same with directions weighed by their energy.
-        worst_alignment: alignment of the closest pair.
-        worst_pair: its two heads; empty if there is none.
-        energy_worst_alignment: alignment of the pair that is closest when weighed by energy.
-        energy_worst_pair: its two heads.
-        effective_heads: how many orthogonal heads would be as diverse.
-        dead_heads: heads whose key weights are nearly zero, relative to the others.
-        absent: why there are no numbers; empty if there are.
-    """
-
-    name: str
-    num_heads: int
-    num_key_heads: int
-    head_dim: int
-    hdi: float | None = None
-    chance: float | None = None
-    alignment: float | None = None
-    energy_alignment: float | None = None
-    worst_alignment: float | None = None
-    worst_pair: tuple[int, ...] = ()
-    energy_worst_alignment: float | None = None
-    energy_worst_pair: tuple[int, ...] = ()
-    effective_heads: float | None = None
-    dead_heads: tuple[int, ...] = ()
-    absent: str = ""
+_REMEDY = "write module:function that gives a model and a batch, or set example_input_array"
+_NAMED = re.compile(r"att(n|ention)", re.IGNORECASE)
+_DEAD = 0.01  # norm of a dead head, as a share of the median of the others
 
 
 @dataclass(frozen=True, repr=False)
 class Audit:
-    """The result of an audit: layers, findings and a verdict.
+    """The result of an audit.
 
     Attributes:
         name: the audited model or file.
-        layers: every layer whose heads are known, in model order.
+        layers: the facts of the layers whose heads are known, in model order.
+        record: all numbers and findings, as a reading: findings are its active alerts.
         refused: attention whose heads could not be established -> the reason.
-        findings: unusual findings, the most serious first.
-        record: all numbers and matrices, as a reading.
-        facts: facts about each layer, as plain data.
     """
 
     name: str
-    layers: tuple[LayerAudit, ...]
-    refused: Mapping[str, str]
-    findings: tuple[Alert, ...]
+    layers: tuple[dict[str, Any], ...]
     record: Record
-    facts: tuple[dict[str, Any], ...]
+    refused: Mapping[str, str]
 
     @property
-    def unusual(self) -> tuple[Alert, ...]:
-        """The findings that are a warning or worse."""
-        return tuple(finding for finding in self.findings if finding.level != "notice")
+    def findings(self) -> tuple[Alert, ...]:
+        """What was found, the most serious first."""
+        return self.record.active
+
+    @property
+    def is_unusual(self) -> bool:
+        """Whether anything is a warning or worse."""
+        return any(finding.level != "notice" for finding in self.findings)
 
     @property
     def not_audited(self) -> dict[str, str]:
-        """Layers without numbers, and attention whose heads are not known -> the reason."""
-        reported = {finding.layer for finding in self.unusual}  # weights that are NaN are a finding
-        without = {layer.name: layer.absent for layer in self.layers if layer.absent and layer.name not in reported}
+        """Layers whose heads were not compared, and attention that is not read -> the reason."""
+        reported = {layer for finding in self.findings for layer in finding.where}  # NaN weights are a finding
+        without = {
+            facts["name"]: reason
+            for facts in self.layers
+            if facts["name"] not in reported and (reason := _why_not(facts, self.record.layers[facts["name"]]))
+        }
         return {**without, **self.refused}
 
     @property
-    def audited(self) -> tuple[LayerAudit, ...]:
-        """The layers that were judged."""
-        return tuple(layer for layer in self.layers if layer.name not in self.not_audited)
+    def verdict(self) -> Verdict:
+        """The result in a sentence or two, and what to do."""
+        return verdict([self.record], self.layers, is_audit=True)
 
-    @property
-    def verdict(self) -> str:
-        """The result in one or two sentences."""
-        read = self.audited
-        left_out = f" {_count(len(self.not_audited), 'layer')} could not be audited." if self.not_audited else ""
-        if not read:
-            return "Nothing could be audited." if self.not_audited else "There is no attention in this model."
-        if self.unusual:
-            layers = {finding.layer for finding in self.unusual}
-            first = self.unusual[0]
-            where = f"{len(layers)} of {_count(len(read), 'layer')} {'is' if len(layers) == 1 else 'are'} unusual"
-            return f"{where}. {first.layer}: {first.finding.what}.{left_out}"
-        known = [(layer.worst_alignment, layer) for layer in read if layer.worst_alignment is not None]
-        if not known:
-            return f"Nothing unusual in {_count(len(read), 'layer')}.{left_out}"
-        value, closest = max(known, key=lambda item: item[0])
-        heads = " and ".join(map(str, closest.worst_pair))
-        return (
-            f"Nothing unusual in {_count(len(read), 'layer')}. The two closest heads are {heads} of {closest.name} "
-            f"(alignment {value:.2f}).{left_out}"
-        )
+    def as_run(self) -> RunHistory:
+        """Return the audit as a run of one reading, for `write_report`."""
+        return RunHistory(Path(self.name), self.layers, (self.record,), is_audit=True)
 
     def to_dict(self) -> dict[str, Any]:
-        """The audit as plain data, without the matrices.
-
-        Returns:
-            The output of ``hdi audit --json``.
-        """
+        """Return the audit as plain data, without the matrices: what ``hdi audit --json`` prints."""
         return {
             "model": self.name,
-            "verdict": self.verdict,
-            "is_unusual": bool(self.unusual),
-            "findings": [
-                {"layer": finding.layer, "rule": finding.rule, "level": finding.level, **_finding(finding)}
-                for finding in self.findings
+            "verdict": self.verdict.text,
+            "state": self.verdict.state,
+            "findings": [finding.to_dict() for finding in self.findings],
+            "layers": [
+                {**facts, "values": numbers.values, "heads": numbers.heads}
+                for facts, numbers in zip(self.layers, self.record.layers.values())
             ],
-            "layers": [_plain(asdict(layer)) for layer in self.layers],
             "not_audited": self.not_audited,
-            "refused": dict(self.refused),
         }
 
     def __repr__(self) -> str:
-        return f"<Audit of {self.name}: {_count(len(self.layers), 'layer')}, {len(self.unusual)} unusual>"
+        return f"<Audit of {self.name}: {len(self.layers)} layers, {len(self.findings)} findings>"
 
     def __str__(self) -> str:
-        """The layers as a table, what was not audited, and the verdict."""
-        rows = [_cells(layer) for layer in self.layers if not layer.absent]
-        parts = [plain_table(_COLUMNS, rows)] if rows else []
-        parts += [f"not audited: {name}: {reason}" for name, reason in self.not_audited.items()]
-        return "\n".join([*parts, self.verdict])
+        """The table of layers, what was not audited, and the verdict."""
+        table = layers_text(self.layers, self.not_audited, self.record, self.findings)
+        return f"{table}\n\n{self.verdict}".strip()
 
     def _repr_html_(self) -> str:
-        """Show the audit in a notebook: the verdict, then the unusual layers and the closest others."""
-        marked = {finding.layer for finding in self.unusual}
-        ranked = sorted(
-            (layer for layer in self.layers if not layer.absent),
-            key=lambda layer: (layer.name not in marked, -(layer.worst_alignment or 0)),
-        )
-        heading = "".join(f"<th style='text-align:left'>{title}</th>" for title in _COLUMNS)
-        rows = "".join(
-            f"<tr{_MARK if layer.name in marked else ''}>"
-            + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in _cells(layer))
-            + "</tr>"
-            for layer in ranked[:_MOST_ROWS]
-        )
-        more = f"<p>{len(ranked) - _MOST_ROWS} more layers.</p>" if len(ranked) > _MOST_ROWS else ""
-        sign = "&#9888; " if self.unusual else ""
-        return (
-            f"<p><b>{sign}{html.escape(self.verdict)}</b></p><table><thead><tr>{heading}</tr></thead>"
-            f"<tbody>{rows}</tbody></table>{more}"
-        )
-
-
-_MOST_ROWS = 12
-_MARK = " style='font-weight:bold'"
-_COLUMNS = ("layer", "heads", "closest pair", "its alignment", "mean alignment", "by energy", "HDI / chance", "dead")
-
-
-def _cells(layer: LayerAudit) -> tuple[str, ...]:
-    pair = " and ".join(map(str, layer.worst_pair)) or "-"
-    return (
-        layer.name,
-        heads_in_words(layer.num_heads, layer.num_key_heads),
-        pair,
-        decimal(layer.worst_alignment),
-        decimal(layer.alignment),
-        decimal(layer.energy_alignment),
-        f"{decimal(layer.hdi)} / {decimal(layer.chance)}",
-        ", ".join(map(str, layer.dead_heads)) or "0",
-    )
+        return f"<p><b>{html.escape(str(self.verdict))}</b></p><pre>{html.escape(str(self))}</pre>"
 
 
 def audit(
-    model: nn.Module | str | os.PathLike[str],
+    target: nn.Module | str | os.PathLike[str],
     *,
+    model: str | Callable[..., Any] | None = None,
     config: str | os.PathLike[str] | None = None,
-    model_class: str | type | None = None,
+    forward: Callable[[], Any] | None = None,
     include: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
     thresholds: Mapping[str, Mapping[str, float | None]] | None = None,
-    progress: Progress | None = None,
 ) -> Audit:
     """Judge the heads of a model or a checkpoint.
 
-    Weights in files are read layer by layer, so that memory stays near that of one layer. No code from a file is
-    executed. Heads that cannot be established without a forward are listed with the reason.
+    Weights in files are mapped, not loaded, and no code from a file is executed. Attention is found by a forward on a
+    batch that the model names itself, or that is made up for a model of transformers; without one, torch's own
+    attention and registered layouts are known.
 
     Args:
-        model: a model; or a folder that transformers wrote, a ``.safetensors`` file with its ``config.json`` beside it,
-            a checkpoint of Lightning or a state dict together with `model_class`, or ``"module:function"`` that gives a
-            model.
+        target: a model; or a folder that transformers wrote, a ``.safetensors`` file with its ``config.json`` beside
+            it, a checkpoint or a state dict together with `model`, or ``"module:function"`` that gives a model, or a
+            model and a batch.
+        model: the class or function that builds the model of a checkpoint, or its name (``"package.module:Class"``).
         config: the ``config.json`` of a safetensors file, or its folder, if it lies elsewhere.
-        model_class: the class of the model in a checkpoint, or its name as ``"package.module:Class"``.
+        forward: for a model: a function without arguments that runs it, such as ``lambda: model(batch)``.
         include: patterns of layer names (``"encoder.*"``); only layers that match one of them.
         exclude: patterns of layer names to leave out.
         thresholds: limits of the default rules, as `HDICallback` takes them: pattern of layer names -> limits.
-        progress: called before each layer with how many are done, how many there are, and its name.
 
     Returns:
         Layers, findings and a verdict.
@@ -237,147 +142,147 @@ def audit(
         MisconfigurationError: if there is no such model or it cannot be opened; the message says what to write instead.
 
     Example:
+        >>> import torch
         >>> encoder = torch.nn.TransformerEncoderLayer(d_model=32, nhead=4, batch_first=True)
         >>> found = audit(torch.nn.Sequential(encoder))
-        >>> [(layer.name, layer.num_heads) for layer in found.layers], len(found.unusual)
-        ([('0.self_attn', 4)], 0)
+        >>> [(facts["name"], facts["num_heads"]) for facts in found.layers], found.is_unusual
+        ([('0.self_attn', 4)], False)
     """
-    rules = choose_rules("default", thresholds)
-    source = open_source(model, config=config, model_class=model_class)
-    found = survey(inner_model(source.model), include=include, exclude=exclude)
-    facts = tuple({**layer.facts(), "name": users_name(layer.name)} for layer in found.layers)
-    check_patterns("thresholds", thresholds or (), [known["name"] for known in facts])
-    step = 1 if source.step is None else source.step  # step 0 would mean fresh weights
-    records: dict[str, LayerRecord] = {}
-    absent: dict[str, str] = {}
-    for place, (layer, known) in enumerate(zip(found.layers, facts)):
-        name = known["name"]
-        if progress is not None:
-            progress(place, len(facts), name)
-        records[name], reason = _measure(layer, name, source, step)
-        if reason:
-            absent[f"hdi/{name}"] = reason
-    record = Record(step, records, absent, axis=step)
-    # Rules ignore in a run what pretrained weights had from the start; an audit reports exactly that.
-    findings = Alerts(rules, facts, pretrained=False).judge(record)
-    findings += _dead_heads(record, {finding.layer for finding in findings if finding.rule == DeadHeads.name})
-    findings.sort(key=lambda alert: (-LEVELS.index(alert.level), -(alert.finding.value or 0)))
-    layers = tuple(
-        _summarised(known, records[known["name"]], absent.get(f"hdi/{known['name']}", "")) for known in facts
-    )
-    refused = {users_name(refusal.name): refusal.reason for refusal in found.refused}
-    return Audit(printable(source.name), layers, refused, tuple(findings), record, facts)
+    opened, layers, refused = open_layers(target, model=model, config=config, forward=forward)
+    layers = _chosen(layers, include, exclude)
+    facts = tuple(layer.facts() for layer in layers)
+    check_patterns(thresholds or (), [layer.name for layer in layers])
+    # Rules pass over what pretrained weights had from the start, and an audit asks about just that.
+    alerts = Alerts("default", thresholds, facts, pretrained=False)
+    # Of fresh weights at step 0 rules ask other questions.
+    record = measure_weights(opened, layers, step=opened.step or 1)
+    found = [*alerts.judge(record), *_dead_heads(record, facts)]
+    found.sort(key=lambda alert: (-LEVELS.index(alert.level), -(alert.value or 0)))
+    return Audit(opened.name, facts, replace(record, alerts=tuple(found), active=tuple(found)), refused)
 
 
-def _dead_heads(record: Record, reported: set[str]) -> list[Alert]:
-    """Findings of dead heads; in a run the rule would wait until they had time to train."""
-    found = []
-    for name, layer in record.layers.items():
-        heads = dead_heads_of(layer)
-        if heads and name not in reported:
-            what = "are dead: their key weights are" if len(heads) > 1 else "is dead: its key weights are"
-            finding = Finding(f"{named_heads(heads)} {what} all but zero", value=float(len(heads)), heads=heads)
-            message = f"step {record.step}, {name}: {finding.what}"
-            found.append(Alert(record.step, name, DeadHeads.name, finding.level, message, finding))
+def open_layers(
+    target: Any, *, model: Any = None, config: Any = None, forward: Callable[[], Any] | None = None
+) -> tuple[Target, list[AttentionLayer], dict[str, str]]:
+    """Open a model and find its attention; the arguments are those of `audit`.
+
+    Returns:
+        The model with its weights, the layers, and name -> reason of attention that is not read.
+    """
+    opened = open_target(target, model=model, config=config, device="meta")
+    layers, refused = find_layers(opened, forward)
+    if not layers and any(parameter.is_meta for parameter in opened.model.parameters()):
+        # A forward that asks for values, as experts of a mixture may, has to be run in memory.
+        opened = open_target(target, model=model, config=config).load()
+        layers, refused = find_layers(opened)
+    return opened.load(), layers, refused
+
+
+def find_layers(
+    target: Target, forward: Callable[[], Any] | None = None
+) -> tuple[list[AttentionLayer], dict[str, str]]:
+    """Find the attention of a model, by the first of its forwards that can be run.
+
+    Returns:
+        Layers, and name -> reason of attention that is not read.
+    """
+    model = type(target.model).__name__
+    reason = ""
+    for run in [forward] if forward is not None else [*target.forwards, own_forward(target.model)]:
+        if run is None and not known_layers(target.model):
+            reason = reason or f"its attention is read from a forward, and no batch is known: {_REMEDY}"
+            break
+        found = _survey(target.model, run)
+        if isinstance(found, Survey):
+            refused = {one.name or model: one.reason for one in found.refused}
+            known = [*refused, *(layer.name for layer in found.layers)]
+            return list(found.layers), refused | _named_like_attention(target.model, known)
+        reason = reason or found
+    return [], {model: reason}
+
+
+def _survey(model: nn.Module, run: Callable[[], Any] | None) -> Survey | str:
+    """Find the attention of a model by a forward of which nothing remains; the reason if the forward raises."""
+    try:
+        with nothing_remains(model):
+            return survey(model, run)
+    except MisconfigurationError:  # a registered layout that does not fit
+        raise
+    except Exception as error:
+        return f"its forward raised {type(error).__name__} ({first_line(error)}): {_REMEDY}"
+
+
+def _named_like_attention(model: nn.Module, known: list[str]) -> dict[str, str]:
+    """Name modules that are called attention, and in which none was seen."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        is_named = any(_NAMED.search(one) for one in (name.rpartition(".")[2], type(module).__name__))
+        others = [other.partition("#")[0] for other in (*known, *found)]
+        is_apart = not any(f"{other}.".startswith(f"{name}.") or f"{name}.".startswith(f"{other}.") for other in others)
+        if name and is_named and is_apart and sum(one.dim() > 1 for one in module.parameters()) > 1:
+            found[name] = "no softmax attention was seen in it: it did not run, or its attention is of another kind"
     return found
 
 
-def dead_heads_of(layer: LayerRecord) -> tuple[int, ...]:
-    """The heads that are dead for practical purposes, from one reading.
-
-    Args:
-        layer: the numbers of a layer.
-
-    Returns:
-        Heads of rank 0, and those whose norm is at most a hundredth of the median of the others.
-
-    Example:
-        >>> dead_heads_of(LayerRecord(arrays={"rank": [4, 0, 4, 4], "head_norm": [1.0, 0.0, 1.1, 0.001]}))
-        (1, 3)
-    """
-    ranks, norms = (layer.arrays.get(name, []) for name in ("rank", "head_norm"))
-    dead = {head for head, rank in enumerate(ranks) if rank == 0}
-    for head, norm in enumerate(norms):
-        others = [other for place, other in enumerate(norms) if place != head and other is not None]
-        if others and norm is not None and norm <= _SHARE * statistics.median(others):
-            dead.add(head)
-    return tuple(sorted(dead))
+def measure_weights(target: Target, layers: Sequence[AttentionLayer], *, step: int) -> Record:
+    """Measure what the weights of layers alone tell: key weights, circuits, and whether they are finite."""
+    absent = Absent()
+    readable = []
+    for layer in layers:
+        missing = _missing_weights(target, layer)
+        if missing:
+            for source in (KEYS, QK, OV, FINITENESS):
+                absent.note(layer.name, source, missing)
+        else:
+            readable.append(layer)
+    results = WeightReader((KEYS, QK, OV, FINITENESS)).measure(step, readable, absent)
+    return Reading(step, [layer.name for layer in layers], results, absent).record()
 
 
-_SHARE = 0.01  # as in the rule for runs
+def _missing_weights(target: Target, layer: AttentionLayer) -> str:
+    """Why the weights of a layer have no numbers; empty if they have."""
+    names = {id(parameter): name for name, parameter in target.model.named_parameters()}
+    on_meta = [one for weight in layer.weights.values() for one in weight.parameters() if one.is_meta]
+    named = dict.fromkeys(names.get(id(one), "") for one in on_meta)
+    reasons = [f"`{name}`: {target.missing[name]}" for name in named if name in target.missing]
+    return "; ".join(reasons) or ("its weights are on the meta device, which holds no numbers" if on_meta else "")
 
 
-def _measure(layer: AttentionLayer, name: str, source: Source, step: int) -> tuple[LayerRecord, str]:
-    """The numbers of one layer, and the reason if the index is not among them."""
-    try:
-        with with_weights(layer, source) as missing:
-            sharding = Sharding(source.model)
-            weights = _weights(layer, sharding)
-            if "key" not in weights:
-                of_key = "; ".join(f"`{inner}`: {why}" for inner, why in missing.items())
-                return LayerRecord(), of_key or "its weights are on the meta device, which holds no numbers"
-            measurements = [
-                Measurement((name,), measured.name, _computed(measured, layer, name, weights))
-                for measured in weight_sources({FINITENESS}, LastWeights(0), rank_tol=1e-6, method="whiten")
-            ]
-            record = Reading(step, (name,), tuple(measurements)).record()
-            del weights
-    except MisconfigurationError:
-        raise
-    except HDIError as error:
-        return LayerRecord(), first_line(error)
-    except Exception as error:  # one odd layer costs itself
-        return LayerRecord(), f"measuring it raises {type(error).__name__} ({first_line(error)})"
-    why = record.absent.get(f"hdi/{name}", "")
-    if layer.num_key_heads < 2:
-        why = "it has one key head, which there is nothing to compare with"
-    return record.layers[name], why
+def _chosen(
+    layers: list[AttentionLayer], include: Sequence[str] | None, exclude: Sequence[str] | None
+) -> list[AttentionLayer]:
+    check_patterns((*(include or ()), *(exclude or ())), [layer.name for layer in layers])
+    return [
+        layer
+        for layer in layers
+        if (include is None or any(fnmatchcase(layer.name, pattern) for pattern in include))
+        and not any(fnmatchcase(layer.name, pattern) for pattern in exclude or ())
+    ]
 
 
-def _weights(layer: AttentionLayer, sharding: Sharding) -> dict[Role, torch.Tensor]:
-    weights = {role: sharding.weight(layer, role) for role in layer.slices}
-    return {role: weight for role, weight in weights.items() if not weight.is_meta}
+def _why_not(facts: Mapping[str, Any], numbers: LayerRecord) -> str:
+    if "hdi_worst_alignment" in numbers.values:
+        return ""
+    if facts["num_key_heads"] < 2:
+        return "it has one key head, which there is nothing to compare with"
+    return numbers.absent.get(KEYS) or numbers.absent.get("hdi_worst_alignment") or "its heads were not compared"
 
 
-def _computed(source: WeightSource, layer: AttentionLayer, name: str, weights: Mapping[Role, torch.Tensor]) -> Any:
-    selected = {role: weights[role][None] for role in source.roles(layer) if role in weights}
-    with torch.no_grad(), without_autocast(next(iter(selected.values())).device):
-        return source.measure((name,), selected)
-
-
-def _summarised(facts: Mapping[str, Any], record: LayerRecord, absent: str) -> LayerAudit:
-    values, arrays = record.values, record.arrays
-
-    def pair(array: str) -> tuple[int, ...]:
-        return tuple(int(head) for head in arrays.get(array, ()) if head >= 0)
-
-    return LayerAudit(
-        facts["name"],
-        facts["num_heads"],
-        facts["num_key_heads"],
-        facts["head_dim"],
-        values.get("hdi"),
-        values.get("hdi_chance"),
-        values.get("hdi_alignment"),
-        values.get("hdi_energy_alignment"),
-        values.get("hdi_worst_alignment"),
-        pair("worst_alignment_pair"),
-        values.get("hdi_energy_worst_alignment"),
-        pair("energy_worst_alignment_pair"),
-        values.get("hdi_effective_heads"),
-        dead_heads_of(record),
-        absent,
-    )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _finding(alert: Alert) -> dict[str, Any]:
-    of_runs = ("since", "is_from_start")  # an audit has no time
-    return _plain({name: value for name, value in asdict(alert.finding).items() if name not in of_runs})
-
-
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+def _dead_heads(record: Record, layers: Sequence[Mapping[str, Any]]) -> list[Alert]:
+    """Find heads whose key weights are all but zero; in a run they show as vanishing weights."""
+    found = []
+    for facts in layers:
+        name, numbers = facts["name"], record.layers[facts["name"]]
+        norms = [float(norm) for norm in numbers.heads.get("head_norm", [])]
+        ranks = numbers.heads.get("rank", [])
+        median = statistics.median(norms) if norms else 0.0
+        heads = tuple(head for head, norm in enumerate(norms) if norm <= _DEAD * median or not ranks[head])
+        if not heads:
+            continue
+        unit = "heads" if facts["num_heads"] == facts["num_key_heads"] else "key heads"
+        verb = "is" if len(heads) == 1 else "are"
+        message = f"{name_heads(heads, len(norms), unit)} of {name} {verb} dead: the key weights are all but zero"
+        action = "Without keys all tokens score alike: look for what emptied them (weight decay, a mask), or prune."
+        alert = Alert(record.step, "dead heads", "warning", {name: heads}, message, action, value=float(len(heads)))
+        found.append(replace(alert, metric="hdi_dead_heads", unit=unit))
+    return found

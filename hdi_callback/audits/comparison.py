@@ -1,39 +1,26 @@
-"""Two checkpoints, or two readings of runs, compared: which layers and heads moved."""
+"""`compare`: which layers and heads differ in two checkpoints, or in two runs."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hdi_callback.attention import AttentionLayer, survey
-from hdi_callback.attention.wrappers import inner_model, users_name
-from hdi_callback.audits.audit import Progress, audit
-from hdi_callback.audits.one_layer import with_weights
-from hdi_callback.audits.sources import Source, open_source
-from hdi_callback.audits.stored import first_line
+from hdi_callback.audits.audit import measure_weights, open_layers
 from hdi_callback.core import head_diversity
-from hdi_callback.errors import HDIError, MisconfigurationError
-from hdi_callback.monitoring.history import read_records, run_lines
-from hdi_callback.monitoring.history.run_folder import find_history
-from hdi_callback.monitoring.plain_table import decimal, plain_table
-from hdi_callback.monitoring.readings import LayerRecord, Record
+from hdi_callback.dashboards.layer_table import closest_pair
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.history import RunHistory, load_history
+from hdi_callback.record import Record
 
-_COMPARED = {
-    "hdi": "hdi",
-    "alignment": "hdi_alignment",
-    "worst_alignment": "hdi_worst_alignment",
-    "energy_alignment": "hdi_energy_alignment",
-    "effective_heads": "hdi_effective_heads",
-}
-_ROUNDING = 1e-6
-_SHOWN = ("worst_alignment", "alignment")
-_HEADINGS = ("layer", "pair in A", "in B", "aligned in A", "in B", "mean in A", "in B")
+_COMPARED = ("hdi", "hdi_alignment", "hdi_worst_alignment", "hdi_energy_alignment")
+_ROUNDING = 1e-3  # of matrices in a history, and of products of weights
+_MOST_NAME = 30  # columns of the table for the name of a layer
 
 
 @dataclass(frozen=True)
@@ -42,14 +29,13 @@ class LayerComparison:
 
     Attributes:
         name: dotted path of the layer.
-        before: quantity -> its value in the first: ``hdi``, ``alignment``, ``worst_alignment``, ...
+        before: metric -> its value in the first.
         after: the same of the second.
         pair_before: the closest two heads in the first.
         pair_after: the closest two heads in the second.
-        moved: how far each key head moved: 0 not at all, 1 as far as an independent random head. It is 1 - alignment of
-            the head with its earlier self; empty for histories.
-        moved_heads: heads by how far they moved, the furthest first; for histories, by the change of their largest
-            overlap with another head.
+        moved: how far each key head moved. Of checkpoints it is 1 - alignment of the head with its earlier self: 0 not
+            at all, 1 as far as an independent head. Of runs it is the mean change of its alignments with the other
+            heads, as a history has no weights; empty where one has no matrices.
     """
 
     name: str
@@ -58,18 +44,22 @@ class LayerComparison:
     pair_before: tuple[int, ...] = ()
     pair_after: tuple[int, ...] = ()
     moved: tuple[float, ...] = ()
-    moved_heads: tuple[int, ...] = ()
 
-    def change(self, quantity: str = "worst_alignment") -> float:
-        """The change of a quantity.
+    def change(self, metric: str = "hdi_worst_alignment") -> float:
+        """Return the second value of a metric less the first; NaN if one of them is not known."""
+        return self.after.get(metric, float("nan")) - self.before.get(metric, float("nan"))
 
-        Args:
-            quantity: one of those in `before` and `after`.
+    @property
+    def size(self) -> float:
+        """How much has changed, to rank layers: the largest change of an alignment, then of a head."""
+        changes = [abs(self.change(metric)) for metric in _COMPARED[1:]]
+        return max((one for one in changes if one == one), default=0.0) + 1e-3 * max(self.moved, default=0.0)
 
-        Returns:
-            Second minus first; NaN if one of them is not known.
-        """
-        return self.after.get(quantity, float("nan")) - self.before.get(quantity, float("nan"))
+    @property
+    def most_moved(self) -> int | None:
+        """The head that moved most; `None` if none did, or it is not known."""
+        furthest = max(self.moved, default=0.0)
+        return self.moved.index(furthest) if furthest > _ROUNDING else None
 
 
 @dataclass(frozen=True, repr=False)
@@ -90,23 +80,53 @@ class Comparison:
     layers: tuple[LayerComparison, ...]
     only_in_first: tuple[str, ...] = ()
     only_in_second: tuple[str, ...] = ()
-    not_compared: Mapping[str, str] | None = None
+    not_compared: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def summary(self) -> str:
-        """The largest differences in one or two sentences."""
+        """The largest difference in a sentence or two."""
         if not self.layers:
-            return "No layer could be compared."
+            return "Nothing to compare: no layer could be read in both."
         top = self.layers[0]
-        if _size_of_change(top) < _ROUNDING:
+        if top.size < _ROUNDING * _ROUNDING:
             return f"Nothing differs in {len(self.layers)} layers.{self._only_in_one()}"
-        pair = " and ".join(map(str, top.pair_after))
-        closest = top.after.get("worst_alignment")
-        now = f"; heads {pair} are the closest there now" if pair and closest is not None else ""
-        heads = f"; head {top.moved_heads[0]} moved most" if top.moved_heads else ""
-        before, after = decimal(top.before.get("worst_alignment")), decimal(closest)
-        change = f"went from {before} to {after}{now}" if before != after else f"stays at {after}"
-        return f"{top.name} changed most: the alignment of its closest pair {change}{heads}.{self._only_in_one()}"
+        before, after = (side.get("hdi_worst_alignment") for side in (top.before, top.after))
+        change = f"went from {_decimal(before)} to {_decimal(after)}"
+        if _decimal(before) == _decimal(after):
+            change = f"stays at {_decimal(after)}"
+        pair = f" (heads {top.pair_after[0]} and {top.pair_after[1]})" if top.pair_after else ""
+        head = "" if top.most_moved is None else f"; head {top.most_moved} moved most"
+        return f"{top.name} changed most: the alignment of its closest pair {change}{pair}{head}.{self._only_in_one()}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the comparison as plain data: what ``hdi compare --json`` prints."""
+        return {**asdict(self), "summary": self.summary}
+
+    def __repr__(self) -> str:
+        return f"<Comparison of {self.first} and {self.second}: {len(self.layers)} layers>"
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, most: int = 20) -> str:
+        """Return a table of at most so many layers in 80 columns, what is only in one of the two, and the summary."""
+        rows: list[tuple[str, ...]] = [("layer", "pair in A", "in B", "aligned in A", "in B", "moved most")]
+        for layer in self.layers[:most]:
+            pairs = ("-".join(map(str, pair)) or "-" for pair in (layer.pair_before, layer.pair_after))
+            numbers = (_decimal(side.get("hdi_worst_alignment")) for side in (layer.before, layer.after))
+            head = layer.most_moved
+            moved = "-" if head is None else f"{head} ({layer.moved[head]:.2f})"
+            rows.append((_shortened(layer.name), *pairs, *numbers, moved))
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = [f"A  {self.first}", f"B  {self.second}", ""]
+        if self.layers:
+            lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        if len(self.layers) > most:
+            lines.append(f"{len(self.layers) - most} more layers changed less.")
+        for side, names in (("A", self.only_in_first), ("B", self.only_in_second)):
+            lines += [f"only in {side}: {', '.join(names)}"] if names else []
+        lines += [f"not compared: {name}: {reason}" for name, reason in self.not_compared.items()]
+        return "\n".join([*lines, "", self.summary])
 
     def _only_in_one(self) -> str:
         sides = (("A", self.only_in_first), ("B", self.only_in_second))
@@ -116,189 +136,134 @@ class Comparison:
             if names
         )
 
-    def __repr__(self) -> str:
-        return f"<Comparison of {self.first} and {self.second}: {len(self.layers)} layers>"
-
-    def __str__(self) -> str:
-        """The layers as a table, what only one of the two has, and the summary."""
-        rows = [
-            (
-                layer.name,
-                *("-".join(map(str, pair)) or "-" for pair in (layer.pair_before, layer.pair_after)),
-                *(decimal(side.get(name)) for name in _SHOWN for side in (layer.before, layer.after)),
-            )
-            for layer in self.layers
-        ]
-        parts = [f"A  {self.first}\nB  {self.second}", *([plain_table(_HEADINGS, rows)] if rows else [])]
-        for which, names in (("A", self.only_in_first), ("B", self.only_in_second)):
-            parts += [f"only in {which}: {', '.join(names)}"] if names else []
-        parts += [f"not compared: {name}: {reason}" for name, reason in (self.not_compared or {}).items()]
-        return "\n".join([*parts, self.summary])
-
-    def to_dict(self) -> dict[str, Any]:
-        """The comparison as plain data.
-
-        Returns:
-            The output of ``hdi compare --json``.
-        """
-        return {
-            "first": self.first,
-            "second": self.second,
-            "summary": self.summary,
-            "layers": [
-                {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(layer).items()}
-                for layer in self.layers
-            ],
-            "only_in_first": list(self.only_in_first),
-            "only_in_second": list(self.only_in_second),
-            "not_compared": dict(self.not_compared or {}),
-        }
-
 
 def compare(
     first: nn.Module | str | os.PathLike[str],
     second: nn.Module | str | os.PathLike[str],
     *,
-    model_class: str | type | None = None,
-    config: str | os.PathLike[str] | None = None,
     step: int | None = None,
-    progress: Progress | None = None,
+    model: str | Callable[..., Any] | None = None,
+    config: str | os.PathLike[str] | None = None,
 ) -> Comparison:
     """Compare the layers and heads of two checkpoints, or two runs.
 
     Args:
-        first: a model or a checkpoint, as `audit` takes it, or the history file of a run.
-        second: the same; both are histories, or none is.
-        model_class: see `audit`.
+        first: a model or a checkpoint, as `audit` takes it, or the history of a run, or its folder.
+        second: the same; both are runs, or none is.
+        step: of runs, the last reading up to this step is compared; by default the last one.
+        model: see `audit`.
         config: see `audit`.
-        step: for histories, the last reading up to this step is compared; by default the last one.
-        progress: see `audit`.
 
     Returns:
         The layers of both, most changed first.
 
     Raises:
-        MisconfigurationError: if one is a history and the other is none, or one cannot be opened.
+        MisconfigurationError: if one is a run and the other is none, or one cannot be opened.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.TransformerEncoderLayer(d_model=32, nhead=4, batch_first=True))
-        >>> same = compare(model, model)
-        >>> [(layer.name, layer.change("hdi")) for layer in same.layers]
+        >>> [(layer.name, layer.change("hdi")) for layer in compare(model, model).layers]
         [('0.self_attn', 0.0)]
     """
-    histories = [_history_of(source) for source in (first, second)]
-    if histories[0] is not None and histories[1] is not None:
-        before, after = (_reading(history, step) for history in histories if history is not None)
-        return _compare_records(before, after, str(first), str(second))
-    if histories[0] is not None or histories[1] is not None:
-        run, no_run = (first, second) if histories[0] is not None else (second, first)
-        if isinstance(no_run, str | os.PathLike) and ":" not in str(no_run) and not Path(no_run).expanduser().exists():
-            find_history(no_run)  # raises an error that the path does not exist
-        named = type(no_run).__name__ if isinstance(no_run, nn.Module) else no_run
+    runs = [_is_run(source) for source in (first, second)]
+    if all(runs):
+        return _compare_runs(load_history(first), load_history(second), step)  # type: ignore[arg-type]
+    if any(runs):
+        run, other = (first, second) if runs[0] else (second, first)
+        named = type(other).__name__ if isinstance(other, nn.Module) else other
         raise MisconfigurationError(f"`{run}` is a run and `{named}` is none: write two of one kind.")
-    a, b = (audit(source, config=config, model_class=model_class, progress=progress) for source in (first, second))
-    moved, reasons = _moved(
-        open_source(first, config=config, model_class=model_class),
-        open_source(second, config=config, model_class=model_class),
-    )
-    found = _compare_records(a.record, b.record, a.name, b.name, moved)
-    return Comparison(
-        found.first, found.second, found.layers, found.only_in_first, found.only_in_second,
-        {**(found.not_compared or {}), **a.not_audited, **b.not_audited, **reasons},
-    )  # fmt: skip
+    sides = []
+    reasons: dict[str, str] = {}
+    for source in (first, second):
+        target, layers, refused = open_layers(source, model=model, config=config)
+        record = measure_weights(target, layers, step=1)
+        sides.append((target.name, {layer.name: layer for layer in layers}, record))
+        reasons |= refused
+    (name, ours, before), (other_name, theirs, after) = sides
+    moved: dict[str, list[float]] = {}
+    for layer in (
+        layer for layer in ours if layer in theirs and before.layers[layer].values and after.layers[layer].values
+    ):
+        keys, other_keys = ours[layer].weight("key").detach(), theirs[layer].weight("key").detach()
+        if keys.shape == other_keys.shape:
+            moved[layer] = _moved(keys, other_keys)
+        else:
+            reasons[layer] = f"its keys are {tuple(keys.shape)} in A and {tuple(other_keys.shape)} in B"
+    return _compare_records(name, before, other_name, after, moved, reasons)
 
 
-def _history_of(what: Any) -> Path | None:
-    """The history, if this is a run; a folder with a config.json is a model."""
-    if isinstance(what, nn.Module) or not isinstance(what, str | os.PathLike):
-        return None
-    path = Path(what).expanduser()
-    if path.is_file():
-        return path if path.suffix == ".jsonl" and run_lines(path) else None
-    return find_history(path) if path.is_dir() and not (path / "config.json").is_file() else None
+def _is_run(source: Any) -> bool:
+    """Whether this is the history of a run, or its folder; a folder with a config.json is a model."""
+    if isinstance(source, nn.Module):
+        return False
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return not (path / "config.json").is_file() and next(path.rglob("history*.jsonl"), None) is not None
+    return path.is_file() and path.suffix == ".jsonl"
 
 
-def _reading(path: Path, step: int | None) -> Record:
-    records = [record for record in read_records(path) if step is None or record.step <= step]
+def _compare_runs(a: RunHistory, b: RunHistory, step: int | None) -> Comparison:
+    before, after = _reading(a, step), _reading(b, step)
+    ours, theirs = a.matrices(before.step), b.matrices(after.step)
+    moved = {
+        name: _changed(ours[name]["pair_alignment"], theirs[name]["pair_alignment"])
+        for name in ours
+        if "pair_alignment" in ours[name] and "pair_alignment" in theirs.get(name, {})
+    }
+    return _compare_records(str(a.path), before, str(b.path), after, moved, {})
+
+
+def _reading(run: RunHistory, step: int | None) -> Record:
+    records = [record for record in run.records if step is None or record.step <= step]
     if not records:
-        raise MisconfigurationError(f"`{path}` has no reading{'' if step is None else f' up to step {step}'}.")
+        raise MisconfigurationError(f"`{run.path}` has no reading{'' if step is None else f' up to step {step}'}.")
     return records[-1]
 
 
+def _moved(before: Tensor, after: Tensor) -> list[float]:
+    """How far each head moved: ``(H, d_k, d)`` twice -> 1 - alignment of each head with its earlier self."""
+    both = head_diversity(torch.stack([before.float(), after.float()], 1))  # one pair of heads for each head
+    return [max(0.0, round(1 - float(value), 4)) for value in both.subspace.alignment]
+
+
+def _changed(before: Tensor, after: Tensor) -> list[float]:
+    """How much the alignments of each head with the others changed, ``(H, H)`` twice."""
+    # Where one head becomes a copy of another, both have a new alignment with each other; only the copy has new ones
+    # with all the rest.
+    if before.shape != after.shape:
+        return []
+    H = before.shape[-1]
+    change = (after - before).nan_to_num(0).abs().fill_diagonal_(0)
+    return [float(value) / max(H - 1, 1) for value in change.sum(-1)]
+
+
 def _compare_records(
-    a: Record, b: Record, first: str, second: str, moved: Mapping[str, Sequence[float]] | None = None
+    first: str, a: Record, second: str, b: Record, moved: Mapping[str, Sequence[float]], reasons: Mapping[str, str]
 ) -> Comparison:
     layers: list[LayerComparison] = []
-    without: dict[str, str] = {}
+    without = dict(reasons)
     for name in (name for name in a.layers if name in b.layers):
-        before, after = a.layers[name], b.layers[name]
-        if not before.values or not after.values:
-            without[name] = "it has no numbers in one of them"
+        before, after = _compared(a, name), _compared(b, name)
+        if not ("hdi_alignment" in before and "hdi_alignment" in after) and not moved.get(name):
+            without.setdefault(name, "no two of its heads were compared in both")
             continue
-        found = _compare_layer(name, before, after, (moved or {}).get(name, ()))
-        sides = [side for side, of in (("A", found.before), ("B", found.after)) if "alignment" not in of]
-        if sides and not found.moved:
-            without[name] = f"no two of its heads were compared in {' and '.join(sides)}"
-        else:
-            layers.append(found)
-    layers.sort(key=_size_of_change, reverse=True)
-    return Comparison(
-        first,
-        second,
-        tuple(layers),
-        tuple(name for name in a.layers if name not in b.layers),
-        tuple(name for name in b.layers if name not in a.layers),
-        without,
-    )
+        pairs = closest_pair(a, name), closest_pair(b, name)
+        layers.append(LayerComparison(name, before, after, *pairs, moved=tuple(moved.get(name, ()))))
+    layers.sort(key=lambda layer: -layer.size)
+    only_in_first = tuple(name for name in a.layers if name not in b.layers)
+    only_in_second = tuple(name for name in b.layers if name not in a.layers)
+    return Comparison(first, second, tuple(layers), only_in_first, only_in_second, without)
 
 
-def _size_of_change(layer: LayerComparison) -> float:
-    changes = [abs(layer.change(name)) for name in ("worst_alignment", "alignment", "energy_alignment")]
-    return max((change for change in changes if change == change), default=0.0) + 1e-3 * max(layer.moved, default=0.0)
+def _compared(record: Record, layer: str) -> dict[str, float]:
+    values = record.layers[layer].values
+    return {metric: values[metric] for metric in _COMPARED if metric in values}
 
 
-def _compare_layer(name: str, a: LayerRecord, b: LayerRecord, moved: Sequence[float]) -> LayerComparison:
-    def values(record: LayerRecord) -> dict[str, float]:
-        return {ours: record.values[metric] for ours, metric in _COMPARED.items() if metric in record.values}
-
-    def pair(record: LayerRecord) -> tuple[int, ...]:
-        return tuple(int(head) for head in record.arrays.get("worst_alignment_pair", ()) if head >= 0)
-
-    distance = list(moved)
-    if not distance:
-        x, y = (record.arrays.get("nearest_overlap", []) for record in (a, b))
-        distance = [abs((q or 0) - (p or 0)) for p, q in zip(x, y)] if len(x) == len(y) else []
-    ranked = sorted(range(len(distance)), key=lambda head: -distance[head])
-    heads = tuple(head for head in ranked if distance[head] > 0)
-    return LayerComparison(name, values(a), values(b), pair(a), pair(b), tuple(moved), heads)
+def _decimal(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
-def _moved(a: Source, b: Source) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Distance that each key head moved."""
-    ones, others = (
-        {users_name(layer.name): layer for layer in survey(inner_model(source.model)).layers} for source in (a, b)
-    )
-    moved: dict[str, list[float]] = {}
-    reasons: dict[str, str] = {}
-    for name, layer in ones.items():
-        if name not in others:
-            continue
-        try:
-            keys, other = _keys(layer, a), _keys(others[name], b)
-            if keys.is_meta or other.is_meta:
-                continue
-            if keys.shape != other.shape:
-                reasons[name] = f"its keys are {tuple(keys.shape)} in one and {tuple(other.shape)} in the other"
-                continue
-            # One pair for each head: the same head in both models.
-            both = head_diversity(torch.stack([keys.float(), other.float()], 1))
-            # For a head that did not move the rounding of the products remains.
-            moved[name] = [max(0.0, round(1 - float(value), 4)) for value in both.alignment]
-        except HDIError as error:
-            reasons[name] = first_line(error)
-    return moved, reasons
-
-
-def _keys(layer: AttentionLayer, source: Source) -> Tensor:
-    with with_weights(layer, source):
-        return layer.weight("key").detach().clone()
+def _shortened(name: str) -> str:
+    """The end of a long name, which tells layers apart."""
+    return name if len(name) <= _MOST_NAME else f"...{name[3 - _MOST_NAME :]}"

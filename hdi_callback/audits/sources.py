@@ -1,90 +1,112 @@
-"""The source of an audit: a folder, a file, or a function -> a model and the files with its weights."""
+"""What a person can name on the command line -> a model, a batch for it, and the weights in its files."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from hdi_callback.audits.stored import (
-    PickledTensors,
-    Safetensors,
-    StoredTensors,
-    first_line,
-    load_plain,
-    weight_files,
-    without_wrappers,
-)
+from hdi_callback.attention.extra_forward import inner_model
+from hdi_callback.audits.weights import first_line, load_plain, map_folder, map_safetensors, without_wrappers
 from hdi_callback.errors import MisconfigurationError
 
 _WHAT = (
-    "Write a folder that save_pretrained wrote, a .safetensors file with its config.json beside it, a checkpoint with "
-    "the class of its model, or module:function."
+    "Write a folder that save_pretrained wrote, a .safetensors file with its config.json beside it, a checkpoint or "
+    "state dict together with the class or function that builds its model, or module:function."
 )
+_BUILDS = "write module:function that builds and loads it"
+_TOKENS = (2, 8)  # sequences and their length, in a made-up batch
 
 
 @dataclass(frozen=True)
-class Source:
-    """A model and the files with its weights.
+class Target:
+    """A model that is to be looked at.
 
     Attributes:
-        name: the path or name that the user wrote.
-        model: the model; on the meta device if its weights are in files.
-        stored: the tensors in files; `None` if the model has its weights.
-        places: name of a parameter -> name of the tensor in the files.
-        reasons: name of a parameter -> why no tensor in the files is its value.
+        name: as the user wrote it.
+        model: the model; on the meta device until `load` if it was opened so.
+        batches: what its forward can be called with, to be tried in turn; empty if nothing is known.
+        weights: name of a parameter -> its tensor in the files.
+        missing: name of a parameter -> why no tensor in the files is its value.
         step: optimizer steps that the model was trained for, if that is known.
     """
 
     name: str
     model: nn.Module
-    stored: StoredTensors | None = None
-    places: Mapping[str, str] = field(default_factory=dict)
-    reasons: Mapping[str, str] = field(default_factory=dict)
+    batches: tuple[Any, ...] = ()
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    missing: Mapping[str, str] = field(default_factory=dict)
     step: int | None = None
 
+    @property
+    def forwards(self) -> list[Callable[[], Any]]:
+        """Functions without arguments that run the model, one for each batch."""
+        return [partial(run_batch, self.model, batch) for batch in self.batches]
 
-def open_source(
-    what: nn.Module | str | os.PathLike[str],
+    def load(self) -> Target:
+        """Give the model the weights of the files: parameters become views of mapped files, and nothing is copied."""
+        nn.Module.load_state_dict(self.model, dict(self.weights), strict=False, assign=True)
+        return self
+
+
+def run_batch(model: nn.Module, batch: Any) -> Any:
+    """Call a model with a batch: keywords of a mapping, the items of a tuple or list, or a single argument."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def open_target(
+    target: nn.Module | str | os.PathLike[str],
     *,
+    model: str | Callable[..., Any] | None = None,
     config: str | os.PathLike[str] | None = None,
-    model_class: str | type | None = None,
-) -> Source:
-    """Open a model to audit; weights in files are not read yet.
+    device: str = "cpu",
+) -> Target:
+    """Open what `hdi audit` and `hdi check` are given.
 
     Args:
-        what: a model, a path, or ``module:function``.
-        config: of a safetensors file, if it is not beside it: a ``config.json``, or its folder.
-        model_class: of a checkpoint: the class, or where it is: ``package.module:Class``.
+        target: a model; or a folder of transformers, a ``.safetensors`` file, a Lightning checkpoint, a state dict, or
+            ``"module:function"`` that gives a model, or a model and a batch.
+        model: for a checkpoint or a state dict: the class or function that builds its model, or its name
+            (``"package.module:Class"``). It is called with those hyperparameters in the checkpoint that it takes.
+        config: the ``config.json`` of a safetensors file, or its folder, if it lies elsewhere.
+        device: ``"meta"`` to build a model of transformers without memory; its weights come with `Target.load`.
 
     Returns:
-        The model and its files.
+        The model, with a batch if one is known. Weights in files are not loaded yet.
 
     Raises:
         MisconfigurationError: if it cannot be opened; the message says what to write instead.
     """
-    if isinstance(what, nn.Module):
-        return Source(type(what).__name__, what)
-    if not isinstance(what, str | os.PathLike) or not os.fspath(what):
-        raise MisconfigurationError(f"A model to audit must be a torch.nn.Module, a path or a name. {_WHAT}")
-    text = os.fspath(what)
+    if isinstance(target, nn.Module):
+        inner = inner_model(target)  # of torch.compile
+        return Target(type(inner).__name__, inner, _batches_of(inner))
+    if not isinstance(target, str | os.PathLike) or not os.fspath(target):
+        raise MisconfigurationError(f"A model must be a torch.nn.Module, a path or a name. {_WHAT}")
+    text = os.fspath(target)
     path = Path(text).expanduser()
     if path.is_dir():
-        return _open_folder(path, path)
-    if path.is_file() and path.suffix == ".safetensors":
-        return _open_folder(_config_folder(path, config), path)
+        return _open_folder(path, path, device)
+    if path.is_file() and path.suffix == ".safetensors" and model is None:
+        return _open_folder(_config_folder(path, config), path, device)
     if path.is_file():
-        return _open_checkpoint(path, model_class)
+        return _open_file(path, model)
     if ":" in text and not path.exists():
-        return Source(text, _built_by(text))
+        return _built(text, text)
     raise MisconfigurationError(f"There is no file or folder `{text}`. {_WHAT}")
+
+
+# --- transformers
 
 
 def _config_folder(path: Path, config: str | os.PathLike[str] | None) -> Path:
@@ -92,39 +114,34 @@ def _config_folder(path: Path, config: str | os.PathLike[str] | None) -> Path:
     folder = folder.parent if folder.is_file() else folder
     if not (folder / "config.json").is_file():
         raise MisconfigurationError(
-            f"`{path}` needs the config of its model, and there is no config.json in `{folder}`: write --config FOLDER."
+            f"`{path}` needs its model, and there is no config.json in `{folder}`: write --config FOLDER, or --model "
+            "module:function that builds the model."
         )
     return folder
 
 
-# --- transformers
-
-
-def _open_folder(folder: Path, weights: Path) -> Source:
+def _open_folder(folder: Path, weights: Path, device: str) -> Target:
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
             raise MisconfigurationError(
-                f"`{folder}` holds an adapter alone: merge it (merge_and_unload) and save the model, or write "
-                "module:function that builds both."
+                f"`{folder}` holds an adapter alone: merge it (merge_and_unload) and save the model, or {_BUILDS}."
             )
-        if any((folder / name).is_file() for name in ("history.jsonl", "hdi/history.jsonl")):
-            raise MisconfigurationError(_of_a_run(folder))
-        raise MisconfigurationError(f"There is no config.json in `{folder}`. {_WHAT}")
-    model = _skeleton(folder)
-    stored = weight_files(folder) if weights.is_dir() else Safetensors([weights])
-    if stored is None:
-        raise MisconfigurationError(f"There are no weights in `{folder}`, neither *.safetensors nor pytorch_model.bin.")
-    places, reasons = _places_in_transformers(model, stored)
-    return Source(str(weights), model, stored, places, reasons)
+        run = next(folder.rglob("history*.jsonl"), None)
+        judged = "" if run is None else f" It is the folder of a run: `hdi report {folder}` judges that."
+        raise MisconfigurationError(f"There is no config.json in `{folder}`.{judged} {_WHAT}")
+    stored = map_folder(folder) if weights.is_dir() else map_safetensors([weights])
+    model = _from_config(folder, device)
+    found, missing = _matched(model, _renamed(model, stored))
+    return Target(str(weights), model, made_up_batches(model, device), found, missing)
 
 
-def _skeleton(folder: Path) -> nn.Module:
-    """Build the model of a config on the meta device, only from classes of transformers."""
+def _from_config(folder: Path, device: str) -> nn.Module:
+    """Build the model of a config, only from classes of transformers: no code in the folder is executed."""
     try:
         import transformers
     except ImportError as error:
         raise MisconfigurationError(
-            "Auditing a folder of transformers needs transformers: pip install 'hdi-callback[transformers]'."
+            f"`{folder}` is a folder of transformers, which is not installed: pip install transformers."
         ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(
@@ -133,122 +150,185 @@ def _skeleton(folder: Path) -> nn.Module:
     except Exception as error:
         raise MisconfigurationError(
             f"The config.json of `{folder}` cannot be used: {first_line(error)}. If the model has code of its own, "
-            "write module:function that builds it."
+            f"{_BUILDS}."
         ) from error
-    named = (getattr(config, "architectures", None) or [None])[0]
-    kind: Any = None if named is None else getattr(transformers, named, None)
-    by_config: Any = transformers.AutoModel
-    if named is not None and kind is None:
+    name = (getattr(config, "architectures", None) or [None])[0]
+    kind: Any = None if name is None else getattr(transformers, name, None)
+    if name is not None and kind is None:
         raise MisconfigurationError(
-            f"`{folder}` is a {named}, which transformers {transformers.__version__} does not have, and code in the "
-            "folder is not executed. Write module:function that builds and loads it."
+            f"`{folder}` is a {name}, which transformers {transformers.__version__} does not have, and code in the "
+            f"folder is not executed: {_BUILDS}."
         )
+    build: Any = transformers.AutoModel.from_config if kind is None else kind
     try:
-        with torch.device("meta"):
-            model: nn.Module = by_config.from_config(config) if kind is None else kind(config)
+        with torch.random.fork_rng(devices=[]), torch.device(device):
+            model: nn.Module = build(config)
     except Exception as error:
         raise MisconfigurationError(
-            f"A {named or 'model'} cannot be built on the meta device: {type(error).__name__} ({first_line(error)}). "
-            "Write module:function that builds and loads it."
+            f"A {name or 'model'} cannot be built from the config.json of `{folder}`: {type(error).__name__} "
+            f"({first_line(error)}): {_BUILDS}."
         ) from error
-    return model
+    return model.eval()
 
 
-def _places_in_transformers(model: Any, stored: StoredTensors) -> tuple[dict[str, str], dict[str, str]]:
-    """Parameter -> its tensor in the files, as transformers maps them when it loads."""
-    parameters = _named_tensors(model)
-    places, reasons = _places_by_name(parameters, stored)
-    if len(places) == len(parameters):
-        return places, reasons
+def _renamed(model: Any, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Name tensors as the model does: transformers renames those of older files, and of base models."""
+    own = model.state_dict()
+    if own.keys() <= stored.keys():
+        return dict(stored)
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     mapping = get_model_conversion_mapping(model)
-    renamings = [renaming for renaming in mapping if isinstance(renaming, WeightRenaming)]
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    for name in sorted(stored.names() - set(places.values())):
-        renamed, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)
-        if renamed not in parameters or renamed in places:
-            continue
-        if converter is None:
-            places[renamed] = name
-            reasons.pop(renamed, None)
-        else:
-            reasons[renamed] = "transformers puts it together from several tensors of the file when it loads the model"
-    return places, reasons
+    found = {}
+    for name, tensor in stored.items():
+        renamed, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        if converter is None:  # others are put together from several tensors of the file
+            found[renamed] = tensor
+    return found
 
 
-# --- checkpoints
+def made_up_batches(model: Any, device: str | torch.device = "cpu") -> tuple[dict[str, Any], ...]:
+    """Make up batches for a model of transformers: a few tokens, an image, or a second of sound.
 
+    Args:
+        model: the model.
+        device: where the batches are made.
 
-def _of_a_run(path: Path) -> str:
-    return f"`{path}` is a run, and no model: `hdi report {path}` judges it. {_WHAT}"
-
-
-def _open_checkpoint(path: Path, model_class: str | type | None) -> Source:
-    if path.suffix == ".jsonl":
-        raise MisconfigurationError(_of_a_run(path))
-    if model_class is None:
-        raise MisconfigurationError(
-            f"`{path}` needs the class of its model: write --class package.module:Class, or module:function that "
-            "builds and loads the model."
+    Returns:
+        Keywords of its forward, to be tried in turn: on the meta device some models look at the values of a mask, and
+        others, where there is none, at those of the positions. Empty if its main input is of another kind.
+    """
+    config, takes, main = model.config, inspect.signature(model.forward).parameters, model.main_input_name
+    vision = getattr(config, "vision_config", config)
+    with torch.device(device):
+        ids = torch.arange(_TOKENS[0] * _TOKENS[1]).view(_TOKENS) % config.get_text_config().to_dict().get(
+            "vocab_size", 2
         )
-    kind = _imported(model_class) if isinstance(model_class, str) else model_class
-    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-        raise MisconfigurationError(f"`{model_class}` must be a class of modules, got {kind!r}.")
-    held = load_plain(path)
-    arguments = held.get("hyper_parameters") or {}
+        inputs: dict[str, Callable[[], Tensor]] = {
+            "input_ids": lambda: ids,
+            "pixel_values": lambda: torch.zeros(1, getattr(vision, "num_channels", 3), *_both(vision.image_size)),
+            "input_values": lambda: torch.zeros(1, 16_000),
+            "input_features": lambda: torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions),
+        }
+        if main not in inputs:
+            return ()
+        batch: dict[str, Any] = {main: inputs[main]()}
+        # CLIP and its like take both; others put images in the place of tokens, of which there are none here.
+        if main == "input_ids" and vision is not config and not hasattr(config, "image_token_id"):
+            batch["pixel_values"] = inputs["pixel_values"]()
+        if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in takes:
+            batch["decoder_input_ids"] = ids[: len(batch[main])]
+        if "use_cache" in takes:
+            batch["use_cache"] = False
+        if main != "input_ids" or "attention_mask" not in takes:
+            return (batch,)
+        return batch, {**batch, "attention_mask": torch.ones_like(ids)}
+
+
+def _both(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+# --- files with tensors
+
+
+def _open_file(path: Path, build: str | Callable[..., Any] | None) -> Target:
+    if path.suffix == ".jsonl":
+        raise MisconfigurationError(f"`{path}` is a run, and no model: `hdi report {path}` judges it. {_WHAT}")
+    if build is None:
+        raise MisconfigurationError(
+            f"`{path}` needs its model: write --model package.module:Class (in Python model=Class), the class or a "
+            "function that builds it."
+        )
+    held: dict[str, Any] = dict(map_safetensors([path])) if path.suffix == ".safetensors" else load_plain(path)
+    stored = held.get("state_dict", held)
     step = held.get("global_step")
-    stored = PickledTensors([path])
-    del held
-    try:
-        with torch.device("meta"):
-            model = kind(**arguments) if isinstance(arguments, Mapping) else kind(arguments)
-            configure = getattr(model, "configure_model", None)
-            if callable(configure):
-                configure()
-    except Exception as error:
-        kept = ", ".join(map(str, arguments)) if isinstance(arguments, Mapping) and arguments else "none"
+    built = _built(build, build if isinstance(build, str) else build.__name__, held.get("hyper_parameters"))
+    tensors = {name: tensor for name, tensor in stored.items() if isinstance(tensor, Tensor)}
+    weights, missing = _matched(built.model, tensors)
+    if not weights:
         raise MisconfigurationError(
-            f"{kind.__name__} cannot be built from the hyperparameters in `{path}` ({kept}): {type(error).__name__} "
-            f"({first_line(error)}). Write module:function that builds and loads it."
-        ) from error
-    places, reasons = _places_by_name(_named_tensors(model), stored)
-    return Source(str(path), model, stored, places, reasons, step if isinstance(step, int) else None)
+            f"No tensor in `{path}` is a parameter of {type(built.model).__name__}: they are called "
+            f"{', '.join(list(tensors)[:3])}, and its parameters {', '.join(list(missing)[:3])}."
+        )
+    return Target(str(path), built.model, built.batches, weights, missing, step if isinstance(step, int) else None)
 
 
-def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    named.update(model.named_buffers(remove_duplicate=False))
-    return named
+def _matched(model: nn.Module, stored: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Parameter -> its tensor in the files, and parameter -> why there is none."""
+    named = {without_wrappers(name): tensor for name, tensor in stored.items()}
+    own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    if own and not own.keys() & named.keys():  # of a LightningModule, read into the network within it
+        last = next(iter(own))
+        prefix = next((name.removesuffix(last) for name in named if name.endswith(f".{last}")), "")
+        named = {name.removeprefix(prefix): tensor for name, tensor in named.items()}
+    found: dict[str, Tensor] = {}
+    missing: dict[str, str] = {}
+    for name, tensor in own.items():
+        value = named.get(name)
+        if value is None:
+            missing[name] = "it is not in the file"
+        elif tensor.is_floating_point() and (not value.is_floating_point() or value.dtype.itemsize < 2):
+            missing[name] = f"it is quantised in the file ({str(value.dtype).removeprefix('torch.')})"
+        elif value.shape != tensor.shape:
+            missing[name] = f"it is {tuple(value.shape)} in the file and {tuple(tensor.shape)} in the model"
+        else:
+            found[name] = value
+    return found, missing
 
 
-def _places_by_name(
-    parameters: Mapping[str, torch.Tensor], stored: StoredTensors
-) -> tuple[dict[str, str], dict[str, str]]:
-    known = {without_wrappers(name): name for name in stored.names()}
-    places = {name: known[without_wrappers(name)] for name in parameters if without_wrappers(name) in known}
-    return places, {name: "it is not in the file" for name in parameters if name not in places}
+# --- functions and classes
 
 
-# --- functions
-
-
-def _built_by(text: str) -> nn.Module:
-    build: Callable[[], Any] = _imported(text)
-    if isinstance(build, nn.Module):
-        return build
-    if not callable(build):
-        raise MisconfigurationError(f"`{text}` must be a function that builds a model, got a {type(build).__name__}.")
-    try:
-        model = build()
-    except Exception as error:
-        raise MisconfigurationError(
-            f"`{text}` raised {type(error).__name__} ({first_line(error)}); it must build a model without arguments."
-        ) from error
+def _built(build: Any, name: str, arguments: Any = None) -> Target:
+    """Call a function or class that builds a model, or a model and a batch; or take a model that there is."""
+    made = _imported(build) if isinstance(build, str) else build
+    if not isinstance(made, nn.Module):
+        if not callable(made):
+            raise MisconfigurationError(
+                f"`{name}` must be a function that builds a model, got a {type(made).__name__}."
+            )
+        given = _taken(made, arguments)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                made = made(**given)
+        except Exception as error:
+            of_file = f" with the hyperparameters {', '.join(given)}" if given else " without arguments"
+            raise MisconfigurationError(
+                f"`{name}`, called{of_file}, raised {type(error).__name__} ({first_line(error)}); it must build a "
+                "model, or a model and a batch."
+            ) from error
+    model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
-        raise MisconfigurationError(f"`{text}` must return a torch.nn.Module, got a {type(model).__name__}.")
-    return model
+        raise MisconfigurationError(
+            f"`{name}` must return a torch.nn.Module, or one and a batch, got a {type(model).__name__}."
+        )
+    configure = getattr(model, "configure_model", None)
+    if callable(configure):  # of Lightning: layers that are made late
+        configure()
+    return Target(name, model, _batches_of(model) if batch is None else (batch,))
+
+
+def _taken(build: Callable[..., Any], arguments: Any) -> dict[str, Any]:
+    """Those of the hyperparameters in a checkpoint that a class or function takes, as Lightning does it."""
+    if not isinstance(arguments, Mapping):
+        return {}
+    takes = inspect.signature(build).parameters
+    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values())
+    return {key: value for key, value in arguments.items() if not key.startswith("_") and (takes_all or key in takes)}
+
+
+def _batches_of(model: Any) -> tuple[Any, ...]:
+    """Batches that a model itself names: Lightning's `example_input_array`, or made up for one of transformers."""
+    example = getattr(model, "example_input_array", None)
+    if example is not None:
+        return (example,)
+    if hasattr(model, "main_input_name") and hasattr(model, "config"):
+        return made_up_batches(model, next(model.parameters()).device)
+    return ()
 
 
 def _imported(text: str) -> Any:

@@ -1,18 +1,27 @@
-"""The commands: `hdi audit`, `report`, `compare`, `watch`, `alerts`, `explain`, `replay` and `allocate`."""
+"""The commands: `hdi audit`, `report`, `alerts`, `watch`, `compare` and `explain`."""
 
 from __future__ import annotations
 
-import sys
+import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
-from hdi_callback.command.group import CANNOT_WORK, NOTHING_UNUSUAL, UNUSUAL, CommandGroup, print_json
+from hdi_callback.command.group import (
+    CANNOT_WORK,
+    CODES,
+    NOTHING_UNUSUAL,
+    CommandGroup,
+    parse_thresholds,
+    print_json,
+    print_rows,
+)
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of a table.")
-_CLASS = click.option(
-    "--class", "model_class", metavar="MODULE:CLASS", help="The class of the model in a Lightning checkpoint."
+_MODEL = click.option(
+    "--model", "build", metavar="MODULE:NAME", help="The class or function that builds the model of a checkpoint."
 )
 _CONFIG = click.option(
     "--config", metavar="PATH", help="The config.json of a safetensors file, if it is not beside it."
@@ -22,7 +31,7 @@ _THRESHOLD = click.option(
     "thresholds",
     multiple=True,
     metavar="[PATTERN:]NAME=VALUE",
-    help="A limit of the rules, such as pair=0.9, 'encoder.*:mean=0.6' or trend=off. May be repeated.",
+    help="A limit of the rules, such as pair=0.9, 'encoder.*:mean=0.6' or pair=off. May be repeated.",
 )
 _LEVEL = click.option(
     "--level",
@@ -31,7 +40,6 @@ _LEVEL = click.option(
     show_default=True,
     help="Leave out what is less serious.",
 )
-
 _EXIT_CODES = (
     "Exit codes: 0 nothing is unusual, 1 something is unusual (a warning or a critical alert is active), 2 the command "
     "has wrong arguments, or there is nothing to judge, 130 interrupted."
@@ -41,16 +49,16 @@ _EXIT_CODES = (
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EXIT_CODES)
 @click.version_option(package_name="hdi-callback", prog_name="hdi", message="%(prog)s %(version)s")
 def hdi() -> None:
-    """Check the diversity of the attention heads of a model, a checkpoint or a run.
+    """Check the attention heads of a model, a checkpoint or a run.
 
-    MODEL is a folder of transformers, a .safetensors file, a checkpoint with --class, or module:function.
-    RUN is the history.jsonl of a run, or its folder.
+    TARGET is a folder of transformers, a .safetensors file, a checkpoint with --model, or module:function. RUN is the
+    history.jsonl of a run, or its folder.
     """
 
 
 @hdi.command(epilog=_EXIT_CODES)
-@click.argument("model")
-@_CLASS
+@click.argument("target")
+@_MODEL
 @_CONFIG
 @click.option("--include", multiple=True, metavar="PATTERN", help="Only layers that match, such as 'encoder.*'.")
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave out layers that match.")
@@ -58,8 +66,8 @@ def hdi() -> None:
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a page that opens in a browser.")
 @_JSON
 def audit(
-    model: str,
-    model_class: str | None,
+    target: str,
+    build: str | None,
     config: str | None,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
@@ -67,113 +75,103 @@ def audit(
     html: Path | None,
     as_json: bool,
 ) -> int:
-    """Judge the heads of a model or checkpoint, one layer at a time.
+    """Judge the heads of a model or checkpoint.
 
-    Nothing in a file is executed. The weights are read layer by layer, so that a model that is larger than the memory
-    can be audited. Ends with a verdict.
+    No code in a file is executed, and weights are mapped, so that a model that is larger than the memory can be
+    audited. Ends with a verdict.
 
     \b
     Examples:
       hdi audit ./Llama-3.2-1B
       hdi audit model.safetensors --html audit.html
-      hdi audit epoch=3.ckpt --class my_package.models:LitGPT
+      hdi audit epoch=3.ckpt --model my_package.models:LitGPT
       hdi audit my_package.models:build_model --json
     """
-    from hdi_callback.audits import audit as audit_model
-    from hdi_callback.command import terminal
-    from hdi_callback.command.limits import parse_limits
-    from hdi_callback.command.progress import layer_progress
+    from hdi_callback.audits import audit as audit_target
 
+    found = audit_target(
+        target,
+        model=build,
+        config=config,
+        include=include or None,
+        exclude=exclude or None,
+        thresholds=parse_thresholds(thresholds),
+    )
     if html is not None:
-        _require_plotly()
-    out = None if as_json else terminal.console()
-    limits = parse_limits(thresholds)
-    with layer_progress(is_quiet=as_json) as progress:
-        found = audit_model(
-            model, config=config, model_class=model_class, include=include or None, exclude=exclude or None,
-            thresholds=limits, progress=progress,
-        )  # fmt: skip
-    if html is not None:
-        from hdi_callback.dashboards.report import report as write_report
+        from hdi_callback.dashboards.report import write_report
 
-        write_report(found, path=html)
-    if out is None:
+        written = write_report(found.as_run(), path=html)
+        click.echo(f"Written: {written}", err=True)
+    if as_json:
         print_json(found.to_dict())
     else:
-        terminal.print_audit(out, found)
-        _print_written(html)
-    if not found.audited:
-        return CANNOT_WORK
-    return UNUSUAL if found.unusual else NOTHING_UNUSUAL
+        click.echo(str(found))
+        _print_action(found.verdict.action)
+    return CODES[found.verdict.state]
 
 
-@hdi.command()
-@click.argument("runs", nargs=-1, required=True, metavar="RUN [RUN2 ...]")
+@hdi.command(epilog=_EXIT_CODES)
+@click.argument("run")
 @click.option(
     "-o",
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="The file to write; by default report.html beside the first history.",
+    help="The file to write; by default report.html beside the history.",
 )
 @click.option("--title", help="The title of the page.")
-@_JSON
-def report(runs: tuple[str, ...], output: Path | None, title: str | None, as_json: bool) -> int:
-    """Write one HTML file about a run, or several side by side.
-
-    The file opens without a network, on a phone and on paper too.
+def report(run: str, output: Path | None, title: str | None) -> int:
+    """Write one HTML file about a run; it opens without a network.
 
     \b
-    Examples:
+    Example:
       hdi report lightning_logs/version_0
-      hdi report runs/baseline runs/more-warmup -o both.html
     """
-    from hdi_callback.dashboards.report import report as write_report
+    from hdi_callback.dashboards.verdict import verdict
 
-    _require_plotly()
-    page = write_report(*runs, path=output, title=title)
-    if as_json:
-        print_json({"path": str(page.path), "verdicts": page.verdicts, "is_unusual": page.is_unusual})
-    else:
-        for name, verdict in page.verdicts.items():
-            click.echo(f"{name}: {verdict}")
-        _print_written(page.path)
-    return UNUSUAL if page.is_unusual else NOTHING_UNUSUAL
+    history = _load(run)
+    found = verdict(history.records, history.layers)
+    if found.state != "nothing to judge":
+        from hdi_callback.dashboards.report import write_report
+
+        click.echo(f"Written: {write_report(history, path=output, title=title)}", err=True)
+    click.echo(found.text)
+    return CODES[found.state]
 
 
-@hdi.command()
-@click.argument("first", metavar="A")
-@click.argument("second", metavar="B")
-@click.option(
-    "--step",
-    type=click.IntRange(min=0),
-    help="Compare runs at their last readings up to this step.",
-)
-@click.option("--rows", type=click.IntRange(min=1), default=20, show_default=True, help="Layers in the table.")
-@_CLASS
-@_CONFIG
+@hdi.command(epilog=_EXIT_CODES)
+@click.argument("run")
+@_THRESHOLD
+@click.option("--since", type=click.IntRange(min=0), default=0, metavar="STEP", help="Only alerts from this step on.")
+@_LEVEL
 @_JSON
-def compare(
-    first: str, second: str, step: int | None, rows: int, model_class: str | None, config: str | None, as_json: bool
-) -> int:
-    """Show which layers and heads differ in two models or runs.
+def alerts(run: str, thresholds: tuple[str, ...], since: int, level: str, as_json: bool) -> int:
+    """List the alerts of a run, or judge it again with --threshold.
 
     \b
     Examples:
-      hdi compare checkpoint-1000 checkpoint-2000
-      hdi compare runs/baseline runs/more-warmup --step 5000
+      hdi alerts lightning_logs/version_0 --since 1000
+      hdi alerts lightning_logs/version_0 --threshold pair=0.9 --threshold mean=off
     """
-    from hdi_callback.audits import compare as compare_models
-    from hdi_callback.command import terminal
-    from hdi_callback.command.progress import layer_progress
+    from hdi_callback.audits import judge_again
+    from hdi_callback.dashboards.verdict import events, verdict
+    from hdi_callback.record import LEVELS
 
-    out = None if as_json else terminal.console()
-    with layer_progress(is_quiet=as_json) as progress:
-        found = compare_models(first, second, step=step, model_class=model_class, config=config, progress=progress)
-    if out is None:
-        print_json(found.to_dict())
-    else:
-        terminal.print_comparison(out, found, rows)
-    return NOTHING_UNUSUAL if found.layers else CANNOT_WORK
+    history = _load(run)
+    limits = parse_thresholds(thresholds)
+    if limits is not None:
+        history = judge_again(history, limits)
+    serious = LEVELS[LEVELS.index(level) :]
+    shown = [one for one in events(history.records) if one.alert.step >= since and one.alert.level in serious]
+    found = verdict(history.records, history.layers)
+    if as_json:
+        raised = [{**one.alert.to_dict(), "ended": one.ended, "state": one.state} for one in shown]
+        print_json({"history": str(history.path), "verdict": found.text, "state": found.state, "alerts": raised})
+        return CODES[found.state]
+    for one in shown:
+        click.echo(f"{one.alert.level}, {one.state}: step {one.alert.step}: {one.alert.message}")
+    click.echo(("\n" if shown else "") + found.text)
+    _print_action(found.action)
+    return CODES[found.state]
 
 
 @hdi.command(epilog=_EXIT_CODES)
@@ -185,138 +183,116 @@ def compare(
 @click.option("--idle", type=float, metavar="SECONDS", help="End when nothing was written for this long.")
 @click.option("--interval", type=float, default=2.0, show_default=True, help="Seconds between two updates.")
 def watch(run: str, once: bool, until: int | None, idle: float | None, interval: float) -> int:
-    """Follow a run live in the terminal.
+    """Follow a run in the terminal; waits for one that has not begun.
 
-    Ends with Ctrl-C, or as --once, --until and --idle say. The exit code says whether an alert is active.
+    Ends with the run, with Ctrl-C, or as --once, --until and --idle say.
     """
-    from hdi_callback.command.live import follow
+    from hdi_callback.command.watching import follow
 
-    return UNUSUAL if follow(run, once=once, until=until, idle=idle, interval=interval) else NOTHING_UNUSUAL
-
-
-@hdi.command(epilog=_EXIT_CODES)
-@click.argument("run")
-@click.option("--since", type=click.IntRange(min=0), default=0, metavar="STEP", help="Only alerts from this step on.")
-@_LEVEL
-@_JSON
-def alerts(run: str, since: int, level: str, as_json: bool) -> int:
-    """List the alerts of a run, and which of them are active.
-
-    \b
-    Example:
-      hdi alerts lightning_logs/version_0 --since 1000 --json
-    """
-    from hdi_callback.monitoring.history.run_folder import find_history
-    from hdi_callback.monitoring.rules.replay import read_alerts
-
-    path = find_history(run)
-    return _show_alerts(path, read_alerts(path), since, level, as_json)
+    return CODES[follow(run, once=once, until=until, idle=idle, interval=interval)]
 
 
 @hdi.command()
-@click.argument("name", nargs=-1, metavar="[RULE or CURVE]")
+@click.argument("first", metavar="A")
+@click.argument("second", metavar="B")
+@click.option("--step", type=click.IntRange(min=0), help="Compare runs at their last readings up to this step.")
+@click.option("--rows", type=click.IntRange(min=1), default=20, show_default=True, help="Layers in the table.")
+@_MODEL
+@_CONFIG
 @_JSON
-def explain(name: tuple[str, ...], as_json: bool) -> int:
-    """Explain a rule or a curve, and what to do about it.
-
-    Without a name it lists the rules. An alert on the console names its rule at the end.
+def compare(
+    first: str, second: str, step: int | None, rows: int, build: str | None, config: str | None, as_json: bool
+) -> int:
+    """Show which layers and heads differ in two models or runs.
 
     \b
     Examples:
-      hdi explain
-      hdi explain worst-pair
-      hdi explain hdi_alignment
+      hdi compare checkpoint-1000 checkpoint-2000
+      hdi compare runs/baseline runs/more-warmup --step 5000
     """
-    from hdi_callback.command.explaining import print_explanation, print_rules
-    from hdi_callback.monitoring.rules.explanations import explain as explain_one
-    from hdi_callback.monitoring.rules.explanations import rule_explanations
+    from hdi_callback.audits import compare as compare_targets
 
-    if name:
-        found = explain_one(" ".join(name))
-        if as_json:
-            print_json(found.to_dict())
-        else:
-            print_explanation(found)
-    elif as_json:
-        print_json({"rules": [explanation.to_dict() for explanation in rule_explanations().values()]})
+    found = compare_targets(first, second, step=step, model=build, config=config)
+    if as_json:
+        print_json(found.to_dict())
     else:
-        print_rules(rule_explanations().values())
-    return NOTHING_UNUSUAL
-
-
-@hdi.command(epilog=_EXIT_CODES)
-@click.argument("run")
-@_THRESHOLD
-@click.option("--since", type=click.IntRange(min=0), default=0, metavar="STEP", help="Only alerts from this step on.")
-@_LEVEL
-@_JSON
-def replay(run: str, thresholds: tuple[str, ...], since: int, level: str, as_json: bool) -> int:
-    """Judge a run again with other limits, without training again.
-
-    \b
-    Example:
-      hdi replay lightning_logs/version_0 --threshold pair=0.9 --threshold trend=off
-    """
-    from hdi_callback.command.limits import parse_limits
-    from hdi_callback.monitoring.history.run_folder import find_history
-    from hdi_callback.monitoring.rules.replay import replay as judge_again
-
-    path = find_history(run)
-    return _show_alerts(path, judge_again(path, thresholds=parse_limits(thresholds)), since, level, as_json)
+        click.echo(found.text(rows))
+    return NOTHING_UNUSUAL if found.layers else CANNOT_WORK
 
 
 @hdi.command()
-@click.argument("run")
-@click.option("--keys", type=click.IntRange(min=1), required=True, help="Keys that a query sees: the context length.")
-@click.option(
-    "--multiple-of",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Suggest only head widths that are multiples of this.",
-)
+@click.argument("name", nargs=-1, metavar="[RULE or METRIC]")
 @_JSON
-def allocate(run: str, keys: int, multiple_of: int, as_json: bool) -> int:
-    """Suggest a number of heads from what a run measured.
+def explain(name: tuple[str, ...], as_json: bool) -> int:
+    """Explain a rule or a metric, and what to do about it.
 
-    Needs a run with metrics=["default", "attention_samples", "token_rank"]. The suggestion comes from a model of the
-    error with assumptions. Often no number can be suggested; the reason is printed.
+    Without a name it lists the rules.
+
+    \b
+    Examples:
+      hdi explain worst-pair
+      hdi explain hdi_alignment
     """
-    from hdi_callback.command.allocation import allocations, print_allocations
+    from hdi_callback.monitor.metrics import METRICS
+    from hdi_callback.rules import RULES, explain_rule
+    from hdi_callback.rules import explain as explain_one
 
-    found = allocations(run, keys, multiple_of)
-    if as_json:
-        print_json(found)
+    if not name:
+        known = [explain_rule(rule) for rule in RULES]
+        if as_json:
+            print_json([asdict(one) for one in known])
+            return NOTHING_UNUSUAL
+        click.echo("The rules, and when they raise an alert:\n")
+        conditions = [(one.name, re.split(r"[;:.] ", one.condition)[0]) for one in known]
+        print_rows(conditions, label=2 + max(len(one.name) for one in known))
+        click.echo("\nhdi explain RULE says more and what to do, hdi explain METRIC what is measured.")
+        return NOTHING_UNUSUAL
+    metric = METRICS.get(" ".join(name).lower())
+    if metric is not None:
+        judged = [rule.name for rule in RULES if metric.name in (*rule.needs, *rule.reads)]
+        data: dict[str, Any] = {
+            "what it is": metric.summary,
+            "read from": metric.source,
+            "judged by": ", ".join(judged) or "no rule",
+            "to draw it": f'HDICallback(metrics=["{metric.name}"])',
+        }
+        title = f"{metric.name} (metric)"
     else:
-        print_allocations(found)
+        rule = explain_one(" ".join(name))
+        limits = [f"{limit}={default:g}: {meaning}" for limit, (default, meaning) in rule.limits.items()]
+        data = {
+            "raised when": rule.condition,
+            "level": rule.level,
+            "it means": rule.meaning,
+            "what to do": rule.action,
+            "it reads": ", ".join(rule.metrics),
+            "limits": "\n".join(limits) or "none to set",
+        }
+        if rule.limits:
+            limit = next(iter(rule.limits))
+            data["to try others"] = f"hdi alerts RUN --threshold {limit}=VALUE"
+            data["to set them"] = f'HDICallback(thresholds={{"*": {{"{limit}": VALUE}}}})'
+        title = f"{rule.name} (rule)"
+    if as_json:
+        print_json({"name": title, **data})
+    else:
+        click.echo(f"{title}\n")
+        print_rows(data.items())
     return NOTHING_UNUSUAL
 
 
-def _show_alerts(path: Path, found: list[Any], since: int, level: str, as_json: bool) -> int:
-    from hdi_callback.command import terminal
-    from hdi_callback.monitoring.alerts import is_at_least
-    from hdi_callback.monitoring.history import read_records
-    from hdi_callback.monitoring.rules.replay import active_alerts
+def _load(run: str) -> Any:
+    """Load a history, and say which one was taken and what could not be read."""
+    from hdi_callback.history import load_history
 
-    active = active_alerts(found)
-    shown = [alert for alert in found if alert.step >= since and is_at_least(alert.level, level)]  # type: ignore[arg-type]
-    if as_json:
-        still = [alert.to_dict() for alert in active]
-        # `standing` is the name that version 0.1 gave to `active`; it goes with version 0.4.
-        print_json({"alerts": [alert.to_dict() for alert in shown], "active": still, "standing": still})
-    else:
-        terminal.print_alerts(terminal.console(), shown, active)
-        if not found and not read_records(path):
-            click.echo("There is no reading yet.")
-    return UNUSUAL if active else NOTHING_UNUSUAL
+    history = load_history(run)
+    if history.taken:
+        click.echo(history.taken, err=True)
+    if history.skipped_lines:
+        click.echo(f"{history.skipped_lines} lines of {history.path} could not be read and are left out.", err=True)
+    return history
 
 
-def _require_plotly() -> None:
-    from hdi_callback.dashboards.report import require_plotly
-
-    require_plotly()
-
-
-def _print_written(path: Path | None) -> None:
-    if path is not None:
-        click.echo(f"written: {path}", file=sys.stderr)
+def _print_action(action: str) -> None:
+    if action:
+        click.echo(f"\nWhat to do: {action}")

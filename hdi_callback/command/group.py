@@ -1,20 +1,27 @@
-"""A group of commands with one-line errors and documented exit codes."""
+"""A group of commands with one-line errors and documented exit codes, and what the commands print with."""
 
 from __future__ import annotations
 
 import io
 import json
+import math
+import shutil
 import sys
+import textwrap
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import click
 
-from hdi_callback.errors import HDIError, HDIWarning
+from hdi_callback.errors import HDIError, HDIWarning, MisconfigurationError
 
 NOTHING_UNUSUAL, UNUSUAL, CANNOT_WORK, INTERRUPTED = 0, 1, 2, 130
+CODES = {"clear": NOTHING_UNUSUAL, "alert": UNUSUAL, "nothing to judge": CANNOT_WORK}
+"""State of a verdict -> exit code."""
+
+_LABEL, _WIDEST = 16, 80
+_EXAMPLE = "write --threshold pair=0.9, --threshold 'encoder.*:mean=0.6' or --threshold pair=off"
 
 
 class CommandGroup(click.Group):
@@ -31,13 +38,16 @@ class CommandGroup(click.Group):
             others: further arguments of `click.Command.main`.
         """
         others["standalone_mode"] = False
-        _escape_foreign_letters()
+        for stream in (sys.stdout, sys.stderr):  # names of layers and files may have any letters
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
         try:
-            with _short_warnings():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                warnings.simplefilter("default", HDIWarning)
+                warnings.showwarning = lambda message, *_, **__: click.echo(f"hdi: {_one_line(message)}", err=True)
                 code = super().main(args=args, prog_name=prog_name, **others)
-        except click.Abort:
-            sys.exit(INTERRUPTED)
-        except KeyboardInterrupt:
+        except (click.Abort, KeyboardInterrupt):
             sys.exit(INTERRUPTED)
         except click.exceptions.NoArgsIsHelpError as error:
             click.echo(error.format_message())
@@ -47,7 +57,7 @@ class CommandGroup(click.Group):
             _fail(f"{where}: {error.format_message()} See {where} --help.")
         except HDIError as error:
             _fail(f"hdi: {error}")
-        except BrokenPipeError:  # for instance with `hdi alerts RUN | head`
+        except BrokenPipeError:  # `hdi alerts RUN | head`
             sys.stderr.close()
             sys.exit(NOTHING_UNUSUAL)
         except OSError as error:  # such as a folder without permission; 1 would mean that something is unusual
@@ -55,47 +65,70 @@ class CommandGroup(click.Group):
         sys.exit(code if isinstance(code, int) else NOTHING_UNUSUAL)
 
 
-def _escape_foreign_letters() -> None:
-    """Write letters that a stream has no code for as escapes: names of layers and files may have any."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-
-
 def _fail(message: str) -> NoReturn:
-    click.echo(" ".join(message.split()), err=True)
+    click.echo(_one_line(message), err=True)
     sys.exit(CANNOT_WORK)
 
 
-@contextmanager
-def _short_warnings() -> Iterator[None]:
-    """Print this package's warnings as one line each, and no others."""
+def _one_line(text: object) -> str:
+    return " ".join(str(text).split())
 
-    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-        click.echo(f"hdi: {' '.join(str(message).split())}", err=True)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("default", HDIWarning)
-        warnings.showwarning = show
-        yield
+def parse_thresholds(texts: Iterable[str]) -> dict[str, dict[str, float | None]] | None:
+    """Parse limits of the default rules.
+
+    Args:
+        texts: each ``name=number`` or ``pattern:name=number``; ``off`` in the place of a number switches a limit off.
+
+    Returns:
+        Pattern of layer names -> limits, as `HDICallback` takes them; `None` if there are none.
+
+    Raises:
+        MisconfigurationError: if one cannot be read.
+
+    Example:
+        >>> parse_thresholds(["pair=0.9", "encoder.*:mean=off"])
+        {'*': {'pair': 0.9}, 'encoder.*': {'mean': None}}
+    """
+    limits: dict[str, dict[str, float | None]] = {}
+    for text in texts:
+        left, _, right = text.rpartition("=")
+        pattern, _, name = left.rpartition(":")
+        is_off = right.strip().lower() == "off"
+        try:
+            value = None if is_off else float(right)
+        except ValueError:
+            name = ""
+        if not name:
+            raise MisconfigurationError(f"`--threshold {text}` cannot be read: {_EXAMPLE}.")
+        limits.setdefault(pattern.strip() or "*", {})[name.strip()] = value
+    return limits or None
 
 
 def print_json(data: Any) -> None:
-    """Print plain data for programs.
-
-    Args:
-        data: plain data; numbers that are not finite become null.
-    """
+    """Print plain data for programs; numbers that are not finite become null."""
     is_unicode = (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf")  # else JSON's own escapes
     click.echo(json.dumps(_finite(data), indent=2, ensure_ascii=not is_unicode, allow_nan=False))
 
 
 def _finite(data: Any) -> Any:
     if isinstance(data, float):
-        return data if data == data and abs(data) != float("inf") else None
+        return data if math.isfinite(data) else None
     if isinstance(data, dict):
         return {str(key): _finite(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
-    return data
+    return [_finite(value) for value in data] if isinstance(data, list | tuple) else data
+
+
+def print_rows(rows: Iterable[tuple[str, str]], label: int = _LABEL) -> None:
+    """Print rows of a label and a text, wrapped to the terminal; lines of a text that are code stay as they are."""
+    width = min(shutil.get_terminal_size().columns, _WIDEST)
+    for name, text in rows:
+        lines = [
+            part
+            for line in text.splitlines() or [""]
+            for part in textwrap.wrap(line, width - label - 2, break_long_words=False, break_on_hyphens=False,
+                                      drop_whitespace=True, subsequent_indent=line[: len(line) - len(line.lstrip())])
+            or [""]
+        ]  # fmt: skip
+        for number, line in enumerate(lines):
+            click.echo(f"  {(name if number == 0 else '').ljust(label)}{line}".rstrip())

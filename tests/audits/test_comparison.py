@@ -1,89 +1,115 @@
-"""Two checkpoints or two runs compared with each other."""
+"""Two checkpoints, or two runs, compared with each other."""
 
 from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-from hdi_callback import compare
+from hdi_callback.audits import compare
+from hdi_callback.core import head_diversity
 from hdi_callback.errors import MisconfigurationError
-from tests.dashboards.report.synthetic import write_run
+from hdi_callback.history import History
+from hdi_callback.record import LayerRecord, Record
+from tests.audits.models import Encoder, copy_head
+
+NAME = "encoder.layers.1.self_attn"
 
 
 @pytest.fixture
-def model() -> nn.ModuleDict:
+def two():
+    """A model, and the same after head 5 of layer 1 became a copy of head 1 (of eight)."""
     torch.manual_seed(0)
-    return nn.ModuleDict({name: nn.MultiheadAttention(32, 4) for name in ("a", "b", "c")})
+    model = Encoder(2)
+    model.encoder.layers[1].self_attn.num_heads, model.encoder.layers[1].self_attn.head_dim = 8, 4
+    other = copy.deepcopy(model)
+    copy_head(other.encoder.layers[1].self_attn.in_proj_weight[32:64], source=1, target=5, width=4)
+    return model, other
 
 
-def test_a_model_does_not_differ_from_itself(model):
-    found = compare(model, model)
-    assert found.summary == "Nothing differs in 3 layers."
-    assert all(layer.moved == (0, 0, 0, 0) for layer in found.layers)
+def write_run(path: Path, model, step: int) -> None:
+    """A history of one reading, with the matrices that a run keeps."""
+    facts, layers = [], {}
+    for number, layer in enumerate(model.encoder.layers):
+        attn = layer.self_attn
+        keys = attn.in_proj_weight.detach()[32:64].unflatten(0, (attn.num_heads, attn.head_dim))
+        found = head_diversity(keys)
+        lens = found.subspace
+        name = f"encoder.layers.{number}.self_attn"
+        facts.append({"name": name, "num_heads": attn.num_heads, "num_key_heads": attn.num_heads})
+        layers[name] = LayerRecord(
+            values={"hdi": float(lens.index), "hdi_alignment": float(lens.alignment),
+                    "hdi_worst_alignment": float(lens.worst_alignment)},
+            heads={"worst_alignment_pair": lens.worst_alignment_pair.tolist()},
+            matrices={"pair_alignment": lens.pair_alignment.float()},
+        )  # fmt: skip
+    history = History(path, facts)
+    history.write(Record(step, layers, is_last=True))
+    history.close()
 
 
-def test_the_head_that_moved_is_named_first_with_its_layer(model):
-    changed = copy.deepcopy(model)
-    with torch.no_grad():
-        keys = changed["b"].in_proj_weight[32:64]
-        keys[16:24] = keys[0:8]  # head 2 becomes head 0
-    found = compare(model, changed)
-    first = found.layers[0]
-    assert (first.name, first.moved_heads, first.pair_after) == ("b", (2,), (0, 2))
-    assert first.after["worst_alignment"] == pytest.approx(1, abs=1e-5)
-    assert first.moved[2] > 0.5
-    assert found.summary.startswith("b changed most: the alignment of its closest pair went from ")
-    assert json.loads(json.dumps(found.to_dict()))["layers"][0]["name"] == "b"
+def test_nothing_differs_in_a_model_and_itself(two):
+    found = compare(two[0], two[0])
+    assert found.summary == "Nothing differs in 2 layers."
+    assert all(layer.change("hdi") == 0 and layer.most_moved is None for layer in found.layers)
 
 
-def test_a_change_of_basis_within_a_head_is_not_counted_as_movement(model):
-    changed = copy.deepcopy(model)
-    with torch.no_grad():
-        keys = changed["a"].in_proj_weight[32:64]
-        keys[8:16] = torch.linalg.qr(torch.randn(8, 8)).Q @ keys[8:16]
-    assert max(next(layer for layer in compare(model, changed).layers if layer.name == "a").moved) < 1e-3
+def test_the_head_that_became_a_copy_is_named_for_checkpoints(two):
+    top = compare(*two).layers[0]
+    assert (top.name, top.most_moved, top.pair_after) == (NAME, 5, (1, 5))
+    assert [head for head, moved in enumerate(top.moved) if moved > 0.01] == [5]
 
 
-def test_layers_of_only_one_model_are_named(model):
-    other = nn.ModuleDict({"a": model["a"], "d": nn.MultiheadAttention(32, 4), "b": nn.MultiheadAttention(32, 2)})
-    found = compare(model, other)
-    assert found.only_in_first == ("c",)
-    assert found.only_in_second == ("d",)
-    reason = (found.not_compared or {})["b"]
-    assert "its keys are (4, 8, 32) in one and (2, 16, 32) in the other" in reason
+def test_the_head_that_became_a_copy_is_named_for_runs(two, tmp_path):
+    for name, model in zip("ab", two):
+        write_run(tmp_path / name / "history.jsonl", model, 50)
+    found = compare(tmp_path / "a", tmp_path / "b")
+    top = found.layers[0]
+    assert (top.name, top.most_moved, top.pair_after) == (NAME, 5, (1, 5))
+    assert "(heads 1 and 5); head 5 moved most" in found.summary
+
+
+def test_no_head_is_named_for_runs_without_matrices(two, tmp_path):
+    for name, model in zip("ab", two):
+        write_run(tmp_path / name / "history.jsonl", model, 50)
+    for file in (tmp_path / "a").rglob("*.npz"):
+        file.unlink()
+    found = compare(tmp_path / "a", tmp_path / "b")
+    assert found.layers[0].most_moved is None
+    assert "moved most" not in found.summary
+
+
+def test_runs_are_compared_up_to_a_step(two, tmp_path):
+    for name, model in zip("ab", two):
+        write_run(tmp_path / name / "history.jsonl", model, 50)
+    with pytest.raises(MisconfigurationError, match="has no reading up to step 20"):
+        compare(tmp_path / "a", tmp_path / "b", step=20)
+
+
+def test_a_run_and_a_model_cannot_be_compared(two, tmp_path):
+    write_run(tmp_path / "history.jsonl", two[0], 50)
+    with pytest.raises(MisconfigurationError, match="is a run and `Encoder` is none"):
+        compare(tmp_path, two[0])
+
+
+def test_layers_of_one_model_alone_are_named(two):
+    found = compare(two[0], Encoder(3))
+    assert found.only_in_second == ("encoder.layers.2.self_attn",)
+    assert found.summary.endswith(" 1 layer is only in B.")
+
+
+def test_heads_of_other_shapes_are_not_compared_one_by_one(two):
+    found = compare(two[0], Encoder(2))
+    assert "its keys are" in found.not_compared[NAME]
+
+
+def test_a_comparison_is_a_table_of_80_columns_and_plain_data(two):
+    found = compare(*two)
     lines = str(found).splitlines()
-    assert lines[-4:] == ["only in A: c", "only in B: d", f"not compared: b: {reason}", found.summary]
-    assert [line.split()[0] for line in lines[3:-4]] == [layer.name for layer in found.layers]
-    assert repr(found).startswith("<Comparison of ModuleDict and ModuleDict: ")
-
-
-def test_two_runs_are_compared_at_a_step(tmp_path):
-    write_run(tmp_path / "x" / "hdi" / "history.jsonl")
-    write_run(tmp_path / "y" / "hdi" / "history.jsonl", collapsed=None)
-    found = compare(tmp_path / "x", tmp_path / "y")
-    assert found.layers[0].name == "model.blocks.2.attn"
-    assert found.layers[0].pair_before == (1, 3)
-    early = compare(tmp_path / "x", tmp_path / "y", step=0)
-    assert early.summary == "Nothing differs in 4 layers."
-    with pytest.raises(MisconfigurationError, match="is a run and `Linear` is none"):
-        compare(tmp_path / "x", nn.Linear(2, 2))
-
-
-def test_a_run_is_compared_only_with_runs_and_a_missing_path_is_named(tmp_path):
-    write_run(tmp_path / "run" / "history.jsonl", steps=1, collapsed=None)
-    with pytest.raises(MisconfigurationError, match=r"There is no file or folder .*nowhere"):
-        compare(tmp_path / "run", tmp_path / "nowhere")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    with pytest.raises(MisconfigurationError, match=r"run` is a run and `.*model` is none"):
-        compare(tmp_path / "model", tmp_path / "run")
-
-
-def test_heads_whose_largest_overlap_changed_are_named_in_a_comparison_of_runs(tmp_path):
-    write_run(tmp_path / "x" / "history.jsonl")
-    write_run(tmp_path / "y" / "history.jsonl", collapsed=None)
-    assert set(compare(tmp_path / "x", tmp_path / "y").layers[0].moved_heads[:2]) == {1, 3}
+    assert lines[0].startswith("A  ")
+    assert lines[-1] == found.summary
+    assert max(map(len, lines[:-1])) <= 80
+    assert json.loads(json.dumps(found.to_dict()))["layers"][0]["pair_after"] == [1, 5]
