@@ -1,0 +1,45 @@
+"""Write the tables of alerts.md and curves.md from the classes: ``python docs/tables.py``; a test compares them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from hdi_callback.monitor import METRICS
+from hdi_callback.rules import RULES, explain_rule
+
+FOLDER = Path(__file__).parent
+
+
+def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """Make a Markdown table."""
+    cells = [header, tuple("---" for _ in header), *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in cells
+    )
+
+
+def tables() -> dict[str, str]:
+    """Make every table, by the name of its page."""
+    rules = [(f"`{one.name}`", one.level, one.condition, one.meaning) for one in map(explain_rule, RULES)]
+    metrics = [(f"`{metric.name}`", metric.source, metric.summary) for metric in METRICS.values()]
+    return {
+        "alerts.md": table(("rule", "level", "raised when", "what it means"), rules),
+        "curves.md": table(("metric", "read from", "meaning"), metrics),
+    }
+
+
+def page_with_table(name: str) -> str:
+    """Give a page with its table as the classes say it now."""
+    text = (FOLDER / name).read_text(encoding="utf-8")
+    return re.sub(
+        r"(<!-- table -->\n).*?(\n<!-- end of table -->)",
+        lambda found: found[1] + tables()[name] + found[2],
+        text,
+        flags=re.S,
+    )
+
+
+if __name__ == "__main__":
+    for page in tables():
+        (FOLDER / page).write_text(page_with_table(page), encoding="utf-8")
