@@ -1,1 +1,0 @@
-"""What the documentation claims of alarms and of interventions, tried on small trainings that learn in seconds."""

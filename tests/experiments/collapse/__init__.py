@@ -1,1 +1,0 @@
-"""Small trainings that stay healthy or are made to collapse, and what alerts and interventions do about them."""
