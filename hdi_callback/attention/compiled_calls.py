@@ -73,7 +73,7 @@ class BeforeCompiledCalls(_Stance):
     """
 
     def __init__(self, function: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
-        self._function: Callable[[], Any] = weakref.WeakMethod(function)
+        self._function: Callable[[], Any] = weakref.WeakMethod(function, lambda _: self.remove())
         frames: Any = sys.modules.get("torch._dynamo.eval_frame")
         super().__init__(None if frames is None else frames._stance)
         self._frames = frames

@@ -108,7 +108,7 @@ def curve(values: Sequence[float], columns: int) -> str:
 
     Example:
         >>> curve([0.0, 0.5, 1.0, 0.2], 2)
-        '+@'
+        '=@'
     """
     columns = min(columns, len(values))
     marks = ""

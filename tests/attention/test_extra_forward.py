@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import random
 import threading
@@ -349,6 +350,7 @@ def test_a_compiled_step_runs_once_up_to_its_first_module_and_no_optimizer_twice
 
 def test_other_threads_go_on_compiled():
     torch._dynamo.reset()
+    gc.collect()  # what waits for a model that nobody has any more
     calls, uncompiled, stop = [0], [0], threading.Event()
 
     def work(x):
