@@ -62,7 +62,8 @@ class Attention(nn.Module):
         super().__init__()
         self.key_heads = key_heads
         self.q_proj = nn.Linear(WIDTH, WIDTH)
-        self.k_proj = nn.Linear(WIDTH, WIDTH // HEADS * key_heads)
+        # A bias of keys moves scores and not weights: its gradient is rounding, of which Adam makes whole steps.
+        self.k_proj = nn.Linear(WIDTH, WIDTH // HEADS * key_heads, bias=False)
         self.v_proj = nn.Linear(WIDTH, WIDTH // HEADS * key_heads)
         self.o_proj = nn.Linear(WIDTH, WIDTH)
 
@@ -114,7 +115,9 @@ class Encoder(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.positions = nn.Parameter(torch.randn(LENGTH, WIDTH) * 0.3)
-        self.attentions = nn.ModuleList(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True) for _ in range(2))
+        self.attentions = nn.ModuleList(
+            nn.MultiheadAttention(WIDTH, HEADS, bias=False, batch_first=True) for _ in range(2)
+        )
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -359,7 +362,7 @@ def loop_collapse(folder: Path, watch: Watch | None) -> dict[str, Any]:
         if step == 12:
             attn = model.blocks[1].attn
             for linear in (attn.q_proj, attn.k_proj):
-                for parameter in (linear.weight, linear.bias):
+                for parameter in linear.parameters():
                     parameter[24:32] = parameter[8:16]
 
     return loop(model, batches(STEPS + 10), watch, disturb=disturb)
