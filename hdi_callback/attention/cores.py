@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.labels import Label, Labels, Source, Unreadable
+from hdi_callback.attention.labels import RESAMPLED, Label, Labels, Source, Unreadable
 from hdi_callback.attention.planes import repeats, reshaped, small, thin, unique_rows
 from hdi_callback.attention.products import Product, reduced_dims
 from hdi_callback.attention.tape import DATA, MADE, Cell, Step, View, is_fused, is_softmax_like
@@ -143,7 +143,7 @@ _MIXED = "heads are mixed, or cut in pieces, between its softmax and its values"
 
 def _softmax_core(labels: Labels, step: Step) -> Core | None:
     scores, dim = step.taken[0], softmax_dim(step)
-    if len(scores.shape) < 2 or scores.cell.kind < MADE or dim is None:
+    if scores.cell.kind < MADE or dim is None:
         return None
     if not any(True for _ in _score_steps(labels, scores.cell)):
         _refuse_other_scores(labels, step, scores)
@@ -152,6 +152,8 @@ def _softmax_core(labels: Labels, step: Step) -> Core | None:
     if not consumers:
         return None
     label = _read(labels, scores, "scores")
+    if RESAMPLED in label.flags:
+        raise Unreadable("scores of several tokens are pooled")
     sources = labels.sources_in(label.features, "scores")
     if not sources:
         return None
@@ -230,10 +232,10 @@ def _score_steps(labels: Labels, cell: Cell) -> Iterator[Step]:
 
 
 def _is_talking(labels: Labels, cell: Cell) -> bool:
-    """Say whether a map with a parameter takes scores, a few steps back."""
+    """Say whether a map with a parameter takes scores, a few steps back; what an attention before gives is none."""
     is_mapped = False
     for _ in range(10):
-        if cell.step is None:
+        if cell.step is None or cell.step.number in labels.installed:
             return False
         product = labels.products.of(cell.step)
         if product is not None and product.kind == "scores":

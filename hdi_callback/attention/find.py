@@ -16,7 +16,7 @@ from torch import nn
 from hdi_callback.attention.cores import core_of, layout_of_fused
 from hdi_callback.attention.extra_forward import inner_model, nothing_remains
 from hdi_callback.attention.heads import IN, Claim, Map, columns_of, heads_of, maps_that_are_shared
-from hdi_callback.attention.labels import CENTRED, FILTERED, NONLINEAR, NORMED, Labels, Unreadable
+from hdi_callback.attention.labels import CENTRED, FILTERED, GAINED, GATED, NONLINEAR, NORMED, Labels, Unreadable
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Refusal, Site, Survey
 from hdi_callback.attention.own_inputs import own_forward
 from hdi_callback.attention.products import COPIES, Product
@@ -53,6 +53,9 @@ def claims_of(tape: Tape) -> tuple[Labels, list[Claim], list[tuple[Step, str]]]:
             claim = _claim(labels, step)
         except Unreadable as error:
             refused.append((step, str(error)))
+            continue
+        except Exception as error:  # one attention that is not understood leaves the others
+            refused.append((step, f"reading it failed ({type(error).__name__}: {error})"))
             continue
         if claim is not None:
             claims.append(claim)
@@ -285,10 +288,11 @@ class _Layers:
         notes = [*claim.notes, *_caveats(claim.flags)]
         kept = _kept(maps, claim.flags, notes)
         weights, of_heads = self._weights_of(claim, kept, notes)
-        if outputs:
-            weights["output"] = self._weights.output(outputs)
-        else:
-            notes.append("the output projection")
+        base = None
+        try:
+            weights["output"], base = self._weights.output(outputs)
+        except Unreadable as error:
+            notes.append(f"the output projection{error}")
         value_dim = weights["value"].width if "value" in weights else claim.width
         if "output" in weights and weights["output"].width != value_dim:
             notes.append("the output projection, which takes heads of another width")
@@ -300,7 +304,7 @@ class _Layers:
             num_value_heads=counts.get("value", claim.heads), head_dim=weights["key"].width, value_dim=value_dim,
             weights=weights, kind=_kind(claim.heads, kept), key_of=of_heads["key"], value_of=of_heads.get("value", ()),
             normed=frozenset(role for role in IN if f"{role}: {NORMED}" in claim.flags),
-            output_module=self._output_module(outputs, name), notes="; ".join(notes),
+            output_module=self._output_module(base, name), notes="; ".join(notes),
         )  # fmt: skip
 
     def _weights_of(
@@ -334,9 +338,9 @@ class _Layers:
             path = path.rpartition(".")[0]
         return path, self._model.get_submodule(path)
 
-    def _output_module(self, outputs: list[tuple[Step, Map]], name: str) -> nn.Module | None:
+    def _output_module(self, base: Map | None, name: str) -> nn.Module | None:
         """Find the module that is called with the heads side by side; a parameter of the layer's own has none."""
-        owners = {one.rpartition(".")[0] for _, mine in outputs[:1] for one in mine.names}
+        owners = {one.rpartition(".")[0] for one in base.names} if base is not None else set()
         owner = owners.pop() if len(owners) == 1 else name
         module = self._model.get_submodule(owner)
         is_layer = owner == name or name.startswith(f"{owner}.") or not owner
@@ -375,6 +379,13 @@ def _distinguishing(maps: list[Map], flags: set[str], role: str) -> list[Map]:
     return apart
 
 
+_CAVEATS = {
+    FILTERED: "that its {} is a filter over several tokens",
+    GAINED: "a gain with which its {} is multiplied",
+    GATED: "a gate with which its {} is multiplied",
+}
+
+
 def _caveats(flags: set[str]) -> list[str]:
     """Say what lies between maps and attention that weights do not show."""
     found = []
@@ -382,8 +393,8 @@ def _caveats(flags: set[str]) -> list[str]:
         role, _, what = flag.partition(": ")
         if role in IN and what.startswith(NONLINEAR) and what.removeprefix(NONLINEAR) != "clamp":
             found.append(f"{what.removeprefix(NONLINEAR)}, through which its {role} passes")
-        elif role in IN and what == FILTERED:
-            found.append(f"that its {role} is a filter over several tokens")
+        elif role in IN and what in _CAVEATS:
+            found.append(_CAVEATS[what].format(role))
     return found
 
 

@@ -20,7 +20,7 @@ from hdi_callback.attention.planes import repeats, reshaped, small, thin, unique
 from hdi_callback.attention.products import Product, Unreadable
 from hdi_callback.attention.tape import DATA, Step, View
 
-__all__ = ["Claim", "Map", "columns_of", "heads_of", "maps_that_are_shared"]
+__all__ = ["Claim", "Map", "column_numbers", "columns_of", "heads_of", "maps_that_are_shared"]
 
 IN = ("query", "key", "value")
 _FAR = 60  # steps to walk on from an attention to its output projection
@@ -343,6 +343,11 @@ def _check(part: Part, claim: Claim) -> None:
     """Refuse what is no attention of heads after all."""
     maps, flags = claim.maps, claim.flags
     given = {"query": part.query, "key": part.key, "value": part.value}
+    for role in ("query", "key"):
+        tokens = small(given[role].tokens)
+        is_one = repeats(tokens, 1) and given[role].tokens.shape[1] > 1
+        if role in maps and is_one and bool((tokens > 0).all()):
+            raise Unreadable(f"its {role} positions are not tokens")
     for role, label in given.items():
         if role in maps and f"{role}: {GROUPED}" in flags:
             raise Unreadable(f"the {role} map of each head takes an input of its own: a group of channels")
@@ -357,11 +362,6 @@ def _check(part: Part, claim: Claim) -> None:
     if "query" not in maps and "key" not in maps:
         seen = f" ({'; '.join(sorted(flags))})" if flags else ""
         raise Unreadable(f"neither its queries nor its keys come from a linear map{seen}")
-    for role in ("query", "key"):
-        tokens = small(given[role].tokens)
-        is_one = repeats(tokens, 1) and given[role].tokens.shape[1] > 1
-        if role in maps and is_one and bool((tokens > 0).all()):
-            raise Unreadable(f"its {role} positions are not tokens")
 
 
 # what an attention gives
@@ -490,7 +490,7 @@ def _claim_columns(labels: Labels, claim: Claim, step: Step, product: Product) -
             if features.dim() > 2
             else features[None]
         )
-    turned = _column_numbers(labels, columns)
+    turned = column_numbers(labels, columns)
     if turned is None:
         claim.flags.add("output: columns in no regular order")
         return
@@ -515,7 +515,7 @@ def _stream_of(claim: Claim, tokens: Tensor) -> int:
     return int(claim.stream_of.flatten()[int(known.min()) - 1]) if known.numel() else 0
 
 
-def _column_numbers(labels: Labels, weight: View) -> tuple[list[list[int]], int] | None:
+def column_numbers(labels: Labels, weight: View) -> tuple[list[list[int]], int] | None:
     """Number the first element of each row of a weight ``(n, k, columns)``, and say how far it is to the next."""
     n, rows, columns = weight.shape
     weight = labels.products.through_copies(weight)

@@ -28,7 +28,19 @@ from hdi_callback.attention.planes import (
     written_out,
 )
 from hdi_callback.attention.products import MOVES, Product, Products, Unreadable, geometry, reduced_dims
-from hdi_callback.attention.tape import CONSTANT, DATA, WEIGHT, Cell, Step, Tape, View, is_fused, is_whole_layer, mapped
+from hdi_callback.attention.tape import (
+    CONSTANT,
+    DATA,
+    MADE,
+    WEIGHT,
+    Cell,
+    Step,
+    Tape,
+    View,
+    is_fused,
+    is_whole_layer,
+    mapped,
+)
 
 __all__ = ["SEVERAL", "Label", "Labels", "Source", "Unreadable"]
 
@@ -36,8 +48,8 @@ NOTHING, SEVERAL = 0, -1  # of a token; as features, numbers below -1 are sets
 _OF_SOURCES = 10**6  # owners from here on are sources
 
 # What labels say beside features and tokens.
-NORMED, GATED, TIMES, SHARED, RESAMPLED, FILTERED, GROUPED, WEIGHED = (
-    "normed", "gated", "product of two", "through a map that heads share", "tokens resampled",
+NORMED, GATED, GAINED, TIMES, SHARED, RESAMPLED, FILTERED, GROUPED, WEIGHED = (
+    "normed", "gated", "gain", "product of two", "through a map that heads share", "tokens resampled",
     "filter over several tokens", "filters of groups", "times a constant",
 )  # fmt: skip
 NONLINEAR = "nonlinear: "  # and the operation
@@ -447,6 +459,8 @@ class Labels:
             result = self.union(result, one)
         if result is None:
             return None
+        if step.op in {"mul", "div"} and NORMED not in result.flags and any(_is_gain(view) for view in step.taken):
+            result = result.flagged(GAINED)
         if step.op == "sub" and len(wide) == 2 and self._has_statistics(wide[1]):
             statistic = next(one for one in small(wide[1].features).unique().tolist() if self.is_statistic(one))
             return result.flagged(f"{CENTRED}{len(self.members(statistic))}")
@@ -547,8 +561,7 @@ class Labels:
         return Label(features[:, None, :].expand(shape), tokens.expand(shape))
 
     def _note(self, step: Step, product: Product, features: Tensor) -> None:
-        first = torch.tensor(self.tape.first)
-        for owner in (torch.searchsorted(first, features, right=True) - 1).unique().tolist():
+        for owner in self.products.owners(features):
             self.products_of.setdefault(owner, {})[step.number] = product
             if product.first.cell.kind == DATA:
                 self.moving.add(owner)
@@ -628,6 +641,11 @@ _RESAMPLINGS = {"avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool2d_with_indic
 _INDEXED = {"index_select", "index", "gather", "take", "take_along_dim", "index_put", "_index_put_impl", "index_copy",
             "scatter", "index_fill", "masked_select", "masked_scatter", "_unsafe_index", "_unsafe_index_put",
             "embedding", "index_add", "repeat_interleave", "_unsafe_masked_index"}  # fmt: skip
+
+
+def _is_gain(view: View) -> bool:
+    """Say whether a tensor is a parameter, or made of some, with more than one element."""
+    return view.cell.kind in {WEIGHT, MADE} and view.cell.is_mapped and view.numel > 1
 
 
 def _index(view: View, step: Step) -> Tensor:

@@ -100,6 +100,11 @@ class Products:
         """Say which parameter an element is of."""
         return bisect.bisect_right(self.tape.first, number) - 1
 
+    def owners(self, numbers: Tensor) -> list[int]:
+        """Say of which parameters some elements are."""
+        found = torch.searchsorted(torch.tensor(self.tape.first), numbers.contiguous(), right=True) - 1
+        return [int(owner) for owner in found.unique()]
+
     def of(self, step: Step) -> Product | None:
         """Say what product a step is, if it is one."""
         if step.number not in self._known:
@@ -187,7 +192,8 @@ class Products:
         """Give the part of the parameter that a view of its copy, as autocast makes them, is."""
         while view.cell.parameter is None and (base := self.base_of(view.cell)) is not None:
             step, written = view.cell.step, view.cell.written
-            if step is None or written is None or step.op in MOVES or base.stride != written.stride:
+            is_part = written is not None and written.numel < view.cell.numel and view.cell.before is not None
+            if step is None or written is None or step.op in MOVES or base.stride != written.stride or is_part:
                 break
             self._note_change(step, base)
             view = base.seen_as(view.shape, view.stride, view.offset - written.offset + base.offset)
@@ -232,7 +238,7 @@ class Products:
             first = numbers[:, 0]
             steps = numbers[:, 1:] - numbers[:, :-1]
             stride = 1 if rows == 1 else int(steps.flatten()[0]) if bool((steps == steps.flatten()[0]).all()) else None
-        for owner in {self.owner(int(first.min())), self.owner(int(first.max()))}:
+        for owner in self.owners(first):
             if stride is None:
                 self.irregular[owner] = "its rows lie in no regular order"
             elif self.stride.get(owner, (0, -1))[1] < rows:

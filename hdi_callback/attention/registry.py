@@ -108,8 +108,9 @@ def known_layer(name: str, module: nn.Module) -> AttentionLayer | Refusal | None
 
 def is_torch_attention(module: nn.Module) -> bool:
     """Return whether a module is an `nn.MultiheadAttention` with torch's own forward."""
-    own_forward = "forward" in vars(module) or type(module).forward is not nn.MultiheadAttention.forward
-    return isinstance(module, nn.MultiheadAttention) and not own_forward
+    if not isinstance(module, nn.MultiheadAttention):
+        return False
+    return "forward" not in vars(module) and type(module).forward is nn.MultiheadAttention.forward
 
 
 @torch.no_grad()

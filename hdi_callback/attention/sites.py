@@ -84,7 +84,7 @@ def _dims(head: Tensor, query: Tensor, heads: int) -> tuple[str, ...]:
             names.append("hb")
         else:
             raise Unreadable("its heads lie in no regular order")
-    if "q" not in names and head.shape[-1] == 1:  # one query
+    if "q" not in names and names and head.shape[-1] == 1:  # one query
         names[-1] = "q"
     if "q" not in names:
         raise Unreadable("there is no dimension of queries: run a forward of more tokens")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.heads import Map
+from hdi_callback.attention.heads import Map, column_numbers
 from hdi_callback.attention.labels import NORMS, Labels, Unreadable
 from hdi_callback.attention.layer import HeadWeight, Product, Rows, owner_of
 from hdi_callback.attention.planes import small
@@ -80,9 +80,66 @@ class Weights:
             terms.append(replace(term, scale=term.scale * scale))
         return HeadWeight(tuple(terms))
 
-    def output(self, outputs: Sequence[tuple[Step, Map]]) -> HeadWeight:
-        """Give the weight behind the heads."""
-        return HeadWeight((Product((self._rows(outputs[0][1]),)),))
+    def output(self, outputs: Sequence[tuple[Step, Map]]) -> tuple[HeadWeight, Map]:
+        """Give the weight behind the heads, and the map that is its base: others may update what that gives, as LoRA.
+
+        Raises:
+            Unreadable: if there is none, or an update that is no sum of products.
+        """  # noqa: DOC201
+        chosen: tuple[list[Product], Map] | None = None
+        for step, base in outputs:
+            updates = [self._update(step, *other) for other in outputs if other[1] is not base]
+            terms = [Product((self._rows(base),)), *(one for one in updates if one is not None)]
+            if chosen is None or len(terms) > len(chosen[0]):
+                chosen = terms, base
+        if chosen is None:
+            raise Unreadable("")
+        return HeadWeight(tuple(chosen[0])), chosen[1]
+
+    def _update(self, base: Step, step: Step, one: Map) -> Product | None:
+        """Follow what a map of the heads gives, perhaps through a second map, to a sum with what a base gives."""
+        factors, scale, out = [self._rows(one)], 1.0, step.made[0]
+        for _ in range(_FAR):
+            user = next((user for user in out.cell.users if user.number > step.number), None) if out else None
+            product = None if user is None else self._labels.products.of(user)
+            if user is None or out is None:
+                return None
+            if product is not None:
+                if product.kind != "weight" or product.first.cell is not out.cell or len(factors) > 1:
+                    return None
+                factors.append(self._rows_of(product))
+            elif user.op in {"add", "sub"} and len(user.taken) > 1:
+                other = next(view for view in user.taken if view.cell is not out.cell)
+                is_second = user.taken[1].cell is out.cell
+                sign = float(user.given("alpha", 1)) * (-1 if user.op == "sub" else 1) if is_second else 1.0
+                return Product(tuple(factors), scale * sign) if self._is_given_by(other.cell, base) else None
+            elif user.op in {"mul", "div"} and not _keeps(user):
+                scale *= _number(user)
+            elif not _keeps(user):
+                return None
+            out = user.made[0]
+        return None
+
+    def _rows_of(self, product: TapeProduct) -> Rows:
+        """Give the rows of a second map, which all heads share."""
+        found = column_numbers(self._labels, product.second)
+        owner = self._labels.products.parameter_of(product.second)
+        if found is None or len(found[0]) > 1 or owner < 0:
+            raise Unreadable(", of which an update is computed otherwise")
+        (starts,), stride = found
+        names = (self._labels.tape.names[owner],)
+        return self._rows(Map(names, (owner,), torch.tensor([starts]), stride, product.second.shape[-1]))
+
+    def _is_given_by(self, cell: Cell, base: Step) -> bool:
+        """Say whether a tensor is what a product gave, perhaps with other updates added."""
+        todo = [cell]
+        for _ in range(_FAR):
+            step = todo.pop().step if todo else None
+            if step is base:
+                return True
+            if step is not None and (_keeps(step) or step.op in {"add", "sub"}):
+                todo += [view.cell for view in step.taken if view.is_float]
+        return False
 
     def inputs(self, one: Map, *, far: bool = False) -> frozenset[object]:
         """Say what a map takes, and what the maps in front of it take."""
@@ -191,6 +248,8 @@ class Weights:
                     scale *= float(user.given("alpha", 1)) * (-1 if user.op == "sub" else 1)
                 return scale
             if user.op in {"mul", "div"}:
+                if _gain_of([user], user.made[0].shape[-1]):
+                    raise Unreadable("what a map gives is multiplied with something that is no plain number")
                 scale *= _number(user)
             cell, step = user.made[0].cell, user
         return scale

@@ -6,7 +6,6 @@ Each function builds a module and says what is true of it: role -> ``(heads, wid
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -93,6 +92,16 @@ def rotated(x: Tensor) -> Tensor:
     angle = torch.arange(x.shape[-2])[:, None] * 0.3 ** torch.arange(x.shape[-1] // 2).repeat(2)
     first, second = x.chunk(2, -1)
     return x * angle.cos() + torch.cat([-second, first], -1) * angle.sin()
+
+
+def between(attention: Callable[..., Tensor], **more: Any) -> Written:
+    """Four maps, with a function of the heads' queries, keys and values between them: ``(m, q, k, v)``."""
+
+    def forward(m, x):
+        q, k, v = (split(f(x)) for f in (m.q, m.k, m.v))
+        return m.o(join(attention(m, q, k, v)))
+
+    return Written(forward, **four(**more))
 
 
 # where rows lie
@@ -483,7 +492,520 @@ def latents_with_a_rotary_part_that_heads_share():
 
     m = Written(forward, q=linear(H * (D + 2)), k=linear(C, 5), v=linear(C, 5), down=linear(7), o=linear())
     k, v = (heads(f.weight @ m.down.weight[:5]) for f in (m.k, m.v))
-    return m, {"query": heads(m.q.weight)[:, :D], "key": k, "value": v, "output": columns(m.o.weight)}
+    truth = {"query": heads(m.q.weight)[:, :D], "key": k, "value": v, "output": columns(m.o.weight)}
+    return m, truth | {"notes": "features of queries that meet no keys of heads"}
+
+
+# further forms of the same
+
+
+@case
+def maps_from_the_left():
+    def forward(m, x):
+        q, k, v = ((w @ x.mT).unflatten(1, (H, D)).mT for w in (m.q, m.k, m.v))
+        return m.o(join(attend(q, k, v)))
+
+    m = Written(forward, **{name: nn.Parameter(torch.randn(C, C)) for name in "qkv"}, o=linear())
+    return m, {"query": heads(m.q), "key": heads(m.k), "value": heads(m.v), "output": columns(m.o.weight)}
+
+
+@case
+def weights_that_are_put_together_for_one_product():
+    def forward(m, x):
+        q, k, v = (split(one) for one in F.linear(x, torch.cat([m.q.weight, m.k.weight, m.v.weight])).chunk(3, -1))
+        return m.o(join(attend(q, k, v)))
+
+    m = Written(forward, **four())
+    return m, truth_of_four(m)
+
+
+@case
+def rows_that_are_chosen_by_numbers():
+    def forward(m, x):
+        q, k, v = (split(F.linear(x, m.w[at])) for at in m.at)
+        return m.o(join(attend(q, k, v)))
+
+    m = Written(forward, w=nn.Parameter(torch.randn(100, C)), at=nn.Buffer(torch.randperm(100)[:72].view(3, C)),
+                o=linear())  # fmt: skip
+    q, k, v = (heads(m.w[at]) for at in m.at)
+    return m, {"query": q, "key": k, "value": v, "output": columns(m.o.weight)}
+
+
+@case
+def one_query_that_asks_all_tokens():
+    def forward(m, x):
+        q, k, v = split(m.q(x[:, :1])), split(m.k(x)), split(m.v(x))
+        weights = ((q * k).sum(-1) / D**0.5).softmax(-1)
+        return m.o((weights[..., None] * v).sum(2).flatten(1))
+
+    m = Written(forward, **four())
+    return m, truth_of_four(m)
+
+
+@case
+def one_vector_asks():
+    def forward(m, x):
+        k, v = m.k(x), m.v(x)
+        return m.o((k @ m.q(x.mean(0)) / D**0.5).softmax(0) @ v)
+
+    m = Written(forward, q=linear(D), k=linear(D), v=linear(D), o=linear(C, D))
+    truth = {role: one.weight[None] for role, one in (("query", m.q), ("key", m.k), ("value", m.v))}
+    return m, truth | {"output": m.o.weight.mT[None]}, torch.randn(T, C)
+
+
+@case
+def heads_among_the_queries_of_one_key_head():
+    def forward(m, x):
+        q = m.q(x).unflatten(-1, (H, D)).flatten(1, 2)
+        return m.o(attend(q, m.k(x), m.v(x)).unflatten(1, (T, H)).flatten(2))
+
+    m = Written(forward, q=linear(), k=linear(D), v=linear(D), o=linear())
+    truth = {"query": heads(m.q.weight), "key": m.k.weight[None], "value": m.v.weight[None]}
+    return m, truth | {"output": columns(m.o.weight), "key_of": (0, 0, 0, 0)}
+
+
+@case
+def heads_before_sequences():
+    def forward(m, x):
+        q, k, v = (torch.cat(f(x).chunk(H, -1)) for f in (m.q, m.k, m.v))
+        return m.o(torch.cat(attend(q, k, v).chunk(H), -1))
+
+    m = Written(forward, **four())
+    return m, truth_of_four(m)
+
+
+@case
+def tokens_before_sequences():
+    def forward(m, x):
+        q, k, v = (f(x).view(T, B * H, D).transpose(0, 1) for f in (m.q, m.k, m.v))
+        return m.o(attend(q, k, v).transpose(0, 1).reshape(T, B, C))
+
+    m = Written(forward, **four())
+    return m, truth_of_four(m), torch.randn(T, B, C)
+
+
+@case
+def grouped_keys_in_the_kernel():
+    def forward(m, x):
+        q, k, v = split(m.q(x)), split(m.k(x), 2), split(m.v(x), 2)
+        return m.o(join(F.scaled_dot_product_attention(q, k, v, enable_gqa=True)))
+
+    m = Written(forward, q=linear(), k=linear(2 * D), v=linear(2 * D), o=linear())
+    return m, truth_of_four(m) | {"key": heads(m.k.weight, 2), "value": heads(m.v.weight, 2), "key_of": (0, 0, 1, 1)}
+
+
+@case
+def grouped_queries_in_a_dimension_of_their_own():
+    def forward(m, x):
+        q, k, v = m.q(x).view(B, T, 2, 2, D), m.k(x).view(B, T, 2, D), m.v(x).view(B, T, 2, D)
+        weights = (torch.einsum("bqgrd,bkgd->bgrqk", q, k) / D**0.5).softmax(-1)
+        return m.o(torch.einsum("bgrqk,bkgd->bqgrd", weights, v).flatten(2))
+
+    m = Written(forward, q=linear(), k=linear(2 * D), v=linear(2 * D), o=linear())
+    return m, truth_of_four(m) | {"key": heads(m.k.weight, 2), "value": heads(m.v.weight, 2), "key_of": (0, 0, 1, 1)}
+
+
+@case
+def values_that_are_the_keys():
+    m = Written(lambda m, x: m.o(join(attend(split(m.q(x)), split(m.k(x)), split(m.k(x))))),
+                q=linear(), k=linear(), o=linear())  # fmt: skip
+    key = heads(m.k.weight)
+    return m, {"query": heads(m.q.weight), "key": key, "value": key, "output": columns(m.o.weight)}
+
+
+@case
+def learned_queries():
+    m = Written(lambda m, x: m.o(join(attend(split(m.q(m.seeds).expand(B, -1, -1)), split(m.k(x)), split(m.v(x))))),
+                **four(seeds=nn.Parameter(torch.randn(1, 3, C))))  # fmt: skip
+    return m, truth_of_four(m)
+
+
+# further things between maps and scores
+
+
+@case
+def keys_turned_by_a_constant_matrix():
+    m = between(lambda m, q, k, v: attend(q, k @ m.turn, v), turn=nn.Buffer(torch.linalg.qr(torch.randn(D, D))[0]))
+    return m, truth_of_four(m)
+
+
+@case
+def keys_pooled_by_a_constant_matrix():
+    m = between(lambda m, q, k, v: attend(q, m.p @ k, m.p @ v), p=nn.Buffer(torch.rand(3, T)))
+    return m, truth_of_four(m)
+
+
+@case
+def keys_pooled_by_torch():
+    def pooled(x):
+        return F.avg_pool1d(x.flatten(0, 1).mT, 2).mT.unflatten(0, (B, H))
+
+    m = between(lambda m, q, k, v: attend(q, pooled(k), pooled(v)))
+    return m, truth_of_four(m)
+
+
+@case
+def keys_of_the_token_before_too():
+    m = between(lambda m, q, k, v: attend(q, k + 0.5 * k.roll(1, 2), v))
+    return m, truth_of_four(m)
+
+
+@case
+def keys_padded_in_front():
+    m = between(lambda m, q, k, v: attend(q, F.pad(k, (0, 0, 2, 0)), F.pad(v, (0, 0, 2, 0))))
+    return m, truth_of_four(m)
+
+
+@case
+def keys_of_chosen_tokens():
+    m = between(lambda m, q, k, v: attend(q, k[:, :, m.at], v[:, :, m.at]), at=nn.Buffer(torch.tensor([5, 1, 2])))
+    return m, truth_of_four(m)
+
+
+@case
+def a_filter_over_tokens_behind_the_maps():
+    def forward(m, x):
+        k, v = (split(m.f(one(x).mT).mT) for one in (m.k, m.v))
+        return m.o(join(attend(split(m.q(x)), k, v)))
+
+    m = Written(forward, **four(f=nn.Conv1d(C, C, 3, padding=1, groups=C)))
+    return m, truth_of_four(m)
+
+
+@case
+def layer_norms_of_heads():
+    m = between(lambda m, q, k, v: attend(m.n(q), m.n(k), v), n=nn.LayerNorm(D))
+    truth = truth_of_four(m)
+    centred = {role: truth[role] - truth[role].mean(1, keepdim=True) for role in ("query", "key")}
+    return m, truth | centred | {"normed": {"query", "key"}}
+
+
+@case
+def layer_norms_of_all_heads():
+    m = Written(lambda m, x: m.o(join(attend(split(m.n(m.q(x))), split(m.n(m.k(x))), split(m.v(x))))),
+                **four(n=nn.LayerNorm(C)))  # fmt: skip
+    truth = truth_of_four(m)
+    centred = {role: truth[role] - truth[role].mean((0, 1), keepdim=True) for role in ("query", "key")}
+    return m, truth | centred | {"normed": {"query", "key"}}
+
+
+@case
+def layer_norms_written_out():
+    def normed(x):
+        x = x - x.mean(-1, keepdim=True)
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    m = between(lambda m, q, k, v: attend(normed(q), normed(k), v))
+    truth = truth_of_four(m)
+    centred = {role: truth[role] - truth[role].mean(1, keepdim=True) for role in ("query", "key")}
+    return m, truth | centred | {"normed": {"query", "key"}}
+
+
+@case
+def cosines():
+    m = between(lambda m, q, k, v: attend(F.normalize(q, dim=-1), F.normalize(k, dim=-1), v))
+    return m, truth_of_four(m) | {"normed": {"query", "key"}}
+
+
+@case
+def keys_behind_an_activation():
+    m = between(lambda m, q, k, v: attend(q, F.silu(k), v))
+    return m, truth_of_four(m) | {"notes": "silu, through which its key passes"}
+
+
+@case
+def keys_of_a_filter_over_tokens():
+    m = Written(lambda m, x: m.o(join(attend(split(m.q(x)), split(m.k(x.mT).mT), split(m.v(x))))),
+                **four(k=nn.Conv1d(C, C, 3, padding=1)))  # fmt: skip
+    truth = truth_of_four(Written(lambda m: m, q=m.q, k=m.q, v=m.v, o=m.o))
+    return m, truth | {"key": heads(m.k.weight.flatten(1)), "notes": "its key is a filter over several tokens"}
+
+
+@case
+def positions_in_the_keys():
+    def forward(m, x):
+        k = m.k(x) + m.p(m.table)
+        return m.o(join(attend(split(m.q(x)), split(k), split(m.v(x)))))
+
+    m = Written(forward, **four(p=linear(C, 9), table=nn.Buffer(torch.randn(T, 9))))
+    return m, truth_of_four(m)
+
+
+@case
+def a_gain_behind_the_keys():
+    m = between(lambda m, q, k, v: attend(q, k * m.g, v), g=nn.Parameter(torch.randn(D)))
+    return m, truth_of_four(m) | {"notes": "a gain with which its key is multiplied"}
+
+
+@case
+def a_gate_of_the_keys():
+    def forward(m, x):
+        return m.o(join(attend(split(m.q(x)), split(m.k(x) * m.g(x).sigmoid()), split(m.v(x)))))
+
+    m = Written(forward, **four(g=linear()))
+    return m, truth_of_four(m) | {"notes": "a gate with which its key is multiplied"}
+
+
+@case
+def two_values_of_one_parameter():
+    def attention(m, q, k, v):
+        weights = (q @ k.mT / D**0.5).softmax(-1)
+        return weights @ v[..., :D] + weights @ v[..., D:]
+
+    m = between(attention, v=linear(2 * C))
+    truth = {role: heads(one.weight) for role, one in (("query", m.q), ("key", m.k), ("value", m.v))}
+    return m, truth | {"notes": "the output projection, which takes heads of another width"}
+
+
+@case
+def two_values_of_two_parameters():
+    def forward(m, x):
+        weights = (split(m.q(x)) @ split(m.k(x)).mT / D**0.5).softmax(-1)
+        return m.o(join(weights @ split(m.v(x)))) + join(weights @ split(m.w(x)))
+
+    m = Written(forward, **four(w=linear()))
+    return m, truth_of_four(m) | {"notes": "further values that its weights are multiplied with"}
+
+
+@case
+def a_value_map_that_is_a_sum():
+    m = Written(lambda m, x: m.o(join(attend(split(m.q(x)), split(m.k(x)), split(m.v(x) + m.w(x))))),
+                **four(w=linear()))  # fmt: skip
+    return m, truth_of_four(m) | {"value": heads(m.v.weight + m.w.weight)}
+
+
+# further softmaxes
+
+
+@case
+def scores_changed_in_place():
+    def attention(m, q, k, v):
+        scores = q @ k.mT
+        scores *= D**-0.5
+        scores.masked_fill_(torch.ones(T, T, dtype=torch.bool).triu(1), -1e9)
+        return scores.softmax(-1) @ v
+
+    m = between(attention)
+    return m, truth_of_four(m)
+
+
+@case
+def exponentials_less_their_logarithm():
+    def attention(m, q, k, v):
+        scores = q @ k.mT / D**0.5
+        return (scores - scores.logsumexp(-1, keepdim=True)).exp() @ v
+
+    m = between(attention)
+    return m, truth_of_four(m)
+
+
+@case
+def products_added_to_a_mask():
+    def attention(m, q, k, v):
+        mask = torch.full((T, T), -1e9).triu(1).expand(B * H, T, T)
+        scores = torch.baddbmm(mask, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=D**-0.5)
+        return (scores.softmax(-1) @ v.flatten(0, 1)).unflatten(0, (B, H))
+
+    m = between(attention)
+    return m, truth_of_four(m)
+
+
+@case
+def scores_below_a_cap():
+    m = between(lambda m, q, k, v: (5 * (q @ k.mT / 5).tanh()).softmax(-1) @ v)
+    return m, truth_of_four(m)
+
+
+@case
+def a_temperature_for_each_head():
+    m = between(lambda m, q, k, v: (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * m.t.exp()).softmax(-1) @ v,
+                t=nn.Parameter(torch.randn(H, 1, 1)))  # fmt: skip
+    return m, truth_of_four(m) | {"normed": {"query", "key"}}
+
+
+@case
+def a_softmax_with_one_more_in_its_sum():
+    def attention(m, q, k, v):
+        weights = (q @ k.mT / D**0.5).exp()
+        return weights / (1 + weights.sum(-1, keepdim=True)) @ v
+
+    m = between(attention)
+    return m, truth_of_four(m)
+
+
+@case
+def keys_in_blocks_with_a_running_sum():
+    def attention(m, q, k, v):
+        weights = [(q @ one.mT / D**0.5).exp() for one in k.split(4, 2)]
+        top = sum(weight @ one for weight, one in zip(weights, v.split(4, 2)))
+        return top / sum(weight.sum(-1, keepdim=True) for weight in weights)
+
+    m = between(attention)
+    return m, truth_of_four(m)
+
+
+@case
+def values_in_two_halves():
+    def attention(m, q, k, v):
+        weights = (q @ k.mT / D**0.5).softmax(-1)
+        return torch.cat([weights @ one for one in v.chunk(2, -1)], -1)
+
+    m = between(attention)
+    return m, truth_of_four(m)
+
+
+@case
+def memories_beside_the_keys():
+    def attention(m, q, k, v):
+        k, v = (torch.cat([one.expand(B, -1, -1, -1), of], 2) for one, of in ((m.mk, k), (m.mv, v)))
+        return attend(q, k, v)
+
+    m = between(attention, mk=nn.Parameter(torch.randn(H, 3, D)), mv=nn.Parameter(torch.randn(H, 3, D)))
+    return m, truth_of_four(m)
+
+
+@case
+def a_router_beside_attention():
+    def forward(m, x):
+        x = m.o(join(attend(*(split(f(x)) for f in (m.q, m.k, m.v)))))
+        return sum(m.r(x).softmax(-1)[..., i, None] * m.e[i](x) for i in range(2))
+
+    m = Written(forward, **four(r=linear(2), e=nn.ModuleList([linear(), linear()])))
+    return m, truth_of_four(m)
+
+
+@case
+def hard_choices_with_soft_gradients():
+    def attention(m, q, k, v):
+        soft = (q @ k.mT / D**0.5).softmax(-1)
+        hard = F.one_hot(soft.argmax(-1), T).float()
+        return (hard - soft.detach() + soft) @ v
+
+    m = between(attention)
+    return m, truth_of_four(m)
+
+
+# further outputs
+
+
+@case
+def heads_with_output_maps_that_are_summed():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v, self.o = linear(D), linear(D), linear(D), linear(C, D)
+
+        def forward(self, x):
+            return self.o(attend(self.q(x), self.k(x), self.v(x)))
+
+    m = Written(lambda m, x: sum(one(x) for one in m.all), all=nn.ModuleList(Head() for _ in range(H)))
+    q, k, v, o = (torch.stack([getattr(one, name).weight for one in m.all]) for name in "qkvo")
+    return m, {"query": q, "key": k, "value": v, "output": o.mT}
+
+
+@case
+def heads_that_are_averaged():
+    m = Written(lambda m, x: m.o(attend(*(split(f(x)) for f in (m.q, m.k, m.v))).mean(1)), **four(o=linear(C, D)))
+    truth = {role: heads(one.weight) for role, one in (("query", m.q), ("key", m.k), ("value", m.v))}
+    return m, truth | {"notes": "the output projection"}
+
+
+@case
+def an_output_that_is_a_filter():
+    m = Written(lambda m, x: m.o(join(attend(*(split(f(x)) for f in (m.q, m.k, m.v)))).mT).mT,
+                **four(o=nn.Conv1d(C, C, 3, padding=1)))  # fmt: skip
+    truth = {role: heads(one.weight) for role, one in (("query", m.q), ("key", m.k), ("value", m.v))}
+    return m, truth | {"notes": "the output projection"}
+
+
+@case
+def no_output_map():
+    m = Written(lambda m, x: x + join(attend(*(split(f(x)) for f in (m.q, m.k, m.v)))), **four())
+    truth = {role: heads(one.weight) for role, one in (("query", m.q), ("key", m.k), ("value", m.v))}
+    return m, truth | {"notes": "the output projection"}
+
+
+@case
+def values_added_before_the_output():
+    m = between(lambda m, q, k, v: attend(q, k, v) + v)
+    return m, truth_of_four(m)
+
+
+@case
+def norms_of_what_heads_give():
+    m = between(lambda m, q, k, v: m.n(attend(q, k, v)), n=nn.RMSNorm(D))
+    return m, truth_of_four(m)
+
+
+# further sums and products
+
+
+@case
+def latents_of_each_head():
+    def forward(m, x):
+        keys = torch.stack([up(down(x)) for up, down in zip(m.up, m.down)], 1)
+        return m.o(join(attend(split(m.q(x)), keys, split(m.v(x)))))
+
+    m = Written(forward, q=linear(), v=linear(), o=linear(), up=nn.ModuleList(linear(D, 3) for _ in range(H)),
+                down=nn.ModuleList(linear(3) for _ in range(H)))  # fmt: skip
+    key = torch.stack([up.weight @ down.weight for up, down in zip(m.up, m.down)])
+    return m, {"query": heads(m.q.weight), "key": key, "value": heads(m.v.weight), "output": columns(m.o.weight)}
+
+
+@case
+def latents_of_queries_too():
+    def forward(m, x):
+        latent = m.down(x)
+        return m.o(join(attend(split(m.q(m.n(m.dq(x)))), split(m.k(latent)), split(m.v(latent)))))
+
+    m = Written(forward, q=linear(C, 4), k=linear(C, 5), v=linear(C, 5), dq=linear(4), down=linear(5), n=nn.RMSNorm(4),
+                o=linear())  # fmt: skip
+    return m, {"query": heads(m.q.weight @ m.dq.weight), "key": heads(m.k.weight @ m.down.weight),
+               "value": heads(m.v.weight @ m.down.weight), "output": columns(m.o.weight)}  # fmt: skip
+
+
+@case
+def two_low_rank_updates():
+    def forward(m, x):
+        k = m.k(x) + 2 * m.b(m.a(x)) - m.d(m.c(x)) / 4
+        return m.o(join(attend(split(m.q(x)), split(k), split(m.v(x)))))
+
+    m = Written(forward, **four(a=linear(3), b=linear(C, 3), c=linear(2), d=linear(C, 2)))
+    return m, truth_of_four(m) | {"key": heads(m.k.weight + 2 * m.b.weight @ m.a.weight - m.d.weight @ m.c.weight / 4)}
+
+
+@case
+def low_rank_updates_of_the_output():
+    def forward(m, x):
+        y = join(attend(*(split(f(x)) for f in (m.q, m.k, m.v))))
+        return m.o(y) + 0.5 * m.b(m.a(y))
+
+    m = Written(forward, **four(a=linear(3), b=linear(C, 3)))
+    return m, truth_of_four(m) | {"output": columns(m.o.weight + 0.5 * m.b.weight @ m.a.weight)}
+
+
+@case
+def an_update_that_the_parent_hands_over():
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v, self.o = (linear() for _ in "qkvo")
+
+        def forward(self, x, more):
+            return self.o(join(attend(split(self.q(x)), split(self.k(x) + more(x)), split(self.v(x)))))
+
+    m = Written(lambda m, x: m.a(x, m.up), a=Inner(), up=linear())
+    return m, truth_of_four(m.a) | {"key": heads(m.a.k.weight + m.up.weight)}
+
+
+@case
+def parametrized_weights():
+    m = between(lambda m, q, k, v: attend(q, k, v))
+    nn.utils.parametrizations.weight_norm(m.k)
+    return m, truth_of_four(m)
+
+
+# torch's own
 
 
 @case
@@ -498,142 +1020,3 @@ def torchs_own_layer_in_evaluation():
     m = Written(lambda m, x: m.a(x), a=nn.TransformerEncoderLayer(C, H, 32, batch_first=True)).eval()
     q, k, v = (heads(one) for one in m.a.self_attn.in_proj_weight.chunk(3))
     return m, {"query": q, "key": k, "value": v, "output": columns(m.a.self_attn.out_proj.weight)}
-
-
-# what is refused: a reason, as a pattern
-
-REFUSED: dict[str, tuple[Callable[[], Case], str]] = {}
-
-
-def refused(reason: str) -> Callable[[Callable[[], nn.Module]], Callable[[], nn.Module]]:
-    def add(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        def build() -> Case:
-            torch.manual_seed(0)
-            return Case(make(), [], (torch.randn(B, T, C),))
-
-        REFUSED[make.__name__] = build, reason
-        return make
-
-    return add
-
-
-@refused("features of its keys differ|mix")
-def split_without_a_transpose():
-    def forward(m, x):
-        q, k, v = (f(x).view(B, H, T, D) for f in (m.q, m.k, m.v))
-        return m.o(join(attend(q, k, v)))
-
-    return Written(forward, **four())
-
-
-@refused("mixes the scores of heads")
-def talking_heads():
-    def forward(m, x):
-        q, k, v = (split(f(x)) for f in (m.q, m.k, m.v))
-        scores = m.talk((q @ k.mT).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-        return m.o(join(scores.softmax(-1) @ v))
-
-    return Written(forward, **four(talk=linear(H, H)))
-
-
-@refused("runs over heads")
-def softmax_over_heads():
-    def forward(m, x):
-        q, k, v = (split(f(x)) for f in (m.q, m.k, m.v))
-        return m.o(join((q @ k.mT).softmax(1) @ v))
-
-    return Written(forward, **four())
-
-
-@refused("runs over queries")
-def softmax_over_queries():
-    def forward(m, x):
-        q, k, v = (split(f(x)) for f in (m.q, m.k, m.v))
-        return m.o(join((q @ k.mT).softmax(-2) @ v))
-
-    return Written(forward, **four())
-
-
-@refused("no products of queries and keys")
-def additive_scores():
-    def forward(m, x):
-        q, k, v = (split(f(x)) for f in (m.q, m.k, m.v))
-        scores = torch.tanh(q[:, :, :, None] + k[:, :, None]).sum(-1)
-        return m.o(join(scores.softmax(-1) @ v))
-
-    return Written(forward, **four())
-
-
-@refused("another softmax")
-def differences_of_softmaxes():
-    def forward(m, x):
-        (q, r), (k, s) = (split(f(x)).chunk(2, -1) for f in (m.q, m.k))
-        return m.o(join(((q @ k.mT).softmax(-1) - 0.5 * (r @ s.mT).softmax(-1)) @ split(m.v(x))))
-
-    return Written(forward, **four(q=linear(2 * C), k=linear(2 * C)))
-
-
-@refused("computed from `k.weight` by mul")
-def a_weight_that_is_computed():
-    def forward(m, x):
-        k = F.linear(x, m.k.weight * m.s[:, None])
-        return m.o(join(attend(split(m.q(x)), split(k), split(m.v(x)))))
-
-    return Written(forward, **four(s=nn.Parameter(torch.randn(C))))
-
-
-@refused("own_operation")
-def keys_of_an_operation_that_is_not_known():
-    return Written(
-        lambda m, x: m.o(join(attend(split(m.q(x)), split(torch.ops.by_hand.own_operation(m.k(x))), split(m.v(x))))),
-        **four(),
-    )
-
-
-@refused("own_attention")
-def attention_of_an_operation_that_is_not_known():
-    return Written(
-        lambda m, x: m.o(join(torch.ops.by_hand.own_attention(*(split(f(x)) for f in (m.q, m.k, m.v))))), **four()
-    )
-
-
-@refused("input of its own")
-def heads_that_take_parts_of_the_features():
-    def forward(m, x):
-        q, k, v = (torch.einsum("bthd,hde->bhte", x.unflatten(-1, (H, D)), w) for w in (m.q, m.k, m.v))
-        return m.o(join(attend(q, k, v)))
-
-    return Written(
-        lambda m, x: forward(m, m.i(x)),
-        **{n: nn.Parameter(torch.randn(H, D, D)) for n in "qkv"},
-        o=linear(),
-        i=linear(),
-    )
-
-
-@refused("without a softmax")
-def sigmoids_in_place_of_a_softmax():
-    def forward(m, x):
-        q, k, v = (split(f(x)) for f in (m.q, m.k, m.v))
-        return m.o(join((q @ k.mT / D**0.5).sigmoid() @ v))
-
-    return Written(forward, **four())
-
-
-@refused("without a softmax")
-def linear_attention():
-    def forward(m, x):
-        q, k, v = (split(f(x)) for f in (m.q, m.k, m.v))
-        return m.o(join((F.elu(q) + 1) @ ((F.elu(k) + 1).mT @ v) / math.sqrt(T)))
-
-    return Written(forward, **four())
-
-
-@torch.library.custom_op("by_hand::own_operation", mutates_args=())
-def own_operation(x: Tensor) -> Tensor:
-    return x + 1
-
-
-@torch.library.custom_op("by_hand::own_attention", mutates_args=())
-def own_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (q @ k.mT).softmax(-1) @ v

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from hdi_callback.attention.find import find_attention, read_tape, survey
 from hdi_callback.attention.tape import Tape
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarning
-from tests.attention.by_hand import CASES, REFUSED, C, D, H, Written, attend, four, join, split, truth_of_four
+from tests.attention.by_hand import CASES, C, D, H, Written, attend, four, join, split, truth_of_four
+from tests.attention.by_hand_refused import REFUSED
 
 IN = ("query", "key", "value")
 
@@ -34,6 +35,7 @@ def test_the_weights_of_heads_are_those_by_construction(name, training):
         }
         for role in layer.weights:
             torch.testing.assert_close(layer.weight(role), truth[role])
+        assert truth.get("notes", "") in layer.notes
         if "key_of" in truth:
             assert layer.key_of == truth["key_of"]
         if "normed" in truth:
