@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import os
 import sys
@@ -137,12 +137,13 @@ def _open_folder(folder: Path, weights: Path, device: str) -> Target:
 
 def _from_config(folder: Path, device: str) -> nn.Module:
     """Build the model of a config, only from classes of transformers: no code in the folder is executed."""
-    try:
-        import transformers
-    except ImportError as error:
+    import transformers
+
+    if importlib.util.find_spec("transformers.conversion_mapping") is None:
         raise MisconfigurationError(
-            f"`{folder}` is a folder of transformers, which is not installed: pip install transformers."
-        ) from error
+            f"`{folder}` needs transformers 5.20 or newer, and {transformers.__version__} is installed: "
+            "pip install --upgrade transformers."
+        )
     try:
         config = transformers.AutoConfig.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False, attn_implementation="eager"

@@ -8,6 +8,7 @@ import math
 import shutil
 import sys
 import textwrap
+import traceback
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -60,8 +61,11 @@ class CommandGroup(click.Group):
         except BrokenPipeError:  # `hdi alerts RUN | head`
             sys.stderr.close()
             sys.exit(NOTHING_UNUSUAL)
-        except OSError as error:  # such as a folder without permission; 1 would mean that something is unusual
+        except OSError as error:  # such as a folder without permission
             _fail(f"hdi: `{error.filename}`: {error.strerror}." if error.filename else f"hdi: {error}.")
+        except Exception:  # a bug; Python's own exit code for it is 1, which means here that something is unusual
+            traceback.print_exc()
+            sys.exit(CANNOT_WORK)
         sys.exit(code if isinstance(code, int) else NOTHING_UNUSUAL)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -279,6 +281,32 @@ def test_what_is_wrong_is_one_line_and_code_2(bad, words, said):
     assert shown.exit_code == 2
     assert said in shown.stderr
     assert (len(shown.stderr.splitlines()), shown.stdout) == (1, "")
+
+
+def test_a_bug_is_not_taken_for_something_unusual(monkeypatch):
+    monkeypatch.setattr("hdi_callback.history.load_history", lambda run: 1 / 0)
+    shown = run("alerts", "anywhere")
+    assert shown.exit_code == 2
+    assert "ZeroDivisionError" in shown.stderr
+
+
+def test_a_plain_install_has_all_that_the_command_imports():
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    block = re.search(r"^dependencies = \[\n(.*?)^\]", project, flags=re.S | re.M)[1]
+    installed = {name.lower() for name in re.findall(r'^ +"([\w-]+)', block, flags=re.M)}
+    package = ROOT / "hdi_callback"
+    imported = set()
+    for room in ("command", "audits", "dashboards", "history", "rules", "monitor", "core", "attention"):
+        for file in (package / room).glob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Import):
+                    imported |= {one.name.split(".")[0] for one in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                    imported.add(node.module.split(".")[0])
+    needed = imported - sys.stdlib_module_names - {"hdi_callback"}
+    by_torch, on_request = {"typing_extensions"}, {"pandas"}  # the latter for `RunHistory.to_frame`
+    assert {"rich", "safetensors", "transformers"} <= needed
+    assert needed - by_torch - on_request <= installed
 
 
 def test_the_program_runs_as_a_process(checkpoint, tmp_path):
