@@ -21,7 +21,7 @@ from hdi_callback.attention.registry import known_layers
 from hdi_callback.audits.again import check_patterns
 from hdi_callback.audits.sources import Target, open_target
 from hdi_callback.audits.weights import first_line
-from hdi_callback.dashboards.layer_table import layers_text, name_heads
+from hdi_callback.dashboards.layer_table import compared, layers_text, name_heads
 from hdi_callback.dashboards.verdict import Verdict, verdict
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.history import RunHistory
@@ -279,7 +279,7 @@ def _dead_heads(record: Record, layers: Sequence[Mapping[str, Any]]) -> list[Ale
         heads = tuple(head for head, norm in enumerate(norms) if norm <= _DEAD * median or not ranks[head])
         if not heads:
             continue
-        unit = "heads" if facts["num_heads"] == facts["num_key_heads"] else "key heads"
+        unit = compared(facts)
         verb = "is" if len(heads) == 1 else "are"
         message = f"{name_heads(heads, len(norms), unit)} of {name} {verb} dead: the key weights are all but zero"
         action = "Without keys all tokens score alike: look for what emptied them (weight decay, a mask), or prune."

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hdi_callback.audits.audit import measure_weights, open_layers
 from hdi_callback.core import head_diversity
-from hdi_callback.dashboards.layer_table import closest_pair
+from hdi_callback.dashboards.layer_table import closest_pair, compared, name_heads
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.history import RunHistory, load_history
 from hdi_callback.record import Record
@@ -36,6 +36,7 @@ class LayerComparison:
         moved: how far each key head moved. Of checkpoints it is 1 - alignment of the head with its earlier self: 0 not
             at all, 1 as far as an independent head. Of runs it is the mean change of its alignments with the other
             heads, as a history has no weights; empty where one has no matrices.
+        unit: what is compared: ``"heads"``, or ``"key heads"`` where several heads share their keys.
     """
 
     name: str
@@ -44,6 +45,7 @@ class LayerComparison:
     pair_before: tuple[int, ...] = ()
     pair_after: tuple[int, ...] = ()
     moved: tuple[float, ...] = ()
+    unit: str = "heads"
 
     def change(self, metric: str = "hdi_worst_alignment") -> float:
         """Return the second value of a metric less the first; NaN if one of them is not known."""
@@ -94,8 +96,8 @@ class Comparison:
         change = f"went from {_decimal(before)} to {_decimal(after)}"
         if _decimal(before) == _decimal(after):
             change = f"stays at {_decimal(after)}"
-        pair = f" (heads {top.pair_after[0]} and {top.pair_after[1]})" if top.pair_after else ""
-        head = "" if top.most_moved is None else f"; head {top.most_moved} moved most"
+        pair = f" ({name_heads(top.pair_after, unit=top.unit)})" if top.pair_after else ""
+        head = "" if top.most_moved is None else f"; {name_heads([top.most_moved], unit=top.unit)} moved most"
         return f"{top.name} changed most: the alignment of its closest pair {change}{pair}{head}.{self._only_in_one()}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -173,11 +175,13 @@ def compare(
         named = type(other).__name__ if isinstance(other, nn.Module) else other
         raise MisconfigurationError(f"`{run}` is a run and `{named}` is none: write two of one kind.")
     sides = []
+    facts: list[Mapping[str, Any]] = []
     reasons: dict[str, str] = {}
     for source in (first, second):
         target, layers, refused = open_layers(source, model=model, config=config)
         record = measure_weights(target, layers, step=1)
         sides.append((target.name, {layer.name: layer for layer in layers}, record))
+        facts += [layer.facts() for layer in layers]
         reasons |= refused
     (name, ours, before), (other_name, theirs, after) = sides
     moved: dict[str, list[float]] = {}
@@ -189,7 +193,7 @@ def compare(
             moved[layer] = _moved(keys, other_keys)
         else:
             reasons[layer] = f"its keys are {tuple(keys.shape)} in A and {tuple(other_keys.shape)} in B"
-    return _compare_records(name, before, other_name, after, moved, reasons)
+    return _compare_records(name, before, other_name, after, facts, moved, reasons)
 
 
 def _is_run(source: Any) -> bool:
@@ -210,7 +214,7 @@ def _compare_runs(a: RunHistory, b: RunHistory, step: int | None) -> Comparison:
         for name in ours
         if "pair_alignment" in ours[name] and "pair_alignment" in theirs.get(name, {})
     }
-    return _compare_records(str(a.path), before, str(b.path), after, moved, {})
+    return _compare_records(str(a.path), before, str(b.path), after, a.layers, moved, {})
 
 
 def _reading(run: RunHistory, step: int | None) -> Record:
@@ -238,8 +242,15 @@ def _changed(before: Tensor, after: Tensor) -> list[float]:
 
 
 def _compare_records(
-    first: str, a: Record, second: str, b: Record, moved: Mapping[str, Sequence[float]], reasons: Mapping[str, str]
+    first: str,
+    a: Record,
+    second: str,
+    b: Record,
+    facts: Sequence[Mapping[str, Any]],
+    moved: Mapping[str, Sequence[float]],
+    reasons: Mapping[str, str],
 ) -> Comparison:
+    units = {one["name"]: compared(one) for one in facts}
     layers: list[LayerComparison] = []
     without = dict(reasons)
     for name in (name for name in a.layers if name in b.layers):
@@ -248,7 +259,7 @@ def _compare_records(
             without.setdefault(name, "no two of its heads were compared in both")
             continue
         pairs = closest_pair(a, name), closest_pair(b, name)
-        layers.append(LayerComparison(name, before, after, *pairs, moved=tuple(moved.get(name, ()))))
+        layers.append(LayerComparison(name, before, after, *pairs, tuple(moved.get(name, ())), units[name]))
     layers.sort(key=lambda layer: -layer.size)
     only_in_first = tuple(name for name in a.layers if name not in b.layers)
     only_in_second = tuple(name for name in b.layers if name not in a.layers)

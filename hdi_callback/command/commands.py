@@ -38,11 +38,11 @@ _LEVEL = click.option(
     type=click.Choice(["notice", "warning", "critical"]),
     default="notice",
     show_default=True,
-    help="Leave out what is less serious.",
+    help="Hide alerts below this level.",
 )
 _EXIT_CODES = (
-    "Exit codes: 0 nothing is unusual, 1 something is unusual (a warning or a critical alert is active), 2 the command "
-    "has wrong arguments, or there is nothing to judge, 130 interrupted."
+    "Exit codes: 0 nothing unusual; 1 a warning or a critical alert is active; 2 wrong arguments, or nothing to judge; "
+    "130 interrupted."
 )
 
 
@@ -51,8 +51,8 @@ _EXIT_CODES = (
 def hdi() -> None:
     """Check the attention heads of a model, a checkpoint or a run.
 
-    TARGET is a folder of transformers, a .safetensors file, a checkpoint with --model, or module:function. RUN is the
-    history.jsonl of a run, or its folder.
+    TARGET is a folder that transformers saved, a .safetensors file, a checkpoint with --model, or module:function. RUN
+    is the history.jsonl of a run, or its folder.
     """
 
 
@@ -60,10 +60,10 @@ def hdi() -> None:
 @click.argument("target")
 @_MODEL
 @_CONFIG
-@click.option("--include", multiple=True, metavar="PATTERN", help="Only layers that match, such as 'encoder.*'.")
-@click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave out layers that match.")
+@click.option("--include", multiple=True, metavar="PATTERN", help="Audit only matching layers, such as 'encoder.*'.")
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="Skip matching layers.")
 @_THRESHOLD
-@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a page that opens in a browser.")
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write the audit as an HTML page, too.")
 @_JSON
 def audit(
     target: str,
@@ -77,8 +77,8 @@ def audit(
 ) -> int:
     """Judge the heads of a model or checkpoint.
 
-    No code in a file is executed, and weights are mapped, so that a model that is larger than the memory can be
-    audited. Ends with a verdict.
+    Code in files is never executed, and weights are memory-mapped, so that a model larger than memory can be audited.
+    The last line is the verdict.
 
     \b
     Examples:
@@ -168,24 +168,27 @@ def alerts(run: str, thresholds: tuple[str, ...], since: int, level: str, as_jso
         print_json({"history": str(history.path), "verdict": found.text, "state": found.state, "alerts": raised})
         return CODES[found.state]
     for one in shown:
-        click.echo(f"{one.alert.level}, {one.state}: step {one.alert.step}: {one.alert.message}")
-    click.echo(("\n" if shown else "") + found.text)
+        click.echo(f"step {one.alert.step}, {one.alert.level}, {one.state}: {one.alert.message}")
+    if not any(one.ended is None and one.alert.level != "notice" for one in shown):  # else it would be said twice
+        click.echo(("\n" if shown else "") + found.text)
     _print_action(found.action)
     return CODES[found.state]
 
 
 @hdi.command(epilog=_EXIT_CODES)
 @click.argument("run")
-@click.option("--once", is_flag=True, help="Draw the run as it is now, and end.")
+@click.option("--once", is_flag=True, help="Draw the run once and exit.")
 @click.option(
-    "--until", type=click.IntRange(min=0), metavar="STEP", help="End at the first reading of this step or a later one."
+    "--until", type=click.IntRange(min=0), metavar="STEP", help="Exit at the first reading at or after this step."
 )
-@click.option("--idle", type=float, metavar="SECONDS", help="End when nothing was written for this long.")
-@click.option("--interval", type=float, default=2.0, show_default=True, help="Seconds between two updates.")
+@click.option("--idle", type=float, metavar="SECONDS", help="Exit after so long without a new reading.")
+@click.option(
+    "--interval", type=float, default=2.0, show_default=True, metavar="SECONDS", help="Time between two updates."
+)
 def watch(run: str, once: bool, until: int | None, idle: float | None, interval: float) -> int:
     """Follow a run in the terminal; waits for one that has not begun.
 
-    Ends with the run, with Ctrl-C, or as --once, --until and --idle say.
+    Exits when the run ends, on Ctrl-C, or as --once, --until and --idle say.
     """
     from hdi_callback.command.watching import follow
 
@@ -195,8 +198,10 @@ def watch(run: str, once: bool, until: int | None, idle: float | None, interval:
 @hdi.command()
 @click.argument("first", metavar="A")
 @click.argument("second", metavar="B")
-@click.option("--step", type=click.IntRange(min=0), help="Compare runs at their last readings up to this step.")
-@click.option("--rows", type=click.IntRange(min=1), default=20, show_default=True, help="Layers in the table.")
+@click.option(
+    "--step", type=click.IntRange(min=0), metavar="STEP", help="Compare runs at their last reading up to this step."
+)
+@click.option("--rows", type=click.IntRange(min=1), default=20, show_default=True, metavar="N", help="Layers to list.")
 @_MODEL
 @_CONFIG
 @_JSON
@@ -226,7 +231,7 @@ def compare(
 def explain(name: tuple[str, ...], as_json: bool) -> int:
     """Explain a rule or a metric, and what to do about it.
 
-    Without a name it lists the rules.
+    Lists all rules if no name is given.
 
     \b
     Examples:
@@ -245,7 +250,7 @@ def explain(name: tuple[str, ...], as_json: bool) -> int:
         click.echo("The rules, and when they raise an alert:\n")
         conditions = [(one.name, re.split(r"[;:.] ", one.condition)[0]) for one in known]
         print_rows(conditions, label=2 + max(len(one.name) for one in known))
-        click.echo("\nhdi explain RULE says more and what to do, hdi explain METRIC what is measured.")
+        click.echo("\nhdi explain RULE says what to do about it, hdi explain METRIC what it measures.")
         return NOTHING_UNUSUAL
     metric = METRICS.get(" ".join(name).lower())
     if metric is not None:
@@ -263,15 +268,15 @@ def explain(name: tuple[str, ...], as_json: bool) -> int:
         data = {
             "raised when": rule.condition,
             "level": rule.level,
-            "it means": rule.meaning,
+            "meaning": rule.meaning,
             "what to do": rule.action,
-            "it reads": ", ".join(rule.metrics),
+            "reads": ", ".join(rule.metrics),
             "limits": "\n".join(limits) or "none to set",
         }
         if rule.limits:
             limit = next(iter(rule.limits))
-            data["to try others"] = f"hdi alerts RUN --threshold {limit}=VALUE"
-            data["to set them"] = f'HDICallback(thresholds={{"*": {{"{limit}": VALUE}}}})'
+            data["to try another"] = f"hdi alerts RUN --threshold {limit}=VALUE"
+            data["to set one"] = f'HDICallback(thresholds={{"*": {{"{limit}": VALUE}}}})'
         title = f"{rule.name} (rule)"
     if as_json:
         print_json({"name": title, **data})

@@ -139,10 +139,13 @@ def layers_text(
     if record is not None:
         columns = {"layer": "layer", "heads": "heads", "HDI": "hdi", "closest": "alignment", "pair": "pair"}
         columns |= {"alert": "alert"} if any(alert.level != "notice" for alert in active) else {}
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    rows = layer_rows(layers, record, active)
+    words = {"layout", "pair", "alert"}  # they are wrapped before the name of a layer is broken
+    words |= {"layer"} if max((len(row.layer) for row in rows), default=0) > width / 2 else set()
+    table = Table(box=None, pad_edge=False, padding=(0, 2 if record is None else 1, 0, 0))
     for heading in columns:
-        table.add_column(heading, overflow="fold", no_wrap=heading in {"heads", "HDI", "closest"})
-    for row in layer_rows(layers, record, active):
+        table.add_column(heading, overflow="fold", no_wrap=heading not in words)
+    for row in rows:
         table.add_row(*(Text(getattr(row, field)) for field in columns.values()))
     console = Console(file=io.StringIO(), width=width, color_system=None)
     with console.capture() as captured:
@@ -222,6 +225,11 @@ def name_heads(heads: Sequence[int], total: int | None = None, unit: str = "head
         return f"{len(heads)} {unit}: {_ranges(sorted(heads))}"
     *most, last = map(str, heads)
     return f"{unit} {', '.join(most)} and {last}" if most else f"{unit.removesuffix('s')} {last}"
+
+
+def compared(facts: Mapping[str, Any]) -> str:
+    """Return what is compared in a layer: ``"heads"``, or ``"key heads"`` where several heads share their keys."""
+    return "heads" if facts.get("num_key_heads") in {None, facts.get("num_heads")} else "key heads"
 
 
 def closest_pair(record: Record, layer: str) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from hdi_callback.dashboards.layer_table import closest_pair, name_layers, number_in
+from hdi_callback.dashboards.layer_table import closest_pair, compared, name_layers, number_in
 from hdi_callback.dashboards.tags import HEADS, MAP
 from hdi_callback.record import Alert, Record
 
@@ -35,6 +35,7 @@ _MARK = "#d1242f"
 _INK = "#123456"  # of text and lines in an SVG, where it becomes the colour of the text around it
 _COLUMNS_AN_INCH = 50  # of a map: a column is not narrower than a pixel
 _MOST_NAMED = 24  # layers
+_ALL_ALIKE = 0.8  # alignment of every two heads, where naming two of them would mislead
 _DOTS_PER_INCH = 90
 _SHARE = 0.002  # of the run's time, for drawing while it goes on
 
@@ -124,7 +125,10 @@ def draw_heads(
     panel.set_xticks(ticks, list(map(str, ticks)), fontsize=8)
     panel.set_yticks(ticks, list(map(str, ticks)), fontsize=8)
     title = _short(layer, 40) + ("" if step is None else f", step {step}")
-    if len(pair) == 2:
+    least = np.nanmin(table) if np.isfinite(table).any() else 0.0
+    if heads > 2 and least >= _ALL_ALIKE:
+        title += f"\nall {heads} {unit}: {least:.2f} or more"
+    elif len(pair) == 2:
         i, j = pair
         for colour, width in (("white", 3.2), (_MARK, 1.7)):
             panel.scatter(
@@ -137,7 +141,7 @@ def draw_heads(
     return figure
 
 
-def draw_curves(records: Sequence[Record], losses: Mapping[str, Curve]) -> Figure:
+def draw_curves(records: Sequence[Record], losses: Mapping[str, Curve]) -> Figure | None:
     """Draw the curves of a model, one panel below the other, with alerts and interventions marked.
 
     Args:
@@ -145,7 +149,7 @@ def draw_curves(records: Sequence[Record], losses: Mapping[str, Curve]) -> Figur
         losses: name -> steps and values.
 
     Returns:
-        A figure, not attached to any window.
+        A figure, not attached to any window; `None` if no value is a number.
     """
     from matplotlib.figure import Figure
 
@@ -173,7 +177,9 @@ def draw_curves(records: Sequence[Record], losses: Mapping[str, Curve]) -> Figur
         title: {name: xy for name, xy in drawn.items() if np.isfinite(xy[1]).any()} for title, drawn in panels.items()
     }
     panels = {title: drawn for title, drawn in panels.items() if drawn}
-    figure = Figure(figsize=(10, 0.4 + 1.6 * max(1, len(panels))), layout="constrained")
+    if not panels:
+        return None
+    figure = Figure(figsize=(10, 0.4 + 1.6 * len(panels)), layout="constrained")
     for panel, (title, drawn) in zip(figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0], panels.items()):
         for colour, (name, (x, y)) in zip(("#c25100", "#3b82c4"), drawn.items()):
             panel.plot(x, y, color=colour, linewidth=1.6, label=name, marker="." if len(x) < 3 else None)
@@ -218,8 +224,13 @@ class Pictures:
         self._steps = array("q")
         self._worst: dict[str, array[float]] = {}
         self._alerts: list[Alert] = []
+        self._compared: dict[str, str] = {}
         for record in past:
             self._add(record)
+
+    def open(self, layers: Sequence[Mapping[str, Any]]) -> None:
+        """Take the facts of the layers."""
+        self._compared = {facts["name"]: compared(facts) for facts in layers}
 
     def add(self, record: Record) -> dict[str, npt.NDArray[np.uint8]]:
         """Take a record; return the pictures if they are due: tag -> ``(height, width, 3)``."""
@@ -232,7 +243,8 @@ class Pictures:
         worst = record.values(WORST)
         layer = max(worst, key=lambda name: worst[name], default=None)
         if layer is not None and (matrix := record.layers[layer].matrices.get("pair_alignment")) is not None:
-            drawn[HEADS] = pixels(draw_heads(layer, record.step, matrix, closest_pair(record, layer)))
+            unit = self._compared.get(layer, "heads")
+            drawn[HEADS] = pixels(draw_heads(layer, record.step, matrix, closest_pair(record, layer), unit=unit))
         now = self._clock()
         self._next = now + (now - began) / _SHARE
         return drawn

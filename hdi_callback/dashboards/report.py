@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hdi_callback.dashboards.layer_table import closest_pair, layer_rows, name_heads, name_layers
+from hdi_callback.dashboards.layer_table import closest_pair, compared, layer_rows, name_heads, name_layers
 from hdi_callback.dashboards.pictures import WORST, Curve, draw_curves, draw_heads, draw_map, svg, svg_style
 from hdi_callback.dashboards.verdict import Event, events, verdict
 from hdi_callback.errors import MisconfigurationError
@@ -79,8 +79,9 @@ def _pictures(run: RunHistory) -> dict[str, str]:
                 began = [event.alert for event in events(run.records) if event.alert.level != "notice"]
                 figure = draw_map(steps, worst, began, size=(7.2, 4.7))
                 drawn["map"] = svg(figure, "Alignment of the two closest heads of each layer over the steps")
-            figure = draw_curves(run.records, _losses(run))
-            drawn["curves"] = svg(figure, "Curves of the model over the steps")
+            curves = draw_curves(run.records, _losses(run))
+            if curves is not None:
+                drawn["curves"] = svg(curves, "Curves of the model over the steps")
         at_worst = _worst_heads(run)
         if at_worst is not None:
             drawn["heads"] = svg(at_worst, "Alignment of every two heads of the worst layer at its worst step")
@@ -104,10 +105,8 @@ def _worst_heads(run: RunHistory) -> Any:
     if matrix is None:
         return None
     facts = next((facts for facts in run.layers if facts["name"] == layer), {})
-    is_grouped = facts.get("num_key_heads", len(matrix)) != facts.get("num_heads", len(matrix))
-    unit = "key heads" if is_grouped else "heads"
     step = None if run.is_audit else record.step
-    return draw_heads(layer, step, matrix, closest_pair(record, layer), unit=unit, size=4.7)
+    return draw_heads(layer, step, matrix, closest_pair(record, layer), unit=compared(facts), size=4.7)
 
 
 def _facts(run: RunHistory, raised: Sequence[Event]) -> list[tuple[str, str]]:
@@ -144,16 +143,19 @@ def _counts(raised: Sequence[Event]) -> str:
 def _event_row(event: Event, run: RunHistory) -> dict[str, Any]:
     """An event as a row of the table of alerts."""
     alert = event.alert
-    layer, heads = next(iter(alert.where.items()), ("", ()))
-    facts = next((facts for facts in run.layers if facts["name"] == layer), {})
-    total = facts.get("num_key_heads" if alert.unit == "key heads" else "num_heads")
+    count = "num_key_heads" if alert.unit == "key heads" else "num_heads"
+    totals = {facts["name"]: facts.get(count) for facts in run.layers}
+    named = dict.fromkeys(  # an alert on the whole layer names no heads
+        name_heads(heads or range(totals.get(layer) or 0), totals.get(layer), alert.unit) or "all"
+        for layer, heads in alert.where.items()
+    )
     return {
         "step": alert.step,
         "level": alert.level,
         "is_serious": LEVELS.index(alert.level) > 0,
         "state": "found" if run.is_audit else event.state,
         "layers": name_layers(alert.layers),
-        "heads": name_heads(heads, total, alert.unit) or "all",
+        "heads": "; ".join(named),
         "message": alert.message,
         "action": alert.action,
     }

@@ -28,7 +28,8 @@ class TensorBoard:
         self._pictures = Pictures(past)
 
     def open(self, layers: Sequence[Mapping[str, Any]]) -> None:
-        """Do nothing: TensorBoard takes curves as they come."""
+        """Take the facts of the layers."""
+        self._pictures.open(layers)
 
     def write(self, record: Record) -> None:
         """Write one record."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from hdi_callback.dashboards.layer_table import closest_pair, name_heads, name_layers
+from hdi_callback.dashboards.layer_table import closest_pair, compared, name_heads, name_layers
 from hdi_callback.record import LEVELS, Alert, Record
 
 State = Literal["alert", "clear", "nothing to judge"]
@@ -101,10 +101,8 @@ def verdict(records: Sequence[Record], layers: Sequence[Mapping[str, Any]], *, i
         count = (
             "" if len(active) == 1 else f"{len(active)} {'findings' if is_audit else 'alerts are active'}. The first: "
         )
-        when = "" if is_audit else f"Step {first.step}: "
-        return Verdict(
-            "alert", f"{count}{when.lower() if count else when}{first.message}.".replace("..", "."), first.action
-        )
+        since = "" if is_audit else f"{'since' if count else 'Since'} step {first.step}: "
+        return Verdict("alert", f"{count}{since}{first.message.removesuffix('.')}.", first.action)
     if not any(_is_measured(last, name) for name in last.layers):
         return Verdict("nothing to judge", f"Nothing to judge: no layer was measured{at}{_why(last)}.")
     over = [event for event in events(records) if event.ended is not None and event.alert.level != "notice"]
@@ -114,7 +112,7 @@ def verdict(records: Sequence[Record], layers: Sequence[Mapping[str, Any]], *, i
     found = f"{'No active alert' if over else 'No alert'} in {readings} of {of_layers}."
     if is_audit:
         found = f"Nothing unusual in {of_layers}."
-    return Verdict("clear", f"{found}{_closest(last, at)}{_missing(last, at)}{earlier}")
+    return Verdict("clear", f"{found}{_closest(last, layers, at)}{_missing(last, at)}{earlier}")
 
 
 def _rank(alert: Alert) -> int:
@@ -133,12 +131,13 @@ def _why(record: Record, names: Sequence[str] | None = None) -> str:
     return f" ({reasons[0]})" if reasons else ""
 
 
-def _closest(record: Record, at: str) -> str:
+def _closest(record: Record, layers: Sequence[Mapping[str, Any]], at: str) -> str:
     worst = {name: value for name, value in record.values("hdi_worst_alignment").items() if math.isfinite(value)}
     if not worst:
         return f" No two heads were compared{at}{_why(record)}."
     layer = max(worst, key=lambda name: worst[name])
-    pair = name_heads(closest_pair(record, layer))
+    facts = next((facts for facts in layers if facts["name"] == layer), {})
+    pair = name_heads(closest_pair(record, layer), unit=compared(facts))
     return f" The two closest are {pair} of {layer}, with alignment {worst[layer]:.2f} (0 chance, 1 the same head)."
 
 

@@ -38,6 +38,7 @@ class Wandb:
 
     def open(self, layers: Sequence[Mapping[str, Any]]) -> None:
         """Define the axis of the curves, and their extremes in the summary of the run."""
+        self._pictures.open(layers)
         self._run.define_metric(self._step, hidden=True)
         # By their full names: the "*" of Lightning's logger counts before a pattern. A dot that is not escaped is a
         # path of nested values (wandb issue 8445).

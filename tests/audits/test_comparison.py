@@ -113,3 +113,15 @@ def test_a_comparison_is_a_table_of_80_columns_and_plain_data(two):
     assert lines[-1] == found.summary
     assert max(map(len, lines[:-1])) <= 80
     assert json.loads(json.dumps(found.to_dict()))["layers"][0]["pair_after"] == [1, 5]
+
+
+def test_key_heads_are_called_so_where_heads_share_their_keys(two, tmp_path):
+    runs = [tmp_path / name / "history.jsonl" for name in "ab"]
+    for path, model in zip(runs, two):
+        write_run(path, model, 0)
+        first, *rest = path.read_text().splitlines(keepends=True)
+        path.write_text(
+            first.replace('"num_heads": 8', '"num_heads": 32').replace('"num_heads":8', '"num_heads":32')
+            + "".join(rest)
+        )
+    assert compare(*runs).summary.endswith("(key heads 1 and 5); key head 5 moved most.")

@@ -99,7 +99,9 @@ def test_audit_writes_a_page(checkpoint, tmp_path):
 def test_alerts_tells_the_event_and_that_it_is_active(bad):
     shown = run("alerts", bad)
     assert shown.exit_code == 1
-    assert f"step 300: heads 1 and 3 of {COLLAPSED}" in shown.output.replace("Step", "step")
+    assert shown.output.startswith(f"step 300, warning, active: heads 1 and 3 of {COLLAPSED}")
+    assert shown.output.count("heads 1 and 3") == 1, "one event is said once"
+    assert f"Since step 300: heads 1 and 3 of {COLLAPSED}" in run("alerts", bad, "--level", "critical").output
 
 
 def test_alerts_of_a_healthy_run_are_none_and_code_0(good):

@@ -22,7 +22,7 @@ def test_a_run_prints_its_layers_one_alert_one_action_and_the_verdict():
     assert alert.startswith("hdi_callback warning, step 2000: heads 1 and 3 of model.layers.2.self_attn are nearly one")
     assert alert.endswith("  HDICallback(interventions=[ReviveHeads()])")
     assert action == "hdi_callback, step 2000, save checkpoint: saved the model"
-    assert end.startswith("hdi_callback: Step 2000: heads 1 and 3")
+    assert end.startswith("hdi_callback: Since step 2000: heads 1 and 3")
     assert end.endswith("History: /runs/history.jsonl")
 
 

@@ -69,3 +69,12 @@ def test_heads_are_named_in_few_words():
     assert name_heads((0, 1), 2, "key heads") == "key heads 0 and 1"
     assert name_heads(range(20), 32) == "20 heads: 0-19"
     assert name_heads((4,), 8, "key heads") == "key head 4"
+
+
+def test_the_name_of_a_layer_is_not_broken_in_80_columns_by_what_stands_beside_it():
+    *_, record = collapsing(48, 32, 40, layer=17, pair=(3, 21))
+    alert = Alert(0, "mean alignment", "warning", {"model.layers.17.self_attn": ()}, "m")
+    text = layers_text(facts_of(48, 32), None, record, [alert])
+    words = text.split()
+    assert {"model.layers.0-16,18-47.self_attn", "model.layers.17.self_attn", "alignment"} <= set(words)
+    assert max(map(len, text.splitlines())) <= 80

@@ -4,10 +4,11 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from hdi_callback.dashboards.pictures import Pictures, draw_heads, draw_map, pixels
 from hdi_callback.dashboards.tags import HEADS, MAP
-from tests.dashboards.synthetic import collapsing
+from tests.dashboards.synthetic import collapsing, facts_of
 
 
 def yellow(picture) -> np.ndarray:
@@ -82,3 +83,27 @@ def test_two_heads_and_one_reading_can_be_drawn():
     (layer,) = record.layers.values()
     assert pixels(draw_heads("a", 0, layer.matrices["pair_alignment"], (0, 1))).shape[-1] == 3
     assert pixels(draw_map([0], {"a": [0.3]})).shape[-1] == 3
+
+
+def test_of_a_layer_in_which_all_heads_are_alike_no_two_are_marked():
+    def title(alignment, **words):
+        return draw_heads("a", 0, alignment, (0, 5), **words).axes[0].get_title(loc="left")
+
+    alike = torch.full((8, 8), 0.93)
+    assert title(alike, unit="key heads").endswith("all 8 key heads: 0.93 or more")
+    alike[2, 3] = alike[3, 2] = 0.1
+    assert title(alike).endswith("heads 0 and 5: 0.93")
+
+
+def test_a_picture_says_key_heads_where_heads_share_their_keys(monkeypatch):
+    units = []
+    monkeypatch.setattr(
+        "hdi_callback.dashboards.pictures.draw_heads",
+        lambda *args, unit, **more: units.append(unit) or draw_heads(*args, unit=unit, **more),
+    )
+    pictures = Pictures()
+    pictures.open(facts_of(1, 8, key_heads=4))
+    for record in collapsing(1, 4, 2, layer=0, pair=(1, 3)):
+        pictures.add(record)
+    assert units
+    assert set(units) == {"key heads"}

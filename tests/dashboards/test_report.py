@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -10,7 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 from hdi_callback.dashboards.report import write_report
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.history import RunHistory
-from hdi_callback.record import Alert
+from hdi_callback.record import Alert, LayerRecord, Record
 from tests.dashboards.synthetic import TO_DO, collapsing, facts_of, write
 
 _VOID = {"meta", "link", "br", "img", "input"}
@@ -156,3 +157,26 @@ def test_a_path_that_cannot_be_written_is_an_error_that_says_so(small, tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(MisconfigurationError, match=r"cannot be written .*: write another path"):
         write_report(small, tmp_path / "file" / "report.html")
+
+
+def test_an_alert_names_the_heads_of_each_of_its_layers(small):
+    a, b, c = (f"model.layers.{layer}.self_attn" for layer in range(3))
+    *most, last = small.records
+
+    def heads(where):
+        alert = Alert(0, "worst pair", "warning", where, "m")
+        return page_of(replace(small, records=[*most, replace(last, alerts=(alert,), active=(alert,))])).of(
+            "table.alerts"
+        )
+
+    assert "heads 0 and 1; heads 2 and 3" in heads({a: (0, 1), b: (2, 3)})
+    assert "all 6 heads" in heads({a: (), b: (), c: tuple(range(6))})
+
+
+def test_a_run_in_which_all_is_nan_from_the_start_has_a_report(tmp_path):
+    name = facts_of(1, 4)[0]["name"]
+    broken = Alert(0, "weights not finite", "critical", {name: ()}, f"the weights of {name} hold NaN")
+    layer = LayerRecord({"hdi": math.nan, "hdi_worst_alignment": math.nan, "weights_not_finite": 4.0})
+    records = [Record(step, {name: layer}, loss=math.nan, active=(broken,)) for step in (0, 50)]
+    page = page_of(RunHistory(tmp_path / "history.jsonl", facts_of(1, 4), records))
+    assert f"Since step 0: the weights of {name} hold NaN." in page.of("div.verdict alert")

@@ -63,13 +63,13 @@ def test_an_active_alert_is_said_with_what_to_do():
     *records, last = collapsing(4, 6, 60, layer=2, pair=(1, 3))
     found = verdict([*records, last], facts_of(4, 6))
     assert (found.state, found.action) == ("alert", TO_DO)
-    assert found.text.startswith("Step 2000: heads 1 and 3 of model.layers.2.self_attn are nearly one head")
+    assert found.text.startswith("Since step 2000: heads 1 and 3 of model.layers.2.self_attn are nearly one head")
 
 
 def test_the_most_serious_of_several_alerts_is_said_and_notices_are_none():
     active = (alert(10, level="notice", rule="n"), alert(20), alert(30, level="critical", layer="b"))
     found = verdict([record(50, active=active)], FACTS)
-    assert found.text == "2 alerts are active. The first: step 30: heads 1 and 3 of b are nearly one head."
+    assert found.text == "2 alerts are active. The first: since step 30: heads 1 and 3 of b are nearly one head."
     assert verdict([record(50, active=active[:1])], FACTS).state == "clear"
 
 
@@ -98,3 +98,8 @@ def test_an_event_is_one_row_from_its_beginning_to_its_end():
         (0, "warning", ("b",), "not measured at step 40"),
         (30, "warning", ("a",), "active"),
     ]
+
+
+def test_key_heads_are_called_so_where_heads_share_their_keys():
+    facts = [{"name": name, "num_heads": 8, "num_key_heads": 4} for name in "ab"]
+    assert "The two closest are key heads 1 and 3 of a" in verdict([record()], facts).text
