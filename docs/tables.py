@@ -2,44 +2,66 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
+from hdi_callback import interventions
+from hdi_callback.interventions import Intervention
 from hdi_callback.monitor import METRICS
 from hdi_callback.rules import RULES, explain_rule
 
 FOLDER = Path(__file__).parent
+TABLE = re.compile(r"(?<=<!-- table -->\n).*?(?=<!-- end of table -->)", flags=re.S)
 
 
 def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     """Make a Markdown table."""
     cells = [header, tuple("---" for _ in header), *rows]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in cells
+    return "".join(
+        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |\n" for row in cells
     )
 
 
-def tables() -> dict[str, str]:
+def tables() -> dict[str, list[str]]:
     """Make every table, by the name of its page."""
     rules = [(f"`{one.name}`", one.level, one.condition, one.meaning) for one in map(explain_rule, RULES)]
     metrics = [(f"`{metric.name}`", metric.source, metric.summary) for metric in METRICS.values()]
     return {
-        "alerts.md": table(("rule", "level", "raised when", "what it means"), rules),
-        "curves.md": table(("metric", "read from", "meaning"), metrics),
+        "alerts.md": [
+            table(("rule", "level", "raised when", "what it means"), rules),
+            table(("intervention", "what it does", "acts on", "of the rules", "at most"), acts()),
+        ],
+        "curves.md": [table(("metric", "read from", "meaning"), metrics)],
     }
 
 
-def page_with_table(name: str) -> str:
-    """Give a page with its table as the classes say it now."""
-    text = (FOLDER / name).read_text(encoding="utf-8")
-    return re.sub(
-        r"(<!-- table -->\n).*?(\n<!-- end of table -->)",
-        lambda found: found[1] + tables()[name] + found[2],
-        text,
-        flags=re.S,
-    )
+def acts() -> list[tuple[str, ...]]:
+    """Make a row for each intervention, with its defaults."""
+    rows = []
+    for name in interventions.__all__:
+        kind = getattr(interventions, name)
+        if not (isinstance(kind, type) and issubclass(kind, Intervention) and "name" in vars(kind)):
+            continue  # a base class
+        own = inspect.signature(kind).parameters.get("on")
+        level = (own or inspect.signature(Intervention).parameters["on"]).default
+        answers = kind.rules is None or len(kind.rules) > 0
+        rows.append((
+            f"`{name}`",
+            inspect.getdoc(kind).splitlines()[0],
+            f"{level}{'' if level == 'critical' else ' or worse'}" if answers else "every reading",
+            "any" if kind.rules is None else ", ".join(f"*{rule}*" for rule in kind.rules) or "-",
+            "any number of times" if kind.at_most is None else f"{kind.at_most} time{'s' if kind.at_most > 1 else ''}",
+        ))  # fmt: skip
+    return rows
+
+
+def page_with_tables(name: str) -> str:
+    """Give a page with its tables as the classes say them now."""
+    made = iter(tables()[name])
+    return TABLE.sub(lambda _: next(made), (FOLDER / name).read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":
     for page in tables():
-        (FOLDER / page).write_text(page_with_table(page), encoding="utf-8")
+        (FOLDER / page).write_text(page_with_tables(page), encoding="utf-8")
