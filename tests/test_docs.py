@@ -19,6 +19,8 @@ from tests.command.runs import write_run
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CLAIMS = sorted((ROOT / "docs" / "claims").glob("*.md"))
+TARGETS = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M)
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -52,7 +54,7 @@ def workplace(tmp_path_factory) -> Path:
 
 
 def commands(page: Path) -> list[str]:
-    """The commands of the package on a page: lines of shell blocks, and code in the text that names no placeholder."""
+    """The commands on a page: lines of shell blocks, and code in the text that names no placeholder."""
     text = re.sub(r"<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.S)
     lines = [line.split("  #")[0] for block in re.findall(r"^```shell\n(.*?)^```", text, flags=re.S | re.M)
              for line in block.splitlines()] + re.findall(r"`((?:hdi|make|python -m) [^`]+)`", text)  # fmt: skip
@@ -64,7 +66,6 @@ def commands(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_of_a_page_runs(page, workplace, monkeypatch):
     monkeypatch.chdir(workplace)
-    targets = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M)
     for line in commands(page):
         program, *words = shlex.split(line)
         if program == "hdi" and len(words) == 1 and words != ["explain"]:
@@ -72,16 +73,19 @@ def test_every_command_of_a_page_runs(page, workplace, monkeypatch):
         elif program == "hdi":
             done = CliRunner().invoke(hdi, words, prog_name="hdi")
             assert done.exit_code in {0, 1}, (line, done.output)
-        elif program == "make":
-            assert words[0] in targets, line
         elif line.startswith("python -m pytest"):  # they run in other tests, or are these
             assert (ROOT / words[2]).exists(), line
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_of_a_page_lead_somewhere(page):
-    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8")):
+@pytest.mark.parametrize("page", [*PAGES, *CLAIMS], ids=lambda page: page.name)
+def test_links_files_and_targets_of_a_page_exist(page):
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
         assert (page.parent / target).exists(), target
+    for file in re.findall(r"`((?:docs|examples|hdi_callback|tests)/[^` ]*)`", text):
+        assert (ROOT / file).exists(), file
+    for target in re.findall(r"(?:`|^)make ([a-z-]+)", text, flags=re.M):
+        assert target in TARGETS, target
 
 
 def test_tables_are_those_of_the_classes():

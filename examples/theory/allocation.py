@@ -270,8 +270,8 @@ def _why_not(
     low, high = min(best.values()), max(best.values())
     if high > _PRECISION * low:
         return (
-            f"The best head width ranges from {low} to {high}, by how the variance changes with the width and by the "
-            "noise, which a measurement at one width cannot determine."
+            f"The best head width ranges from {low} to {high}, depending on the noise and on how the variance "
+            "changes with the width, which a measurement at one width cannot determine."
         )
     if len(near_best) == len(widths) > 1:
         return (

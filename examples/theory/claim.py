@@ -112,9 +112,9 @@ class Claim:
         lines += [number.row() for number in self.numbers]
         for caption, table in self.tables.items():
             lines += ["", f"{caption}:", "", table]
-        lines += ["", "## What is left", "", self.left, "", "## Run it", "", "```shell"]
+        lines += ["", "## What was not tried", "", self.left, "", "## Run it", "", "```shell"]
         lines += [f"make theory ARGS={self.name}", "```", ""]
-        lines += [f"made this page and its figure, with the seeds {self.seeds}.", ""]
+        lines += [f"This command wrote the page and its figure. Seeds: {self.seeds}.", ""]
         return "\n".join(lines)
 
 

@@ -159,9 +159,7 @@ def run(size: Size) -> Claim:
             *everywhere,
         ],
         seeds="1, 2, 3",
-        left="Learned kernels and learned values: heads of a transformer can change their bias. In "
-        "small trained models, keeping heads aligned in training cost little (`make evidence` writes that "
-        "table).",
+        left="Learned kernels and learned values: heads of a transformer can change their bias.",
         caption="Noise of the mean head (left), and its error with a target (right), against HDI; 95 % intervals",
         figure=figure,
     )

@@ -153,12 +153,13 @@ def run(size: Size) -> Claim:
         title="Which key heads may be merged",
         words=[
             "Models are converted to fewer key heads to save memory, often by taking the mean of two heads' keys. "
-            "There is a closed form for the best merging: both heads' scores, weighed by how large their queries "
-            "are, form one matrix of width $2 d_k$, and its best approximation of width $d_k$ is its singular value "
+            "There is a closed form for the best merging: both heads' scores, weighted by the size of their queries, "
+            "form one matrix of width $2 d_k$, and its best approximation of width $d_k$ is its singular value "
             "decomposition (KQ-SVD). Its relative error on the data that it was made from is the *tail energy*, the "
             "share of squared singular values that is dropped.",
             "Each pair of heads of each layer is merged from half of the sequences, and the error of its scores is "
-            "measured on the other half. Then: does a number that is known beforehand predict which pairs lose least? "
+            "measured on the other half. The question is whether a number that is known beforehand predicts which "
+            "pairs lose least. "
             "The overlap of HDI uses weights alone; the tail energy uses the queries and keys of the data.",
         ],
         parts=[
@@ -169,10 +170,13 @@ def run(size: Size) -> Claim:
                 why(correlations["1 - overlap"]),
             ),
             Part(
-                "the tail energy says it", rule, verdict(correlations["tail energy"]), why(correlations["tail energy"])
+                "the tail energy predicts it",
+                rule,
+                verdict(correlations["tail energy"]),
+                why(correlations["tail energy"]),
             ),
             Part(
-                "the circuits' cosine says it",
+                "the cosine of the circuits predicts it",
                 rule,
                 verdict(correlations["1 - circuit cosine"]),
                 why(correlations["1 - circuit cosine"]),

@@ -414,11 +414,11 @@ def run(size: Size) -> Claim:
     axis.tick_params(axis="y", labelsize=7)
     return Claim(
         name="neighbours",
-        title="The idea among its neighbours",
+        title="HDI in related designs",
         words=[
-            "Heads are routed, grouped, tied, compressed, pruned and adapted in many designs. Each one here is built "
-            "small, with what HDI means in it, one exact property that must hold if that is so, and what "
-            "`find_attention` reports. `Left out` is a valid answer: heads that cannot be established are never "
+            "Heads are routed, grouped, tied, compressed, pruned and adapted in many designs. Each of them is built "
+            "here in small. The table says what HDI means in it, which exact property must hold if that is so, and "
+            "what `find_attention` reports. `Left out` is a valid answer: heads that cannot be established are never "
             "guessed.",
         ],
         parts=[

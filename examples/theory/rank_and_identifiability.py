@@ -154,14 +154,15 @@ def run(size: Size) -> Claim:
         name="rank_and_identifiability",
         title="Rank of tokens, and heads that cannot be identified",
         words=[
-            "Heads differ only if tokens do. A layer norm takes the mean over features out of each token and divides "
-            "by its spread: it multiplies each token by a number of its own, which keeps the rank of the (centred) "
-            "tokens exactly. The *affine* rank, the dimension of the smallest flat through all tokens, is another "
+            "Heads differ only if tokens do. A layer norm subtracts from each token its mean over features and "
+            "divides by its spread. So each (centred) token is multiplied by a factor of its own, and the rank of "
+            "the tokens does not change. The *affine* rank, the dimension of the smallest flat through all tokens, "
+            "is another "
             "matter, as tokens on a line that misses the origin are spread over an arc.",
-            "Attention averages tokens, so that layers of it alone make tokens one (Dong, Cordonnier and Loukas "
-            "2021); a residual connection carries the differences past it. Here: untrained layers, with layer "
-            "norms in front.",
-            "Behind the output projection only a sum of the heads is left. Of the $n H d_k$ numbers that $H$ heads "
+            "Attention averages tokens, so that a stack of attention layers alone makes all tokens the same (Dong, "
+            "Cordonnier and Loukas 2021); a residual connection carries their differences past it. This is tried in "
+            "untrained layers with layer norms before them.",
+            "After the output projection only a sum of the heads remains. Of the $n H d_k$ numbers that $H$ heads "
             "output at $n$ tokens, a plain mean keeps $n d_k$: in the other $n (H - 1) d_k$ directions heads can be "
             "moved without any effect, so that no data identifies them. In general these are $n (H d_v - "
             "\\operatorname{rank} W_O)$: none, where the output projection is square and of full rank, and many "

@@ -122,7 +122,7 @@ def run(size: Size) -> Claim:
         Number("slope of the formula", float(stats.linregress(np.log(sizes), predicted).slope)),
         Number("best width over the formula's, largest factor either way", ratio, of=f"{len(sizes)} sizes"),
         share_of("hits of the measured model in trained models", sum(by_model), len(models), of_models),
-        share_of("hits of the custom d_k = min(64, d/8)", sum(by_custom), len(models), of_models),
+        share_of("hits of the convention d_k = min(64, d/8)", sum(by_custom), len(models), of_models),
         *[Number(f"hits of always taking width {w}", share, of=of_models) for w, share in by_one.items()],
         Number("trainings in which the measurements name a width", sum(m["conclusive"] for m in models), of=of_models),
     ]
@@ -139,7 +139,9 @@ def run(size: Size) -> Claim:
     if len(texts) > 1 and trend.pvalue < 0.05:
         trained = "holds" if trend.statistic > 0 else "fails"
     difference = mean_of(
-        "hits of the measured model less those of the custom", [a - b for a, b in zip(by_model, by_custom)], of_models
+        "hits of the measured model less those of the convention",
+        [a - b for a, b in zip(by_model, by_custom)],
+        of_models,
     )
     numbers.append(difference)
     holds = slope.low > 0 and ratio < 2
@@ -167,16 +169,17 @@ def run(size: Size) -> Claim:
         title="The best head width grows with log n, in one regime",
         words=[
             "The abstract: the best head width grows with the logarithm of the training set, the number of heads "
-            "nearly linearly with the width $D$. Simulated: a target in twelve directions of falling relevance; a "
-            "head of width $k$ sees the first $k$ of them; bias and variance of its kernel average are simulated, "
-            "and $H = D / k$ orthogonal heads share the variance down to the floor of $1/n$. With a kernel of fixed "
+            "nearly linearly with the width $D$. The simulation has a target in twelve directions of falling "
+            "relevance, and a head of width $k$ sees the first $k$ of them. Bias and variance of its kernel average "
+            "are simulated, and $H = D / k$ orthogonal heads share the variance down to the floor of $1/n$. With a "
+            "kernel of fixed "
             "bandwidth, the variance grows exponentially in $k$. With the $1/\\sqrt{d_k}$ of attention and queries "
             "and keys of unit variance, the squared bandwidth grows with $k$ and the variance hardly does.",
             "Then one-layer decoders of width 64 are trained on 10 thousand to a million bytes of Python source, "
             "with 16 heads of width 4 up to one head of width 64. A rule hits if the loss of the width that it names "
             f"is within {NEAR:.0%} of the best of the five. Two rules are compared out of sample: `rank_allocations` "
             "from readings of the model with four heads (its best width, even where the measurements single out none), "
-            "and the custom $d_k = 64$, or $d/8$ in narrow models, which is 8 here.",
+            "and the convention $d_k = 64$, or $d/8$ in narrow models, which is 8 here.",
         ],
         parts=[
             Part(
@@ -201,7 +204,7 @@ def run(size: Size) -> Claim:
                 f"{len(models)} trainings, rank correlation in the table" if len(texts) > 1 else "one amount of text",
             ),
             Part(
-                "the model chooses better than the custom",
+                "the model chooses better than the convention",
                 "holds if it hits more often, with an interval above 0; fails if less often; else open",
                 chooses,
                 f"{sum(by_model)} of {len(models)} hits against {sum(by_custom)}",
@@ -209,8 +212,7 @@ def run(size: Size) -> Claim:
         ],
         numbers=numbers,
         seeds=f"1, 1001, ... (simulation), 0 to {repeats - 1} (trainings)",
-        left="Widths and amounts of text at which people train; deeper models; the linear growth of H with D, "
-        "which is tested on the formula alone (`tests/core/test_allocation.py`).",
+        left="Widths and amounts of text at which people train; deeper models; the linear growth of H with D.",
         caption="Left: best head width against n. Right: loss of trained models against head width",
         figure=figure,
     )

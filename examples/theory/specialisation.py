@@ -73,7 +73,7 @@ def run(size: Size) -> Claim:
             "HDI rises in healthy training",
             rule,
             verdict,
-            f"HDI rises in {sum(v > 0 for v in index)} of {seeds} trainings, by {np.mean(index):+.4f} in the mean: "
+            f"HDI rises in {sum(v > 0 for v in index)} of {seeds} trainings, by {np.mean(index):+.4f} on average: "
             f"healthy heads {'drift together' if np.mean(index) < 0 else 'move apart'}.",
         )
     )

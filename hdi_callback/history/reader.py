@@ -166,7 +166,7 @@ def _files(run: Path) -> list[Path]:
     found = sorted(run.rglob("history*.jsonl"), key=lambda file: file.stat().st_mtime, reverse=True)
     if not found:
         raise MisconfigurationError(
-            f"There is no `history.jsonl` in `{run}`, nor in a folder below it: its run has not begun, watches no layer, "
-            "or has `history=False`."
+            f"There is no `history.jsonl` in `{run}`, nor in a folder below it: its run has not begun, watches no "
+            "layer, or has `history=False`."
         )
     return found
