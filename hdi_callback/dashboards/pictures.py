@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hdi_callback.dashboards.layer_table import closest_pair, compared, name_layers, number_in
 from hdi_callback.dashboards.tags import HEADS, MAP
+from hdi_callback.dashboards.verdict import becomes_warning, events
 from hdi_callback.record import Alert, Record
 
 if TYPE_CHECKING:
@@ -201,12 +202,12 @@ _CURVE_METRICS = (WORST, "hdi_alignment", "hdi", "head_covariance")
 def _mark_events(panel: Any, records: Sequence[Record], drawn: Mapping[str, Curve]) -> None:
     """Mark alerts that began on the first curve of a panel, and interventions at its foot."""
     at = dict(zip(*next(iter(drawn.values()))))
-    began = [r.step for r in records if any(a.status == "new" and a.level != "notice" for a in r.alerts)]
+    began = {event.alert.step for event in events(records) if event.alert.level != "notice"} & at.keys()
     acted = [r.step for r in records if any(not action.is_refusal for action in r.actions)]
     style = {"s": 46, "edgecolors": "white", "linewidths": 0.8, "zorder": 3}
     if began:
         heights = [at[step] if math.isfinite(at[step]) else 0 for step in began]
-        panel.scatter(began, heights, marker="v", color=_MARK, label="alert", **style)
+        panel.scatter(list(began), heights, marker="v", color=_MARK, label="alert", **style)
     if acted:
         panel.scatter(acted, [0] * len(acted), marker="D", color="#8250df", label="intervention", **style)
 
@@ -224,6 +225,7 @@ class Pictures:
         self._steps = array("q")
         self._worst: dict[str, array[float]] = {}
         self._alerts: list[Alert] = []
+        self._marked: list[Alert] = []
         self._compared: dict[str, str] = {}
         for record in past:
             self._add(record)
@@ -239,7 +241,7 @@ class Pictures:
         is_due = record.is_last or (len(self._steps) > 1 and began >= self._next)
         if not is_due or not self._worst:
             return {}
-        drawn = {MAP: pixels(draw_map(self._steps, self._worst, self._alerts))}
+        drawn = {MAP: pixels(draw_map(self._steps, self._worst, self._marked))}
         worst = record.values(WORST)
         layer = max(worst, key=lambda name: worst[name], default=None)
         if layer is not None and (matrix := record.layers[layer].matrices.get("pair_alignment")) is not None:
@@ -256,7 +258,8 @@ class Pictures:
         for name, row in self._worst.items():
             row.append(values.get(name, math.nan))
         self._steps.append(record.step)
-        self._alerts += [alert for alert in record.alerts if alert.status == "new" and alert.level != "notice"]
+        self._marked += [alert for alert in record.alerts if becomes_warning(alert, self._alerts)]
+        self._alerts += record.alerts
 
 
 def pixels(figure: Figure) -> npt.NDArray[np.uint8]:

@@ -66,6 +66,21 @@ def events(records: Sequence[Record]) -> list[Event]:
     return found
 
 
+def becomes_warning(alert: Alert, past: Sequence[Alert]) -> bool:
+    """Return whether an event is a warning, or worse, from this alert on; it may have been a notice before.
+
+    Args:
+        alert: the alert.
+        past: all alerts before it.
+    """
+    if alert.level == "notice" or alert.is_over:
+        return False
+    if alert.status == "new":
+        return True
+    own = (one for one in reversed(past) if one.rule == alert.rule and one.where.keys() & alert.where.keys())
+    return next((one.level for one in own), "notice") == "notice"
+
+
 def _is_same(event: Event, alert: Alert) -> bool:
     """Whether an alert goes on with an event."""
     return (

@@ -8,6 +8,7 @@ from typing import Any
 from hdi_callback.dashboards.layer_table import name_layers
 from hdi_callback.dashboards.pictures import Pictures
 from hdi_callback.dashboards.tags import all_tags, curves
+from hdi_callback.dashboards.verdict import becomes_warning
 from hdi_callback.record import Alert, Record
 
 _LEVELS = {"warning": "WARN", "critical": "ERROR"}
@@ -55,17 +56,17 @@ class Wandb:
         row: dict[str, Any] = {self._step: record.step, **curves(record, self._metrics, self._prefix)}
         for tag, picture in self._pictures.add(record).items():
             row[self._prefix + tag] = wandb.Image(picture)
+        urgent = [alert for alert in record.alerts if becomes_warning(alert, self._alerts)]
         self._alerts += record.alerts
         if self._alerts and (record.alerts or record.is_last):
             rows: list[Iterable[Any]] = [_table_row(alert) for alert in self._alerts]
             row[f"{self._prefix}hdi/alert_table"] = wandb.Table(columns=list(_COLUMNS), data=rows)
         self._run.log(row, commit=False)
         self._open_row = self._run.step
-        for alert in record.alerts:
-            if alert.status == "new" and alert.level in _LEVELS:
-                title = f"Attention heads: {alert.rule} in {name_layers(alert.layers)}"
-                text = f"step {alert.step}: {alert.message}\n{alert.action}"
-                self._run.alert(title, text, level=_LEVELS[alert.level], wait_duration=1)  # 0 would be a minute
+        for alert in urgent:
+            title = f"Attention heads: {alert.rule} in {name_layers(alert.layers)}"
+            text = f"step {alert.step}: {alert.message}\n{alert.action}"
+            self._run.alert(title, text, level=_LEVELS[alert.level], wait_duration=1)  # 0 would be a minute
 
     def close(self) -> None:
         """Commit the last row."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hdi_callback.dashboards.verdict import events, verdict
+from hdi_callback.dashboards.verdict import becomes_warning, events, verdict
 from hdi_callback.record import Alert, LayerRecord, Record
 from tests.dashboards.synthetic import TO_DO, collapsing, facts_of
 
@@ -103,3 +103,11 @@ def test_an_event_is_one_row_from_its_beginning_to_its_end():
 def test_key_heads_are_called_so_where_heads_share_their_keys():
     facts = [{"name": name, "num_heads": 8, "num_key_heads": 4} for name in "ab"]
     assert "The two closest are key heads 1 and 3 of a" in verdict([record()], facts).text
+
+
+def test_an_event_becomes_a_warning_once():
+    notice, warning, worse = alert(0, level="notice"), alert(10, "worse"), alert(20, "worse", "critical")
+    over = alert(30, "resolved", "critical")
+    past = [notice, warning, worse, over]
+    assert [becomes_warning(one, past[:place]) for place, one in enumerate(past)] == [False, True, False, False]
+    assert becomes_warning(alert(40), past), "the next event"
