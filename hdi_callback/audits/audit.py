@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import os
 import re
 import statistics
@@ -97,15 +96,9 @@ class Audit:
         }
 
     def __repr__(self) -> str:
-        return f"<Audit of {self.name}: {len(self.layers)} layers, {len(self.findings)} findings>"
-
-    def __str__(self) -> str:
         """The table of layers, what was not audited, and the verdict."""
         table = layers_text(self.layers, self.not_audited, self.record, self.findings)
         return f"{table}\n\n{self.verdict}".strip()
-
-    def _repr_html_(self) -> str:
-        return f"<p><b>{html.escape(str(self.verdict))}</b></p><pre>{html.escape(str(self))}</pre>"
 
 
 def audit(

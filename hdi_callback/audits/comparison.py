@@ -21,6 +21,7 @@ from hdi_callback.record import Record
 _COMPARED = ("hdi", "hdi_alignment", "hdi_worst_alignment", "hdi_energy_alignment")
 _ROUNDING = 1e-3  # of matrices in a history, and of products of weights
 _MOST_NAME = 30  # columns of the table for the name of a layer
+_MOST_ROWS = 20  # layers in the table
 
 
 @dataclass(frozen=True)
@@ -105,15 +106,9 @@ class Comparison:
         return {**asdict(self), "summary": self.summary}
 
     def __repr__(self) -> str:
-        return f"<Comparison of {self.first} and {self.second}: {len(self.layers)} layers>"
-
-    def __str__(self) -> str:
-        return self.text()
-
-    def text(self, most: int = 20) -> str:
-        """Return a table of at most so many layers in 80 columns, what is only in one of the two, and the summary."""
+        """The table of the layers that changed most, what is only in one of the two, and the summary."""
         rows: list[tuple[str, ...]] = [("layer", "pair in A", "in B", "aligned in A", "in B", "moved most")]
-        for layer in self.layers[:most]:
+        for layer in self.layers[:_MOST_ROWS]:
             pairs = ("-".join(map(str, pair)) or "-" for pair in (layer.pair_before, layer.pair_after))
             numbers = (_decimal(side.get("hdi_worst_alignment")) for side in (layer.before, layer.after))
             head = layer.most_moved
@@ -123,8 +118,8 @@ class Comparison:
         lines = [f"A  {self.first}", f"B  {self.second}", ""]
         if self.layers:
             lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-        if len(self.layers) > most:
-            lines.append(f"{len(self.layers) - most} more layers changed less.")
+        if len(self.layers) > _MOST_ROWS:
+            lines.append(f"{len(self.layers) - _MOST_ROWS} more layers changed less.")
         for side, names in (("A", self.only_in_first), ("B", self.only_in_second)):
             lines += [f"only in {side}: {', '.join(names)}"] if names else []
         lines += [f"not compared: {name}: {reason}" for name, reason in self.not_compared.items()]
@@ -160,7 +155,7 @@ def compare(
         The layers of both, most changed first.
 
     Raises:
-        MisconfigurationError: if one is a run and the other is none, or one cannot be opened.
+        MisconfigurationError: if one is a run and the other is not, or one cannot be opened.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.TransformerEncoderLayer(d_model=32, nhead=4, batch_first=True))
@@ -173,7 +168,7 @@ def compare(
     if any(runs):
         run, other = (first, second) if runs[0] else (second, first)
         named = type(other).__name__ if isinstance(other, nn.Module) else other
-        raise MisconfigurationError(f"`{run}` is a run and `{named}` is none: write two of one kind.")
+        raise MisconfigurationError(f"`{run}` is a run and `{named}` is not: compare two runs, or two models.")
     sides = []
     facts: list[Mapping[str, Any]] = []
     reasons: dict[str, str] = {}

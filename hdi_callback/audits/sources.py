@@ -29,12 +29,12 @@ _TOKENS = (2, 8)  # sequences and their length, in a made-up batch
 
 @dataclass(frozen=True)
 class Target:
-    """A model that is to be looked at.
+    """A model to audit.
 
     Attributes:
         name: as the user wrote it.
         model: the model; on the meta device until `load` if it was opened so.
-        batches: what its forward can be called with, to be tried in turn; empty if nothing is known.
+        batches: what its forward can be called with, tried one after the other; empty if nothing is known.
         weights: name of a parameter -> its tensor in the files.
         missing: name of a parameter -> why no tensor in the files is its value.
         step: optimizer steps that the model was trained for, if that is known.
@@ -199,8 +199,8 @@ def made_up_batches(model: Any, device: str | torch.device = "cpu") -> tuple[dic
         device: where the batches are made.
 
     Returns:
-        Keywords of its forward, to be tried in turn: on the meta device some models look at the values of a mask, and
-        others, where there is none, at those of the positions. Empty if its main input is of another kind.
+        Keywords of its forward, tried one after the other: on the meta device some models look at the values of a mask,
+        and others, where there is none, at those of the positions. Empty if its main input is of another kind.
     """
     config, takes, main = model.config, inspect.signature(model.forward).parameters, model.main_input_name
     vision = getattr(config, "vision_config", config)
@@ -217,7 +217,7 @@ def made_up_batches(model: Any, device: str | torch.device = "cpu") -> tuple[dic
         if main not in inputs:
             return ()
         batch: dict[str, Any] = {main: inputs[main]()}
-        # CLIP and its like take both; others put images in the place of tokens, of which there are none here.
+        # CLIP and its like take both; others put images in place of tokens, and there are none here.
         if main == "input_ids" and vision is not config and not hasattr(config, "image_token_id"):
             batch["pixel_values"] = inputs["pixel_values"]()
         if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in takes:
@@ -238,7 +238,7 @@ def _both(size: Any) -> tuple[int, int]:
 
 def _open_file(path: Path, build: str | Callable[..., Any] | None) -> Target:
     if path.suffix == ".jsonl":
-        raise MisconfigurationError(f"`{path}` is a run, and no model: `hdi report {path}` judges it. {_WHAT}")
+        raise MisconfigurationError(f"`{path}` is a run and not a model; `hdi report {path}` judges it. {_WHAT}")
     if build is None:
         raise MisconfigurationError(
             f"`{path}` needs its model: write --model package.module:Class (in Python model=Class), the class or a "
@@ -285,7 +285,7 @@ def _matched(model: nn.Module, stored: Mapping[str, Tensor]) -> tuple[dict[str, 
 
 
 def _built(build: Any, name: str, arguments: Any = None) -> Target:
-    """Call a function or class that builds a model, or a model and a batch; or take a model that there is."""
+    """Call a function or class that builds a model, or a model and a batch; or take a model as it is."""
     made = _imported(build) if isinstance(build, str) else build
     if not isinstance(made, nn.Module):
         if not callable(made):

@@ -178,21 +178,18 @@ def alerts(run: str, thresholds: tuple[str, ...], since: int, level: str, as_jso
 @hdi.command(epilog=_EXIT_CODES)
 @click.argument("run")
 @click.option("--once", is_flag=True, help="Draw the run once and exit.")
-@click.option(
-    "--until", type=click.IntRange(min=0), metavar="STEP", help="Exit at the first reading at or after this step."
-)
 @click.option("--idle", type=float, metavar="SECONDS", help="Exit after so long without a new reading.")
 @click.option(
     "--interval", type=float, default=2.0, show_default=True, metavar="SECONDS", help="Time between two updates."
 )
-def watch(run: str, once: bool, until: int | None, idle: float | None, interval: float) -> int:
+def watch(run: str, once: bool, idle: float | None, interval: float) -> int:
     """Follow a run in the terminal; waits for one that has not begun.
 
-    Exits when the run ends, on Ctrl-C, or as --once, --until and --idle say.
+    Exits when the run ends, on Ctrl-C, or as --once and --idle say.
     """
     from hdi_callback.command.watching import follow
 
-    return CODES[follow(run, once=once, until=until, idle=idle, interval=interval)]
+    return CODES[follow(run, once=once, idle=idle, interval=interval)]
 
 
 @hdi.command()
@@ -201,13 +198,10 @@ def watch(run: str, once: bool, until: int | None, idle: float | None, interval:
 @click.option(
     "--step", type=click.IntRange(min=0), metavar="STEP", help="Compare runs at their last reading up to this step."
 )
-@click.option("--rows", type=click.IntRange(min=1), default=20, show_default=True, metavar="N", help="Layers to list.")
 @_MODEL
 @_CONFIG
 @_JSON
-def compare(
-    first: str, second: str, step: int | None, rows: int, build: str | None, config: str | None, as_json: bool
-) -> int:
+def compare(first: str, second: str, step: int | None, build: str | None, config: str | None, as_json: bool) -> int:
     """Show which layers and heads differ in two models or runs.
 
     \b
@@ -221,7 +215,7 @@ def compare(
     if as_json:
         print_json(found.to_dict())
     else:
-        click.echo(found.text(rows))
+        click.echo(str(found))
     return NOTHING_UNUSUAL if found.layers else CANNOT_WORK
 
 

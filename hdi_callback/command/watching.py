@@ -19,14 +19,13 @@ _SHADES = " .:-=+*#%@"  # of an alignment from 0 to 1, readable without colours
 _STYLES: dict[State, str] = {"alert": "bold red", "clear": "bold green", "nothing to judge": "bold yellow"}
 
 
-def follow(run: str, *, once: bool, until: int | None, idle: float | None, interval: float) -> State:
+def follow(run: str, *, once: bool, idle: float | None, interval: float) -> State:
     """Draw a run again and again until it ends; wait for one that has not begun.
 
     Args:
         run: a history, or the folder of a run.
         once: draw it once.
-        until: end at the first reading of this step or a later one.
-        idle: end if nothing was written for so many seconds.
+        idle: end after so many seconds without a new reading.
         interval: seconds between two looks at the history.
 
     Returns:
@@ -56,7 +55,9 @@ def follow(run: str, *, once: bool, until: int | None, idle: float | None, inter
                 if found is not None and (now := found.path.stat().st_size) != size:
                     size, last_change, found = now, time.monotonic(), load_history(found.path)
                     live.update(frame(found, console.width), refresh=True)
-                if _has_ended(found, until) or (idle is not None and time.monotonic() - last_change >= idle):
+                if (found is not None and found.records and found.records[-1].is_last) or (
+                    idle is not None and time.monotonic() - last_change >= idle
+                ):
                     break
                 time.sleep(interval)
         except KeyboardInterrupt:  # Ctrl-C ends it
@@ -70,13 +71,6 @@ def _begun(run: str) -> RunHistory | None:
         return load_history(run)
     except MisconfigurationError:
         return None
-
-
-def _has_ended(history: RunHistory | None, until: int | None) -> bool:
-    if history is None or not history.records:
-        return False
-    last = history.records[-1]
-    return last.is_last or (until is not None and last.step >= until)
 
 
 def frame(history: RunHistory, width: int) -> RenderableType:

@@ -21,6 +21,7 @@ class Console:
         refused: name -> reason, of attention that is not watched.
         interventions: names of those that were enabled.
         history: path of the history; empty if there is none.
+        past: records before a resumption, for the verdict.
     """
 
     name = "printing"
@@ -33,11 +34,13 @@ class Console:
         refused: Mapping[str, str] | None = None,
         interventions: Sequence[str] = (),
         history: str = "",
+        past: Sequence[Record] = (),
     ) -> None:
         self._say, self._every = say, every_n_steps
         self._refused, self._interventions, self._history = refused or {}, interventions, history
         self._layers: Sequence[Mapping[str, Any]] = ()
-        self._records: list[Record] = []  # the last one, and of all others steps and alerts
+        # Only the last one keeps its layers.
+        self._records = [*(replace(record, layers={}) for record in past[:-1]), *past[-1:]]
 
     def open(self, layers: Sequence[Mapping[str, Any]]) -> None:
         """Print the table of layers."""

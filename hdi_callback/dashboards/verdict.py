@@ -135,7 +135,7 @@ def _rank(alert: Alert) -> int:
 
 
 def _is_measured(record: Record, layer: str) -> bool:
-    """Whether any number of a layer could be judged; that it trains is none."""
+    """Whether any number of a layer could be judged; whether it trains is not one."""
     return any(math.isfinite(value) for metric, value in record.layers[layer].values.items() if metric != "trains")
 
 

@@ -66,17 +66,17 @@ class Intervention(ABC):
     A subclass overrides `on_alert`, and others of the hooks that it needs.
 
     Args:
-        on: the least serious level that it answers.
-        rules: names of the rules whose alerts it answers; `None` for those of the class.
-        at_most: how often it acts in a run; `None` for the default of the class.
+        on: the lowest level of alerts to act on.
+        rules: names of the rules to act on; `None` for those of the class.
+        at_most: how often to act in a run; `None` for the default of the class.
         dry_run: only report what would have been done.
 
     Attributes:
         name: its name in logs.
-        rules: names of rules that it answers by default; `None` for all.
-        at_most: how often it acts by default; `None` for no bound.
-        ignores_start: True if it leaves alone what was so at step 0 already, unless `rules` are given: heads may be
-            equal on purpose.
+        rules: names of the rules to act on by default; `None` for all.
+        at_most: how often to act by default; `None` for any number of times.
+        ignores_start: True to leave alone what was so at step 0 already, unless `rules` are given: heads may be equal
+            on purpose.
 
     Raises:
         MisconfigurationError: if an argument cannot work.

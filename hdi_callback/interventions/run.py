@@ -28,7 +28,7 @@ class StopTraining(Intervention):
     """End the training; by default on the first critical alert.
 
     Args:
-        on: the least serious level that it answers.
+        on: the lowest level of alerts to act on.
         options: see `Intervention`.
     """
 

@@ -420,6 +420,7 @@ class Session:
                     refused={refusal.name: refusal.reason for refusal in self.monitor.refused},
                     interventions=[intervention.name for intervention in self.interventions],
                     history="" if self.history is None else str(self.history.path),
+                    past=past,
                 )
             )
         for sink in sinks:

@@ -37,7 +37,7 @@ class Settings:
         history: write the history, to ``hdi/history.jsonl`` in the folder of the run, or to a path.
         alerts: ``"default"``, a list of rules, or `None` for no alerts.
         thresholds: limits of the rules by pattern of layer names: ``{"decoder.*": {"pair": 0.95}}``; `None` in
-            place of a number switches a rule off there.
+            place of a number switches a limit off there.
         pretrained: whether the weights were trained before this run, so that their state at its start raises no alert;
             ``"auto"`` tells it from the weights of each layer.
         interventions: what to do about alerts; nothing by default.
@@ -127,7 +127,7 @@ def _history(value: Any) -> bool | Path:
 def _check_alerts(alerts: Any, thresholds: Any) -> None:
     if thresholds is not None and alerts is None:
         raise MisconfigurationError(
-            '`thresholds` are limits of rules, and alerts=None asks for none: write alerts="default".'
+            '`thresholds` are limits of rules, and alerts=None switches them off: write alerts="default".'
         )
     Alerts(alerts, thresholds)  # checks both
     for rule in () if alerts is None or alerts == "default" else alerts:
@@ -151,6 +151,6 @@ def _interventions(value: Any, alerts: Any) -> tuple[Intervention, ...]:
             raise MisconfigurationError(f"`interventions` holds {shown(item)}, which is no intervention{hint}.")
     if value and alerts is None:
         raise MisconfigurationError(
-            'Interventions answer alerts, and alerts=None asks for none: write alerts="default".'
+            'Interventions act on alerts, and alerts=None switches them off: write alerts="default".'
         )
     return tuple(value)

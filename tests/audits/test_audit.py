@@ -436,19 +436,13 @@ def test_an_audit_is_printed_as_a_table_with_the_verdict_last(llama):
     lines = str(found).splitlines()
     assert lines[-1] == found.verdict.text
     assert max(map(len, lines[: lines.index("")])) <= 80
-    assert repr(found) == "<Audit of LlamaForCausalLM: 3 layers, 1 findings>"
+    assert repr(found) == str(found)
 
 
 def test_many_equal_layers_are_one_line():
     lines = str(audit(f"{HERE}:build_many")).splitlines()
     assert [line for line in lines if line.startswith("encoder.layers.")] == [lines[1]]
     assert "0-47" in lines[1]
-
-
-def test_a_notebook_shows_the_verdict_and_escapes_names():
-    shown = audit(nn.ModuleDict({"<b>": nn.MultiheadAttention(32, 4)}))._repr_html_()
-    assert "&lt;b&gt;" in shown
-    assert "<b>:" not in shown
 
 
 def test_an_audit_as_plain_data_survives_json(folder):

@@ -91,7 +91,7 @@ def test_runs_are_compared_up_to_a_step(two, tmp_path):
 
 def test_a_run_and_a_model_cannot_be_compared(two, tmp_path):
     write_run(tmp_path / "history.jsonl", two[0], 50)
-    with pytest.raises(MisconfigurationError, match="is a run and `Encoder` is none"):
+    with pytest.raises(MisconfigurationError, match="is a run and `Encoder` is not"):
         compare(tmp_path, two[0])
 
 

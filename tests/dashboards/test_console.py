@@ -54,3 +54,15 @@ def test_old_readings_are_not_kept_in_memory():
     for record in collapsing(4, 6, 10, layer=2, pair=(1, 3)):
         console.write(record)
     assert [bool(record.layers) for record in console._records] == [False] * 9 + [True]
+
+
+def test_the_verdict_of_a_resumed_run_counts_what_was_before():
+    first, second, *rest = collapsing(4, 6, 20, layer=2, pair=(1, 3))
+    lines: list[str] = []
+    console = Console(lines.append, every_n_steps=50, past=[first, second])
+    console.open(facts_of(4, 6))
+    console.close()
+    assert lines[-1].startswith("hdi_callback: No alert in 2 readings of 4 layers. The two closest are heads")
+    console.write(rest[0])
+    console.close()
+    assert lines[-1].startswith("hdi_callback: No alert in 3 readings of 4 layers.")
