@@ -128,7 +128,7 @@ def draw_heads(
     title = _short(layer, 40) + ("" if step is None else f", step {step}")
     least = np.nanmin(table) if np.isfinite(table).any() else 0.0
     if heads > 2 and least >= _ALL_ALIKE:
-        title += f"\nall {heads} {unit}: {least:.2f} or more"
+        title += f"\nall {heads} {unit}: alignment of at least {least:.2f}"
     elif len(pair) == 2:
         i, j = pair
         for colour, width in (("white", 3.2), (_MARK, 1.7)):

@@ -90,7 +90,7 @@ def test_of_a_layer_in_which_all_heads_are_alike_no_two_are_marked():
         return draw_heads("a", 0, alignment, (0, 5), **words).axes[0].get_title(loc="left")
 
     alike = torch.full((8, 8), 0.93)
-    assert title(alike, unit="key heads").endswith("all 8 key heads: 0.93 or more")
+    assert title(alike, unit="key heads").endswith("all 8 key heads: alignment of at least 0.93")
     alike[2, 3] = alike[3, 2] = 0.1
     assert title(alike).endswith("heads 0 and 5: 0.93")
 
