@@ -21,7 +21,7 @@ _REGISTERED: dict[type[nn.Module], Layout] = {}
 
 
 def register_layout(module_type: type[nn.Module], function: Layout) -> None:
-    """Describe how modules of a class keep their heads; what is described is not searched for.
+    """Describe how modules of a class lay out their heads; their attention is then not read from a forward.
 
     Args:
         module_type: the class; subclasses are described in the same way, unless they have a layout of their own.
@@ -29,7 +29,7 @@ def register_layout(module_type: type[nn.Module], function: Layout) -> None:
             heads to watch, so that its attention is read from a forward as that of any other module.
 
     Raises:
-        MisconfigurationError: if the one is no class of modules, or the other no function.
+        MisconfigurationError: if `module_type` is not a class of modules, or `function` not a function.
 
     Example:
         >>> import torch

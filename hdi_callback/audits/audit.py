@@ -114,8 +114,8 @@ def audit(
     """Judge the heads of a model or a checkpoint.
 
     Weights in files are mapped, not loaded, and no code from a file is executed. Attention is found by a forward on a
-    batch that the model names itself, or that is made up for a model of transformers; without one, torch's own
-    attention and registered layouts are known.
+    batch that the model provides itself, or that is made up for a model of transformers; without one, only torch's own
+    attention and registered layouts are found.
 
     Args:
         target: a model; or a folder that transformers wrote, a ``.safetensors`` file with its ``config.json`` beside
@@ -132,7 +132,7 @@ def audit(
         Layers, findings and a verdict.
 
     Raises:
-        MisconfigurationError: if there is no such model or it cannot be opened; the message says what to write instead.
+        MisconfigurationError: if there is no such model, or it cannot be opened; the message says what to write.
 
     Example:
         >>> import torch

@@ -146,8 +146,8 @@ def compare(
 
     Args:
         first: a model or a checkpoint, as `audit` takes it, or the history of a run, or its folder.
-        second: the same; both are runs, or none is.
-        step: of runs, the last reading up to this step is compared; by default the last one.
+        second: the same; either both are runs, or neither is.
+        step: compare runs at their last reading up to this step; by default at the last one.
         model: see `audit`.
         config: see `audit`.
 

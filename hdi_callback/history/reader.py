@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class RunHistory:
-    """A run, as its history has it.
+    """A run, as read from its history.
 
     Attributes:
         path: the file.
@@ -112,7 +112,7 @@ def load_history(run: str | os.PathLike[str]) -> RunHistory:
     """Read the history of a run, also while training goes on.
 
     Args:
-        run: the file, or a folder in which it is, however deep; of several the newest is taken, see
+        run: the file, or a folder that contains it at any depth; of several the newest is taken, see
             `RunHistory.taken`.
 
     Returns:

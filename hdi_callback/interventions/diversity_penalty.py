@@ -35,7 +35,7 @@ class DiversityPenalty(WhileActive):
         measure: ``"subspace"`` for the mean overlap of the key heads' subspaces, ``"circuit"`` for the mean squared
             cosine of the heads' QK circuits (`circuit_penalty`).
         noise: size of the displacement, relative to the norm of a head.
-        options: see `Intervention`; by default it answers the rules on heads that are alike.
+        options: see `Intervention`; by default it acts on the rules on heads that are alike.
 
     Raises:
         MisconfigurationError: if an argument cannot work.

@@ -26,7 +26,7 @@ class QKClip(Intervention):
     with :math:`S_h` the largest score of the queries sampled for the reading (``attention_logit``), and biases scaled
     alike (after MuonClip, Kimi Team 2025, which looks at every step). Where heads share a key, the key is scaled only
     if all of them exceed the limit, by the factor closest to 1, and the queries by the rest: a head below the limit is
-    left bit-identical. It answers no alerts.
+    left bit-identical. It does not depend on alerts.
 
     Where to put the limit: at the largest score of a healthy run of the same model, no lower. Additive terms of the
     scores (masks, ALiBi) count in :math:`S_h` and are not scaled.
@@ -46,7 +46,7 @@ class QKClip(Intervention):
         unknown = sorted(set(options) - {"at_most", "dry_run"})
         if unknown:
             raise MisconfigurationError(
-                f"QKClip answers no alerts, so it takes `at_most` and `dry_run`, and not {unknown[0]!r}."
+                f"QKClip does not depend on alerts, so it takes `at_most` and `dry_run`, and not {unknown[0]!r}."
             )
         super().__init__(**options)
         self.limit = positive("limit of QKClip", limit)

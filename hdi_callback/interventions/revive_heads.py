@@ -53,7 +53,7 @@ class ReviveHeads(Intervention):
         seed: seed of its own random generator, the same on every rank.
         max_output_error: largest relative error of a head's output, in [0, 1], that the head it is folded into may
             leave; 1 for any.
-        options: see `Intervention`; by default it answers "worst pair" and "merged scores".
+        options: see `Intervention`; by default it acts on "worst pair" and "merged scores".
 
     Raises:
         MisconfigurationError: if an argument cannot work.

@@ -66,7 +66,7 @@ class Call(Intervention):
         options: see `Intervention`.
 
     Raises:
-        MisconfigurationError: if it is no function.
+        MisconfigurationError: if `function` cannot be called.
     """
 
     name = "Call"
@@ -88,7 +88,7 @@ class Call(Intervention):
 class ScaleLearningRate(WhileActive):
     """Lower the learning rate of the run while an alert is active.
 
-    The factor is applied before each optimizer step and taken back after it, so that schedulers and checkpoints see the
+    The factor is applied before each optimizer step and undone after it, so that schedulers and checkpoints see the
     learning rate that they set.
 
     Args:

@@ -126,7 +126,7 @@ MISUSE = {
     "an error above one": (lambda: ReviveHeads(max_output_error=2), r"in \[0, 1\]"),
     "a seed": (lambda: ReviveHeads(seed=-1), "at least 0"),
     "a limit": (lambda: QKClip(limit=0), "above 0"),
-    "rules of QKClip": (lambda: QKClip(rules=["logit growth"]), "answers no alerts"),
+    "rules of QKClip": (lambda: QKClip(rules=["logit growth"]), "does not depend on alerts"),
     "without a callback": (lambda: StopTraining().training, r"HDICallback\(interventions=\[...\]\)"),
 }  # fmt: skip
 
