@@ -57,11 +57,6 @@ class Audit:
         return self.record.active
 
     @property
-    def is_unusual(self) -> bool:
-        """Whether anything is a warning or worse."""
-        return any(finding.level != "notice" for finding in self.findings)
-
-    @property
     def not_audited(self) -> dict[str, str]:
         """Layers whose heads were not compared, and attention that is not read -> the reason."""
         reported = {layer for finding in self.findings for layer in finding.where}  # NaN weights are a finding
@@ -138,8 +133,8 @@ def audit(
         >>> import torch
         >>> encoder = torch.nn.TransformerEncoderLayer(d_model=32, nhead=4, batch_first=True)
         >>> found = audit(torch.nn.Sequential(encoder))
-        >>> [(facts["name"], facts["num_heads"]) for facts in found.layers], found.is_unusual
-        ([('0.self_attn', 4)], False)
+        >>> [(facts["name"], facts["num_heads"]) for facts in found.layers], found.verdict.state
+        ([('0.self_attn', 4)], 'clear')
     """
     opened, layers, refused = open_layers(target, model=model, config=config, forward=forward)
     layers = _chosen(layers, include, exclude)

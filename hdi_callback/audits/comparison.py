@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from hdi_callback.audits.audit import measure_weights, open_layers
 from hdi_callback.core import head_diversity
-from hdi_callback.dashboards.layer_table import closest_pair, compared, name_heads
+from hdi_callback.dashboards.layer_table import closest_pair, compared, name_heads, table_lines
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.history import RunHistory, load_history
 from hdi_callback.record import Record
 
 _COMPARED = ("hdi", "hdi_alignment", "hdi_worst_alignment", "hdi_energy_alignment")
 _ROUNDING = 1e-3  # of matrices in a history, and of products of weights
-_MOST_NAME = 30  # columns of the table for the name of a layer
+_HEADINGS = ("layer", "pair in A", "in B", "aligned in A", "in B", "moved most")
 _MOST_ROWS = 20  # layers in the table
 
 
@@ -107,17 +107,15 @@ class Comparison:
 
     def __repr__(self) -> str:
         """The table of the layers that changed most, what is only in one of the two, and the summary."""
-        rows: list[tuple[str, ...]] = [("layer", "pair in A", "in B", "aligned in A", "in B", "moved most")]
+        rows = []
         for layer in self.layers[:_MOST_ROWS]:
             pairs = ("-".join(map(str, pair)) or "-" for pair in (layer.pair_before, layer.pair_after))
             numbers = (_decimal(side.get("hdi_worst_alignment")) for side in (layer.before, layer.after))
             head = layer.most_moved
             moved = "-" if head is None else f"{head} ({layer.moved[head]:.2f})"
-            rows.append((_shortened(layer.name), *pairs, *numbers, moved))
-        widths = [max(map(len, column)) for column in zip(*rows)]
+            rows.append([layer.name, *pairs, *numbers, moved])
         lines = [f"A  {self.first}", f"B  {self.second}", ""]
-        if self.layers:
-            lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        lines += table_lines(_HEADINGS, rows) if rows else []
         if len(self.layers) > _MOST_ROWS:
             lines.append(f"{len(self.layers) - _MOST_ROWS} more layers changed less.")
         for side, names in (("A", self.only_in_first), ("B", self.only_in_second)):
@@ -268,8 +266,3 @@ def _compared(record: Record, layer: str) -> dict[str, float]:
 
 def _decimal(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
-
-
-def _shortened(name: str) -> str:
-    """The end of a long name, which tells layers apart."""
-    return name if len(name) <= _MOST_NAME else f"...{name[3 - _MOST_NAME :]}"

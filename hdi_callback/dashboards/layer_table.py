@@ -6,7 +6,7 @@ import io
 import math
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,26 +131,13 @@ def layers_text(
         layer             heads  width  layout
         blocks.0-11.attn  12     64     `qkv`
     """
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     columns = {"layer": "layer", "heads": "heads", "width": "width", "layout": "kind"}
     if record is not None:
         columns = {"layer": "layer", "heads": "heads", "HDI": "hdi", "closest": "alignment", "pair": "pair"}
         columns |= {"alert": "alert"} if any(alert.level != "notice" for alert in active) else {}
-    rows = layer_rows(layers, record, active)
-    words = {"layout", "pair", "alert"}  # they are wrapped before the name of a layer is broken
-    words |= {"layer"} if max((len(row.layer) for row in rows), default=0) > width / 2 else set()
-    table = Table(box=None, pad_edge=False, padding=(0, 2 if record is None else 1, 0, 0))
-    for heading in columns:
-        table.add_column(heading, overflow="fold", no_wrap=heading not in words)
-    for row in rows:
-        table.add_row(*(Text(getattr(row, field)) for field in columns.values()))
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    with console.capture() as captured:
-        console.print(table)
-    lines = [line.rstrip() for line in captured.get().splitlines()] if layers else []
+    rows = [[getattr(row, field) for field in columns.values()] for row in layer_rows(layers, record, active)]
+    gap = 2 if record is None else 1
+    lines = table_lines(list(columns), rows, width=width, gap=gap, wrapped={"layout", "pair", "alert"}) if rows else []
     reasons: dict[str, list[str]] = {}
     for name, reason in (refused or {}).items():
         reasons.setdefault(reason, []).append(name)
@@ -158,6 +145,39 @@ def layers_text(
         text = f"not watched: {name_layers(names)}: {reason}"
         lines += textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
     return "\n".join(lines)
+
+
+def table_lines(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    width: int = 80,
+    gap: int = 2,
+    wrapped: Collection[str] = (),
+) -> list[str]:
+    """Return a table of layers, whose names stand in the first column, as lines of text.
+
+    Args:
+        headings: of the columns.
+        rows: their cells.
+        width: of the text, in columns of the terminal.
+        gap: between two columns.
+        wrapped: headings of columns whose words may go to the next line, before the name of a layer is broken.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    is_long = max((len(row[0]) for row in rows), default=0) > width / 2
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+    for place, heading in enumerate(headings):
+        table.add_column(heading, overflow="fold", no_wrap=heading not in wrapped and not (is_long and place == 0))
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    with console.capture() as captured:
+        console.print(table)
+    return [line.rstrip() for line in captured.get().splitlines()]
 
 
 def name_layers(names: Sequence[str]) -> str:

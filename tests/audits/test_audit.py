@@ -104,7 +104,7 @@ def test_pretrained_weights_are_judged_as_they_are():
 
 
 def test_thresholds_set_the_limits(llama):
-    assert not audit(llama, thresholds={"*.1.*": dict.fromkeys(("pair", "tied", "scores"))}).is_unusual
+    assert audit(llama, thresholds={"*.1.*": dict.fromkeys(("pair", "tied", "scores"))}).verdict.state == "clear"
     with pytest.raises(MisconfigurationError, match="pear"):
         audit(llama, thresholds={"*": {"pear": 0.9}})
     with pytest.raises(MisconfigurationError, match="decoder"):
@@ -114,7 +114,7 @@ def test_thresholds_set_the_limits(llama):
 def test_layers_are_chosen_by_patterns(folder):
     found = audit(folder, exclude=["*.1.*"])
     assert [facts["name"] for facts in found.layers] == ["model.layers.0.self_attn", "model.layers.2.self_attn"]
-    assert not found.is_unusual
+    assert found.verdict.state == "clear"
     with pytest.raises(MisconfigurationError, match="No layer matches the pattern 'encoder"):
         audit(folder, include=["encoder.*"])
 
