@@ -118,8 +118,7 @@ def audit(
     type=click.Path(path_type=Path, dir_okay=False),
     help="The file to write; by default report.html beside the history.",
 )
-@click.option("--title", help="The title of the page.")
-def report(run: str, output: Path | None, title: str | None) -> int:
+def report(run: str, output: Path | None) -> int:
     """Write one HTML file about a run; it opens without a network.
 
     \b
@@ -133,7 +132,7 @@ def report(run: str, output: Path | None, title: str | None) -> int:
     if found.state != "nothing to judge":
         from hdi_callback.dashboards.report import write_report
 
-        click.echo(f"Written: {write_report(history, path=output, title=title)}", err=True)
+        click.echo(f"Written: {write_report(history, path=output)}", err=True)
     click.echo(found.text)
     return CODES[found.state]
 

@@ -19,13 +19,12 @@ from hdi_callback.record import LEVELS
 _MOST_EVENTS = 200
 
 
-def write_report(run: RunHistory, path: str | os.PathLike[str] | None = None, *, title: str | None = None) -> Path:
+def write_report(run: RunHistory, path: str | os.PathLike[str] | None = None) -> Path:
     """Write one HTML file about a run; it opens without a network.
 
     Args:
         run: its history, see `load_history`.
         path: the file to write; ``report.html`` beside the history by default.
-        title: title of the page; by default it names the run.
 
     Returns:
         The file.
@@ -36,7 +35,7 @@ def write_report(run: RunHistory, path: str | os.PathLike[str] | None = None, *,
     from jinja2 import Environment, PackageLoader, select_autoescape
 
     environment = Environment(loader=PackageLoader(__package__, "."), autoescape=select_autoescape(default=True))
-    page = environment.get_template("report.html").render(_contents(run, title))
+    page = environment.get_template("report.html").render(_contents(run))
     stem = run.path.stem.replace("history", "report") if "history" in run.path.stem else "report"
     target = run.path.with_name(f"{stem}.html") if path is None else Path(path).expanduser()
     try:
@@ -47,13 +46,13 @@ def write_report(run: RunHistory, path: str | os.PathLike[str] | None = None, *,
     return target
 
 
-def _contents(run: RunHistory, title: str | None) -> dict[str, Any]:
+def _contents(run: RunHistory) -> dict[str, Any]:
     """What the page shows."""
     raised = events(run.records)
     last = run.records[-1] if run.records else None
     active = () if last is None else last.active
     return {
-        "title": title or f"Attention heads of {_name(run)}",
+        "title": f"Attention heads of {_name(run)}",
         "verdict": verdict(run.records, run.layers, is_audit=run.is_audit),
         "pictures": _pictures(run),
         "facts": _facts(run, raised),

@@ -158,10 +158,10 @@ def test_lines_that_cannot_be_read_are_counted(tmp_path):
 
 def test_report_writes_one_file_and_says_the_verdict(bad, tmp_path):
     page = tmp_path / "page.html"
-    shown = run("report", bad, "-o", page, "--title", "My run")
+    shown = run("report", bad, "-o", page)
     assert shown.exit_code == 1
     assert "heads 1 and 3" in shown.stdout
-    assert "My run" in page.read_text(encoding="utf-8")
+    assert f"<title>Attention heads of {'/'.join(bad.parts[-2:])}</title>" in page.read_text(encoding="utf-8")
     assert page.stat().st_size < 1_000_000
 
 
