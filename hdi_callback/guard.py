@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -118,6 +119,16 @@ def guarded(work: str, *, passes: tuple[type[Exception], ...] = ()) -> Callable[
         return cast("F", called)
 
     return decorate
+
+
+@contextmanager
+def pythons_generator_kept() -> Iterator[None]:
+    """Put back the state of Python's generator: `rich`, and perhaps a dashboard, draws from it when imported."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
 
 
 @contextmanager

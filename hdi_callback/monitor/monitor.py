@@ -20,10 +20,10 @@ from hdi_callback.attention.layer import AttentionLayer, Refusal, Survey
 from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.attention.registry import known_layers
 from hdi_callback.errors import MisconfigurationError, NothingToWatchError
-from hdi_callback.guard import warn, without_modes
+from hdi_callback.guard import Guard, guarded, warn, without_modes
 from hdi_callback.monitor.metrics import FORWARD_SOURCES, KEYS, MEASURED, METRICS, NORMS, ROWS, TOKENS, TRAINING
 from hdi_callback.monitor.outputs import InputTokens, OutputCovariance, OutputFiniteness
-from hdi_callback.monitor.ranks import Ranks
+from hdi_callback.monitor.ranks import Ranks, number_of_ranks
 from hdi_callback.monitor.reading import Absent, Reading, Result
 from hdi_callback.monitor.rows import AttentionRows, QueryKeyNorms, take_rows
 from hdi_callback.monitor.sums import SumSource, measure_sums
@@ -97,6 +97,7 @@ class HeadDiversityMonitor:
         self._forwards = _forward_sources(sources, with_rank="token_rank" in self.metrics)
         self._capture: Capture | None = None
         self._ranks: Ranks | None = None
+        self._guard = Guard()
         self._first_calls: Any = None
         self._is_armed, self._training_only, self._has_warned_of_padding = False, True, False
         if layers is not None or forward is not None:
@@ -107,7 +108,7 @@ class HeadDiversityMonitor:
             known = known_layers(self._model)
             found = [one for one in known if isinstance(one, AttentionLayer)]
             self._watch(Survey(tuple(found), tuple(one for one in known if isinstance(one, Refusal))))
-            self._first_calls = before_first_call(self._model, self._watch)
+            self._first_calls = before_first_call(self._model, self._on_found)
 
     def __enter__(self) -> Self:
         return self
@@ -162,6 +163,13 @@ class HeadDiversityMonitor:
             self._capture.resume()
             self._capture.is_armed = self._is_armed
 
+    def meet(self) -> Ranks:
+        """Compare the layers of all ranks: a collective call, once, for all ranks, also those without a layer."""
+        if self._ranks is None:
+            with without_modes():
+                self._ranks = Ranks([_sizes(layer) for layer in self.layers])
+        return self._ranks
+
     def measure(self, step: int, epoch: int | None = None) -> Reading:
         """Measure the weights as they are now, and what was captured since `arm`.
 
@@ -181,13 +189,12 @@ class HeadDiversityMonitor:
         if not self.layers:
             self._refuse()
         absent = Absent()
+        ranks = self.meet()
         with without_modes():
-            if self._ranks is None:
-                self._ranks = Ranks([_sizes(layer) for layer in self.layers])
             results = self._weights.measure(step, self.layers, absent)
             captured = self._take(absent)
             for source in self._forwards:
-                results += measure_sums(source, self.layers, captured, self._ranks, absent)
+                results += measure_sums(source, self.layers, captured, ranks, absent)
             return self._reading(step, epoch, results, absent)
 
     def _reading(self, step: int, epoch: int | None, results: list[Result], absent: Absent) -> Reading:
@@ -216,6 +223,18 @@ class HeadDiversityMonitor:
 
     # --- layers
 
+    @guarded("watching heads", passes=(MisconfigurationError,))
+    def _on_found(self, found: Survey) -> None:
+        """Watch what the first call of the model, or of a part of it, has shown: called within the user's forward."""
+        if self._ranks is not None and number_of_ranks() > 1:
+            late = ", ".join(f"`{layer.name}`" for layer in found.layers if self._is_chosen(layer.name))
+            if late:
+                warn(
+                    f"{late}: first called after the first reading, when the ranks agreed on what to watch. Not watched."
+                )
+            return
+        self._watch(found)
+
     def _watch(self, found: Survey) -> None:
         """Watch what a forward has shown, beside what is known."""
         known = {layer.name: layer for layer in (*found.layers, *self.layers) if self._is_chosen(layer.name)}
@@ -230,7 +249,6 @@ class HeadDiversityMonitor:
         )
         if self.layers == before:
             return  # hooks stay as they are: those of the module that is being called are on their way
-        self._ranks = None
         if self._capture is not None:
             self._capture.remove()
         if self._forwards:
@@ -288,5 +306,6 @@ def _sizes(layer: AttentionLayer) -> dict[str, Any]:
     """What ranks must have alike to add up their sums."""
     facts = layer.facts()
     return {name: facts[name] for name in ("name", "num_heads", "head_dim", "value_dim", "width")} | {
-        "roles": sorted(layer.weights)
+        "roles": sorted(layer.weights),
+        "is_sharded": any(weight.is_sharded for weight in layer.weights.values()),
     }

@@ -5,7 +5,7 @@ A rank whose own work failed puts NaN in its place and makes the same calls, so 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
@@ -35,16 +35,24 @@ class Ranks:
     Attributes:
         size: number of ranks that measure together.
         device: where sums are exchanged.
+        difference: why ranks measure alone, as a clause; empty if they do not.
+        is_sharded: whether some rank would need the others to read a weight.
+        is_first: whether no earlier rank holds the same layers.
     """
 
-    def __init__(self, facts: Any) -> None:
+    def __init__(self, facts: Sequence[Mapping[str, Any]]) -> None:
         self.size, self.device = number_of_ranks(), torch.device("cpu")
+        found: list[Any] = [facts]
         if self.size > 1:
-            found: list[Any] = [None] * self.size
+            found = [None] * self.size
             dist.all_gather_object(found, facts)
-            self.size = self.size if all(other == facts for other in found) else 1
             if "nccl" in dist.get_backend():
                 self.device = torch.device("cuda", torch.cuda.current_device())
+        other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
+        self.difference = "" if other is None else f"rank {other} holds other attention layers than rank 0"
+        self.is_first = other is None or found.index(facts) == dist.get_rank()
+        self.is_sharded = any(layer["is_sharded"] for theirs in found for layer in theirs)
+        self.size = self.size if other is None else 1
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Add up tensors over the ranks; of the same shapes, in the same order, on every rank."""

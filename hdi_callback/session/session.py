@@ -7,7 +7,8 @@ reads what it needs from the training.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from time import time
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 
 from hdi_callback.dashboards import Console
 from hdi_callback.errors import HDIError, NothingToWatchError
-from hdi_callback.guard import Guard, describe
+from hdi_callback.guard import Guard, describe, pythons_generator_kept
 from hdi_callback.history import History, load_history
 from hdi_callback.interventions import Intervention
 from hdi_callback.monitor import HeadDiversityMonitor, Reading
@@ -139,7 +140,7 @@ class Session:
         if self._pending and self._pending[-1].loss is None and loss is not None:
             self._pending[-1].keep_loss(loss)
         # All ranks intervene after the same step, so they wait for the numbers.
-        return self._publish(waits=bool(self.interventions), before=self._trainer.step)
+        return self._publish(waits=bool(self._settings.interventions), before=self._trainer.step)
 
     def suspend(self) -> None:
         """Leave the forwards that follow alone, as those of an evaluation."""
@@ -179,11 +180,11 @@ class Session:
         if self._is_closed:
             return
         self._is_closed = True
-        with self._guard("publishing the last readings"):
+        try:
             self._publish(waits=True, may_intervene=False)
-        with self._guard("removing hooks"):
+        finally:
             self.monitor.close()
-        self._close_all()
+            self._close_all()
 
     def _close_all(self) -> None:
         """End interventions and close dashboards and history."""
@@ -191,8 +192,14 @@ class Session:
             with self._guard(f"ending the intervention {intervention.name}"):
                 intervention.unbind()
         for sink in self._sinks:
-            with self._guard(sink.name):
+            with self._showing(sink):
                 sink.close()
+
+    @contextmanager
+    def _showing(self, sink: Sink) -> Iterator[None]:
+        """Guard a sink by itself, as the others go on without it."""
+        with self._guard(sink.name), pythons_generator_kept():
+            yield
 
     # What a resumed run needs.
 
@@ -221,7 +228,7 @@ class Session:
             self._start_anew("it is not what `state_dict` gave at this step or before")
 
     def _start_anew(self, why: str) -> None:
-        self._state = self.last_step = None
+        self._state = None
         self._guard.warn_once(
             "resuming", f"The state in the checkpoint is not used: {why}. History, alerts and interventions start anew."
         )
@@ -239,6 +246,7 @@ class Session:
         """Measure; a failure marks the reading."""
         self._armed_at, self.last_step = None, step
         if not self._is_open or len(self.monitor.layers) != self._number_of_layers:
+            # Other ranks wait for the readings of this one, which goes on without what has failed.
             with self._guard("starting to watch heads", passes=(HDIError,)):
                 self._open()
         if self._is_closed or not self.monitor.layers:
@@ -278,12 +286,12 @@ class Session:
             with self._guard("judging head diversity"):
                 record = replace(record, alerts=self.alerts.judge(record), active=self.alerts.active)
         try:
-            if self.interventions and may_intervene:
+            if self._settings.interventions and may_intervene:  # as on every rank
                 record = self._decided(record)
                 record = replace(record, actions=self._intervene(record))
         finally:  # also if the user's function ends the run
             for sink in self._sinks:
-                with self._guard(sink.name):
+                with self._showing(sink):
                     sink.write(record)
         return record
 
@@ -335,62 +343,75 @@ class Session:
             self._state = self.state_dict()
             self._close_all()
         self._is_open, self._number_of_layers = True, len(self.monitor.layers)
+        ranks = self.monitor.meet()
+        if ranks.difference:
+            is_joint = ranks.is_sharded or bool(self._settings.interventions)
+            alone = "Heads are not watched." if is_joint else "Each rank measures alone, into a history of its own."
+            self._guard.warn_once("ranks", f"Ranks cannot measure together: {ranks.difference}. {alone}")
+            if is_joint:
+                self.close()
+                return
         if not self.monitor.layers:
-            self._refuse()
+            self._refuse(is_part=bool(ranks.difference))
             return
-        settings, facts = self._settings, [layer.facts() for layer in self.monitor.layers]
+        facts = [layer.facts() for layer in self.monitor.layers]
         try:
-            if settings.alerts is not None:
-                self.alerts = Alerts(settings.alerts, settings.thresholds, facts, settings.pretrained)
-            training = Training(self._trainer, self.monitor.layers, self.alerts)
-            self.interventions = ()
-            for intervention in settings.interventions or ():
-                intervention.bind(training)
-                self.interventions += (intervention,)
+            self._begin(facts)
         except HDIError:  # misuse, before the first step
             self.close()
             raise
-        self._restore()
+        if self._state is not None:
+            try:
+                self._restore(self._state)
+            except Exception as error:  # it may have taken a part of it
+                self._start_anew(describe(error))
+                self._begin(facts)
         if self._trainer.is_first_rank:
             self._open_history(facts)
+        elif ranks.difference and ranks.is_first:
+            self._open_history(facts, rank=torch.distributed.get_rank())
         self._open_sinks(facts)
         self._state = None
 
-    def _refuse(self) -> None:
-        """Say that there is nothing to watch."""
+    def _begin(self, facts: Sequence[Mapping[str, Any]]) -> None:
+        """Begin with rules and interventions that know nothing yet."""
+        settings = self._settings
+        if settings.alerts is not None:
+            self.alerts = Alerts(settings.alerts, settings.thresholds, facts, settings.pretrained)
+        training = Training(self._trainer, self.monitor.layers, self.alerts)
+        self.interventions = ()
+        for intervention in settings.interventions or ():
+            intervention.bind(training)
+            self.interventions += (intervention,)
+
+    def _refuse(self, *, is_part: bool) -> None:
+        """Say that there is nothing to watch, perhaps as this rank holds a part of the model without attention."""
         reasons = "".join(f"\n  `{refusal.name}`: {refusal.reason}" for refusal in self.monitor.refused[:10])
         message = f"No attention layer of `{self._model_name}` was read in its first forward" + (
             f":{reasons}" if reasons else ": it ran none."
         )
         remedy = "\nDescribe a layer with `hdi_callback.register_layout`, or write strict=False to train unwatched."
-        # A rank may hold a part of the model without attention.
-        if self._settings.strict and not is_distributed():
+        if self._settings.strict and not is_part:
             self.close()
             raise NothingToWatchError(message + remedy)
         self._guard.warn_once("layers", message + "\nHeads are not watched. Training goes on.")
 
-    def _restore(self) -> None:
+    def _restore(self, state: Mapping[str, Any]) -> None:
         """Restore rules and interventions from the checkpoint."""
-        state = self._state
-        if state is None:
-            return
         now = self._sizes()
-        strange = [name for name, sizes in state["layers"].items() if now.get(name) != list(sizes)]
-        if strange:
-            self._start_anew(f"this model has no layer `{strange[0]}` with the same heads")
-            return
-        with self._guard("restoring alerts"):
-            if self.alerts is not None and state["alerts"] is not None:
-                self.alerts.load_state_dict(state["alerts"])
+        for name, sizes in state["layers"].items():
+            if now.get(name) != list(sizes):
+                raise ValueError(f"this model has no layer `{name}` with the same heads")
+        if self.alerts is not None and state["alerts"] is not None:
+            self.alerts.load_state_dict(state["alerts"])
         saved = list(state["interventions"])
         for intervention in self.interventions:
             own = next((pair for pair in saved if pair[0] == intervention.name), None)
             if own is not None:
                 saved.remove(own)
-                with self._guard(f"restoring the intervention {intervention.name}"):
-                    intervention.load_state_dict(own[1])
+                intervention.load_state_dict(own[1])
 
-    def _open_history(self, facts: Sequence[Mapping[str, Any]]) -> None:
+    def _open_history(self, facts: Sequence[Mapping[str, Any]], rank: int | None = None) -> None:
         choice, state = self._settings.history, self._state
         if choice is False:
             return
@@ -401,16 +422,17 @@ class Session:
             resume_step = -1 if state["last_step"] is None else state["last_step"]
             if choice is True and state["history"] is not None and Path(state["history"]).is_file():
                 path = Path(state["history"])
+        if rank is not None:
+            path = path.with_stem(f"{path.stem}-rank{rank}")
         with self._guard("opening the history"):
             self.history = History(path, facts, resume_step=resume_step)
 
     def _open_sinks(self, facts: Sequence[Mapping[str, Any]]) -> None:
-        past: Sequence[Record] = ()
-        if self.history is not None and self._state is not None:
-            with self._guard("reading the history"):
-                past = load_history(self.history.path).records
         sinks: list[Sink] = []
-        with self._guard("opening dashboards"):
+        with self._guard("opening dashboards"), pythons_generator_kept():
+            past: Sequence[Record] = ()
+            if self.history is not None and self._state is not None:
+                past = load_history(self.history.path).records
             sinks += self._trainer.sinks(past)
         if self._trainer.is_first_rank:
             sinks.append(
@@ -424,7 +446,7 @@ class Session:
                 )
             )
         for sink in sinks:
-            with self._guard(sink.name):
+            with self._showing(sink):
                 sink.open(facts)
         self._sinks = [*([] if self.history is None else [self.history]), *sinks]  # type: ignore[list-item]
 

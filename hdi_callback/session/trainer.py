@@ -154,7 +154,7 @@ def why_ranks_differ(settings: Mapping[str, Any]) -> str:
     missing = [one for one in range(size) if not store.check([names[one]])]
     if missing:
         listed = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
-        verdict = f"rank {listed} of {size} has no monitor. Add the callback on every rank."
+        verdict = f"rank {listed} of {size} has no monitor, or began too late. Add the callback on every rank."
     else:
         found = [json.loads(store.get(name)) for name in names]
         verdict = next((_difference(found[0], other, one) for one, other in enumerate(found) if other != found[0]), "")

@@ -80,7 +80,7 @@ def test_measuring_waits_for_nothing_before_the_record():
         QueryKeyNorms(),
         InputTokens(with_rank=True),
     ):
-        results += measure_sums(source, layers, captured, Ranks(None), absent)
+        results += measure_sums(source, layers, captured, Ranks([]), absent)
     assert not absent
     assert {result.source for result in results} == set(SOURCES)
     record = Reading(0, [layer.name for layer in layers], results, absent).record()

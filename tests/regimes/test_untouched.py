@@ -1,41 +1,64 @@
-"""Losses, weights and random states are bit-identical with and without the callback."""
+"""Twenty-four trainings are bit-identical with and without a monitor.
+
+Losses, weights, states of optimizers, random states, calls of the user's hooks, operations that the user's modes see.
+"""
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integrations.runs import TRAINERS, Training
+from tests.regimes.ranks import on_two_ranks
+from tests.regimes.trainings import Regime, compared, differences
 
-# trainer, precision, compiled, batches a step; one of each way in every run of the tests, all of them on request.
-QUICK = [
-    ("lightning", "bf16", False, 2),
-    ("transformers", "32", False, 1),
-    ("loop", "32", True, 1),
-    ("ignite", "32", False, 2),
-]
-ALL = list(product(TRAINERS, ("32", "bf16"), (False, True), (1, 2)))
-CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in ALL]
+REGIMES = {
+    "lightning": Regime("lightning"),
+    "transformers": Regime("transformers"),
+    "loop": Regime("loop"),
+    "ignite, accumulation": Regime("ignite", accumulate=2),
+    "lightning, bf16, accumulation, clipping": Regime("lightning", precision="bf16", accumulate=2, clips=True),
+    "transformers, bf16, accumulation of unequal batches, clipping": Regime(
+        "transformers", precision="bf16", accumulate=2, is_unequal=True, clips=True
+    ),
+    "loop, bf16, accumulation of unequal batches, clipping": Regime(
+        "loop", precision="bf16", accumulate=2, is_unequal=True, clips=True
+    ),
+    "loop, reentrant checkpointing": Regime("loop", checkpointing="reentrant"),
+    "lightning, checkpointing, bf16": Regime("lightning", checkpointing="other", precision="bf16"),
+    "loop, compiled": Regime("loop", compiler="aot_eager"),
+    "lightning, compiled, bf16": Regime("lightning", compiler="aot_eager", precision="bf16"),
+    "loop, compiled by inductor": Regime("loop", compiler="inductor"),
+    "loop, LoRA": Regime("loop", model="lora"),
+    "loop, torch's attention, hooks that count": Regime("loop", model="torch", counts=True),
+    "lightning, hooks that count, checkpointing": Regime("lightning", counts=True, checkpointing="other"),
+    "loop, fast path in validation": Regime("loop", model="encoder", validates=True),
+    "transformers, fast path in validation": Regime("transformers", model="encoder", validates=True),
+    "lightning, two optimizers, validation": Regime("lightning", optimizers=2, validates=True),
+    "loop, mode around the step": Regime("loop", has_mode=True, every=1),
+    "lightning, mode around the step": Regime("lightning", has_mode=True, every=1),
+    "loop, warnings are errors, NaN, a refused layer": Regime("loop", is_broken=True),
+}
+SLOW = {"lightning, compiled, bf16", "loop, compiled by inductor"}
+RANKS = [Regime(parallel=how) for how in ("ddp", "fsdp2", "tp")]
 
 
-@pytest.mark.parametrize(("kind", "precision", "compiled", "accumulate"), CASES)
-def test_a_training_is_bit_identical_with_and_without_the_callback(
-    kind: str, precision: str, compiled: bool, accumulate: int, tmp_path: Path
-) -> None:
-    if kind not in ("loop", "lightning"):
-        pytest.importorskip(kind)
-    how: dict[str, Any] = {"precision": precision, "compiled": compiled, "accumulate": accumulate, "dropout": 0.1}
-    for folder in ("with", "without"):
-        (tmp_path / folder).mkdir()
-    watched = Training(tmp_path / "with", {"every_n_steps": 3}, **how).fit(kind)
-    alone = Training(tmp_path / "without", None, **how).fit(kind)
-    assert watched.outcome == alone.outcome
-    records = watched.history.records
-    assert [record.step for record in records] == [0, 3, 6, 9, 10]
-    for record in records[:-1]:
-        for layer in record.layers.values():
-            assert "hdi" in layer.values
-            assert "head_covariance" in layer.values, layer.absent
+@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.slow if one in SLOW else ()) for one in REGIMES])
+def test_a_training_is_bit_identical_with_and_without_a_monitor(name: str, tmp_path: Path) -> None:
+    regime = REGIMES[name]
+    pytest.importorskip("peft" if regime.model == "lora" else regime.trainer if regime.trainer != "loop" else "torch")
+    assert not differences(regime, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[Any, Any]]]:
+    return on_two_ranks(RANKS, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("place", range(len(RANKS)), ids=[regime.parallel for regime in RANKS])
+def test_a_training_on_two_ranks_is_bit_identical_with_and_without_a_monitor(place: int, ranks: Any) -> None:
+    for found in ranks:
+        assert not compared(RANKS[place], *found[place])
+    assert "records" not in ranks[1][place][1], "the first rank writes"
