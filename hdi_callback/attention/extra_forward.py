@@ -129,7 +129,11 @@ class FirstCalls:
 
     def _report(self, survey: Survey) -> None:
         with without_modes():
-            survey = over_all_ranks(survey, self._model)
+            try:
+                survey = over_all_ranks(survey, self._model)
+            except Exception as error:  # within the user's forward
+                reason = f"the heads of all ranks could not be put together: {describe(error)}"
+                survey = Survey(refused=(Refusal("", reason, type(self._model).__name__),))
         layers = tuple(one for one in survey.layers if one.name not in self._known)
         refused = tuple(one for one in survey.refused if one.name not in self._known)
         self._known |= {layer.name for layer in layers} | {one.name for one in refused}

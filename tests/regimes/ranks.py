@@ -49,4 +49,5 @@ def _train(rank: int, regimes: list[Regime], folder: Path) -> None:
         pair = [train(regime, folder / f"{regime.parallel}-{place}", is_watched=place == 1) for place in range(2)]
         found.append(tuple(pair))
     torch.save(found, folder / f"rank-{rank}.pt")
+    dist.barrier()  # gloo aborts where one rank leaves while another still talks
     dist.destroy_process_group()

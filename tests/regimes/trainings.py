@@ -186,7 +186,7 @@ class Run:
             module.register_forward_hook(add("forward"))
         for block in self.model.get_submodule("blocks").children():
             block.register_full_backward_hook(add("backward"))
-        for parameter in self.model.parameters():
+        for parameter in (one for one in self.model.parameters() if one.requires_grad):
             parameter.register_post_accumulate_grad_hook(add("gradient"))
 
     def batches(self) -> list[dict[str, Tensor]]:

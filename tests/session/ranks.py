@@ -1,51 +1,98 @@
-"""A training on two ranks; run with `start`."""
+"""Trainings on two ranks, one after the other in the same processes; run with `train`."""
 
 from __future__ import annotations
 
 import datetime
 import json
+import time
 import warnings
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from hdi_callback import HeadDiversityMonitor, MonitoringWarning, load_history, watch_heads
+from hdi_callback import HeadDiversityMonitor, MonitoringWarning, Reading, StopTraining, load_history, watch_heads
+from hdi_callback.attention import find
+from hdi_callback.attention.capture import Capture
+from hdi_callback.monitor.weights import WeightReader
+from hdi_callback.rules import Alerts
 from tests.integrations.runs import BATCH, Training, dataset
 
-STEPS = 6
+STEPS, TIMEOUT = 6, 25.0  # seconds, of the process group
+
+FAILURES: dict[str, tuple[Any, str]] = {
+    "arming": (HeadDiversityMonitor, "arm"),
+    "finding heads": (find, "read_tape"),
+    "installing hooks": (Capture, "__init__"),
+    "capturing": (Capture, "take"),
+    "weights": (WeightReader, "_compute"),
+    "numbers": (Reading, "record"),
+    "judging": (Alerts, "judge"),
+    "binding an intervention": (StopTraining, "bind"),
+}
+"""What may fail on one rank alone, and where."""
 
 
-def start(folder: Path, *options: dict[str, Any] | None, timeout: float = 60, breaks: str = "") -> list[dict[str, Any]]:
-    """Train on as many ranks as there are options, each of which is the arguments of a monitor, or `None` for none."""
-    mp.spawn(_train, args=(str(folder), options, timeout, breaks), nprocs=len(options))  # type: ignore[no-untyped-call]
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(len(options))]
+@dataclass
+class Case:
+    """The arguments of each rank's monitor, `None` for none, and what is different on the second rank."""
+
+    ranks: tuple[dict[str, Any] | None, dict[str, Any] | None] = ({}, {})
+    fails: str = ""
+    blocks: int = 2  # blocks of the model there
 
 
-def _train(rank: int, folder: str, options: Any, timeout: float, breaks: str) -> None:
+def train(cases: dict[str, Case], folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return what each rank found in each case."""
+    mp.spawn(_work, args=(cases, str(folder)), nprocs=2)  # type: ignore[no-untyped-call]
+    found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    return {name: [rank[name] for rank in found] for name in cases}
+
+
+def _work(rank: int, cases: dict[str, Case], folder: str) -> None:
     torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=timeout)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=len(options), timeout=limit)
-    run = Training(Path(folder))
-    model = nn.parallel.DistributedDataParallel(run.model)
+    limit = datetime.timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=limit)
+    found = {}
+    for place, (name, case) in enumerate(cases.items()):
+        fails = FAILURES.get(case.fails) if rank == 1 else None
+        with patch.object(*fails, _broken) if fails else nullcontext():
+            found[name] = _train(rank, case, Path(folder) / str(place))
+    (Path(folder) / f"rank-{rank}.json").write_text(json.dumps(found))
+    dist.barrier()  # gloo aborts where one rank leaves while another still talks
+    dist.destroy_process_group()
+
+
+def _broken(*args: Any, **kwargs: Any) -> Any:
+    raise ZeroDivisionError("on this rank alone")
+
+
+def _train(rank: int, case: Case, folder: Path) -> dict[str, Any]:
+    run, options = Training(folder), case.ranks[rank]
+    model: nn.Module = run.model
+    if case.blocks != 2:  # each rank trains a model of its own, as a stage of a pipeline
+        run.model.blocks = run.model.blocks[: 2 if rank == 0 else case.blocks]
+    else:
+        model = nn.parallel.DistributedDataParallel(run.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    if breaks and rank == 1:
-        _break(breaks)
+    begin = time.monotonic()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        heads = None
-        if options[rank] is not None:
-            heads = watch_heads(model, optimizer, log_dir=folder, **{"every_n_steps": 2, **options[rank]})
+        heads: Any = None
+        if options is not None:
+            heads = watch_heads(model, optimizer, log_dir=folder, **{"every_n_steps": 2, **options})
         tokens, labels = dataset(STEPS * BATCH * 2).tensors
-        mine = slice(rank, None, len(options))
+        mine = slice(rank, None, 2)
         for batch in zip(tokens[mine].split(BATCH), labels[mine].split(BATCH)):
             if heads is not None and heads.should_stop:
                 break
-            with heads.step() if heads is not None else warnings.catch_warnings():
+            with nullcontext() if heads is None else heads.step():
                 model(*batch)["loss"].backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -53,21 +100,15 @@ def _train(rank: int, folder: str, options: Any, timeout: float, breaks: str) ->
             heads.finish()
     found: dict[str, Any] = {
         "weights": run.weights,
+        "seconds": time.monotonic() - begin,
         "latest": {} if heads is None else heads.latest,
         "steps": 0 if heads is None else heads.global_step,
         "messages": [str(one.message) for one in caught if issubclass(one.category, MonitoringWarning)],
     }
     if heads is not None and heads.history_path is not None:
         records = load_history(heads.history_path).records
+        found["file"] = heads.history_path.name
         found["read"] = [record.step for record in records]
         found["values"] = [{name: layer.values for name, layer in record.layers.items()} for record in records]
         found["actions"] = [action.step for record in records for action in record.actions]
-    (Path(folder) / f"rank-{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
-def _break(what: str) -> None:
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        raise ZeroDivisionError("on this rank alone")
-
-    setattr(HeadDiversityMonitor, what, broken)
+    return found

@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hdi_callback import StopTraining
-from tests.session.ranks import STEPS, start
+from tests.session.ranks import FAILURES, STEPS, TIMEOUT, Case, train
 
-pytestmark = [pytest.mark.slow, pytest.mark.ranks]
+pytestmark = pytest.mark.ranks
+
+STOPS = {"interventions": [StopTraining(on="notice")], "thresholds": {"*": {"pair": 1e-3}}, "pretrained": False}
+WAITS = {"interventions": [StopTraining()]}
+CASES = {
+    "unwatched": Case((None, None)),
+    "alike": Case(),
+    "stopping": Case((STOPS, STOPS)),
+    **{name: Case(({}, {}), fails=name) for name in FAILURES},
+    "binding an intervention": Case((WAITS, WAITS), fails="binding an intervention"),
+    "stages": Case(blocks=1),
+    "a stage without attention": Case(blocks=0),
+    "stages with an intervention": Case((WAITS, WAITS), blocks=1),
+    "another cadence": Case(({}, {"every_n_steps": 3})),
+    "other metrics": Case(({}, {"alerts": None})),
+    "a monitor on one rank": Case(({}, None)),
+}
+ALL_STEPS = [0, 2, 4, STEPS]
 
 
-def test_two_ranks_read_the_same_on_both(tmp_path: Path) -> None:
-    first, second = start(tmp_path, {}, {})
-    assert first["read"] == [0, 2, 4, STEPS]
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    return train(CASES, tmp_path_factory.mktemp("ranks"))
+
+
+def test_two_ranks_read_the_same_on_both(found: Any) -> None:
+    first, second = found["alike"]
+    assert first["read"] == ALL_STEPS
     assert first["latest"] == second["latest"] != {}
     assert not first["messages"]
     assert not second["messages"]
@@ -24,37 +45,67 @@ def test_two_ranks_read_the_same_on_both(tmp_path: Path) -> None:
     assert first["weights"] == second["weights"]
 
 
-def test_a_monitor_on_one_rank_is_said_within_the_timeout_of_the_group(tmp_path: Path) -> None:
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    unwatched = start(alone, None, None)[0]
-    begin = time.monotonic()
-    first, second = start(tmp_path, {}, None, timeout=12)
-    assert time.monotonic() - begin < 40, "far from the 60 seconds that it waits at most"
+def test_training_is_bit_identical_in_every_case_and_ends(found: Any) -> None:
+    for name in ("alike", *FAILURES, "another cadence", "other metrics", "a monitor on one rank"):
+        assert {one["weights"] for one in found[name]} == {found["unwatched"][0]["weights"]}, name
+
+
+def test_a_monitor_on_one_rank_is_said_within_the_timeout_of_the_group(found: Any) -> None:
+    first, second = found["a monitor on one rank"]
     assert len(first["messages"]) == 1
     assert "Heads are not watched: rank 1 of 2 has no monitor" in first["messages"][0]
-    assert first["weights"] == second["weights"] == unwatched["weights"]
+    assert TIMEOUT / 3 < second["seconds"] < TIMEOUT
     assert "read" not in first
 
 
-def test_another_cadence_on_one_rank_is_said(tmp_path: Path) -> None:
-    first, second = start(tmp_path, {}, {"every_n_steps": 3})
-    for one in (first, second):
+@pytest.mark.parametrize(
+    ("name", "said"), [("another cadence", "`every_n_steps` is 2 on rank 0 and 3 on rank 1"), ("other metrics", "`metrics`")]
+)
+def test_other_settings_on_one_rank_are_said(name: str, said: str, found: Any) -> None:
+    for one in found[name]:
         assert len(one["messages"]) == 1
-        assert "`every_n_steps` is 2 on rank 0 and 3 on rank 1" in one["messages"][0]
+        assert said in one["messages"][0]
         assert "read" not in one
-    assert first["weights"] == second["weights"]
+        assert one["seconds"] < TIMEOUT / 3
 
 
-def test_a_rank_that_fails_by_itself_stops_nobody(tmp_path: Path) -> None:
-    first, second = start(tmp_path, {}, {}, timeout=30, breaks="arm")
-    assert first["read"] == [0, 2, 4, STEPS]
-    assert len(second["messages"]) == 1
-    assert first["weights"] == second["weights"]
+@pytest.mark.parametrize("name", [name for name in FAILURES if name != "finding heads"])
+def test_a_rank_that_fails_by_itself_stops_nobody(name: str, found: Any) -> None:
+    first, second = found[name]
+    assert first["read"] == ALL_STEPS
+    assert not first["messages"]
+    assert len(second["messages"]) <= 1, "a source that fails is absent, with the reason"
 
 
-def test_all_ranks_stop_after_the_same_step(tmp_path: Path) -> None:
-    stops = {"interventions": [StopTraining(on="notice")], "thresholds": {"*": {"pair": 1e-3}}, "pretrained": False}
-    first, second = start(tmp_path, stops, stops)
+def test_what_failed_on_one_rank_is_absent_and_the_rest_is_measured(found: Any) -> None:
+    values = next(iter(found["capturing"][0]["values"][0].values()))
+    assert "hdi" in values
+    assert "head_covariance" in values, "of the tokens of the first rank"
+
+
+@pytest.mark.parametrize("name", ["finding heads", "a stage without attention"])
+def test_a_rank_that_has_found_no_heads_leaves_the_other_alone(name: str, found: Any) -> None:
+    first, second = found[name]
+    assert first["read"] == ALL_STEPS
+    assert "rank 1 holds other attention layers than rank 0" in first["messages"][0]
+    assert "No attention layer" in second["messages"][1]
+    assert "read" not in second
+
+
+def test_each_stage_of_a_pipeline_writes_its_own_history(found: Any) -> None:
+    first, second = found["stages"]
+    assert first["read"] == second["read"] == ALL_STEPS
+    assert [one["file"] for one in (first, second)] == ["history.jsonl", "history-rank1.jsonl"]
+    assert [len(one["values"][0]) for one in (first, second)] == [2, 1]
+
+
+def test_interventions_are_refused_where_ranks_measure_alone(found: Any) -> None:
+    for one in found["stages with an intervention"]:
+        assert one["messages"][0].endswith("Heads are not watched.")
+        assert one["steps"] == STEPS
+
+
+def test_all_ranks_stop_after_the_same_step(found: Any) -> None:
+    first, second = found["stopping"]
     assert first["steps"] == second["steps"] < STEPS
     assert first["actions"]
