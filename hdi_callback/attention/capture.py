@@ -48,6 +48,7 @@ class Captured:
         inputs_valid: ``(tokens,)``, false of padding among `inputs`; `None` if all count.
         reasons: ``"outputs"``, ``"rows"``, ``"inputs"`` -> why it is absent; ``"padding"`` -> a mask that was seen and
             could not be used.
+        failed: those of them that this rank has and could not read.
     """
 
     outputs: Tensor | None = None
@@ -56,6 +57,7 @@ class Captured:
     inputs: Tensor | None = None
     inputs_valid: Tensor | None = None
     reasons: dict[str, str] = field(default_factory=dict)
+    failed: frozenset[str] = frozenset()
 
 
 class Capture:
@@ -199,6 +201,9 @@ class Capture:
         if not found.rows and self._rows is not None:
             reasons.setdefault("rows", _COMPILED if outputs.was_compiled else outputs.why_nothing())
         found.reasons = reasons
+        taps = {"outputs": self._outputs, "inputs": self._inputs}
+        broken = [what for what, of in taps.items() if layer.name in of and of[layer.name].failure is not None]
+        found.failed = frozenset([*broken, *self._failed.get(layer.name, {})])
         return found
 
     # --- hooks

@@ -279,10 +279,10 @@ WHY_NOT = {
     FINITENESS: "the weights were not read",
     TRAINING: "the layer was not asked",
     MOVEMENT: "there is no earlier reading to compare with in this process, or a weight was zero or is not finite",
-    FINITE_OUTPUTS: "the outputs were not read",
-    OUTPUTS: "there were fewer than two tokens without padding, or the outputs are zero or not finite",
-    ROWS: "no query that was read sees two keys, or the scores are not known or not finite",
-    NORMS: "queries and keys are known only where attention is fused",
-    TOKENS: "there were fewer than two tokens without padding, or they are not finite",
+    FINITE_OUTPUTS: "the outputs were not read on a rank",
+    OUTPUTS: "there were fewer than two tokens without padding, or outputs are zero, not finite or not read on a rank",
+    ROWS: "no query that was read sees two keys, or the scores are not known, not finite, or not read on a rank",
+    NORMS: "queries and keys are known only where attention is fused, on every rank",
+    TOKENS: "there were fewer than two tokens without padding, or they are not finite, or not read on a rank",
 }
 """Source -> why a metric of it is absent where its value is NaN."""

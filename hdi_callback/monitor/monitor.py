@@ -205,11 +205,13 @@ class HeadDiversityMonitor:
 
     def _take(self, absent: Absent) -> Mapping[str, Captured]:
         """Take what was captured; nothing if no forward was armed."""
+        names = [layer.name for layer in self.layers]
         captured: Mapping[str, Captured] = {}
-        with absent.unless(FORWARD_SOURCES, [layer.name for layer in self.layers]):
-            if self._capture is not None and self._forwards:
-                taken = self._capture.take()  # on every rank: it may gather
-                captured = taken if self._is_armed else {}
+        if self._capture is not None and self._forwards:
+            captured = {name: Captured(failed=frozenset({"outputs", "rows", "inputs"})) for name in names}
+            with absent.unless(FORWARD_SOURCES, names):
+                captured = self._capture.take()  # on every rank: it may gather
+        captured = captured if self._is_armed else {}
         self._is_armed = False
         doubts = {name: one.reasons["padding"] for name, one in captured.items() if "padding" in one.reasons}
         if doubts and not self._has_warned_of_padding:
@@ -229,9 +231,7 @@ class HeadDiversityMonitor:
         if self._ranks is not None and number_of_ranks() > 1:
             late = ", ".join(f"`{layer.name}`" for layer in found.layers if self._is_chosen(layer.name))
             if late:
-                warn(
-                    f"{late}: first called after the first reading, when the ranks agreed on what to watch. Not watched."
-                )
+                warn(f"{late} is not watched: it was first called after ranks had agreed on what they watch.")
             return
         self._watch(found)
 

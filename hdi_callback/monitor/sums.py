@@ -107,6 +107,8 @@ def _sums_of(
     source: SumSource, layer: AttentionLayer, captured: Mapping[str, Captured], ranks: Ranks, absent: Absent
 ) -> Any:
     """The sums of this rank; nothing, or NaN if they cannot be computed, in the same shapes."""
+    if layer.name in captured and source.kept in captured[layer.name].failed:
+        return failed(source.blank(layer, ranks.device))
     if not _has(source, layer, captured) or (ranks.size > 1 and repeats_tokens(layer)):
         return source.blank(layer, ranks.device)
     sums = None

@@ -450,6 +450,8 @@ def compared(regime: Regime, alone: dict[str, Any], watched: dict[str, Any]) -> 
     last = STEPS * per_batch
     if not records or records[0].step != 0 or records[-1].step != last or len(records) < last // regime.every:
         found.append(f"readings at steps {[record.step for record in records]}")
+    if regime.is_broken and not any(alert.rule == "weights not finite" for one in records for alert in one.alerts):
+        found.append("NaN was not told")
     for record in records[:-1]:
         for name, layer in record.layers.items():
             missing = {"hdi", "head_covariance"} - layer.values.keys()

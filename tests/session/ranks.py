@@ -20,6 +20,7 @@ from torch import nn
 from hdi_callback import HeadDiversityMonitor, MonitoringWarning, Reading, StopTraining, load_history, watch_heads
 from hdi_callback.attention import find
 from hdi_callback.attention.capture import Capture
+from hdi_callback.monitor import monitor
 from hdi_callback.monitor.weights import WeightReader
 from hdi_callback.rules import Alerts
 from tests.integrations.runs import BATCH, Training, dataset
@@ -31,6 +32,7 @@ FAILURES: dict[str, tuple[Any, str]] = {
     "finding heads": (find, "read_tape"),
     "installing hooks": (Capture, "__init__"),
     "capturing": (Capture, "take"),
+    "reading attention": (monitor, "take_rows"),
     "weights": (WeightReader, "_compute"),
     "numbers": (Reading, "record"),
     "judging": (Alerts, "judge"),

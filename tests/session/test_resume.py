@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from hdi_callback import MisconfigurationError, MonitoringWarning, load_history
+from hdi_callback import MisconfigurationError, MonitoringWarning, ReviveHeads, load_history
 from tests.integrations.runs import STEPS, TRAINERS, Training
 
 ODD: dict[str, Any] = {
@@ -67,7 +68,7 @@ def test_a_state_is_plain_data(tmp_path: Path) -> None:
     assert state["last_step"] == 4
 
 
-def test_a_resumed_run_goes_on_in_its_history_after_a_change_of_directory(
+def test_a_history_in_a_relative_folder_can_be_opened_after_a_change_of_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -90,6 +91,36 @@ def test_alerts_that_were_active_are_active_in_the_resumed_run(tmp_path: Path) -
     begun = [alert for record in second.history.records for alert in record.alerts if alert.status == "new"]
     assert len(begun) == len({(alert.rule, alert.layers) for alert in begun}), "none is raised a second time"
     assert {alert.rule for alert in second.watcher.active_alerts} >= {a.rule for a in first.watcher.active_alerts}
+
+
+@pytest.mark.parametrize("kind", list(TRAINERS))
+def test_a_head_that_is_revived_after_a_resume_raises_no_jump_and_is_told_once(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip(kind if kind != "loop" else "torch")
+
+    def copy_a_head(step: int, model: Any) -> None:
+        if step == 16:
+            with torch.no_grad():
+                for projection in (
+                    model.blocks[1].attn.q_proj,
+                    model.blocks[1].attn.k_proj,
+                    model.blocks[1].attn.v_proj,
+                ):
+                    for one in projection.parameters():
+                        one[16:24] = one[0:8]
+
+    watch = {"every_n_steps": 2, "pretrained": False, "interventions": [ReviveHeads()]}
+    first = Training(tmp_path, watch, steps=16, save_at=15).fit(kind)
+    second = Training(tmp_path, watch, steps=28, resume=first.saved, after_step=copy_a_head).fit(kind)
+    records = second.history.records
+    assert [record.step for record in records] == list(range(0, 29, 2))
+    alerts = [alert for record in records for alert in record.alerts if not alert.is_over]
+    assert {(alert.rule, alert.step) for alert in alerts} == {("worst pair", 16)}
+    assert "weight jump" not in alerts[0].also, "the first reading after a resume is compared with none"
+    (action,) = [action for record in records for action in record.actions]
+    (layer,) = alerts[0].where
+    assert (action.step, action.layers, action.message.count(layer)) == (17, (layer,), 1)
+    moved = next(record for record in records if record.step == 18).layers[layer].heads["head_movement"]
+    assert max(moved) > 0.5, "or there is no jump to be silent about"
 
 
 KILLED = """
