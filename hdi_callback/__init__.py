@@ -8,191 +8,102 @@ Add one line to a Lightning trainer::
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from hdi_callback.attention import (
-        AttentionLayer,
-        HeadWeight,
-        Refusal,
-        Survey,
-        find_attention,
-        register_layout,
-        survey,
-    )
-    from hdi_callback.audits import Audit, Comparison, audit, compare  # type: ignore[no-redef]
-    from hdi_callback.core import (
-        HeadCovariance,
-        HeadDiversity,
-        Lens,
-        head_covariance,
-        head_diversity,
-        principal_cosines,
-    )
-    from hdi_callback.dashboards import Console, Curves, TensorBoard, Wandb
-    from hdi_callback.dashboards.report import write_report
-    from hdi_callback.errors import (
-        HDIError,
-        HDIWarning,
-        MisconfigurationError,
-        MonitoringWarning,
-        NothingToWatchError,
-        ShapeError,
-        UnsupportedAttentionError,
-        UnsupportedAttentionWarning,
-    )
-    from hdi_callback.history import History, RunHistory, load_history
-    from hdi_callback.integrations.ignite import HDIHandler
-    from hdi_callback.integrations.lightning import HDICallback
-    from hdi_callback.integrations.loop import HeadSession, watch_heads
-    from hdi_callback.integrations.transformers import HDITrainerCallback
-    from hdi_callback.interventions import (
-        Call,
-        DiversityPenalty,
-        Intervention,
-        QKClip,
-        ReviveHeads,
-        SaveCheckpoint,
-        ScaleLearningRate,
-        StopTraining,
-    )
-    from hdi_callback.monitor import METRICS, HeadDiversityMonitor, Metric, Reading
-    from hdi_callback.record import Action, Alert, LayerRecord, Record, Sink
-    from hdi_callback.rules import Alerts, Finding, Rule, Series, explain
-    from hdi_callback.session import Session, Settings, Trainer, Training
 
 __version__ = "0.1.0"
 
-_NAMES = {
-    "hdi_callback.attention": (
-        "AttentionLayer",
-        "HeadWeight",
-        "Refusal",
-        "Survey",
-        "find_attention",
-        "register_layout",
-        "survey",
-    ),
-    "hdi_callback.audits": ("Audit", "Comparison", "audit", "compare"),
-    "hdi_callback.core": (
-        "HeadCovariance",
-        "HeadDiversity",
-        "Lens",
-        "head_covariance",
-        "head_diversity",
-        "principal_cosines",
-    ),
-    "hdi_callback.dashboards": ("Console", "Curves", "TensorBoard", "Wandb"),
-    "hdi_callback.dashboards.report": ("write_report",),
-    "hdi_callback.errors": (
-        "HDIError",
-        "HDIWarning",
-        "MisconfigurationError",
-        "MonitoringWarning",
-        "NothingToWatchError",
-        "ShapeError",
-        "UnsupportedAttentionError",
-        "UnsupportedAttentionWarning",
-    ),
-    "hdi_callback.history": ("History", "RunHistory", "load_history"),
-    "hdi_callback.integrations.ignite": ("HDIHandler",),
-    "hdi_callback.integrations.lightning": ("HDICallback",),
-    "hdi_callback.integrations.loop": ("HeadSession", "watch_heads"),
-    "hdi_callback.integrations.transformers": ("HDITrainerCallback",),
-    "hdi_callback.interventions": (
-        "Call",
-        "DiversityPenalty",
-        "Intervention",
-        "QKClip",
-        "ReviveHeads",
-        "SaveCheckpoint",
-        "ScaleLearningRate",
-        "StopTraining",
-    ),
-    "hdi_callback.monitor": ("METRICS", "HeadDiversityMonitor", "Metric", "Reading"),
-    "hdi_callback.record": ("Action", "Alert", "LayerRecord", "Record", "Sink"),
-    "hdi_callback.rules": ("Alerts", "Finding", "Rule", "Series", "explain"),
-    "hdi_callback.session": ("Session", "Settings", "Trainer", "Training"),
-}
-"""Module -> its public names, loaded on first use: all of them together would make `import hdi_callback` slow, and some
-import a trainer, or check whether one has been imported."""
-
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
-
-__all__ = [
-    "METRICS",
-    "Action",
-    "Alert",
-    "Alerts",
-    "AttentionLayer",
-    "Audit",
-    "Call",
-    "Comparison",
-    "Console",
-    "Curves",
-    "DiversityPenalty",
-    "Finding",
-    "HDICallback",
-    "HDIError",
-    "HDIHandler",
-    "HDITrainerCallback",
-    "HDIWarning",
-    "HeadCovariance",
-    "HeadDiversity",
-    "HeadDiversityMonitor",
-    "HeadSession",
-    "HeadWeight",
-    "History",
-    "Intervention",
-    "LayerRecord",
-    "Lens",
-    "Metric",
-    "MisconfigurationError",
-    "MonitoringWarning",
-    "NothingToWatchError",
-    "QKClip",
-    "Reading",
-    "Record",
-    "Refusal",
-    "ReviveHeads",
-    "Rule",
-    "RunHistory",
-    "SaveCheckpoint",
-    "ScaleLearningRate",
-    "Series",
-    "Session",
-    "Settings",
-    "ShapeError",
-    "Sink",
+# Loaded on first use: some names import a trainer, and most of them torch, for which `hdi --help` does not wait.
+_MODULES = {
+    "attention": "AttentionLayer HeadWeight find_attention register_layout survey",
+    "audits": "Audit Comparison audit compare",
+    "core": "HeadCovariance HeadDiversity head_covariance head_diversity principal_cosines",
+    "dashboards.report": "write_report",
+    "errors": "HDIError HDIWarning MisconfigurationError MonitoringWarning NothingToWatchError ShapeError "
+    "UnsupportedAttentionError UnsupportedAttentionWarning",
+    "history": "RunHistory load_history",
+    "integrations.ignite": "HDIHandler",
+    "integrations.lightning": "HDICallback",
+    "integrations.loop": "HeadSession watch_heads",
+    "integrations.transformers": "HDITrainerCallback",
+    "interventions": "Call DiversityPenalty Intervention QKClip ReviveHeads SaveCheckpoint ScaleLearningRate "
     "StopTraining",
-    "Survey",
-    "TensorBoard",
-    "Trainer",
-    "Training",
-    "UnsupportedAttentionError",
-    "UnsupportedAttentionWarning",
-    "Wandb",
-    "audit",
-    "compare",
-    "explain",
-    "find_attention",
-    "head_covariance",
-    "head_diversity",
-    "load_history",
-    "principal_cosines",
-    "register_layout",
-    "survey",
-    "watch_heads",
-    "write_report",
-]
+    "monitor": "METRICS HeadDiversityMonitor Reading",
+    "record": "Action Alert LayerRecord Record Sink",
+    "rules": "Finding Rule",
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+__all__ = sorted(_MODULE_OF)
+
+if TYPE_CHECKING:  # the same once more, for type checkers and editors
+    # isort: off
+    from hdi_callback.attention import (
+        AttentionLayer as AttentionLayer,
+        HeadWeight as HeadWeight,
+        find_attention as find_attention,
+        register_layout as register_layout,
+        survey as survey,
+    )
+    from hdi_callback.audits import (  # type: ignore[no-redef]
+        Audit as Audit,
+        Comparison as Comparison,
+        audit as audit,
+        compare as compare,
+    )
+    from hdi_callback.core import (
+        HeadCovariance as HeadCovariance,
+        HeadDiversity as HeadDiversity,
+        head_covariance as head_covariance,
+        head_diversity as head_diversity,
+        principal_cosines as principal_cosines,
+    )
+    from hdi_callback.dashboards.report import write_report as write_report
+    from hdi_callback.errors import (
+        HDIError as HDIError,
+        HDIWarning as HDIWarning,
+        MisconfigurationError as MisconfigurationError,
+        MonitoringWarning as MonitoringWarning,
+        NothingToWatchError as NothingToWatchError,
+        ShapeError as ShapeError,
+        UnsupportedAttentionError as UnsupportedAttentionError,
+        UnsupportedAttentionWarning as UnsupportedAttentionWarning,
+    )
+    from hdi_callback.history import RunHistory as RunHistory, load_history as load_history
+    from hdi_callback.integrations.ignite import HDIHandler as HDIHandler
+    from hdi_callback.integrations.lightning import HDICallback as HDICallback
+    from hdi_callback.integrations.loop import HeadSession as HeadSession, watch_heads as watch_heads
+    from hdi_callback.integrations.transformers import HDITrainerCallback as HDITrainerCallback
+    from hdi_callback.interventions import (
+        Call as Call,
+        DiversityPenalty as DiversityPenalty,
+        Intervention as Intervention,
+        QKClip as QKClip,
+        ReviveHeads as ReviveHeads,
+        SaveCheckpoint as SaveCheckpoint,
+        ScaleLearningRate as ScaleLearningRate,
+        StopTraining as StopTraining,
+    )
+    from hdi_callback.monitor import (
+        METRICS as METRICS,
+        HeadDiversityMonitor as HeadDiversityMonitor,
+        Reading as Reading,
+    )
+    from hdi_callback.record import (
+        Action as Action,
+        Alert as Alert,
+        LayerRecord as LayerRecord,
+        Record as Record,
+        Sink as Sink,
+    )
+    from hdi_callback.rules import Finding as Finding, Rule as Rule
+    # isort: on
 
 
 def __getattr__(name: str) -> Any:
-    import importlib
-
-    if name not in _MODULES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    found = globals()[name] = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     return found
 
 

@@ -17,11 +17,11 @@ from hdi_callback import (
     HDITrainerCallback,
     MisconfigurationError,
     SaveCheckpoint,
-    Settings,
     StopTraining,
     watch_heads,
 )
 from hdi_callback.arguments import did_you_mean, shown
+from hdi_callback.session import Settings
 
 NAMES = list(inspect.signature(Settings).parameters)
 
