@@ -5,46 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from hdi_callback.arguments import flag, one_of, strings, whole_number
-from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.errors import MisconfigurationError
+from hdi_callback.interventions.training import Training
 from hdi_callback.record import LEVELS, Action, Alert, Level, Record
-
-
-class Training(Protocol):
-    """What an intervention may do to a training, under any trainer."""
-
-    @property
-    def layers(self) -> Mapping[str, AttentionLayer]:
-        """The watched layers, by name."""
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps taken so far."""
-
-    @property
-    def optimizers(self) -> Sequence[Optimizer]:
-        """The optimizers of the run."""
-
-    def loss_scale(self, optimizer: Optimizer) -> float:
-        """Return the factor on the gradients before a step, 1 where they have been unscaled."""
-
-    def stop(self) -> None:
-        """End the training after this step."""
-
-    def save(self, name: str) -> str:
-        """Save a checkpoint under a name without a suffix; return where."""
-
-    def max_over_ranks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the elementwise maximum over all ranks; every rank calls it with tensors of the same shapes."""
-
-    def expect_change(self, layer: str, heads: Iterable[int], step: int) -> None:
-        """Tell the rules that the weights of heads are being written, so that this raises no alert."""
 
 
 @dataclass(frozen=True)

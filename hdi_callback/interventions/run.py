@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from hdi_callback.arguments import shown
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import Guard, guarded
-from hdi_callback.interventions.intervention import Intervention, Training, WhileActive
+from hdi_callback.interventions.intervention import Intervention, WhileActive
+from hdi_callback.interventions.training import Training
 from hdi_callback.record import Action, Alert, Level
 
 

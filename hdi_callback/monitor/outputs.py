@@ -22,14 +22,14 @@ from hdi_callback.core import (
 )
 from hdi_callback.monitor.metrics import FINITE_OUTPUTS, OUTPUTS, TOKENS
 from hdi_callback.monitor.ranks import Ranks
-from hdi_callback.monitor.sums import SumSource
+from hdi_callback.monitor.sums import SumSource, has_captured
 from hdi_callback.monitor.weights import NotFinite
 
 
 class OutputCovariance(SumSource):
     """Covariance of what heads add to the output, and their overlap before the output projection."""
 
-    name, kept = OUTPUTS, "outputs"
+    name, reads = OUTPUTS, "outputs"
 
     def __init__(self) -> None:
         self._centres: dict[str, Tensor] = {}
@@ -40,7 +40,7 @@ class OutputCovariance(SumSource):
 
     def begin(self, layers: Sequence[AttentionLayer], captured: Mapping[str, Captured], ranks: Ranks) -> None:
         """Find the mean outputs over all ranks, about which second moments add up without losing digits."""
-        self._centres = _centres(layers, captured, ranks, lambda layer: (layer.num_heads, layer.value_dim), _outputs)
+        self._centres = _centres(self, layers, captured, ranks, lambda layer: (layer.num_heads, layer.value_dim))
 
     def sums(self, layer: AttentionLayer, captured: Captured) -> OutputMoments:
         """See `SumSource`."""
@@ -64,7 +64,7 @@ class OutputCovariance(SumSource):
 class OutputFiniteness(SumSource):
     """Heads with outputs that are NaN or infinite."""
 
-    name, kept = FINITE_OUTPUTS, "outputs"
+    name, reads = FINITE_OUTPUTS, "outputs"
 
     def sums(self, layer: AttentionLayer, captured: Captured) -> NotFinite:
         """See `SumSource`."""
@@ -86,7 +86,7 @@ class InputTokens(SumSource):
         with_rank: measure the rank, which takes second moments of all features.
     """
 
-    name, kept = TOKENS, "inputs"
+    name, reads = TOKENS, "inputs"
 
     def __init__(self, *, with_rank: bool) -> None:
         self._with_rank = with_rank
@@ -99,7 +99,7 @@ class InputTokens(SumSource):
     def begin(self, layers: Sequence[AttentionLayer], captured: Mapping[str, Captured], ranks: Ranks) -> None:
         """Find the mean token over all ranks, if the rank is measured."""
         if self._with_rank:
-            self._centres = _centres(layers, captured, ranks, lambda layer: (1, _width(layer)), _inputs)
+            self._centres = _centres(self, layers, captured, ranks, lambda layer: (1, _width(layer)))
 
     def sums(self, layer: AttentionLayer, captured: Captured) -> TokenSums:
         """See `SumSource`."""
@@ -135,24 +135,24 @@ def _inputs(captured: Captured) -> tuple[Tensor, Tensor | None]:
 
 
 def _centres(
+    source: OutputCovariance | InputTokens,
     layers: Sequence[AttentionLayer],
     captured: Mapping[str, Captured],
     ranks: Ranks,
     shape: Callable[[AttentionLayer], tuple[int, int]],
-    read: Callable[[Captured], tuple[Tensor, Tensor | None]],
 ) -> dict[str, Tensor]:
     """Find the mean over the tokens of all ranks; of one process nothing, as its sums are about their own mean."""
     if ranks.size == 1:
         return {}
+    read = _outputs if isinstance(source, OutputCovariance) else _inputs
     parts = []
     for layer in layers:
         count, total = torch.zeros((), device=ranks.device), torch.zeros(shape(layer), device=ranks.device)
-        try:
-            count, total = count_and_total(*read(captured[layer.name]))
-        except (KeyError, AttributeError):  # nothing was captured here
-            pass
-        except Exception:
-            total = torch.full_like(total, torch.nan)
+        if has_captured(source, layer, captured):
+            try:
+                count, total = count_and_total(*read(captured[layer.name]))
+            except Exception:  # other ranks wait for these sums; `sums` fails likewise, and notes the reason
+                total = torch.full_like(total, torch.nan)
         parts += [count, total]
     added = ranks.sum(parts)
     return {layer.name: total / count.clamp_min(1) for layer, count, total in zip(layers, added[::2], added[1::2])}

@@ -51,7 +51,7 @@ def take_rows(
 class AttentionRows(SumSource):
     """Entropy, sinks, scores and likeness of the heads' attention."""
 
-    name, kept = ROWS, "rows"
+    name, reads = ROWS, "rows"
 
     def __init__(self) -> None:
         self._positions: int | None = None
@@ -85,7 +85,7 @@ class AttentionRows(SumSource):
 class QueryKeyNorms(SumSource):
     """Mean norms of queries and keys, where attention is one operation and so takes them."""
 
-    name, kept = NORMS, "rows"
+    name, reads = NORMS, "rows"
 
     def sums(self, layer: AttentionLayer, captured: Captured) -> NormSums:
         """See `SumSource`."""

@@ -22,11 +22,11 @@ class SumSource(ABC):
 
     Attributes:
         name: one of `FORWARD_SOURCES`.
-        kept: the field of `Captured` that it is computed from.
+        reads: the field of `Captured` that it is computed from.
     """
 
     name: str
-    kept: str
+    reads: str
 
     def why_not(self, layer: AttentionLayer) -> str | None:
         """Say why a layer cannot be measured, by facts that are the same on every rank; `None` if it can."""
@@ -71,7 +71,7 @@ def measure_sums(
     """
     able = [layer for layer in layers if not _is_left_out(source, layer, captured, absent)]
     if ranks.size == 1:
-        able = [layer for layer in able if _has(source, layer, captured)]
+        able = [layer for layer in able if has_captured(source, layer, captured)]
     found: dict[Any, dict[str, Any]] = {}
     for some in _chunks(able, source):
         source.begin(some, captured, ranks)
@@ -92,24 +92,25 @@ def _is_left_out(source: SumSource, layer: AttentionLayer, captured: Mapping[str
         absent.note(layer.name, source.name, reason)
     elif layer.name not in captured:
         absent.note(layer.name, source.name, "no forward was armed before this reading")
-    elif not _has(source, layer, captured):
-        why = captured[layer.name].reasons.get(source.kept, "the layer was not called in a forward that was armed")
+    elif not has_captured(source, layer, captured):
+        why = captured[layer.name].reasons.get(source.reads, "the layer was not called in a forward that was armed")
         absent.note(layer.name, source.name, why)
     return reason is not None
 
 
-def _has(source: SumSource, layer: AttentionLayer, captured: Mapping[str, Captured]) -> bool:
-    kept = getattr(captured.get(layer.name), source.kept, None)
-    return kept is not None and (isinstance(kept, torch.Tensor) or len(kept) > 0)
+def has_captured(source: SumSource, layer: AttentionLayer, captured: Mapping[str, Captured]) -> bool:
+    """Return whether this rank has captured what a source is computed from."""
+    found = getattr(captured.get(layer.name), source.reads, None)
+    return found is not None and (isinstance(found, torch.Tensor) or len(found) > 0)
 
 
 def _sums_of(
     source: SumSource, layer: AttentionLayer, captured: Mapping[str, Captured], ranks: Ranks, absent: Absent
 ) -> Any:
     """The sums of this rank; nothing, or NaN if they cannot be computed, in the same shapes."""
-    if layer.name in captured and source.kept in captured[layer.name].failed:
+    if layer.name in captured and source.reads in captured[layer.name].failed:
         return failed(source.blank(layer, ranks.device))
-    if not _has(source, layer, captured) or (ranks.size > 1 and repeats_tokens(layer)):
+    if not has_captured(source, layer, captured) or (ranks.size > 1 and repeats_tokens(layer)):
         return source.blank(layer, ranks.device)
     sums = None
     with absent.unless([source.name], [layer.name]):

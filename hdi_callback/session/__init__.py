@@ -2,6 +2,6 @@
 
 from hdi_callback.session.session import Session
 from hdi_callback.session.settings import Settings
-from hdi_callback.session.trainer import Trainer, Training
+from hdi_callback.session.trainer import Trainer
 
-__all__ = ["Session", "Settings", "Trainer", "Training"]
+__all__ = ["Session", "Settings", "Trainer"]

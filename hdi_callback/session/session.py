@@ -22,12 +22,13 @@ from hdi_callback.dashboards import Console
 from hdi_callback.errors import HDIError, NothingToWatchError
 from hdi_callback.guard import Guard, describe, pythons_generator_kept
 from hdi_callback.history import History, load_history
-from hdi_callback.interventions import Intervention
+from hdi_callback.interventions import Intervention, Training
 from hdi_callback.monitor import HeadDiversityMonitor, Reading
+from hdi_callback.monitor.ranks import number_of_ranks
 from hdi_callback.record import Action, Alert, Record, Sink
 from hdi_callback.rules import Alerts
 from hdi_callback.session.settings import Settings
-from hdi_callback.session.trainer import Trainer, Training, from_first_rank, is_distributed, why_ranks_differ
+from hdi_callback.session.trainer import Trainer, from_first_rank, why_ranks_differ
 
 _SIZES = ("num_heads", "num_key_heads", "head_dim", "value_dim")
 
@@ -45,8 +46,8 @@ class Session:
         model: any module that contains attention layers.
         settings: the settings of the run.
         trainer: the trainer.
-        name: name of the history, where one folder holds several.
         guard: turns failures into warnings, once for each kind.
+        name: name of the history, where one folder holds several.
 
     Attributes:
         monitor: the monitor that measures.
@@ -63,8 +64,8 @@ class Session:
         settings: Settings,
         trainer: Trainer,
         *,
+        guard: Guard,
         name: str | None = None,
-        guard: Guard | None = None,
     ) -> None:
         self.monitor = HeadDiversityMonitor(
             model,
@@ -80,12 +81,12 @@ class Session:
         self.last_step: int | None = None
         self._settings, self._trainer, self._name = settings, trainer, name
         self._model_name = type(model).__name__
-        self._guard = Guard() if guard is None else guard
+        self._guard = guard
         self._folder = trainer.folder.absolute()  # the training may change its directory
         self._state: Mapping[str, Any] | None = None  # of a checkpoint, until the layers are known
         self._sinks: list[Sink] = []
         self._armed_at: int | None = None  # step whose forward is captured
-        self._pending: deque[_Taken] = deque()
+        self._pending: deque[_Pending] = deque()
         self._published: int | None = None  # step of the last reading that was published
         self._number_of_layers = 0  # that rules, history and dashboards know
         self._has_met = self._is_open = self._is_closed = False
@@ -255,7 +256,7 @@ class Session:
             measured: Reading | Record = self.monitor.measure(step, epoch=self._trainer.epoch)
         except Exception as error:
             measured = self._marked(step, error)
-        self._pending.append(_Taken(measured))
+        self._pending.append(_Pending(measured))
 
     def _marked(self, step: int, error: Exception) -> Record:
         """Return a record without numbers, and with the reason; warns once."""
@@ -297,7 +298,7 @@ class Session:
 
     def _decided(self, record: Record) -> Record:
         """Return the record with the alerts of the first rank, by which all ranks act alike."""
-        if not is_distributed():
+        if number_of_ranks() == 1:
             return record
         sent = from_first_rank([[alert.to_dict() for alert in alerts] for alerts in (record.alerts, record.active)])
         alerts, active = (tuple(map(Alert.from_dict, listed)) for listed in sent)
@@ -325,7 +326,7 @@ class Session:
             "interventions": [item.name for item in settings.interventions or ()],
             "last reading": self.last_step,
         }
-        why = why_ranks_differ(mine) if is_distributed() else ""
+        why = why_ranks_differ(mine) if number_of_ranks() > 1 else ""
         if why:
             self._guard.warn_once("ranks", f"Heads are not watched: {why} Training goes on.")
             self.close()
@@ -376,10 +377,11 @@ class Session:
     def _begin(self, facts: Sequence[Mapping[str, Any]]) -> None:
         """Begin with rules and interventions that know nothing yet."""
         settings = self._settings
-        if settings.alerts is not None:
-            self.alerts = Alerts(settings.alerts, settings.thresholds, facts, settings.pretrained)
-        training = Training(self._trainer, self.monitor.layers, self.alerts)
         self.interventions = ()
+        if settings.alerts is None:
+            return
+        self.alerts = Alerts(settings.alerts, settings.thresholds, facts, settings.pretrained)
+        training = Training(self._trainer, self.monitor.layers, self.alerts.expect_change)
         for intervention in settings.interventions or ():
             intervention.bind(training)
             self.interventions += (intervention,)
@@ -451,7 +453,7 @@ class Session:
         self._sinks = [*([] if self.history is None else [self.history]), *sinks]  # type: ignore[list-item]
 
 
-class _Taken:
+class _Pending:
     """A reading that was taken, and the loss of its forward, until their numbers have arrived on the host."""
 
     def __init__(self, measured: Reading | Record) -> None:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import Optimizer
 
-from hdi_callback.attention.layer import AttentionLayer
+from hdi_callback.monitor.ranks import number_of_ranks
 from hdi_callback.record import Record, Sink
-from hdi_callback.rules import Alerts
 
 
 class Trainer(Protocol):
@@ -62,67 +59,9 @@ class Trainer(Protocol):
         """
 
 
-class Training:
-    """What interventions see of a training: the layers that are watched, and the trainer.
-
-    Args:
-        trainer: the trainer.
-        layers: the layers, in model order.
-        alerts: the rules, which are told what interventions write.
-
-    Attributes:
-        layers: name -> layer.
-    """
-
-    def __init__(self, trainer: Trainer, layers: Sequence[AttentionLayer], alerts: Alerts | None) -> None:
-        self._trainer, self._alerts = trainer, alerts
-        self.layers: Mapping[str, AttentionLayer] = {layer.name: layer for layer in layers}
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps taken so far."""
-        return self._trainer.step
-
-    @property
-    def optimizers(self) -> Sequence[Optimizer]:
-        """The optimizers of the run."""
-        return self._trainer.optimizers
-
-    def loss_scale(self, optimizer: Optimizer) -> float:
-        """Return the factor on the gradients before a step, 1 where they have been unscaled."""
-        return self._trainer.loss_scale(optimizer)
-
-    def stop(self) -> None:
-        """End the training after this step."""
-        self._trainer.stop()
-
-    def save(self, name: str) -> str:
-        """Save a checkpoint under a name without a suffix; return where. Every rank calls it."""
-        return self._trainer.save(name)
-
-    def expect_change(self, layer: str, heads: Iterable[int], step: int) -> None:
-        """Tell the rules that an intervention wrote the weights of heads, which is no jump of the training."""
-        if self._alerts is not None:
-            self._alerts.expect_change(layer, heads, step)
-
-    def max_over_ranks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the elementwise maximum over all ranks; every rank calls it with tensors of the same shapes."""
-        if not tensors or not is_distributed():
-            return list(tensors)
-        flat = torch.cat([tensor.detach().float().flatten() for tensor in tensors])
-        dist.all_reduce(flat, dist.ReduceOp.MAX)
-        parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-        return [part.view_as(tensor) for part, tensor in zip(parts, tensors)]
-
-
-def is_distributed() -> bool:
-    """Return whether several processes train together."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 def from_first_rank(value: Any) -> Any:
     """Return the value of the first rank, plain data, on every rank; all of them call this."""
-    if not is_distributed():
+    if number_of_ranks() == 1:
         return value
     held = [value]
     dist.broadcast_object_list(held, src=0)

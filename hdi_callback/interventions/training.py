@@ -1,0 +1,69 @@
+"""`Training`: what an intervention sees of a training, and may do to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hdi_callback.attention.layer import AttentionLayer
+from hdi_callback.monitor.ranks import number_of_ranks
+
+if TYPE_CHECKING:
+    from hdi_callback.session import Trainer
+
+Expect = Callable[[str, Iterable[int], int], None]
+
+
+class Training:
+    """What an intervention sees of a training, and may do to it, under any trainer.
+
+    Args:
+        trainer: the trainer.
+        layers: the watched layers, in model order.
+        expect_change: tells the rules that an intervention writes the weights of heads of a layer at a step, so that
+            this raises no alert.
+
+    Attributes:
+        layers: name -> layer.
+        expect_change: see above.
+    """
+
+    def __init__(self, trainer: Trainer, layers: Sequence[AttentionLayer], expect_change: Expect) -> None:
+        self._trainer, self.expect_change = trainer, expect_change
+        self.layers: Mapping[str, AttentionLayer] = {layer.name: layer for layer in layers}
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken so far."""
+        return self._trainer.step
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The optimizers of the run."""
+        return self._trainer.optimizers
+
+    def loss_scale(self, optimizer: Optimizer) -> float:
+        """Return the factor on the gradients before a step, 1 where they have been unscaled."""
+        return self._trainer.loss_scale(optimizer)
+
+    def stop(self) -> None:
+        """End the training after this step."""
+        self._trainer.stop()
+
+    def save(self, name: str) -> str:
+        """Save a checkpoint under a name without a suffix; return where. Every rank calls it."""
+        return self._trainer.save(name)
+
+    def max_over_ranks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the elementwise maximum over all ranks; every rank calls it with tensors of the same shapes."""
+        if not tensors or number_of_ranks() == 1:
+            return list(tensors)
+        flat = torch.cat([tensor.detach().float().flatten() for tensor in tensors])
+        dist.all_reduce(flat, dist.ReduceOp.MAX)
+        parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+        return [part.view_as(tensor) for part, tensor in zip(parts, tensors)]
