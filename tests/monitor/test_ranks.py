@@ -18,20 +18,21 @@ from tests.monitor.models import Model
 
 METRICS = ["token_rank", "head_covariance", "attention_entropy", "query_norm", "circuit_qk", "head_movement_min"]
 pytestmark = pytest.mark.ranks
-HOW = ["ddp", "uneven", "fsdp", "tp", "other layers", "failing"]  # the last leaves broken code behind
+HOW = ["ddp", "uneven", "fsdp", "tp", "idle", "other layers", "failing"]  # the last leaves broken code behind
 
 
 def data() -> torch.Tensor:
     return torch.randn(4, 6, 32, generator=torch.Generator().manual_seed(0))
 
 
-def two_readings(model: torch.nn.Module, x: torch.Tensor) -> list[Any]:
+def two_readings(model: torch.nn.Module, x: torch.Tensor, *, is_idle: bool = False) -> list[Any]:
     """Two readings with a fixed step between them; the last before any forward is armed."""
     records = []
-    with HeadDiversityMonitor(model, metrics=[*METRICS]) as monitor:
+    with HeadDiversityMonitor(model, metrics=[*METRICS], forward=(lambda: model(x)) if is_idle else None) as monitor:
         for step in range(2):
             monitor.arm()
-            model(x).square().mean().backward()
+            if not is_idle:
+                model(x).square().mean().backward()
             records.append(monitor.measure(step).record())
             with torch.no_grad():
                 for one in model.parameters():
@@ -77,6 +78,8 @@ def run(rank: int, how: str) -> Any:
         for layer in model.layers:
             parallelize_module(layer, init_device_mesh("cpu", (2,)), plan)
         return plain(two_readings(model, data()))
+    if how == "idle":
+        return plain(two_readings(model, data(), is_idle=rank == 1))
     if how == "other layers":
         model = Model(1 + rank)
         return plain(two_readings(model, x))
@@ -115,7 +118,7 @@ def assert_same(found: list[Any], wanted: list[Any], without: tuple[str, ...] = 
                     assert own[key] == pytest.approx(value, rel=1e-4, abs=1e-5), (name, key)
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp", "uneven"])
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "uneven", "idle"])
 def test_two_ranks_read_what_one_process_reads(how, on_two_ranks):
     for found in on_two_ranks[how]:
         assert_same(found, expected())

@@ -38,7 +38,9 @@ REGIMES = {
     "lightning, two optimizers, validation": Regime("lightning", optimizers=2, validates=True),
     "loop, mode around the step": Regime("loop", has_mode=True, every=1),
     "lightning, mode around the step": Regime("lightning", has_mode=True, every=1),
-    "loop, warnings are errors, NaN, a refused layer": Regime("loop", is_broken=True),
+    "loop, warnings are errors, NaN, a refused layer, checkpointing": Regime(
+        "loop", is_broken=True, checkpointing="reentrant"
+    ),
 }
 SLOW = {"lightning, compiled, bf16", "loop, compiled by inductor"}
 RANKS = [Regime(parallel=how) for how in ("ddp", "fsdp2", "tp")]
