@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.regimes.trainings import Regime, differences
+from tests.regimes.trainings import Regime, differences, train
 
 CHOICES: dict[str, list[Any]] = {
     "trainer": ["lightning", "transformers", "loop", "ignite"],
@@ -56,6 +56,8 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     generator, failed = random.Random(arguments.seed), 0
+    with tempfile.TemporaryDirectory() as folder:  # what Lightning imports in its first run draws random numbers
+        train(Regime("lightning"), Path(folder), is_watched=False)
     for number in range(arguments.count):
         regime = draw(generator)
         with tempfile.TemporaryDirectory() as folder:

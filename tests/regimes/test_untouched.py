@@ -5,6 +5,8 @@ Losses, weights, states of optimizers, random states, calls of the user's hooks,
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,17 @@ def test_a_training_is_bit_identical_with_and_without_a_monitor(name: str, tmp_p
     regime = REGIMES[name]
     pytest.importorskip("peft" if regime.model == "lora" else regime.trainer if regime.trainer != "loop" else "torch")
     assert not differences(regime, tmp_path)
+
+
+@pytest.mark.slow
+def test_what_is_imported_for_a_reading_draws_no_random_number(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from tests.regimes.trainings import Regime, differences\n"
+        "assert 'rich' not in sys.modules\n"
+        "sys.exit(str(differences(Regime('loop'), Path(sys.argv[1]))))"
+    )
+    fresh = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, capture_output=True, text=True)
+    assert fresh.stderr.splitlines()[-1:] == ["[]"]
 
 
 @pytest.fixture(scope="module")

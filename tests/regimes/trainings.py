@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -416,7 +417,13 @@ def train(regime: Regime, folder: Path, *, is_watched: bool) -> dict[str, Any]:
         from tests.regimes.ranks import shard
 
         run.model = shard(run.model, regime.parallel)
-    with warnings.catch_warnings():
+    fast = torch._transformer_encoder_layer_fwd
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        run.counts["fast path"] += 1
+        return fast(*args, **kwargs)
+
+    with warnings.catch_warnings(), patch.object(torch, "_transformer_encoder_layer_fwd", counted):
         warnings.simplefilter("error" if regime.is_broken else "ignore")
         TRAINERS[regime.trainer](run)
     found = run.outcome()
