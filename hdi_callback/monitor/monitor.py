@@ -121,11 +121,6 @@ class HeadDiversityMonitor:
     def __repr__(self) -> str:
         return f"<HeadDiversityMonitor of {len(self.layers)} layers; {len(self.refused)} not watched>"
 
-    @property
-    def facts(self) -> tuple[dict[str, Any], ...]:
-        """Facts about each layer as plain data, in model order."""
-        return tuple(layer.facts() for layer in self.layers)
-
     def close(self) -> None:
         """Remove all hooks and forget what was captured; calling it again does nothing."""
         if self._first_calls is not None:
@@ -163,7 +158,7 @@ class HeadDiversityMonitor:
             self._capture.resume()
             self._capture.is_armed = self._is_armed
 
-    def meet(self) -> Ranks:
+    def join_ranks(self) -> Ranks:
         """Compare the layers of all ranks: a collective call, once, for all ranks, also those without a layer."""
         if self._ranks is None:
             with without_modes():
@@ -189,7 +184,7 @@ class HeadDiversityMonitor:
         if not self.layers:
             self._refuse()
         absent = Absent()
-        ranks = self.meet()
+        ranks = self.join_ranks()
         with without_modes():
             results = self._weights.measure(step, self.layers, absent)
             captured = self._take(absent)

@@ -89,7 +89,7 @@ class Session:
         self._pending: deque[_Pending] = deque()
         self._published: int | None = None  # step of the last reading that was published
         self._number_of_layers = 0  # that rules, history and dashboards know
-        self._has_met = self._is_open = self._is_closed = False
+        self._has_checked_ranks = self._is_open = self._is_closed = False
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
@@ -102,12 +102,12 @@ class Session:
         """Capture the forward that follows if a reading is due."""
         if self._is_closed or self._armed_at is not None:
             return
-        if not self._has_met:
-            self._meet()
+        if not self._has_checked_ranks:
+            self._check_ranks()
         elif self._is_open and not self.monitor.layers:
             return
         step = self._trainer.step
-        if not self._is_closed and self._is_due(step):  # `_meet` may have closed it
+        if not self._is_closed and self._is_due(step):  # `_check_ranks` may have closed it
             self._armed_at = step
             self.monitor.arm()
         else:
@@ -313,9 +313,9 @@ class Session:
 
     # The beginning.
 
-    def _meet(self) -> None:
+    def _check_ranks(self) -> None:
         """Make sure that all ranks watch alike; nothing is watched otherwise, as they would wait for each other."""
-        self._has_met = True
+        self._has_checked_ranks = True
         settings = self._settings
         mine = {
             "every_n_steps": settings.every_n_steps,
@@ -344,7 +344,7 @@ class Session:
             self._state = self.state_dict()
             self._close_all()
         self._is_open, self._number_of_layers = True, len(self.monitor.layers)
-        ranks = self.monitor.meet()
+        ranks = self.monitor.join_ranks()
         if ranks.difference:
             is_joint = ranks.is_sharded or bool(self._settings.interventions)
             alone = "Heads are not watched." if is_joint else "Each rank measures alone, into a history of its own."

@@ -68,7 +68,7 @@ def from_first_rank(value: Any) -> Any:
     return held[0]
 
 
-_MEETINGS = count()  # sessions of this process that have begun; alike on every rank, as all of them begin alike
+_SESSIONS = count()  # sessions of this process that have begun; alike on every rank, as all of them begin alike
 _LONGEST_WAIT = 60.0  # seconds
 
 
@@ -84,7 +84,7 @@ def why_ranks_differ(settings: Mapping[str, Any]) -> str:
         settings: what must be alike, as plain data.
     """
     store: Any = dist.distributed_c10d._get_default_store()
-    rank, size, key = dist.get_rank(), dist.get_world_size(), f"hdi_callback/{next(_MEETINGS)}"
+    rank, size, key = dist.get_rank(), dist.get_world_size(), f"hdi_callback/{next(_SESSIONS)}"
     names = [f"{key}/{one}" for one in range(size)]
     store.set(names[rank], json.dumps(settings))
     deadline = time.monotonic() + min(store.timeout.total_seconds() / 3, _LONGEST_WAIT)

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hdi_callback
 from hdi_callback.attention.capture import Captured
 from hdi_callback.core import attention_rows
-from hdi_callback.errors import MisconfigurationError, NothingToWatchError
+from hdi_callback.errors import MisconfigurationError, MonitoringWarning, NothingToWatchError
 from hdi_callback.monitor import HeadDiversityMonitor, Reading
+from hdi_callback.monitor import monitor as monitors
 from hdi_callback.monitor import weights as weights_of_monitor
 from hdi_callback.monitor.metrics import FORWARD_SOURCES, MOVEMENT, OUTPUTS, SOURCES
 from hdi_callback.monitor.outputs import InputTokens, OutputCovariance, OutputFiniteness
@@ -244,7 +245,7 @@ def test_layers_are_found_right_before_the_first_forward():
         assert monitor.layers == ()
         monitor.arm()
         model(X).sum().backward()
-        assert [facts["name"] for facts in monitor.facts] == ["layers.0", "layers.1"]
+        assert [layer.name for layer in monitor.layers] == ["layers.0", "layers.1"]
         values = monitor.measure(0).record().layers["layers.1"].values
     assert "head_covariance" in values  # of this first forward
 
@@ -268,6 +269,28 @@ def test_patterns_choose_layers(include, exclude, names):
     with HeadDiversityMonitor(model, include=include, exclude=exclude, forward=lambda: model(X)) as monitor:
         assert [layer.name for layer in monitor.layers] == names
         assert list(monitor.measure(0).record().layers) == names
+
+
+def test_a_part_that_is_called_after_ranks_have_agreed_is_named_as_not_watched(monkeypatch):
+    model = nn.ModuleDict({"first": Model(1), "late": Model(1)})
+    with HeadDiversityMonitor(model) as monitor:
+        monitor.arm()
+        model["first"](X).sum().backward()
+        monitor.measure(0)
+        monkeypatch.setattr(monitors, "number_of_ranks", lambda: 2)
+        with pytest.warns(MonitoringWarning, match=r"`late\.layers\.0` is not watched: it was first called"):
+            model["late"](X)
+        assert [layer.name for layer in monitor.layers] == ["first.layers.0"]
+
+
+def test_a_failure_in_the_users_forward_is_a_warning(monkeypatch):
+    def broken(*args, **kwargs):
+        raise ZeroDivisionError("inside")
+
+    model = Model(1)
+    monkeypatch.setattr(monitors, "Capture", broken)
+    with HeadDiversityMonitor(model), pytest.warns(MonitoringWarning, match="Watching heads failed"):
+        model(X).sum().backward()
 
 
 def test_nothing_remains_when_it_is_closed():

@@ -20,6 +20,7 @@ from torch import nn
 from hdi_callback import HeadDiversityMonitor, MonitoringWarning, Reading, StopTraining, load_history, watch_heads
 from hdi_callback.attention import find
 from hdi_callback.attention.capture import Capture
+from hdi_callback.errors import NothingToWatchError
 from hdi_callback.monitor import monitor
 from hdi_callback.monitor.weights import WeightReader
 from hdi_callback.rules import Alerts
@@ -43,11 +44,11 @@ FAILURES: dict[str, tuple[Any, str]] = {
 
 @dataclass
 class Case:
-    """The arguments of each rank's monitor, `None` for none, and what is different on the second rank."""
+    """The arguments of each rank's monitor, `None` for none; what fails on the second rank; blocks of their models."""
 
     ranks: tuple[dict[str, Any] | None, dict[str, Any] | None] = ({}, {})
     fails: str = ""
-    blocks: int = 2  # blocks of the model there
+    blocks: tuple[int, int] = (2, 2)
 
 
 def train(cases: dict[str, Case], folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -78,9 +79,8 @@ def _broken(*args: Any, **kwargs: Any) -> Any:
 def _train(rank: int, case: Case, folder: Path) -> dict[str, Any]:
     run, options = Training(folder), case.ranks[rank]
     model: nn.Module = run.model
-    if case.blocks != 2:  # each rank trains a model of its own, as a stage of a pipeline
-        run.model.blocks = run.model.blocks[: 2 if rank == 0 else case.blocks]
-    else:
+    run.model.blocks = run.model.blocks[: case.blocks[rank]]
+    if case.blocks[0] == case.blocks[1]:  # else each rank trains a model of its own, as a stage of a pipeline
         model = nn.parallel.DistributedDataParallel(run.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     begin = time.monotonic()
@@ -89,18 +89,15 @@ def _train(rank: int, case: Case, folder: Path) -> dict[str, Any]:
         heads: Any = None
         if options is not None:
             heads = watch_heads(model, optimizer, log_dir=folder, **{"every_n_steps": 2, **options})
-        tokens, labels = dataset(STEPS * BATCH * 2).tensors
-        mine = slice(rank, None, 2)
-        for batch in zip(tokens[mine].split(BATCH), labels[mine].split(BATCH)):
-            if heads is not None and heads.should_stop:
-                break
-            with nullcontext() if heads is None else heads.step():
-                model(*batch)["loss"].backward()
-                optimizer.step()
-                optimizer.zero_grad()
+        error = ""
+        try:
+            _steps(rank, model, optimizer, heads)
+        except NothingToWatchError as nothing:
+            error = str(nothing)
         if heads is not None:
             heads.finish()
     found: dict[str, Any] = {
+        "error": error,
         "weights": run.weights,
         "seconds": time.monotonic() - begin,
         "latest": {} if heads is None else heads.latest,
@@ -114,3 +111,15 @@ def _train(rank: int, case: Case, folder: Path) -> dict[str, Any]:
         found["values"] = [{name: layer.values for name, layer in record.layers.items()} for record in records]
         found["actions"] = [action.step for record in records for action in record.actions]
     return found
+
+
+def _steps(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, heads: Any) -> None:
+    tokens, labels = dataset(STEPS * BATCH * 2).tensors
+    mine = slice(rank, None, 2)
+    for batch in zip(tokens[mine].split(BATCH), labels[mine].split(BATCH)):
+        if heads is not None and heads.should_stop:
+            break
+        with nullcontext() if heads is None else heads.step():
+            model(*batch)["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()

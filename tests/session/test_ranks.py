@@ -19,9 +19,10 @@ CASES = {
     "stopping": Case((STOPS, STOPS)),
     **{name: Case(({}, {}), fails=name) for name in FAILURES},
     "binding an intervention": Case((WAITS, WAITS), fails="binding an intervention"),
-    "stages": Case(blocks=1),
-    "a stage without attention": Case(blocks=0),
-    "stages with an intervention": Case((WAITS, WAITS), blocks=1),
+    "no attention": Case(blocks=(0, 0)),
+    "stages": Case(blocks=(2, 1)),
+    "a stage without attention": Case(blocks=(2, 0)),
+    "stages with an intervention": Case((WAITS, WAITS), blocks=(2, 1)),
     "another cadence": Case(({}, {"every_n_steps": 3})),
     "other metrics": Case(({}, {"alerts": None})),
     "a monitor on one rank": Case(({}, None)),
@@ -94,6 +95,12 @@ def test_a_rank_that_has_found_no_heads_leaves_the_other_alone(name: str, found:
     assert "rank 1 holds other attention layers than rank 0" in first["messages"][0]
     assert "No attention layer" in second["messages"][1]
     assert "read" not in second
+
+
+def test_a_model_without_attention_is_an_error_on_every_rank(found: Any) -> None:
+    for one in found["no attention"]:
+        assert "No attention layer" in one["error"]
+    assert not any(one["error"] for name, ranks in found.items() for one in ranks if name != "no attention")
 
 
 def test_each_stage_of_a_pipeline_writes_its_own_history(found: Any) -> None:
