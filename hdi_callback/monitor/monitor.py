@@ -234,16 +234,14 @@ class HeadDiversityMonitor:
         """Watch what a forward has shown, beside what is known."""
         known = {layer.name: layer for layer in (*found.layers, *self.layers) if self._is_chosen(layer.name)}
         order = {name: place for place, (name, _) in enumerate(self._model.named_modules())}
-        before, self.layers = (
-            self.layers,
-            tuple(sorted(known.values(), key=lambda layer: order.get(layer.name, len(order)))),
-        )
+        layers = tuple(sorted(known.values(), key=lambda layer: order.get(layer.name, len(order))))
         refused = {refusal.name: refusal for refusal in (*self.refused, *found.refused)}
         self.refused = tuple(
             one for name, one in refused.items() if name not in known and (not name or self._is_chosen(name))
         )
-        if self.layers == before:
+        if layers == self.layers:
             return  # hooks stay as they are: those of the module that is being called are on their way
+        self.layers = layers
         if self._capture is not None:
             self._capture.remove()
         if self._forwards:
@@ -263,17 +261,24 @@ class HeadDiversityMonitor:
         is_included = self._include is None or any(fnmatchcase(name, pattern) for pattern in self._include)
         return is_included and not any(fnmatchcase(name, pattern) for pattern in self._exclude)
 
+    def why_nothing(self) -> str:
+        """Return why no layer is watched, as a sentence."""
+        reasons = "".join(f"\n  `{one.name or self.model_name}`: {one.reason}" for one in self.refused[:10])
+        ran_none = " no forward of it ran any outside of compiled code, or `include` and `exclude` leave none."
+        return f"No attention layer of `{self.model_name}` was read:{reasons or ran_none}"
+
+    @property
+    def model_name(self) -> str:
+        """The class of the model."""
+        return type(self._model).__name__
+
     def _refuse(self) -> None:
         """Raise an error if `strict` is set, as there is nothing to watch."""
-        if not self._strict:
-            return
-        reasons = "".join(f"\n  `{refusal.name}`: {refusal.reason}" for refusal in self.refused[:10])
-        why = reasons or " no forward of it has run outside of compiled code, or `include` and `exclude` leave none."
-        raise NothingToWatchError(
-            f"No attention layer of {type(self._model).__name__} was read:{why}\nRun a forward of the model before "
-            "the first reading, pass forward=..., describe a layer with `hdi_callback.register_layout`, or write "
-            "strict=False."
-        )
+        if self._strict:
+            raise NothingToWatchError(
+                f"{self.why_nothing()}\nRun a forward of the model before the first reading, pass forward=..., "
+                "describe a layer with `hdi_callback.register_layout`, or write strict=False."
+            )
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

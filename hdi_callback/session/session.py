@@ -80,7 +80,6 @@ class Session:
         self.history: History | None = None
         self.last_step: int | None = None
         self._settings, self._trainer, self._name = settings, trainer, name
-        self._model_name = type(model).__name__
         self._guard = guard
         self._folder = trainer.folder.absolute()  # the training may change its directory
         self._state: Mapping[str, Any] | None = None  # of a checkpoint, until the layers are known
@@ -388,10 +387,7 @@ class Session:
 
     def _refuse(self, *, is_part: bool) -> None:
         """Say that there is nothing to watch, perhaps as this rank holds a part of the model without attention."""
-        reasons = "".join(f"\n  `{refusal.name}`: {refusal.reason}" for refusal in self.monitor.refused[:10])
-        message = f"No attention layer of `{self._model_name}` was read in its first forward" + (
-            f":{reasons}" if reasons else ": it ran none."
-        )
+        message = self.monitor.why_nothing()
         remedy = "\nDescribe a layer with `hdi_callback.register_layout`, or write strict=False to train unwatched."
         if self._settings.strict and not is_part:
             self.close()

@@ -452,7 +452,7 @@ def compared(regime: Regime, alone: dict[str, Any], watched: dict[str, Any]) -> 
         alone["counts"][name] += count
     found = [f"{name}: {watched[name]}, alone {alone[name]}" for name in alone if watched[name] != alone[name]]
     if records is None:
-        return found
+        return found if regime.parallel else [*found, "nothing was read"]
     per_batch = regime.optimizers if regime.trainer == "lightning" else 1
     last = STEPS * per_batch
     if not records or records[0].step != 0 or records[-1].step != last or len(records) < last // regime.every:
