@@ -204,6 +204,34 @@ class Run:
         self.losses.append(float(loss.detach()))
         return loss
 
+    def train_on(self, batch: dict[str, Tensor], place: int) -> float:
+        """What a loop of one's own does with the batch of a number, counted from 1."""
+        with self.autocast:
+            loss = self.loss_of(batch)
+        (loss / self.regime.accumulate).backward()
+        if place % self.regime.accumulate == 0:
+            self.step(self.optimizers)
+        return float(loss.detach())
+
+    def step(self, optimizers: list[Optimizer]) -> None:
+        if self.regime.clips:
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def between(self, place: int) -> None:
+        """What it does after the batch."""
+        step, rest = divmod(place, self.regime.accumulate)
+        if rest:
+            return
+        self.after_step(step)
+        if self.regime.validates and step % 2:
+            self.model.eval()
+            with torch.no_grad(), self.autocast:
+                self.loss_of(self.batches()[0])
+            self.model.train()
+
     def after_step(self, step: int) -> None:
         if self.regime.is_broken and step == NOT_A_NUMBER_AT:
             with torch.no_grad():
@@ -249,37 +277,15 @@ def _is_dense(leaf: Any) -> bool:
 def fit_loop(run: Run) -> None:
     from hdi_callback import watch_heads
 
-    regime, model, optimizers = run.regime, run.model, run.make_optimizers()
-    heads: Any = watch_heads(model, optimizers, log_dir=run.folder, **run.arguments) if run.is_watched else None
+    optimizers = run.make_optimizers()
+    heads: Any = watch_heads(run.model, optimizers, log_dir=run.folder, **run.arguments) if run.is_watched else None
     run.watcher = heads
     for place, batch in enumerate(run.batches(), 1):
         with nullcontext() if heads is None else heads.step():
-            with run.autocast:
-                loss = run.loss_of(batch)
-            (loss / regime.accumulate).backward()
-            if place % regime.accumulate == 0:
-                _step(run, optimizers)
-        if place % regime.accumulate == 0:
-            run.after_step(place // regime.accumulate)
-            if regime.validates and place // regime.accumulate % 2:
-                _validate(run)
+            run.train_on(batch, place)
+        run.between(place)
     if heads is not None:
         heads.finish()
-
-
-def _step(run: Run, optimizers: list[Optimizer]) -> None:
-    if run.regime.clips:
-        nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def _validate(run: Run) -> None:
-    run.model.eval()
-    with torch.no_grad(), run.autocast:
-        run.loss_of(run.batches()[0])
-    run.model.train()
 
 
 def fit_ignite(run: Run) -> None:
@@ -287,27 +293,12 @@ def fit_ignite(run: Run) -> None:
 
     from hdi_callback import HDIHandler
 
-    regime, optimizers = run.regime, run.make_optimizers()
-
-    def update(engine: Engine, batch: dict[str, Tensor]) -> float:
-        with run.autocast:
-            loss = run.loss_of(batch)
-        (loss / regime.accumulate).backward()
-        if engine.state.iteration % regime.accumulate == 0:
-            _step(run, optimizers)
-        return float(loss.detach())
-
-    def after(engine: Engine) -> None:
-        if engine.state.iteration % regime.accumulate == 0:
-            run.after_step(engine.state.iteration // regime.accumulate)
-            if regime.validates and engine.state.iteration // regime.accumulate % 2:
-                _validate(run)
-
-    engine = Engine(update)
+    optimizers = run.make_optimizers()
+    engine = Engine(lambda engine, batch: run.train_on(batch, engine.state.iteration))
     if run.is_watched:
         run.watcher = HDIHandler(run.model, optimizers, log_dir=run.folder, **run.arguments)
         run.watcher.attach(engine)
-    engine.add_event_handler(Events.ITERATION_COMPLETED, after)
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: run.between(engine.state.iteration))
     engine.run(run.batches(), max_epochs=1)
 
 
@@ -331,7 +322,7 @@ def fit_lightning(run: Run) -> None:
                 return loss
             self.manual_backward(loss / regime.accumulate)
             if (batch_idx + 1) % regime.accumulate == 0:
-                _step(run, self.optimizers())  # type: ignore[arg-type]
+                run.step(self.optimizers())  # type: ignore[arg-type]
             return None
 
         def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
