@@ -426,9 +426,9 @@ class Session:
             self.history = History(path, facts, resume_step=resume_step)
 
     def _open_sinks(self, facts: Sequence[Mapping[str, Any]]) -> None:
+        past: Sequence[Record] = ()
         sinks: list[Sink] = []
         with self._guard("opening dashboards"), pythons_generator_kept():
-            past: Sequence[Record] = ()
             if self.history is not None and self._state is not None:
                 past = load_history(self.history.path).records
             sinks += self._trainer.sinks(past)
