@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         survey,
     )
     from hdi_callback.audits import Audit, Comparison, audit, compare  # type: ignore[no-redef]
+    from hdi_callback.checks import Card, Check, Diagnosis, check
     from hdi_callback.core import (
         HeadCovariance,
         HeadDiversity,
@@ -74,6 +75,7 @@ _NAMES = {
         "survey",
     ),
     "hdi_callback.audits": ("Audit", "Comparison", "audit", "compare"),
+    "hdi_callback.checks": ("Card", "Check", "Diagnosis", "check"),
     "hdi_callback.core": (
         "HeadCovariance",
         "HeadDiversity",
@@ -127,9 +129,12 @@ __all__ = [
     "AttentionLayer",
     "Audit",
     "Call",
+    "Card",
+    "Check",
     "Comparison",
     "Console",
     "Curves",
+    "Diagnosis",
     "DiversityPenalty",
     "Finding",
     "HDICallback",
@@ -173,6 +178,7 @@ __all__ = [
     "UnsupportedAttentionWarning",
     "Wandb",
     "audit",
+    "check",
     "compare",
     "explain",
     "find_attention",

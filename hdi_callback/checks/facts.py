@@ -1,0 +1,388 @@
+"""Facts about each attention of a forward: which rows make its heads, how scores are made, where outputs go.
+
+A fact that cannot be established is `None`, or missing. Nothing here judges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hdi_callback.attention.cores import Core, core_of
+from hdi_callback.attention.find import place_of
+from hdi_callback.attention.heads import IN, Claim, Map
+from hdi_callback.attention.labels import Label, Labels, Unreadable
+from hdi_callback.attention.planes import small, unique_rows
+from hdi_callback.attention.tape import DATA, Cell, Step
+from hdi_callback.checks.positions import angles_of, pairs_of
+from hdi_callback.checks.scores import (
+    Change,
+    axes_of,
+    changes_of,
+    changes_of_fused,
+    dropout_behind,
+    few,
+    hidden_by,
+    is_renormalised,
+    scale_of,
+    way,
+)
+
+__all__ = ["Facts", "HeadRows", "facts_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class HeadRows:
+    """Rows (of an output: columns) of each head in one parameter.
+
+    Attributes:
+        name: of the parameter, or of the first, if each head has one of its own.
+        rows: ``(heads, width)``, their numbers.
+        total: how many rows the parameter has.
+        unread: rows whose products are computed, and taken by nothing.
+        is_frozen: whether the parameter is not trained.
+    """
+
+    name: str
+    rows: Tensor
+    total: int
+    unread: tuple[int, ...] = ()
+    is_frozen: bool = False
+
+    @property
+    def short(self) -> str:
+        """The name of its module, as code calls it: ``q_proj``."""
+        return self.name.removesuffix(".weight").rpartition(".")[2]
+
+    @property
+    def order(self) -> str:
+        """How heads lie in the parameter: ``"head by head"``, ``"interleaved"``, or ``""``."""
+        rows = self.rows.sort(-1).values
+        if rows.shape[1] == 1:
+            return "head by head"
+        steps = rows[:, 1:] - rows[:, :-1]
+        if bool((steps == 1).all()):
+            return "head by head"
+        return "interleaved" if len(steps.unique()) == 1 and len(rows[:, 0].unique()) == int(steps[0, 0]) else ""
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """What one attention does.
+
+    Attributes:
+        path: of its layer.
+        line: file and line of the forward where the softmax runs, if that is known.
+        reason: why its heads cannot be told, if they cannot.
+        is_training: whether its module is in training mode.
+        matrices: score matrices that are computed.
+        heads: how many there are; 0 if that is not known.
+        key_of: of each head, the number of its keys among the different ones.
+        width: features of a query in its head.
+        features: features that its maps take.
+        queries: tokens that ask, in each matrix.
+        keys: tokens that are asked.
+        rows: role -> the rows of each map that is summed, one as a rule; of ``"output"`` columns.
+        flags: what else was seen on the way from maps to scores.
+        equal: pairs of heads whose queries, and keys, have equal rows.
+        scale: what products of queries and keys are multiplied with; `None` if that is not known.
+        changes: what is done to scores before the softmax.
+        hidden: which keys are hidden, ``(..., queries, keys)``; `None` if that is not known.
+        behind: what is done to weights behind the softmax.
+        is_renormalised: whether weights are divided by their sums behind the softmax.
+        softmaxes: how many run one after the other.
+        dropout: probability behind the softmax; `None` if that is not known.
+        pairs: role -> pairs of places in a head that are mixed, as rotary positions do.
+        angles: role -> cosines ``(heads, tokens, width)`` with which features are multiplied; NaN where not known.
+        split: role -> tokens that the first head's row is made of, where rows are cut without a transpose.
+        merged: heads and tokens ``(head, token)`` in the first row that the output projection takes, where it has
+            several tokens of a head.
+        cut: heads whose output nothing takes.
+        padding: name of a mask -> its values ``(batch, tokens)``, as the forwards around were given it.
+        given: shape of the first tensor that the model is given.
+    """
+
+    path: str
+    line: str
+    reason: str
+    is_training: bool
+    matrices: int = 0
+    heads: int = 0
+    key_of: tuple[int, ...] = ()
+    width: int = 0
+    features: int = 0
+    queries: int = 0
+    keys: int = 0
+    rows: Mapping[str, tuple[HeadRows, ...]] = field(default_factory=dict)
+    flags: frozenset[str] = frozenset()
+    equal: tuple[tuple[int, int], ...] = ()
+    scale: float | None = None
+    changes: tuple[Change, ...] = ()
+    hidden: Tensor | None = None
+    behind: tuple[Change, ...] = ()
+    is_renormalised: bool = False
+    softmaxes: int = 1
+    dropout: float | None = None
+    pairs: Mapping[str, frozenset[tuple[int, int]]] = field(default_factory=dict)
+    angles: Mapping[str, Tensor] = field(default_factory=dict)
+    split: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    merged: tuple[tuple[int, int], ...] = ()
+    cut: tuple[int, ...] = ()
+    padding: Mapping[str, Tensor] = field(default_factory=dict)
+    given: tuple[int, ...] = ()
+
+    @property
+    def sees(self) -> Tensor | None:
+        """Which keys each query sees, ``(n, tokens, tokens)``, if it asks as many as there are; `None` otherwise."""
+        count = min(self.queries, 64)
+        if self.hidden is None or self.queries != self.keys:
+            return None
+        shape = (*self.hidden.shape[:-2], count, count)
+        try:
+            return ~self.hidden.expand(shape).reshape(-1, count, count)
+        except RuntimeError:
+            return None
+
+    @property
+    def is_causal(self) -> bool | None:
+        """Whether each token sees itself, and none behind it; `None` if that is not known, or does not apply."""
+        sees = self.sees
+        if sees is None or self.queries < 2:
+            return None
+        return not bool(sees.triu(1).any()) and bool(sees.diagonal(dim1=-2, dim2=-1).any())
+
+    def name_of(self, role: str) -> str:
+        """The module that makes a role, as code calls it."""
+        return self.rows[role][0].short if self.rows.get(role) else f"the {role} map"
+
+
+def facts_of(labels: Labels, claims: list[Claim], refused: list[tuple[Step, str]]) -> list[Facts]:
+    """Collect facts about each attention that was read, or whose softmax was met, in the order of the forward."""
+    given = _given(labels)
+    found = [(claim.core.step.number, _of_claim(labels, claim, given)) for claim in claims]
+    for step, reason in refused:
+        found.append((step.number, _of_refused(labels, step, reason, given)))
+    return [facts for _, facts in sorted(found, key=lambda one: one[0])]
+
+
+def _of_claim(labels: Labels, claim: Claim, given: tuple[int, ...]) -> Facts:
+    core, model = claim.core, labels.tape.model
+    rows = {role: tuple(_rows(labels, one, role) for one in claim.maps[role]) for role in IN if role in claim.maps}
+    if claim.outputs:
+        rows["output"] = tuple(_rows(labels, one, "output") for _, one in claim.outputs)
+    keys = [tuple(row) for row in rows["key"][0].rows.tolist()] if "key" in rows else []
+    order = list(dict.fromkeys(keys))
+    first = claim.maps.get("query") or claim.maps.get("key") or []
+    starts = {role: claim.maps[role][0].starts for role in ("query", "key") if role in claim.maps}
+    return Facts(
+        path=place_of(model, claim, claim.maps),
+        reason="",
+        heads=claim.heads,
+        key_of=tuple(order.index(one) for one in keys),
+        features=first[0].count if first else 0,
+        rows=rows,
+        flags=frozenset(claim.flags),
+        equal=_equal_heads(labels, claim),
+        angles={role: one for role in starts if (one := angles_of(labels, core, role, starts[role])) is not None},
+        merged=_merged(labels, claim),
+        cut=_cut(labels, claim),
+        **_of_core(labels, core, given),
+    )
+
+
+def _of_refused(labels: Labels, step: Step, reason: str, given: tuple[int, ...]) -> Facts:
+    try:
+        core = core_of(labels, step)
+    except Unreadable:
+        core = None
+    if core is not None:
+        return Facts(path=step.path or "", reason=reason, **_of_core(labels, core, given))
+    is_training = labels.tape.model.get_submodule(step.path or "").training
+    return Facts(step.path or "", _line(step), reason, is_training, is_renormalised=is_renormalised(step), given=given)
+
+
+def _of_core(labels: Labels, core: Core, given: tuple[int, ...]) -> dict[str, object]:
+    """Collect what is known of an attention without its heads."""
+    part, step = core.parts[0], core.step
+    scores, behind = [], []
+    if part.product is None:
+        changes = changes_of_fused(step)
+        dropout: float | None = float(step.given("dropout_p", 0.0) or 0.0)
+    else:
+        axes = axes_of(core)
+        scores = way(step.taken[0].cell, lambda one: one is core.score_step) or []
+        behind = way(part.product.first.cell, lambda one: one is step) or []
+        changes = changes_of(scores, axes)
+        dropout = dropout_behind(behind)
+    named = {role: getattr(part, role) for role in IN}
+    return {
+        "line": _line(step),
+        "is_training": labels.tape.model.get_submodule(step.path or "").training,
+        "matrices": len(part.query.features),
+        "width": part.query.features.shape[-1],
+        "queries": part.query.features.shape[1],
+        "keys": part.key.features.shape[1],
+        "scale": scale_of(labels, core, scores),
+        "changes": tuple(changes),
+        "hidden": hidden_by(changes),
+        "behind": tuple(changes_of(behind, axes)) if behind else (),
+        "is_renormalised": is_renormalised(step),
+        "softmaxes": 1 + sum("softmax" in link.step.op for link in (*scores, *behind)),
+        "dropout": dropout,
+        "pairs": {role: pairs_of(labels, label) for role, label in named.items()},
+        "split": {role: found for role, label in named.items() if (found := _split(labels, label))},
+        "padding": {name: one.cpu() for name, one in step.padding.items()},
+        "given": given,
+    }
+
+
+def _line(step: Step) -> str:
+    """File and line, without folders; nothing of torch's own."""
+    path = step.line.replace("\\", "/")
+    return "" if "/torch/nn/" in path else path.rpartition("/")[2]
+
+
+def _given(labels: Labels) -> tuple[int, ...]:
+    for step in labels.tape.steps:
+        for view in step.taken:
+            if view.cell.kind == DATA and view.cell.step is None and len(view.shape) > 1:
+                return view.shape
+    return ()
+
+
+# rows of parameters
+
+
+def _rows(labels: Labels, one: Map, role: str) -> HeadRows:
+    first = torch.tensor([labels.tape.first[owner] for owner in one.owners])[:, None]
+    name = labels.tape.names[one.owners[0]]
+    parameter = dict(labels.tape.model.named_parameters())[name]
+    unread = () if role == "output" or len(set(one.owners)) > 1 else _unread(labels, one)
+    total = parameter.numel() // max(1, one.count)
+    return HeadRows(name, _numbers(one.starts - first, one), total, unread, not parameter.requires_grad)
+
+
+def _numbers(offset: Tensor, one: Map) -> Tensor:
+    """Number rows by where in a parameter they start."""
+    if one.stride == 1:
+        return offset // one.count
+    return offset // (one.count * one.stride) * one.stride + offset % one.stride
+
+
+def _unread(labels: Labels, one: Map) -> tuple[int, ...]:
+    """List the rows of a parameter whose products nothing takes."""
+    unread: set[int] | None = None
+    for number in labels.products_of.get(one.owners[0], {}):
+        made = labels.tape.steps[number].made[0]
+        label = labels.may_read(made) if made is not None else None
+        taken = _taken(labels, made.cell) if made is not None else None
+        if label is None or taken is None:
+            return ()
+        mine = {member for each in few(label.features) for member in labels.members(each)} - taken
+        unread = mine if unread is None else unread & mine
+    offset = torch.tensor(sorted(unread or ())) - labels.tape.first[one.owners[0]]
+    return tuple(_numbers(offset, one).tolist())
+
+
+def _taken(labels: Labels, cell: Cell, depth: int = 4) -> set[int] | None:
+    """List the features of a cell that any operation takes; `None` if that is not known, or if nothing takes it."""
+    found: set[int] = set()
+    for user in cell.users:
+        if any(out is None or out.cell.before is cell for out in user.made):
+            return None
+        for view in user.taken:
+            label = labels.may_read(view) if view.cell is cell else None
+            if view.cell is cell and label is None:
+                return None
+            found |= {member for one in few(label.features) for member in labels.members(one)} if label else set()
+    if len(cell.users) == 1 and (user := cell.users[0]).is_pointwise and depth:  # a bias, say, and then a slice
+        out = user.made[0]
+        return _taken(labels, out.cell, depth - 1) if out is not None else None
+    return found or None
+
+
+def _equal_heads(labels: Labels, claim: Claim) -> tuple[tuple[int, int], ...]:
+    """Find heads that have equal rows of queries, and of keys."""
+    tape, parts = labels.tape, []
+    for role in ("query", "key"):
+        maps = claim.maps.get(role, [])
+        if len(maps) != 1 or tape.local or len(set(maps[0].owners)) > 1:
+            return ()
+        one = maps[0]
+        parameter = dict(tape.model.named_parameters())[tape.names[one.owners[0]]].detach()
+        if parameter.is_meta or not parameter.is_floating_point():
+            return ()
+        flat = parameter.as_strided((parameter.untyped_storage().nbytes() // parameter.element_size(),), (1,), 0)
+        at = one.starts - tape.first[one.owners[0]]
+        parts.append(flat[(at[..., None] + torch.arange(one.count) * one.stride).to(flat.device)].flatten(1))
+    sums = [part.double().sum(1) for part in parts]
+    alike = (sums[0][:, None] == sums[0]) & (sums[1][:, None] == sums[1])
+    return tuple(
+        (first, second)
+        for first, second in alike.triu(1).nonzero().tolist()
+        if all(torch.equal(part[first], part[second]) and bool(part[first].any()) for part in parts)
+    )
+
+
+# tokens and heads that lie in the wrong place
+
+
+def _split(labels: Labels, label: Label) -> tuple[int, ...]:
+    """Give the tokens of the first rows of a role, if memory ``(token, head)`` is read as ``(head, token)``."""
+    n, rows, _ = label.features.shape
+    if rows < 2 or label.features.stride(0) == 0 or label.features.stride(1) == 0:
+        return ()
+    _, kinds = unique_rows(label.features.reshape(n * rows, -1))
+    tokens, heads = label.tokens[..., 0].reshape(-1), len(kinds.unique())
+    if heads < 2 or n % heads or len(kinds) % heads or bool((tokens <= 0).any()):
+        return ()
+    by_token, numbers = kinds.reshape(-1, heads), tokens.reshape(-1, heads)
+    is_cut = bool((by_token == by_token[0]).all()) and bool((numbers == numbers[:, :1]).all())
+    in_order = bool((numbers[1:, 0] > numbers[:-1, 0]).all())
+    return tuple((tokens[:rows] - tokens[0]).tolist()) if is_cut and in_order else ()
+
+
+def _merged(labels: Labels, claim: Claim) -> tuple[tuple[int, int], ...]:
+    """Give the head and token of each part of the first row of an output projection, if it mixes tokens of a head."""
+    source = claim.source
+    if source is None or claim.heads < 2 or not claim.numbers:
+        return ()
+    queries = claim.numbers[0].shape[1]
+    for _, product in claim.takers:
+        label = labels.may_read(product.first)
+        if label is None or label.features.shape[-1] != claim.heads * claim.width:
+            continue
+        features, tokens = (plane.reshape(-1, plane.shape[-1])[0] for plane in (label.features, label.tokens))
+        if bool((features < source.start).any()) or bool((features >= source.end).any()):
+            continue
+        parts = list(dict.fromkeys(zip(((features - source.start) // claim.width).tolist(),
+                                       ((tokens - 1) % queries).tolist())))  # fmt: skip
+        if len(parts) > len({head for head, _ in parts}):
+            return tuple(parts)
+    return ()
+
+
+def _cut(labels: Labels, claim: Claim) -> tuple[int, ...]:
+    """List heads whose output nothing takes."""
+    source, taken = claim.source, set[int]()
+    if source is None:
+        return ()
+    for part in claim.core.parts:
+        made = part.step.made[0]
+        found = _taken(labels, made.cell) if made is not None and part.step.number in labels.installed else None
+        if found is None:
+            return ()
+        taken |= {(one - source.start) // claim.width for one in found if source.start <= one < source.end}
+    return tuple(sorted(set(range(claim.heads)) - taken)) if taken else ()
+
+
+def shown_rows(rows: Tensor) -> str:
+    """Write numbers of rows as ranges: ``0-767``."""
+    numbers = sorted(set(small(rows).flatten().tolist()))
+    starts = [one for one in numbers if one - 1 not in set(numbers)]
+    ends = [one for one in numbers if one + 1 not in set(numbers)]
+    parts = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends)]
+    return ", ".join(parts) if len(parts) < 4 else f"{parts[0]}, {parts[1]}, ... {parts[-1]}"
