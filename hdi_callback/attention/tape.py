@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # What a cell depends on, the strongest of what made it: nothing, parameters alone, data.
 CONSTANT, WEIGHT, MADE, DATA = range(4)
 _RANDOM = {"randn", "rand", "randint", "randperm", "normal", "randn_like", "rand_like", "uniform"}  # data of its own
-_SHAPED_LIKE = {"empty_like", "zeros_like", "ones_like", "full_like", "new_zeros", "new_empty", "new_ones",
+SHAPED_LIKE = {"empty_like", "zeros_like", "ones_like", "full_like", "new_zeros", "new_empty", "new_ones",
                 "new_full"}  # fmt: skip
 _RESHAPED_IN_PLACE = {"t", "transpose", "squeeze", "unsqueeze", "as_strided", "detach", "swapaxes", "swapdims",
                       "requires_grad", "resize", "set", "resize_as"}  # fmt: skip
@@ -279,7 +279,7 @@ class Tape(TorchDispatchMode):
         for view in taken:
             view.cell.users.append(step)
         kind = max((view.cell.kind for view in taken), default=CONSTANT)
-        kind = DATA if op in _RANDOM else CONSTANT if op in _SHAPED_LIKE else MADE if kind == WEIGHT else kind
+        kind = DATA if op in _RANDOM else CONSTANT if op in SHAPED_LIKE else MADE if kind == WEIGHT else kind
         for tensor in written or fresh:
             step.made.append(None if tensor is None else self._new_content(tensor, step, kind, is_change=bool(written)))
 

@@ -277,7 +277,7 @@ def mask_behind_softmax(one: Facts, _: Sequence[Facts]) -> Found:
         return None
     for change in one.behind:
         value = change.value if change.op == "mul" else None
-        zeros = value == 0 if value is not None and _is_zeros_and_ones(value) else None
+        zeros = value == 0 if value is not None and value.unique().tolist() == [0, 1] else None
         if zeros is None or zeros.dim() < 2 or zeros.shape[-1] < 2:
             continue
         if bool((zeros != zeros[..., :1]).any()) and not bool(one.hidden.any()):
@@ -351,6 +351,7 @@ def rotation(one: Facts, _: Sequence[Facts]) -> Found:
                 "along heads; transpose before the rotation"
             )
     if query is not None and key is not None:
+        query, key = query[:, : one.keys], key[:, : one.keys]  # of the first sequence
         for shift in (1, -1):
             moved = key.roll(-shift, 1)[:, 1:-1]
             if _differ(query, key) and not _differ(query[:, 1:-1], moved) and not moved.isnan().all():

@@ -16,7 +16,7 @@ from hdi_callback.attention.find import place_of
 from hdi_callback.attention.heads import IN, Claim, Map
 from hdi_callback.attention.labels import Label, Labels, Unreadable
 from hdi_callback.attention.planes import small, unique_rows
-from hdi_callback.attention.tape import DATA, Cell, Step
+from hdi_callback.attention.tape import DATA, SHAPED_LIKE, Cell, Step
 from hdi_callback.checks.positions import angles_of, pairs_of
 from hdi_callback.checks.scores import (
     Change,
@@ -66,7 +66,7 @@ class HeadRows:
         steps = rows[:, 1:] - rows[:, :-1]
         if bool((steps == 1).all()):
             return "head by head"
-        return "interleaved" if len(steps.unique()) == 1 and len(rows[:, 0].unique()) == int(steps[0, 0]) else ""
+        return "interleaved" if len(steps.unique()) == 1 else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,6 +291,8 @@ def _taken(labels: Labels, cell: Cell, depth: int = 4) -> set[int] | None:
     """List the features of a cell that any operation takes; `None` if that is not known, or if nothing takes it."""
     found: set[int] = set()
     for user in cell.users:
+        if user.op in SHAPED_LIKE:
+            continue
         if any(out is None or out.cell.before is cell for out in user.made):
             return None
         for view in user.taken:
