@@ -158,9 +158,13 @@ def joined_name(paths: Sequence[str]) -> str:
         >>> joined_name(["blocks.0.attn", "blocks.1.attn", "blocks.2.attn"])
         'blocks.0-2.attn'
     """
-    parts = [re.split(r"(?<![^.])(\d+)(?![^.])", path) for path in dict.fromkeys(paths)]
-    if len({tuple(one[::2]) for one in parts}) > 1:
-        return ", ".join(dict.fromkeys(paths))
-    texts, numbers = parts[0][::2], list(zip(*(map(int, one[1::2]) for one in parts)))
-    ranges = [shown_rows(torch.tensor(sorted(set(column)))).replace(" ", "") for column in numbers]
-    return "".join(text + (ranges[at] if at < len(ranges) else "") for at, text in enumerate(texts))
+    groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
+    for path in dict.fromkeys(paths):
+        parts = re.split(r"(?<![^.])(\d+)(?![^.])", path)
+        groups.setdefault(tuple(parts[::2]), []).append(tuple(map(int, parts[1::2])))
+    return ", ".join(_with_ranges(texts, numbers) for texts, numbers in groups.items())
+
+
+def _with_ranges(texts: tuple[str, ...], numbers: list[tuple[int, ...]]) -> str:
+    ranges = [shown_rows(torch.tensor(column)).replace(" ", "") for column in zip(*numbers)]
+    return "".join(text + number for text, number in zip(texts, [*ranges, ""])) or "the model"

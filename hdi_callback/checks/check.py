@@ -97,14 +97,20 @@ def check(model: nn.Module, forward: Callable[[], object] | None = None) -> Chec
     return found[0] if found else Check()
 
 
-def examine(labels: Labels, claims: list[Claim], refused: list[tuple[Step, str]]) -> Check:
-    """Make cards and findings of what was read of a forward."""
+def examine(
+    labels: Labels,
+    claims: list[Claim],
+    refused: list[tuple[Step, str]],
+    is_chosen: Callable[[str], bool] = lambda _: True,
+) -> Check:
+    """Make cards and findings of what was read of a forward, of the layers that are chosen by their names."""
     every = facts_of(labels, claims, refused)
+    chosen = [one for one in every if is_chosen(one.path)]
     cards: dict[object, list[Card]] = {}
-    for one in map(card_of, every):
+    for one in map(card_of, chosen):
         cards.setdefault(str(replace(one, layer="")), []).append(one)
     found: dict[tuple[str, Verdict, str, str], list[str]] = {}
-    for one in every:
+    for one in chosen:
         for name, verdict, text in _diagnosed(one, every):
             found.setdefault((name, verdict, text, one.line), []).append(one.path)
     findings = [

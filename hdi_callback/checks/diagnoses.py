@@ -32,11 +32,11 @@ def split(one: Facts, _: Sequence[Facts]) -> Found:
     cut = [role for role in IN if role in one.split]
     if not {"key", "value"} & set(cut):
         return None
-    tokens = _listed(one.split[cut[-1]])
+    names = _and(list(dict.fromkeys(one.split[role][0] for role in cut)))
     return "wrong", (
-        f"the first head's {_and([_PLURAL[role] for role in cut])} are made of tokens {tokens} in turn, and of all "
-        "heads: the output of the map is viewed as (batch, heads, tokens, width) without a transpose; write "
-        ".view(B, T, H, d).transpose(1, 2)"
+        f"the first head's {_and([_PLURAL[role] for role in cut])} are made of tokens "
+        f"{_listed(one.split[cut[-1]][1])} in turn, and of all heads: the output of {names} is viewed as (batch, "
+        "heads, tokens, width) without a transpose; write .view(B, T, H, d).transpose(1, 2)"
     )
 
 
@@ -54,7 +54,7 @@ def merge(one: Facts, _: Sequence[Facts]) -> Found:
 def shared_heads(one: Facts, _: Sequence[Facts]) -> Found:
     """Several heads are declared, and all read the rows of the first."""
     query = _only(one, "query")
-    if query is None or not query.unread or not one.heads or one.matrices % one.heads:
+    if query is None or not query.unread or not one.heads:
         return None
     declared = query.total // one.width
     if declared <= one.heads or len(query.unread) != query.total - query.rows.numel():

@@ -55,7 +55,7 @@ class HeadRows:
     @property
     def short(self) -> str:
         """The name of its module, as code calls it: ``q_proj``."""
-        return self.name.removesuffix(".weight").rpartition(".")[2]
+        return _short(self.name)
 
     @property
     def order(self) -> str:
@@ -97,7 +97,8 @@ class Facts:
         dropout: probability behind the softmax; `None` if that is not known.
         pairs: role -> pairs of places in a head that are mixed, as rotary positions do.
         angles: role -> cosines ``(heads, tokens, width)`` with which features are multiplied; NaN where not known.
-        split: role -> tokens that the first head's row is made of, where rows are cut without a transpose.
+        split: role -> its map, and the tokens that the first head's rows are made of, where heads are cut without a
+            transpose.
         merged: heads and tokens ``(head, token)`` in the first row that the output projection takes, where it has
             several tokens of a head.
         cut: heads whose output nothing takes.
@@ -128,7 +129,7 @@ class Facts:
     dropout: float | None = None
     pairs: Mapping[str, frozenset[tuple[int, int]]] = field(default_factory=dict)
     angles: Mapping[str, Tensor] = field(default_factory=dict)
-    split: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    split: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     merged: tuple[tuple[int, int], ...] = ()
     cut: tuple[int, ...] = ()
     padding: Mapping[str, Tensor] = field(default_factory=dict)
@@ -253,6 +254,10 @@ def _given(labels: Labels) -> tuple[int, ...]:
     return ()
 
 
+def _short(name: str) -> str:
+    return name.removesuffix(".weight").rpartition(".")[2]
+
+
 # rows of parameters
 
 
@@ -332,19 +337,23 @@ def _equal_heads(labels: Labels, claim: Claim) -> tuple[tuple[int, int], ...]:
 # tokens and heads that lie in the wrong place
 
 
-def _split(labels: Labels, label: Label) -> tuple[int, ...]:
-    """Give the tokens of the first rows of a role, if memory ``(token, head)`` is read as ``(head, token)``."""
+def _split(labels: Labels, label: Label) -> tuple[str, tuple[int, ...]] | None:
+    """Give map and tokens of the first rows of a role, if memory ``(token, head)`` is read as ``(head, token)``."""
     n, rows, _ = label.features.shape
     if rows < 2 or label.features.stride(0) == 0 or label.features.stride(1) == 0:
-        return ()
+        return None
     _, kinds = unique_rows(label.features.reshape(n * rows, -1))
     tokens, heads = label.tokens[..., 0].reshape(-1), len(kinds.unique())
     if heads < 2 or n % heads or len(kinds) % heads or bool((tokens <= 0).any()):
-        return ()
+        return None
     by_token, numbers = kinds.reshape(-1, heads), tokens.reshape(-1, heads)
     is_cut = bool((by_token == by_token[0]).all()) and bool((numbers == numbers[:, :1]).all())
     in_order = bool((numbers[1:, 0] > numbers[:-1, 0]).all())
-    return tuple((tokens[:rows] - tokens[0]).tolist()) if is_cut and in_order else ()
+    if not is_cut or not in_order:
+        return None
+    owner = min(labels.owners(label.features))
+    name = _short(labels.tape.names[owner]) if owner < len(labels.tape.names) else "its map"
+    return name, tuple((tokens[:rows] - tokens[0]).tolist())
 
 
 def _merged(labels: Labels, claim: Claim) -> tuple[tuple[int, int], ...]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from hdi_callback.attention.cores import Core
 from hdi_callback.attention.labels import Labels
 from hdi_callback.attention.planes import small
-from hdi_callback.attention.tape import DATA, Cell, Step, View
+from hdi_callback.attention.tape import Cell, Step, View
 
 HIDDEN = -90.0  # a key is hidden by a score below it: exp(-90) = 1e-39
 _FAR = 200  # cells to walk back
@@ -130,7 +130,7 @@ def changes_of(links: list[Link], axes: tuple[int, int] | None) -> list[Change]:
 def changes_of_fused(step: Step) -> list[Change]:
     """List the masks that a fused attention is given."""
     given = step.given("attn_mask", step.given("attn_bias"))
-    found = [_added("attn_mask", one) for one in _addends(given)] if isinstance(given, View) else []
+    found = _added("attn_mask", given) if isinstance(given, View) else []
     if step.given("is_causal", default=False):
         queries, keys = (min(view.shape[-2], 64) for view in step.taken[:2])
         found.append(Change("is_causal", torch.ones(queries, keys, dtype=torch.bool).triu(1)))
@@ -154,7 +154,7 @@ def _changes(link: Link) -> list[Change]:
         filled = ~mask.bool() if step.args[1] is link.main else mask.bool()
         return [Change(step.op, filled & torch.tensor(value <= HIDDEN), torch.tensor(value), shape=tuple(mask.shape))]
     if step.op in {"add", "sub"}:
-        return [_added(step.op, part, sign=-1 if step.op == "sub" else 1) for one in others for part in _addends(one)]
+        return [change for one in others for change in _added(step.op, one, sign=-1 if step.op == "sub" else 1)]
     if step.op == "mul":
         return [Change(step.op, nothing, _known(one), one.cell.is_mapped, one.shape) for one in others]
     if step.is_pointwise or step.op in _PLAIN:
@@ -162,23 +162,25 @@ def _changes(link: Link) -> list[Change]:
     return [Change(step.op, None)]
 
 
-def _added(op: str, view: View, sign: int = 1) -> Change:
-    if view.cell.is_mapped:
-        return Change(op, torch.zeros((), dtype=torch.bool), None, is_learned=True, shape=view.shape)
-    value = _known(view)
-    if value is None:
-        return Change(op, None, shape=view.shape)
-    hides = ~value if value.dtype == torch.bool else sign * value <= HIDDEN
-    return Change(op, hides, value, shape=view.shape)
-
-
-def _addends(view: View, depth: int = 3) -> list[View]:
-    """Take a sum apart: a learned bias and a mask are often added first."""
+def _added(op: str, view: View, sign: int = 1, depth: int = 8) -> list[Change]:
+    """Say what is added to scores; a learned bias is taken apart, as masks are often put into it first."""
+    if not view.cell.is_mapped:
+        value = _known(view)
+        if value is None:
+            return [Change(op, None, shape=view.shape)]
+        hides = ~value if value.dtype == torch.bool else sign * value <= HIDDEN
+        return [Change(op, hides, value, shape=view.shape)]
     step = view.cell.step
-    if step is None or step.op != "add" or not view.cell.is_mapped or not depth:
-        return [view]
-    parts = [one for one in step.taken if one.is_float and one.numel > 1]
-    return [last for part in parts for last in _addends(part, depth - 1)]
+    if step is not None and depth and (step.is_pointwise or step.op in _PLAIN):
+        mains = [one for one in step.taken if one.is_float and one.cell.is_mapped]
+        if step.op in {"add", "sub"}:
+            parts = [one for one in step.taken if one.is_float and one.numel > 1]
+            return [change for part in parts for change in _added(op, part, depth=depth - 1)]
+        if len(mains) != 1 or (step.op == "mul" and any(one.numel > 1 for one in step.taken if one is not mains[0])):
+            return [Change(op, None, is_learned=True, shape=view.shape)]
+        masks = _changes(Link(step, mains[0], [one for one in step.taken if one is not mains[0]]))
+        return [*_added(op, mains[0], depth=depth - 1), *masks]
+    return [Change(op, torch.zeros((), dtype=torch.bool), is_learned=True, shape=view.shape)]
 
 
 def _known(view: object) -> Tensor | None:
@@ -286,11 +288,6 @@ def is_renormalised(step: Step) -> bool:
                         cells.add(out.cell)
                         todo.append(out.cell)
     return False
-
-
-def is_data(view: View) -> bool:
-    """Say whether a tensor is made from what the model is given and from parameters."""
-    return view.cell.kind == DATA and view.cell.is_mapped
 
 
 def few(plane: Tensor) -> list[int]:

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self
@@ -19,8 +20,9 @@ from hdi_callback.attention.find import survey
 from hdi_callback.attention.layer import AttentionLayer, Refusal, Survey
 from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.attention.registry import known_layers
-from hdi_callback.errors import MisconfigurationError, NothingToWatchError
-from hdi_callback.guard import warn, without_modes
+from hdi_callback.checks import examine
+from hdi_callback.errors import HDIWarning, MisconfigurationError, NothingToWatchError
+from hdi_callback.guard import Guard, warn, without_modes
 from hdi_callback.monitor.metrics import FORWARD_SOURCES, KEYS, MEASURED, METRICS, NORMS, ROWS, TOKENS, TRAINING
 from hdi_callback.monitor.outputs import InputTokens, OutputCovariance, OutputFiniteness
 from hdi_callback.monitor.ranks import Ranks
@@ -98,16 +100,17 @@ class HeadDiversityMonitor:
         self._capture: Capture | None = None
         self._ranks: Ranks | None = None
         self._first_calls: Any = None
+        self._said: set[str] = set()  # of findings
         self._is_armed, self._training_only, self._has_warned_of_padding = False, True, False
         if layers is not None or forward is not None:
-            self._watch(Survey(tuple(layers)) if layers is not None else survey(self._model, forward))
+            self._watch(Survey(tuple(layers)) if layers is not None else survey(self._model, forward, self._check))
             if not self.layers:
                 self._refuse()
         else:
             known = known_layers(self._model)
             found = [one for one in known if isinstance(one, AttentionLayer)]
             self._watch(Survey(tuple(found), tuple(one for one in known if isinstance(one, Refusal))))
-            self._first_calls = before_first_call(self._model, self._watch)
+            self._first_calls = before_first_call(self._model, self._watch, self._check)
 
     def __enter__(self) -> Self:
         return self
@@ -215,6 +218,15 @@ class HeadDiversityMonitor:
         return captured
 
     # --- layers
+
+    def _check(self, *read: Any) -> None:
+        """Say what is wrong or odd about the attention of a forward; it ends no training."""
+        with Guard()("checking attention"):
+            found = examine(*read, is_chosen=self._is_chosen)
+            said = [str(one) for one in found.findings if str(one) not in self._said]
+            self._said.update(said)
+            if said and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+                warn("\n  ".join(["The first forward shows, of attention (`hdi check` says more):", *said]), HDIWarning)
 
     def _watch(self, found: Survey) -> None:
         """Watch what a forward has shown, beside what is known."""
