@@ -56,8 +56,8 @@ def shared_heads(one: Facts, _: Sequence[Facts]) -> Found:
     query = _only(one, "query")
     if query is None or not query.unread or not one.heads:
         return None
-    declared = query.total // one.width
-    if declared <= one.heads or len(query.unread) != query.total - query.rows.numel():
+    declared = one.heads * query.total // query.used
+    if declared <= one.heads or query.total % query.used or query.used + len(query.unread) != query.total:
         return None
     return "wrong", (
         f"{query.short} has rows for {declared} heads of width {one.width}, and only rows {shown_rows(query.rows)} are "
@@ -70,14 +70,13 @@ def unused_key_heads(one: Facts, _: Sequence[Facts]) -> Found:
     """A map makes more heads of keys, or values, than are used."""
     for role in ("key", "value"):
         made = _only(one, role)
-        if made is None or not made.unread or shared_heads(one, ()) is not None:
+        if made is None or not made.unread or made.short == one.name_of("query") or shared_heads(one, ()):
             continue
-        used = len(made.rows.unique())
         width = made.rows.shape[1]
-        if used + len(made.unread) == made.total and made.total % width == 0:
+        if made.used + len(made.unread) == made.total and made.total % width == 0:
             return "wrong", (
-                f"{made.short} makes {made.total // width} heads, of which {used // width} "
-                f"{'is' if used == width else 'are'} used: rows {shown_rows(torch.tensor(made.unread))} are computed, "
+                f"{made.short} makes {made.total // width} heads, of which {made.used // width} "
+                f"{'is' if made.used == width else 'are'} used: rows {shown_rows(torch.tensor(made.unread))} are computed, "
                 f"and taken by nothing; write .repeat_interleave({max(1, one.heads * width // made.total)}, dim=1)"
             )
     return None

@@ -42,6 +42,7 @@ class HeadRows:
         name: of the parameter, or of the first, if each head has one of its own.
         rows: ``(heads, width)``, their numbers.
         total: how many rows the parameter has.
+        used: how many of them make queries, keys or values of this attention.
         unread: rows whose products are computed, and taken by nothing.
         is_frozen: whether the parameter is not trained.
     """
@@ -49,6 +50,7 @@ class HeadRows:
     name: str
     rows: Tensor
     total: int
+    used: int
     unread: tuple[int, ...] = ()
     is_frozen: bool = False
 
@@ -171,9 +173,9 @@ def facts_of(labels: Labels, claims: list[Claim], refused: list[tuple[Step, str]
 
 def _of_claim(labels: Labels, claim: Claim, given: tuple[int, ...]) -> Facts:
     core, model = claim.core, labels.tape.model
-    rows = {role: tuple(_rows(labels, one, role) for one in claim.maps[role]) for role in IN if role in claim.maps}
+    rows = {role: tuple(_rows(labels, one, claim) for one in claim.maps[role]) for role in IN if role in claim.maps}
     if claim.outputs:
-        rows["output"] = tuple(_rows(labels, one, "output") for _, one in claim.outputs)
+        rows["output"] = tuple(_rows(labels, one, claim) for _, one in claim.outputs)
     keys = [tuple(row) for row in rows["key"][0].rows.tolist()] if "key" in rows else []
     order = list(dict.fromkeys(keys))
     first = claim.maps.get("query") or claim.maps.get("key") or []
@@ -261,13 +263,15 @@ def _short(name: str) -> str:
 # rows of parameters
 
 
-def _rows(labels: Labels, one: Map, role: str) -> HeadRows:
+def _rows(labels: Labels, one: Map, claim: Claim) -> HeadRows:
     first = torch.tensor([labels.tape.first[owner] for owner in one.owners])[:, None]
     name = labels.tape.names[one.owners[0]]
-    parameter = dict(labels.tape.model.named_parameters())[name]
-    unread = () if role == "output" or len(set(one.owners)) > 1 else _unread(labels, one)
+    parameter = labels.tape.model.get_parameter(name)
     total = parameter.numel() // max(1, one.count)
-    return HeadRows(name, _numbers(one.starts - first, one), total, unread, not parameter.requires_grad)
+    maps = [other for role in IN for other in claim.maps.get(role, []) if set(other.owners) == {one.owners[0]}]
+    used = len(torch.cat([other.starts.flatten() for other in maps]).unique()) if maps else total
+    unread = _unread(labels, one) if used < total else ()
+    return HeadRows(name, _numbers(one.starts - first, one), total, used, unread, not parameter.requires_grad)
 
 
 def _numbers(offset: Tensor, one: Map) -> Tensor:
@@ -319,7 +323,7 @@ def _equal_heads(labels: Labels, claim: Claim) -> tuple[tuple[int, int], ...]:
         if len(maps) != 1 or tape.local or len(set(maps[0].owners)) > 1:
             return ()
         one = maps[0]
-        parameter = dict(tape.model.named_parameters())[tape.names[one.owners[0]]].detach()
+        parameter = tape.model.get_parameter(tape.names[one.owners[0]]).detach()
         if parameter.is_meta or not parameter.is_floating_point():
             return ()
         flat = parameter.as_strided((parameter.untyped_storage().nbytes() // parameter.element_size(),), (1,), 0)
@@ -359,7 +363,7 @@ def _split(labels: Labels, label: Label) -> tuple[str, tuple[int, ...]] | None:
 def _merged(labels: Labels, claim: Claim) -> tuple[tuple[int, int], ...]:
     """Give the head and token of each part of the first row of an output projection, if it mixes tokens of a head."""
     source = claim.source
-    if source is None or claim.heads < 2 or not claim.numbers:
+    if source is None or claim.heads < 2 or not claim.numbers or claim.outputs:
         return ()
     queries = claim.numbers[0].shape[1]
     for _, product in claim.takers:
@@ -379,7 +383,7 @@ def _merged(labels: Labels, claim: Claim) -> tuple[tuple[int, int], ...]:
 def _cut(labels: Labels, claim: Claim) -> tuple[int, ...]:
     """List heads whose output nothing takes."""
     source, taken = claim.source, set[int]()
-    if source is None:
+    if source is None or claim.outputs:  # a map takes all of them
         return ()
     for part in claim.core.parts:
         made = part.step.made[0]
@@ -392,8 +396,8 @@ def _cut(labels: Labels, claim: Claim) -> tuple[int, ...]:
 
 def shown_rows(rows: Tensor) -> str:
     """Write numbers of rows as ranges: ``0-767``."""
-    numbers = sorted(set(small(rows).flatten().tolist()))
-    starts = [one for one in numbers if one - 1 not in set(numbers)]
-    ends = [one for one in numbers if one + 1 not in set(numbers)]
+    numbers = set(small(rows).flatten().tolist())
+    starts = sorted(one for one in numbers if one - 1 not in numbers)
+    ends = sorted(one for one in numbers if one + 1 not in numbers)
     parts = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends)]
     return ", ".join(parts) if len(parts) < 4 else f"{parts[0]}, {parts[1]}, ... {parts[-1]}"
