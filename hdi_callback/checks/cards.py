@@ -28,7 +28,8 @@ class Card:
         head_dim: features of a query in its head.
         width: features that its maps take.
         is_causal: whether no token sees later ones; `None` if that is not known, or does not apply.
-        lines: what is said: ``"queries, keys, values"``, ``"positions"``, ``"scores"``, ``"softmax"``, ``"output"``.
+        lines: what is said: ``"queries, keys, values"``, ``"positions"``, ``"scores"``, ``"softmax"``, ``"output"``;
+            ``"why"`` heads are not known.
 
     Example:
         >>> from hdi_callback import check
@@ -63,7 +64,7 @@ class Card:
 
 def card_of(one: Facts) -> Card:
     """Write down what an attention does."""
-    lines = {"heads": f"{UNKNOWN}: {one.reason}"} if one.reason else {"queries, keys, values": _rows(one)}
+    lines = {"why": one.reason} if one.reason else {"queries, keys, values": _rows(one)}
     if one.queries:
         lines |= {"positions": _positions(one), "scores": _scores(one), "softmax": _softmax(one)}
     if not one.reason:

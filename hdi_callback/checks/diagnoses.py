@@ -287,7 +287,7 @@ def mask_behind_softmax(one: Facts, _: Sequence[Facts]) -> Found:
     return None
 
 
-def padding(one: Facts, _: Sequence[Facts]) -> Found:
+def padding(one: Facts, among: Sequence[Facts]) -> Found:
     """The mask of padding has no effect, or the wrong one."""
     if one.hidden is None:
         return None
@@ -305,7 +305,7 @@ def padding(one: Facts, _: Sequence[Facts]) -> Found:
         if mask.shape[1] != count or len(mask) < 2 or not bool(mask.any()) or bool(mask.all()) or one.is_causal:
             continue
         if not bool(hidden.any()):
-            if not bool(one.hidden.any()):
+            if all(other.hidden is not None and not bool(other.hidden.any()) for other in among):
                 return "wrong", (
                     f"the forward is given {name}, and no key is hidden by it: padding is attended to; hide its keys "
                     "before the softmax"

@@ -220,6 +220,7 @@ def _of_core(labels: Labels, core: Core, given: tuple[int, ...]) -> dict[str, ob
         behind = way(part.product.first.cell, lambda one: one is step) or []
         changes = changes_of(scores, axes)
         dropout = dropout_behind(behind)
+    softmaxes = 1 + sum("softmax" in link.step.op for link in (*scores, *behind))
     named = {role: getattr(part, role) for role in IN}
     return {
         "line": _line(step),
@@ -230,10 +231,10 @@ def _of_core(labels: Labels, core: Core, given: tuple[int, ...]) -> dict[str, ob
         "keys": part.key.features.shape[1],
         "scale": scale_of(labels, core, scores),
         "changes": tuple(changes),
-        "hidden": hidden_by(changes),
+        "hidden": hidden_by(changes) if softmaxes == 1 else None,  # what one hides the next one shows
         "behind": tuple(changes_of(behind, axes)) if behind else (),
         "is_renormalised": is_renormalised(step),
-        "softmaxes": 1 + sum("softmax" in link.step.op for link in (*scores, *behind)),
+        "softmaxes": softmaxes,
         "dropout": dropout,
         "pairs": {role: pairs_of(labels, label) for role, label in named.items()},
         "split": {role: found for role, label in named.items() if (found := _split(labels, label))},
