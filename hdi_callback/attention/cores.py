@@ -392,11 +392,7 @@ def _one_unit(units: Tensor) -> Tensor:
     unit = units[..., 0] if repeats(units, -1) else units.amax(-1)
     if not repeats(units, -1) and not bool(((units == unit[..., None]) | (units < 0)).all()):
         by_column = units.amax(-2, keepdim=True)
-        raise Unreadable(
-            OVER_QUERIES
-            if bool(((units == by_column) | (units < 0)).all())
-            else _MIXED
-        )
+        raise Unreadable(OVER_QUERIES if bool(((units == by_column) | (units < 0)).all()) else _MIXED)
     if bool((unit < 0).all()):
         raise Unreadable("the weights behind its softmax are not followed to the values")
     return unit

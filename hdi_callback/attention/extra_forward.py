@@ -96,9 +96,7 @@ class FirstCalls:
             if module not in self._handles:  # a replica of `nn.DataParallel`, or another thread was first
                 return
             self._leave([one for one in module.modules() if one in self._handles])
-        survey = survey_call(
-            self._model, lambda inputs: module(*inputs[0], **inputs[1]), (args, kwargs), self._on_read
-        )
+        survey = survey_call(self._model, lambda inputs: module(*inputs[0], **inputs[1]), (args, kwargs), self._on_read)
         if self._looking == threading.get_ident():
             raise _FoundError(survey)
         self._report(survey)

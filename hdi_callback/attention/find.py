@@ -453,9 +453,7 @@ def _with_own_names(layers: list[AttentionLayer]) -> tuple[AttentionLayer, ...]:
 # of a model
 
 
-def survey(
-    model: nn.Module, forward: Callable[[], object] | None = None, on_read: OnRead | None = None
-) -> Survey:
+def survey(model: nn.Module, forward: Callable[[], object] | None = None, on_read: OnRead | None = None) -> Survey:
     """Read the attention layers of a model.
 
     Args:

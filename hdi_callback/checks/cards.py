@@ -55,9 +55,7 @@ class Card:
         else:
             each = self.heads // max(1, self.key_heads)
             shared = "none" if each == 1 else f"{each} heads each"
-            title = (
-                f"{self.heads} heads of width {self.head_dim} on {self.width or UNKNOWN}, keys shared by {shared}"
-            )
+            title = f"{self.heads} heads of width {self.head_dim} on {self.width or UNKNOWN}, keys shared by {shared}"
         rows = [f"  {label:{_LABEL - 2}}{text}" for label, text in self.lines.items()]
         return "\n".join([f"{self.layer:{_LABEL}}{'' if len(self.layer) < _LABEL else ' '}{title}", *rows])
 
@@ -76,22 +74,18 @@ def card_of(one: Facts) -> Card:
 def _rows(one: Facts) -> str:
     parts = []
     for role in IN:
-        maps = one.rows.get(role, ())
-        parts.append(" + ".join(f"{shown_rows(made.rows)} of {made.short}" for made in maps) or "no linear map")
+        summed = [f"{shown_rows(made.rows)} of {made.short}" for made in one.rows.get(role, ())]
+        parts.append(" + ".join(summed) or "no linear map")
     maps = [made for role in IN for made in one.rows.get(role, ())]
     names = {made.short for made in maps}
     if len(names) == 1 and len(maps) == len(IN):
         parts = [part.removesuffix(f" of {maps[0].short}") for part in parts]
         text = f"rows {', '.join(parts)} of {maps[0].short}"
-    elif all(made.rows.numel() >= made.total or not made.unread and _is_all(made) for made in maps) and maps:
+    elif maps and all(len(made.rows.unique()) == made.total for made in maps):
         text = f"rows of {', '.join(dict.fromkeys(made.short for made in maps))}"
     else:
         text = f"rows {', '.join(parts)}"
     return f"{text}, {_order(maps)}"
-
-
-def _is_all(made: HeadRows) -> bool:
-    return len(made.rows.unique()) == made.total
 
 
 def _order(maps: Sequence[HeadRows]) -> str:
@@ -154,6 +148,12 @@ def _output(one: Facts) -> str:
 
 def joined_name(paths: Sequence[str]) -> str:
     """Give equal layers one name.
+
+    Args:
+        paths: their dotted names.
+
+    Returns:
+        The names, with ranges in the place of numbers.
 
     Example:
         >>> joined_name(["blocks.0.attn", "blocks.1.attn", "blocks.2.attn"])

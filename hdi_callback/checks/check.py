@@ -101,14 +101,14 @@ def examine(
     labels: Labels,
     claims: list[Claim],
     refused: list[tuple[Step, str]],
-    is_chosen: Callable[[str], bool] = lambda _: True,
+    is_chosen: Callable[[str], bool] | None = None,
 ) -> Check:
     """Make cards and findings of what was read of a forward, of the layers that are chosen by their names."""
     every = facts_of(labels, claims, refused)
-    chosen = [one for one in every if is_chosen(one.path)]
+    chosen = [one for one in every if is_chosen is None or is_chosen(one.path)]
     cards: dict[object, list[Card]] = {}
-    for one in map(card_of, chosen):
-        cards.setdefault(str(replace(one, layer="")), []).append(one)
+    for card in map(card_of, chosen):
+        cards.setdefault(str(replace(card, layer="")), []).append(card)
     found: dict[tuple[str, Verdict, str, str], list[str]] = {}
     for one in chosen:
         for name, verdict, text in _diagnosed(one, every):

@@ -74,10 +74,11 @@ def unused_key_heads(one: Facts, _: Sequence[Facts]) -> Found:
             continue
         width = made.rows.shape[1]
         if made.used + len(made.unread) == made.total and made.total % width == 0:
+            count, times = made.total // width, max(1, one.heads * width // made.total)
             return "wrong", (
-                f"{made.short} makes {made.total // width} heads, of which {made.used // width} "
-                f"{'is' if made.used == width else 'are'} used: rows {shown_rows(torch.tensor(made.unread))} are computed, "
-                f"and taken by nothing; write .repeat_interleave({max(1, one.heads * width // made.total)}, dim=1)"
+                f"{made.short} makes {count} heads, of which {made.used // width} "
+                f"{'is' if made.used == width else 'are'} used: rows {shown_rows(torch.tensor(made.unread))} are "
+                f"computed, and taken by nothing; write .repeat_interleave({times}, dim=1)"
             )
     return None
 
@@ -265,8 +266,8 @@ def mask_off_by_one(one: Facts, _: Sequence[Facts]) -> Found:
     if sees is None or one.queries < 4 or bool(sees.triu(2).any()) or not bool(sees[0].tril(1).sum() == _below(sees)):
         return None
     return "wrong", (
-        "token 0 sees token 1, and each token the next one, which it is to predict: the causal mask is off by one; hide "
-        "what torch.ones(T, T, dtype=torch.bool).triu(1) marks"
+        "token 0 sees token 1, and each token the next one, which it is to predict: the causal mask is off by one; "
+        "hide what torch.ones(T, T, dtype=torch.bool).triu(1) marks"
     )
 
 
@@ -291,14 +292,12 @@ def padding(one: Facts, among: Sequence[Facts]) -> Found:
     """The mask of padding has no effect, or the wrong one."""
     if one.hidden is None:
         return None
-    for change in one.changes:
-        hides = change.hides
-        if hides is not None and hides.dim() > 1 and hides.shape[-1] == 1 < hides.shape[-2] and bool(hides.any()):
-            if not bool(one.hidden[..., :1].ne(one.hidden).any()):
-                return "wrong", (
-                    "the mask marks queries and not keys: a query loses all keys or none, and padding is seen; write "
-                    "mask[:, None, None, :]"
-                )
+    rows = any(_marks_queries(change.hides) for change in one.changes)
+    if rows and bool(one.hidden[..., :1].eq(one.hidden).all()):
+        return "wrong", (
+            "the mask marks queries and not keys: a query loses all keys or none, and padding is seen; write "
+            "mask[:, None, None, :]"
+        )
     hidden = one.hidden.all(-2)  # of all queries
     for name, mask in one.padding.items():
         count = min(one.keys, 64)
@@ -335,47 +334,45 @@ def dropout(one: Facts, _: Sequence[Facts]) -> Found:
 
 def rotation(one: Facts, _: Sequence[Facts]) -> Found:
     """Rotary positions of values, of one of queries and keys, of other pairs, by head, or off by one."""
-    query, key = (one.angles.get(role) for role in ("query", "key"))
-    for role, angles in (("queries", query), ("keys", key)):
-        for first, second in sorted(one.pairs["query" if role == "queries" else "key"]) if angles is not None else ():
-            if _differ(angles[:, :, first], angles[:, :, second]):
+    angles = {role: one.angles[role][:, : one.keys] for role in ("query", "key") if role in one.angles}  # one sequence
+    for role, cosines in angles.items():
+        for first, second in sorted(one.pairs[role]):
+            if _differ(cosines[:, :, first], cosines[:, :, second]):
                 return "wrong", (
-                    f"features {first} and {second} of {role} are turned together, by two different angles: the angles "
-                    "are laid out for other pairs; write torch.cat([angles, angles], -1) for halves, "
+                    f"features {first} and {second} of {_PLURAL[role]} are turned together, by two different angles: "
+                    "the angles are laid out for other pairs; write torch.cat([angles, angles], -1) for halves, "
                     "angles.repeat_interleave(2, -1) for neighbours"
                 )
-        if angles is not None and len(angles) > 1 and _is_by_head(angles):
+        if _is_by_head(cosines):
             return "wrong", (
-                f"{role} of all tokens are turned by the same angle, and those of each head by another: positions run "
-                "along heads; transpose before the rotation"
+                f"{_PLURAL[role]} of all tokens are turned by the same angle, and those of each head by another: "
+                "positions run along heads; transpose before the rotation"
             )
-    if query is not None and key is not None:
-        query, key = query[:, : one.keys], key[:, : one.keys]  # of the first sequence
-        for shift in (1, -1):
-            moved = key.roll(-shift, 1)[:, 1:-1]
-            if _differ(query, key) and not _differ(query[:, 1:-1], moved) and not moved.isnan().all():
-                return "wrong", (
-                    f"queries are turned as tokens {abs(shift)} {'later' if shift > 0 else 'earlier'} than keys: "
-                    "positions are off by one"
-                )
+    if len(angles) == 2 and one.queries == one.keys and _differ(angles["query"], angles["key"]):
+        for word, first, second in (("later", "query", "key"), ("earlier", "key", "query")):
+            if _alike(angles[first][:, :-1], angles[second][:, 1:]):
+                said = f"queries are turned as if they were one token {word} than keys"
+                return "wrong", f"{said}: positions are off by one; turn both by the same positions"
     if one.pairs.get("value"):
         return "odd", "rotary positions are applied to values as well; queries and keys are enough"
     turned = {role for role in ("query", "key") if one.pairs.get(role)}
     if len(turned) == 1 and one.heads:
         role = next(iter(turned))
         other = "queries" if role == "key" else "keys"
-        return "odd", f"rotary positions are applied to {_PLURAL[role]} alone, so that scores depend on absolute ones; rotate {other} too"
+        said = f"rotary positions are applied to {_PLURAL[role]} alone, so that scores depend on absolute ones"
+        return "odd", f"{said}; rotate {other} too"
     return None
 
 
 def shared_bias(one: Facts, _: Sequence[Facts]) -> Found:
     """All heads add the same learned bias."""
     for change in one.changes:
-        leading = math.prod(change.shape[:-2])
-        if change.is_learned and change.op == "add" and leading == 1 < one.heads and min(change.shape[-2:], default=1) > 1:
+        rows, keys = (1, 1, *change.shape)[-2:]
+        is_shared = math.prod(change.shape[:-2]) == 1 < one.heads and min(rows, keys) > 1
+        if change.is_learned and change.op == "add" and is_shared:
             return "odd", (
-                f"a learned bias {change.shape} is added to the scores of all {one.heads} heads: each head may have one "
-                "of its own, (heads, queries, keys)"
+                f"a learned bias {change.shape} is added to the scores of all {one.heads} heads: each head may have "
+                "one of its own, (heads, queries, keys)"
             )
     return None
 
@@ -387,8 +384,9 @@ def norm_over_heads(one: Facts, _: Sequence[Facts]) -> Found:
     if one.heads < 2 or not roles:
         return None
     return "odd", (
-        f"the norm of {_and([_PLURAL[role] for role in roles])} runs over {one.heads * one.width} features of all heads, "
-        f"so that a head's size depends on the others; write LayerNorm({one.width}) behind the split for one of each head"
+        f"the norm of {_and([_PLURAL[role] for role in roles])} runs over {one.heads * one.width} features of all "
+        f"heads, so that a head's size depends on the others; write LayerNorm({one.width}) behind the split for one of "
+        "each head"
     )
 
 
@@ -426,6 +424,11 @@ def _is_zeros_and_ones(value: Tensor) -> bool:
     return value.dtype != torch.bool and value.unique().tolist() == [0, 1]
 
 
+def _marks_queries(hides: Tensor | None) -> bool:
+    """Say whether a mask is of one column, and hides something."""
+    return hides is not None and hides.dim() > 1 and hides.shape[-1] == 1 < hides.shape[-2] and bool(hides.any())
+
+
 def _sees_all(one: Facts) -> bool:
     return one.sees is not None and bool(one.sees.all())
 
@@ -442,7 +445,15 @@ def _differ(first: Tensor, second: Tensor) -> bool:
     return bool(((first - second).abs()[known] > 1e-4).any())
 
 
+def _alike(first: Tensor, second: Tensor) -> bool:
+    """Say whether two tables are the same at two tokens or more."""
+    known = ~(first.isnan() | second.isnan()).all(-1)
+    return bool((known.sum(-1) > 1).all()) and not _differ(first, second)
+
+
 def _is_by_head(angles: Tensor) -> bool:
+    """Say whether angles are the same at all tokens, and differ between heads."""
     known = angles[:, ~angles[0, :, 0].isnan()]
-    is_alike = not _differ(known, known[:, :1].expand_as(known))
-    return known.shape[1] > 1 and is_alike and _differ(known[0], known[1])
+    if len(known) < 2 or known.shape[1] < 2:
+        return False
+    return not _differ(known, known[:, :1].expand_as(known)) and _differ(known[0], known[1])

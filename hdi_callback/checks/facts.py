@@ -6,7 +6,7 @@ A fact that cannot be established is `None`, or missing. Nothing here judges.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -180,9 +180,9 @@ def _of_claim(labels: Labels, claim: Claim, given: tuple[int, ...]) -> Facts:
     order = list(dict.fromkeys(keys))
     first = claim.maps.get("query") or claim.maps.get("key") or []
     starts = {role: claim.maps[role][0].starts for role in ("query", "key") if role in claim.maps}
-    return Facts(
+    return replace(
+        _of_core(labels, core, given),
         path=place_of(model, claim, claim.maps),
-        reason="",
         heads=claim.heads,
         key_of=tuple(order.index(one) for one in keys),
         features=first[0].count if first else 0,
@@ -192,7 +192,6 @@ def _of_claim(labels: Labels, claim: Claim, given: tuple[int, ...]) -> Facts:
         angles={role: one for role in starts if (one := angles_of(labels, core, role, starts[role])) is not None},
         merged=_merged(labels, claim),
         cut=_cut(labels, claim),
-        **_of_core(labels, core, given),
     )
 
 
@@ -202,12 +201,12 @@ def _of_refused(labels: Labels, step: Step, reason: str, given: tuple[int, ...])
     except Unreadable:
         core = None
     if core is not None:
-        return Facts(path=step.path or "", reason=reason, **_of_core(labels, core, given))
+        return replace(_of_core(labels, core, given), reason=reason)
     is_training = labels.tape.model.get_submodule(step.path or "").training
     return Facts(step.path or "", _line(step), reason, is_training, is_renormalised=is_renormalised(step), given=given)
 
 
-def _of_core(labels: Labels, core: Core, given: tuple[int, ...]) -> dict[str, object]:
+def _of_core(labels: Labels, core: Core, given: tuple[int, ...]) -> Facts:
     """Collect what is known of an attention without its heads."""
     part, step = core.parts[0], core.step
     scores, behind = [], []
@@ -222,25 +221,27 @@ def _of_core(labels: Labels, core: Core, given: tuple[int, ...]) -> dict[str, ob
         dropout = dropout_behind(behind)
     softmaxes = 1 + sum("softmax" in link.step.op for link in (*scores, *behind))
     named = {role: getattr(part, role) for role in IN}
-    return {
-        "line": _line(step),
-        "is_training": labels.tape.model.get_submodule(step.path or "").training,
-        "matrices": len(part.query.features),
-        "width": part.query.features.shape[-1],
-        "queries": part.query.features.shape[1],
-        "keys": part.key.features.shape[1],
-        "scale": scale_of(labels, core, scores),
-        "changes": tuple(changes),
-        "hidden": hidden_by(changes) if softmaxes == 1 else None,  # what one hides the next one shows
-        "behind": tuple(changes_of(behind, axes)) if behind else (),
-        "is_renormalised": is_renormalised(step),
-        "softmaxes": softmaxes,
-        "dropout": dropout,
-        "pairs": {role: pairs_of(labels, label) for role, label in named.items()},
-        "split": {role: found for role, label in named.items() if (found := _split(labels, label))},
-        "padding": {name: one.cpu() for name, one in step.padding.items()},
-        "given": given,
-    }
+    return Facts(
+        path=step.path or "",
+        reason="",
+        line=_line(step),
+        is_training=labels.tape.model.get_submodule(step.path or "").training,
+        matrices=len(part.query.features),
+        width=part.query.features.shape[-1],
+        queries=part.query.features.shape[1],
+        keys=part.key.features.shape[1],
+        scale=scale_of(labels, core, scores),
+        changes=tuple(changes),
+        hidden=hidden_by(changes) if softmaxes == 1 else None,  # what one hides the next one shows
+        behind=tuple(changes_of(behind, axes)) if behind else (),
+        is_renormalised=is_renormalised(step),
+        softmaxes=softmaxes,
+        dropout=dropout,
+        pairs={role: pairs_of(labels, label) for role, label in named.items()},
+        split={role: found for role, label in named.items() if (found := _split(labels, label))},
+        padding={name: one.cpu() for name, one in step.padding.items()},
+        given=given,
+    )
 
 
 def _line(step: Step) -> str:

@@ -219,7 +219,9 @@ def hidden_by(changes: list[Change]) -> Tensor | None:
     """Say which keys are hidden, ``(..., queries, keys)`` or broadcast to that; `None` if it is not known."""
     hidden = torch.zeros(1, 1, dtype=torch.bool)
     for change in changes:
-        if change.hides is None or (change.op == "mul" and change.value is not None and bool((change.value == 0).any())):
+        if change.hides is None or (
+            change.op == "mul" and change.value is not None and bool((change.value == 0).any())
+        ):
             return None
         try:
             hidden = hidden | change.hides

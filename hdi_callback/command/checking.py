@@ -16,7 +16,7 @@ def check_target(target: str, *, model: str | None, config: str | None) -> Check
 
     Raises:
         MisconfigurationError: if it cannot be opened, or has no forward that runs.
-    """  # noqa: DOC201
+    """
     opened = open_target(target, model=model, config=config, needs_weights=False).load()
     reason = "its attention is read from a forward, and no batch is known"
     for forward in [*opened.forwards, own_forward(opened.model)]:

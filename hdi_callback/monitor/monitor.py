@@ -219,10 +219,10 @@ class HeadDiversityMonitor:
 
     # --- layers
 
-    def _check(self, *read: Any) -> None:
+    def _check(self, labels: Any, claims: Any, refused: Any) -> None:
         """Say what is wrong or odd about the attention of a forward; it ends no training."""
         with Guard()("checking attention"):
-            found = examine(*read, is_chosen=self._is_chosen)
+            found = examine(labels, claims, refused, self._is_chosen)
             said = [str(one) for one in found.findings if str(one) not in self._said]
             self._said.update(said)
             if said and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):

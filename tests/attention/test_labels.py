@@ -8,12 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hdi_callback.attention.cores import core_of
-from hdi_callback.attention.find import claims_of, read_tape
+from hdi_callback.attention.find import read_tape
 from hdi_callback.attention.labels import NORMED, SEVERAL, Labels, Unreadable
 from hdi_callback.attention.planes import Geometry, seen_through, small, thin, unique_rows, written_out
 from hdi_callback.attention.tape import Tape
-from tests.attention.by_hand import CASES, C, D, H, Written, attend, four, join, rotated, split
+from tests.attention.by_hand import CASES, C, H
 
 ROWS, TOKENS = 6, 5
 

@@ -193,12 +193,15 @@ def test_nothing_is_wrong_with_models_of_transformers(name, implementation):
     assert found.wrong == ()
     assert all(card.heads == 4 for card in found.cards)
     scores = [card.lines["scores"] for card in found.cards]
-    assert scores == {
-        "bert": ["scaled by 0.3536 = 1/sqrt(8); padding masked"],
-        "gpt2": ["scaled by 0.3536 = 1/sqrt(8); causal"],
-        "llama": ["scaled by 0.3536 = 1/sqrt(8); causal; padding masked"],
-        "t5": ["not scaled; padding masked", "not scaled; causal", "not scaled; padding masked"],
-    }[name]
+    assert (
+        scores
+        == {
+            "bert": ["scaled by 0.3536 = 1/sqrt(8); padding masked"],
+            "gpt2": ["scaled by 0.3536 = 1/sqrt(8); causal"],
+            "llama": ["scaled by 0.3536 = 1/sqrt(8); causal; padding masked"],
+            "t5": ["not scaled; padding masked", "not scaled; causal", "not scaled; padding masked"],
+        }[name]
+    )
 
 
 def test_nothing_is_wrong_with_attention_of_torch():
