@@ -18,6 +18,7 @@ from hdi_callback.attention.cores import OVER_HEADS, OVER_QUERIES
 from hdi_callback.attention.heads import IN
 from hdi_callback.attention.labels import CENTRED, NORMED
 from hdi_callback.checks.facts import Facts, HeadRows, shown_rows
+from hdi_callback.checks.scores import Change
 
 Verdict = Literal["wrong", "odd"]
 Found = tuple[Verdict, str] | None
@@ -28,15 +29,22 @@ Diagnosis = Callable[[Facts, Sequence[Facts]], Found]
 
 
 def split(one: Facts, _: Sequence[Facts]) -> Found:
-    """Memory (token, head, width) is read as (head, token, width)."""
+    """Memory (token, head, width) is read as (head, token, width), or heads as tokens."""
     cut = [role for role in IN if role in one.split]
-    if not {"key", "value"} & set(cut):
+    if not one.reason or not {"key", "value"} & set(cut):
         return None
     names = _and(list(dict.fromkeys(one.split[role][0] for role in cut)))
+    tokens = one.split[cut[-1]][1]
+    roles = _and([_PLURAL[role] for role in cut])
+    if not any(tokens):
+        return "wrong", (
+            f"each token attends to its own heads alone: {roles} of a matrix are those of one token, as the output of "
+            f"{names} is viewed as (batch, tokens, heads, width); write .view(B, T, H, d).transpose(1, 2)"
+        )
     return "wrong", (
-        f"the first head's {_and([_PLURAL[role] for role in cut])} are made of tokens "
-        f"{_listed(one.split[cut[-1]][1])} in turn, and of all heads: the output of {names} is viewed as (batch, "
-        "heads, tokens, width) without a transpose; write .view(B, T, H, d).transpose(1, 2)"
+        f"the first head's {roles} are made of tokens {_listed(tokens)} in turn, and of all heads: the output of "
+        f"{names} is viewed as (batch, heads, tokens, width) without a transpose; write "
+        ".view(B, T, H, d).transpose(1, 2)"
     )
 
 
@@ -226,16 +234,21 @@ def softmax(one: Facts, _: Sequence[Facts]) -> Found:
 
 def mask_missing(one: Facts, among: Sequence[Facts]) -> Found:
     """A mask has no effect, or only this layer has none."""
-    for change in one.changes:
-        value = change.value
+    for at, change in enumerate(one.changes):
+        value, others = change.value, [other.hides for other in one.changes if other is not change]
+        is_alone = not any(hides is None or bool(hides.any()) for hides in others)
         if change.op in {"add", "attn_mask"} and value is not None and _is_zeros_and_ones(value):
             return "wrong", (
                 "a mask of 0 and 1 is added to the scores, which hides nothing; write "
                 "scores.masked_fill(mask == 0, -torch.inf)"
             )
-        before = one.changes[: one.changes.index(change)]
-        hides = any(other.hides is None or bool(other.hides.any()) for other in before)
-        if change.op == "mul" and value is not None and value.numel() > 1 and bool((value == 0).any()) and hides:
+        if is_alone and _zeros(change) is not None:
+            return "wrong", (
+                "a mask sets scores to 0, which hides nothing, as exp(0) is 1; write "
+                "scores.masked_fill(mask == 0, -torch.inf)"
+            )
+        is_before = any(other.hides is None or bool(other.hides.any()) for other in one.changes[:at])
+        if change.op == "mul" and value is not None and value.numel() > 1 and bool((value == 0).any()) and is_before:
             return "wrong", (
                 "scores are multiplied with 0 behind the mask, which is gone there: those queries see every key; "
                 "multiply the weights behind the softmax"
@@ -275,16 +288,11 @@ def mask_behind_softmax(one: Facts, _: Sequence[Facts]) -> Found:
     """Keys are hidden behind the softmax, and not before it."""
     if one.hidden is None or one.is_renormalised:
         return None
-    for change in one.behind:
-        value = change.value if change.op == "mul" else None
-        zeros = value == 0 if value is not None and value.unique().tolist() == [0, 1] else None
-        if zeros is None or zeros.dim() < 2 or zeros.shape[-1] < 2:
-            continue
-        if bool((zeros != zeros[..., :1]).any()) and not bool(one.hidden.any()):
-            return "wrong", (
-                "keys are hidden behind the softmax: hidden tokens take part in its sum, and the weights of a query do "
-                "not add up to 1; write scores.masked_fill(hidden, -torch.inf) before it"
-            )
+    if any(_zeros(change) is not None for change in one.behind) and not bool(one.hidden.any()):
+        return "wrong", (
+            "keys are hidden behind the softmax: hidden tokens take part in its sum, and the weights of a query do not "
+            "add up to 1; write scores.masked_fill(hidden, -torch.inf) before it"
+        )
     return None
 
 
@@ -422,6 +430,16 @@ def _pattern(path: str) -> str:
 
 def _is_zeros_and_ones(value: Tensor) -> bool:
     return value.dtype != torch.bool and value.unique().tolist() == [0, 1]
+
+
+def _zeros(change: Change) -> Tensor | None:
+    """Say where a mask of queries and keys sets to 0; `None` if it is none, or differs between queries alone."""
+    value = change.value
+    if change.op not in {"mul", "masked_fill", "where"} or value is None or value.dim() < 2:
+        return None
+    zeros = value.double().abs() < 1e-3
+    is_mask = bool((zeros | value.isnan() | (value == 1)).all())
+    return zeros if is_mask and bool((zeros != zeros[..., :1]).any()) else None
 
 
 def _marks_queries(hides: Tensor | None) -> bool:

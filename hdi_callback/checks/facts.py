@@ -238,7 +238,7 @@ def _of_core(labels: Labels, core: Core, given: tuple[int, ...]) -> Facts:
         softmaxes=softmaxes,
         dropout=dropout,
         pairs={role: pairs_of(labels, label) for role, label in named.items()},
-        split={role: found for role, label in named.items() if (found := _split(labels, label))},
+        split={role: found for role, label in named.items() if (found := _split(labels, label, given))},
         padding={name: one.cpu() for name, one in step.padding.items()},
         given=given,
     )
@@ -343,19 +343,20 @@ def _equal_heads(labels: Labels, claim: Claim) -> tuple[tuple[int, int], ...]:
 # tokens and heads that lie in the wrong place
 
 
-def _split(labels: Labels, label: Label) -> tuple[str, tuple[int, ...]] | None:
-    """Give map and tokens of the first rows of a role, if memory ``(token, head)`` is read as ``(head, token)``."""
+def _split(labels: Labels, label: Label, given: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
+    """Give map and tokens of the first rows of a role, if memory ``(token, head)`` is read as something else."""
     n, rows, _ = label.features.shape
-    if rows < 2 or label.features.stride(0) == 0 or label.features.stride(1) == 0:
+    if rows < 2 or label.features.stride(1) == 0:
         return None
     _, kinds = unique_rows(label.features.reshape(n * rows, -1))
     tokens, heads = label.tokens[..., 0].reshape(-1), len(kinds.unique())
-    if heads < 2 or n % heads or len(kinds) % heads or bool((tokens <= 0).any()):
+    if heads < 2 or len(kinds) % heads or bool((tokens <= 0).any()):
         return None
     by_token, numbers = kinds.reshape(-1, heads), tokens.reshape(-1, heads)
     is_cut = bool((by_token == by_token[0]).all()) and bool((numbers == numbers[:, :1]).all())
     in_order = bool((numbers[1:, 0] > numbers[:-1, 0]).all())
-    if not is_cut or not in_order:
+    of_a_token = rows == heads and len(given) > 1 and n > given[0]  # more matrices than sequences
+    if not is_cut or not in_order or not (of_a_token or n % heads == 0):
         return None
     owner = min(labels.owners(label.features))
     name = _short(labels.tape.names[owner]) if owner < len(labels.tape.names) else "its map"

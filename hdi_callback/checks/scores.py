@@ -26,7 +26,7 @@ class Change:
     Attributes:
         op: ``"add"``, ``"mul"``, ``"masked_fill"``, ``"where"``, ``"attn_mask"`` of a fused attention, or another.
         hides: where it hides keys, broadcast over scores ``(..., queries, keys)``; `None` if that is not known.
-        value: what is added, or multiplied with, if it is known.
+        value: what is added, multiplied with, or filled in (NaN elsewhere), if it is known.
         is_learned: whether parameters make it.
         shape: of the other tensor, as it is broadcast.
     """
@@ -141,18 +141,11 @@ def _changes(link: Link) -> list[Change]:
     step, nothing = link.step, torch.zeros((), dtype=torch.bool)
     others = [view for view in link.others if view.numel > 1]
     if step.op == "masked_fill":
-        mask, value = _known(step.args[1]), _number(step.args[2])
-        if mask is None or value is None:
-            return [Change(step.op, None)]
-        hides = mask.bool() & torch.tensor(value <= HIDDEN)
-        return [Change(step.op, hides, torch.tensor(value), shape=tuple(mask.shape))]
+        return [_filled(step.op, _known(step.args[1]), _number(step.args[2]))]
     if step.op == "where":
-        condition, fill = step.args[0], step.args[2] if step.args[1] is link.main else step.args[1]
-        mask, value = _known(condition), _number(fill)
-        if mask is None or value is None:
-            return [Change(step.op, None)]
-        filled = ~mask.bool() if step.args[1] is link.main else mask.bool()
-        return [Change(step.op, filled & torch.tensor(value <= HIDDEN), torch.tensor(value), shape=tuple(mask.shape))]
+        is_kept, mask = step.args[1] is link.main, _known(step.args[0])
+        mask = ~mask.bool() if mask is not None and is_kept else mask
+        return [_filled(step.op, mask, _number(step.args[2] if is_kept else step.args[1]))]
     if step.op in {"add", "sub"}:
         return [change for one in others for change in _added(step.op, one, sign=-1 if step.op == "sub" else 1)]
     if step.op == "mul":
@@ -160,6 +153,13 @@ def _changes(link: Link) -> list[Change]:
     if step.is_pointwise or step.op in _PLAIN:
         return []
     return [Change(step.op, None)]
+
+
+def _filled(op: str, mask: Tensor | None, value: float | None) -> Change:
+    if mask is None or value is None:
+        return Change(op, None)
+    put = torch.where(mask.bool(), value, torch.nan)
+    return Change(op, put <= HIDDEN, put, shape=tuple(put.shape))
 
 
 def _added(op: str, view: View, sign: int = 1, depth: int = 8) -> list[Change]:
