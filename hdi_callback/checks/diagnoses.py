@@ -300,8 +300,8 @@ def padding(one: Facts, among: Sequence[Facts]) -> Found:
     """The mask of padding has no effect, or the wrong one."""
     if one.hidden is None:
         return None
-    rows = any(_marks_queries(change.hides) for change in one.changes)
-    if rows and bool(one.hidden[..., :1].eq(one.hidden).all()):
+    marks_queries = any(_marks_queries(change.hides) for change in one.changes)
+    if marks_queries and bool(one.hidden[..., :1].eq(one.hidden).all()):
         return "wrong", (
             "the mask marks queries and not keys: a query loses all keys or none, and padding is seen; write "
             "mask[:, None, None, :]"
@@ -344,10 +344,10 @@ def rotation(one: Facts, _: Sequence[Facts]) -> Found:
     """Rotary positions of values, of one of queries and keys, of other pairs, by head, or off by one."""
     angles = {role: one.angles[role][:, : one.keys] for role in ("query", "key") if role in one.angles}  # one sequence
     for role, cosines in angles.items():
-        for first, second in sorted(one.pairs[role]):
-            if _differ(cosines[:, :, first], cosines[:, :, second]):
+        for at, other in sorted(one.pairs[role]):
+            if _differ(cosines[:, :, at], cosines[:, :, other]):
                 return "wrong", (
-                    f"features {first} and {second} of {_PLURAL[role]} are turned together, by two different angles: "
+                    f"features {at} and {other} of {_PLURAL[role]} are turned together, by two different angles: "
                     "the angles are laid out for other pairs; write torch.cat([angles, angles], -1) for halves, "
                     "angles.repeat_interleave(2, -1) for neighbours"
                 )
@@ -366,9 +366,9 @@ def rotation(one: Facts, _: Sequence[Facts]) -> Found:
     turned = {role for role in ("query", "key") if one.pairs.get(role)}
     if len(turned) == 1 and one.heads:
         role = next(iter(turned))
-        other = "queries" if role == "key" else "keys"
+        still = "queries" if role == "key" else "keys"
         said = f"rotary positions are applied to {_PLURAL[role]} alone, so that scores depend on absolute ones"
-        return "odd", f"{said}; rotate {other} too"
+        return "odd", f"{said}; rotate {still} too"
     return None
 
 

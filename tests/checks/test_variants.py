@@ -84,7 +84,10 @@ VARIANTS = {
     "never transposed, fused": (
         "split", written(fused(lambda *_: {}), split=not_transposed, merge=flattened),
     ),
-    "merged, fused": ("merge", written(FusedAttention, merge=lambda m, h: h.clone().view(h.shape[0], -1, m.width))),
+    "merged, fused": (
+        "merge",
+        written(FusedAttention, merge=lambda m, h: h.contiguous().view(h.shape[0], -1, m.width)),
+    ),
     "merged, as many tokens as heads": ("merge", written(merge=lambda m, h: h.reshape(h.shape[0], -1, m.width)), 2, 4),
     "all read head 0 of a packed projection": (
         "shared heads", written(Fused, project=lambda m, x: [one[:, :1].expand_as(one) for one in Fused.project(m, x)]),
