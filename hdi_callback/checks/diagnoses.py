@@ -242,7 +242,7 @@ def mask_missing(one: Facts, among: Sequence[Facts]) -> Found:
                 "a mask of 0 and 1 is added to the scores, which hides nothing; write "
                 "scores.masked_fill(mask == 0, -torch.inf)"
             )
-        if is_alone and _zeros(change) is not None:
+        if is_alone and _sets_to_zero(change):
             return "wrong", (
                 "a mask sets scores to 0, which hides nothing, as exp(0) is 1; write "
                 "scores.masked_fill(mask == 0, -torch.inf)"
@@ -255,7 +255,8 @@ def mask_missing(one: Facts, among: Sequence[Facts]) -> Found:
             )
     pattern = _pattern(one.path)
     siblings = [other for other in among if other is not one and _pattern(other.path) == pattern]
-    if one.is_causal is False and siblings and all(other.is_causal for other in siblings) and _sees_all(one):
+    sees_all = one.sees is not None and bool(one.sees.all())
+    if sees_all and siblings and all(other.is_causal for other in siblings):
         return "odd", f"no mask hides later tokens here, and the {len(siblings)} other layers of its kind have one"
     return None
 
@@ -276,7 +277,9 @@ def mask_inverted(one: Facts, among: Sequence[Facts]) -> Found:
 def mask_off_by_one(one: Facts, _: Sequence[Facts]) -> Found:
     """Each token sees the next one."""
     sees = one.sees
-    if sees is None or one.queries < 4 or bool(sees.triu(2).any()) or not bool(sees[0].tril(1).sum() == _below(sees)):
+    if sees is None or one.queries < 4 or not any(torch.equal(each, torch.ones_like(each).tril(1)) for each in sees):
+        return None
+    if bool(sees.triu(2).any()):
         return None
     return "wrong", (
         "token 0 sees token 1, and each token the next one, which it is to predict: the causal mask is off by one; "
@@ -288,7 +291,7 @@ def mask_behind_softmax(one: Facts, _: Sequence[Facts]) -> Found:
     """Keys are hidden behind the softmax, and not before it."""
     if one.hidden is None or one.is_renormalised:
         return None
-    if any(_zeros(change) is not None for change in one.behind) and not bool(one.hidden.any()):
+    if any(map(_sets_to_zero, one.behind)) and not bool(one.hidden.any()):
         return "wrong", (
             "keys are hidden behind the softmax: hidden tokens take part in its sum, and the weights of a query do not "
             "add up to 1; write scores.masked_fill(hidden, -torch.inf) before it"
@@ -428,33 +431,30 @@ def _pattern(path: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
+def _is_mask(marks: Tensor) -> bool:
+    """Say whether marks have the form of a causal mask, or of one of padding: other numbers may be meant."""
+    if marks.dim() < 2 or not bool((marks != marks[..., :1]).any()):
+        return False
+    is_padding = bool((marks == marks[..., :1, :]).all())
+    return is_padding or any(not bool(half.any()) for one in (marks, ~marks) for half in (one.triu(1), one.tril(-1)))
+
+
 def _is_zeros_and_ones(value: Tensor) -> bool:
-    return value.dtype != torch.bool and value.unique().tolist() == [0, 1]
+    return value.dtype != torch.bool and value.unique().tolist() == [0, 1] and _is_mask(value == 0)
 
 
-def _zeros(change: Change) -> Tensor | None:
-    """Say where a mask of queries and keys sets to 0; `None` if it is none, or differs between queries alone."""
+def _sets_to_zero(change: Change) -> bool:
+    """Say whether a mask is multiplied with, or fills 0 in."""
     value = change.value
-    if change.op not in {"mul", "masked_fill", "where"} or value is None or value.dim() < 2:
-        return None
+    if change.op not in {"mul", "masked_fill", "where"} or value is None:
+        return False
     zeros = value.double().abs() < 1e-3
-    is_mask = bool((zeros | value.isnan() | (value == 1)).all())
-    return zeros if is_mask and bool((zeros != zeros[..., :1]).any()) else None
+    return bool((zeros | value.isnan() | (value == 1)).all()) and _is_mask(zeros)
 
 
 def _marks_queries(hides: Tensor | None) -> bool:
     """Say whether a mask is of one column, and hides something."""
     return hides is not None and hides.dim() > 1 and hides.shape[-1] == 1 < hides.shape[-2] and bool(hides.any())
-
-
-def _sees_all(one: Facts) -> bool:
-    return one.sees is not None and bool(one.sees.all())
-
-
-def _below(sees: Tensor) -> int:
-    """How many keys would be seen by a causal mask that is off by one."""
-    count = sees.shape[-1]
-    return int(torch.ones(count, count).tril(1).sum())
 
 
 def _differ(first: Tensor, second: Tensor) -> bool:

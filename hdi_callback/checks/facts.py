@@ -63,12 +63,11 @@ class HeadRows:
     def order(self) -> str:
         """How heads lie in the parameter: ``"head by head"``, ``"interleaved"``, or ``""``."""
         rows = self.rows.sort(-1).values
-        if rows.shape[1] == 1:
-            return "head by head"
+        rows = rows[rows[:, 0].argsort()].unique_consecutive(dim=0)  # heads may share keys
         steps = rows[:, 1:] - rows[:, :-1]
-        if bool((steps == 1).all()):
-            return "head by head"
-        return "interleaved" if len(steps.unique()) == 1 else ""
+        if rows.shape[1] < 2 or len(steps.unique()) > 1:
+            return ""
+        return "head by head" if bool((rows[1:, 0] > rows[:-1, -1]).all()) else "interleaved"
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,9 +164,14 @@ class Facts:
 def facts_of(labels: Labels, claims: list[Claim], refused: list[tuple[Step, str]]) -> list[Facts]:
     """Collect facts about each attention that was read, or whose softmax was met, in the order of the forward."""
     given = _given(labels)
-    found = [(claim.core.step.number, _of_claim(labels, claim, given)) for claim in claims]
-    for step, reason in refused:
-        found.append((step.number, _of_refused(labels, step, reason, given)))
+    found: list[tuple[int, Facts]] = []
+    for step, what in [*((claim.core.step, claim) for claim in claims), *refused]:
+        try:
+            facts = _of_refused(labels, step, what, given) if isinstance(what, str) else _of_claim(labels, what, given)
+        except Exception as error:  # one attention that is not understood leaves the others
+            reason = f"its facts could not be collected ({type(error).__name__}: {error})"
+            facts = Facts(step.path or "", _line(step), reason, is_training=True)
+        found.append((step.number, facts))
     return [facts for _, facts in sorted(found, key=lambda one: one[0])]
 
 
@@ -219,7 +223,7 @@ def _of_core(labels: Labels, core: Core, given: tuple[int, ...]) -> Facts:
         behind = way(part.product.first.cell, lambda one: one is step) or []
         changes = changes_of(scores, axes)
         dropout = dropout_behind(behind)
-    softmaxes = 1 + sum("softmax" in link.step.op for link in (*scores, *behind))
+    softmaxes = 1 + sum(link.step.op in {"_softmax", "_safe_softmax"} for link in (*scores, *behind))
     named = {role: getattr(part, role) for role in IN}
     return Facts(
         path=step.path or "",
