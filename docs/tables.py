@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     )
 
 
+@functools.cache
 def tables() -> dict[str, str]:
     """Make every table, by the name of its page."""
     rules = [(f"`{one.name}`", one.level, one.condition, one.meaning) for one in map(explain_rule, RULES)]
