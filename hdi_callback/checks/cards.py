@@ -115,9 +115,8 @@ def _scale(one: Facts) -> str:
         return f"scale {UNKNOWN}"
     if math.isclose(one.scale, 1):
         return "not scaled"
-    is_usual = one.width and math.isclose(one.scale, one.width**-0.5, rel_tol=0.01)
     normed = " behind a norm" if any(flag.endswith(NORMED) for flag in one.flags) else ""
-    return f"scaled by {one.scale:.4g}{f' = 1/sqrt({one.width})' if is_usual else ''}{normed}"
+    return f"scaled by {one.scale:.4g}{f' = 1/sqrt({one.width})' if one.is_usual_scale else ''}{normed}"
 
 
 def _masks(one: Facts) -> list[str]:

@@ -202,9 +202,8 @@ def batch_for_sequence(one: Facts, _: Sequence[Facts]) -> Found:
 def scale(one: Facts, _: Sequence[Facts]) -> Found:
     """Scores are not scaled by 1 / sqrt(width)."""
     right = one.width**-0.5 if one.width else 0
-    if one.scale is None or one.width < 2 or any(flag.endswith(NORMED) for flag in one.flags):
-        return None
-    if math.isclose(one.scale, right, rel_tol=0.01):
+    is_normed = any(flag.endswith(NORMED) for flag in one.flags)
+    if one.scale is None or one.width < 2 or is_normed or one.is_usual_scale:
         return None
     said = f"scores are scaled by {one.scale:.4g}, and 1/sqrt({one.width}) is {right:.4g}"
     if math.isclose(one.scale, 1 / right, rel_tol=0.01):

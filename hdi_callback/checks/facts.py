@@ -5,6 +5,7 @@ A fact that cannot be established is `None`, or missing. Nothing here judges.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -20,6 +21,7 @@ from hdi_callback.attention.tape import DATA, SHAPED_LIKE, Cell, Step
 from hdi_callback.checks.positions import angles_of, pairs_of
 from hdi_callback.checks.scores import (
     Change,
+    Link,
     axes_of,
     changes_of,
     changes_of_fused,
@@ -156,6 +158,11 @@ class Facts:
             return None
         return not bool(sees.triu(1).any()) and bool(sees.diagonal(dim1=-2, dim2=-1).any())
 
+    @property
+    def is_usual_scale(self) -> bool:
+        """Whether scores are scaled by 1 / sqrt(width)."""
+        return bool(self.scale and self.width) and math.isclose(self.scale or 0, self.width**-0.5, rel_tol=0.01)
+
     def name_of(self, role: str) -> str:
         """The module that makes a role, as code calls it."""
         return self.rows[role][0].short if self.rows.get(role) else f"the {role} map"
@@ -184,8 +191,11 @@ def _of_claim(labels: Labels, claim: Claim, given: tuple[int, ...]) -> Facts:
     order = list(dict.fromkeys(keys))
     first = claim.maps.get("query") or claim.maps.get("key") or []
     starts = {role: claim.maps[role][0].starts for role in ("query", "key") if role in claim.maps}
+    facts = _of_core(labels, core, given)
+    is_sum = bool({"query: sum", "key: sum"} & claim.flags)  # of which each part may have a scale of its own
     return replace(
-        _of_core(labels, core, given),
+        facts,
+        scale=None if is_sum and not facts.is_usual_scale else facts.scale,
         path=place_of(model, claim, claim.maps),
         heads=claim.heads,
         key_of=tuple(order.index(one) for one in keys),
@@ -213,17 +223,19 @@ def _of_refused(labels: Labels, step: Step, reason: str, given: tuple[int, ...])
 def _of_core(labels: Labels, core: Core, given: tuple[int, ...]) -> Facts:
     """Collect what is known of an attention without its heads."""
     part, step = core.parts[0], core.step
-    scores, behind = [], []
+    scores: list[Link] | None = []
+    behind: list[Link] | None = []
+    axes: tuple[int, int] | None = None
     if part.product is None:
-        changes = changes_of_fused(step)
         dropout: float | None = float(step.given("dropout_p", 0.0) or 0.0)
+        changes = changes_of_fused(step)
     else:
         axes = axes_of(core)
-        scores = way(step.taken[0].cell, lambda one: one is core.score_step) or []
-        behind = way(part.product.first.cell, lambda one: one is step) or []
-        changes = changes_of(scores, axes)
-        dropout = dropout_behind(behind)
-    softmaxes = 1 + sum(link.step.op in {"_softmax", "_safe_softmax"} for link in (*scores, *behind))
+        scores = way(step.taken[0].cell, lambda one: one is core.score_step)
+        behind = way(part.product.first.cell, lambda one: one is step)
+        dropout = None if behind is None else dropout_behind(behind)
+        changes = [Change("not followed", None)] if scores is None else changes_of(scores, axes)
+    softmaxes = 1 + sum(link.step.op in {"_softmax", "_safe_softmax"} for link in (*(scores or ()), *(behind or ())))
     named = {role: getattr(part, role) for role in IN}
     return Facts(
         path=step.path or "",
@@ -234,10 +246,10 @@ def _of_core(labels: Labels, core: Core, given: tuple[int, ...]) -> Facts:
         width=part.query.features.shape[-1],
         queries=part.query.features.shape[1],
         keys=part.key.features.shape[1],
-        scale=scale_of(labels, core, scores),
+        scale=None if scores is None else scale_of(labels, core, scores),
         changes=tuple(changes),
         hidden=hidden_by(changes) if softmaxes == 1 else None,  # what one hides the next one shows
-        behind=tuple(changes_of(behind, axes)) if behind else (),
+        behind=tuple(changes_of(behind or [], axes)),
         is_renormalised=is_renormalised(step),
         softmaxes=softmaxes,
         dropout=dropout,

@@ -91,8 +91,10 @@ def scale_of(labels: Labels, core: Core, scores: list[Link]) -> float | None:
         product = labels.products.of(one)
         return product is not None and product.kind in {"weight", "filter"}
 
-    ways = [way(cell, is_map) or [] for cell in cells]
-    return _multiplied([scale, *(_factor(link, of_features=True) for one in ways for link in one)])
+    ways = [way(cell, is_map) for cell in cells if cell.step is not None]
+    if any(one is None for one in ways):
+        return None
+    return _multiplied([scale, *(_factor(link, of_features=True) for one in ways for link in one or ())])
 
 
 def _multiplied(factors: list[float | None]) -> float | None:
