@@ -3,6 +3,8 @@
 A diagnosis is a function with the finding's name in `DIAGNOSES`: it takes the facts of one attention, and of all of
 the model, and returns what it found, or `None`. It says *wrong* only of what no design asks for, and *odd* of what may
 be meant; where a fact is not known it says nothing.
+
+A new one needs a bug with a right twin in ``tests/checks/corpus.py``, and a fact in `Facts` if none shows it.
 """
 
 from __future__ import annotations
