@@ -172,7 +172,8 @@ def facts_of(labels: Labels, claims: list[Claim], refused: list[tuple[Step, str]
     """Collect facts about each attention that was read, or whose softmax was met, in the order of the forward."""
     given = _given(labels)
     found: list[tuple[int, Facts]] = []
-    for step, what in [*((claim.core.step, claim) for claim in claims), *refused]:
+    every: list[tuple[Step, Claim | str]] = [*((claim.core.step, claim) for claim in claims), *refused]
+    for step, what in every:
         try:
             facts = _of_refused(labels, step, what, given) if isinstance(what, str) else _of_claim(labels, what, given)
         except Exception as error:  # one attention that is not understood leaves the others
