@@ -151,7 +151,7 @@ def output_order(one: Facts, _: Sequence[Facts]) -> Found:
             ".transpose(1, 2).reshape(B, T, H * d)"
         )
     first = output.rows.amin(1)
-    if output.order == "head by head" and not bool((first[1:] > first[:-1]).all()):
+    if output.order == "head by head" and len(first.unique()) == one.heads and not bool((first.diff() > 0).all()):
         order = first.argsort().tolist()
         return "odd", f"heads enter {output.short} in the order {_listed(order)}"
     return None

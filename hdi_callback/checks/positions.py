@@ -16,7 +16,10 @@ _TABLES = 4  # that are looked at for each role
 
 def pairs_of(labels: Labels, label: Label) -> frozenset[tuple[int, int]]:
     """Say which places of a head have the same two features."""
-    rows, _ = unique_rows(small(label.features).reshape(-1, label.features.shape[-1])[:64])
+    short = small(label.features)
+    if short.shape[-1] != label.features.shape[-1]:  # one feature at all places
+        return frozenset()
+    rows, _ = unique_rows(short.reshape(-1, short.shape[-1])[:64])
     pairs: set[tuple[int, int]] = set()
     for row in rows.tolist():
         places: dict[int, list[int]] = {}

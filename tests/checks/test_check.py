@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from hdi_callback import HDIWarning, HeadDiversityMonitor, check
 from hdi_callback.checks.cards import joined_name
 from hdi_callback.testing import assert_heads
+from tests.attention.by_hand import CASES
+from tests.attention.by_hand_refused import REFUSED
 from tests.checks.corpus import BUGS, VOCABULARY, Attention, B, Biased, Grouped, H, Model, Rotary, T
 
 BY_NAME = {bug.name: bug for bug in BUGS}
@@ -202,6 +204,20 @@ def test_nothing_is_wrong_with_models_of_transformers(name, implementation):
             "t5": ["not scaled; padding masked", "not scaled; causal", "not scaled; padding masked"],
         }[name]
     )
+
+
+@pytest.mark.parametrize("name", [*CASES, *REFUSED])
+def test_of_attention_by_hand_only_what_is_a_bug_is_wrong(name):
+    module, _, inputs = (CASES[name] if name in CASES else REFUSED[name][0])()
+    found = check(module.eval(), lambda: module(*inputs))
+    wrong = {
+        "tiled_keys": {"tiled key heads"},
+        "split_without_a_transpose": {"split"},
+        "softmax_over_heads": {"softmax"},
+        "softmax_over_queries": {"softmax"},
+    }
+    assert {one.name for one in found.wrong} == wrong.get(name, set())
+    assert "could not be collected" not in str(found)
 
 
 def test_nothing_is_wrong_with_attention_of_torch():
