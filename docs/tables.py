@@ -1,17 +1,23 @@
-"""Write the tables of alerts.md and curves.md from the classes: ``python docs/tables.py``; a test compares them."""
+"""Write the tables of pages from classes and the corpus of bugs: ``python docs/tables.py``; a test compares them."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
+import sys
 from pathlib import Path
 
-from hdi_callback import interventions
+from hdi_callback import check, interventions
 from hdi_callback.interventions import Intervention
 from hdi_callback.monitor import METRICS
 from hdi_callback.rules import RULES, explain_rule
 
 FOLDER = Path(__file__).parent
+sys.path.insert(0, str(FOLDER.parent))  # for the corpus of bugs
+
+from tests.checks.corpus import BUGS, SYMPTOMS, Bug  # noqa: E402
+
 TABLE = re.compile(r"(?<=<!-- table -->\n).*?(?=<!-- end of table -->)", flags=re.S)
 
 
@@ -23,6 +29,7 @@ def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     )
 
 
+@functools.cache
 def tables() -> dict[str, list[str]]:
     """Make every table, by the name of its page."""
     rules = [(f"`{one.name}`", one.level, one.condition, one.meaning) for one in map(explain_rule, RULES)]
@@ -32,6 +39,7 @@ def tables() -> dict[str, list[str]]:
             table(("rule", "level", "raised when", "what it means"), rules),
             table(("intervention", "what it does", "acts on", "of the rules", "at most"), acts()),
         ],
+        "check.md": [table(("bug and symptom", "code", "diagnosis", "reported in"), list(map(bug_row, BUGS)))],
         "curves.md": [table(("metric", "read from", "meaning"), metrics)],
     }
 
@@ -54,6 +62,17 @@ def acts() -> list[tuple[str, ...]]:
             "any number of times" if kind.at_most is None else f"{kind.at_most} time{'s' if kind.at_most > 1 else ''}",
         ))  # fmt: skip
     return rows
+
+
+def bug_row(bug: Bug) -> tuple[str, ...]:
+    """Give the row of a bug: what one sees, its line, what `check` says, and where it was reported."""
+    model, batch = bug.build(), bug.batch()
+    found = check(model, lambda: model(*batch)).findings
+    one = next(each for each in found if each.name == bug.finding)
+    name, _, number = bug.source.partition(" ")
+    source = f"[{bug.source}](https://github.com/{name}/issues/{number})" if number else "ours"
+    said = f"**{one.verdict}**: {one.text}"
+    return f"**{bug.name}**. {SYMPTOMS[bug.finding]}", f"`{bug.code}`", said, source
 
 
 def page_with_tables(name: str) -> str:

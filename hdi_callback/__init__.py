@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "attention": "AttentionLayer HeadWeight find_attention register_layout survey",
     "audits": "Audit Comparison audit compare",
+    "checks": "Card Check Diagnosis check",
     "core": "HeadCovariance HeadDiversity head_covariance head_diversity principal_cosines",
     "dashboards.report": "write_report",
     "errors": "HDIError HDIWarning MisconfigurationError MonitoringWarning NothingToWatchError ShapeError "
@@ -50,6 +51,12 @@ if TYPE_CHECKING:  # the same once more, for type checkers and editors
         Comparison as Comparison,
         audit as audit,
         compare as compare,
+    )
+    from hdi_callback.checks import (
+        Card as Card,
+        Check as Check,
+        Diagnosis as Diagnosis,
+        check as check,
     )
     from hdi_callback.core import (
         HeadCovariance as HeadCovariance,

@@ -19,8 +19,10 @@ from hdi_callback.attention.planes import repeats, reshaped, small, thin, unique
 from hdi_callback.attention.products import Product, reduced_dims
 from hdi_callback.attention.tape import DATA, MADE, Cell, Step, View, is_fused, is_softmax_like
 
-__all__ = ["Core", "Part", "core_of", "layout_of_fused"]
+__all__ = ["OVER_HEADS", "OVER_QUERIES", "Core", "Part", "core_of", "layout_of_fused"]
 
+OVER_QUERIES = "its softmax runs over queries, not over keys"
+OVER_HEADS = "its softmax runs over heads, or over sequences"
 _FAR = 400  # cells to walk back from a softmax
 _NEAR = 60  # steps to walk on from it
 _CHOICES = {"topk", "sort", "max", "argmax", "multinomial"}  # behind them the weights are a router's
@@ -324,7 +326,9 @@ def _runs_over_columns(slots: Tensor, tokens: Tensor, dim: int, source: Source) 
         return False
     if bool(same_slot.all()) and bool(same_token.all()):
         raise Unreadable("its softmax does not run over tokens")
-    raise Unreadable("its softmax runs over heads, or over queries and keys together")
+    one_of_each = slot_pairs[0] % rows == slot_pairs[1] % rows
+    over_heads = bool(same_token.all()) and bool(one_of_each.all()) and not bool(of_one_matrix.any())
+    raise Unreadable(OVER_HEADS if over_heads else "its softmax runs over heads, or over queries and keys together")
 
 
 def _pairs(plane: Tensor, dim: int) -> list[Tensor]:
@@ -388,11 +392,7 @@ def _one_unit(units: Tensor) -> Tensor:
     unit = units[..., 0] if repeats(units, -1) else units.amax(-1)
     if not repeats(units, -1) and not bool(((units == unit[..., None]) | (units < 0)).all()):
         by_column = units.amax(-2, keepdim=True)
-        raise Unreadable(
-            "its softmax runs over queries, not over keys"
-            if bool(((units == by_column) | (units < 0)).all())
-            else _MIXED
-        )
+        raise Unreadable(OVER_QUERIES if bool(((units == by_column) | (units < 0)).all()) else _MIXED)
     if bool((unit < 0).all()):
         raise Unreadable("the weights behind its softmax are not followed to the values")
     return unit

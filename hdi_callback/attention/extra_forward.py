@@ -17,7 +17,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ from hdi_callback.attention.sharding import over_all_ranks
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import describe, without_modes
 
+if TYPE_CHECKING:
+    from hdi_callback.attention.find import OnRead
+
 __all__ = ["FirstCalls", "before_first_call", "inner_model", "nothing_remains"]
 
 OnFound = Callable[[Survey], None]
@@ -41,7 +44,7 @@ OnFound = Callable[[Survey], None]
 _here = threading.local()  # `is_extra`: whether an extra forward runs in this thread
 
 
-def before_first_call(model: nn.Module, on_found: OnFound) -> FirstCalls:
+def before_first_call(model: nn.Module, on_found: OnFound, on_read: OnRead | None = None) -> FirstCalls:
     """Find the heads of a model by one extra forward, right before its first call.
 
     Args:
@@ -50,18 +53,19 @@ def before_first_call(model: nn.Module, on_found: OnFound) -> FirstCalls:
         on_found: takes what an extra forward has shown, before the real forward goes on: hooks that it installs are
             seen by it, and by what is compiled then. It is called once more where another part of the model is called
             first, and never with nothing, unless an extra forward failed: then `refused` says why.
+        on_read: takes what `claims_of` gives of each extra forward, before `on_found`; warnings are off there.
 
     Returns:
         A handle, whose `remove()` ends the waiting.
     """
-    return FirstCalls(model, on_found)
+    return FirstCalls(model, on_found, on_read)
 
 
 class FirstCalls:
     """Waits for the first call of a model, or of its parts; see `before_first_call`."""
 
-    def __init__(self, model: nn.Module, on_found: OnFound) -> None:
-        self._model, self._on_found = model, on_found
+    def __init__(self, model: nn.Module, on_found: OnFound, on_read: OnRead | None = None) -> None:
+        self._model, self._on_found, self._on_read = model, on_found, on_read
         self._lock = threading.Lock()
         self._known: set[str] = set()
         self._looking: int | None = None  # the thread in which a compiled function runs up to its first module
@@ -93,7 +97,7 @@ class FirstCalls:
             if module not in self._handles:  # a replica of `nn.DataParallel`, or another thread was first
                 return
             self._leave([one for one in module.modules() if one in self._handles])
-        survey = survey_call(self._model, lambda inputs: module(*inputs[0], **inputs[1]), (args, kwargs))
+        survey = survey_call(self._model, lambda inputs: module(*inputs[0], **inputs[1]), (args, kwargs), self._on_read)
         if self._looking == threading.get_ident():
             raise _FoundError(survey)
         self._report(survey)
@@ -158,13 +162,16 @@ def _is_filled(cell: Any) -> bool:
     return True
 
 
-def survey_call(model: nn.Module, call: Callable[[Any], object], inputs: Any = None) -> Survey:
+def survey_call(
+    model: nn.Module, call: Callable[[Any], object], inputs: Any = None, on_read: OnRead | None = None
+) -> Survey:
     """Run a forward of which nothing remains, and read the attention in it.
 
     Args:
         model: the model whose state is kept, and whose names count.
         call: runs the forward, given copies of the inputs.
         inputs: anything that holds tensors.
+        on_read: takes what `claims_of` gives; warnings are off there.
 
     Returns:
         What was found; nothing, and the reason in `refused`, if the forward or the reading raises.
@@ -184,7 +191,7 @@ def survey_call(model: nn.Module, call: Callable[[Any], object], inputs: Any = N
             _here.is_extra = True
             with Tape(own) as tape:
                 call(inputs)
-            survey = put_together(own, known_layers(own), read_tape(tape))
+            survey = put_together(own, known_layers(own), read_tape(tape, on_read))
     except MisconfigurationError:  # of a registered layout
         raise
     except Exception as error:

@@ -26,7 +26,7 @@ from hdi_callback.attention.tape import DATA, Cell, Step, Tape
 from hdi_callback.attention.terms import Weights, origin
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarning
 
-__all__ = ["claims_of", "find_attention", "read_tape", "survey"]
+__all__ = ["OnRead", "claims_of", "find_attention", "place_of", "read_tape", "survey"]
 
 
 # from a tape to claims
@@ -216,18 +216,25 @@ def _together(maps: list[Map]) -> Map:
 # from claims to layers
 
 
-def read_tape(tape: Tape) -> Survey:
+OnRead = Callable[[Labels, list[Claim], list[tuple[Step, str]]], None]
+
+
+def read_tape(tape: Tape, on_read: OnRead | None = None) -> Survey:
     """Read the attention layers of a model from a forward that was written down.
 
     Args:
         tape: the forward; labels are on the CPU, wherever the model is.
+        on_read: takes what `claims_of` gives, for others to look at.
 
     Returns:
         The layers, in the order in which their attention ran, and what cannot be read, with reasons.
     """
     with torch._C.DisableTorchFunction(), torch.device("cpu"):  # a model may run under torch.device("meta")
         labels, claims, refused = claims_of(tape)
-        return _Layers(labels, claims).survey(refused)
+        found = _Layers(labels, claims).survey(refused)
+        if on_read is not None:
+            on_read(labels, claims, refused)
+        return found
 
 
 class _Layers:
@@ -297,7 +304,8 @@ class _Layers:
         if "output" in weights and weights["output"].width != value_dim:
             notes.append("the output projection, which takes heads of another width")
             del weights["output"]
-        name, module = self._place(claim, kept)
+        name = place_of(self._model, claim, kept)
+        module = self._model.get_submodule(name)
         counts = {role: max(numbers) + 1 for role, numbers in of_heads.items()}
         return AttentionLayer(
             name, module, num_heads=claim.heads, num_key_heads=counts["key"],
@@ -328,16 +336,6 @@ class _Layers:
             of_heads[role] = numbers
         return weights, of_heads
 
-    def _place(self, claim: Claim, maps: dict[str, list[Map]]) -> tuple[str, nn.Module]:
-        """Choose the module that a layer is called by: the one that runs the attention, if it has the parameters."""
-        owners = [name.rpartition(".")[0] for mine in maps.values() for one in mine for name in one.names]
-        path = claim.core.step.path or ""
-        if claim.members or not any(owner == path or owner.startswith(f"{path}.") or not path for owner in owners):
-            path = _common(owners)
-        while path and not isinstance(self._tape.model.get_submodule(path), nn.Module):
-            path = path.rpartition(".")[0]
-        return path, self._model.get_submodule(path)
-
     def _output_module(self, base: Map | None, name: str) -> nn.Module | None:
         """Find the module that is called with the heads side by side; a parameter of the layer's own has none."""
         owners = {one.rpartition(".")[0] for one in base.names} if base is not None else set()
@@ -345,6 +343,17 @@ class _Layers:
         module = self._model.get_submodule(owner)
         is_layer = owner == name or name.startswith(f"{owner}.") or not owner
         return None if is_layer or isinstance(module, _NEVER_CALLED) else module
+
+
+def place_of(model: nn.Module, claim: Claim, maps: dict[str, list[Map]]) -> str:
+    """Choose the module that a layer is called by: the one that runs the attention, if it has the parameters."""
+    owners = [name.rpartition(".")[0] for mine in maps.values() for one in mine for name in one.names]
+    path = claim.core.step.path or ""
+    if claim.members or not any(owner == path or owner.startswith(f"{path}.") or not path for owner in owners):
+        path = _common(owners)
+    while path and not isinstance(model.get_submodule(path), nn.Module):
+        path = path.rpartition(".")[0]
+    return path
 
 
 # used by `nn.MultiheadAttention`, which takes its weight and does not call it
@@ -444,7 +453,7 @@ def _with_own_names(layers: list[AttentionLayer]) -> tuple[AttentionLayer, ...]:
 # of a model
 
 
-def survey(model: nn.Module, forward: Callable[[], object] | None = None) -> Survey:
+def survey(model: nn.Module, forward: Callable[[], object] | None = None, on_read: OnRead | None = None) -> Survey:
     """Read the attention layers of a model.
 
     Args:
@@ -452,6 +461,7 @@ def survey(model: nn.Module, forward: Callable[[], object] | None = None) -> Sur
         forward: runs a forward of it, without arguments: ``lambda: model(batch)``. Without it, torch's own attention
             and registered layouts are known, and the rest is read from inputs that the model brings itself
             (``example_input_array``, ``dummy_inputs`` of transformers, ``input_size`` of timm).
+        on_read: takes what `claims_of` gives, for others to look at.
 
     Returns:
         The layers, and what cannot be read, with reasons.
@@ -467,7 +477,7 @@ def survey(model: nn.Module, forward: Callable[[], object] | None = None) -> Sur
             f"The heads of {type(model).__name__} are read from a forward: write find_attention(model, forward=lambda: "
             "model(batch)), with a batch as your data loader gives it."
         )
-    found = Survey() if forward is None else _survey_forward(model, forward)
+    found = Survey() if forward is None else _survey_forward(model, forward, on_read)
     return put_together(model, known, found)
 
 
@@ -489,11 +499,11 @@ def find_attention(model: nn.Module, forward: Callable[[], object] | None = None
     return list(found.layers)
 
 
-def _survey_forward(model: nn.Module, forward: Callable[[], object]) -> Survey:
+def _survey_forward(model: nn.Module, forward: Callable[[], object], on_read: OnRead | None) -> Survey:
     own = inner_model(model)
     with nothing_remains(own), Tape(own) as tape:
         forward()
-    return read_tape(tape)
+    return read_tape(tape, on_read)
 
 
 def put_together(model: nn.Module, known: list[AttentionLayer | Refusal], found: Survey) -> Survey:

@@ -84,6 +84,7 @@ class Claim:
         stream_of: of each query, the number of its stream.
         stream_of_output: of each output, that of the queries which it takes.
         members: claims of single heads that were put together.
+        takers: products with parameters that take what it gives.
     """
 
     core: Core
@@ -99,6 +100,7 @@ class Claim:
     stream_of: Tensor | None = None
     stream_of_output: list[int] = field(default_factory=list)
     members: list[Claim] = field(default_factory=list)
+    takers: list[tuple[Step, Product]] = field(default_factory=list)
 
     @property
     def path(self) -> str | None:
@@ -471,6 +473,7 @@ def _adds_something_else(labels: Labels, claim: Claim, step: Step, seen: set[int
 def _claim_columns(labels: Labels, claim: Claim, step: Step, product: Product) -> None:
     if step.number in labels.deep:
         return
+    claim.takers.append((step, product))
     try:
         label = labels.read(product.first)
     except Unreadable as error:

@@ -25,12 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # What a cell depends on, the strongest of what made it: nothing, parameters alone, data.
 CONSTANT, WEIGHT, MADE, DATA = range(4)
 _RANDOM = {"randn", "rand", "randint", "randperm", "normal", "randn_like", "rand_like", "uniform"}  # data of its own
-_SHAPED_LIKE = {"empty_like", "zeros_like", "ones_like", "full_like", "new_zeros", "new_empty", "new_ones",
+SHAPED_LIKE = {"empty_like", "zeros_like", "ones_like", "full_like", "new_zeros", "new_empty", "new_ones",
                 "new_full"}  # fmt: skip
 _RESHAPED_IN_PLACE = {"t", "transpose", "squeeze", "unsqueeze", "as_strided", "detach", "swapaxes", "swapdims",
                       "requires_grad", "resize", "set", "resize_as"}  # fmt: skip
 _MASKS = {"add", "sub", "mul", "where", "masked_fill", "div", "constant_pad_nd"}  # what scores are scaled and masked by
-_SMALL = 4096  # elements of a mask, or a factor, whose values are kept
+_KEPT = 64  # of masks and factors so many queries and keys are kept, of the first 8 sequences and heads
+_PADDING = ("pad", "attention_mask", "key_mask")  # arguments with such names say which tokens are padding
 _CALL = nn.Module._call_impl.__code__
 _FLEX = "flex_attention"
 
@@ -60,7 +61,7 @@ class View:
     offset: int
     itemsize: int
     is_float: bool
-    value: Tensor | None = None  # of indices, and of small masks and factors
+    value: Tensor | None = None  # of indices, and the beginning of masks and factors
 
     def seen_as(self, shape: tuple[int, ...], stride: tuple[int, ...], offset: int | None = None) -> View:
         """Give the same memory in another geometry."""
@@ -93,6 +94,7 @@ class Step:
     line: str  # where its forward called it
     taken: list[View]
     made: list[View | None] = field(default_factory=list)
+    padding: dict[str, Tensor] = field(default_factory=dict)  # masks of tokens that the forwards around it were given
 
     def given(self, name: str, default: Any = None) -> Any:
         """Give an argument by its name."""
@@ -238,7 +240,7 @@ class Tape(TorchDispatchMode):
             cell.written = self._view(tensor)
         cell = self._cells[key][1]
         is_float = tensor.is_floating_point() or tensor.is_complex()
-        value = tensor.detach().clone() if op and _keeps_value(tensor, op, cell, is_float=is_float) else None
+        value = _value(tensor, op, cell, is_float=is_float) if op and not tensor.is_meta else None
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         return View(cell, shape, stride, int(tensor.storage_offset()), tensor.element_size(), is_float, value)
 
@@ -271,13 +273,13 @@ class Tape(TorchDispatchMode):
         fresh = [one if one is not None and self._is_fresh(one, given) else None for one in made]
         if (not written or op in _RESHAPED_IN_PLACE) and not any(one is not None for one in fresh):
             return  # a view
-        path, line = self._place(op)
-        step = Step(len(self.steps), op, func, views, named, path, line, taken)
+        path, line, padding = self._place(op)
+        step = Step(len(self.steps), op, func, views, named, path, line, taken, padding=padding)
         self.steps.append(step)
         for view in taken:
             view.cell.users.append(step)
         kind = max((view.cell.kind for view in taken), default=CONSTANT)
-        kind = DATA if op in _RANDOM else CONSTANT if op in _SHAPED_LIKE else MADE if kind == WEIGHT else kind
+        kind = DATA if op in _RANDOM else CONSTANT if op in SHAPED_LIKE else MADE if kind == WEIGHT else kind
         for tensor in written or fresh:
             step.made.append(None if tensor is None else self._new_content(tensor, step, kind, is_change=bool(written)))
 
@@ -297,27 +299,42 @@ class Tape(TorchDispatchMode):
         cell.written = self._view(tensor)
         return cell.written
 
-    def _place(self, op: str) -> tuple[str | None, str]:
+    def _place(self, op: str) -> tuple[str | None, str, dict[str, Tensor]]:
         if not (is_softmax_like(op) or is_fused(op) or is_whole_layer(op) or op in {"bmm", "baddbmm"} or "::" in op):
-            return None, ""
-        module, line = _running_module(self._paths)
-        return (None if module is None else self._paths[module]), line
+            return None, "", {}
+        module, line, padding = _running_module(self._paths)
+        return (None if module is None else self._paths[module]), line, padding
 
 
-def _running_module(paths: dict[nn.Module, str]) -> tuple[nn.Module | None, str]:
-    """Say which module of the model runs now, and on which line, from the frames of the call stack."""
+def _running_module(paths: dict[nn.Module, str]) -> tuple[nn.Module | None, str, dict[str, Tensor]]:
+    """Say which module of the model runs now, on which line, and what masks it was given, from the call stack."""
     frame: Any = sys._getframe(1)
-    line = ""
+    line, found = "", None
+    padding: dict[str, Tensor] = {}
     while frame is not None:
         code = frame.f_code
         if code is _CALL or code.co_name == "forward":
             module = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
             if isinstance(module, nn.Module) and module in paths:
-                return module, line or f"{code.co_filename}:{frame.f_lineno}"
+                padding = {**_padding_given(frame), **padding}
+                if found is None:
+                    found, line = module, line or f"{code.co_filename}:{frame.f_lineno}"
         if not line and "torch" not in code.co_filename.replace("\\", "/").split("/") and code.co_filename != __file__:
             line = f"{code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-    return None, line
+    return found, line, padding
+
+
+def _padding_given(frame: Any) -> dict[str, Tensor]:
+    """List arguments of a forward that say which tokens ``(batch, tokens)`` are padding."""
+    code, values = frame.f_code, frame.f_locals
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    named = {name: values.get(name) for name in names if any(word in name for word in _PADDING)}
+    return {
+        name: one.detach()[:8, :_KEPT].bool()
+        for name, one in named.items()
+        if type(one) is Tensor and one.dim() == 2 and not one.is_floating_point() and not one.is_meta
+    }
 
 
 def _name(func: Any) -> str:
@@ -337,13 +354,14 @@ def _is_composite(func: Any) -> bool:
     )
 
 
-def _keeps_value(tensor: Tensor, op: str, cell: Cell, *, is_float: bool) -> bool:
-    """Say whether the values of a tensor are kept: of indices, and of small masks and factors."""
-    if tensor.is_meta:
-        return False
-    if op in _MASKS or is_fused(op):
-        return not cell.is_mapped and tensor.numel() <= _SMALL
-    return not is_float
+def _value(tensor: Tensor, op: str, cell: Cell, *, is_float: bool) -> Tensor | None:
+    """Keep the values of indices, and the beginning of those of masks and factors."""
+    if op not in _MASKS and not is_fused(op):
+        return None if is_float else tensor.detach().clone()
+    if cell.is_mapped:
+        return None
+    dims = tensor.dim()
+    return tensor.detach()[tuple(slice(_KEPT if dim >= dims - 2 else 8) for dim in range(dims))].clone()
 
 
 def _key(tensor: Tensor) -> int | None:

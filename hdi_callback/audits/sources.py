@@ -71,6 +71,7 @@ def open_target(
     model: str | Callable[..., Any] | None = None,
     config: str | os.PathLike[str] | None = None,
     device: str = "cpu",
+    needs_weights: bool = True,
 ) -> Target:
     """Open what `hdi audit` and `hdi check` are given.
 
@@ -81,6 +82,7 @@ def open_target(
             (``"package.module:Class"``). It is called with those hyperparameters in the checkpoint that it takes.
         config: the ``config.json`` of a safetensors file, or its folder, if it lies elsewhere.
         device: ``"meta"`` to build a model of transformers without memory; its weights come with `Target.load`.
+        needs_weights: whether a folder of transformers must have weights beside its config.
 
     Returns:
         The model, with a batch if one is known. Weights in files are not loaded yet.
@@ -96,7 +98,7 @@ def open_target(
     text = os.fspath(target)
     path = Path(text).expanduser()
     if path.is_dir():
-        return _open_folder(path, path, device)
+        return _open_folder(path, path, device, needs_weights=needs_weights)
     if path.is_file() and path.suffix == ".safetensors" and model is None:
         return _open_folder(_config_folder(path, config), path, device)
     if path.is_file():
@@ -120,7 +122,7 @@ def _config_folder(path: Path, config: str | os.PathLike[str] | None) -> Path:
     return folder
 
 
-def _open_folder(folder: Path, weights: Path, device: str) -> Target:
+def _open_folder(folder: Path, weights: Path, device: str, *, needs_weights: bool = True) -> Target:
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
             raise MisconfigurationError(
@@ -129,6 +131,9 @@ def _open_folder(folder: Path, weights: Path, device: str) -> Target:
         run = next(folder.rglob("history*.jsonl"), None)
         judged = "" if run is None else f" It is the folder of a run: `hdi report {folder}` judges that."
         raise MisconfigurationError(f"There is no config.json in `{folder}`.{judged} {_WHAT}")
+    if not needs_weights and not any(any(folder.glob(f"*{end}")) for end in (".safetensors", ".bin")):
+        model = _from_config(folder, device)
+        return Target(str(folder), model, made_up_batches(model, device))
     stored = map_folder(folder) if weights.is_dir() else map_safetensors([weights])
     model = _from_config(folder, device)
     found, missing = _matched(model, _renamed(model, stored))

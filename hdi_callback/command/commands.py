@@ -1,4 +1,4 @@
-"""The commands: `hdi audit`, `report`, `alerts`, `watch`, `compare` and `explain`."""
+"""The commands: `hdi check`, `audit`, `report`, `alerts`, `watch`, `compare` and `explain`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hdi_callback.command.group import (
     CANNOT_WORK,
     CODES,
     NOTHING_UNUSUAL,
+    UNUSUAL,
     CommandGroup,
     parse_thresholds,
     print_json,
@@ -54,6 +55,36 @@ def hdi() -> None:
     TARGET is a folder that transformers saved, a .safetensors file, a checkpoint with --model, or module:function. RUN
     is the history.jsonl of a run, or its folder.
     """
+
+
+@hdi.command(epilog=_EXIT_CODES)
+@click.argument("target")
+@_MODEL
+@_CONFIG
+@click.option("--strict", is_flag=True, help="Exit with code 1 also for what is odd.")
+@_JSON
+def check(target: str, build: str | None, config: str | None, strict: bool, as_json: bool) -> int:
+    """Say what each attention of a model does, and what is wrong or odd about it.
+
+    A forward runs once: on the batch that module:function gives beside its model, on example_input_array, or on a
+    made-up batch of a model of transformers, which needs its config.json alone.
+
+    \b
+    Examples:
+      hdi check my_package.models:model_and_batch
+      hdi check ./Llama-3.2-1B
+      hdi check epoch=3.ckpt --model my_package.models:LitGPT
+    """
+    from hdi_callback.command.checking import check_target
+
+    found = check_target(target, model=build, config=config)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        click.echo(str(found))
+    if found.wrong or (strict and found.findings):
+        return UNUSUAL
+    return NOTHING_UNUSUAL if any(card.heads for card in found.cards) else CANNOT_WORK
 
 
 @hdi.command(epilog=_EXIT_CODES)

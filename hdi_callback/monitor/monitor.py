@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self
@@ -19,7 +20,8 @@ from hdi_callback.attention.find import survey
 from hdi_callback.attention.layer import AttentionLayer, Refusal, Survey
 from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.attention.registry import known_layers
-from hdi_callback.errors import MisconfigurationError, NothingToWatchError
+from hdi_callback.checks import examine
+from hdi_callback.errors import HDIWarning, MisconfigurationError, NothingToWatchError
 from hdi_callback.guard import Guard, guarded, warn, without_modes
 from hdi_callback.monitor.metrics import FORWARD_SOURCES, KEYS, MEASURED, METRICS, NORMS, ROWS, TOKENS, TRAINING
 from hdi_callback.monitor.outputs import InputTokens, OutputCovariance, OutputFiniteness
@@ -99,16 +101,19 @@ class HeadDiversityMonitor:
         self._ranks: Ranks | None = None
         self._guard = Guard()
         self._first_calls: Any = None
+        self._read: list[Any] = []  # of forwards, and not yet checked: warnings are off while a forward is read
+        self._said: set[str] = set()  # of findings
         self._is_armed, self._training_only, self._has_warned_of_padding = False, True, False
         if layers is not None or forward is not None:
-            self._watch(Survey(tuple(layers)) if layers is not None else survey(self._model, forward))
+            self._watch(Survey(tuple(layers)) if layers is not None else survey(self._model, forward, self._note))
+            self._check()
             if not self.layers:
                 self._refuse()
         else:
             known = known_layers(self._model)
             found = [one for one in known if isinstance(one, AttentionLayer)]
             self._watch(Survey(tuple(found), tuple(one for one in known if isinstance(one, Refusal))))
-            self._first_calls = before_first_call(self._model, self._on_found)
+            self._first_calls = before_first_call(self._model, self._on_found, self._note)
 
     def __enter__(self) -> Self:
         return self
@@ -223,12 +228,27 @@ class HeadDiversityMonitor:
     @guarded("watching heads", passes=(MisconfigurationError,))
     def _on_found(self, found: Survey) -> None:
         """Watch what the first call of the model, or of a part of it, has shown: called within the user's forward."""
+        self._check()
         if self._ranks is not None and number_of_ranks() > 1:
             late = ", ".join(f"`{layer.name}`" for layer in found.layers if self._is_chosen(layer.name))
             if late:
                 warn(f"{late} is not watched: it was first called after ranks had agreed on what they watch.")
             return
         self._watch(found)
+
+    def _note(self, *read: Any) -> None:
+        self._read.append(read)
+
+    @guarded("checking attention")
+    def _check(self) -> None:
+        """Say what is wrong or odd about the attention of the forwards that were read; it ends no training."""
+        read, self._read = self._read, []
+        checks = [examine(labels, claims, refused, self._is_chosen) for labels, claims, refused in read]
+        found = [str(one) for each in checks for one in each.findings]
+        new = [text for text in found if text not in self._said]
+        self._said.update(new)
+        if new and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+            warn("\n  ".join(["The first forward shows, of attention (`hdi check` says more):", *new]), HDIWarning)
 
     def _watch(self, found: Survey) -> None:
         """Watch what a forward has shown, beside what is known."""

@@ -8,13 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hdi_callback.attention.cores import core_of
-from hdi_callback.attention.facts import facts_of
-from hdi_callback.attention.find import claims_of, read_tape
+from hdi_callback.attention.find import read_tape
 from hdi_callback.attention.labels import NORMED, SEVERAL, Labels, Unreadable
 from hdi_callback.attention.planes import Geometry, seen_through, small, thin, unique_rows, written_out
 from hdi_callback.attention.tape import Tape
-from tests.attention.by_hand import CASES, C, D, H, Written, attend, four, join, rotated, split
+from tests.attention.by_hand import CASES, C, H
 
 ROWS, TOKENS = 6, 5
 
@@ -146,58 +144,3 @@ def test_labels_of_scores_take_no_memory_of_their_size():
     assert small(label.features).numel() == H * 512
     assert small(label.tokens).numel() == 512
     assert len(read_tape(tape).layers) == 1
-
-
-# facts
-
-
-def facts(module, *inputs):
-    with torch.no_grad(), Tape(module) as tape:
-        module(*(inputs or (torch.randn(2, 7, C),)))
-    labels, claims, _ = claims_of(tape)
-    return facts_of(labels, claims[0].core, claims[0])
-
-
-def test_facts_of_a_written_attention():
-    hidden = torch.ones(7, 7, dtype=torch.bool).triu(1)
-
-    def forward(m, x):
-        q, k, v = (split(f(x)) for f in (m.q, m.k, m.v))
-        scores = (rotated(q) @ rotated(k).mT / D**0.5).masked_fill(hidden, -torch.inf)
-        return m.o(join(torch.nn.functional.dropout(scores.softmax(-1), 0.25) @ v))
-
-    found = facts(Written(forward, **four()))
-    assert found.scale == pytest.approx(D**-0.5)
-    assert [(mask.op, mask.is_behind) for mask in found.masks] == [("masked_fill", False)]
-    assert torch.equal(found.masks[0].value, hidden)
-    assert found.dropout == pytest.approx(0.25)
-    assert (found.dim, found.size) == (-1, 7)
-    assert found.rotated == {role: frozenset({(0, 3), (1, 4), (2, 5)}) for role in ("query", "key")}
-    assert found.line.rpartition(":")[0] == __file__
-
-
-def test_facts_of_a_fused_attention():
-    def forward(m, x):
-        q, k, v = (split(f(x)) for f in (m.q, m.k, m.v))
-        return m.o(join(torch.nn.functional.scaled_dot_product_attention(2 * q, k, v, is_causal=True, scale=0.1)))
-
-    found = facts(Written(forward, **four()))
-    assert found.scale == pytest.approx(0.2)
-    assert found.is_causal
-    assert found.heads.shape == (2 * H, 7)
-    assert len(found.output) == 1
-
-
-def test_a_core_that_cannot_be_read_still_has_its_labels():
-    def forward(m, x):
-        q, k, v = (f(x).view(2, H, 7, D) for f in (m.q, m.k, m.v))
-        return m.o(join(attend(q, k, v)))
-
-    module = Written(forward, **four())
-    with torch.no_grad(), Tape(module) as tape:
-        module(torch.randn(2, 7, C))
-    labels, claims, refused = claims_of(tape)
-    assert not claims
-    core = core_of(labels, refused[0][0])
-    assert facts_of(labels, core).scale == pytest.approx(D**-0.5)
-    assert len(set(core.parts[0].key.tokens[0].flatten().tolist())) > 1

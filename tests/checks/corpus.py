@@ -6,6 +6,7 @@ which finding has to name it, and how grave that is; its twin is the same model 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -168,7 +169,7 @@ class EqualHeads(Attention):
 
 class OutputPermuted(Attention):
     def merge(self, heads):
-        return heads.permute(0, 2, 3, 1).flatten(2)  # features first, then heads
+        return heads.permute(0, 2, 3, 1).flatten(2)
 
 
 class OutputFlipped(Attention):
@@ -202,7 +203,7 @@ class FusedSplitAcross(Fused):
 
     def project(self, x):
         q, _, _ = super().project(x)
-        k, v = self.qkv(x).view(*x.shape[:2], self.heads, 3, self.d)[..., 1:, :].permute(3, 0, 2, 1, 4)
+        k, v = self.qkv(x).view(*x.shape[:2], self.heads, 3, self.d)[..., 1:, :].permute(3, 0, 2, 1, 4)  # bug
         return q, k, v
 
 
@@ -224,7 +225,7 @@ class LoRASplitWrongly(LoRAOnFused):
     """The rows of the low-rank product are put to other heads than those of the fused projection."""
 
     def project(self, x):
-        add = self.b(self.a(x)).view(*x.shape[:2], self.d, self.heads, 2)
+        add = self.b(self.a(x)).view(*x.shape[:2], self.d, self.heads, 2)  # bug
         q, k, v = (self.split(part, self.heads) for part in self.qkv(x).chunk(3, -1))
         add = add.permute(4, 0, 3, 1, 2)
         return q + add[0], k, v + add[1]
@@ -407,7 +408,7 @@ class NormOverHeads(Attention):
         self.q_norm, self.k_norm = nn.LayerNorm(self.width), nn.LayerNorm(self.width)
 
     def project(self, x):
-        q, k = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x))
+        q, k = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x))  # bug
         return *(self.split(one, self.heads) for one in (q, k)), self.split(self.v_proj(x), self.heads)
 
 
@@ -454,12 +455,46 @@ class Bug:
         )
         return Model(*kinds).eval()
 
+    @property
+    def code(self) -> str:
+        """The line of its class that is the bug: the one that is marked, or the last."""
+        lines = inspect.getsource(self.kind).strip().splitlines()
+        marked = [line for line in lines if line.endswith("# bug")]
+        return (marked or lines)[-1].removesuffix("# bug").strip()
+
     def batch(self) -> tuple[Tensor, Tensor | None]:
         tokens = torch.randint(VOCABULARY, (B, T), generator=torch.Generator().manual_seed(1))
         padding = torch.zeros(B, T, dtype=torch.bool)
         padding[1, T - 2 :] = True
         return tokens, padding if self.padded else None
 
+
+# What one sees of a bug, by its finding.
+SYMPTOMS = {
+    "split": "Trains, and stays worse: each head attends to a part of the sequence, and to slices of all heads.",
+    "merge": "Trains, and stays worse; what a token gets depends on where it stands, and on the length of the batch.",
+    "shared heads": "As good as one head, however many are configured.",
+    "interleaved": "Trains well from scratch; weights of others, or of another implementation, give noise.",
+    "tiled key heads": "Trains from scratch; pretrained grouped weights give noise.",
+    "adapter rows": "The adapter learns slowly, and cannot be merged into a served model.",
+    "batch for sequence": "Outputs change with what else is in the batch.",
+    "unused key heads": "Some key heads never get a gradient.",
+    "equal heads": "Two heads stay alike for long.",
+    "output order": "Trains from scratch; pretrained weights give noise.",
+    "cut off": "One head never gets a gradient.",
+    "frozen": "Some of the projections never change.",
+    "scale": "Too sharp, or too flat from the start; pretrained weights lose accuracy.",
+    "softmax": "Trains to a plateau; weights of a query do not add up to 1, or are nearly equal.",
+    "mask missing": "The training loss is too good, and generation is not: tokens see what they are to predict.",
+    "mask inverted": "The training loss falls towards 0, and generation is noise.",
+    "mask off by one": "The training loss falls towards 0, and generation repeats itself.",
+    "mask behind softmax": "Early tokens get small outputs; hidden tokens still shift the weights.",
+    "padding": "Results change with the length to which a batch is padded, or become NaN.",
+    "dropout": "Two evaluations of one input differ.",
+    "rotation": "Worse on long inputs; pretrained weights give noise.",
+    "shared bias": "Heads cannot prefer different distances.",
+    "norm over heads": "Weights of models with a norm for each head cannot be loaded, or give noise.",
+}
 
 BUGS = (
     # heads cut or ordered wrongly

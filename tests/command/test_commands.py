@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import lightning
 import pytest
 import torch
 from click.testing import CliRunner
@@ -51,6 +52,61 @@ def checkpoint(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("checkpoint") / "a.pt"
     torch.save(model.state_dict(), path)
     return path
+
+
+# --- check
+
+
+def test_check_prints_cards_and_nothing_more_of_a_right_model():
+    shown = run("check", f"{MODELS}:build_blocks")
+    assert shown.exit_code == 0
+    assert "blocks.0-1              4 heads of width 8 on 32, keys shared by none" in shown.output
+    assert shown.output.endswith("Nothing is wrong or odd.\n")
+
+
+def test_check_ends_with_the_finding_and_code_1():
+    shown = run("check", "tests.checks.targets:wrong_and_a_batch")
+    assert shown.exit_code == 1
+    assert "WRONG  blocks.0-1.attn: token 0 sees token 1" in shown.output
+
+
+def test_check_counts_what_is_odd_only_if_it_is_strict():
+    codes = [run("check", "tests.checks.targets:odd_and_a_batch", *more).exit_code for more in ((), ("--strict",))]
+    assert codes == [0, 1]
+
+
+def test_check_gives_plain_data():
+    found = json.loads(run("check", "tests.checks.targets:wrong_and_a_batch", "--json").output)
+    assert found["cards"][0]["heads"] == 4
+    assert [(one["name"], one["verdict"]) for one in found["findings"]] == [("mask off by one", "wrong")]
+
+
+def test_check_says_what_is_missing_and_ends_with_code_2():
+    shown = run("check", f"{MODELS}:build_encoder")
+    assert shown.exit_code == 2
+    assert "no batch is known" in str(shown.output) + str(shown.stderr)
+
+
+def test_check_needs_the_config_of_transformers_alone(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=100, n_embd=48, n_layer=3, n_head=4)
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(tmp_path)
+    shown = run("check", tmp_path)
+    assert shown.exit_code == 0
+    assert "transformer.h.0-2.attn  4 heads of width 12 on 48" in shown.output
+    assert "rows 0-47, 48-95, 96-143 of c_attn, head by head" in shown.output
+
+
+def test_check_reads_a_lightning_checkpoint_with_its_class(tmp_path):
+    from tests.checks.targets import Watched
+
+    trainer = lightning.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    trainer.strategy.connect(Watched())
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    shown = run("check", tmp_path / "last.ckpt", "--model", "tests.checks.targets:Watched")
+    assert shown.exit_code == 0, shown.output
+    assert "net.blocks.0.attn       4 heads of width 8 on 32" in shown.output
 
 
 # --- audit

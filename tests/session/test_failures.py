@@ -12,7 +12,7 @@ import pytest
 from hdi_callback import HeadDiversityMonitor, MonitoringWarning, NothingToWatchError, Record, Rule, watch_heads
 from hdi_callback.dashboards import Console, Curves
 from hdi_callback.history import History
-from hdi_callback.monitor import Reading
+from hdi_callback.monitor import Reading, monitor
 from hdi_callback.record import Alert
 from hdi_callback.rules import Alerts
 from tests.integrations.runs import STEPS, TRAINERS, Training
@@ -35,6 +35,7 @@ def broken(*args: Any, **kwargs: Any) -> Any:
 
 # What is broken: its owner and name, what the warning says, whether there are numbers, whether there is a history.
 STAGES: dict[str, tuple[Any, str, str, bool, bool]] = {
+    "checking": (monitor, "examine", "checking attention", True, True),
     "arming": (HeadDiversityMonitor, "arm", "watching", True, True),
     "measuring": (HeadDiversityMonitor, "measure", "measuring head diversity", False, True),
     "numbers": (Reading, "record", "measuring head diversity", False, True),

@@ -105,12 +105,11 @@ def head_counts(model: torch.nn.Module) -> set[int]:
 
 def findings(model: torch.nn.Module, forward: Any, found: Any) -> list[str]:
     """Give what `check` calls wrong in a model of others, which is a false alarm until it is shown."""
-    import hdi_callback
+    from hdi_callback import check
 
-    check = getattr(hdi_callback, "check", None)
-    if check is None or not found.layers:
+    if not found.layers:
         return []
-    return sorted({f"{_place(one.layer)}: {one.text}" for one in check(model, forward) if one.verdict == "wrong"})
+    return sorted({f"{_place(one.layer)}: {one.text}" for one in check(model, forward).wrong})
 
 
 def _is_named(path: str, names: set[str]) -> bool:
@@ -193,7 +192,7 @@ def main() -> None:
             known[one["name"]] = one
             file.write(json.dumps(one) + "\n")
             file.flush()
-            details = [one[key] for key in ("why", "wrong", "missed", "open") if one.get(key)]
+            details = [one[key] for key in ("why", "wrong", "missed", "open", "findings") if one.get(key)]
             print(f"{one['verdict']:12} {one['name']:40} {one['seconds']:5}", *details, flush=True)
     text = page([known[name] for name in wanted])
     if options.output:

@@ -1,0 +1,478 @@
+"""Diagnoses: conditions on the facts of an attention, each with its verdict, its evidence and what to write.
+
+A diagnosis is a function with the finding's name in `DIAGNOSES`: it takes the facts of one attention, and of all of
+the model, and returns what it found, or `None`. It says *wrong* only of what no design asks for, and *odd* of what may
+be meant; where a fact is not known it says nothing.
+
+A new one needs a bug with a right twin in ``tests/checks/corpus.py``, and a fact in `Facts` if none shows it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hdi_callback.attention.cores import OVER_HEADS, OVER_QUERIES
+from hdi_callback.attention.heads import IN
+from hdi_callback.attention.labels import CENTRED, NORMED
+from hdi_callback.checks.facts import Facts, HeadRows, shown_rows
+from hdi_callback.checks.scores import Change
+
+Verdict = Literal["wrong", "odd"]
+Found = tuple[Verdict, str] | None
+Diagnosis = Callable[[Facts, Sequence[Facts]], Found]
+
+
+# heads that are cut or put together in the wrong order
+
+
+def split(one: Facts, _: Sequence[Facts]) -> Found:
+    """Memory (token, head, width) is read as (head, token, width), or heads as tokens."""
+    cut = [role for role in IN if role in one.split]
+    if not one.reason or not {"key", "value"} & set(cut):
+        return None
+    names = _and(list(dict.fromkeys(one.split[role][0] for role in cut)))
+    tokens = one.split[cut[-1]][1]
+    roles = _and([_PLURAL[role] for role in cut])
+    if not any(tokens):
+        return "wrong", (
+            f"each token attends to its own heads alone: {roles} of a matrix are those of one token, as the output of "
+            f"{names} is viewed as (batch, tokens, heads, width); write .view(B, T, H, d).transpose(1, 2)"
+        )
+    return "wrong", (
+        f"the first head's {roles} are made of tokens {_listed(tokens)} in turn, and of all heads: the output of "
+        f"{names} is viewed as (batch, heads, tokens, width) without a transpose; write "
+        ".view(B, T, H, d).transpose(1, 2)"
+    )
+
+
+def merge(one: Facts, _: Sequence[Facts]) -> Found:
+    """Memory (head, token, width) is read as (token, head, width)."""
+    if not one.merged:
+        return None
+    parts = [f"head {head} at token {token}" for head, token in one.merged[:3]]
+    return "wrong", (
+        f"the output projection takes as its first token {', '.join(parts)}{', ...' if len(one.merged) > 3 else ''}: "
+        "heads are put side by side without a transpose; write .transpose(1, 2).reshape(B, T, H * d)"
+    )
+
+
+def shared_heads(one: Facts, _: Sequence[Facts]) -> Found:
+    """Several heads are declared, and all read the rows of the first."""
+    query = _only(one, "query")
+    if query is None or not query.unread or not one.heads:
+        return None
+    declared = one.heads * query.total // query.used
+    if declared <= one.heads or query.total % query.used or query.used + len(query.unread) != query.total:
+        return None
+    return "wrong", (
+        f"{query.short} has rows for {declared} heads of width {one.width}, and only rows {shown_rows(query.rows)} are "
+        f"used: rows {shown_rows(torch.tensor(query.unread))} are computed, and taken by nothing; let each head index "
+        "its own rows"
+    )
+
+
+def unused_key_heads(one: Facts, _: Sequence[Facts]) -> Found:
+    """A map makes more heads of keys, or values, than are used."""
+    for role in ("key", "value"):
+        made = _only(one, role)
+        if made is None or not made.unread or made.short == one.name_of("query") or shared_heads(one, ()):
+            continue
+        width = made.rows.shape[1]
+        if made.used + len(made.unread) == made.total and made.total % width == 0:
+            count, times = made.total // width, max(1, one.heads * width // made.total)
+            return "wrong", (
+                f"{made.short} makes {count} heads, of which {made.used // width} "
+                f"{'is' if made.used == width else 'are'} used: rows {shown_rows(torch.tensor(made.unread))} are "
+                f"computed, and taken by nothing; write .repeat_interleave({times}, dim=1)"
+            )
+    return None
+
+
+def interleaved(one: Facts, _: Sequence[Facts]) -> Found:
+    """Heads lie differently in queries, keys and values."""
+    maps = {role: made for role in IN if (made := _only(one, role)) is not None}
+    orders = {role: made.order for role, made in maps.items() if made.rows.shape[0] > 1}
+    if len(set(orders.values())) == 2 and "" not in orders.values():
+        said = [f"{_PLURAL[role]} in {maps[role].short} lie {order}" for role, order in orders.items()]
+        return "wrong", f"{_and(said)}: cut all of them alike, as .view(B, T, H, d) or as .view(B, T, d, H)"
+    for first, second in (("query", "key"), ("query", "value"), ("key", "value")):
+        if first in maps and second in maps and maps[first].name == maps[second].name:
+            rows, others = maps[first].rows, maps[second].rows
+            common = set(rows.flatten().tolist()) & set(others.flatten().tolist())
+            if common and rows.shape == others.shape and not torch.equal(rows.sort(-1).values, others.sort(-1).values):
+                return "wrong", (
+                    f"rows {shown_rows(torch.tensor(sorted(common)))} of {maps[first].short} make {_PLURAL[first]} of "
+                    f"one head and {_PLURAL[second]} of another: cut the projection in one order, as .chunk(3, -1) or "
+                    "as .view(B, T, H, 3, d)"
+                )
+    return None
+
+
+def tiled_key_heads(one: Facts, _: Sequence[Facts]) -> Found:
+    """Key heads are tiled (0, 1, 0, 1) where they should be repeated (0, 0, 1, 1)."""
+    count = len(set(one.key_of))
+    if not 1 < count < one.heads or one.key_of != tuple(head % count for head in range(one.heads)):
+        return None
+    times = one.heads // count
+    return "wrong", (
+        f"query heads 0 to {one.heads - 1} meet key heads {_listed(one.key_of)}: the {count} key heads are tiled, and "
+        f"checkpoints expect neighbours to share; write .repeat_interleave({times}, dim=1) in the place of .repeat"
+    )
+
+
+def adapter_rows(one: Facts, _: Sequence[Facts]) -> Found:
+    """The rows of a map that is added belong to other heads than those of the base."""
+    for role in IN:
+        base, *added = one.rows.get(role, ())[:2] or (None,)
+        for more in added:
+            orders = {base.order, more.order} if base is not None else set()
+            if base is not None and len(orders) == 2 and "" not in orders and base.rows.shape == more.rows.shape:
+                return "wrong", (
+                    f"{_PLURAL[role]} are the sum of {base.short}, where heads lie {base.order}, and of {more.short}, "
+                    f"where they lie {more.order}: head 1 adds rows {shown_rows(more.rows[1])} of {more.short}; cut "
+                    "both alike"
+                )
+    return None
+
+
+def output_order(one: Facts, _: Sequence[Facts]) -> Found:
+    """Heads enter the output projection in another order than they leave the value projection."""
+    output, value = _only(one, "output"), _only(one, "value")
+    if output is None or value is None or one.heads < 2 or output.rows.shape[0] != one.heads:
+        return None
+    if value.order and output.order and value.order != output.order:
+        return "odd", (
+            f"heads lie {value.order} in {value.short} and {output.order} in the columns of {output.short}; write "
+            ".transpose(1, 2).reshape(B, T, H * d)"
+        )
+    first = output.rows.amin(1)
+    if output.order == "head by head" and len(first.unique()) == one.heads and not bool((first.diff() > 0).all()):
+        order = first.argsort().tolist()
+        return "odd", f"heads enter {output.short} in the order {_listed(order)}"
+    return None
+
+
+def cut_off(one: Facts, _: Sequence[Facts]) -> Found:
+    """The output of some heads is computed, and taken by nothing."""
+    if not one.cut:
+        return None
+    which = f"head {one.cut[0]}" if len(one.cut) == 1 else f"heads {_listed(one.cut)}"
+    return "wrong", f"nothing takes the output of {which} of {one.heads}: no gradient reaches it, and it does not count"
+
+
+def equal_heads(one: Facts, _: Sequence[Facts]) -> Found:
+    """Two heads have equal rows of queries and keys."""
+    if not one.equal:
+        return None
+    first, second = one.equal[0]
+    more = f", and {len(one.equal) - 1} more pairs" if len(one.equal) > 1 else ""
+    return "odd", (
+        f"heads {first} and {second} have equal rows of queries and keys{more}: they attend alike, and only what is "
+        "behind them can move them apart"
+    )
+
+
+def frozen(one: Facts, _: Sequence[Facts]) -> Found:
+    """Some of queries, keys and values are trained, and some are not."""
+    states = {role: one.rows[role][0].is_frozen for role in IN if one.rows.get(role)}
+    if len(set(states.values())) < 2:
+        return None
+    names = [one.name_of(role) for role, is_frozen in states.items() if is_frozen]
+    others = [one.name_of(role) for role, is_frozen in states.items() if not is_frozen]
+    return "odd", f"{_and(names)} {'is' if len(names) == 1 else 'are'} not trained, and {_and(others)} are trained"
+
+
+def batch_for_sequence(one: Facts, _: Sequence[Facts]) -> Found:
+    """The softmax runs over the sequences of the batch."""
+    batch, tokens = (*one.given, 0, 0)[:2]
+    if not one.heads or not 1 < batch < tokens or one.keys != batch or one.matrices != tokens * one.heads:
+        return None
+    return "odd", (
+        f"of a batch {one.given} each token attends to {batch} tokens in {tokens} groups, and so to other sequences, "
+        "if the batch comes first; write batch_first=True, or transpose it"
+    )
+
+
+# scale and softmax
+
+
+def scale(one: Facts, _: Sequence[Facts]) -> Found:
+    """Scores are not scaled by 1 / sqrt(width)."""
+    right = one.width**-0.5 if one.width else 0
+    is_normed = any(flag.endswith(NORMED) for flag in one.flags)
+    if one.scale is None or one.width < 2 or is_normed or one.is_usual_scale:
+        return None
+    said = f"scores are scaled by {one.scale:.4g}, and 1/sqrt({one.width}) is {right:.4g}"
+    if math.isclose(one.scale, 1 / right, rel_tol=0.01):
+        return "wrong", f"{said}: they are multiplied with sqrt({one.width}); divide by it"
+    if math.isclose(one.scale, right * right, rel_tol=0.01):
+        return "odd", f"{said}: they may be scaled twice"
+    if math.isclose(one.scale, 1):
+        return "odd", f"scores are not scaled, and 1/sqrt({one.width}) is {right:.4g}"
+    of = {"the model's width": one.features, "the number of heads": one.heads}
+    near = [name for name, size in of.items() if size and math.isclose(one.scale, size**-0.5, rel_tol=0.01)]
+    return "odd", f"{said}: it is 1/sqrt({near[0]})" if near else said
+
+
+def softmax(one: Facts, _: Sequence[Facts]) -> Found:
+    """The softmax runs over something else than keys, or twice."""
+    if one.reason == OVER_QUERIES and not one.is_renormalised:
+        return "wrong", "the softmax runs over queries, so that the weights of a query do not add up to 1; write dim=-1"
+    if one.reason == OVER_HEADS:
+        return "wrong", "the softmax runs over heads (or sequences), so that they share each weight; write dim=-1"
+    if one.softmaxes > 1:
+        return "wrong", "two softmaxes run one after the other, so that all weights are nearly equal; leave out one"
+    return None
+
+
+# masks
+
+
+def mask_missing(one: Facts, among: Sequence[Facts]) -> Found:
+    """A mask has no effect, or only this layer has none."""
+    for at, change in enumerate(one.changes):
+        value, others = change.value, [other.hides for other in one.changes if other is not change]
+        is_alone = not any(hides is None or bool(hides.any()) for hides in others)
+        if change.op in {"add", "attn_mask"} and value is not None and _is_zeros_and_ones(value):
+            return "wrong", (
+                "a mask of 0 and 1 is added to the scores, which hides nothing; write "
+                "scores.masked_fill(mask == 0, -torch.inf)"
+            )
+        if is_alone and _sets_to_zero(change):
+            return "wrong", (
+                "a mask sets scores to 0, which hides nothing, as exp(0) is 1; write "
+                "scores.masked_fill(mask == 0, -torch.inf)"
+            )
+        is_before = any(other.hides is None or bool(other.hides.any()) for other in one.changes[:at])
+        if change.op == "mul" and value is not None and value.numel() > 1 and bool((value == 0).any()) and is_before:
+            return "wrong", (
+                "scores are multiplied with 0 behind the mask, which is gone there: those queries see every key; "
+                "multiply the weights behind the softmax"
+            )
+    pattern = _pattern(one.path)
+    siblings = [other for other in among if other is not one and _pattern(other.path) == pattern]
+    sees_all = one.sees is not None and bool(one.sees.all())
+    if sees_all and siblings and all(other.is_causal for other in siblings):
+        return "odd", f"no mask hides later tokens here, and the {len(siblings)} other layers of its kind have one"
+    return None
+
+
+def mask_inverted(one: Facts, among: Sequence[Facts]) -> Found:
+    """Each token sees later ones alone."""
+    sees = one.sees
+    if sees is None or one.queries < 3 or any(other.is_causal for other in among):
+        return None
+    if bool(sees.tril(-1).any()) or not bool(sees.triu(1).any()):
+        return None
+    return "wrong", (
+        "token 1 sees the tokens behind it and not token 0: the causal mask is inverted; hide what "
+        "torch.ones(T, T, dtype=torch.bool).triu(1) marks"
+    )
+
+
+def mask_off_by_one(one: Facts, _: Sequence[Facts]) -> Found:
+    """Each token sees the next one."""
+    sees = one.sees
+    if sees is None or one.queries < 4 or not any(torch.equal(each, torch.ones_like(each).tril(1)) for each in sees):
+        return None
+    if bool(sees.triu(2).any()):
+        return None
+    return "wrong", (
+        "token 0 sees token 1, and each token the next one, which it is to predict: the causal mask is off by one; "
+        "hide what torch.ones(T, T, dtype=torch.bool).triu(1) marks"
+    )
+
+
+def mask_behind_softmax(one: Facts, _: Sequence[Facts]) -> Found:
+    """Keys are hidden behind the softmax, and not before it."""
+    if one.hidden is None or one.is_renormalised:
+        return None
+    if any(map(_sets_to_zero, one.behind)) and not bool(one.hidden.any()):
+        return "wrong", (
+            "keys are hidden behind the softmax: hidden tokens take part in its sum, and the weights of a query do not "
+            "add up to 1; write scores.masked_fill(hidden, -torch.inf) before it"
+        )
+    return None
+
+
+def padding(one: Facts, among: Sequence[Facts]) -> Found:
+    """The mask of padding has no effect, or the wrong one."""
+    if one.hidden is None:
+        return None
+    marks_queries = any(_marks_queries(change.hides) for change in one.changes)
+    if marks_queries and bool(one.hidden[..., :1].eq(one.hidden).all()):
+        return "wrong", (
+            "the mask marks queries and not keys: a query loses all keys or none, and padding is seen; write "
+            "mask[:, None, None, :]"
+        )
+    hidden = one.hidden.all(-2)  # of all queries
+    for name, mask in one.padding.items():
+        count = min(one.keys, 64)
+        if mask.shape[1] != count or len(mask) < 2 or not bool(mask.any()) or bool(mask.all()) or one.is_causal:
+            continue
+        if not bool(hidden.any()):
+            if all(other.hidden is not None and not bool(other.hidden.any()) for other in among):
+                return "wrong", (
+                    f"the forward is given {name}, and no key is hidden by it: padding is attended to; hide its keys "
+                    "before the softmax"
+                )
+            continue
+        rows = hidden.reshape(hidden.shape[0], -1, hidden.shape[-1])[:, 0] if hidden.dim() > 1 else hidden[None]
+        if rows.shape == mask.shape and "pad" in name and torch.equal(rows, ~mask) and bool(rows.all(1).any()):
+            return "wrong", (
+                f"keys are hidden where {name} is False, and a sequence without padding has no key left: the mask of "
+                "padding is inverted"
+            )
+    return None
+
+
+# dropout, positions, norms, biases
+
+
+def dropout(one: Facts, _: Sequence[Facts]) -> Found:
+    """Weights are dropped in evaluation."""
+    if one.is_training or not one.dropout:
+        return None
+    return "wrong", (
+        f"weights are dropped with probability {one.dropout:.3g} while the module is in evaluation mode; write "
+        "F.dropout(weights, p, self.training), or dropout_p=p if self.training else 0.0"
+    )
+
+
+def rotation(one: Facts, _: Sequence[Facts]) -> Found:
+    """Rotary positions of values, of one of queries and keys, of other pairs, by head, or off by one."""
+    angles = {role: one.angles[role][:, : one.keys] for role in ("query", "key") if role in one.angles}  # one sequence
+    for role, cosines in angles.items():
+        for at, other in sorted(one.pairs[role]):
+            if _differ(cosines[:, :, at], cosines[:, :, other]):
+                return "wrong", (
+                    f"features {at} and {other} of {_PLURAL[role]} are turned together, by two different angles: "
+                    "the angles are laid out for other pairs; write torch.cat([angles, angles], -1) for halves, "
+                    "angles.repeat_interleave(2, -1) for neighbours"
+                )
+        if _is_by_head(cosines):
+            return "wrong", (
+                f"{_PLURAL[role]} of all tokens are turned by the same angle, and those of each head by another: "
+                "positions run along heads; transpose before the rotation"
+            )
+    if len(angles) == 2 and one.queries == one.keys and _differ(angles["query"], angles["key"]):
+        for word, first, second in (("later", "query", "key"), ("earlier", "key", "query")):
+            if _alike(angles[first][:, :-1], angles[second][:, 1:]):
+                said = f"queries are turned as if they were one token {word} than keys"
+                return "wrong", f"{said}: positions are off by one; turn both by the same positions"
+    if one.pairs.get("value"):
+        return "odd", "rotary positions are applied to values as well; queries and keys are enough"
+    turned = {role for role in ("query", "key") if one.pairs.get(role)}
+    if len(turned) == 1 and one.heads:
+        role = next(iter(turned))
+        still = "queries" if role == "key" else "keys"
+        said = f"rotary positions are applied to {_PLURAL[role]} alone, so that scores depend on absolute ones"
+        return "odd", f"{said}; rotate {still} too"
+    return None
+
+
+def shared_bias(one: Facts, _: Sequence[Facts]) -> Found:
+    """All heads add the same learned bias."""
+    for change in one.changes:
+        rows, keys = (1, 1, *change.shape)[-2:]
+        is_shared = math.prod(change.shape[:-2]) == 1 < one.heads and min(rows, keys) > 1
+        if change.is_learned and change.op == "add" and is_shared:
+            return "odd", (
+                f"a learned bias {change.shape} is added to the scores of all {one.heads} heads: each head may have "
+                "one of its own, (heads, queries, keys)"
+            )
+    return None
+
+
+def norm_over_heads(one: Facts, _: Sequence[Facts]) -> Found:
+    """One norm runs over the features of all heads."""
+    whole = f"{CENTRED}{one.heads * one.width}"
+    roles = [role for role in ("query", "key") if f"{role}: {whole}" in one.flags]
+    if one.heads < 2 or not roles:
+        return None
+    return "odd", (
+        f"the norm of {_and([_PLURAL[role] for role in roles])} runs over {one.heads * one.width} features of all "
+        f"heads, so that a head's size depends on the others; write LayerNorm({one.width}) behind the split for one of "
+        "each head"
+    )
+
+
+DIAGNOSES: tuple[Diagnosis, ...] = (
+    split, merge, shared_heads, unused_key_heads, interleaved, tiled_key_heads, adapter_rows, output_order, cut_off,
+    equal_heads, frozen, batch_for_sequence, scale, softmax, mask_missing, mask_inverted, mask_off_by_one,
+    mask_behind_softmax, padding, dropout, rotation, shared_bias, norm_over_heads,
+)  # fmt: skip
+
+
+# what conditions and texts are made of
+
+_PLURAL = {"query": "queries", "key": "keys", "value": "values", "output": "outputs"}
+
+
+def _only(one: Facts, role: str) -> HeadRows | None:
+    """The map of a role, if it is the only one."""
+    rows = one.rows.get(role, ())
+    return rows[0] if len(rows) == 1 else None
+
+
+def _and(parts: Sequence[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+
+
+def _pattern(path: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+def _is_mask(marks: Tensor) -> bool:
+    """Say whether marks have the form of a causal mask, or of one of padding: other numbers may be meant."""
+    if marks.dim() < 2 or not bool((marks != marks[..., :1]).any()):
+        return False
+    is_padding = bool((marks == marks[..., :1, :]).all())
+    return is_padding or any(not bool(half.any()) for one in (marks, ~marks) for half in (one.triu(1), one.tril(-1)))
+
+
+def _is_zeros_and_ones(value: Tensor) -> bool:
+    return value.dtype != torch.bool and value.unique().tolist() == [0, 1] and _is_mask(value == 0)
+
+
+def _sets_to_zero(change: Change) -> bool:
+    """Say whether a mask is multiplied with, or fills 0 in."""
+    value = change.value
+    if change.op not in {"mul", "masked_fill", "where"} or value is None:
+        return False
+    zeros = value.double().abs() < 1e-3
+    return bool((zeros | value.isnan() | (value == 1)).all()) and _is_mask(zeros)
+
+
+def _marks_queries(hides: Tensor | None) -> bool:
+    """Say whether a mask is of one column, and hides something."""
+    return hides is not None and hides.dim() > 1 and hides.shape[-1] == 1 < hides.shape[-2] and bool(hides.any())
+
+
+def _differ(first: Tensor, second: Tensor) -> bool:
+    """Say whether two tables differ where both are known."""
+    known = ~(first.isnan() | second.isnan())
+    return bool(((first - second).abs()[known] > 1e-4).any())
+
+
+def _alike(first: Tensor, second: Tensor) -> bool:
+    """Say whether two tables are the same at two tokens or more."""
+    known = ~(first.isnan() | second.isnan()).all(-1)
+    return bool((known.sum(-1) > 1).all()) and not _differ(first, second)
+
+
+def _is_by_head(angles: Tensor) -> bool:
+    """Say whether angles are the same at all tokens, and differ between heads."""
+    known = angles[:, ~angles[0, :, 0].isnan()]
+    if len(known) < 2 or known.shape[1] < 2:
+        return False
+    return not _differ(known, known[:, :1].expand_as(known)) and _differ(known[0], known[1])

@@ -1,0 +1,29 @@
+"""`hdi check`: the attention of a model, read from its first forward that runs."""
+
+from __future__ import annotations
+
+from hdi_callback.attention.own_inputs import own_forward
+from hdi_callback.audits.sources import open_target
+from hdi_callback.audits.weights import first_line
+from hdi_callback.checks import Check, check
+from hdi_callback.errors import MisconfigurationError
+
+_REMEDY = "write module:function that gives a model and a batch, or set example_input_array"
+
+
+def check_target(target: str, *, model: str | None, config: str | None) -> Check:
+    """Check a model that is named on the command line; a folder of transformers needs its config alone.
+
+    Raises:
+        MisconfigurationError: if it cannot be opened, or has no forward that runs.
+    """
+    opened = open_target(target, model=model, config=config, needs_weights=False).load()
+    reason = "its attention is read from a forward, and no batch is known"
+    for forward in [*opened.forwards, own_forward(opened.model)]:
+        if forward is None:
+            continue
+        try:
+            return check(opened.model, forward)
+        except Exception as error:
+            reason = f"its forward raised {type(error).__name__} ({first_line(error)})"
+    raise MisconfigurationError(f"`{target}` cannot be checked: {reason}: {_REMEDY}.")

@@ -1,0 +1,70 @@
+"""For the tests of other packages: `assert_heads` fails when the attention of a model breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from hdi_callback.checks import Card, Check, check
+
+__all__ = ["assert_heads"]
+
+
+def assert_heads(
+    model: nn.Module,
+    forward: Callable[[], object] | None = None,
+    *,
+    heads: int | None = None,
+    key_heads: int | None = None,
+    causal: bool | None = None,
+    layers: str = "*",
+) -> Check:
+    """Assert that nothing is wrong with the attention of a model, and that its heads are as they should be.
+
+    Args:
+        model: the model.
+        forward: runs a forward of it, without arguments: ``lambda: model(batch)``; see `hdi_callback.check`.
+        heads: heads that each layer has to have.
+        key_heads: different heads of keys that each layer has to have.
+        causal: whether each token must see no later ones.
+        layers: pattern of the names of layers that are meant, such as ``"decoder.*self_attn"``.
+
+    Returns:
+        What was found, for further assertions.
+
+    Raises:
+        AssertionError: with the reasons, the cards and the findings.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.MultiheadAttention(32, num_heads=4, batch_first=True)
+        >>> x = torch.randn(2, 6, 32)
+        >>> found = assert_heads(model, lambda: model(x, x, x, need_weights=False), heads=4, causal=False)
+    """
+    found = check(model, forward)
+    cards = [card for card in found.cards if fnmatchcase(card.layer, layers)]
+    reasons = [str(one) for one in found.wrong if fnmatchcase(one.layer, layers)]
+    reasons += [reason for card in cards for reason in _reasons(card, heads, key_heads, causal)]
+    if not cards:
+        reasons.append(f"no attention ran in a layer like {layers!r}")
+    if reasons:
+        raise AssertionError("\n".join([*reasons, "", str(found)]))
+    return found
+
+
+def _reasons(card: Card, heads: int | None, key_heads: int | None, causal: bool | None) -> list[str]:
+    if not card.heads:
+        return [f"the heads of {card.layer} are not known: {card.lines['why']}"]
+    found = []
+    if heads is not None and card.heads != heads:
+        found.append(f"{card.layer} has {card.heads} heads, and not {heads}")
+    if key_heads is not None and card.key_heads != key_heads:
+        found.append(f"{card.layer} has {card.key_heads} heads of keys, and not {key_heads}")
+    if causal is not None and card.is_causal is not causal:
+        known = (
+            "it is not known whether it is" if card.is_causal is None else "it is" if card.is_causal else "it is not"
+        )
+        found.append(f"{card.layer} should{'' if causal else ' not'} be causal, and {known}")
+    return found

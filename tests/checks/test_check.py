@@ -1,0 +1,282 @@
+"""Every bug of the corpus is named, nothing is said of its twin, and cards say what is true by construction."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hdi_callback import HDIWarning, HeadDiversityMonitor, check
+from hdi_callback.checks.cards import joined_name
+from hdi_callback.testing import assert_heads
+from tests.attention.by_hand import CASES
+from tests.attention.by_hand_refused import REFUSED
+from tests.checks.corpus import BUGS, VOCABULARY, Attention, B, Biased, Grouped, H, Model, Rotary, T
+
+BY_NAME = {bug.name: bug for bug in BUGS}
+TOKENS = torch.randint(VOCABULARY, (B, T), generator=torch.Generator().manual_seed(1))
+
+
+def checked(model, *batch):
+    return check(model, lambda: model(*(batch or (TOKENS,))))
+
+
+def card(kind):
+    (found,) = checked(Model(kind).eval()).cards
+    return found
+
+
+# bugs
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_bug_is_named_with_its_verdict(bug):
+    found = checked(bug.build(), *bug.batch())
+    assert (bug.finding, bug.verdict) in {(one.name, one.verdict) for one in found.findings}, str(found)
+    layers = {one.layer for one in found.findings if one.name == bug.finding}
+    assert all(one.startswith("blocks.2" if bug.alone else "blocks.0-1") for one in layers)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_nothing_is_said_of_the_right_twin(bug):
+    assert checked(bug.build(twin=True), *bug.batch()).findings == ()
+
+
+# Behind their attention tokens lie elsewhere, whatever it sees.
+MOVED = {"merge", "batch for sequence"}
+
+
+@pytest.mark.parametrize("bug", [bug for bug in BUGS if bug.finding not in MOVED], ids=lambda bug: bug.name)
+@pytest.mark.parametrize("twin", [False, True], ids=["bug", "twin"])
+def test_a_causal_card_means_that_no_later_token_changes_an_earlier_one(bug, twin):
+    model, (tokens, padding) = bug.build(twin=twin), bug.batch()
+    others = tokens.clone()
+    others[:, -1] = (others[:, -1] + 1) % VOCABULARY
+    torch.manual_seed(0)
+    before = model(tokens, padding)
+    torch.manual_seed(0)
+    earlier = (before - model(others, padding))[:, :-1]
+    states = {one.is_causal for one in checked(model, tokens, padding).cards if one.heads}
+    if states == {True}:
+        assert not earlier.any()
+    elif states == {False} and padding is None:
+        assert earlier.any()
+
+
+def test_a_head_that_is_cut_off_gets_no_gradient():
+    model = BY_NAME["a head is cut off"].build()
+    model(TOKENS).sum().backward()
+    rows = model.blocks[0].attn.v_proj.weight.grad.unflatten(0, (H, -1))
+    assert not rows[3].any()
+    assert rows[2].any()
+    assert "head 3 of 4" in checked(model).findings[0].text
+
+
+def test_evidence_names_the_map_the_tokens_and_the_line():
+    (found,) = checked(BY_NAME["keys split without transpose"].build()).findings
+    assert "the output of k_proj is viewed as (batch, heads, tokens, width)" in found.text
+    assert "tokens 0, 0, 0, 0, 1, 1" in found.text  # head 0 of 6 rows: 4 heads of token 0, 2 of token 1
+    assert found.line.startswith("corpus.py:")
+    assert str(found).startswith("WRONG  blocks.0-1.attn: ")
+
+
+# cards
+
+
+def test_the_card_of_a_plain_attention():
+    assert str(card(Attention)).splitlines() == [
+        "blocks.0.attn           4 heads of width 8 on 32, keys shared by none",
+        "  queries, keys, values rows of q_proj, k_proj, v_proj, head by head",
+        "  positions             none in the attention",
+        "  scores                scaled by 0.3536 = 1/sqrt(8); causal",
+        "  softmax               over keys",
+        "  output                columns 0-31 of out_proj, head by head",
+    ]
+
+
+def test_cards_say_which_keys_are_shared_and_what_is_rotated():
+    assert card(Grouped).key_heads == 2
+    assert "keys shared by 2 heads each" in str(card(Grouped))
+    assert card(Rotary).lines["positions"] == "rotary on 8 of 8 features of queries and keys, pairs (i, i+4)"
+    assert card(Biased).lines["positions"] == "a learned bias on the scores"
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_scale_masks_and_dropout_are_read_alike_from_written_and_fused_attention(is_fused):
+    class Own(Attention):
+        def forward(self, x, padding=None):
+            q, k, v = self.project(x)
+            p = 0.25 if self.training else 0.0
+            if is_fused:
+                out = F.scaled_dot_product_attention(2 * q, k, v, is_causal=True, scale=0.1, dropout_p=p)
+            else:
+                hidden = torch.full((T, T), -math.inf).triu(1)
+                out = F.dropout((2 * q @ k.mT * 0.1 + hidden).softmax(-1), p, self.training) @ v
+            return self.out_proj(self.merge(out))
+
+    (found,) = checked(Model(Own).train()).cards
+    assert found.lines["scores"] == "scaled by 0.2; causal"
+    assert found.lines["softmax"] == "over keys; dropout 0.25 behind it"
+    assert found.is_causal
+
+
+def test_what_is_not_known_is_said_and_no_finding():
+    class Learned(Attention):
+        def __init__(self):
+            super().__init__()
+            self.temperature = nn.Parameter(torch.ones(()))
+
+        def score(self, q, k):
+            return q @ k.mT * self.temperature
+
+        def mask(self, scores, padding):
+            return scores + (scores.detach() > 0) * -1e9  # depends on the data
+
+    found = checked(Model(Learned).eval())
+    assert found.cards[0].lines["scores"] == "scale not known; mask not known"
+    assert found.findings == ()
+
+
+def test_a_mask_is_read_from_the_first_tokens_of_a_long_sequence():
+    model = Model(BY_NAME["mask shows the next token"].kind).eval()
+    found = checked(model, torch.randint(VOCABULARY, (1, 150)))
+    assert [one.name for one in found.findings] == ["mask off by one"]
+
+
+def test_a_model_without_attention_has_no_card():
+    found = check(nn.Linear(4, 4), lambda: None)
+    assert (found.cards, found.findings) == ((), ())
+
+
+def test_a_forward_leaves_the_model_as_it_was():
+    model = Model(Attention).train()
+    state, random = {name: one.clone() for name, one in model.state_dict().items()}, torch.get_rng_state()
+    checked(model)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(one, state[name]) for name, one in model.state_dict().items())
+
+
+def test_names_of_equal_layers_are_joined():
+    assert joined_name(["a.0.x", "a.1.x", "a.3.x", "b.0.x"]) == "a.0-1,3.x, b.0.x"
+    assert joined_name([""]) == "the model"
+
+
+# models of others, with which nothing is wrong
+
+IDS = torch.arange(16).view(2, 8)
+PADDED = torch.tensor([[1] * 8, [1] * 6 + [0] * 2])
+TINY = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+
+
+def of_transformers(name, implementation):
+    transformers = pytest.importorskip("transformers")
+    how = {"attn_implementation": implementation}
+    if name == "bert":
+        return transformers.BertModel(transformers.BertConfig(**TINY, **how)), {"attention_mask": PADDED}
+    if name == "llama":
+        config = transformers.LlamaConfig(**TINY, num_key_value_heads=2, **how)
+        return transformers.LlamaForCausalLM(config), {"attention_mask": PADDED}
+    if name == "gpt2":
+        config = transformers.GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, **how)
+        return transformers.GPT2LMHeadModel(config), {}
+    config = transformers.T5Config(vocab_size=50, d_model=32, d_kv=8, num_layers=2, num_heads=4, d_ff=64, **how)
+    return transformers.T5ForConditionalGeneration(config), {"attention_mask": PADDED, "decoder_input_ids": IDS}
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5"])
+def test_nothing_is_wrong_with_models_of_transformers(name, implementation):
+    model, inputs = of_transformers(name, implementation)
+    found = check(model.eval(), lambda: model(input_ids=IDS, **inputs))
+    assert found.wrong == ()
+    assert all(card.heads == 4 for card in found.cards)
+    scores = [card.lines["scores"] for card in found.cards]
+    assert (
+        scores
+        == {
+            "bert": ["scaled by 0.3536 = 1/sqrt(8); padding masked"],
+            "gpt2": ["scaled by 0.3536 = 1/sqrt(8); causal"],
+            "llama": ["scaled by 0.3536 = 1/sqrt(8); causal; padding masked"],
+            "t5": ["not scaled; padding masked", "not scaled; causal", "not scaled; padding masked"],
+        }[name]
+    )
+
+
+@pytest.mark.parametrize("name", [*CASES, *REFUSED])
+def test_of_attention_by_hand_only_what_is_a_bug_is_wrong(name):
+    module, _, inputs = (CASES[name] if name in CASES else REFUSED[name][0])()
+    found = check(module.eval(), lambda: module(*inputs))
+    wrong = {
+        "tiled_keys": {"tiled key heads"},
+        "split_without_a_transpose": {"split"},
+        "softmax_over_heads": {"softmax"},
+        "softmax_over_queries": {"softmax"},
+    }
+    assert {one.name for one in found.wrong} == wrong.get(name, set())
+    assert "could not be collected" not in str(found)
+
+
+def test_nothing_is_wrong_with_attention_of_torch():
+    x = torch.randn(2, T, 32)
+    padding = torch.zeros(2, T, dtype=torch.bool)
+    padding[1, 4:] = True
+    model = nn.Transformer(32, 4, 2, 2, 64, batch_first=True)
+    mask = model.generate_square_subsequent_mask(T)
+    found = check(model, lambda: model(x, x, tgt_mask=mask, src_key_padding_mask=padding))
+    assert found.findings == ()
+    assert {one.layer: one.is_causal for one in found.cards if "multihead" not in one.layer} == {
+        "encoder.layers.0-1.self_attn": False,
+        "decoder.layers.0-1.self_attn": True,
+    }
+
+
+# in tests of others, and before a training
+
+
+def test_assert_heads_passes_and_returns_what_was_found():
+    model = Model(Grouped).eval()
+    found = assert_heads(model, lambda: model(TOKENS), heads=4, key_heads=2, causal=True)
+    assert len(found.cards) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected", "message"),
+    [
+        (Attention, {"heads": 12}, "blocks.0.attn has 4 heads, and not 12"),
+        (Attention, {"key_heads": 2}, "has 4 heads of keys, and not 2"),
+        (Attention, {"causal": False}, "should not be causal, and it is"),
+        (Biased, {"causal": True}, "should be causal, and it is not"),
+        (Attention, {"layers": "encoder.*"}, "no attention ran in a layer like 'encoder.*'"),
+        (BY_NAME["mask inverted"].kind, {}, "WRONG  blocks.0.attn: token 1 sees the tokens behind it"),
+        (BY_NAME["split without transpose"].kind, {"heads": 4}, "the heads of blocks.0.attn are not known"),
+    ],
+)
+def test_assert_heads_fails_with_the_reason_and_the_card(kind, expected, message):
+    model = Model(kind).eval()
+    with pytest.raises(AssertionError) as raised:
+        assert_heads(model, lambda: model(TOKENS), **expected)
+    assert message in str(raised.value)
+    assert "blocks.0.attn           " in str(raised.value)
+
+
+def test_a_monitor_warns_once_of_what_is_wrong_and_odd():
+    model = BY_NAME["no scale"].build()
+    with warnings.catch_warnings(record=True) as caught, HeadDiversityMonitor(model):
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model(TOKENS)
+    (one,) = [one for one in caught if issubclass(one.category, HDIWarning)]
+    assert "ODD  blocks.0-1.attn: scores are not scaled" in str(one.message)
+
+
+def test_a_monitor_says_nothing_of_layers_that_are_left_out_or_of_what_is_right():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for model, exclude in ((BY_NAME["no scale"].build(), ["*"]), (Model(Attention), None)):
+            with HeadDiversityMonitor(model, exclude=exclude, strict=False):
+                model(TOKENS)
+    assert not [one for one in caught if issubclass(one.category, HDIWarning)]
