@@ -11,6 +11,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import re
 import time
 import traceback
 import warnings
@@ -24,7 +25,7 @@ from tests.zoo import configs, sources
 from tests.zoo.oracle import Oracle
 from tests.zoo.table import page
 
-LIMIT = 100  # seconds for one architecture
+LIMIT = 300  # seconds for one architecture
 
 
 def examine(name: str) -> dict[str, Any]:
@@ -97,7 +98,7 @@ def head_counts(model: torch.nn.Module) -> set[int]:
     counts: set[int] = set()
     for one in {id(one): one for one in holders if one is not None}.values():
         for name, value in vars(one).items():
-            if "head" in name and "dim" not in name:
+            if re.search("head|query_groups|top_k", name) and not re.search("dim|size|width", name):
                 given = value if isinstance(value, (list, tuple)) else [value]
                 counts |= {each for each in given if isinstance(each, int) and not isinstance(each, bool)}
     return counts - {0, 1}
