@@ -106,7 +106,10 @@ def _without_softmax(labels: Labels, claims: list[Claim], refused: list[tuple[St
         if inner is not None and all(labels.may_read(view) is not None for view in (inner.first, inner.second)):
             found[step.path] = step
     return [
-        (step, "it multiplies three computed tensors without a softmax (linear attention, a state space)")
+        (
+            step,
+            "it multiplies three computed tensors without a softmax (linear, sigmoid, ReLU or entmax attention, a state space)",
+        )
         for step in found.values()
     ]
 

@@ -143,7 +143,7 @@ class Oracle:
 
     def _judge_heads(self, layer: Any, at: list[int]) -> str:
         heads = [*range(layer.num_heads)]
-        heads = heads[:MOST // 2] + heads[-MOST // 2:] if len(heads) > MOST else heads
+        heads = heads[: MOST // 2] + heads[-MOST // 2 :] if len(heads) > MOST else heads
         of = {"query": range(layer.num_heads), "key": layer.key_of, "value": layer.value_of}
         all_rows = {role: _rows(layer, role) for role in of if role in layer.weights}
         # Of queries that are keys, neither an order nor a sign matters.

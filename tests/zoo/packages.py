@@ -14,11 +14,6 @@ from tests.zoo import configs
 Example = tuple[nn.Module, Callable[[], object]]
 Recipe = Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
 
-# What pip installs for them; those that pin other versions of torch come without what they need.
-INSTALLED = ["x-transformers", "vit-pytorch", "perceiver-pytorch", "open_clip_torch", "openai-whisper", "fair-esm",
-             "monai", "litgpt", "labml-nn", "speechbrain", "curated-transformers", "segment-anything",
-             "rtdl_revisiting_models", "torchaudio", "torchvision", "spandrel", "diffusers", "peft", "entmax", "kornia"]  # fmt: skip
-
 
 def example(name: str) -> Example:
     """Build a model and a forward of it."""

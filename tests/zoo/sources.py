@@ -68,11 +68,15 @@ def _of_timm(name: str) -> Iterator[Example]:
             torch.manual_seed(0)
             model = configs.randomized(timm.create_model(name, **changes))
             if not any(
-                re.search(r"(?i)attn|attention|xca|mla|mhsa|mqa", type(one).__name__) for one in model.modules()
+                re.search(r"(?i)attn|attention|xca|mla|mhsa|mqa|shsa|shma", type(one).__name__)
+                for one in model.modules()
             ):
                 yield model, lambda: None
             for side in dict.fromkeys([changes.get("img_size", 64), 96, 128, 192, model.default_cfg["input_size"][-1]]):
                 x = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(2))
+                for one in model.modules():
+                    if isinstance(one, nn.modules.batchnorm._BatchNorm):
+                        one.momentum = 1.0
                 with contextlib.suppress(Exception), torch.no_grad():
                     model.train()(x)  # running statistics, without which what deep models compute grows and grows
                 model.eval()
