@@ -1,4 +1,4 @@
-"""Models of packages whose attention is their own, each as its import path, its arguments and what its forward takes."""
+"""Models of packages whose attention is their own: the import path, arguments and what the forward takes of each."""
 
 from __future__ import annotations
 
@@ -159,7 +159,8 @@ RECIPES: dict[str, Recipe] = {
     "vit-pytorch.nest": _stages("nest.NesT", 32, image_size=32, patch_size=4, dim=32, heads=2, num_hierarchies=2,
                                 block_repeats=1, dim_head=8),
     "vit-pytorch.sep_vit": _stages("sep_vit.SepViT", 56, dim=32, depth=(1, 1), heads=(2, 2), dim_head=8),
-    "vit-pytorch.cct": _of("vit_pytorch.cct.CCT", _PICTURE, img_size=32, embedding_dim=32, n_conv_layers=1, num_layers=2,
+    "vit-pytorch.cct": _of("vit_pytorch.cct.CCT", _PICTURE, img_size=32, embedding_dim=32, n_conv_layers=1,
+        num_layers=2,
                            num_heads=4, mlp_ratio=2.0, num_classes=5),
     "perceiver-pytorch.perceiver": _of(
         "perceiver_pytorch.Perceiver", _noise(2, 8, 8, 3), num_freq_bands=4, max_freq=8.0, depth=2, num_latents=6,
@@ -169,11 +170,13 @@ RECIPES: dict[str, Recipe] = {
         depth=2, num_latents=6, latent_dim=32, cross_heads=2, latent_heads=4, cross_dim_head=8, latent_dim_head=8),
     "open_clip": _of(
         "open_clip.model.CLIP", _PICTURE, _ids(2, 16), embed_dim=32,
-        vision_cfg=_object("open_clip.model.CLIPVisionCfg", layers=2, width=32, head_width=8, patch_size=8, image_size=32),
+        vision_cfg=_object("open_clip.model.CLIPVisionCfg", layers=2, width=32, head_width=8, patch_size=8,
+            image_size=32),
         text_cfg=_object("open_clip.model.CLIPTextCfg", context_length=16, vocab_size=99, width=32, heads=4, layers=2)),
     "open_clip.coca": _of(
         "open_clip.coca_model.CoCa", _PICTURE, _ids(2, 16), embed_dim=32,
-        vision_cfg=_object("open_clip.model.CLIPVisionCfg", layers=2, width=32, head_width=8, patch_size=8, image_size=32,
+        vision_cfg=_object("open_clip.model.CLIPVisionCfg", layers=2, width=32, head_width=8, patch_size=8,
+            image_size=32,
                            attentional_pool=True, attn_pooler_heads=4, output_tokens=True),
         text_cfg=_object("open_clip.model.CLIPTextCfg", context_length=16, vocab_size=99, width=32, heads=4, layers=2,
                          embed_cls=True, output_tokens=True),
@@ -186,7 +189,8 @@ RECIPES: dict[str, Recipe] = {
     "fair-esm.esm2": _of("esm.model.esm2.ESM2", _ids(2, 9, below=24), num_layers=2, embed_dim=32, attention_heads=4),
     "monai.vit": _of("monai.networks.nets.ViT", _noise(2, 1, 16, 16, 16), in_channels=1, img_size=16, patch_size=8,
                      hidden_size=32, mlp_dim=48, num_layers=2, num_heads=4),
-    "monai.unetr": _of("monai.networks.nets.UNETR", _noise(2, 1, 32, 32, 32), in_channels=1, out_channels=2, img_size=32,
+    "monai.unetr": _of("monai.networks.nets.UNETR", _noise(2, 1, 32, 32, 32), in_channels=1, out_channels=2,
+        img_size=32,
                        feature_size=4, hidden_size=48, mlp_dim=48, num_heads=4),
     "monai.swin_unetr": _of("monai.networks.nets.SwinUNETR", _noise(1, 1, 64, 64), in_channels=1, out_channels=2,
                             feature_size=12, depths=(2, 1, 1, 1), num_heads=(2, 2, 4, 4), spatial_dims=2),
@@ -232,14 +236,16 @@ RECIPES: dict[str, Recipe] = {
         "torchaudio.models.wav2vec2_model", _noise(2, 2000), extractor_mode="group_norm",
         extractor_conv_layer_config=[(16, 10, 5), (16, 8, 8)], extractor_conv_bias=False, encoder_embed_dim=32,
         encoder_projection_dropout=0.0, encoder_pos_conv_kernel=8, encoder_pos_conv_groups=4, encoder_num_layers=2,
-        encoder_num_heads=4, encoder_attention_dropout=0.0, encoder_ff_interm_features=48, encoder_ff_interm_dropout=0.0,
+        encoder_num_heads=4, encoder_attention_dropout=0.0, encoder_ff_interm_features=48,
+            encoder_ff_interm_dropout=0.0,
         encoder_dropout=0.0, encoder_layer_norm_first=False, encoder_layer_drop=0.0, aux_num_out=None),
     "torchaudio.wavlm": _of(
         "torchaudio.models.wavlm_model", _noise(2, 2000), extractor_mode="group_norm",
         extractor_conv_layer_config=[(16, 10, 5), (16, 8, 8)], extractor_conv_bias=False, encoder_embed_dim=32,
         encoder_projection_dropout=0.0, encoder_pos_conv_kernel=8, encoder_pos_conv_groups=4, encoder_num_layers=2,
         encoder_num_heads=4, encoder_num_buckets=16, encoder_max_distance=32, encoder_attention_dropout=0.0,
-        encoder_ff_interm_features=48, encoder_ff_interm_dropout=0.0, encoder_dropout=0.0, encoder_layer_norm_first=False,
+        encoder_ff_interm_features=48, encoder_ff_interm_dropout=0.0, encoder_dropout=0.0,
+            encoder_layer_norm_first=False,
         encoder_layer_drop=0.0, aux_num_out=None),
     "torchvision.vit": _of("torchvision.models.VisionTransformer", _PICTURE, image_size=32, patch_size=8, num_layers=2,
                            num_heads=4, hidden_dim=32, mlp_dim=48),

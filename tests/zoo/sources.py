@@ -45,6 +45,7 @@ def examples(name: str) -> Iterator[Example]:
 
 _SMALL = ["atto", "femto", "pico", "nano", "xxs", "xxtiny", "ti_", "tiny", "xs", "m0", "s0", "b0", "micro", "mini",
           "small", "s1", "_s", "050"]  # fmt: skip
+_ATTENTION = re.compile("(?i)attn|attention|xca|mla|mhsa|mqa|shsa|shma")
 _WIDTHS = {"embed_dim": 64, "num_heads": 4}
 _SHRUNKEN: list[dict[str, Any]] = [
     {"img_size": 64, "depth": 2, **_WIDTHS}, {"img_size": 64, "depth": 2}, {"img_size": 64, "depths": (1, 1, 1, 1)},
@@ -67,10 +68,7 @@ def _of_timm(name: str) -> Iterator[Example]:
                 continue
             torch.manual_seed(0)
             model = configs.randomized(timm.create_model(name, **changes))
-            if not any(
-                re.search(r"(?i)attn|attention|xca|mla|mhsa|mqa|shsa|shma", type(one).__name__)
-                for one in model.modules()
-            ):
+            if not any(_ATTENTION.search(type(one).__name__) for one in model.modules()):
                 yield model, lambda: None
             for side in dict.fromkeys([changes.get("img_size", 64), 96, 128, 192, model.default_cfg["input_size"][-1]]):
                 x = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(2))

@@ -96,6 +96,6 @@ def _has_no_keys(reason: str) -> bool:
 def _seconds(results: list[dict[str, Any]]) -> str:
     reading = sum(one.get("reading", 0) for one in results)
     return (
-        f"Of transformers, writing the forwards down and reading them took {reading:.0f} seconds, and building, running "
-        f"and judging the models {sum(one['seconds'] for one in results) - reading:.0f}, in one process."
+        f"Of transformers, writing the forwards down and reading them took {reading:.0f} seconds, and building, "
+        f"running and judging the models {sum(one['seconds'] for one in results) - reading:.0f}, in one process."
     )
