@@ -147,7 +147,7 @@ def _softmax_core(labels: Labels, step: Step) -> Core | None:
     if scores.cell.kind < MADE or dim is None:
         return None
     own = set(_score_steps(labels, scores.cell))
-    mapped = _mapped_scores(labels, scores.cell)
+    mapped = _mapped_scores(labels, scores.cell, beside=bool(own))
     consumers = _products_behind(labels, step) if own or (mapped and len(scores.shape) > 2) else []
     if consumers and (mapped & own if own else mapped):
         raise Unreadable("a map with a parameter mixes the scores of heads in front of its softmax")
@@ -233,8 +233,11 @@ def _score_steps(labels: Labels, cell: Cell) -> Iterator[Step]:
             todo.append(one.before)
 
 
-def _mapped_scores(labels: Labels, cell: Cell) -> set[Step]:
-    """Find products of two computed tensors that a map with a parameter takes, a few steps before the softmax."""
+def _mapped_scores(labels: Labels, cell: Cell, *, beside: bool) -> set[Step]:
+    """Find products of two computed tensors that a map with a parameter takes, a few steps before the softmax.
+
+    Where such products also come to the softmax without a map, what is added to them is followed as well.
+    """  # noqa: DOC201
     found: set[Step] = set()
     todo = [(cell, False, 0)]
     while todo:
@@ -248,7 +251,7 @@ def _mapped_scores(labels: Labels, cell: Cell) -> set[Step]:
             todo.append((product.first.cell, True, far + 1))
         else:
             views = [view for view in one.step.taken if view.is_float and view.cell.kind >= MADE]
-            todo += [(view.cell, is_mapped, far + 1) for view in views]
+            todo += [(view.cell, is_mapped, far + 1) for view in (views if beside else views[:1])]
     return found
 
 
