@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help demo test slow ranks lint types docs check theory lower-bounds clean
+.PHONY: help demo test slow ranks lint types docs check theory zoo lower-bounds clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets.
@@ -52,5 +52,12 @@ lower-bounds:  ## Run the quick tests against the oldest dependencies that pypro
 	.venv-lower/bin/uv pip install --quiet --python .venv-lower/bin/python --constraint constraints-lower.txt --editable '.[dev]'
 	OMP_NUM_THREADS=1 .venv-lower/bin/python -m pytest -n auto --dist worksteal -m 'not slow and not ranks' tests $(ARGS)
 
+# Libraries whose models are read are installed without what they pin, which would replace torch.
+zoo:  ## Find the heads of a thousand architectures and judge them; writes docs/supported-models.md (an hour; several GB).
+	$(PYTHON) -m venv .venv-zoo
+	.venv-zoo/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' scipy matplotlib timm
+	.venv-zoo/bin/python -m pip install --quiet --no-deps --requirement tests/zoo/packages.txt
+	OMP_NUM_THREADS=1 .venv-zoo/bin/python -m tests.zoo --output docs/supported-models.md $(ARGS)
+
 clean:  ## Remove the virtual environments and everything built.
-	rm -rf $(VENV) .venv-lower docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-lower .venv-zoo docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

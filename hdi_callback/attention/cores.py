@@ -24,6 +24,7 @@ __all__ = ["OVER_HEADS", "OVER_QUERIES", "Core", "Part", "core_of", "layout_of_f
 OVER_QUERIES = "its softmax runs over queries, not over keys"
 OVER_HEADS = "its softmax runs over heads, or over sequences"
 _FAR = 400  # cells to walk back from a softmax
+_NEAR_MAP = 9  # the same, where a map mixes the scores of heads
 _NEAR = 60  # steps to walk on from it
 _CHOICES = {"topk", "sort", "max", "argmax", "multinomial"}  # behind them the weights are a router's
 
@@ -147,10 +148,13 @@ def _softmax_core(labels: Labels, step: Step) -> Core | None:
     scores, dim = step.taken[0], softmax_dim(step)
     if scores.cell.kind < MADE or dim is None:
         return None
-    if not any(True for _ in _score_steps(labels, scores.cell)):
-        _refuse_other_scores(labels, step, scores)
-        return None
-    consumers = _products_behind(labels, step)
+    own = set(_score_steps(labels, scores.cell))
+    mapped = _mapped_scores(labels, scores.cell, beside=bool(own))
+    consumers = _products_behind(labels, step) if own or (mapped and len(scores.shape) > 2) else []
+    if consumers and (mapped & own if own else mapped):
+        raise Unreadable("a map with a parameter mixes the scores of heads in front of its softmax")
+    if not own:
+        _refuse_other_scores(labels, step)
     if not consumers:
         return None
     label = _read(labels, scores, "scores")
@@ -195,10 +199,8 @@ def softmax_dim(step: Step) -> int | None:
     return None
 
 
-def _refuse_other_scores(labels: Labels, step: Step, scores: View) -> None:
+def _refuse_other_scores(labels: Labels, step: Step) -> None:
     """Refuse what weighs values by a softmax of something else than products of queries and keys."""
-    if len(scores.shape) > 2 and _is_talking(labels, scores.cell) and _products_behind(labels, step):
-        raise Unreadable("a map with a parameter mixes the scores of heads in front of its softmax")
     try:
         consumers = [product for _, product in _products_behind(labels, step) if product.kind == "scores"]
     except Unreadable:
@@ -233,24 +235,26 @@ def _score_steps(labels: Labels, cell: Cell) -> Iterator[Step]:
             todo.append(one.before)
 
 
-def _is_talking(labels: Labels, cell: Cell) -> bool:
-    """Say whether a map with a parameter takes scores, a few steps back; what an attention before gives is none."""
-    is_mapped = False
-    for _ in range(10):
-        if cell.step is None or cell.step.number in labels.installed:
-            return False
-        product = labels.products.of(cell.step)
-        if product is not None and product.kind == "scores":
-            return is_mapped
-        if product is not None and product.kind in {"weight", "filter"}:
-            is_mapped, cell = True, product.first.cell
+def _mapped_scores(labels: Labels, cell: Cell, *, beside: bool) -> set[Step]:
+    """Find products of two computed tensors that a map with a parameter takes, a few steps before the softmax.
+
+    Where such products also come to the softmax without a map, what is added to them is followed as well.
+    """  # noqa: DOC201
+    found: set[Step] = set()
+    todo = [(cell, False, 0)]
+    while todo:
+        one, is_mapped, far = todo.pop()
+        if one.step is None or one.step.number in labels.installed or far > _NEAR_MAP:
             continue
-        taken = cell.step.taken if cell.step is not None else []
-        views = [view for view in taken if view.is_float and view.cell.kind >= MADE]
-        if not views:
-            return False
-        cell = views[0].cell
-    return False
+        product = labels.products.of(one.step)
+        if product is not None and product.kind == "scores":
+            found |= {one.step} if is_mapped else set()
+        elif product is not None and product.kind in {"weight", "filter"}:
+            todo.append((product.first.cell, True, far + 1))
+        else:
+            views = [view for view in one.step.taken if view.is_float and view.cell.kind >= MADE]
+            todo += [(view.cell, is_mapped, far + 1) for view in (views if beside else views[:1])]
+    return found
 
 
 def _own_source(labels: Labels, label: Label, sources: list[Source]) -> Source:

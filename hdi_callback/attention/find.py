@@ -105,10 +105,8 @@ def _without_softmax(labels: Labels, claims: list[Claim], refused: list[tuple[St
         inner = _product_near(labels, product.first.cell) or _product_near(labels, product.second.cell)
         if inner is not None and all(labels.may_read(view) is not None for view in (inner.first, inner.second)):
             found[step.path] = step
-    return [
-        (step, "it multiplies three computed tensors without a softmax (linear attention, a state space)")
-        for step in found.values()
-    ]
+    reason = "it multiplies three computed tensors without a softmax (linear, sigmoid, ReLU attention, a state space)"
+    return [(step, reason) for step in found.values()]
 
 
 def _product_near(labels: Labels, cell: Cell) -> Product | None:

@@ -145,6 +145,9 @@ def heads_of(labels: Labels, core: Core) -> Claim:
         numbers = torch.tensor([order.index(one) if one in order else 0 for one in found[0].owners])
         claim.stream_of = numbers[found[0].which]
     _check(parts[0], claim)
+    asked = torch.cat([one.number.flatten() for one in found])
+    if len(set(asked[asked >= 0].bincount().tolist())) > 1:
+        raise Unreadable("not all tokens have the same heads, as where experts make queries")
     _install(labels, claim, _values_of_parts(labels, claim, parts, found, heads))
     return claim
 

@@ -80,7 +80,7 @@ def _dims(head: Tensor, query: Tensor, heads: int) -> tuple[str, ...]:
             names.append("h")
         elif torch.equal(along, at % heads):
             names.append("bh")
-        elif torch.equal(along, at // (size // heads)):
+        elif size % heads == 0 and torch.equal(along, at // (size // heads)):
             names.append("hb")
         else:
             raise Unreadable("its heads lie in no regular order")

@@ -571,3 +571,23 @@ def test_dropout_is_left_out_of_rows():
     sums = found["weights"].sum(-1)
     assert torch.allclose(sums, torch.ones_like(sums), atol=1e-5)
     assert math.isclose(float(found["weights"][0, 0, 0, 0]), 1.0)
+
+
+class Plain(Tensor):
+    """As fastai's, MONAI's and torchvision's tensors are."""
+
+
+def test_inputs_of_a_plain_subclass_of_tensor_lose_nothing():
+    model, (x, _) = Model(), batches(1)[0]
+
+    def run(given: Tensor) -> None:
+        torch.manual_seed(0)  # dropout
+        model(given)
+
+    expected = captured(model, lambda: run(x), padding=None)
+    found = captured(model, lambda: run(x.as_subclass(Plain)), padding=None)
+    assert len(expected) == 2
+    for name, one in expected.items():
+        assert torch.equal(found[name].outputs.as_subclass(Tensor), one.outputs)
+        assert len(found[name].rows) == len(one.rows) == 1
+        assert found[name].reasons == one.reasons

@@ -11,6 +11,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import re
 import time
 import traceback
 import warnings
@@ -22,9 +23,9 @@ import torch
 
 from tests.zoo import configs, sources
 from tests.zoo.oracle import Oracle
-from tests.zoo.table import page
+from tests.zoo.table import page, verdict_of
 
-LIMIT = 100  # seconds for one architecture
+LIMIT = 300  # seconds for one architecture
 
 
 def examine(name: str) -> dict[str, Any]:
@@ -78,17 +79,13 @@ def judged(model: torch.nn.Module, forward: Any) -> dict[str, Any]:
     refused = {one.name: one.reason for one in found.refused}
     named = {site.path for layer in found.layers for site in layer.sites} | {one.name for one in found.layers}
     missed = sorted(path for path in oracle.paths if not _is_named(path, named | set(refused)))
-    without = {name for name, reason in refused.items() if "without a softmax" in reason}
-    verdict = (
-        "wrong" if wrong else "missed" if missed else "refused" if set(refused) - without
-        else "right" if found.layers else "refused" if refused else "no attention"
-    )  # fmt: skip
-    return {
-        "verdict": verdict, "layers": len(found.layers), "judged": len(kinds), "wrong": wrong, "missed": missed,
+    result = {
+        "layers": len(found.layers), "judged": len(kinds), "wrong": wrong, "missed": missed,
         "open": open_questions, "refused": sorted({(_place(n), reason) for n, reason in refused.items()}),
         "kinds": sorted({_kind(one) for one in found.layers}), "notes": sorted({one.notes for one in found.layers}),
         "reading": reading, "findings": findings(model, forward, found),
     }  # fmt: skip
+    return {"verdict": verdict_of(result), **result}
 
 
 def head_counts(model: torch.nn.Module) -> set[int]:
@@ -97,7 +94,7 @@ def head_counts(model: torch.nn.Module) -> set[int]:
     counts: set[int] = set()
     for one in {id(one): one for one in holders if one is not None}.values():
         for name, value in vars(one).items():
-            if "head" in name and "dim" not in name:
+            if re.search("head|query_groups|top_k", name) and not re.search("dim|size|width", name):
                 given = value if isinstance(value, (list, tuple)) else [value]
                 counts |= {each for each in given if isinstance(each, int) and not isinstance(each, bool)}
     return counts - {0, 1}

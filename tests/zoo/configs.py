@@ -597,7 +597,7 @@ def randomized(model: nn.Module) -> nn.Module:
             if parameter.dim() >= 2:
                 fan = max(1, parameter[0].numel())
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * min(fan, 512) ** -0.5)
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "self_attn.A")):  # doge's `A` lets the values of all heads mask each
                 parameter.zero_()
             elif name.endswith("weight"):
                 parameter.copy_(0.5 + torch.rand(parameter.shape, generator=generator))

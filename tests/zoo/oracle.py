@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 _PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "mv", "dot", "convolution"}
 _SOFTMAXES = {"_softmax", "_safe_softmax", "exp", "exp2", "_log_softmax"}
+MOST = 8  # heads of a layer that are judged, the first and the last
 _NOTHING = {"empty_like", "zeros_like", "ones_like", "new_zeros", "new_ones", "new_empty", "full_like", "new_full"}
 
 
@@ -78,6 +79,8 @@ class Watch(TorchDispatchMode):
         if not made or name in _NOTHING:
             return out
         self._kept += made
+        if name not in _PRODUCTS and given and all(one in self._maps for one in given):  # a copy
+            self._maps |= {_storage(one) for one in made}
         of_weights = next((self._weights[one] for one in given if one in self._weights), None)
         of_scores = any(one in self._scores for one in given)
         if name.startswith("_scaled_dot_product"):
@@ -101,7 +104,7 @@ class Watch(TorchDispatchMode):
         return out
 
     def _add(self) -> Event:
-        if self._until is not None and len(self.events) > self._until:
+        if self._until is not None and len(self.events) > self._until and self.events[self._until].outputs:
             raise _EnoughError
         self.events.append(Event(self._running[-1] if self._running else ""))
         return self.events[-1]
@@ -125,45 +128,64 @@ class Oracle:
 
     def judge(self, layer: Any) -> str:
         """Say what is wrong with a claim; `""` if nothing is, and with a question mark where it cannot be said."""
-        self._until = None
-        at = self._events_of(layer)
+        at = sorted(self._events_of(layer))
         if not at:
-            return "? no attention that is seen depends on its keys"
-        self._until, at = max(at), sorted(at)
-        changes = {role: self._changes(layer, role, at) for role in ("query", "key", "value") if role in layer.weights}
-        asking = changes.get("query") or [changes["key"][layer.key_of[head]] for head in range(layer.num_heads)]
+            return "? it does not run"
+        whole, self._until = self._base, max(at)
+        rows = _rows(layer, "query" if "query" in layer.weights else "key")
+        answer = ""
+        for factor in (1, 0.02, 1e-3):  # where attention is sharp, nothing changes: then scores are made small first
+            with _changed([(rows, head) for head in range(rows.heads)], lambda one, factor=factor: factor * one):
+                self._base = self._watched()
+                answer = self._judge_heads(layer, at) or self._judge_outputs(layer)
+            if not answer:
+                break
+        self._base, self._until = whole, None
+        return answer
+
+    def _judge_heads(self, layer: Any, at: list[int]) -> str:
+        heads = [*range(layer.num_heads)]
+        heads = heads[: MOST // 2] + heads[-MOST // 2 :] if len(heads) > MOST else heads
+        of = {"query": range(layer.num_heads), "key": layer.key_of, "value": layer.value_of}
+        all_rows = {role: _rows(layer, role) for role in of if role in layer.weights}
+        # Of queries that are keys, neither an order nor a sign matters.
+        is_tied = "query" in all_rows and _are_same(all_rows["query"], all_rows["key"])
+        changes = {
+            role: {
+                head: self._change(rows, head, at, _moved if is_tied and role != "value" else _turned)
+                for head in {of[role][one] for one in heads}
+            }
+            for role, rows in all_rows.items()
+        }
+        asking = changes.get("query") or {head: changes["key"][layer.key_of[head]] for head in heads}
+        if not any(one.any() for role, mine in changes.items() if role != "value" for one in mine.values()):
+            return "? it has one key"
         for role, mine in changes.items():
-            if any(not one.any() for one in mine):
+            if any(not one.any() for one in mine.values()):
                 return f"the {role} of a head changes nothing"
-            if any(_outside(one, other) < 0.9 for one in mine for other in mine if one is not other):
+            if any(_outside(one, other) < 0.9 for one in mine.values() for other in mine.values() if one is not other):
                 return f"two heads of the {role} change the same"
-        for role, of in (("key", layer.key_of), ("value", layer.value_of)):
-            for head, change in enumerate(asking if role in changes else []):
-                if _outside(change, changes[role][of[head]]) > 0.3:
+            for head, change in asking.items():
+                if _outside(change, mine[of[role][head]]) > 0.3:
                     return f"the queries of head {head} meet other {role}s than is said"
-        if "query" in changes and not _rows(layer, "query").centred:
-            rows, key = _rows(layer, "query"), _rows(layer, "key")
-            is_tied = rows.names == key.names and torch.equal(rows.starts, key.starts)  # no sign matters there
-            for head, change in enumerate(asking if rows.width > 1 else []):
+        rows = all_rows.get("query")
+        if rows is not None and not rows.centred and rows.width > 1:
+            for head, change in asking.items():
                 of_one = self._change(rows, head, at, _first_moved if is_tied else _first_negated)
                 if _outside(change, of_one) > 0.3:
                     return f"a row of head {head} changes another part than all of them"
-        return self._judge_outputs(layer)
+        return ""
 
     def _events_of(self, layer: Any) -> set[int]:
-        """Find the attentions that depend on the keys of a layer: the first that changes is its own."""
-        found, keys = set(), _rows(layer, "key")
-        for head in range(keys.heads):
-            with _changed([(keys, head)], _turned):
+        """Find the attentions that depend on the values of a layer, or its keys: the first that changes is its own."""
+        found, rows = set(), _rows(layer, "value" if "value" in layer.weights else "key")
+        for head in range(rows.heads):
+            with _changed([(rows, head)], _turned):
                 events = self._watched()
             pairs = enumerate(zip(events, self._base))
             first = next((i for i, (one, other) in pairs if one.outputs and _difference(one, other).any()), None)
             found |= {first} if first is not None else set()
         return found
-
-    def _changes(self, layer: Any, role: str, at: list[int]) -> list[Tensor]:
-        rows = _rows(layer, role)
-        return [self._change(rows, head, at, _turned) for head in range(rows.heads)]
 
     def _change(self, rows: Any, head: int, at: list[int], how: Callable[[Tensor], Tensor]) -> Tensor:
         """Say how much what attention gives changes with the rows of a head."""
@@ -223,6 +245,14 @@ def _rows(layer: Any, role: str) -> Any:
 def _turned(rows: Tensor) -> Tensor:
     """The last row first: neither a norm over the head nor one over all heads changes by it."""
     return rows.roll(1, 0) if len(rows) > 1 else -rows
+
+
+def _moved(rows: Tensor) -> Tensor:
+    return rows.roll(1, 1)
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    return bool(one.names == other.names and torch.equal(one.starts, other.starts))
 
 
 def _first_negated(rows: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.zoo import configs, inputs
+from tests.zoo import configs, inputs, packages
 
 Example = tuple[nn.Module, Callable[[], object]]
 
@@ -20,7 +20,7 @@ def names(source: str) -> list[str]:
     if source == "transformers":
         return list(configs.architectures())
     if source == "packages":
-        return [f"packages.{name}" for name in PACKAGES]
+        return [f"packages.{name}" for name in packages.RECIPES]
     try:
         import timm
     except Exception:  # torchvision may be there for another torch
@@ -32,7 +32,7 @@ def examples(name: str) -> Iterator[Example]:
     """Give models with forwards to try, the likeliest first."""
     source, _, own = name.partition(".")
     if source == "packages":
-        yield PACKAGES[own]()
+        yield packages.example(own)
     elif source == "timm":
         yield from _of_timm(own)
     else:
@@ -45,6 +45,7 @@ def examples(name: str) -> Iterator[Example]:
 
 _SMALL = ["atto", "femto", "pico", "nano", "xxs", "xxtiny", "ti_", "tiny", "xs", "m0", "s0", "b0", "micro", "mini",
           "small", "s1", "_s", "050"]  # fmt: skip
+_ATTENTION = re.compile("(?i)attn|attention|xca|mla|mhsa|mqa|shsa|shma")
 _WIDTHS = {"embed_dim": 64, "num_heads": 4}
 _SHRUNKEN: list[dict[str, Any]] = [
     {"img_size": 64, "depth": 2, **_WIDTHS}, {"img_size": 64, "depth": 2}, {"img_size": 64, "depths": (1, 1, 1, 1)},
@@ -67,51 +68,14 @@ def _of_timm(name: str) -> Iterator[Example]:
                 continue
             torch.manual_seed(0)
             model = configs.randomized(timm.create_model(name, **changes))
-            if not any(
-                re.search(r"(?i)attn|attention|xca|mla|mhsa|mqa", type(one).__name__) for one in model.modules()
-            ):
+            if not any(_ATTENTION.search(type(one).__name__) for one in model.modules()):
                 yield model, lambda: None
             for side in dict.fromkeys([changes.get("img_size", 64), 96, 128, 192, model.default_cfg["input_size"][-1]]):
                 x = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(2))
+                for one in model.modules():
+                    if isinstance(one, nn.modules.batchnorm._BatchNorm):
+                        one.momentum = 1.0
+                with contextlib.suppress(Exception), torch.no_grad():
+                    model.train()(x)  # running statistics, without which what deep models compute grows and grows
+                model.eval()
                 yield model, lambda model=model, x=x: model(x)
-
-
-# packages
-
-
-def _torchs() -> Example:
-    torch.manual_seed(0)
-    model = nn.Transformer(32, 4, 2, 2, 48, batch_first=True).eval()
-    x, y = torch.randn(2, 7, 32), torch.randn(2, 5, 32)
-    return model, lambda: model(x, y)
-
-
-def _adapted(kind: str, **options: Any) -> Callable[[], Example]:
-    def build() -> Example:
-        import peft
-        from transformers import LlamaConfig, LlamaModel
-
-        torch.manual_seed(0)
-        config = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                             num_key_value_heads=2, vocab_size=99)  # fmt: skip
-        adapter = getattr(peft, kind)(task_type="FEATURE_EXTRACTION", **options)
-        model = configs.randomized(peft.get_peft_model(LlamaModel(config), adapter))
-        ids = torch.randint(0, 99, (2, 7), generator=torch.Generator().manual_seed(3))
-        return model, lambda: model(input_ids=ids)
-
-    return build
-
-
-_TARGETS = {"target_modules": ["q_proj", "k_proj", "v_proj"]}
-PACKAGES: dict[str, Callable[[], Example]] = {
-    "torch": _torchs,
-    "peft-lora": _adapted("LoraConfig", r=4, **_TARGETS),
-    "peft-lora-everywhere": _adapted("LoraConfig", r=4, target_modules="all-linear"),
-    "peft-rslora": _adapted("LoraConfig", r=4, use_rslora=True, **_TARGETS),
-    "peft-dora": _adapted("LoraConfig", r=4, use_dora=True, **_TARGETS),
-    "peft-ia3": _adapted("IA3Config", feedforward_modules=[], **_TARGETS),
-    "peft-adalora": _adapted("AdaLoraConfig", total_step=9, **_TARGETS),
-    "peft-vera": _adapted("VeraConfig", r=4, target_modules=["q_proj"]),
-    "peft-prefix": _adapted("PrefixTuningConfig", num_virtual_tokens=3),
-    "peft-prompt": _adapted("PromptTuningConfig", num_virtual_tokens=3),
-}

@@ -2,8 +2,100 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter, defaultdict
 from typing import Any
+
+SOURCES = {"transformers": "transformers", "timm": "timm", "packages": "packages of others"}
+# Mechanisms that have no keys which a softmax compares: they are named as not watched, and no head of them is counted.
+_WITHOUT_KEYS = ("without a softmax", "no products of queries and keys")
+_NOT_RUN = {
+    "a part of another architecture, which no class builds alone": r"NoModelError",
+    "needs a library that is not installed": r"requires the|ImportError|ModuleNotFound",
+    "took longer than the limit": r"takes too long|ended by itself",
+    "needs inputs that are not made up here": r"",
+}
+
+
+def verdict_of(result: dict[str, Any]) -> str:
+    """Say in a word what became of an architecture."""
+    if "layers" not in result:
+        return str(result["verdict"])
+    reasons = [reason for _, reason in result["refused"]]
+    if result["wrong"] or result["missed"]:
+        return "wrong" if result["wrong"] else "missed"
+    if any(not _has_no_keys(reason) for reason in reasons):
+        return "refused"
+    return "right" if result["layers"] else "no keys" if reasons else "no attention"
 
 
 def page(results: list[dict[str, Any]]) -> str:
-    return str(len(results))
+    """Write the page."""
+    by_source: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for one in results:
+        head = one["name"].partition(".")[0]
+        by_source[head if head in SOURCES else "transformers"].append(one | {"verdict": verdict_of(one)})
+    lines = [
+        "# Supported models", "",
+        "Small models with random weights, each run once. An architecture is *right* if every attention of queries and "
+        "keys in it is read and no claim about its heads is contradicted by the model itself (the rows of a head are "
+        "changed, and what its attention gives is seen), *refused* if one is named as not read. "
+        "Percentages are of the architectures whose attention has queries and keys, and that ran.", "",
+        "| | examined | have attention | right | refused | wrong | missed | no keys, or no attention | did not run |",
+        "|---|---|---|---|---|---|---|---|---|",
+        *(_summary(SOURCES[source], by_source[source]) for source in SOURCES if by_source[source]), "",
+        "| what it is | of | architectures | among them |", "|---|---|---|---|",
+        *(line for source in SOURCES for line in _rows(source, by_source[source])), "",
+        "The numbers are of", "", "```shell", "make zoo", "```", "",
+        _seconds(by_source["transformers"]), "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _summary(name: str, results: list[dict[str, Any]]) -> str:
+    count = Counter(one["verdict"] for one in results)
+    have = sum(count[one] for one in ("right", "refused", "wrong", "missed"))
+    share = f"{count['right']} ({100 * count['right'] / have:.1f} %)" if have else "0"
+    none = count["no keys"] + count["no attention"]
+    cells = [name, len(results), have, share, count["refused"], count["wrong"], count["missed"], none]
+    return f"| {' | '.join(map(str, cells))} | {count['did not run']} |"
+
+
+def _rows(source: str, results: list[dict[str, Any]]) -> list[str]:
+    """Give a line for each layout that is read, for each reason of a refusal, and for what has nothing to read."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for one in results:
+        name, verdict = one["name"].removeprefix(f"{source}."), one["verdict"]
+        if verdict == "right":
+            groups[f"read: {'; '.join(one['kinds'])}"].append(name)
+        elif verdict == "did not run":
+            why = next(text for text, pattern in _NOT_RUN.items() if re.search(pattern, one["why"]))
+            groups[f"did not run: {why}"].append(name)
+        elif verdict in {"no keys", "refused"}:
+            reasons = [reason for _, reason in one["refused"] if _has_no_keys(reason) == (verdict == "no keys")]
+            groups[f"{verdict}: {re.sub('`[^`]*`', 'a parameter', reasons[0])}"].append(name)
+        else:
+            groups[verdict].append(name)
+    order = ["read", "refused", "wrong", "missed", "no keys", "no attention", "did not run"]
+    several: dict[str, list[str]] = defaultdict(list)
+    for what, names in groups.items():  # layouts that few combine, together
+        is_rare = what.startswith("read") and ";" in what and len(names) < 12
+        several["read: several of these in one model" if is_rare else what] += names
+    ranked = sorted(several.items(), key=lambda one: (order.index(one[0].partition(":")[0]), -len(one[1])))
+    return [f"| {what} | {source} | {len(names)} | {_some(names)} |" for what, names in ranked]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(sorted(names, key=lambda one: (len(one), one))[:8]) + (", ..." if len(names) > 8 else "")
+
+
+def _has_no_keys(reason: str) -> bool:
+    return any(text in reason for text in _WITHOUT_KEYS)
+
+
+def _seconds(results: list[dict[str, Any]]) -> str:
+    reading = sum(one.get("reading", 0) for one in results)
+    return (
+        f"Of transformers, writing the forwards down and reading them took {reading:.0f} seconds, and building, "
+        f"running and judging the models {sum(one['seconds'] for one in results) - reading:.0f}, in one process."
+    )
