@@ -49,12 +49,22 @@ class Absent(dict[str, dict[str, str]]):
                     self.note(layer, source, f"measuring it failed ({type(error).__name__}: {error})")
 
 
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Stack tensors of layers, ``(layers, ...)``; a single one is not copied."""
+    return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
+
+
 def joined(records: Sequence[Any]) -> Any:
     """Stack records of tensors of single layers to one of tensors ``(layers, ...)``."""
-    if len(records) == 1:
-        return type(records[0])(**{item.name: getattr(records[0], item.name)[None] for item in fields(records[0])})
-    tensors = {item.name: torch.stack([getattr(one, item.name) for one in records]) for item in fields(records[0])}
-    return type(records[0])(**tensors)
+    return type(records[0])(
+        **{item.name: stacked([getattr(one, item.name) for one in records]) for item in fields(records[0])}
+    )
+
+
+def apart(record: Any) -> list[Any]:
+    """Undo `joined`: one record for each layer, of views."""
+    tensors = {item.name: getattr(record, item.name).unbind() for item in fields(record)}
+    return [type(record)(**dict(zip(tensors, each))) for each in zip(*tensors.values())]
 
 
 @dataclass(frozen=True)
@@ -140,37 +150,43 @@ class Reading:
             event.synchronize()
         layers = {name: LayerRecord(absent=dict(self._absent.get(name, {}))) for name in self.layers}
         for result in self._results:
+            columns = self._columns[id(result)]
+            # Lists at once, as a number of a tensor takes long to read.
+            numbers = [
+                (column, one if column.kind == "matrices" else one.tolist())
+                for column, one in ((column, self._numbers(column)) for column in columns)
+            ]
             for row, name in enumerate(result.layers):
-                self._enter(layers[name], result, row)
+                _enter(layers[name], result.source, [(column, one[row]) for column, one in numbers])
         return Record(self.step, layers, epoch=self.epoch, time=self.time)
 
-    def _enter(self, layer: LayerRecord, result: Result, row: int) -> None:
-        """Enter the numbers of one source of one layer; if none of its metrics is known, the reason alone."""
-        columns = self._columns[id(result)]
-        values = {column.name: float(self._row(column, row)) for column in columns if column.kind == "values"}
-        known = {name: value for name, value in values.items() if math.isfinite(value)}
-        if not known:
-            layer.absent.setdefault(result.source, WHY_NOT[result.source])
-            return
-        layer.absent.pop(result.source, None)  # other ranks have measured it
-        layer.values.update(known)
-        layer.absent.update(dict.fromkeys(values.keys() - known.keys(), WHY_NOT[result.source]))
-        for column in columns:
-            if column.kind == "heads":
-                layer.heads[column.name] = _plain(column.name, self._row(column, row))
-            elif column.kind == "matrices":
-                layer.matrices[column.name] = self._row(column, row).to(torch.float32, copy=True)
-
-    def _row(self, column: _Column, row: int) -> Tensor:
-        size = math.prod(column.shape[1:])
-        start = column.start + row * size
-        return self._hosts[column.device][start : start + size].view(column.shape[1:])
+    def _numbers(self, column: _Column) -> Tensor:
+        """The numbers of all layers of a result, on the host."""
+        size = math.prod(column.shape)
+        return self._hosts[column.device][column.start : column.start + size].view(column.shape)
 
 
-def _plain(name: str, numbers: Tensor) -> list[Any]:
-    """Numbers of heads as a list; whole numbers where they are numbers of something."""
+def _enter(layer: LayerRecord, source: str, numbers: Sequence[tuple[_Column, Any]]) -> None:
+    """Enter the numbers of one source of one layer; if none of its metrics is known, the reason alone."""
+    values = {column.name: one for column, one in numbers if column.kind == "values"}
+    known = {name: value for name, value in values.items() if math.isfinite(value)}
+    if not known:
+        layer.absent.setdefault(source, WHY_NOT[source])
+        return
+    layer.absent.pop(source, None)  # other ranks have measured it
+    layer.values.update(known)
+    layer.absent.update(dict.fromkeys(values.keys() - known.keys(), WHY_NOT[source]))
+    for column, one in numbers:
+        if column.kind == "heads":
+            layer.heads[column.name] = _plain(column.name, one)
+        elif column.kind == "matrices":
+            layer.matrices[column.name] = one.to(torch.float32, copy=True)
+
+
+def _plain(name: str, numbers: list[float]) -> list[Any]:
+    """Numbers of heads; whole numbers where they are numbers of something."""
     is_whole = name in WHOLE or name.endswith("_pair")
-    return [int(x) if is_whole and math.isfinite(x) else x for x in numbers.tolist()]
+    return [int(x) if is_whole and math.isfinite(x) else x for x in numbers]
 
 
 def _read(result: Result, left_out: Collection[str]) -> list[tuple[str, str, Tensor]]:
