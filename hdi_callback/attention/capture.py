@@ -66,10 +66,10 @@ class Capture:
         layers: its attention layers.
         max_tokens: largest number of tokens kept of a layer.
         padding: how padding is known, see `PaddingChoice`.
-        rows: makes numbers of sampled rows of attention, at once: ``rows(logits, weights, positions=, visible=,
-            norms=)`` with logits and weights ``(b, H, q, k)`` in float32, the positions ``(q,)`` of the queries,
-            `visible` boolean of the shape of the weights, and the mean norms of queries and keys, ``(H,)`` each, or
-            `None`. `None` if rows are not wanted.
+        rows: makes numbers of sampled rows of attention of some layers that are alike: ``rows(logits, weights,
+            positions=, visible=, norms=)`` with logits and weights ``(layers, b, H, q, k)`` in float32, the positions
+            ``(q,)`` of the queries, `visible` boolean of the shape of the weights, and the mean norms of queries and
+            keys, ``(layers, H)`` each, or `None`; gives one item for each layer. `None` if rows are not wanted.
         inputs: capture the tokens that keys are made of.
         max_rows: largest number of queries of one attention, over all sequences.
     """
@@ -92,6 +92,7 @@ class Capture:
         self._outputs = {layer.name: _Tap(layer, self, "outputs", max_tokens) for layer in layers}
         self._inputs = {layer.name: _Tap(layer, self, "inputs", max_tokens) for layer in layers if inputs}
         self._taken_rows: dict[str, list[Any]] = {}
+        self._samples: list[tuple[str, CoreSample]] = []  # of rows, that are not numbers yet
         self._failed: dict[str, dict[str, str]] = {}
         self._entered: set[int] = set()  # modules within which the reader was, outside of a backward
         self._handles: list[RemovableHandle] = []
@@ -140,6 +141,7 @@ class Capture:
             Layer name -> what was captured of it, and why something was not.
         """
         self._stop()
+        self._make_rows()
         found = {name: self._captured(layer) for name, layer in self._layers.items()}
         gathered = gathered_heads({name: (self._layers[name], one.outputs) for name, one in found.items()})
         for name, outputs in gathered.items():
@@ -178,6 +180,7 @@ class Capture:
         for tap in (*self._outputs.values(), *self._inputs.values()):
             tap.forget()
         self._taken_rows.clear()
+        self._samples.clear()
         self._failed.clear()
         self._entered.clear()
 
@@ -323,12 +326,37 @@ class Capture:
         return tap.find(shape).padded
 
     def take_rows(self, layer: str, sample: CoreSample) -> None:
-        """Make numbers of sampled rows at once."""
+        """Keep sampled rows until there are many: layers that are alike become numbers in one call."""
         if self._rows is not None:
-            found = self._rows(
-                sample.logits, sample.weights, positions=sample.positions, visible=sample.visible, norms=sample.norms
-            )
-            self._taken_rows.setdefault(layer, []).append(found)
+            self._samples.append((layer, sample))
+            if sum(one.logits.numel() for _, one in self._samples) > _ROWS_AT_ONCE:
+                self._make_rows()
+
+    def _make_rows(self) -> None:
+        groups: dict[Any, list[tuple[str, CoreSample]]] = {}
+        for layer, sample in self._samples:
+            groups.setdefault(sample.shape, []).append((layer, sample))
+        self._samples = []
+        with without_modes():
+            for group in groups.values():
+                try:
+                    found = self._numbers_of([sample for _, sample in group])
+                except Exception as error:
+                    for layer, _ in group:
+                        self.fail(layer, f"its rows of attention cannot be read ({describe(error)})")
+                    continue
+                for (layer, _), one in zip(group, found):
+                    self._taken_rows.setdefault(layer, []).append(one)
+
+    def _numbers_of(self, samples: Sequence[CoreSample]) -> Sequence[Any]:
+        assert self._rows is not None
+        sample = CoreSample.stacked(samples)
+        visible = sample.visible()
+        weights = sample.weights_of(visible)
+        found: Sequence[Any] = self._rows(
+            sample.logits, weights, positions=sample.positions, visible=visible, norms=sample.norms(visible)
+        )
+        return found
 
     def take_outputs(self, layer: str, outputs: Tensor) -> None:
         """Take head outputs, ``(batch, queries, H, d_v)``."""
@@ -341,6 +369,8 @@ class Capture:
         if self.wants_outputs(layer):
             reasons.setdefault("outputs", reason)
 
+
+_ROWS_AT_ONCE = 2**22  # scores that are kept until they become numbers
 
 _LIMITED = "it would have to be compiled once more, which a setting or the limit of recompilations does not allow"
 _COMPILED = "where torch.compile compiles a part of a model, only inputs of modules are captured"

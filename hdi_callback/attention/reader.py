@@ -1,7 +1,7 @@
 """Read attention where it runs: rows of attention and head outputs, in forwards that train.
 
 Under a slim dispatch mode the attention that was found is recognised again, by the module that runs and its number
-there. Queries and keys are taken at the operation, with the mask, scale and groups that it received, and become numbers
+there. Queries and keys are taken at the operation, with the mask, scale and groups that it received, and become scores
 at once. Shapes are all that is looked at: no waiting for a device, no random number, no tensor of the forward is kept,
 and what is computed here is seen by no mode and no autograd. An error ends in the reasons of its layer.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -44,33 +44,59 @@ _MOST_SEQUENCES = 4
 _PLAIN = Tensor.__torch_dispatch__
 
 
+@dataclass(frozen=True)
 class CoreSample:
-    """Sampled rows of one attention.
+    """Sampled rows of one attention, or of several that are alike, stacked in front.
 
     Attributes:
         logits: ``(b, H, q, k)`` float32, as they enter the softmax.
-        weights: ``(b, H, q, k)`` float32, as they leave it, before dropout.
+        weights: ``(b, H, q, k)`` float32, as they leave it, before dropout; `None` where they are not seen.
         positions: ``(q,)``, of the queries among all.
-        visible: boolean, broadcasts to ``(b, H, q, k)``: keys that a query sees, none of them if it is padding.
-        lengths: norms of the queries ``(b, H, q)`` and keys ``(b, H, k)``; `None` where they are not seen.
+        padded: ``(b, q)``, queries that are padding; `None` for none.
+        query_norms: ``(b, H, q)``; `None` where queries and keys are not seen.
+        key_norms: ``(b, H, k)``.
     """
 
-    def __init__(self, logits: Tensor, weights: Tensor, positions: Tensor) -> None:
-        self.logits, self.weights, self.positions = logits, weights, positions
-        self.lengths: tuple[Tensor, Tensor] | None = None
-        self.visible = ~(logits <= _SEEN)  # NaN is seen
-
-    def leave_out(self, padded: Tensor) -> None:
-        """Let padded queries, ``(b, q)``, see no key."""
-        self.visible = self.visible & ~padded[:, None, :, None].to(self.visible.device)
+    logits: Tensor
+    weights: Tensor | None
+    positions: Tensor
+    padded: Tensor | None = None
+    query_norms: Tensor | None = None
+    key_norms: Tensor | None = None
 
     @property
-    def norms(self) -> tuple[Tensor, Tensor] | None:
+    def shape(self) -> tuple[Any, ...]:
+        """What samples must have alike to be stacked; those of one place share the tensor of positions."""
+        tensors = (self.logits, self.weights, self.padded, self.query_norms)
+        return id(self.positions), *(None if one is None else (one.shape, one.device) for one in tensors)
+
+    @classmethod
+    def stacked(cls, samples: Sequence[CoreSample]) -> CoreSample:
+        """Stack samples of one shape."""
+        names = ("logits", "weights", "padded", "query_norms", "key_norms")
+        given = {name: [getattr(one, name) for one in samples] for name in names}
+        tensors = {name: None if values[0] is None else torch.stack(values) for name, values in given.items()}
+        return cls(positions=samples[0].positions, **tensors)
+
+    def visible(self) -> Tensor:
+        """Mark the keys that a query sees, none of them if it is padding."""
+        seen = ~(self.logits <= _SEEN)  # NaN is seen
+        return seen if self.padded is None else seen & ~self.padded[..., None, :, None]
+
+    def weights_of(self, visible: Tensor) -> Tensor:
+        """Give the weights; a softmax over nothing is NaN, while NaN of a row that sees keys stays."""
+        weights = torch.softmax(self.logits, -1) if self.weights is None else self.weights
+        return weights.masked_fill(~visible.any(-1, keepdim=True), 0)
+
+    def norms(self, visible: Tensor) -> tuple[Tensor, Tensor] | None:
         """Mean norms of the queries and keys of each head, ``(H,)`` each, of those that meet."""
-        if self.lengths is None:
+        if self.query_norms is None or self.key_norms is None:
             return None
-        meet = self.visible.any(-1).expand_as(self.lengths[0]), self.visible.any(-2).expand_as(self.lengths[1])
-        query, key = ((one * met).sum((0, 2)) / met.sum((0, 2)).clamp_min(1) for one, met in zip(self.lengths, meet))
+        lengths = self.query_norms, self.key_norms
+        meet = (visible.any(dim).expand_as(length) for dim, length in zip((-1, -2), lengths))
+        query, key = (
+            (one * met).sum((-3, -1)) / met.sum((-3, -1)).clamp_min(1) for one, met in zip(lengths, meet)
+        )
         return query, key
 
 
@@ -124,6 +150,7 @@ class Reader(TorchDispatchMode):
         """Begin another armed step: positions are sampled from another first one."""
         self._turn += 1
         self._counts: Counter[str] = Counter()
+        self._places: dict[Any, tuple[Tensor, Tensor]] = {}
         self.forget()
 
     def forget(self) -> None:
@@ -190,8 +217,9 @@ class Reader(TorchDispatchMode):
         logits, weights = (_arranged(one.movedim(how.keys, -1), how.rows, how) for one in (scores, out))
         hidden = logits[:, 0].amax(1) <= _SEEN
         sequences, queries = self._sample(logits.shape[0], logits.shape[2])
-        few, of_few = (one[sequences][:, :, queries].float() for one in (logits, weights))
-        sample = CoreSample(few, of_few, _positions(logits, queries))
+        # Copies, as they are looked at later.
+        few, of_few = (one[sequences][:, :, queries].to(torch.float32, copy=True) for one in (logits, weights))
+        sample = CoreSample(few, of_few, self._place(logits, queries, logits.shape[-1])[0])
         self._hand_over(layer, sample, logits, sequences, queries, hidden)
 
     def _read_fused(self, layer: AttentionLayer, how: Site, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -205,7 +233,7 @@ class Reader(TorchDispatchMode):
         k = _arranged(key, how.rows, replace(how, heads=how.heads // groups, order=()))
         sequences, queries = self._sample(q.shape[0], num_queries)
         hidden = None
-        positions = _positions(q, queries)
+        positions, is_later = self._place(q, queries, key.shape[-2])
         sampled, keys = q[sequences][:, :, queries].float(), k[sequences].float()
         if how.order and groups > 1:
             raise ValueError("grouped heads in another order")
@@ -219,10 +247,10 @@ class Reader(TorchDispatchMode):
             mask = mask[sequences][:, :, queries]
             logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
         if given.get("is_causal"):
-            columns = torch.arange(logits.shape[-1], device=logits.device)
-            logits = logits.masked_fill(columns > positions[:, None], -math.inf)
-        sample = CoreSample(logits, torch.softmax(logits, -1), positions)
-        sample.lengths = sampled.norm(dim=-1), keys.norm(dim=-1).repeat_interleave(groups, dim=1)
+            logits = logits.masked_fill(is_later, -math.inf)
+        norms = keys.norm(dim=-1)
+        norms = norms.repeat_interleave(groups, dim=1) if groups > 1 else norms
+        sample = CoreSample(logits, None, positions, query_norms=sampled.norm(dim=-1), key_norms=norms)
         self._hand_over(layer, sample, q, sequences, queries, hidden)
         if self._sink.wants_outputs(layer.name):
             self._hand_outputs(layer, how, out[0] if isinstance(out, (tuple, list)) else out)
@@ -232,9 +260,7 @@ class Reader(TorchDispatchMode):
     ) -> None:
         padded = self._sink.padded_queries(layer.name, (whole.shape[0], whole.shape[2]), hidden)
         if padded is not None:
-            sample.leave_out(padded[sequences][:, queries])
-        # A softmax over nothing is NaN; NaN of a row that sees keys stays.
-        sample.weights = sample.weights.masked_fill(~sample.visible.any(-1, keepdim=True), 0)
+            sample = replace(sample, padded=padded[sequences][:, queries].to(sample.logits.device))
         self._sink.take_rows(layer.name, sample)
 
     def _follow(self, func: Any, args: Any, out: Any) -> None:
@@ -264,6 +290,14 @@ class Reader(TorchDispatchMode):
         except Exception as error:
             self._sink.fail(layer.name, f"its head outputs cannot be read ({describe(error)})")
 
+    def _place(self, whole: Tensor, queries: slice, keys: int) -> tuple[Tensor, Tensor]:
+        """Positions of sampled queries, and which keys are later; layers of a step share them."""
+        key = whole.shape[2], queries.start, queries.step, keys, whole.device
+        if key not in self._places:
+            positions = torch.arange(whole.shape[2], device=whole.device)[queries]
+            self._places[key] = positions, torch.arange(keys, device=whole.device) > positions[:, None]
+        return self._places[key]
+
     def _sample(self, sequences: int, queries: int) -> tuple[slice, slice]:
         """Take some sequences and queries at fixed strides; the first one moves from step to step."""
         by_sequence = max(1, math.ceil(sequences / min(_MOST_SEQUENCES, self._max_rows)))
@@ -285,10 +319,6 @@ class _Aside:
         for one in reversed(self._within):
             one.__exit__(*exception)
         del self._autocast
-
-
-def _positions(whole: Tensor, queries: slice) -> Tensor:
-    return torch.arange(whole.shape[2], device=whole.device)[queries]
 
 
 def _memory(tensor: Tensor) -> int:

@@ -15,6 +15,7 @@ from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.core import RowMetrics, RowSums, attention_rows, row_metrics
 from hdi_callback.monitor.metrics import NORMS, ROWS
 from hdi_callback.monitor.ranks import Ranks
+from hdi_callback.monitor.reading import apart
 from hdi_callback.monitor.sums import SumSource
 
 POSITIONS_OVER_RANKS = 1024
@@ -42,10 +43,13 @@ class NormSums:
 
 def take_rows(
     logits: Tensor, weights: Tensor, *, positions: Tensor, visible: Tensor, norms: tuple[Tensor, Tensor] | None
-) -> tuple[RowSums, NormSums | None]:
-    """Reduce sampled rows to sums where attention runs, as `Capture` asks for."""
-    sums = attention_rows(weights, visible, logits=logits, positions=positions)
-    return sums, None if norms is None else NormSums(sums.queries, *(sums.queries * norm for norm in norms))
+) -> list[tuple[RowSums, NormSums | None]]:
+    """Reduce sampled rows of some layers to sums, as `Capture` asks for."""
+    sums = attention_rows(weights, visible, logits=logits, positions=positions, layers=True)
+    if norms is None:
+        return [(one, None) for one in apart(sums)]
+    weighted = NormSums(sums.queries, *(sums.queries[:, None] * norm for norm in norms))
+    return list(zip(apart(sums), apart(weighted)))
 
 
 class AttentionRows(SumSource):

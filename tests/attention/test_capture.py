@@ -28,8 +28,15 @@ def _nothing_compiled():
     torch._dynamo.reset()  # where something is compiled rows are not read
 
 
-def rows_of(logits: Tensor, weights: Tensor, **facts: Any) -> dict[str, Any]:
-    return {"logits": logits, "weights": weights, **facts}
+def rows_of(logits: Tensor, weights: Tensor, *, positions: Tensor, visible: Tensor, norms: Any) -> list[dict[str, Any]]:
+    """What was handed over, layer by layer."""
+    return [
+        {
+            "logits": logits[layer], "weights": weights[layer], "positions": positions, "visible": visible[layer],
+            "norms": norms and tuple(norm[layer] for norm in norms),
+        }
+        for layer in range(len(logits))
+    ]  # fmt: skip
 
 
 def capture_of(model: nn.Module, layers, **options: Any) -> Capture:
