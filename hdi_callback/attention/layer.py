@@ -115,7 +115,7 @@ class Product:
 
     def tensor(self) -> Tensor | None:
         """Multiply: ``(heads, width, in_features)``; `None` while an adapter is merged into its base, or disabled."""
-        if any(_is_off(rows) for rows in self.factors) and len(self.factors) > 1:
+        if len(self.factors) > 1 and any(_is_off(rows) for rows in self.factors):
             return None
         if len(self.factors) == 1 and self.scale == 1.0:
             return self.factors[0].tensor()

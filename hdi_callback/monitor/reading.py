@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time as clock
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -74,7 +75,7 @@ class _Column:
     name: str
     kind: str  # "values", "heads" or "matrices"
     shape: torch.Size
-    device: torch.device
+    pack: tuple[torch.device, torch.dtype]
     start: int
 
 
@@ -104,7 +105,7 @@ class Reading:
         self._absent = {layer: dict(reasons) for layer, reasons in absent.items()}
         self._results = list(results)
         self._columns: dict[int, list[_Column]] = {}  # by result
-        self._hosts: dict[torch.device, Tensor] = {}
+        self._hosts: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._events: list[torch.cuda.Event] = []
         self._send()
 
@@ -112,26 +113,26 @@ class Reading:
         return f"<Reading at step {self.step}: {len(self.layers)} layers; its numbers: record()>"
 
     def _send(self) -> None:
-        """Pack all that a record keeps into one tensor a device, and start its copy to the host."""
-        parts: dict[torch.device, list[Tensor]] = {}
-        sizes: dict[torch.device, int] = {}
+        """Pack all that a record keeps into one tensor for each device and type, and start its copy to the host."""
+        parts: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        sizes: Counter[tuple[torch.device, torch.dtype]] = Counter()
         for result in self._results:
             columns = self._columns.setdefault(id(result), [])
             for kind, name, tensor in _read(result, self._left_out):
-                device, start = tensor.device, sizes.get(tensor.device, 0)
-                # Whole numbers up to the number of heads are exact in either width; MPS has no float64.
-                wide = torch.float32 if device.type == "mps" else torch.float64
-                parts.setdefault(device, []).append(tensor.detach().reshape(-1).to(wide))
-                columns.append(_Column(name, kind, tensor.shape, device, start))
-                sizes[device] = start + tensor.numel()
-        for device, tensors in parts.items():
+                pack = tensor.device, tensor.dtype
+                parts.setdefault(pack, []).append(tensor.detach().reshape(-1))
+                columns.append(_Column(name, kind, tensor.shape, pack, sizes[pack]))
+                sizes[pack] += tensor.numel()
+        for pack, tensors in parts.items():
             packed = torch.cat(tensors)
+            device = packed.device
             if device.type != "cuda":
                 is_empty = device.type == "meta"  # which holds no numbers
-                self._hosts[device] = torch.full(packed.shape, math.nan, device="cpu") if is_empty else packed.cpu()
+                self._hosts[pack] = torch.full(packed.shape, math.nan, device="cpu") if is_empty else packed.cpu()
                 continue
             host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
-            self._hosts[device] = host.copy_(packed, non_blocking=True)
+            self._hosts[pack] = host.copy_(packed, non_blocking=True)
+        for device in {device for device, _ in parts if device.type == "cuda"}:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
             self._events.append(event)
@@ -152,18 +153,18 @@ class Reading:
         for result in self._results:
             columns = self._columns[id(result)]
             # Lists at once, as a number of a tensor takes long to read.
-            numbers = [
-                (column, one if column.kind == "matrices" else one.tolist())
-                for column, one in ((column, self._numbers(column)) for column in columns)
-            ]
+            numbers = [(column, self._numbers(column)) for column in columns]
             for row, name in enumerate(result.layers):
                 _enter(layers[name], result.source, [(column, one[row]) for column, one in numbers])
         return Record(self.step, layers, epoch=self.epoch, time=self.time)
 
-    def _numbers(self, column: _Column) -> Tensor:
-        """The numbers of all layers of a result, on the host."""
+    def _numbers(self, column: _Column) -> Any:
+        """The numbers of all layers of a result: matrices as one tensor, others as lists."""
         size = math.prod(column.shape)
-        return self._hosts[column.device][column.start : column.start + size].view(column.shape)
+        packed = self._hosts[column.pack][column.start : column.start + size].view(column.shape)
+        if column.kind == "matrices":
+            return packed.to(torch.float32, copy=True)
+        return packed.to(torch.float64).tolist()
 
 
 def _enter(layer: LayerRecord, source: str, numbers: Sequence[tuple[_Column, Any]]) -> None:
@@ -180,7 +181,7 @@ def _enter(layer: LayerRecord, source: str, numbers: Sequence[tuple[_Column, Any
         if column.kind == "heads":
             layer.heads[column.name] = _plain(column.name, one)
         elif column.kind == "matrices":
-            layer.matrices[column.name] = one.to(torch.float32, copy=True)
+            layer.matrices[column.name] = one
 
 
 def _plain(name: str, numbers: list[float]) -> list[Any]:
