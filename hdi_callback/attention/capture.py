@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from hdi_callback.attention.compiled_calls import BeforeCompiledCalls
 from hdi_callback.attention.extra_forward import inner_model
 from hdi_callback.attention.hooks import Hook
 from hdi_callback.attention.in_graph import Receiver, is_anything_compiled, is_compiled, may_recompile, take_in_graph
@@ -103,6 +104,11 @@ class Capture:
         self._by_name = dict(self._model.named_modules())
         self._names = {module: name for name, module in self._by_name.items()}
         self._taps = list(self._hooked())
+        # Hooks are there while a step is captured, as modules without any are called faster; those of a compiled graph
+        # stay, as it does not see hooks that come later.
+        self._is_suspended = False
+        self._stays = is_anything_compiled() or any(is_compiled(module) for module in (model, *self._by_name.values()))
+        self._before_compiled = None if self._stays else BeforeCompiledCalls(self._stay)
         self.resume()
         read = [layer for layer in layers if self._may_read(layer)]
         self._reader = Reader(self._names, read, self, max_rows) if read else None
@@ -118,6 +124,8 @@ class Capture:
             training_only: leave out forwards that autograd does not record, such as those of an evaluation.
         """
         self.is_armed, self.training_only = True, training_only
+        if not self._is_suspended:
+            self._install()
         self._forget()
         self._set_in_graph(True)
         if self._reader is not None and not self._is_broken:
@@ -154,22 +162,43 @@ class Capture:
     def suspend(self) -> None:
         """Take the hooks off, as before an evaluation: torch's encoder takes its fast path only without any."""
         self._stop()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._is_suspended = True
+        self._uninstall()
 
     def resume(self) -> None:
         """Put the hooks back: the same objects, so that compiled graphs go on as they are."""
-        if not self._handles:
-            self._handles = [module.register_forward_pre_hook(tap, with_kwargs=True) for module, tap in self._taps]
+        self._is_suspended = False
+        if self._stays or self.is_armed:
+            self._install()
 
     def remove(self) -> None:
         """Remove all hooks and forget what was captured; calling it again does nothing."""
         self.suspend()
         self._forget()
+        if self._before_compiled is not None:
+            self._before_compiled.remove()
+
+    def _install(self) -> None:
+        if not self._handles:
+            self._handles = [module.register_forward_pre_hook(tap, with_kwargs=True) for module, tap in self._taps]
+
+    def _uninstall(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _stay(self, function: Any, args: Any, kwargs: Any) -> None:
+        """Let the hooks be there from now on, as something is about to be compiled."""
+        self._stays = True
+        if not self._is_suspended:
+            self._install()
+        if self._before_compiled is not None:
+            self._before_compiled.remove()
 
     def _stop(self) -> None:
         self.is_armed = False
+        if not self._stays:
+            self._uninstall()
         for handle in self._reader_handles:
             handle.remove()
         self._reader_handles.clear()

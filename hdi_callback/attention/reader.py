@@ -73,10 +73,10 @@ class CoreSample:
     @classmethod
     def stacked(cls, samples: Sequence[CoreSample]) -> CoreSample:
         """Stack samples of one shape."""
-        names = ("logits", "weights", "padded", "query_norms", "key_norms")
+        names = ("weights", "padded", "query_norms", "key_norms")
         given = {name: [getattr(one, name) for one in samples] for name in names}
-        tensors = {name: None if values[0] is None else torch.stack(values) for name, values in given.items()}
-        return cls(positions=samples[0].positions, **tensors)
+        others = {name: None if values[0] is None else torch.stack(values) for name, values in given.items()}
+        return cls(torch.stack([one.logits for one in samples]), positions=samples[0].positions, **others)
 
     def visible(self) -> Tensor:
         """Mark the keys that a query sees, none of them if it is padding."""
@@ -94,9 +94,7 @@ class CoreSample:
             return None
         lengths = self.query_norms, self.key_norms
         meet = (visible.any(dim).expand_as(length) for dim, length in zip((-1, -2), lengths))
-        query, key = (
-            (one * met).sum((-3, -1)) / met.sum((-3, -1)).clamp_min(1) for one, met in zip(lengths, meet)
-        )
+        query, key = ((one * met).sum((-3, -1)) / met.sum((-3, -1)).clamp_min(1) for one, met in zip(lengths, meet))
         return query, key
 
 

@@ -159,8 +159,8 @@ class HeadDiversityMonitor:
     def resume(self) -> None:
         """Put the hooks back after `suspend`."""
         if self._capture is not None:
-            self._capture.resume()
             self._capture.is_armed = self._is_armed
+            self._capture.resume()
 
     def measure(self, step: int, epoch: int | None = None) -> Reading:
         """Measure the weights as they are now, and what was captured since `arm`.

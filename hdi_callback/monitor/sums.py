@@ -42,7 +42,7 @@ class SumSource(ABC):
 
     @abstractmethod
     def sums(self, layers: Sequence[AttentionLayer], captured: Sequence[Captured]) -> Sequence[Any]:
-        """Compute the sums of this rank, a frozen dataclass of tensors for each layer; what they take is of one shape."""
+        """Compute the sums of this rank for layers of one shape, a frozen dataclass of tensors for each."""
 
     @abstractmethod
     def blank(self, layer: AttentionLayer, device: torch.device) -> Any:

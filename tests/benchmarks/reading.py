@@ -19,11 +19,11 @@ from tests.benchmarks.gpt import GPT, VOCABULARY
 from tests.benchmarks.timing import arguments, ratios, table
 
 SIZES = {  # layers, width, heads, tokens
-    "1 layer, 12 heads of 64": (1, 768, 12, 1024),
-    "1 layer, 64 heads of 64": (1, 4096, 64, 1024),
-    "1 layer, 512 heads of 8": (1, 4096, 512, 1024),
-    "12 layers, 12 heads of 64": (12, 768, 12, 1024),
-    "48 layers, 12 heads of 64": (48, 768, 12, 1024),
+    "1 layer, 12 heads of 64": (1, 768, 12, 128),
+    "1 layer, 64 heads of 64": (1, 4096, 64, 128),
+    "1 layer, 512 heads of 8": (1, 4096, 512, 128),
+    "12 layers, 12 heads of 64": (12, 768, 12, 128),
+    "48 layers, 12 heads of 64": (48, 768, 12, 128),
 }
 
 
@@ -50,6 +50,7 @@ class Readings:
 
     def memory(self) -> int:
         """Bytes that a reading takes at its peak."""
+        self._peak()
         self.forward()
         before = self._peak()
         self.read()
@@ -58,11 +59,13 @@ class Readings:
     def _peak(self) -> int:
         if self.device == "cpu":
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return torch.cuda.max_memory_allocated()
+        highest = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return highest
 
 
 def memory_of(name: str, device: str) -> int:
-    """In a process of its own, as memory that was taken once hides what is taken again."""
+    """In a process of its own, as on a CPU memory that was taken once hides what is taken again."""
     command = [sys.executable, "-m", "tests.benchmarks.reading", "--device", device, "--memory", name]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
@@ -79,7 +82,8 @@ def main() -> None:
         readings = Readings(name, options.device)
         readings.read()
         (cost,) = ratios(readings.forward, readings.read, rounds=options.rounds, device=options.device)
-        rows.append((name, cost, f"{1e3 * cost.added:.3g}", f"{memory_of(name, options.device) / 2**20:.0f}"))
+        memory = memory_of(name, "cpu") if options.device == "cpu" else readings.memory()
+        rows.append((name, cost, f"{1e3 * cost.added:.3g}", f"{memory / 2**20:.0f}"))
         del readings
     table(*rows)
 

@@ -14,7 +14,8 @@ from tests.benchmarks.timing import arguments, ratios, table
 SIZES = {  # layers, width, heads, tokens; sequences
     "12 layers, 768 wide, 512 tokens": ((12, 768, 12, 512), 1),
     "12 layers, 768 wide, 2,048 tokens": ((12, 768, 12, 2048), 1),
-    "12 layers, 768 wide, 4 x 2,048 tokens": ((12, 768, 12, 2048), 4),
+    "12 layers, 128 wide, 2,048 tokens": ((12, 128, 4, 2048), 1),
+    "12 layers, 128 wide, 16 x 2,048 tokens": ((12, 128, 4, 2048), 16),
     "24 layers, 256 wide, 512 tokens": ((24, 256, 8, 512), 1),
     "48 layers, 256 wide, 512 tokens": ((48, 256, 8, 512), 1),
 }

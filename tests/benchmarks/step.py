@@ -1,6 +1,6 @@
 """What a step costs with a reading, and without one between readings, against a step that nobody watches.
 
-    python -m tests.benchmarks.step [--device cuda] [--sizes gpt2 small]
+    python -m tests.benchmarks.step [--device cuda] [--sizes gpt2 gpt2-16 small]
 
 Watched as by default: all rules, history, TensorBoard. The share of a training is at the default cadence of 50 steps.
 """
@@ -19,6 +19,7 @@ from tests.benchmarks.timing import Ratio, arguments, ratios, table
 EVERY = 50
 SIZES = {  # layers, width, heads, tokens; sequences
     "gpt2": ((12, 768, 12, 1024), 1),
+    "gpt2-16": ((12, 768, 12, 1024), 16),
     "small": ((2, 128, 4, 128), 8),
 }
 
@@ -40,7 +41,7 @@ def cost(name: str, device: str, rounds: int) -> tuple[Ratio, Ratio]:
 
 def main() -> None:
     parser = arguments(__doc__, rounds=7)
-    parser.add_argument("--sizes", nargs="+", default=[*SIZES], choices=SIZES)
+    parser.add_argument("--sizes", nargs="+", default=["gpt2", "small"], choices=SIZES)
     options = parser.parse_args()
     rows: list[tuple[object, ...]] = [
         ("model", "a step, ms", "with a reading", "a reading, ms", "without one", f"of a training, one in {EVERY}")

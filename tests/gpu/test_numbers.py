@@ -116,7 +116,7 @@ def test_every_metric_of_a_float32_model_is_what_its_definition_says():
 
 RUNS = [
     ("efficient", torch.float32, 40, 4),
-    ("efficient", torch.bfloat16, 20, 4),
+    ("efficient", torch.bfloat16, 24, 4),
     ("flash", torch.bfloat16, 40, 4),
     ("flash", torch.bfloat16, 20, 4),
     ("flash", torch.float16, 64, 2),
@@ -128,6 +128,7 @@ RUNS = [
 
 @pytest.mark.parametrize(("name", "dtype", "head_dim", "key_heads"), RUNS, ids=str)
 def test_rows_and_outputs_are_those_of_the_queries_and_keys_that_the_kernel_gets(name, dtype, head_dim, key_heads):
+    torch.use_deterministic_algorithms(name != "cudnn")  # it has none
     torch.manual_seed(0)
     model = Gpt(head_dim=head_dim, key_heads=key_heads, dropout=0.0).to(DEVICE, dtype)
     for block in model.blocks:  # rows that are not all flat
