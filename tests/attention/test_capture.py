@@ -387,6 +387,38 @@ def test_training_stays_as_it_is_bit_by_bit(name, dtype):
         assert not any(one.requires_grad for one in (found.outputs, found.inputs, found.rows[0]["weights"]))
 
 
+def test_modules_have_hooks_only_while_a_step_is_captured():
+    model, (x, _) = Model(), batches(1)[0]
+    capture = capture_of(model, survey(model, lambda: model(x)).layers)
+
+    def hooks() -> int:
+        return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
+
+    assert hooks() == 0
+    for _ in range(2):
+        capture.arm()
+        assert hooks() > 0
+        model(x)
+        assert all(one.outputs is not None for one in capture.take().values())
+        assert hooks() == 0
+
+
+def test_a_model_that_is_compiled_after_some_steps_is_captured_in_its_graph():
+    model, (x, _) = without_dropout(Model()), batches(1)[0]
+    capture = capture_of(model, survey(model, lambda: model(x)).layers, inputs=False, rows=None)
+    capture.arm()
+    model(x)
+    eager = capture.take()
+    run = compiled(model)
+    run(x)  # not captured, and the first call of the graph
+    capture.arm()
+    run(x)
+    for name, found in capture.take().items():
+        assert found.outputs is not None, found.reasons
+        assert torch.allclose(found.outputs, eager[name].outputs, atol=1e-5)
+    capture.remove()
+
+
 def compiled(model):
     return torch.compile(model, backend="aot_eager", fullgraph=True)
 

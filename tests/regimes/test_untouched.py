@@ -25,8 +25,8 @@ CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) fo
 def test_a_training_is_bit_identical_with_and_without_the_callback(
     kind: str, precision: str, compiled: bool, accumulate: int, tmp_path: Path
 ) -> None:
-    if kind not in ("loop", "lightning"):
-        pytest.importorskip(kind)
+    if kind != "loop":
+        pytest.importorskip(kind)  # first, as importing lightning draws random numbers
     how: dict[str, Any] = {"precision": precision, "compiled": compiled, "accumulate": accumulate, "dropout": 0.1}
     for folder in ("with", "without"):
         (tmp_path / folder).mkdir()
