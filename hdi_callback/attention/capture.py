@@ -358,13 +358,13 @@ class Capture:
         """Keep sampled rows until there are many: layers that are alike become numbers in one call."""
         if self._rows is not None:
             self._samples.append((layer, sample))
-            if sum(one.logits.numel() for _, one in self._samples) > _ROWS_AT_ONCE:
+            if sum(one.numel for _, one in self._samples) > _ROWS_AT_ONCE:
                 self._make_rows()
 
     def _make_rows(self) -> None:
         groups: dict[Any, list[tuple[str, CoreSample]]] = {}
         for layer, sample in self._samples:
-            groups.setdefault(sample.shape, []).append((layer, sample))
+            groups.setdefault(sample.kind, []).append((layer, sample))
         self._samples = []
         with without_modes():
             for group in groups.values():
@@ -399,7 +399,7 @@ class Capture:
             reasons.setdefault("outputs", reason)
 
 
-_ROWS_AT_ONCE = 2**22  # scores that are kept until they become numbers
+_ROWS_AT_ONCE = 2**22  # numbers in samples that are kept until their layers are measured together
 
 _LIMITED = "it would have to be compiled once more, which a setting or the limit of recompilations does not allow"
 _COMPILED = "where torch.compile compiles a part of a model, only inputs of modules are captured"
