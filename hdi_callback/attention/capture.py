@@ -358,7 +358,8 @@ class Capture:
         """Keep sampled rows until there are many: layers that are alike become numbers in one call."""
         if self._rows is not None:
             self._samples.append((layer, sample))
-            if sum(one.numel for _, one in self._samples) > _ROWS_AT_ONCE:
+            at_once = _ROWS_AT_ONCE_ON_CPU if sample.positions.is_cpu else _ROWS_AT_ONCE
+            if sum(one.numel for _, one in self._samples) > at_once:
                 self._make_rows()
 
     def _make_rows(self) -> None:
@@ -400,6 +401,7 @@ class Capture:
 
 
 _ROWS_AT_ONCE = 2**22  # numbers in samples that are kept until their layers are measured together
+_ROWS_AT_ONCE_ON_CPU = 2**18  # whose cache would not hold more
 
 _LIMITED = "it would have to be compiled once more, which a setting or the limit of recompilations does not allow"
 _COMPILED = "where torch.compile compiles a part of a model, only inputs of modules are captured"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,9 @@ from hdi_callback.monitor.reading import Absent, Result, joined, stacked
 
 _AT_ONCE = 2**24
 """Numbers in the sums of the layers that ranks add up at once, and in what is stacked."""
+
+_AT_ONCE_ON_CPU = 2**19
+"""Numbers that are stacked on a CPU, whose cache would not hold more."""
 
 
 class SumSource(ABC):
@@ -132,8 +136,9 @@ def _sums_of(
         else:
             groups.setdefault(_shape(source, captured[layer.name]), []).append(layer)
     for shape, group in groups.items():
-        each = shape[0][0].numel() if shape else 1
-        for some in _split(group, max(1, _AT_ONCE // max(each, 1))):
+        size, _, device = shape[0] if shape else ((), None, ranks.device)
+        at_once = _AT_ONCE_ON_CPU if device.type == "cpu" else _AT_ONCE
+        for some in _split(group, max(1, at_once // max(1, math.prod(size)))):
             with absent.unless([source.name], [layer.name for layer in some]):
                 found = source.sums(some, [captured[layer.name] for layer in some])
                 sums |= {layer.name: one for layer, one in zip(some, found)}
