@@ -138,6 +138,11 @@ def without_modes() -> Iterator[None]:
     A mode that is active around an optimizer's step would receive our operations: one that draws random numbers, or
     counts operations, would change the training.
     """
+    devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    if not (devices or torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()):
+        with torch.no_grad():
+            yield
+        return
     function_modes = []
     while torch._C._len_torch_function_stack():  # first: they see that autograd is switched off, too
         function_modes.append(_pop_mode())
@@ -145,9 +150,8 @@ def without_modes() -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(_disable_current_modes())
             stack.enter_context(torch.no_grad())
-            for device in ("cpu", "cuda"):
-                if torch.is_autocast_enabled(device):
-                    stack.enter_context(torch.autocast(device, enabled=False))
+            for device in devices:
+                stack.enter_context(torch.autocast(device, enabled=False))
             yield
     finally:
         for mode in reversed(function_modes):

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-_CALLS = {nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__}
+_INNER, _WRAPPED = nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__
+_CALLS = {_INNER, _WRAPPED}
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,16 @@ def running_calls() -> list[Call]:
     """Return the running calls of modules, innermost first; of a compiled module that of the whole."""
     found: list[Call] = []
     frame: FrameType | None = sys._getframe(1)
+    inner = None
     while frame is not None:
-        if frame.f_code in _CALLS:
+        code = frame.f_code
+        if code in _CALLS and not (code is _WRAPPED and inner is _INNER):  # one call of one module
             local = frame.f_locals
             module = getattr(local["self"], "_orig_mod", local["self"])
             if not found or found[-1].module is not module:
                 found.append(call_of(module, local["args"], local["kwargs"]))
+        if code in _CALLS:
+            inner = code
         frame = frame.f_back
     return found
 

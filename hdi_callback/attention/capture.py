@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from hdi_callback.attention.compiled_calls import BeforeCompiledCalls
 from hdi_callback.attention.extra_forward import inner_model
 from hdi_callback.attention.hooks import Hook
 from hdi_callback.attention.in_graph import Receiver, is_anything_compiled, is_compiled, may_recompile, take_in_graph
@@ -68,10 +69,10 @@ class Capture:
         layers: its attention layers.
         max_tokens: largest number of tokens kept of a layer.
         padding: how padding is known, see `PaddingChoice`.
-        rows: makes numbers of sampled rows of attention, at once: ``rows(logits, weights, positions=, visible=,
-            norms=)`` with logits and weights ``(b, H, q, k)`` in float32, the positions ``(q,)`` of the queries,
-            `visible` boolean of the shape of the weights, and the mean norms of queries and keys, ``(H,)`` each, or
-            `None`. `None` if rows are not wanted.
+        rows: makes numbers of sampled rows of attention of some layers that are alike: ``rows(logits, weights,
+            positions=, visible=, norms=)`` with logits and weights ``(layers, b, H, q, k)`` in float32, the positions
+            ``(q,)`` of the queries, `visible` boolean of the shape of the weights, and the mean norms of queries and
+            keys, ``(layers, H)`` each, or `None`; gives one item for each layer. `None` if rows are not wanted.
         inputs: capture the tokens that keys are made of.
         max_rows: largest number of queries of one attention, over all sequences.
     """
@@ -94,6 +95,7 @@ class Capture:
         self._outputs = {layer.name: _Tap(layer, self, "outputs", max_tokens) for layer in layers}
         self._inputs = {layer.name: _Tap(layer, self, "inputs", max_tokens) for layer in layers if inputs}
         self._taken_rows: dict[str, list[Any]] = {}
+        self._samples: list[tuple[str, CoreSample]] = []  # of rows, that are not numbers yet
         self._failed: dict[str, dict[str, str]] = {}
         self._entered: set[int] = set()  # modules within which the reader was, outside of a backward
         self._handles: list[RemovableHandle] = []
@@ -104,6 +106,11 @@ class Capture:
         self._by_name = dict(self._model.named_modules())
         self._names = {module: name for name, module in self._by_name.items()}
         self._taps = list(self._hooked())
+        # Hooks are there while a step is captured, as modules without any are called faster; those of a compiled graph
+        # stay, as it does not see hooks that come later.
+        self._is_suspended = False
+        self._stays = is_anything_compiled() or any(is_compiled(module) for module in (model, *self._by_name.values()))
+        self._before_compiled = None if self._stays else BeforeCompiledCalls(self._stay)
         self.resume()
         read = [layer for layer in layers if self._may_read(layer)]
         self._reader = Reader(self._names, read, self, max_rows) if read else None
@@ -119,6 +126,8 @@ class Capture:
             training_only: leave out forwards that autograd does not record, such as those of an evaluation.
         """
         self.is_armed, self.training_only = True, training_only
+        if not self._is_suspended:
+            self._install()
         self._forget()
         self._set_in_graph(True)
         if self._reader is not None and not self._is_broken:
@@ -142,6 +151,7 @@ class Capture:
             Layer name -> what was captured of it, and why something was not.
         """
         self._stop()
+        self._make_rows()
         found = {name: self._captured(layer) for name, layer in self._layers.items()}
         gathered = gathered_heads({name: (self._layers[name], one.outputs) for name, one in found.items()})
         for name, outputs in gathered.items():
@@ -154,22 +164,43 @@ class Capture:
     def suspend(self) -> None:
         """Take the hooks off, as before an evaluation: torch's encoder takes its fast path only without any."""
         self._stop()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._is_suspended = True
+        self._uninstall()
 
     def resume(self) -> None:
         """Put the hooks back: the same objects, so that compiled graphs go on as they are."""
-        if not self._handles:
-            self._handles = [module.register_forward_pre_hook(tap, with_kwargs=True) for module, tap in self._taps]
+        self._is_suspended = False
+        if self._stays or self.is_armed:
+            self._install()
 
     def remove(self) -> None:
         """Remove all hooks and forget what was captured; calling it again does nothing."""
         self.suspend()
         self._forget()
+        if self._before_compiled is not None:
+            self._before_compiled.remove()
+
+    def _install(self) -> None:
+        if not self._handles:
+            self._handles = [module.register_forward_pre_hook(tap, with_kwargs=True) for module, tap in self._taps]
+
+    def _uninstall(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _stay(self, function: Any, args: Any, kwargs: Any) -> None:
+        """Let the hooks be there from now on, as something is about to be compiled."""
+        self._stays = True
+        if not self._is_suspended:
+            self._install()
+        if self._before_compiled is not None:
+            self._before_compiled.remove()
 
     def _stop(self) -> None:
         self.is_armed = False
+        if not self._stays:
+            self._uninstall()
         for handle in self._reader_handles:
             handle.remove()
         self._reader_handles.clear()
@@ -180,6 +211,7 @@ class Capture:
         for tap in (*self._outputs.values(), *self._inputs.values()):
             tap.forget()
         self._taken_rows.clear()
+        self._samples.clear()
         self._failed.clear()
         self._entered.clear()
 
@@ -328,12 +360,38 @@ class Capture:
         return tap.find(shape).padded
 
     def take_rows(self, layer: str, sample: CoreSample) -> None:
-        """Make numbers of sampled rows at once."""
+        """Keep sampled rows until there are many: layers that are alike become numbers in one call."""
         if self._rows is not None:
-            found = self._rows(
-                sample.logits, sample.weights, positions=sample.positions, visible=sample.visible, norms=sample.norms
-            )
-            self._taken_rows.setdefault(layer, []).append(found)
+            self._samples.append((layer, sample))
+            at_once = _ROWS_AT_ONCE_ON_CPU if sample.positions.is_cpu else _ROWS_AT_ONCE
+            if sum(one.numel for _, one in self._samples) > at_once:
+                self._make_rows()
+
+    def _make_rows(self) -> None:
+        groups: dict[Any, list[tuple[str, CoreSample]]] = {}
+        for layer, sample in self._samples:
+            groups.setdefault(sample.kind, []).append((layer, sample))
+        self._samples = []
+        with without_modes():
+            for group in groups.values():
+                try:
+                    found = self._numbers_of([sample for _, sample in group])
+                except Exception as error:
+                    for layer, _ in group:
+                        self.fail(layer, f"its rows of attention cannot be read ({describe(error)})")
+                    continue
+                for (layer, _), one in zip(group, found):
+                    self._taken_rows.setdefault(layer, []).append(one)
+
+    def _numbers_of(self, samples: Sequence[CoreSample]) -> Sequence[Any]:
+        assert self._rows is not None
+        sample = CoreSample.stacked(samples)
+        visible = sample.visible()
+        weights = sample.weights_of(visible)
+        found: Sequence[Any] = self._rows(
+            sample.logits, weights, positions=sample.positions, visible=visible, norms=sample.norms(visible)
+        )
+        return found
 
     def take_outputs(self, layer: str, outputs: Tensor) -> None:
         """Take head outputs, ``(batch, queries, H, d_v)``."""
@@ -346,6 +404,9 @@ class Capture:
         if self.wants_outputs(layer):
             reasons.setdefault("outputs", reason)
 
+
+_ROWS_AT_ONCE = 2**22  # numbers in samples that are kept until their layers are measured together
+_ROWS_AT_ONCE_ON_CPU = 2**18  # whose cache would not hold more
 
 _LIMITED = "it would have to be compiled once more, which a setting or the limit of recompilations does not allow"
 _COMPILED = "where torch.compile compiles a part of a model, only inputs of modules are captured"

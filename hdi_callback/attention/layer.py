@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any, Literal
 
 import torch
@@ -86,13 +86,19 @@ class Rows:
         parameter = _whole_tensor(self.module, name)
         if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
             raise UnsupportedAttentionError(f"`{name}` is quantised ({parameter.dtype}): its rows cannot be read.")
-        strides = _strides(starts)
+        strides = self._regular if starts is self.starts else _strides(starts)
         if strides is None:
             at = starts[..., None] + torch.arange(self.columns, device="cpu") * self.stride
             return parameter.reshape(-1)[at.to(parameter.device)]
         flat = parameter if parameter.is_contiguous() else parameter.contiguous()
         shape = (*starts.shape, self.columns)
-        return flat.as_strided(shape, (*strides, self.stride), flat.storage_offset() + int(starts[0, 0]))
+        by_head, by_row, first = strides
+        return flat.as_strided(shape, (by_head, by_row, self.stride), flat.storage_offset() + first)
+
+    @cached_property
+    def _regular(self) -> tuple[int, int, int] | None:
+        """The same at each reading."""
+        return _strides(self.starts)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -109,7 +115,7 @@ class Product:
 
     def tensor(self) -> Tensor | None:
         """Multiply: ``(heads, width, in_features)``; `None` while an adapter is merged into its base, or disabled."""
-        if any(_is_off(rows) for rows in self.factors) and len(self.factors) > 1:
+        if len(self.factors) > 1 and any(_is_off(rows) for rows in self.factors):
             return None
         if len(self.factors) == 1 and self.scale == 1.0:
             return self.factors[0].tensor()
@@ -392,13 +398,15 @@ def _features(heads: int, width: int, start: int, stride: int | None) -> Tensor:
     return start + head[:, None] * (width if stride is None else stride) + feature
 
 
-def _strides(starts: Tensor) -> tuple[int, int] | None:
-    """The steps from head to head and from row to row, if they are regular."""
+def _strides(starts: Tensor) -> tuple[int, int, int] | None:
+    """The steps from head to head and from row to row, and the first number, if they are regular."""
     heads, width = starts.shape
     by_head = int(starts[1, 0] - starts[0, 0]) if heads > 1 else 0
     by_row = int(starts[0, 1] - starts[0, 0]) if width > 1 else 0
     expected = torch.arange(heads)[:, None] * by_head + torch.arange(width) * by_row + starts[0, 0]
-    return (by_head, by_row) if min(by_head, by_row) >= 0 and torch.equal(starts, expected) else None
+    if min(by_head, by_row) < 0 or not torch.equal(starts, expected):
+        return None
+    return by_head, by_row, int(starts[0, 0])
 
 
 def _is_off(rows: Rows) -> bool:

@@ -7,7 +7,7 @@ of what does not repeat (`small`), and repeated again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +51,30 @@ def reshaped(plane: Tensor, shape: Sequence[int]) -> Tensor:
     try:
         return plane.view(shape)
     except RuntimeError:
-        return thin(plane.reshape(shape))
+        pass
+    kept = list(shape)
+    for old, new in _blocks(plane.shape, shape):
+        if all(plane.shape[dim] == 1 or plane.stride(dim) == 0 for dim in old):
+            for dim in old:
+                plane = plane.narrow(dim, 0, 1)
+            kept[new.start : new.stop] = [1] * len(new)
+    return thin(plane.reshape(kept)).expand(tuple(shape))
+
+
+def _blocks(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range]]:
+    """Cut two shapes of as many elements into dimensions that become each other, such as batch and heads one."""
+    at = to = 0
+    while at < len(old) and to < len(new):
+        begin, other, size, wanted = at, to, old[at], new[to]
+        while size != wanted:
+            if size < wanted:
+                at += 1
+                size *= old[at]
+            else:
+                to += 1
+                wanted *= new[to]
+        at, to = at + 1, to + 1
+        yield range(begin, at), range(other, to)
 
 
 def repeats(plane: Tensor, dim: int) -> bool:

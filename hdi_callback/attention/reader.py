@@ -1,8 +1,8 @@
 """Read attention where it runs: rows of attention and head outputs, in forwards that train.
 
 Under a slim dispatch mode the attention that was found is recognised again, by the module that runs and its number
-there. Queries and keys are taken at the operation, with the mask, scale and groups that it received, and become numbers
-at once. Shapes are all that is looked at: no waiting for a device, no random number, no tensor of the forward is kept,
+there. Queries and keys are taken at the operation, with the mask, scale and groups that it received: a few rows are
+copied. Shapes are all that is looked at: no waiting for a device, no random number, no tensor of the forward is kept,
 and what is computed here is seen by no mode and no autograd. An error ends in the reasons of its layer.
 """
 
@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -42,35 +43,88 @@ _PRODUCTS = {aten.bmm.default: 0, aten.mm.default: 0, aten.baddbmm.default: 1, a
 _SEEN = -5e3  # scores of keys that a mask hides are less
 _MOST_SEQUENCES = 4
 _PLAIN = Tensor.__torch_dispatch__
+_STACKED = ("logits", "weights", "query", "key", "mask", "padded")  # of a `CoreSample`
 
 
+@dataclass(frozen=True)
 class CoreSample:
-    """Sampled rows of one attention.
+    """Sampled rows of one attention, or of several that are alike, stacked in front.
 
     Attributes:
-        logits: ``(b, H, q, k)`` float32, as they enter the softmax.
-        weights: ``(b, H, q, k)`` float32, as they leave it, before dropout.
         positions: ``(q,)``, of the queries among all.
-        visible: boolean, broadcasts to ``(b, H, q, k)``: keys that a query sees, none of them if it is padding.
-        lengths: norms of the queries ``(b, H, q)`` and keys ``(b, H, k)``; `None` where they are not seen.
+        logits: ``(b, H, q, k)`` float32, as they enter the softmax, where it is written out.
+        weights: ``(b, H, q, k)`` float32, as they leave it, before dropout.
+        query: ``(b, H, q, width)`` float32, where attention is one operation.
+        key: ``(b, key heads, k, width)`` float32.
+        scale: what their products are multiplied by.
+        mask: ``(b, H, q, k)``, added to them, or true where a key is seen.
+        later: ``(q, k)``, true of keys that are behind a query, and so are not seen.
+        padded: ``(b, q)``, queries that are padding; `None` for none.
     """
 
-    def __init__(self, logits: Tensor, weights: Tensor, positions: Tensor) -> None:
-        self.logits, self.weights, self.positions = logits, weights, positions
-        self.lengths: tuple[Tensor, Tensor] | None = None
-        self.visible = ~(logits <= _SEEN)  # NaN is seen
-
-    def leave_out(self, padded: Tensor) -> None:
-        """Let padded queries, ``(b, q)``, see no key."""
-        self.visible = self.visible & ~padded[:, None, :, None].to(self.visible.device)
+    positions: Tensor
+    logits: Tensor | None = None
+    weights: Tensor | None = None
+    query: Tensor | None = None
+    key: Tensor | None = None
+    scale: float = 1.0
+    mask: Tensor | None = None
+    later: Tensor | None = None
+    padded: Tensor | None = None
 
     @property
-    def norms(self) -> tuple[Tensor, Tensor] | None:
+    def kind(self) -> tuple[Any, ...]:
+        """What samples must have alike to be stacked; those of one place share positions."""
+        tensors = (getattr(self, name) for name in _STACKED)
+        shapes = (None if one is None else (one.shape, one.dtype, one.device) for one in tensors)
+        return id(self.positions), id(self.later), self.scale, *shapes
+
+    @property
+    def numel(self) -> int:
+        """How many numbers it holds, about."""
+        return sum(one.numel() for name in _STACKED if (one := getattr(self, name)) is not None)
+
+    @classmethod
+    def stacked(cls, samples: Sequence[CoreSample]) -> CoreSample:
+        """Stack samples of one kind, and compute their scores."""
+        given = {name: [getattr(one, name) for one in samples] for name in _STACKED}
+        tensors: dict[str, Any] = {
+            name: None if values[0] is None else torch.stack(values) for name, values in given.items()
+        }
+        together = replace(samples[0], **tensors)
+        return together if together.logits is not None else replace(together, logits=together._scores())
+
+    def _scores(self) -> Tensor:
+        assert self.query is not None and self.key is not None  # noqa: PT018
+        *batch, H, rows, width = self.query.shape
+        groups = H // self.key.shape[-3]
+        grouped = self.query.reshape(*batch, H // groups, groups * rows, width)
+        logits = (grouped * self.scale @ self.key.mT).view(*batch, H, rows, -1)
+        if self.mask is not None:
+            is_seen = self.mask.dtype == torch.bool
+            logits = logits.masked_fill(~self.mask, -math.inf) if is_seen else logits + self.mask
+        return logits if self.later is None else logits.masked_fill(self.later, -math.inf)
+
+    def visible(self) -> Tensor:
+        """Mark the keys that a query sees, none of them if it is padding."""
+        assert self.logits is not None
+        seen = ~(self.logits <= _SEEN)  # NaN is seen
+        return seen if self.padded is None else seen & ~self.padded[..., None, :, None]
+
+    def weights_of(self, visible: Tensor) -> Tensor:
+        """Give the weights; a softmax over nothing is NaN, while NaN of a row that sees keys stays."""
+        assert self.logits is not None
+        weights = torch.softmax(self.logits, -1) if self.weights is None else self.weights
+        return weights.masked_fill(~visible.any(-1, keepdim=True), 0)
+
+    def norms(self, visible: Tensor) -> tuple[Tensor, Tensor] | None:
         """Mean norms of the queries and keys of each head, ``(H,)`` each, of those that meet."""
-        if self.lengths is None:
+        if self.query is None or self.key is None:
             return None
-        meet = self.visible.any(-1).expand_as(self.lengths[0]), self.visible.any(-2).expand_as(self.lengths[1])
-        query, key = ((one * met).sum((0, 2)) / met.sum((0, 2)).clamp_min(1) for one, met in zip(self.lengths, meet))
+        of_keys = self.key.norm(dim=-1).repeat_interleave(self.query.shape[-3] // self.key.shape[-3], dim=-2)
+        lengths = self.query.norm(dim=-1), of_keys
+        meet = (visible.any(dim).expand_as(length) for dim, length in zip((-1, -2), lengths))
+        query, key = ((one * met).sum((-3, -1)) / met.sum((-3, -1)).clamp_min(1) for one, met in zip(lengths, meet))
         return query, key
 
 
@@ -124,6 +178,7 @@ class Reader(TorchDispatchMode):
         """Begin another armed step: positions are sampled from another first one."""
         self._turn += 1
         self._counts: Counter[str] = Counter()
+        self._places: dict[Any, tuple[Tensor, Tensor]] = {}
         self.forget()
 
     def forget(self) -> None:
@@ -190,13 +245,13 @@ class Reader(TorchDispatchMode):
         logits, weights = (_arranged(one.movedim(how.keys, -1), how.rows, how) for one in (scores, out))
         hidden = logits[:, 0].amax(1) <= _SEEN
         sequences, queries = self._sample(logits.shape[0], logits.shape[2])
-        few, of_few = (one[sequences][:, :, queries].float() for one in (logits, weights))
-        sample = CoreSample(few, of_few, _positions(logits, queries))
+        few, of_few = (_copied(one[sequences][:, :, queries]) for one in (logits, weights))
+        sample = CoreSample(self._place(logits, queries, logits.shape[-1])[0], few, of_few)
         self._hand_over(layer, sample, logits, sequences, queries, hidden)
 
     def _read_fused(self, layer: AttentionLayer, how: Site, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        given = {one.name: one.default_value for one in func._schema.arguments if one.has_default_value()}
-        given |= dict(zip((one.name for one in func._schema.arguments), args)) | kwargs
+        names, defaults = _arguments(func)
+        given = defaults | dict(zip(names, args)) | kwargs
         query, key, mask = given["query"], given["key"], given.get("attn_mask", given.get("attn_bias"))
         scale = query.shape[-1] ** -0.5 if given["scale"] is None else given["scale"]
         *batch, num_queries, _ = query.shape
@@ -205,24 +260,22 @@ class Reader(TorchDispatchMode):
         k = _arranged(key, how.rows, replace(how, heads=how.heads // groups, order=()))
         sequences, queries = self._sample(q.shape[0], num_queries)
         hidden = None
-        positions = _positions(q, queries)
-        sampled, keys = q[sequences][:, :, queries].float(), k[sequences].float()
+        positions, is_later = self._place(q, queries, key.shape[-2])
         if how.order and groups > 1:
             raise ValueError("grouped heads in another order")
-        b, H, rows, width = sampled.shape
-        grouped = sampled.reshape(b, H // groups, groups * rows, width)
-        logits = (grouped * scale @ keys.mT).view(b, H, rows, -1)
         if mask is not None:
             mask = _arranged(mask.expand(*batch, num_queries, key.shape[-2]), how.rows, how)
             of_first = mask[:, 0]
             hidden = (~of_first if mask.dtype == torch.bool else of_first <= _SEEN).all(1)
-            mask = mask[sequences][:, :, queries]
-            logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
-        if given.get("is_causal"):
-            columns = torch.arange(logits.shape[-1], device=logits.device)
-            logits = logits.masked_fill(columns > positions[:, None], -math.inf)
-        sample = CoreSample(logits, torch.softmax(logits, -1), positions)
-        sample.lengths = sampled.norm(dim=-1), keys.norm(dim=-1).repeat_interleave(groups, dim=1)
+            mask = mask[sequences][:, :, queries].clone()
+        sample = CoreSample(
+            positions,
+            query=_copied(q[sequences][:, :, queries]),
+            key=_copied(k[sequences]),
+            scale=scale,
+            mask=mask,
+            later=is_later if given.get("is_causal") else None,
+        )
         self._hand_over(layer, sample, q, sequences, queries, hidden)
         if self._sink.wants_outputs(layer.name):
             self._hand_outputs(layer, how, out[0] if isinstance(out, (tuple, list)) else out)
@@ -232,9 +285,7 @@ class Reader(TorchDispatchMode):
     ) -> None:
         padded = self._sink.padded_queries(layer.name, (whole.shape[0], whole.shape[2]), hidden)
         if padded is not None:
-            sample.leave_out(padded[sequences][:, queries])
-        # A softmax over nothing is NaN; NaN of a row that sees keys stays.
-        sample.weights = sample.weights.masked_fill(~sample.visible.any(-1, keepdim=True), 0)
+            sample = replace(sample, padded=padded[sequences][:, queries].to(whole.device))
         self._sink.take_rows(layer.name, sample)
 
     def _follow(self, func: Any, args: Any, out: Any) -> None:
@@ -264,6 +315,14 @@ class Reader(TorchDispatchMode):
         except Exception as error:
             self._sink.fail(layer.name, f"its head outputs cannot be read ({describe(error)})")
 
+    def _place(self, whole: Tensor, queries: slice, keys: int) -> tuple[Tensor, Tensor]:
+        """Positions of sampled queries, and which keys are later; layers of a step share them."""
+        key = whole.shape[2], queries.start, queries.step, keys, whole.device
+        if key not in self._places:
+            positions = torch.arange(whole.shape[2], device=whole.device)[queries]
+            self._places[key] = positions, torch.arange(keys, device=whole.device) > positions[:, None]
+        return self._places[key]
+
     def _sample(self, sequences: int, queries: int) -> tuple[slice, slice]:
         """Take some sequences and queries at fixed strides; the first one moves from step to step."""
         by_sequence = max(1, math.ceil(sequences / min(_MOST_SEQUENCES, self._max_rows)))
@@ -287,8 +346,18 @@ class _Aside:
         del self._autocast
 
 
-def _positions(whole: Tensor, queries: slice) -> Tensor:
-    return torch.arange(whole.shape[2], device=whole.device)[queries]
+@lru_cache(maxsize=64)
+def _arguments(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Names of the arguments of an operation, and their defaults."""
+    arguments = func._schema.arguments
+    return tuple(one.name for one in arguments), {
+        one.name: one.default_value for one in arguments if one.has_default_value()
+    }
+
+
+def _copied(x: Tensor) -> Tensor:
+    """Copy, as samples are looked at later."""
+    return x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
 def _memory(tensor: Tensor) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hdi_callback.core.pairs import head_chunks, largest_pair, live_pairs, mean_over_pairs, write_symmetric
+from hdi_callback.core.pairs import at_least, head_chunks, largest_pair, live_pairs, mean_over_pairs, write_symmetric
 from hdi_callback.core.whitening import WhitenedHeads, dead_heads, layers_at_once, whiten_heads
 from hdi_callback.errors import ShapeError
 
@@ -130,7 +130,7 @@ def _inner_products(own: Tensor, shared: Tensor, group: Tensor | None) -> tuple[
     inner = left.new_empty(len(left), H, H)
     flat, rows = left.flatten(1, 2), keys.rows.flatten(1, 2)
     each = len(left) * left.element_size() * k * k * (H + H)
-    for part in head_chunks(H, each, at_least=4):
+    for part in head_chunks(H, each, at_least=at_least(left)):
         first = slice(part.start * k, None)
         product = flat[:, part.start * k : part.stop * k] @ flat[:, first].mT
         product = product.unflatten(1, (-1, k)).unflatten(-1, (-1, k))  # (L, heads, k, others, k)

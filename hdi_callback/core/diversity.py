@@ -7,12 +7,12 @@ overlap is the normalised projection kernel, used on the heads of frozen models 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from hdi_callback.core.pairs import head_chunks, largest_pair, live_pairs, mean_over_pairs, write_symmetric
+from hdi_callback.core.pairs import at_least, head_chunks, largest_pair, live_pairs, mean_over_pairs, write_symmetric
 from hdi_callback.core.whitening import layers_at_once, whiten_heads
 from hdi_callback.errors import MisconfigurationError, ShapeError
 
@@ -141,7 +141,7 @@ def _block_norms(rows: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor]:
     flat = rows.flatten(1, 2)  # (L, H k, d)
     shared, energy = rows.new_empty(L, H, H), rows.new_empty(L, H, H)
     # The product, and what it becomes, side by side.
-    for part in head_chunks(H, 2 * L * k * H * k * rows.element_size(), at_least=4):
+    for part in head_chunks(H, 2 * L * k * H * k * rows.element_size(), at_least=at_least(rows)):
         n, m = part.stop - part.start, H - part.start
         product = flat[:, part.start * k : part.stop * k] @ flat[:, part.start * k :].mT
         mixed = mixing[:, part] @ product.view(L, n, k, m * k)
@@ -175,9 +175,11 @@ def _summarise(
     mean_chance = mean_over_pairs(chance, live_pairs(dead))
     # ||sum_h P_h / sqrt(r_h)||_F^2 >= (its trace)^2 / d, by Cauchy-Schwarz.
     crowding = ((rank.sqrt() * live).sum(-1).square() / width - heads) / (heads * (heads - 1))
+    both = _lens(torch.stack([subspace, energy / _outer(own).sqrt()]), torch.stack([chance, energy_chance]), dead)
+    lenses = [Lens(**{item.name: getattr(both, item.name)[place] for item in fields(both)}) for place in (0, 1)]
     return HeadDiversity(
-        subspace=_lens(subspace, chance, dead),
-        energy=_lens(energy / _outer(own).sqrt(), energy_chance, dead),
+        subspace=lenses[0],
+        energy=lenses[1],
         chance=1 - mean_chance,
         ceiling=torch.where(mean_chance.isnan(), torch.nan, 1 - crowding.clamp_min(0)),
         rank=rank,
@@ -188,7 +190,7 @@ def _summarise(
 
 
 def _lens(overlap: Tensor, chance: Tensor, dead: Tensor) -> Lens:
-    """Reduce the overlaps of every pair, given their chance."""
+    """Reduce the overlaps of every pair, given their chance; lenses are stacked in front."""
     live, pairs = ~dead, live_pairs(dead)
     both = live[..., :, None] & live[..., None, :]
     heads = live.sum(-1).to(overlap.dtype)

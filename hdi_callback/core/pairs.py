@@ -48,11 +48,17 @@ def largest_pair(matrix: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor, Tensor,
     )
 
 
-def head_chunks(heads: int, bytes_of_head: int, *, at_least: int = 1) -> Iterator[slice]:
-    """Split heads into chunks whose temporaries fit into `TEMPORARY`, one head each at the least.
+def at_least(rows: Tensor) -> int:
+    """In how many chunks the product of the rows of heads ``(L, H, k, d)`` is formed at least.
 
-    With a chunk's heads against all from its first one on, four chunks save 3/8 of a symmetric product.
-    """
+    Four chunks of heads, each against all from its first one on, save 3/8 of a symmetric product; where it is small, or
+    on a GPU, launching them costs more.
+    """  # noqa: DOC201
+    return 4 if rows.is_cpu and rows.numel() >= 2**15 else 1
+
+
+def head_chunks(heads: int, bytes_of_head: int, *, at_least: int = 1) -> Iterator[slice]:
+    """Split heads into chunks whose temporaries fit into `TEMPORARY`, one head each at the least."""
     step = max(1, min(-(-heads // at_least), TEMPORARY // max(1, bytes_of_head)))
     for start in range(0, heads, step):
         yield slice(start, min(start + step, heads))

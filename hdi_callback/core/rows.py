@@ -6,6 +6,7 @@ does with its kernel. Sums over queries add up over chunks, sequences and ranks,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
@@ -110,9 +111,14 @@ class RowSums:
 
 @torch.no_grad()
 def attention_rows(
-    weights: Tensor, visible: Tensor | None = None, *, logits: Tensor | None = None, positions: Tensor | None = None
+    weights: Tensor,
+    visible: Tensor | None = None,
+    *,
+    logits: Tensor | None = None,
+    positions: Tensor | None = None,
+    layers: bool = False,
 ) -> RowSums:
-    """Add up the rows of attention of some queries of one layer.
+    """Add up the rows of attention of some queries of one layer, or of several layers at once.
 
     Args:
         weights: ``(..., H, queries, keys)``, attention of each query to each key; dimensions in front of the heads are
@@ -121,9 +127,10 @@ def attention_rows(
             key. By default the keys whose score is not masked; without `logits` all.
         logits: as `weights`, the scores after scale, softcap and bias; masked ones are not read.
         positions: ``(queries,)``, positions of the queries among the keys, where both are of one sequence.
+        layers: the first dimension is that of layers, which are not added up.
 
     Returns:
-        Their sums, in float32 or wider.
+        Their sums, in float32 or wider; of several layers stacked in front.
 
     Raises:
         ShapeError: if `weights` has fewer than three dimensions, or `logits` another shape.
@@ -133,16 +140,20 @@ def attention_rows(
         >>> row_metrics(sums).entropy.tolist(), row_metrics(sums).samples.tolist()
         ([1.0, 1.0], [4.0, 4.0])
     """
-    if weights.dim() < 3 or (logits is not None and logits.shape != weights.shape):
+    if weights.dim() < 3 + layers or (logits is not None and logits.shape != weights.shape):
         raise ShapeError(
             "Attention rows have the shape (..., heads, queries, keys), and logits the same; got "
             f"{tuple(weights.shape)} and {None if logits is None else tuple(logits.shape)}."
         )
-    H, _, keys = weights.shape[-3:]
-    sequences = weights.shape[:-3].numel()
-    wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
-    seen = _seen(wide, visible, logits)
-    sees = seen.sum(-1).to(wide.dtype)  # (..., H or 1, queries)
+    *batch, H, queries, keys = weights.shape
+    count, sequences = (batch[0], math.prod(batch[1:])) if layers else (1, math.prod(batch))
+
+    def arranged(x: Tensor) -> Tensor:
+        return x.reshape(count, sequences, x.shape[-3], queries, keys)  # (layers, sequences, heads, queries, keys)
+
+    seen = arranged(_seen(weights, visible, logits))
+    wide = arranged(weights.to(torch.promote_types(weights.dtype, torch.float32)))
+    sees = seen.sum(-1).to(wide.dtype)  # (layers, sequences, H or 1, queries)
     # A query counts for all heads or for none, so that pairs of heads are compared on the same queries; and not where
     # it has no choice.
     seeing = (sees > 0).all(-2) & (keys > 1)
@@ -158,23 +169,25 @@ def attention_rows(
     is_flat = torch.linalg.vector_norm(centred, dim=-1) <= rounding
     centred = centred.masked_fill(is_flat[..., None], 0)
     entropy = torch.special.entr(a).sum(-1) / torch.where(counts, n, 2).log()
-    ahead = wide.new_zeros(H)
+    ahead = wide.new_zeros(count, H)
     if positions is not None:
         later = seen & seeing[..., None, :, None] & (torch.arange(keys, device=wide.device) > positions[:, None])
-        ahead = _per_head(torch.where(later, wide, 0).sum(-1))
-    return RowSums(
-        queries=counts.sum().to(wide.dtype),
-        entropy=_per_head(torch.where(counts, entropy, 0)),
-        samples=_per_head(samples),
-        columns=a.sum(-2).reshape(sequences, H, keys).sum(0),
+        ahead = torch.where(later, wide, 0).sum((1, 3, 4))
+    number_seeing = seeing.sum((1, 2)).to(wide.dtype)
+    sums = RowSums(
+        queries=counts.sum((1, 2, 3)).to(wide.dtype),
+        entropy=torch.where(counts, entropy, 0).sum((1, 3)),
+        samples=samples.sum((1, 3)),
+        columns=a.sum((1, 3)),
         product=_inner_products(a),
         centred=_inner_products(centred),
-        logit=_largest(logits, seen, wide),
-        seeing=seeing.sum().to(wide.dtype),
-        visible=torch.where(seeing, sees.mean(-2), 0).sum(),
-        placed=seeing.sum().to(wide.dtype) * float(positions is not None),
+        logit=_largest(None if logits is None else arranged(logits), seen, wide),
+        seeing=number_seeing,
+        visible=torch.where(seeing, sees.mean(-2), 0).sum((1, 2)),
+        placed=number_seeing * float(positions is not None),
         ahead=ahead,
     )
+    return sums if layers else RowSums(**{item.name: getattr(sums, item.name)[0] for item in fields(sums)})
 
 
 @torch.no_grad()
@@ -212,39 +225,30 @@ def row_metrics(sums: RowSums) -> RowMetrics:
     )
 
 
-def _seen(wide: Tensor, visible: Tensor | None, logits: Tensor | None) -> Tensor:
+def _seen(weights: Tensor, visible: Tensor | None, logits: Tensor | None) -> Tensor:
     """Mark the keys that each query sees, with all dimensions of the rows; a mask shared by heads is not expanded."""
     if visible is None:
-        seen = torch.ones((), dtype=torch.bool, device=wide.device)
+        seen = torch.ones((), dtype=torch.bool, device=weights.device)
         if logits is not None:
             seen = logits > torch.finfo(logits.dtype).min / 2
     else:
         seen = visible
-    return seen[(None,) * (wide.dim() - seen.dim())].expand(*wide.shape[:-3], -1, *wide.shape[-2:])
+    return seen[(None,) * (weights.dim() - seen.dim())].expand(*weights.shape[:-3], -1, *weights.shape[-2:])
 
 
 def _largest(logits: Tensor | None, seen: Tensor, wide: Tensor) -> Tensor:
     """Largest visible score of each head; minus infinity if there is none."""
-    H = wide.shape[-3]
     if logits is None or logits.numel() == 0:
-        return torch.full((H,), -torch.inf, dtype=wide.dtype, device=wide.device)
-    masked = torch.where(seen, logits.to(wide.dtype), -torch.inf)
-    largest: Tensor = masked.amax(-1).movedim(-2, 0).flatten(1).amax(-1)
-    return largest
-
-
-def _per_head(values: Tensor) -> Tensor:
-    """Sums of (..., H, queries) over everything but the heads."""
-    return values.movedim(-2, 0).flatten(1).sum(-1)
+        return wide.new_full((wide.shape[0], wide.shape[2]), -torch.inf)
+    return torch.where(seen, logits.to(wide.dtype), -torch.inf).amax((1, 3, 4))
 
 
 def _inner_products(rows: Tensor) -> Tensor:
-    """Inner products (H, H) of the rows (..., H, queries, keys) of every two heads."""
-    H = rows.shape[-3]
-    flat = rows.reshape(rows.shape[:-3].numel(), H, rows.shape[-2] * rows.shape[-1])
+    """Inner products (layers, H, H) of the rows (layers, sequences, H, queries, keys) of every two heads."""
+    flat = rows.flatten(-2)
     count = -(-flat.shape[-1] // _PIECE)
-    pieces = F.pad(flat, (0, count * _PIECE - flat.shape[-1])).unflatten(-1, (count, _PIECE)).transpose(1, 2)
-    products: Tensor = (pieces @ pieces.mT).sum((0, 1))
+    pieces = F.pad(flat, (0, count * _PIECE - flat.shape[-1])).unflatten(-1, (count, _PIECE)).transpose(2, 3)
+    products: Tensor = (pieces @ pieces.mT).sum((1, 2))
     return products
 
 

@@ -93,6 +93,8 @@ def _rounded(value: Any, digits: int) -> Any:
     """Round the floats in plain data; NaN and infinity become `None`."""
     if type(value) is float:
         return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+    if type(value) is int:
+        return value
     if isinstance(value, list | tuple):
         return [_rounded(item, digits) for item in value]
     if isinstance(value, dict):

@@ -160,8 +160,8 @@ class HeadDiversityMonitor:
     def resume(self) -> None:
         """Put the hooks back after `suspend`."""
         if self._capture is not None:
-            self._capture.resume()
             self._capture.is_armed = self._is_armed
+            self._capture.resume()
 
     def join_ranks(self) -> Ranks:
         """Compare the layers of all ranks: a collective call, once, for all ranks, also those without a layer."""

@@ -22,6 +22,7 @@ from hdi_callback.core import (
 )
 from hdi_callback.monitor.metrics import FINITE_OUTPUTS, OUTPUTS, TOKENS
 from hdi_callback.monitor.ranks import Ranks
+from hdi_callback.monitor.reading import apart, stacked
 from hdi_callback.monitor.sums import SumSource, has_captured
 from hdi_callback.monitor.weights import NotFinite
 
@@ -29,7 +30,7 @@ from hdi_callback.monitor.weights import NotFinite
 class OutputCovariance(SumSource):
     """Covariance of what heads add to the output, and their overlap before the output projection."""
 
-    name, reads = OUTPUTS, "outputs"
+    name, reads, taken = OUTPUTS, "outputs", ("outputs", "valid")
 
     def __init__(self) -> None:
         self._centres: dict[str, Tensor] = {}
@@ -42,19 +43,25 @@ class OutputCovariance(SumSource):
         """Find the mean outputs over all ranks, about which second moments add up without losing digits."""
         self._centres = _centres(self, layers, captured, ranks, lambda layer: (layer.num_heads, layer.value_dim))
 
-    def sums(self, layer: AttentionLayer, captured: Captured) -> OutputMoments:
+    def sums(self, layers: Sequence[AttentionLayer], captured: Sequence[Captured]) -> list[OutputMoments]:
         """See `SumSource`."""
-        outputs, valid = _outputs(captured)
-        return OutputMoments.from_tokens(outputs, valid, centre=self._centres.get(layer.name))
+        outputs, valid = _stacked([_outputs(one) for one in captured])
+        centres = [self._centres[layer.name] for layer in layers if layer.name in self._centres]
+        return apart(OutputMoments.from_tokens(outputs, valid, centre=stacked(centres) if centres else None))
 
     def blank(self, layer: AttentionLayer, device: torch.device) -> OutputMoments:
         """See `SumSource`."""
         zeros = OutputMoments.zeros(layer.num_heads, layer.value_dim, device)
         return replace(zeros, centre=self._centres.get(layer.name, zeros.centre))
 
-    def finish(self, layer: AttentionLayer, sums: OutputMoments) -> HeadCovariance:
+    def weight(self, layer: AttentionLayer) -> Tensor:
         """See `SumSource`."""
-        return covariance_of(sums, layer.weight("output").detach())
+        return layer.weight("output").detach()
+
+    def finish(self, sums: OutputMoments, weight: Tensor | None) -> HeadCovariance:
+        """See `SumSource`."""
+        assert weight is not None
+        return covariance_of(sums, weight)
 
     def size(self, layer: AttentionLayer) -> int:
         """See `SumSource`."""
@@ -64,17 +71,17 @@ class OutputCovariance(SumSource):
 class OutputFiniteness(SumSource):
     """Heads with outputs that are NaN or infinite."""
 
-    name, reads = FINITE_OUTPUTS, "outputs"
+    name, reads, taken = FINITE_OUTPUTS, "outputs", ("outputs", "valid")
 
-    def sums(self, layer: AttentionLayer, captured: Captured) -> NotFinite:
+    def sums(self, layers: Sequence[AttentionLayer], captured: Sequence[Captured]) -> list[NotFinite]:
         """See `SumSource`."""
-        return NotFinite(outputs_not_finite(*_outputs(captured)).float())
+        return apart(NotFinite(outputs_not_finite(*_stacked([_outputs(one) for one in captured])).float()))
 
     def blank(self, layer: AttentionLayer, device: torch.device) -> NotFinite:
         """See `SumSource`."""
         return NotFinite(torch.zeros(layer.num_heads, device=device))
 
-    def finish(self, layer: AttentionLayer, sums: NotFinite) -> NotFinite:
+    def finish(self, sums: NotFinite, weight: Tensor | None) -> NotFinite:
         """See `SumSource`."""
         return NotFinite(sums.not_finite.clamp(max=1))
 
@@ -86,7 +93,7 @@ class InputTokens(SumSource):
         with_rank: measure the rank, which takes second moments of all features.
     """
 
-    name, reads = TOKENS, "inputs"
+    name, reads, taken = TOKENS, "inputs", ("inputs", "inputs_valid")
 
     def __init__(self, *, with_rank: bool) -> None:
         self._with_rank = with_rank
@@ -101,17 +108,18 @@ class InputTokens(SumSource):
         if self._with_rank:
             self._centres = _centres(self, layers, captured, ranks, lambda layer: (1, _width(layer)))
 
-    def sums(self, layer: AttentionLayer, captured: Captured) -> TokenSums:
+    def sums(self, layers: Sequence[AttentionLayer], captured: Sequence[Captured]) -> list[TokenSums]:
         """See `SumSource`."""
-        inputs, valid = _inputs(captured)
-        centre = self._centres[layer.name][0] if layer.name in self._centres else None
-        return TokenSums.from_tokens(inputs[:, 0], valid, centre=centre, with_rank=self._with_rank)
+        inputs, valid = _stacked([_inputs(one) for one in captured])
+        centres = [self._centres[layer.name][0] for layer in layers if layer.name in self._centres]
+        centre = stacked(centres) if centres else None
+        return apart(TokenSums.from_tokens(inputs[:, :, 0], valid, centre=centre, with_rank=self._with_rank))
 
     def blank(self, layer: AttentionLayer, device: torch.device) -> TokenSums:
         """See `SumSource`."""
         return TokenSums.zeros(_width(layer), device, with_rank=self._with_rank)
 
-    def finish(self, layer: AttentionLayer, sums: TokenSums) -> TokenSpread:
+    def finish(self, sums: TokenSums, weight: Tensor | None) -> TokenSpread:
         """See `SumSource`."""
         return token_metrics(sums)
 
@@ -132,6 +140,12 @@ def _outputs(captured: Captured) -> tuple[Tensor, Tensor | None]:
 def _inputs(captured: Captured) -> tuple[Tensor, Tensor | None]:
     assert captured.inputs is not None
     return captured.inputs[:, None], captured.inputs_valid
+
+
+def _stacked(given: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+    """Stack tokens of layers, and which of them count."""
+    valid = [one for _, one in given if one is not None]
+    return stacked([tokens for tokens, _ in given]), stacked(valid) if valid else None
 
 
 def _centres(

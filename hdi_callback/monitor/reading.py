@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time as clock
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -49,12 +50,22 @@ class Absent(dict[str, dict[str, str]]):
                     self.note(layer, source, f"measuring it failed ({type(error).__name__}: {error})")
 
 
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Stack tensors of layers, ``(layers, ...)``; a single one is not copied."""
+    return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
+
+
 def joined(records: Sequence[Any]) -> Any:
     """Stack records of tensors of single layers to one of tensors ``(layers, ...)``."""
-    if len(records) == 1:
-        return type(records[0])(**{item.name: getattr(records[0], item.name)[None] for item in fields(records[0])})
-    tensors = {item.name: torch.stack([getattr(one, item.name) for one in records]) for item in fields(records[0])}
-    return type(records[0])(**tensors)
+    return type(records[0])(
+        **{item.name: stacked([getattr(one, item.name) for one in records]) for item in fields(records[0])}
+    )
+
+
+def apart(record: Any) -> list[Any]:
+    """Undo `joined`: one record for each layer, of views."""
+    tensors = {item.name: getattr(record, item.name).unbind() for item in fields(record)}
+    return [type(record)(**dict(zip(tensors, each))) for each in zip(*tensors.values())]
 
 
 @dataclass(frozen=True)
@@ -64,7 +75,7 @@ class _Column:
     name: str
     kind: str  # "values", "heads" or "matrices"
     shape: torch.Size
-    device: torch.device
+    pack: tuple[torch.device, torch.dtype]
     start: int
 
 
@@ -94,7 +105,7 @@ class Reading:
         self._absent = {layer: dict(reasons) for layer, reasons in absent.items()}
         self._results = list(results)
         self._columns: dict[int, list[_Column]] = {}  # by result
-        self._hosts: dict[torch.device, Tensor] = {}
+        self._hosts: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._events: list[torch.cuda.Event] = []
         self._send()
 
@@ -102,26 +113,26 @@ class Reading:
         return f"<Reading at step {self.step}: {len(self.layers)} layers; its numbers: record()>"
 
     def _send(self) -> None:
-        """Pack all that a record keeps into one tensor a device, and start its copy to the host."""
-        parts: dict[torch.device, list[Tensor]] = {}
-        sizes: dict[torch.device, int] = {}
+        """Pack all that a record keeps into one tensor for each device and type, and start its copy to the host."""
+        parts: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        sizes: Counter[tuple[torch.device, torch.dtype]] = Counter()
         for result in self._results:
             columns = self._columns.setdefault(id(result), [])
             for kind, name, tensor in _read(result, self._left_out):
-                device, start = tensor.device, sizes.get(tensor.device, 0)
-                # Whole numbers up to the number of heads are exact in either width; MPS has no float64.
-                wide = torch.float32 if device.type == "mps" else torch.float64
-                parts.setdefault(device, []).append(tensor.detach().reshape(-1).to(wide))
-                columns.append(_Column(name, kind, tensor.shape, device, start))
-                sizes[device] = start + tensor.numel()
-        for device, tensors in parts.items():
+                pack = tensor.device, tensor.dtype
+                parts.setdefault(pack, []).append(tensor.detach().reshape(-1))
+                columns.append(_Column(name, kind, tensor.shape, pack, sizes[pack]))
+                sizes[pack] += tensor.numel()
+        for pack, tensors in parts.items():
             packed = torch.cat(tensors)
+            device = packed.device
             if device.type != "cuda":
                 is_empty = device.type == "meta"  # which holds no numbers
-                self._hosts[device] = torch.full(packed.shape, math.nan, device="cpu") if is_empty else packed.cpu()
+                self._hosts[pack] = torch.full(packed.shape, math.nan, device="cpu") if is_empty else packed.cpu()
                 continue
             host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
-            self._hosts[device] = host.copy_(packed, non_blocking=True)
+            self._hosts[pack] = host.copy_(packed, non_blocking=True)
+        for device in {device for device, _ in parts if device.type == "cuda"}:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
             self._events.append(event)
@@ -140,37 +151,43 @@ class Reading:
             event.synchronize()
         layers = {name: LayerRecord(absent=dict(self._absent.get(name, {}))) for name in self.layers}
         for result in self._results:
+            columns = self._columns[id(result)]
+            # Lists at once, as a number of a tensor takes long to read.
+            numbers = [(column, self._numbers(column)) for column in columns]
             for row, name in enumerate(result.layers):
-                self._enter(layers[name], result, row)
+                _enter(layers[name], result.source, [(column, one[row]) for column, one in numbers])
         return Record(self.step, layers, epoch=self.epoch, time=self.time)
 
-    def _enter(self, layer: LayerRecord, result: Result, row: int) -> None:
-        """Enter the numbers of one source of one layer; if none of its metrics is known, the reason alone."""
-        columns = self._columns[id(result)]
-        values = {column.name: float(self._row(column, row)) for column in columns if column.kind == "values"}
-        known = {name: value for name, value in values.items() if math.isfinite(value)}
-        if not known:
-            layer.absent.setdefault(result.source, WHY_NOT[result.source])
-            return
-        layer.absent.pop(result.source, None)  # other ranks have measured it
-        layer.values.update(known)
-        layer.absent.update(dict.fromkeys(values.keys() - known.keys(), WHY_NOT[result.source]))
-        for column in columns:
-            if column.kind == "heads":
-                layer.heads[column.name] = _plain(column.name, self._row(column, row))
-            elif column.kind == "matrices":
-                layer.matrices[column.name] = self._row(column, row).to(torch.float32, copy=True)
-
-    def _row(self, column: _Column, row: int) -> Tensor:
-        size = math.prod(column.shape[1:])
-        start = column.start + row * size
-        return self._hosts[column.device][start : start + size].view(column.shape[1:])
+    def _numbers(self, column: _Column) -> Any:
+        """The numbers of all layers of a result: matrices as one tensor, others as lists."""
+        size = math.prod(column.shape)
+        packed = self._hosts[column.pack][column.start : column.start + size].view(column.shape)
+        if column.kind == "matrices":
+            return packed.to(torch.float32, copy=True)
+        return packed.to(torch.float64).tolist()
 
 
-def _plain(name: str, numbers: Tensor) -> list[Any]:
-    """Numbers of heads as a list; whole numbers where they are numbers of something."""
+def _enter(layer: LayerRecord, source: str, numbers: Sequence[tuple[_Column, Any]]) -> None:
+    """Enter the numbers of one source of one layer; if none of its metrics is known, the reason alone."""
+    values = {column.name: one for column, one in numbers if column.kind == "values"}
+    known = {name: value for name, value in values.items() if math.isfinite(value)}
+    if not known:
+        layer.absent.setdefault(source, WHY_NOT[source])
+        return
+    layer.absent.pop(source, None)  # other ranks have measured it
+    layer.values.update(known)
+    layer.absent.update(dict.fromkeys(values.keys() - known.keys(), WHY_NOT[source]))
+    for column, one in numbers:
+        if column.kind == "heads":
+            layer.heads[column.name] = _plain(column.name, one)
+        elif column.kind == "matrices":
+            layer.matrices[column.name] = one
+
+
+def _plain(name: str, numbers: list[float]) -> list[Any]:
+    """Numbers of heads; whole numbers where they are numbers of something."""
     is_whole = name in WHOLE or name.endswith("_pair")
-    return [int(x) if is_whole and math.isfinite(x) else x for x in numbers.tolist()]
+    return [int(x) if is_whole and math.isfinite(x) else x for x in numbers]
 
 
 def _read(result: Result, left_out: Collection[str]) -> list[tuple[str, str, Tensor]]:

@@ -15,6 +15,7 @@ from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.core import RowMetrics, RowSums, attention_rows, row_metrics
 from hdi_callback.monitor.metrics import NORMS, ROWS
 from hdi_callback.monitor.ranks import Ranks
+from hdi_callback.monitor.reading import apart
 from hdi_callback.monitor.sums import SumSource
 
 POSITIONS_OVER_RANKS = 1024
@@ -42,10 +43,13 @@ class NormSums:
 
 def take_rows(
     logits: Tensor, weights: Tensor, *, positions: Tensor, visible: Tensor, norms: tuple[Tensor, Tensor] | None
-) -> tuple[RowSums, NormSums | None]:
-    """Reduce sampled rows to sums where attention runs, as `Capture` asks for."""
-    sums = attention_rows(weights, visible, logits=logits, positions=positions)
-    return sums, None if norms is None else NormSums(sums.queries, *(sums.queries * norm for norm in norms))
+) -> list[tuple[RowSums, NormSums | None]]:
+    """Reduce sampled rows of some layers to sums, as `Capture` asks for."""
+    sums = attention_rows(weights, visible, logits=logits, positions=positions, layers=True)
+    if norms is None:
+        return [(one, None) for one in apart(sums)]
+    weighted = NormSums(sums.queries, *(sums.queries[:, None] * norm for norm in norms))
+    return list(zip(apart(sums), apart(weighted)))
 
 
 class AttentionRows(SumSource):
@@ -60,8 +64,11 @@ class AttentionRows(SumSource):
         """Let sums have one shape on all ranks, whose sequences may differ in length."""
         self._positions = POSITIONS_OVER_RANKS if ranks.size > 1 else None
 
-    def sums(self, layer: AttentionLayer, captured: Captured) -> RowSums:
+    def sums(self, layers: Sequence[AttentionLayer], captured: Sequence[Captured]) -> list[RowSums]:
         """See `SumSource`."""
+        return [self._sums(one) for one in captured]
+
+    def _sums(self, captured: Captured) -> RowSums:
         total: RowSums = reduce(add, (sums for sums, _ in captured.rows))
         if self._positions is None:
             return total
@@ -73,7 +80,7 @@ class AttentionRows(SumSource):
         unseen = torch.zeros(layer.num_heads, 1, self._positions or 1, device=device)
         return attention_rows(unseen, unseen > 0)  # a query that sees no key
 
-    def finish(self, layer: AttentionLayer, sums: RowSums) -> RowMetrics:
+    def finish(self, sums: RowSums, weight: Tensor | None) -> RowMetrics:
         """See `SumSource`."""
         return row_metrics(sums)
 
@@ -87,16 +94,20 @@ class QueryKeyNorms(SumSource):
 
     name, reads = NORMS, "rows"
 
-    def sums(self, layer: AttentionLayer, captured: Captured) -> NormSums:
+    def sums(self, layers: Sequence[AttentionLayer], captured: Sequence[Captured]) -> list[NormSums]:
         """See `SumSource`."""
+        return [self._sums(layer, one) for layer, one in zip(layers, captured)]
+
+    def _sums(self, layer: AttentionLayer, captured: Captured) -> NormSums:
         known = [norms for _, norms in captured.rows if norms is not None]
-        return reduce(add, known, self.blank(layer, captured.rows[0][0].entropy.device))
+        return reduce(add, known) if known else self.blank(layer, captured.rows[0][0].entropy.device)
 
     def blank(self, layer: AttentionLayer, device: torch.device) -> NormSums:
         """See `SumSource`."""
         none = torch.zeros(layer.num_heads, device=device)
         return NormSums(torch.zeros((), device=device), none, none)
 
-    def finish(self, layer: AttentionLayer, sums: NormSums) -> NormSums:
+    def finish(self, sums: NormSums, weight: Tensor | None) -> NormSums:
         """See `SumSource`."""
-        return NormSums(sums.count, sums.query / sums.count, sums.key / sums.count)
+        count = sums.count[..., None]
+        return NormSums(sums.count, sums.query / count, sums.key / count)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hdi_callback.attention.capture import Captured
 from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.monitor.ranks import Ranks, failed, repeats_tokens
-from hdi_callback.monitor.reading import Absent, Result, joined
+from hdi_callback.monitor.reading import Absent, Result, joined, stacked
 
 _AT_ONCE = 2**24
-"""Numbers in the sums of the layers that ranks add up at once."""
+"""Numbers in the sums of the layers that ranks add up at once, and in what is stacked."""
+
+_AT_ONCE_ON_CPU = 2**19
+"""Numbers that are stacked on a CPU, whose cache would not hold more."""
 
 
 class SumSource(ABC):
@@ -23,10 +28,12 @@ class SumSource(ABC):
     Attributes:
         name: one of `FORWARD_SOURCES`.
         reads: the field of `Captured` that it is computed from.
+        taken: the fields of `Captured` that `sums` stacks.
     """
 
     name: str
     reads: str
+    taken: tuple[str, ...] = ()
 
     def why_not(self, layer: AttentionLayer) -> str | None:
         """Say why a layer cannot be measured, by facts that are the same on every rank; `None` if it can."""
@@ -38,16 +45,20 @@ class SumSource(ABC):
         """Exchange what `sums` needs to know of the other ranks; every rank calls it for the same layers."""
 
     @abstractmethod
-    def sums(self, layer: AttentionLayer, captured: Captured) -> Any:
-        """Compute the sums of this rank, a frozen dataclass of tensors."""
+    def sums(self, layers: Sequence[AttentionLayer], captured: Sequence[Captured]) -> Sequence[Any]:
+        """Compute the sums of this rank for layers of one shape, a frozen dataclass of tensors for each."""
 
     @abstractmethod
     def blank(self, layer: AttentionLayer, device: torch.device) -> Any:
         """Make the sums over nothing, of the same shapes."""
 
+    def weight(self, layer: AttentionLayer) -> Tensor | None:
+        """Read the weight that `finish` takes, on every rank, as it may be gathered."""
+        return None
+
     @abstractmethod
-    def finish(self, layer: AttentionLayer, sums: Any) -> Any:
-        """Make of the sums over all ranks what the catalogue reads."""
+    def finish(self, sums: Any, weight: Tensor | None) -> Any:
+        """Make of the sums over all ranks what the catalogue reads; of layers of one shape, which are stacked."""
 
     def size(self, layer: AttentionLayer) -> int:
         """Return about how many numbers the sums of a layer hold."""
@@ -72,17 +83,23 @@ def measure_sums(
     able = [layer for layer in layers if not _is_left_out(source, layer, captured, absent)]
     if ranks.size == 1:
         able = [layer for layer in able if has_captured(source, layer, captured)]
-    found: dict[Any, dict[str, Any]] = {}
+    results = []
     for some in _chunks(able, source):
         source.begin(some, captured, ranks)
-        sums = [_sums_of(source, layer, captured, ranks, absent) for layer in some]
-        for layer, total in zip(some, ranks.add(sums)):
-            # Of every layer and on every rank: it may gather a weight.
+        sums = _sums_of(source, some, captured, ranks, absent)
+        groups: dict[Any, list[tuple[str, Any, Tensor | None]]] = {}
+        for layer, total in zip(some, ranks.add([sums[layer.name] for layer in some])):
             with absent.unless([source.name], [layer.name]):
-                values = source.finish(layer, total)
-                shape = tuple((tensor.shape, tensor.device) for tensor in vars(values).values())
-                found.setdefault(shape, {})[layer.name] = values
-    return [Result(source.name, tuple(group), joined(list(group.values()))) for group in found.values()]
+                weight = source.weight(layer)
+                tensors = [*vars(total).values(), *([] if weight is None else [weight])]
+                shape = tuple((one.shape, one.dtype, one.device) for one in tensors)
+                groups.setdefault(shape, []).append((layer.name, total, weight))
+        for group in groups.values():
+            names, totals, weights = zip(*group)
+            with absent.unless([source.name], names):
+                values = source.finish(joined(totals), None if weights[0] is None else stacked(weights))
+                results.append(Result(source.name, names, values))
+    return results
 
 
 def _is_left_out(source: SumSource, layer: AttentionLayer, captured: Mapping[str, Captured], absent: Absent) -> bool:
@@ -105,17 +122,44 @@ def has_captured(source: SumSource, layer: AttentionLayer, captured: Mapping[str
 
 
 def _sums_of(
-    source: SumSource, layer: AttentionLayer, captured: Mapping[str, Captured], ranks: Ranks, absent: Absent
-) -> Any:
+    source: SumSource,
+    layers: Sequence[AttentionLayer],
+    captured: Mapping[str, Captured],
+    ranks: Ranks,
+    absent: Absent,
+) -> dict[str, Any]:
     """The sums of this rank; nothing, or NaN if they cannot be computed, in the same shapes."""
-    if layer.name in captured and source.reads in captured[layer.name].failed:
-        return failed(source.blank(layer, ranks.device))
-    if not has_captured(source, layer, captured) or (ranks.size > 1 and repeats_tokens(layer)):
-        return source.blank(layer, ranks.device)
-    sums = None
-    with absent.unless([source.name], [layer.name]):
-        sums = source.sums(layer, captured[layer.name])
-    return failed(source.blank(layer, ranks.device)) if sums is None else sums
+    sums: dict[str, Any] = {}
+    groups: dict[Any, list[AttentionLayer]] = {}
+    for layer in layers:
+        if layer.name in captured and source.reads in captured[layer.name].failed:
+            continue
+        if not has_captured(source, layer, captured) or (ranks.size > 1 and repeats_tokens(layer)):
+            sums[layer.name] = source.blank(layer, ranks.device)
+        else:
+            groups.setdefault(_shape(source, captured[layer.name]), []).append(layer)
+    for shape, group in groups.items():
+        size, _, device = shape[0] if shape else ((), None, ranks.device)
+        at_once = _AT_ONCE_ON_CPU if device.type == "cpu" else _AT_ONCE
+        for some in _split(group, max(1, at_once // max(1, math.prod(size)))):
+            with absent.unless([source.name], [layer.name for layer in some]):
+                found = source.sums(some, [captured[layer.name] for layer in some])
+                sums |= {layer.name: one for layer, one in zip(some, found)}
+    return {
+        layer.name: sums[layer.name] if layer.name in sums else failed(source.blank(layer, ranks.device))
+        for layer in layers
+    }
+
+
+def _shape(source: SumSource, captured: Captured) -> tuple[Any, ...]:
+    """What layers must have alike to be stacked: shapes, types and devices of what was captured."""
+    tensors = [getattr(captured, name) for name in source.taken]
+    return tuple(None if one is None else (one.shape, one.dtype, one.device) for one in tensors)
+
+
+def _split(layers: Sequence[AttentionLayer], size: int) -> Iterator[Sequence[AttentionLayer]]:
+    for start in range(0, len(layers), size):
+        yield layers[start : start + size]
 
 
 def _chunks(layers: Sequence[AttentionLayer], source: SumSource) -> Iterator[list[AttentionLayer]]:

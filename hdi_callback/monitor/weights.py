@@ -12,7 +12,7 @@ from torch import Tensor
 from hdi_callback.attention.layer import ROLES, AttentionLayer
 from hdi_callback.core import HeadMovement, head_diversity, head_movement, not_finite, ov_circuits, qk_circuits
 from hdi_callback.monitor.metrics import FINITENESS, KEYS, MOVEMENT, OV, QK, WEIGHT_SOURCES
-from hdi_callback.monitor.reading import Absent, Result
+from hdi_callback.monitor.reading import Absent, Result, stacked
 
 _ROLES_OF = {KEYS: ("key",), QK: ("query", "key"), OV: ("value", "output"), FINITENESS: (), MOVEMENT: ()}
 """Roles that a source cannot do without; those of no role take the weights that there are."""
@@ -111,11 +111,11 @@ class WeightReader:
         first, roles = group[0]
         results = []
         with absent.unless(self.sources, names):
-            stacked = {role: _stacked([weights[role] for _, weights in group]) for role in roles}
+            together = {role: stacked([weights[role] for _, weights in group]) for role in roles}
             for source in self.sources:
-                if stacked and set(_ROLES_OF[source]) <= stacked.keys():
+                if together and set(_ROLES_OF[source]) <= together.keys():
                     with absent.unless([source], names):
-                        results.append(Result(source, names, self._compute(source, names, first, stacked)))
+                        results.append(Result(source, names, self._compute(source, names, first, together)))
         return results
 
     def _compute(self, source: str, names: Sequence[str], layer: AttentionLayer, weights: Mapping[str, Tensor]) -> Any:
@@ -207,10 +207,6 @@ def _finiteness(layer: AttentionLayer, weights: Mapping[str, Tensor]) -> NotFini
             bad = torch.stack([bad[:, head] for head in shared[role]], -1)
         by_role.append(bad)
     return NotFinite(torch.stack(by_role).sum(0))
-
-
-def _stacked(weights: Sequence[Tensor]) -> Tensor:
-    return weights[0][None] if len(weights) == 1 else torch.stack(list(weights))
 
 
 def _layers_at_once(weights: Iterable[Tensor]) -> int:

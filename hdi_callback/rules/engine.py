@@ -159,8 +159,11 @@ class Alerts:
         """Layers that appear at this reading with pretrained weights; all, if most of the model is pretrained."""
         if self._pretrained != "auto":
             return set(record.layers) if self._pretrained else set()
-        rows = {name: Row.from_record(record.step, layer) for name, layer in record.layers.items()}
-        new = {name: row for name, row in rows.items() if name not in self._series}
+        new = {
+            name: Row.from_record(record.step, layer)
+            for name, layer in record.layers.items()
+            if name not in self._series
+        }
         trained = {name for name, row in new.items() if has_been_trained(row, self._facts.get(name, {}))}
         known = [series.is_pretrained for series in self._series.values()]
         return set(new) if len(trained) + sum(known) > (len(new) + len(known)) / 2 else trained

@@ -28,8 +28,15 @@ def _nothing_compiled():
     torch._dynamo.reset()  # where something is compiled rows are not read
 
 
-def rows_of(logits: Tensor, weights: Tensor, **facts: Any) -> dict[str, Any]:
-    return {"logits": logits, "weights": weights, **facts}
+def rows_of(logits: Tensor, weights: Tensor, *, positions: Tensor, visible: Tensor, norms: Any) -> list[dict[str, Any]]:
+    """What was handed over, layer by layer."""
+    return [
+        {
+            "logits": logits[layer], "weights": weights[layer], "positions": positions, "visible": visible[layer],
+            "norms": norms and tuple(norm[layer] for norm in norms),
+        }
+        for layer in range(len(logits))
+    ]  # fmt: skip
 
 
 def capture_of(model: nn.Module, layers, **options: Any) -> Capture:
@@ -378,6 +385,38 @@ def test_training_stays_as_it_is_bit_by_bit(name, dtype):
         assert len(found.outputs) <= 12
         assert len(found.rows) == 1
         assert not any(one.requires_grad for one in (found.outputs, found.inputs, found.rows[0]["weights"]))
+
+
+def test_modules_have_hooks_only_while_a_step_is_captured():
+    model, (x, _) = Model(), batches(1)[0]
+    capture = capture_of(model, survey(model, lambda: model(x)).layers)
+
+    def hooks() -> int:
+        return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
+
+    assert hooks() == 0
+    for _ in range(2):
+        capture.arm()
+        assert hooks() > 0
+        model(x)
+        assert all(one.outputs is not None for one in capture.take().values())
+        assert hooks() == 0
+
+
+def test_a_model_that_is_compiled_after_some_steps_is_captured_in_its_graph():
+    model, (x, _) = without_dropout(Model()), batches(1)[0]
+    capture = capture_of(model, survey(model, lambda: model(x)).layers, inputs=False, rows=None)
+    capture.arm()
+    model(x)
+    eager = capture.take()
+    run = compiled(model)
+    run(x)  # not captured, and the first call of the graph
+    capture.arm()
+    run(x)
+    for name, found in capture.take().items():
+        assert found.outputs is not None, found.reasons
+        assert torch.allclose(found.outputs, eager[name].outputs, atol=1e-5)
+    capture.remove()
 
 
 def compiled(model):

@@ -10,7 +10,7 @@ from torch import nn
 
 from hdi_callback.attention.find import read_tape
 from hdi_callback.attention.labels import NORMED, SEVERAL, Labels, Unreadable
-from hdi_callback.attention.planes import Geometry, seen_through, small, thin, unique_rows, written_out
+from hdi_callback.attention.planes import Geometry, reshaped, seen_through, small, thin, unique_rows, written_out
 from hdi_callback.attention.tape import Tape
 from tests.attention.by_hand import CASES, C, H
 
@@ -117,6 +117,16 @@ def test_a_plane_seen_through_another_geometry_is_that_of_memory(data):
     flat = written_out(plane, own, memory.numel())
     if seen is not None:
         assert torch.equal(seen, flat.as_strided(other.shape, other.stride, other.offset))
+
+
+def test_a_reshaped_plane_is_written_out_only_where_dimensions_that_differ_are_merged():
+    numbers = torch.arange(12).reshape(1, 3, 1, 4)
+    plane = numbers.expand(5, 3, 1000, 4)  # batch, heads, tokens, width
+    merged = reshaped(plane, (15, 1000, 4))
+    assert merged.untyped_storage().nbytes() <= 15 * 4 * 8
+    assert torch.equal(merged, plane.reshape(15, 1000, 4))
+    for shape in ((5, 3, 4000), (15000, 4), (5, 3, 10, 100, 4), (15, 1000, 4, 1), (60000,)):
+        assert torch.equal(reshaped(plane, shape), plane.reshape(shape))
 
 
 def test_thin_planes_take_no_more_than_differs():

@@ -200,6 +200,19 @@ def test_a_stack_of_layers_is_its_layers():
             )
 
 
+def test_rows_of_several_layers_at_once_are_those_of_each():
+    logits = gaussian(3, 2, 4, 5, 7)
+    logits[1] = logits[1].masked_fill(torch.ones(5, 7).triu(2).bool(), -torch.inf)
+    weights, positions = logits.softmax(-1), torch.tensor([0, 2, 3, 5, 6])
+    together = attention_rows(weights, logits=logits, positions=positions, layers=True)
+    for layer in range(3):
+        alone = attention_rows(weights[layer], logits=logits[layer], positions=positions)
+        for item in fields(RowSums):
+            one, other = getattr(together, item.name)[layer], getattr(alone, item.name)
+            assert one.shape == other.shape
+            assert torch.allclose(one, other, rtol=1e-12, atol=1e-12), item.name
+
+
 def test_shapes_that_do_not_belong_together_are_refused():
     with pytest.raises(ShapeError, match="heads, queries, keys"):
         attention_rows(torch.zeros(3, 4))
