@@ -69,6 +69,7 @@ class FirstCalls:
         self._lock = threading.Lock()
         self._known: set[str] = set()
         self._looking: int | None = None  # the thread in which a compiled function runs up to its first module
+        self._ran: set[nn.Module] = set()  # in an extra forward
         self._handles: dict[nn.Module, RemovableHandle] = {}
         for module in model.modules():
             if not isinstance(module, torch.jit.ScriptModule):
@@ -90,17 +91,35 @@ class FirstCalls:
     def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Lightning's strategies let a wrapper call `training_step` as the module's forward: it must not run twice.
         is_step = "forward" in vars(module) and hasattr(module, "training_step")
-        is_extra = getattr(_here, "is_extra", False)  # that of another monitor, which waits as well
-        if is_step or is_extra or torch._C._get_tracing_state() is not None:
+        if getattr(_here, "is_extra", False):  # or that of another monitor, which waits as well
+            self._ran.add(module)
+            return
+        if is_step or torch._C._get_tracing_state() is not None:
             return
         with self._lock:
             if module not in self._handles:  # a replica of `nn.DataParallel`, or another thread was first
                 return
-            self._leave([one for one in module.modules() if one in self._handles])
+            self._leave([module])
+        self._ran = set()
         survey = survey_call(self._model, lambda inputs: module(*inputs[0], **inputs[1]), (args, kwargs), self._on_read)
+        inner = [one for one in module.modules() if one in self._handles]
+        self._leave(inner)
+        survey = Survey(survey.layers, (*survey.refused, *self._of_later(inner, survey)))
         if self._looking == threading.get_ident():
             raise _FoundError(survey)
         self._report(survey)
+
+    def _of_later(self, modules: list[nn.Module], survey: Survey) -> list[Refusal]:
+        """Name what may attend and did not run: a dropped layer, a part that later steps reach."""
+        if not survey.layers:
+            return []
+        names = {module: name for name, module in self._model.named_modules()}
+        kinds = {type(layer.module) for layer in survey.layers}
+        return [
+            Refusal(names[one], "it did not run in the first forward, where heads are looked for", type(one).__name__)
+            for one in modules
+            if one not in self._ran and type(one) in kinds
+        ]
 
     def _before_compiled_call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run a compiled function that reaches the model as it is written, up to its first call of a module."""

@@ -27,7 +27,7 @@ from hdi_callback.attention.planes import (
     unique_rows,
     written_out,
 )
-from hdi_callback.attention.products import MOVES, Product, Products, Unreadable, geometry, reduced_dims
+from hdi_callback.attention.products import MOVES, Product, Products, Unreadable, geometry, reduced_dims, runs_of
 from hdi_callback.attention.tape import (
     CONSTANT,
     DATA,
@@ -183,12 +183,11 @@ class Labels:
 
     def owners(self, features: Tensor) -> set[int]:
         """Say which parameters and sources are in a plane."""
-        short = small(features)
-        first = torch.tensor([*self.tape.first, *self._starts])
-        at = (torch.searchsorted(first, short[short > 0], right=True) - 1).unique().tolist()
-        count = len(self.tape.first)
-        found = {one if one < count else _OF_SOURCES + one - count for one in at}
-        sets = short[short < -1].unique().tolist()
+        numbers = small(features).unique().tolist()
+        own = numbers[bisect.bisect_right(numbers, 0) :]
+        end = bisect.bisect_left(own, self.tape.end)
+        found = {*runs_of(own[:end], self.tape.first), *(_OF_SOURCES + one for one in runs_of(own[end:], self._starts))}
+        sets = numbers[: bisect.bisect_left(numbers, -1)]
         return found.union(*({self.owner(member) for member in self.members(one)} for one in sets))
 
     def source_of(self, owner: int) -> Source | None:

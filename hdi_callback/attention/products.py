@@ -102,8 +102,7 @@ class Products:
 
     def owners(self, numbers: Tensor) -> list[int]:
         """Say of which parameters some elements are."""
-        found = torch.searchsorted(torch.tensor(self.tape.first), numbers.contiguous(), right=True) - 1
-        return [int(owner) for owner in found.unique()]
+        return runs_of(numbers.unique().tolist(), self.tape.first)
 
     def of(self, step: Step) -> Product | None:
         """Say what product a step is, if it is one."""
@@ -167,7 +166,7 @@ class Products:
             if base is None:
                 return -1
             view = base
-        return self.tape.names.index(view.cell.parameter)
+        return self.tape.places[view.cell.parameter]
 
     def elements(self, view: View) -> Tensor:
         """Number the elements of a weight among those of all parameters."""
@@ -317,6 +316,16 @@ def _as_batch(view: View, *, is_row: bool) -> View:
     if len(shape) > 3:  # linear in inference mode
         shape, stride = (1, math.prod(shape[:-1]), shape[-1]), (0, shape[-1], 1)
     return view.seen_as(shape, stride)
+
+
+def runs_of(numbers: list[int], starts: list[int]) -> list[int]:
+    """Say which runs, that begin at some numbers, sorted numbers are in."""
+    found, at = [], 0
+    while at < len(numbers):
+        run = bisect.bisect_right(starts, numbers[at]) - 1
+        found.append(run)
+        at = len(numbers) if run + 1 == len(starts) else bisect.bisect_left(numbers, starts[run + 1])
+    return found
 
 
 def geometry(view: View) -> Geometry:

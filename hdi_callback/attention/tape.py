@@ -142,6 +142,7 @@ class Tape(TorchDispatchMode):
         self.steps: list[Step] = []
         self.errors: list[str] = []
         self.names: list[str] = []  # of parameters, in the order of their first numbers
+        self.places: dict[str, int] = {}
         self.first: list[int] = []  # the number of the first element of each: all elements have numbers of their own
         self.end = 1
         self.local: dict[
@@ -159,7 +160,7 @@ class Tape(TorchDispatchMode):
 
     def number(self, parameter: str) -> int:
         """Give the number of a parameter's first element."""
-        return self.first[self.names.index(parameter)]
+        return self.first[self.places[parameter]]
 
     def _add(self, name: str, tensor: Tensor, kind: int) -> None:
         numel = tensor.numel()
@@ -171,6 +172,7 @@ class Tape(TorchDispatchMode):
         cell = Cell(_numel(tensor), tensor.element_size(), kind)
         if kind == WEIGHT:
             cell.parameter, cell.is_mapped = name, True
+            self.places[name] = len(self.names)
             self.names.append(name)
             self.first.append(self.end)
             self.end += max(numel, cell.numel)

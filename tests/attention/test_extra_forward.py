@@ -377,3 +377,25 @@ def test_other_threads_go_on_compiled():
     assert calls[0] > 0
     assert uncompiled[0] == 0
     assert type(torch._dynamo.eval_frame._stance).__name__ == "DynamoStance"
+
+
+class Skipping(Model):
+    """Layers of which the last is dropped until it is wanted."""
+
+    def forward(self, x: Tensor, count: int = 2) -> Tensor:
+        for block in self.blocks[:count]:
+            x = block(x)
+        return x
+
+
+def test_a_layer_that_does_not_run_in_the_first_forward_is_named():
+    model, found = Skipping(layers=3), []
+    waiting = before_first_call(model, found.append)
+    model(torch.randn(2, 5, 32))
+    assert [layer.name for layer in found[0].layers] == ["blocks.0.attention", "blocks.1.attention"]
+    assert [one.name for one in found[0].refused] == ["blocks.2.attention"]
+    assert "did not run in the first forward" in found[0].refused[0].reason
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    model(torch.randn(2, 5, 32), count=3)
+    assert len(found) == 1
+    waiting.remove()
