@@ -2,15 +2,11 @@
 
     python -m tests.benchmarks.reading [--device cuda]
 
-A reading is a captured forward and `measure`, of all that the default rules look at, without the forward itself. On a
-CPU its memory is what a process of its own takes at its peak beyond that of a forward.
+A reading is a captured forward and `measure`, of all that the default rules look at, without the forward itself. Its
+memory is that of a GPU, at its peak and beyond that of a forward.
 """
 
 from __future__ import annotations
-
-import resource
-import subprocess
-import sys
 
 import torch
 
@@ -48,42 +44,26 @@ class Readings:
         self.model(self.tokens)
         self.monitor.measure(self.step).record()
 
-    def memory(self) -> int:
-        """Bytes that a reading takes at its peak."""
-        self._peak()
-        self.forward()
-        before = self._peak()
-        self.read()
-        return self._peak() - before
-
-    def _peak(self) -> int:
+    def memory(self) -> str:
+        """MiB that a reading takes at its peak."""
         if self.device == "cpu":
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        highest = torch.cuda.max_memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        return highest
-
-
-def memory_of(name: str, device: str) -> int:
-    """In a process of its own, as on a CPU memory that was taken once hides what is taken again."""
-    command = [sys.executable, "-m", "tests.benchmarks.reading", "--device", device, "--memory", name]
-    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+            return "not measured"
+        peaks = []
+        for work in (self.forward, self.read):
+            torch.cuda.reset_peak_memory_stats()
+            work()
+            peaks.append(torch.cuda.max_memory_allocated())
+        return f"{(peaks[1] - peaks[0]) / 2**20:.0f}"
 
 
 def main() -> None:
-    parser = arguments(__doc__, rounds=5)
-    parser.add_argument("--memory", metavar="NAME", help="print the bytes that one reading takes, and nothing else")
-    options = parser.parse_args()
-    if options.memory:
-        print(Readings(options.memory, options.device).memory())
-        return
+    options = arguments(__doc__, rounds=5).parse_args()
     rows: list[tuple[object, ...]] = [("model", "over a forward", "a reading, ms", "its memory, MiB")]
     for name in SIZES:
         readings = Readings(name, options.device)
         readings.read()
         (cost,) = ratios(readings.forward, readings.read, rounds=options.rounds, device=options.device)
-        memory = memory_of(name, "cpu") if options.device == "cpu" else readings.memory()
-        rows.append((name, cost, f"{1e3 * cost.added:.3g}", f"{memory / 2**20:.0f}"))
+        rows.append((name, cost, f"{1e3 * cost.added:.3g}", readings.memory()))
         del readings
     table(*rows)
 
