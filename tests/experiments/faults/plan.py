@@ -43,12 +43,13 @@ class Job:
 
 
 def plan() -> list[Job]:
-    """Faulty and healthy trainings by turns, each in a drawn order, so that the first ones are a fair sample of all."""
+    """Two faulty trainings and a healthy one by turns, each in a drawn order: the first ones are a fair sample of all."""
     jobs = [job for part in PARTS for job in _of(part)]
     draw = random.Random(0)
     faulty = draw.sample(chosen := [job for job in jobs if not job.is_healthy], len(chosen))
     healthy = draw.sample(chosen := [job for job in jobs if job.is_healthy], len(chosen))
-    return [job for pair in zip_longest(faulty, healthy) for job in pair if job is not None]
+    by_turns = zip_longest(faulty[::2], faulty[1::2], healthy)
+    return [job for turn in by_turns for job in turn if job is not None]
 
 
 def _of(part: Part) -> list[Job]:
