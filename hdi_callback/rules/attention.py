@@ -6,7 +6,6 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
 from hdi_callback.record import Level
 from hdi_callback.rules.initialisation import began_small
