@@ -43,7 +43,7 @@ class Job:
 
 
 def plan() -> list[Job]:
-    """Two faulty trainings and a healthy one by turns, each in a drawn order: the first ones are a fair sample of all."""
+    """Two faulty trainings and a healthy one by turns, in a drawn order, so that the first are a fair sample of all."""
     jobs = [job for part in PARTS for job in _of(part)]
     draw = random.Random(0)
     faulty = draw.sample(chosen := [job for job in jobs if not job.is_healthy], len(chosen))
