@@ -60,8 +60,9 @@ def test_rates_have_the_interval_of_wilson_or_the_bound_of_three():
 def test_an_alert_that_names_more_than_the_heads_of_a_fault_does_not_name_its_place():
     def run(**where: list[int]) -> dict:
         return {
-            "kind": "two heads copied", "base": "text", "seed": 0, "layer": "a", "loss": 1.0,
+            "kind": "two heads copied", "base": "text", "seed": 0, "layer": "a", "readings": 21, "loss": 1.0,
             "alerts": [{"step": 45, "level": "warning", "rule": "worst pair", "also": [], "where": where}],
         }  # fmt: skip
 
-    assert "| two heads copied | 3/3 | 5 | 1/3 |" in page([run(a=[0, 1]), run(a=[0, 1, 2]), run(a=[0, 1], b=[0])])
+    wide = [run(a=[0, 1, 2]), run(a=[]), run(a=[0, 1], b=[0])]  # no heads: all of the layer
+    assert "| two heads copied | 4/4 | 5 | 1/4 |" in page([run(a=[0, 1]), *wide])

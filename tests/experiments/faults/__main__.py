@@ -18,6 +18,8 @@ from tests.experiments.faults.page import Result, page
 from tests.experiments.faults.plan import Job, plan
 from tests.experiments.faults.run import train
 
+ENCODER = "trained encoder, fine-tuned"
+
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -56,10 +58,11 @@ def read(path: Path) -> list[Result]:
 def missing(jobs: list[Job], results: list[Result]) -> list[Job]:
     """The jobs that have no result yet, but for those of the trained encoder where it is not installed."""
     made = {Job(run["kind"], run["base"], run["seed"]) for run in results}
-    if encoder() is None:
+    jobs = [job for job in jobs if job not in made]
+    if any(job.base == ENCODER for job in jobs) and encoder() is None:
         print(NO_ENCODER)
-        made |= {job for job in jobs if job.base == "trained encoder, fine-tuned"}
-    return [job for job in jobs if job not in made]
+        jobs = [job for job in jobs if job.base != ENCODER]
+    return jobs
 
 
 if __name__ == "__main__":

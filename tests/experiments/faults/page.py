@@ -20,15 +20,16 @@ Result = dict[str, Any]
 ABOUT = """\
 # Trainings with faults
 
-Made by `python -m tests.experiments.faults --output docs/faults.md`: {made:,} of {planned:,} planned trainings, in a
-drawn order. Small models learn text, digits, a table, or to reverse a sequence, mostly for 100 steps; the default rules
-judge a reading every five steps. A fault begins at step {start}, or with the training. It is *reported* if a warning or
-a critical alert follows. Seeds are *held out* if nothing had used them when the limits of the rules were set.
+Made by `python -m tests.experiments.faults --output docs/faults.md`: {made:,} of {planned:,} planned trainings, the first
+in a drawn order. Small models learn text, digits, a table, or to reverse a sequence, mostly for 100 steps; the default
+rules judge a reading every five steps. A fault begins at step {start}, or with the training. It is *reported* if a
+warning or a critical alert follows. Seeds are *held out* if nothing had used them when the limits of the rules were set.
 """
 
 BY_FAULT = """
 *Steps*: from the fault to its first alert, median. *Place*: of the reported faults of one layer, or of some heads of
-it, how often the first alerts name exactly that layer, and those heads. In italics: attention cannot show it.
+it, how often the first alerts name exactly that layer, and those heads. *Refused*: no layer could be read, and a
+warning before training says so. In italics: attention cannot show it.
 """
 
 LIMITS = """
@@ -93,10 +94,11 @@ def _by_fault(runs: Sequence[Result]) -> list[str]:
         chosen = [run for run in runs if run["kind"] == kind]
         found = [run for run in chosen if alarms(run)]
         steps = [alarms(run)[0]["step"] - fault.start for run in found]
+        refused = sum(run["readings"] == 0 and bool(run["warnings"]) for run in chosen)
         right = sum(_names_place(run, fault) for run in found)
         cells = [
             kind if fault.shows else f"*{kind}*",
-            f"{len(found)}/{len(chosen)}",
+            f"{len(found)}/{len(chosen)}" + (f", {refused} refused" if refused else ""),
             f"{statistics.median(steps):.0f}" if steps else "",
             f"{right}/{len(found)}" if fault.is_of_layer else "",
         ]
@@ -112,7 +114,10 @@ def _names_place(run: Result, fault: Fault) -> bool:
         if alert["step"] == found[0]["step"]:
             for layer, heads in alert["where"].items():
                 place.setdefault(layer, set()).update(heads)
-    return place.keys() == {run["layer"]} and (not fault.heads or place[run["layer"]] == set(range(fault.heads)))
+    if place.keys() != {run["layer"]}:
+        return False
+    heads = place[run["layer"]] or set(range(BASES[run["base"]].heads))  # none are named where it is all of them
+    return not fault.heads or heads == set(range(fault.heads))
 
 
 def _by_training(runs: Sequence[Result]) -> str:
