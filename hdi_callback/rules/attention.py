@@ -176,7 +176,7 @@ class FlatAttention(Rule):
         if active is not None:
             return active if 1 - curve[-1] <= 2 * (1 - limit) else None
         are_small = max(logits[-self.lasts :], default=0.0) <= self.largest
-        if len(curve) < self.lasts or min(curve[-self.lasts :]) < limit or not are_small or series.written:
+        if len(curve) < self.lasts or min(curve[-self.lasts :]) < limit or not are_small or series.was_written:
             return None
         return Finding(
             "attention in {layer} has become uniform",
@@ -214,7 +214,7 @@ class SuddenSharpening(Rule):
         steps, curve = series.curve(ENTROPY)
         start = len(curve) - 1 - self.within
         before = curve[: start + 1]
-        if series.written or start < self.past - 1 or not min(before) > now * fall:
+        if series.was_written or start < self.past - 1 or not min(before) > now * fall:
             return None
         if math.log(before[-1] / max(now, 1e-12)) < self.factor * _largest_change(before, self.within):
             return None
@@ -254,7 +254,7 @@ class SuddenFlattening(Rule):
         steps, curve = series.curve(ENTROPY)
         distances = [max(1 - value, 1e-7) for value in curve]
         before, now = distances[: -self.lasts][-self.compared :], distances[-self.lasts :]
-        if series.written or len(before) < self.past or min(before) < max(self.least, factor * max(now)):
+        if series.was_written or len(before) < self.past or min(before) < max(self.least, factor * max(now)):
             return None
         fall = math.log(statistics.median(before) / statistics.median(now))
         if math.log(before[-1] / now[0]) < self.at_once * fall:

@@ -95,6 +95,11 @@ class Series:
         """Whether some parameter of the layer required a gradient at the latest reading."""
         return bool(self.latest.values.get("trains", self.facts.get("trains", True)))
 
+    @property
+    def was_written(self) -> bool:
+        """Whether an intervention has written weights of the layer during the readings that are kept."""
+        return any(step >= self.rows[0].step for step in self.written.values())
+
     def value(self, metric: str) -> float:
         """Return a metric at the latest reading; one of a rule's `needs` is always there."""
         return self.latest.values[metric]

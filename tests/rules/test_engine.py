@@ -187,6 +187,14 @@ def test_heads_that_an_intervention_has_written_do_not_vanish_nor_flatten_their_
     assert raised(run(curve("attention_entropy", [0.95] * 4), alerts, begin=400)) == []
 
 
+def test_a_layer_that_an_intervention_wrote_long_ago_is_judged_as_before():
+    alerts = Alerts(layers=[facts()], pretrained=False)
+    run(curve("attention_entropy", [0.7] * 8), alerts)
+    alerts.expect_change(LAYER, [2], 351)
+    later = run(curve("attention_entropy", [0.7] * 70 + [0.95] * 4), alerts, begin=400)
+    assert raised(later) == [(73, "sudden flattening", "warning", ())]
+
+
 # --- states
 
 
