@@ -201,7 +201,9 @@ class Alerts:
                 del self._open[key]
                 report.ended[key] = ""
             return
-        since = before.since if before is not None else report.step if found.since is None else found.since
+        since = report.step if found.since is None else found.since
+        if before is not None:
+            since = before.since
         self._open[key] = Open(found, since)
         told = Found(*key, rank, found, sentence, found.action or rule.action, since, series.facts)
         if before is None:

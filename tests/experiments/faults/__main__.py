@@ -30,20 +30,25 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="where to write the page; printed by default")
     options = parser.parse_args(argv)
     results = read(options.results)
-    jobs = [] if options.only_page else missing(plan()[:: options.every], results)
-    options.results.parent.mkdir(parents=True, exist_ok=True)
-    with multiprocessing.Pool(options.workers) as pool, options.results.open("a", encoding="utf-8") as file:
+    if not options.only_page:
+        make(missing(plan()[:: options.every], results), results, options.results, options.workers)
+    text = page(results)
+    if options.output is None:
+        print(text)
+    else:
+        options.output.write_text(text, encoding="utf-8")
+
+
+def make(jobs: list[Job], results: list[Result], path: Path, workers: int) -> None:
+    """Train, and add each result to the others and to their file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with multiprocessing.Pool(workers) as pool, path.open("a", encoding="utf-8") as file:
         file.write("\n")  # the last line may have been cut short
         for number, result in enumerate(pool.imap_unordered(train, jobs), 1):
             results.append(result)
             file.write(json.dumps(result) + "\n")
             file.flush()
             print(f"{number}/{len(jobs)} {result['kind']}, {result['base']}, {result['seed']}", flush=True)
-    text = page(results)
-    if options.output is None:
-        print(text)
-    else:
-        options.output.write_text(text, encoding="utf-8")
 
 
 def read(path: Path) -> list[Result]:
