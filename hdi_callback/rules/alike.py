@@ -157,16 +157,15 @@ class MeanAlignment(Rule):
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
         """Find the most serious limit that is reached, by the lens that is further beyond it."""
-        reached = []
-        for name, metric in self.metrics.items():
-            level: Level = "critical" if name == "critical" else "warning"
-            is_active = active is not None and active.level in {level, "critical"}
-            above = series.value(metric) - self.at(name)
-            if above >= -(HYSTERESIS if is_active else 0):
-                reached.append((level == "critical", above, name, level))
+        above = {name: series.value(metric) - self.at(name) for name, metric in self.metrics.items()}
+        slack = dict.fromkeys(above, 0.0 if active is None else HYSTERESIS)
+        if active is not None and active.level != "critical":
+            slack["critical"] = 0.0
+        reached = [name for name in above if above[name] >= -slack[name]]
         if not reached or series.latest.step == 0:
             return None
-        *_, name, level = max(reached)
+        name = "critical" if "critical" in reached else max(reached, key=lambda name: above[name])
+        level: Level = "critical" if name == "critical" else "warning"
         metric, limit = self.metrics[name], self.at(name)
         if active is None and series.is_pretrained and series.first.values.get(metric, 0.0) >= limit - HYSTERESIS:
             return None
@@ -184,6 +183,7 @@ class MeanAlignment(Rule):
             if groups or level == "critical":
                 what = f"{{heads}} are nearly one head{_each(groups)}"
         heads = heads_in(groups)
+        held_from_start = min([series.first.values.get(metric, 0.0), *series.curve(metric)[1]]) >= limit
         left = series.latest.values.get("hdi_effective_heads")
         weighted = " weighted by energy" if name == "energy_mean" else ""
         rest = "" if left is None or weighted else f", and {left:.1f} effective heads are left"
@@ -196,14 +196,10 @@ class MeanAlignment(Rule):
             limit,
             metric,
             level,
-            since=series.first.step if self._held_from_start(series, metric, limit) else None,
+            since=series.first.step if held_from_start else None,
             of_keys=True,
             action="look at the layer's inputs: one direction outweighs the others there" if weighted else None,
         )
-
-    @staticmethod
-    def _held_from_start(series: Series, metric: str, limit: float) -> bool:
-        return min([series.first.values.get(metric, 0.0), *series.curve(metric)[1]]) >= limit
 
 
 class MergedScores(Rule):

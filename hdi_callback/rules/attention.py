@@ -6,7 +6,6 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
 from hdi_callback.record import Level
 from hdi_callback.rules.initialisation import began_small
@@ -17,49 +16,7 @@ ENTROPY, LOGIT = "attention_entropy", "attention_logit"
 CLIP = f"{IMPORT} QKClip; HDICallback(interventions=[QKClip(limit=...)])"
 
 
-class CurveLevel(Rule):
-    """One curve has risen to a limit, far from its first readings.
-
-    Attributes:
-        what: see `Finding`.
-        label: the metric in words.
-        hysteresis: how far below the limit it ends.
-        lasts: readings in a row at the limit.
-        decimals: digits of the values in messages.
-    """
-
-    what: ClassVar[str]
-    label: ClassVar[str]
-    hysteresis: ClassVar[float]
-    lasts: ClassVar[int] = 1
-    decimals: ClassVar[int] = 2
-
-    def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        """Compare the curve with its limit and with its first readings."""
-        metric, limit = self.needs[0], self.at(self.limits[0])
-        value = series.value(metric)
-        if value < limit - (0 if active is None else self.hysteresis):
-            return None
-        _, curve = series.curve(metric)
-        if active is None:
-            first = series.first.values.get(metric)
-            early = ([] if first is None else [first]) + curve[1:-1][:4]
-            has_lasted = len(curve) >= self.lasts and min(curve[-self.lasts :]) >= limit
-            if not has_lasted or not early or not self.has_left(statistics.median(early), value):
-                return None
-        how = f"{self.label} {series.change(metric, f'{{:.{self.decimals}f}}'.format)}"
-        return Finding(self.what, how, self.heads(series, active), value=value, threshold=limit, metric=metric)
-
-    def has_left(self, before: float, value: float) -> bool:
-        """Return whether a value is far from the median of the first readings: half of the way from there to 1."""
-        return value - before >= 0.5 * (1 - before)
-
-    def heads(self, series: Series, active: Finding | None) -> tuple[int, ...]:
-        """Return the heads concerned; none for the whole layer."""
-        return ()
-
-
-class LogitGrowth(CurveLevel):
+class LogitGrowth(Rule):
     """Scores have grown so large that the softmax saturates and its gradients vanish."""
 
     name = "logit growth"
@@ -68,23 +25,31 @@ class LogitGrowth(CurveLevel):
     condition = "the largest score reaches 50, and three times that of the first readings. It ends at 30"
     meaning = "The scores are so large that the softmax picks single tokens and passes hardly any gradient."
     action = f"normalise queries and keys, or {CLIP} with the largest score of a healthy run"
-    what, label, hysteresis, decimals = "the scores of {heads} have grown out of range", "largest score", 20.0, 0
+    factor, hysteresis = 3.0, 20.0
 
-    def has_left(self, before: float, value: float) -> bool:
-        """Return whether it is three times the first."""
-        return value >= 3 * max(before, 1.0)
-
-    def heads(self, series: Series, active: Finding | None) -> tuple[int, ...]:
-        """Return the heads with scores beyond the limit; one that was named down to the lower limit."""
-        limit, named = self.at("logit"), set() if active is None else set(active.heads)
-        return tuple(
-            head
-            for head, logit in enumerate(series.latest.per_head(LOGIT))
-            if logit >= limit - (self.hysteresis if head in named else 0)
+    def judge(self, series: Series, active: Finding | None) -> Finding | None:
+        """Compare the largest score with its limit and with the first readings; heads once named hold down to 30."""
+        value, limit = series.value(LOGIT), self.at("logit")
+        lower = limit - self.hysteresis
+        if active is None:
+            early = series.early.get(LOGIT)
+            if value < limit or not early or value < self.factor * max(statistics.median(early), 1.0):
+                return None
+        elif value < lower:
+            return None
+        named = () if active is None else active.heads
+        scores = enumerate(series.latest.per_head(LOGIT))
+        return Finding(
+            "the scores of {heads} have grown out of range",
+            f"largest score {series.change(LOGIT, '{:.0f}'.format)}",
+            tuple(head for head, score in scores if score >= (lower if head in named else limit)),
+            value=value,
+            threshold=limit,
+            metric=LOGIT,
         )
 
 
-class TokensAlike(CurveLevel):
+class TokensAlike(Rule):
     """The input tokens of a layer have become nearly equal."""
 
     name = "tokens alike"
@@ -96,8 +61,23 @@ class TokensAlike(CurveLevel):
     )
     meaning = "All tokens have become the same before they reach this layer; its heads are not the cause."
     action = "look at the residual connections and norms below the layer"
-    what, label, hysteresis = "the input tokens of {layer} are nearly identical", "mean cosine", 0.02
-    lasts, decimals = 3, 3
+    lasts, hysteresis = 3, 0.02
+
+    def judge(self, series: Series, active: Finding | None) -> Finding | None:
+        """Compare the last three cosines with the limit, and the latest with the first readings."""
+        metric, limit = "token_cosine", self.at("tokens")
+        value, (_, curve) = series.value(metric), series.curve(metric)
+        if active is None:
+            early = series.early.get(metric)
+            if not early or len(curve) < self.lasts or min(curve[-self.lasts :]) < limit:
+                return None
+            if 1 - value > 0.5 * (1 - statistics.median(early)):
+                return None
+        elif value < limit - self.hysteresis:
+            return None
+        how = f"mean cosine {series.change(metric, '{:.3f}'.format)}"
+        what = "the input tokens of {layer} are nearly identical"
+        return Finding(what, how, value=value, threshold=limit, metric=metric)
 
 
 class SharpFromStart(Rule):
@@ -196,7 +176,7 @@ class FlatAttention(Rule):
         if active is not None:
             return active if 1 - curve[-1] <= 2 * (1 - limit) else None
         are_small = max(logits[-self.lasts :], default=0.0) <= self.largest
-        if len(curve) < self.lasts or min(curve[-self.lasts :]) < limit or not are_small or series.written:
+        if len(curve) < self.lasts or min(curve[-self.lasts :]) < limit or not are_small or series.was_written:
             return None
         return Finding(
             "attention in {layer} has become uniform",
@@ -234,7 +214,7 @@ class SuddenSharpening(Rule):
         steps, curve = series.curve(ENTROPY)
         start = len(curve) - 1 - self.within
         before = curve[: start + 1]
-        if series.written or start < self.past - 1 or not min(before) > now * fall:
+        if series.was_written or start < self.past - 1 or not min(before) > now * fall:
             return None
         if math.log(before[-1] / max(now, 1e-12)) < self.factor * _largest_change(before, self.within):
             return None
@@ -274,7 +254,7 @@ class SuddenFlattening(Rule):
         steps, curve = series.curve(ENTROPY)
         distances = [max(1 - value, 1e-7) for value in curve]
         before, now = distances[: -self.lasts][-self.compared :], distances[-self.lasts :]
-        if series.written or len(before) < self.past or min(before) < max(self.least, factor * max(now)):
+        if series.was_written or len(before) < self.past or min(before) < max(self.least, factor * max(now)):
             return None
         fall = math.log(statistics.median(before) / statistics.median(now))
         if math.log(before[-1] / now[0]) < self.at_once * fall:

@@ -63,17 +63,7 @@ def default_rules(limits: Limits | None = None) -> list[Rule]:
 
 
 def check_rules(rules: Any) -> tuple[Rule, ...]:
-    """Check rules of the user's own.
-
-    Args:
-        rules: a list of rules.
-
-    Returns:
-        They.
-
-    Raises:
-        MisconfigurationError: if it is no list of rules, one needs what is no metric, or two have one name.
-    """
+    """Check rules of the user's own, before training."""
     if not isinstance(rules, Sequence) or isinstance(rules, str):
         raise MisconfigurationError(
             f'`alerts` must be "default", a list of rules or None, got {shown(rules)}: write alerts=[MyRule()].'

@@ -14,7 +14,7 @@ from hdi_callback.guard import describe, warn
 from hdi_callback.monitor.metrics import METRICS
 from hdi_callback.record import LEVELS, Alert, LayerRecord, Record
 from hdi_callback.rules.choice import check_rules, default_rules
-from hdi_callback.rules.events import Events, Key, Report
+from hdi_callback.rules.events import Events, Found, Key, Report
 from hdi_callback.rules.initialisation import has_been_trained
 from hdi_callback.rules.limits import Thresholds, check_thresholds, limits_of
 from hdi_callback.rules.rule import Finding, Rule
@@ -112,7 +112,7 @@ class Alerts:
                 self._ask(rule, rank, series, report, layer)
         for key in [key for key in self._open if key not in report.asked]:
             self._miss(key, report, "it is not watched any more" if key[0] not in record.layers else "its rule is gone")
-        return self._events.update(report, {key: one.since for key, one in self._open.items()})
+        return self._events.update(report)
 
     def expect_change(self, layer: str, heads: Iterable[int], step: int) -> None:
         """Note that an intervention has written the weights of heads, so that their change raises no alert.
@@ -204,14 +204,15 @@ class Alerts:
                 del self._open[key]
                 report.ended[key] = ""
             return
-        self._open[key] = Open(found, report.step if before is None else before.since)
-        report.findings[key] = (rank, found, sentence, found.action or rule.action, series.facts)
+        since = report.step if found.since is None else found.since
+        if before is not None:
+            since = before.since
+        self._open[key] = Open(found, since)
+        told = Found(*key, rank, found, sentence, found.action or rule.action, since, series.facts)
         if before is None:
-            report.begun.append(key)
-            if found.since is not None:
-                self._open[key].since = found.since
+            report.begun.append(told)
         elif _is_worse(found, before.finding, series.facts):
-            report.risen.append(key)
+            report.risen.append(told)
 
     def _miss(self, key: Key, report: Report, why: str) -> None:
         """Count a reading at which an active finding cannot be judged; end it after too many."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,11 +12,55 @@ from hdi_callback.rules.words import listed
 
 Key = tuple[str, str]
 """Layer, rule."""
-Found = tuple[int, Finding, str, str, Mapping[str, Any]]
-"""Rank of the rule, finding, sentence, action, facts of the layer."""
 
 WINDOW = 3
 """Readings within which findings on the same heads are one event, and for which an event lasts at least."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A finding at one reading, with what an alert says of it.
+
+    Attributes:
+        layer: name of the layer.
+        rule: name of the rule.
+        rank: place of the rule among the others, causes first.
+        finding: the finding.
+        sentence: it in words.
+        action: what to do.
+        since: first step at which it was so.
+        facts: `AttentionLayer.facts` of the layer.
+    """
+
+    layer: str
+    rule: str
+    rank: int
+    finding: Finding
+    sentence: str
+    action: str
+    since: int
+    facts: Mapping[str, Any]
+
+    @property
+    def key(self) -> Key:
+        """Layer and rule."""
+        return self.layer, self.rule
+
+    @property
+    def level(self) -> int:
+        """How serious it is, as a place in `LEVELS`."""
+        return LEVELS.index(self.finding.level or "warning")
+
+    @property
+    def query_heads(self) -> set[int]:
+        """The query heads that it is about; empty for all."""
+        heads = self.finding.heads
+        return self.of_keys(heads) if self.finding.of_keys else set(heads)
+
+    def of_keys(self, key_heads: Iterable[int]) -> set[int]:
+        """Return the query heads of key heads of the layer."""
+        H, G = self.facts.get("num_heads") or 1, self.facts.get("num_key_heads") or 1
+        return {head for head in range(H) if head * G // H in set(key_heads)}
 
 
 @dataclass
@@ -25,17 +69,15 @@ class Report:
 
     Attributes:
         step: of the reading.
-        findings: all findings of the reading.
-        begun: those that were not there before.
+        begun: findings that were not there before.
         risen: those that got worse.
         ended: those that are over -> why they are not measured any more, or ``""``.
         asked: layers and rules that were judged.
     """
 
     step: int
-    findings: dict[Key, Found] = field(default_factory=dict)
-    begun: list[Key] = field(default_factory=list)
-    risen: list[Key] = field(default_factory=list)
+    begun: list[Found] = field(default_factory=list)
+    risen: list[Found] = field(default_factory=list)
     ended: dict[Key, str] = field(default_factory=dict)
     asked: set[Key] = field(default_factory=set)
 
@@ -67,30 +109,28 @@ class Events:
             alerts.append(replace(event.alert, where=where or event.alert.where))
         return tuple(alerts)
 
-    def update(self, report: Report, since: Mapping[Key, int]) -> tuple[Alert, ...]:
-        """Take the findings of a reading.
-
-        Args:
-            report: the findings.
-            since: first step of each finding that lasts.
-
-        Returns:
-            Alerts of events that begin, get worse or end.
-        """
+    def update(self, report: Report) -> tuple[Alert, ...]:
+        """Take the findings of a reading; return the alerts of events that begin, get worse or end."""
         self._readings += 1
-        fresh, joined = list[Key](), list[tuple[Event, Key]]()
-        for key in report.begun:
-            event = self._event_of(key, report)
+        fresh = list[Found]()
+        joined: list[tuple[Event, Found]] = []
+        for found in report.begun:
+            event = self._event_of(found)
             if event is None:
-                fresh.append(key)
+                fresh.append(found)
             else:
-                event.open.add(key)
+                event.open.add(found.key)
                 event.grew = self._readings
-                joined.append((event, key))
-        risen = [(event, key) for key in report.risen for event in self._events if key in event.open]
-        alerts = [self._begin(keys, report, since) for keys in _clusters(fresh, report)]
-        alerts += self._worsen(joined, risen, report)
-        return (*alerts, *self._end(report))
+                joined.append((event, found))
+        worse = []
+        for event in self._events:
+            risen = [found for found in report.risen if found.key in event.open]
+            worse += _worsen(event, [found for one, found in joined if one is event], risen, report.step)
+        begun = []
+        for cluster in _clusters(fresh):
+            begun.append(_alert_of(cluster, report.step))
+            self._events.append(Event(begun[-1], self._readings, {found.key for found in cluster}))
+        return (*begun, *worse, *self._end(report))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the events as plain data."""
@@ -105,55 +145,15 @@ class Events:
         ]
         self._readings = state["readings"]
 
-    def _event_of(self, key: Key, report: Report) -> Event | None:
+    def _event_of(self, found: Found) -> Event | None:
         """The event that a new finding belongs to: on the same heads, a few readings after it began or grew."""
-        layer, _ = key
-        heads = _query_heads(report.findings[key])
         for event in self._events:
-            if layer in event.alert.where and self._readings - event.grew <= WINDOW:
-                own = set(event.alert.where[layer])
-                if event.alert.unit == "key heads":
-                    own = set(_of_keys(event.alert.where[layer], report.findings[key][4]))
-                if _overlap(heads, own):
+            if found.layer in event.alert.where and self._readings - event.grew <= WINDOW:
+                heads = event.alert.where[found.layer]
+                own = found.of_keys(heads) if event.alert.unit == "key heads" else set(heads)
+                if _overlap(found.query_heads, own):
                     return event
         return None
-
-    def _begin(self, keys: Sequence[Key], report: Report, since: Mapping[Key, int]) -> Alert:
-        alert = _alert_of(keys, report, since)
-        self._events.append(Event(alert, self._readings, set(keys)))
-        return alert
-
-    def _worsen(self, joined: list[tuple[Event, Key]], risen: list[tuple[Event, Key]], report: Report) -> list[Alert]:
-        """Extend events; report those that a more serious finding joins, or of which a finding got worse."""
-        alerts = []
-        for event in self._events:
-            own = [key for one, key in joined if one is event]
-            worse = [key for one, key in risen if one is event and key[1] == event.alert.rule]
-            rules = [rule for _, rule in own if rule not in {event.alert.rule, *event.alert.also}]
-            event.alert = replace(event.alert, also=(*event.alert.also, *dict.fromkeys(rules)))
-            level = LEVELS.index(event.alert.level)
-            own += [key for one, key in risen if one is event and key not in worse]
-            worse += [key for key in own if LEVELS.index(report.findings[key][1].level or "warning") > level]
-            if not worse:
-                continue
-            _, finding, sentence, action, _ = report.findings[worse[0]]
-            new = max(level, *(LEVELS.index(report.findings[key][1].level or "warning") for key in worse))
-            where = dict(event.alert.where)
-            for layer, rule in worse:
-                if rule == event.alert.rule:
-                    where[layer] = report.findings[layer, rule][1].heads
-            event.alert = replace(
-                event.alert,
-                level=LEVELS[new],
-                where=where,
-                message=_with_others(sentence, list(dict.fromkeys(layer for layer, _ in worse)), ()),
-                action=action,
-                value=finding.value,
-                threshold=finding.threshold,
-                metric=finding.metric,
-            )
-            alerts.append(replace(event.alert, step=report.step, status="worse"))
-        return alerts
 
     def _end(self, report: Report) -> list[Alert]:
         """End events of which no finding lasts."""
@@ -174,47 +174,68 @@ class Events:
         return alerts
 
 
-def _clusters(keys: Sequence[Key], report: Report) -> list[list[Key]]:
+def _worsen(event: Event, joined: Sequence[Found], risen: Sequence[Found], step: int) -> list[Alert]:
+    """Extend an event; report it if a more serious finding joins, or one of the rule that states it got worse."""
+    known = {event.alert.rule, *event.alert.also}
+    new = dict.fromkeys(found.rule for found in joined if found.rule not in known)
+    event.alert = replace(event.alert, also=(*event.alert.also, *new))
+    level = LEVELS.index(event.alert.level)
+    worse = [found for found in risen if found.rule == event.alert.rule]
+    worse += [found for found in (*joined, *risen) if found not in worse and found.level > level]
+    if not worse:
+        return []
+    first, layers = worse[0], list(dict.fromkeys(found.layer for found in worse))
+    heads = {found.layer: found.finding.heads for found in worse if found.rule == event.alert.rule}
+    event.alert = replace(
+        event.alert,
+        level=LEVELS[max(level, *(found.level for found in worse))],
+        where=event.alert.where | heads,
+        message=_with_others(first.sentence, layers, ()),
+        action=first.action,
+        value=first.finding.value,
+        threshold=first.finding.threshold,
+        metric=first.finding.metric,
+    )
+    return [replace(event.alert, step=step, status="worse")]
+
+
+def _clusters(fresh: Sequence[Found]) -> list[list[Found]]:
     """Group new findings: those on the same heads of a layer, then those of layers with the same cause."""
-    groups: list[list[Key]] = []
-    for key in sorted(keys, key=lambda key: report.findings[key][0]):
-        heads = _query_heads(report.findings[key])
+    groups: list[list[Found]] = []
+    for found in sorted(fresh, key=lambda found: found.rank):
         for group in groups:
-            if group[0][0] == key[0] and _overlap(heads, _query_heads(report.findings[group[0]])):
-                group.append(key)
+            if group[0].layer == found.layer and _overlap(found.query_heads, group[0].query_heads):
+                group.append(found)
                 break
         else:
-            groups.append([key])
-    by_cause: dict[tuple[str, str | None], list[Key]] = {}
-    order = list(dict.fromkeys(layer for layer, _ in keys))
-    for group in sorted(groups, key=lambda group: order.index(group[0][0])):
-        level = report.findings[group[0]][1].level
-        by_cause.setdefault((group[0][1], level), []).extend(group)
+            groups.append([found])
+    layers = list(dict.fromkeys(found.layer for found in fresh))
+    by_cause: dict[tuple[str, int], list[Found]] = {}
+    for group in sorted(groups, key=lambda group: layers.index(group[0].layer)):
+        by_cause.setdefault((group[0].rule, group[0].level), []).extend(group)
     return list(by_cause.values())
 
 
-def _alert_of(keys: Sequence[Key], report: Report, since: Mapping[Key, int]) -> Alert:
+def _alert_of(cluster: Sequence[Found], step: int) -> Alert:
     """The alert that reports findings of one event; the first states the cause."""
-    _, finding, sentence, action, facts = report.findings[keys[0]]
-    rule = keys[0][1]
-    causes = [key for key in keys if key[1] == rule]
-    ranked = sorted(keys, key=lambda key: report.findings[key][0])
-    also = tuple(dict.fromkeys(name for _, name in ranked if name != rule))
-    is_grouped = facts.get("num_key_heads") != facts.get("num_heads")
-    levels = [LEVELS.index(report.findings[key][1].level or "warning") for key in keys]
+    first = cluster[0]
+    causes = [found for found in cluster if found.rule == first.rule]
+    others = sorted((found for found in cluster if found.rule != first.rule), key=lambda found: found.rank)
+    also = tuple(dict.fromkeys(found.rule for found in others))
+    is_grouped = first.facts.get("num_key_heads") != first.facts.get("num_heads")
     return Alert(
-        report.step,
-        rule,
-        LEVELS[max(levels)],
-        {key[0]: report.findings[key][1].heads for key in causes},
-        _with_others(sentence, [layer for layer, _ in causes], also),
-        action,
-        finding.value,
-        finding.threshold,
-        finding.metric,
-        min(since[key] for key in causes),
+        step,
+        first.rule,
+        LEVELS[max(found.level for found in cluster)],
+        {found.layer: found.finding.heads for found in causes},
+        _with_others(first.sentence, [found.layer for found in causes], also),
+        first.action,
+        first.finding.value,
+        first.finding.threshold,
+        first.finding.metric,
+        min(found.since for found in causes),
         also,
-        "key heads" if finding.of_keys and is_grouped else "heads",
+        "key heads" if first.finding.of_keys and is_grouped else "heads",
     )
 
 
@@ -227,18 +248,6 @@ def _with_others(sentence: str, layers: Sequence[str], also: Sequence[str]) -> s
 
 def _layers(names: Sequence[str]) -> str:
     return listed(names) if len(names) <= 3 else f"{len(names)} layers, {names[0]} to {names[-1]}"
-
-
-def _query_heads(found: Found) -> set[int]:
-    """The query heads that a finding is about; empty for all."""
-    _, finding, _, _, facts = found
-    return set(_of_keys(finding.heads, facts)) if finding.of_keys else set(finding.heads)
-
-
-def _of_keys(heads: Sequence[int], facts: Mapping[str, Any]) -> list[int]:
-    """The query heads of key heads."""
-    H, G = facts.get("num_heads") or 1, facts.get("num_key_heads") or 1
-    return [head for head in range(H) if head * G // H in set(heads)]
 
 
 def _overlap(one: set[int], other: set[int]) -> bool:

@@ -18,18 +18,7 @@ EQUAL = 1 - 4e-7
 
 
 def groups_of(pairs: Iterable[tuple[int, int]]) -> Groups:
-    """Join pairs that share a head.
-
-    Args:
-        pairs: of heads.
-
-    Returns:
-        Groups, in the order of their smallest heads.
-
-    Example:
-        >>> groups_of([(4, 5), (0, 1), (1, 3)])
-        ((0, 1, 3), (4, 5))
-    """
+    """Join pairs that share a head: (4, 5), (0, 1), (1, 3) to (0, 1, 3), (4, 5)."""
     found: list[set[int]] = []
     for pair in pairs:
         joined = set(pair).union(*(group for group in found if group & set(pair)))
@@ -43,17 +32,7 @@ def heads_in(groups: Groups) -> tuple[int, ...]:
 
 
 def joined(pairs: Iterable[Pair], limit: float, kept: Groups = (), kept_limit: float | None = None) -> Groups:
-    """Join the pairs at or above a limit.
-
-    Args:
-        pairs: two heads and their value.
-        limit: the limit.
-        kept: groups that were reported before.
-        kept_limit: limit of pairs within one of these, so that noise does not change names.
-
-    Returns:
-        Groups of two heads or more.
-    """
+    """Join the pairs at or above a limit; within groups that were named a lower one, so that noise changes no names."""
     group_of = {head: place for place, group in enumerate(kept) for head in group}
     lower = limit if kept_limit is None else kept_limit
     return groups_of(

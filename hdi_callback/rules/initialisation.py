@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+import torch
+
 from hdi_callback.rules.series import Row, Series
 
 DEVIATIONS = 6.0
@@ -27,14 +29,7 @@ def has_been_trained(row: Row, facts: Mapping[str, Any]) -> bool:
     Entries that are drawn independently give a head a spectral flatness of known law, whatever their scale: it is a
     power of Mauchly's statistic of sphericity, exact for Gaussian entries and nearly so for uniform ones. Orthogonal
     rows have flatness 1. Training makes few directions strong. Heads of zeros, and heads wider than the layer's input,
-    count as fresh; training of a few dozen steps may go unnoticed.
-
-    Args:
-        row: the first reading: ``flatness`` and ``rank`` of its key heads.
-        facts: ``width`` and ``head_dim`` of the layer.
-
-    Returns:
-        False if that is not known.
+    count as fresh; training of a few dozen steps may go unnoticed. False if it is not known.
     """
     d, k = facts.get("width"), facts.get("head_dim")
     ranks = row.heads.get("rank", ())
@@ -57,16 +52,8 @@ def have_come_together(series: Series, pair: tuple[int, int], cosine: float, sha
     .. math:: \lVert C_h \rVert \lVert C_g \rVert (1 - \cos) \le \lVert C_h^0 \rVert \lVert C_g^0 \rVert
 
     Where fresh weights are small, all heads soon read the few directions that training learns first, so that their
-    cosine is high, while what distinguishes them grows as well. Heads that merge lose it.
-
-    Args:
-        series: the readings of a layer.
-        pair: two heads.
-        cosine: of their circuits.
-        share: what the right side is multiplied by.
-
-    Returns:
-        True for heads that began at zero, or of which no norms are known.
+    cosine is high, while what distinguishes them grows as well. Heads that merge lose it. True for heads that began at
+    zero, or of which no norms are known; `share` is what the right side is multiplied by.
     """
     first, now = series.first.per_head("circuit_qk_norm"), series.latest.per_head("circuit_qk_norm")
     if max(pair) >= min(len(first), len(now)):
@@ -76,7 +63,7 @@ def have_come_together(series: Series, pair: tuple[int, int], cosine: float, sha
 
 
 def chance_of_overlap(overlap: float, *, ranks: tuple[float, float], width: int, pairs: int = 1) -> float:
-    r"""Bound the probability that one of `pairs` independent pairs of random subspaces overlaps this much.
+    r"""Return a bound on the probability that one of `pairs` independent pairs of random subspaces overlaps so much.
 
     The overlap of two independent, uniformly random subspaces of ranks r and s in d dimensions has the mean
     :math:`\mu = \sqrt{rs}/d` and the variance :math:`2(d-r)(d-s) / (d^2(d-1)(d+2))`. A Beta law with these moments
@@ -84,16 +71,8 @@ def chance_of_overlap(overlap: float, *, ranks: tuple[float, float], width: int,
 
     .. math:: P(\kappa \ge x) \le (x/\mu)^{\mu m} \, ((1-x)/(1-\mu))^{(1-\mu) m}
 
-    (Dümbgen 1998), and the pairs add up as Šidák's correction says. Valid at initialisation only.
-
-    Args:
-        overlap: normalised overlap of the pair, in [0, 1].
-        ranks: ranks of its two heads, at least 1.
-        width: input width d.
-        pairs: number of pairs among which it is the largest.
-
-    Returns:
-        An upper bound, in [0, 1]; 1 where the subspaces fill the space, which says nothing.
+    (Dümbgen 1998), and the pairs add up as Šidák's correction says. Valid at initialisation only; 1 where the subspaces
+    fill the space, which says nothing.
 
     Example:
         >>> chance_of_overlap(0.9, ranks=(8, 8), width=64, pairs=28) < 1e-12
@@ -116,26 +95,8 @@ def chance_of_overlap(overlap: float, *, ranks: tuple[float, float], width: int,
 @cache
 def _law_of_flatness(k: int, d: int) -> tuple[float, float]:
     """Mean and standard deviation of the logarithm of the flatness of k independent Gaussian rows in d dimensions."""
-    mean = sum(_digamma((d - i) / 2) for i in range(k)) / k - _digamma(k * d / 2) + math.log(k)
-    variance = sum(_trigamma((d - i) / 2) for i in range(k)) / k**2 - _trigamma(k * d / 2)
-    return mean, math.sqrt(variance)
-
-
-def _digamma(x: float) -> float:
-    """The derivative of log-gamma, to 1e-12: by its recurrence up to 12, and its asymptotic series from there."""
-    below = 0.0
-    while x < 12:
-        below -= 1 / x
-        x += 1
-    y = 1 / (x * x)
-    return below + math.log(x) - 0.5 / x - y * (1 / 12 - y * (1 / 120 - y * (1 / 252 - y * (1 / 240 - y / 132))))
-
-
-def _trigamma(x: float) -> float:
-    """The second derivative of log-gamma, in the same way."""
-    below = 0.0
-    while x < 12:
-        below += 1 / (x * x)
-        x += 1
-    y = 1 / (x * x)
-    return below + 1 / x + y / 2 + y / x * (1 / 6 - y * (1 / 30 - y * (1 / 42 - y * (1 / 30 - y * 5 / 66))))
+    halves = torch.arange(d, d - k, -1, dtype=torch.float64, device="cpu") / 2
+    whole = torch.tensor(k * d / 2, dtype=torch.float64, device="cpu")
+    mean = torch.digamma(halves).mean() - torch.digamma(whole) + math.log(k)
+    variance = torch.polygamma(1, halves).mean() / k - torch.polygamma(1, whole)
+    return float(mean), math.sqrt(float(variance))

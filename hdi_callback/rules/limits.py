@@ -56,19 +56,7 @@ LIMITS: dict[str, Limit] = {
 
 
 def check_limit(name: str, value: Any, argument: str) -> float | None:
-    """Check the value of a limit.
-
-    Args:
-        name: a name of `LIMITS`.
-        value: a number, or `None` to switch it off.
-        argument: what the user wrote, for the message.
-
-    Returns:
-        The number.
-
-    Raises:
-        MisconfigurationError: if there is no such limit, or it could never be reached.
-    """
+    """Check the value of a limit, which the user gave as `argument`; `None` switches it off."""
     if name not in LIMITS:
         raise MisconfigurationError(
             f"{argument} names no limit: they are {', '.join(LIMITS)}.{did_you_mean(name, LIMITS)}"
@@ -86,22 +74,7 @@ def check_limit(name: str, value: Any, argument: str) -> float | None:
 
 
 def check_thresholds(thresholds: Any) -> dict[str, dict[str, float | None]]:
-    """Check limits by layer.
-
-    Args:
-        thresholds: pattern of layer names -> limits, such as ``{"decoder.*": {"mean": 0.7, "pair": None}}``; `None` for
-            the defaults.
-
-    Returns:
-        The same, as plain data.
-
-    Raises:
-        MisconfigurationError: if it has another form, a limit is unknown, or could never be reached.
-
-    Example:
-        >>> check_thresholds({"*": {"pair": 0.9}})
-        {'*': {'pair': 0.9}}
-    """
+    """Check limits by pattern of layer names, such as ``{"decoder.*": {"mean": 0.7, "pair": None}}``."""
     if thresholds is None:
         return {}
     example = '{"*": {"pair": 0.9}}'
@@ -121,20 +94,8 @@ def check_thresholds(thresholds: Any) -> dict[str, dict[str, float | None]]:
 
 
 def limits_of(layer: str, thresholds: Thresholds) -> dict[str, float | None]:
-    """Collect the limits of a layer.
-
-    Args:
-        layer: its name.
-        thresholds: limits by pattern; of several patterns that match, the last one counts.
-
-    Returns:
-        Name -> limit, `None` where it is off.
-
-    Example:
-        >>> limits_of("decoder.0", {"*": {"pair": 0.9}, "decoder.*": {"pair": None}})["pair"] is None
-        True
-    """
-    found: dict[str, float | None] = {name: limit.value for name, limit in LIMITS.items()}
+    """Collect the limits of a layer that are not the default; of several patterns that match, the last one counts."""
+    found: dict[str, float | None] = {}
     for pattern, limits in thresholds.items():
         if fnmatchcase(layer, pattern):
             found.update(limits)

@@ -15,6 +15,9 @@ from hdi_callback.record import LayerRecord
 KEPT = 64
 """Number of readings that are kept, besides the first."""
 
+EARLY = 5
+"""Number of values of each metric that are kept from the beginning."""
+
 RECENT = 10
 """Number of readings back from which messages say where a curve comes from."""
 
@@ -40,14 +43,16 @@ class Row:
 
 
 class Series:
-    """The readings of one layer so far: the first, and the latest 64.
+    """The readings of one layer so far: the first, the latest 64, and the first five values of each metric.
 
     Attributes:
         layer: name of the layer.
         facts: `AttentionLayer.facts`: ``num_heads``, ``num_key_heads``, ``head_dim``, ``width``, ``normed`` ...
         first: the first reading of the run.
         rows: the latest readings; only the last has numbers of single heads and matrices.
+        early: metric -> its first five values, that of the latest reading not among them.
         is_pretrained: whether the weights were trained before this run.
+        still: head -> step since which its weights have not moved.
         others_move: whether at the latest reading the weights of some layer had moved.
         written: head -> step at which an intervention has written its weights.
         is_best_loss: whether the training loss is at its best so far.
@@ -57,6 +62,8 @@ class Series:
         self.layer, self.facts, self.is_pretrained = layer, facts, is_pretrained
         self.first = Row(first.step, first.values, first.heads)
         self.rows: deque[Row] = deque(maxlen=KEPT)
+        self.early: dict[str, list[float]] = {}
+        self.still: dict[int, int] = {}
         self.others_move = False
         self.written: dict[int, int] = {}
         self.is_best_loss = False
@@ -65,6 +72,15 @@ class Series:
         """Add a reading; of the one before only its values and its closest pairs are kept."""
         if self.rows:
             last = self.rows[-1]
+            for metric, value in last.values.items():
+                values = self.early.setdefault(metric, [])
+                if len(values) < EARLY:
+                    values.append(value)
+            for head, move in enumerate(row.per_head("head_movement")):
+                if move == 0:
+                    self.still.setdefault(head, last.step)
+                else:
+                    self.still.pop(head, None)
             pairs = {name: heads for name, heads in last.heads.items() if name.endswith("_pair")}
             self.rows[-1] = Row(last.step, last.values, pairs)
         self.rows.append(row)
@@ -78,6 +94,11 @@ class Series:
     def trains(self) -> bool:
         """Whether some parameter of the layer required a gradient at the latest reading."""
         return bool(self.latest.values.get("trains", self.facts.get("trains", True)))
+
+    @property
+    def was_written(self) -> bool:
+        """Whether an intervention has written weights of the layer during the readings that are kept."""
+        return any(step >= self.rows[0].step for step in self.written.values())
 
     def value(self, metric: str) -> float:
         """Return a metric at the latest reading; one of a rule's `needs` is always there."""
@@ -114,15 +135,20 @@ class Series:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the readings as plain data."""
-        rows = [{"step": row.step, "values": dict(row.values), "heads": dict(row.heads)} for row in self.rows]
-        first = {"step": self.first.step, "values": dict(self.first.values), "heads": dict(self.first.heads)}
-        written = [[head, step] for head, step in self.written.items()]
-        return {"first": first, "rows": rows, "written": written, "is_pretrained": self.is_pretrained}
+        return {
+            "first": {"step": self.first.step, "values": dict(self.first.values), "heads": dict(self.first.heads)},
+            "rows": [{"step": row.step, "values": dict(row.values), "heads": dict(row.heads)} for row in self.rows],
+            "early": {metric: [*values] for metric, values in self.early.items()},
+            "still": [[head, step] for head, step in self.still.items()],
+            "written": [[head, step] for head, step in self.written.items()],
+            "is_pretrained": self.is_pretrained,
+        }
 
     @classmethod
     def from_state(cls, layer: str, facts: Mapping[str, Any], state: Mapping[str, Any]) -> Series:
         """Make a series from the result of `state_dict`."""
         series = cls(layer, facts, Row(**state["first"]), is_pretrained=state["is_pretrained"])
         series.rows.extend(Row(**row) for row in state["rows"])
-        series.written = dict(state["written"])
+        series.early = {name: [*values] for name, values in state["early"].items()}
+        series.still, series.written = dict(state["still"]), dict(state["written"])
         return series

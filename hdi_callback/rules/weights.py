@@ -115,16 +115,15 @@ class FrozenHeads(Rule):
         if not still or not (series.others_move if is_all else any(move > 0 for move in moves)):
             return None
         are_zero = still == zero and not is_all
-        moved = [step for step, move in zip(steps, least) if move > 0]
+        last = max(series.still[head] for head in still)
         return Finding(
             f"the weights of {{heads}} {'are zero and ' if are_zero else ''}do not move",
-            f"not since step {moved[-1] if moved else series.first.step}, while those of other "
-            f"{'layers' if is_all else 'heads'} do",
+            f"not since step {last}, while those of other {'layers' if is_all else 'heads'} do",
             still,
             value=0.0,
             threshold=0.0,
             metric="head_movement_min",
-            since=next(step for step in steps if not moved or step > moved[-1]),
+            since=next(step for step in steps if step > last),
             action="look at their initialisation: no gradient arrives where all weights of a head are zero"
             if are_zero
             else None,
@@ -161,8 +160,8 @@ class RoundedAway(Rule):
         before = series.rows[-2].step if len(series.rows) > 1 else series.first.step
         if active is None and min(shares) < 1 and series.latest.step - before < self.apart:
             return None
-        if min(shares) == 1 and min(largest) >= limit:  # frozen from the start: on purpose, or a case of frozen heads
-            return None
+        if active is None and min(shares) == 1 and min(largest) >= limit:
+            return None  # frozen from the start: on purpose, or a case of frozen heads
         if min(latest) == min(shares) == 1 and series.others_move:  # only this layer is still: a case of frozen heads
             return None
         share = 100 * min(shares)

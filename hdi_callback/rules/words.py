@@ -6,16 +6,7 @@ from collections.abc import Sequence
 
 
 def heads_in_words(groups: Sequence[Sequence[int]], layer: str, kind: str = "head", count: int | None = None) -> str:
-    """Name heads of a layer.
-
-    Args:
-        groups: groups of heads; one empty group for all heads.
-        layer: name of the layer.
-        kind: ``"head"`` or ``"key head"``.
-        count: number of heads that the layer has, if it is known.
-
-    Returns:
-        The words, up to a verb in the plural.
+    """Return heads of a layer in words, up to a verb in the plural; one empty group stands for all `count` of them.
 
     Example:
         >>> heads_in_words([(2, 5, 7)], "blocks.0.attn")

@@ -7,12 +7,11 @@ import json
 
 import pytest
 import torch
-from scipy.special import digamma, polygamma
 
 from hdi_callback.errors import MisconfigurationError, MonitoringWarning
 from hdi_callback.record import LayerRecord, Record
 from hdi_callback.rules import LIMITS, RULES, Alerts, Finding, Rule, WorstPair, check_thresholds, default_rules, explain
-from hdi_callback.rules.initialisation import _digamma, _law_of_flatness, _trigamma, has_been_trained
+from hdi_callback.rules.initialisation import _law_of_flatness, has_been_trained
 from hdi_callback.rules.series import Row
 from tests.rules.readings import LAYER, curve, facts, layer, quiet, raised, run
 from tests.rules.test_rules import circuits, moves, norms, pair
@@ -188,6 +187,14 @@ def test_heads_that_an_intervention_has_written_do_not_vanish_nor_flatten_their_
     assert raised(run(curve("attention_entropy", [0.95] * 4), alerts, begin=400)) == []
 
 
+def test_a_layer_that_an_intervention_wrote_long_ago_is_judged_as_before():
+    alerts = Alerts(layers=[facts()], pretrained=False)
+    run(curve("attention_entropy", [0.7] * 8), alerts)
+    alerts.expect_change(LAYER, [2], 351)
+    later = run(curve("attention_entropy", [0.7] * 70 + [0.95] * 4), alerts, begin=400)
+    assert raised(later) == [(73, "sudden flattening", "warning", ())]
+
+
 # --- states
 
 
@@ -253,12 +260,6 @@ def test_the_law_of_flatness_is_that_of_gaussian_rows():
     mean, deviation = _law_of_flatness(8, 32)
     assert float(drawn.mean()) == pytest.approx(mean, abs=4 * deviation / 20_000**0.5)
     assert float(drawn.std()) == pytest.approx(deviation, rel=0.02)
-
-
-@pytest.mark.parametrize("x", [0.5, 1.0, 3.7, 12.0, 300.0])
-def test_the_derivatives_of_log_gamma_are_those_of_scipy(x):
-    assert _digamma(x) == pytest.approx(float(digamma(x)), rel=1e-11)
-    assert _trigamma(x) == pytest.approx(float(polygamma(1, x)), rel=1e-11)
 
 
 def test_a_layer_with_a_few_strong_directions_counts_as_trained():

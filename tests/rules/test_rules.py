@@ -258,3 +258,28 @@ def test_every_limit_switches_its_rule_off(rule):
         if any(alert[1] == rule.name for alert in expected) and rule.limits:
             given = raised(run(readings, Alerts(thresholds=off, layers=[facts()], pretrained=False)))
             assert rule.name not in {alert[1] for alert in given}
+
+
+# --- more readings than are kept
+
+
+def test_scores_that_grow_over_a_thousand_readings_are_reported():
+    ((place, *alert), *_) = raised(run(curve("attention_logit", [5.0 + 0.2 * place for place in range(1000)])))
+    assert (place, alert) == (225, ["logit growth", "warning", ()])
+
+
+def test_weights_that_have_stood_still_for_long_are_not_said_to_move_again():
+    given = run([moves(*STILL, unchanged=0.1)] * 3 + [moves(0.0, 0.0, 0.0, 0.0, unchanged=1.0)] * 100)
+    assert [(place, one.rule, one.status) for place, found in enumerate(given) for one in found] == [
+        (5, "rounded away", "new")
+    ]
+
+
+def test_heads_that_freeze_one_after_the_other_have_not_moved_since_the_last_of_them_did():
+    given = run([moves(*STILL)] + [moves(0.0, 0.01, 0.01, 0.01)] * 80 + [moves(0.0, 0.0, 0.01, 0.01)])
+    assert [(place, one.where[LAYER]) for place, found in enumerate(given) for one in found] == [
+        (3, (0,)),
+        (81, (0, 1)),
+    ]
+    assert "heads 0 and 1" in given[81][0].message
+    assert "not since step 4000, while" in given[81][0].message
