@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 
 from hdi_callback.record import Level
 from hdi_callback.rules.initialisation import began_small
-from hdi_callback.rules.rule import IMPORT, Finding, Rule
+from hdi_callback.rules.rule import Finding, Rule, paste
 from hdi_callback.rules.series import Series
 
 ENTROPY, LOGIT = "attention_entropy", "attention_logit"
-CLIP = f"{IMPORT} QKClip; HDICallback(interventions=[QKClip(limit=...)])"
+CLIP = paste("QKClip(limit=...)")
 
 
 class LogitGrowth(Rule):
@@ -24,7 +24,7 @@ class LogitGrowth(Rule):
     limits = ("logit",)
     condition = "the largest score reaches 50, and three times that of the first readings. It ends at 30"
     meaning = "The scores are so large that the softmax picks single tokens and passes hardly any gradient."
-    action = f"normalise queries and keys, or {CLIP} with the largest score of a healthy run"
+    action = f"Normalise queries and keys, or limit the scores to the largest of a healthy run:\n{CLIP}"
     factor, hysteresis = 3.0, 20.0
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
@@ -203,7 +203,7 @@ class SuddenSharpening(Rule):
         "ends half way back"
     )
     meaning = "Scores grow, or something is added to those of one token."
-    action = f"look at the learning rate, and at masks and biases on the scores; where these grow, {CLIP}"
+    action = f"Look at the learning rate, and at masks and biases on the scores. If scores grow, limit them:\n{CLIP}"
     within, past, factor = 8, 6, 4.0
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:

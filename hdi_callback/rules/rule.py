@@ -14,7 +14,19 @@ from hdi_callback.rules.limits import LIMITS, check_limit
 from hdi_callback.rules.series import Row, Series
 from hdi_callback.rules.words import heads_in_words
 
-IMPORT = "from hdi_callback import"
+
+def paste(intervention: str) -> str:
+    """Return the two lines to paste that enable an intervention.
+
+    Example:
+        >>> print(paste("ReviveHeads(at_most=2)"))
+        from hdi_callback import HDICallback, ReviveHeads
+        HDICallback(interventions=[ReviveHeads(at_most=2)])
+    """
+    return (
+        f"from hdi_callback import HDICallback, {intervention.partition('(')[0]}\n"
+        f"HDICallback(interventions=[{intervention}])"
+    )
 
 
 @dataclass(frozen=True)

@@ -118,20 +118,26 @@ class Series:
             before: put in front of the earlier value, such as ``"at most "``.
 
         Returns:
-            ``"jumped from 0.06 to 1.00 between steps 400 and 450"``, ``"rose from 0.31 at step 350 to 0.52"``, or
-            ``"is 0.52"``.
+            ``"jumped from 0.06 to 1.00 between steps 400 and 450"``, ``"rose from 0.31 to 0.52 between steps 350 and
+            450"``, or ``"is 0.52"``.
         """
         steps, curve = self.curve(metric)
         start = max(0, len(curve) - 1 - RECENT)
         now, was = curve[-1], curve[start]
         if shown(now) == shown(was):
             return f"is {shown(now)}"
-        last = now - curve[-2]
-        if last * (now - was) > 0 and abs(last) >= abs(now - was) / 2:
-            verb = "jumped" if last > 0 else "dropped"
-            return f"{verb} from {before}{shown(curve[-2])} to {shown(now)} between steps {steps[-2]} and {steps[-1]}"
-        verb = "rose" if now > was else "fell"
-        return f"{verb} from {before}{shown(was)} at step {steps[start]} to {shown(now)}"
+        near = 0.1 * abs(now - was)
+        begin, end = start, len(curve) - 1
+        while abs(curve[begin + 1] - was) <= near:  # it had not begun to change
+            begin += 1
+        while abs(curve[end - 1] - now) <= near:  # it had changed already
+            end -= 1
+        up = now > was
+        verb = "rose" if up else "fell"
+        if abs(curve[end] - curve[end - 1]) >= abs(now - was) / 2:
+            begin, verb = end - 1, "jumped" if up else "dropped"
+        values = f"from {before}{shown(curve[begin])} to {shown(curve[end])}"
+        return f"{verb} {values} between steps {steps[begin]} and {steps[end]}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the readings as plain data."""

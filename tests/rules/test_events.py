@@ -193,8 +193,8 @@ def test_all_heads_are_called_so(count, said):
 WHEN = {
     "jumped from 3 to 52 between steps 150 and 200": [3, 3, 3, 3, 52],
     "jumped from 8 to 52 between steps 250 and 300": [3, 3, 3, 4, 6, 8, 52],
-    "rose from 3 at step 0 to 52": [3, 3, 12, 22, 32, 42, 52],
-    "rose from 4 at step 50 to 52": [3, *[4] * 3, 9, 14, 19, 24, 30, 36, 45, 52],
+    "rose from 3 to 52 between steps 50 and 300": [3, 3, 12, 22, 32, 42, 52],
+    "rose from 4 to 52 between steps 150 and 550": [3, *[4] * 3, 9, 14, 19, 24, 30, 36, 45, 52],
 }
 
 
@@ -251,7 +251,8 @@ EVERY_SENTENCE = {
     ),
     "tokens alike": (
         curve("token_cosine", [0.4, 0.5, 0.6, 0.999, 0.999, 0.999]),
-        "the input tokens of {layer} are nearly identical: mean cosine rose from 0.400 at step 0 to 0.999",
+        "the input tokens of {layer} are nearly identical: mean cosine jumped from 0.600 to 0.999 between "
+        "steps 100 and 150",
     ),
     "mean alignment": (
         [pair(0.1, 0.1), pair(0.95, 0.93, (0, 1, 0.95), (1, 2, 0.95), (2, 3, 0.95))],

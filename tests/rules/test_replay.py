@@ -130,8 +130,8 @@ def test_copied_heads_give_one_alert_of_two_lines():
         "steps 40 and 45 (also: weight jump, merged scores)"
     )
     assert alert.action == (
-        "from hdi_callback import ReviveHeads; HDICallback(interventions=[ReviveHeads(max_output_error=1)]) gives all "
-        "but one of them fresh weights"
+        "Give all but one of them fresh weights:\nfrom hdi_callback import HDICallback, ReviveHeads\n"
+        "HDICallback(interventions=[ReviveHeads(max_output_error=1)])"
     )
 
 
