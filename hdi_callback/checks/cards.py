@@ -67,22 +67,22 @@ def card_of(one: Facts) -> Card:
         lines |= {"positions": _positions(one), "scores": _scores(one), "softmax": _softmax(one)}
     if not one.reason:
         lines["output"] = _output(one)
-    key_heads = len(set(one.key_of)) or one.heads
+    key_heads = len(set(one.key_head_of)) or one.heads
     return Card(one.path, one.heads, key_heads, one.width, one.features, one.is_causal, lines)
 
 
 def _rows(one: Facts) -> str:
     parts = []
     for role in IN:
-        summed = [f"{shown_rows(made.rows)} of {made.short}" for made in one.rows.get(role, ())]
+        summed = [f"{shown_rows(made.rows)} of {made.module}" for made in one.rows.get(role, ())]
         parts.append(" + ".join(summed) or "no linear map")
     maps = [made for role in IN for made in one.rows.get(role, ())]
-    names = {made.short for made in maps}
+    names = {made.module for made in maps}
     if len(names) == 1 and len(maps) == len(IN):
-        parts = [part.removesuffix(f" of {maps[0].short}") for part in parts]
-        text = f"rows {', '.join(parts)} of {maps[0].short}"
+        parts = [part.removesuffix(f" of {maps[0].module}") for part in parts]
+        text = f"rows {', '.join(parts)} of {maps[0].module}"
     elif maps and all(len(made.rows.unique()) == made.total for made in maps):
-        text = f"rows of {', '.join(dict.fromkeys(made.short for made in maps))}"
+        text = f"rows of {', '.join(dict.fromkeys(made.module for made in maps))}"
     else:
         text = f"rows {', '.join(parts)}"
     return f"{text}, {_order(maps)}"
@@ -101,7 +101,7 @@ def _positions(one: Facts) -> str:
         kind = f", pairs (i, i+{steps.pop()})" if len(steps) == 1 else ""
         roles = " and ".join({"query": "queries", "key": "keys", "value": "values"}[role] for role in turned)
         return f"rotary on {2 * len(pairs)} of {one.width} features of {roles}{kind}"
-    if any(change.is_learned and change.op in {"add", "attn_mask"} for change in one.changes):
+    if any(change.bias for change in one.changes):
         return "a learned bias on the scores"
     return "none in the attention"
 
@@ -139,7 +139,7 @@ def _output(one: Facts) -> str:
     maps = one.rows.get("output", ())
     if not maps:
         return UNKNOWN
-    return f"columns {' + '.join(f'{shown_rows(made.rows)} of {made.short}' for made in maps)}, {_order(maps)}"
+    return f"columns {' + '.join(f'{shown_rows(made.rows)} of {made.module}' for made in maps)}, {_order(maps)}"
 
 
 # names of several layers

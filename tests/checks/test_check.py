@@ -211,7 +211,6 @@ def test_of_attention_by_hand_only_what_is_a_bug_is_wrong(name):
     module, _, inputs = (CASES[name] if name in CASES else REFUSED[name][0])()
     found = check(module.eval(), lambda: module(*inputs))
     wrong = {
-        "tiled_keys": {"tiled key heads"},
         "split_without_a_transpose": {"split"},
         "softmax_over_heads": {"softmax"},
         "softmax_over_queries": {"softmax"},
@@ -251,7 +250,7 @@ def test_assert_heads_passes_and_returns_what_was_found():
         (Attention, {"causal": False}, "should not be causal, and it is"),
         (Biased, {"causal": True}, "should be causal, and it is not"),
         (Attention, {"layers": "encoder.*"}, "no attention ran in a layer like 'encoder.*'"),
-        (BY_NAME["mask inverted"].kind, {}, "WRONG  blocks.0.attn: token 1 sees the tokens behind it"),
+        (BY_NAME["mask shows the next token"].kind, {}, "WRONG  blocks.0.attn: token 0 sees token 1"),
         (BY_NAME["split without transpose"].kind, {"heads": 4}, "the heads of blocks.0.attn are not known"),
     ],
 )
