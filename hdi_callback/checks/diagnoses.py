@@ -19,13 +19,12 @@ from torch import Tensor
 from hdi_callback.attention.cores import OVER_HEADS, OVER_QUERIES
 from hdi_callback.attention.heads import IN
 from hdi_callback.attention.labels import CENTRED, NORMED
-from hdi_callback.checks.facts import Facts, HeadRows, shown_rows
+from hdi_callback.checks.facts import PLURAL, Facts, HeadRows, shown_rows
 from hdi_callback.checks.scores import Change
 
 Verdict = Literal["wrong", "odd"]
 Found = tuple[Verdict, str] | None
 
-_PLURAL = {"query": "queries", "key": "keys", "value": "values", "output": "outputs"}
 _CONVENTION = "it learns as well from scratch, but checkpoints of other code, and its own in other code, give noise"
 _CAUSAL = "hide what torch.ones(T, T, dtype=torch.bool).triu(1) marks"
 
@@ -40,7 +39,7 @@ def split(one: Facts, _: Sequence[Facts]) -> Found:
         return None
     modules = _and(list(dict.fromkeys(one.cut_across[role][0] for role in cut)))
     tokens = one.cut_across[cut[-1]][1]
-    roles = _and([_PLURAL[role] for role in cut])
+    roles = _and([PLURAL[role] for role in cut])
     if any(tokens):
         said = (
             f"the first head's {roles} are made of tokens {_listed(tokens)} in turn, and of all heads: the output of "
@@ -101,7 +100,7 @@ def interleaved(one: Facts, _: Sequence[Facts]) -> Found:
     maps = {role: made for role in IN if (made := _only(one, role)) is not None}
     orders = {role: made.order for role, made in maps.items() if made.rows.shape[0] > 1}
     if set(orders.values()) == {"head by head", "interleaved"}:
-        said = _and([f"{_PLURAL[role]} in {maps[role].module} lie {order}" for role, order in orders.items()])
+        said = _and([f"{PLURAL[role]} in {maps[role].module} lie {order}" for role, order in orders.items()])
         return "odd", f"{said}: {_CONVENTION}; cut all of them alike, as .view(B, T, H, d) or as .view(B, T, d, H)"
     for first, second in (("query", "key"), ("query", "value"), ("key", "value")):
         if first not in maps or second not in maps or maps[first].name != maps[second].name:
@@ -110,8 +109,8 @@ def interleaved(one: Facts, _: Sequence[Facts]) -> Found:
         common = set(rows.flatten().tolist()) & set(others.flatten().tolist())
         if common and rows.shape == others.shape and not torch.equal(rows.sort(-1).values, others.sort(-1).values):
             return "wrong", (
-                f"rows {shown_rows(torch.tensor(sorted(common)))} of {maps[first].module} make {_PLURAL[first]} of "
-                f"one head and {_PLURAL[second]} of another: cut the projection in one order, as .chunk(3, -1) or "
+                f"rows {shown_rows(torch.tensor(sorted(common)))} of {maps[first].module} make {PLURAL[first]} of "
+                f"one head and {PLURAL[second]} of another: cut the projection in one order, as .chunk(3, -1) or "
                 "as .view(B, T, H, 3, d)"
             )
     return None
@@ -137,7 +136,7 @@ def adapter_rows(one: Facts, _: Sequence[Facts]) -> Found:
         base, added = one.rows[role][:2]
         if base.rows.shape == added.rows.shape and {base.order, added.order} == {"head by head", "interleaved"}:
             return "odd", (
-                f"{_PLURAL[role]} are the sum of {base.module}, where heads lie {base.order}, and of {added.module}, "
+                f"{PLURAL[role]} are the sum of {base.module}, where heads lie {base.order}, and of {added.module}, "
                 f"where they lie {added.order}: head 1 adds rows {shown_rows(added.rows[1])} of {added.module}. It "
                 "learns as well, but merged into the base, or in other code, it changes other heads; cut both alike"
             )
@@ -362,7 +361,7 @@ def rotation(one: Facts, _: Sequence[Facts]) -> Found:
         return "odd", "rotary positions are applied to values as well; queries and keys are enough"
     turned = [role for role in ("query", "key") if one.pairs.get(role)]
     if one.heads and len(turned) == 1:
-        said = f"rotary positions are applied to {_PLURAL[turned[0]]} alone, so that scores depend on absolute ones"
+        said = f"rotary positions are applied to {PLURAL[turned[0]]} alone, so that scores depend on absolute ones"
         return "odd", f"{said}; rotate {'keys' if turned == ['query'] else 'queries'} too"
     return None
 
@@ -370,22 +369,22 @@ def rotation(one: Facts, _: Sequence[Facts]) -> Found:
 def _wrong_angles(one: Facts) -> str | None:
     cosines = {role: table[:, : one.keys] for role, table in one.cosines.items()}  # of one sequence
     for role, table in cosines.items():
-        for first, second in sorted(one.pairs[role]):
-            if _differ(table[:, :, first], table[:, :, second]):
+        for place, other in sorted(one.pairs[role]):
+            if _differ(table[:, :, place], table[:, :, other]):
                 return (
-                    f"features {first} and {second} of {_PLURAL[role]} are turned together, by two different angles: "
+                    f"features {place} and {other} of {PLURAL[role]} are turned together, by two different angles: "
                     "the angles are laid out for other pairs; write torch.cat([angles, angles], -1) for halves, "
                     "angles.repeat_interleave(2, -1) for neighbours"
                 )
         if _is_by_head(table):
             return (
-                f"{_PLURAL[role]} of all tokens are turned by the same angle, and those of each head by another: "
+                f"{PLURAL[role]} of all tokens are turned by the same angle, and those of each head by another: "
                 "positions run along heads; transpose before the rotation"
             )
     if len(cosines) < 2 or one.queries != one.keys or not _differ(cosines["query"], cosines["key"]):
         return None
-    for word, first, second in (("later", "query", "key"), ("earlier", "key", "query")):
-        if _alike(cosines[first][:, :-1], cosines[second][:, 1:]):
+    for word, ahead, behind in (("later", "query", "key"), ("earlier", "key", "query")):
+        if _alike(cosines[ahead][:, :-1], cosines[behind][:, 1:]):
             return (
                 f"queries are turned as if they were one token {word} than keys: positions are off by one; turn both "
                 "by the same positions"
@@ -408,7 +407,7 @@ def shared_bias(one: Facts, _: Sequence[Facts]) -> Found:
 def norm_over_heads(one: Facts, _: Sequence[Facts]) -> Found:
     """One norm runs over the features of all heads."""
     width = one.heads * one.width
-    normed = [_PLURAL[role] for role in ("query", "key") if f"{role}: {CENTRED}{width}" in one.flags]
+    normed = [PLURAL[role] for role in ("query", "key") if f"{role}: {CENTRED}{width}" in one.flags]
     if one.heads < 2 or not normed:
         return None
     return "odd", (

@@ -22,6 +22,7 @@ from hdi_callback.checks.positions import cosines_of, pairs_of
 from hdi_callback.checks.scores import (
     SOFTMAXES,
     Change,
+    Link,
     changes_of,
     changes_of_fused,
     dropout_behind,
@@ -32,7 +33,9 @@ from hdi_callback.checks.scores import (
     way,
 )
 
-__all__ = ["Facts", "HeadRows", "facts_of", "shown_rows"]
+__all__ = ["PLURAL", "Facts", "HeadRows", "facts_of", "shown_rows"]
+
+PLURAL = {"query": "queries", "key": "keys", "value": "values"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +135,8 @@ class Facts:
 def facts_of(labels: Labels, claims: list[Claim], refused: list[tuple[Step, str]]) -> list[Facts]:
     """Collect facts about each attention that was read, or whose softmax was met, in the order of the forward."""
     found: list[tuple[int, Facts]] = []
-    for step, what in [*((claim.core.step, claim) for claim in claims), *refused]:
+    every: list[tuple[Step, Claim | str]] = [*((claim.core.step, claim) for claim in claims), *refused]
+    for step, what in every:
         try:
             facts = _of_refused(labels, step, what) if isinstance(what, str) else _of_claim(labels, what)
         except Exception as error:  # one attention that is not understood leaves the others
@@ -186,14 +190,15 @@ def _of_step(labels: Labels, step: Step) -> Facts:
 def _of_core(labels: Labels, core: Core) -> Facts:
     """Collect what is known of an attention without its heads."""
     facts, part, step = _of_step(labels, core.step), core.parts[0], core.step
+    scores: list[Link] | None = []
+    behind: list[Link] | None = []
     if part.product is None:
-        scores, behind, changes = [], [], changes_of_fused(step)
-        dropout = float(step.given("dropout_p", 0.0) or 0.0)
+        changes = changes_of_fused(step)
+        dropout: float | None = float(step.given("dropout_p", 0.0) or 0.0)
     else:
         scores = way(step.taken[0].cell, lambda one: one is core.score_step)
         behind = way(part.product.first.cell, lambda one: one is step)
-        is_known = scores is not None and is_by_rows(core)
-        changes = changes_of(scores) if is_known else [Change("not followed", None)]
+        changes = changes_of(scores) if scores is not None and is_by_rows(core) else [Change("not followed", None)]
         dropout = None if behind is None else dropout_behind(behind)
     softmaxes = 1 + sum(link.step.op in SOFTMAXES for link in [*(scores or ()), *(behind or ())])
     named = {role: getattr(part, role) for role in IN}
