@@ -30,7 +30,7 @@ from hdi_callback.checks.scores import (
     is_by_rows,
     is_renormalised,
     scale_of,
-    way,
+    walk_back,
 )
 
 __all__ = ["PLURAL", "Facts", "HeadRows", "facts_of", "shown_rows"]
@@ -196,8 +196,8 @@ def _of_core(labels: Labels, core: Core) -> Facts:
         changes = changes_of_fused(step)
         dropout: float | None = float(step.given("dropout_p", 0.0) or 0.0)
     else:
-        scores = way(step.taken[0].cell, lambda one: one is core.score_step)
-        behind = way(part.product.first.cell, lambda one: one is step)
+        scores = walk_back(step.taken[0].cell, lambda one: one is core.score_step)
+        behind = walk_back(part.product.first.cell, lambda one: one is step)
         changes = changes_of(scores) if scores is not None and is_by_rows(core) else [Change("not followed", None)]
         dropout = None if behind is None else dropout_behind(behind)
     softmaxes = 1 + sum(link.step.op in SOFTMAXES for link in [*(scores or ()), *(behind or ())])
@@ -298,13 +298,10 @@ def _equal_heads(labels: Labels, claim: Claim) -> tuple[tuple[int, int], ...]:
             return ()
         at = (one.starts - tape.first[one.owners[0]])[..., None] + torch.arange(one.count) * one.stride
         parts.append(parameter.flatten()[at.to(parameter.device)].flatten(1))
-    sums = [part.double().sum(1) for part in parts]  # compared first, as heads may be many
-    alike = (sums[0][:, None] == sums[0]) & (sums[1][:, None] == sums[1])
-    return tuple(
-        (first, second)
-        for first, second in alike.triu(1).nonzero().tolist()
-        if all(torch.equal(part[first], part[second]) and bool(part[first].any()) for part in parts)
-    )
+    rows = torch.cat([parts[0], parts[1].to(parts[0])], 1)
+    which = rows.unique(dim=0, return_inverse=True)[1]
+    pairs = (which[:, None] == which).triu(1).nonzero().tolist()
+    return tuple((first, second) for first, second in pairs if bool(rows[first].any()))
 
 
 def shown_rows(rows: Tensor) -> str:

@@ -50,7 +50,7 @@ class Link:
         return [view for view in self.step.taken if view is not self.main and view.numel > 1]
 
 
-def way(cell: Cell, is_end: Callable[[Step], bool]) -> list[Link] | None:
+def walk_back(cell: Cell, is_end: Callable[[Step], bool]) -> list[Link] | None:
     """List the steps that lead to a cell from the nearest step that is an end, without it; `None` if there is none."""
     todo: list[tuple[Cell, list[Link]]] = [(cell, [])]
     seen = {cell}
@@ -86,7 +86,7 @@ def scale_of(labels: Labels, core: Core, scores: list[Link]) -> float | None:
         return product is not None and product.kind in {"weight", "filter"}
 
     for view in sides:
-        links = way(view.cell, is_map) if view.cell.step is not None else []
+        links = walk_back(view.cell, is_map) if view.cell.step is not None else []
         if links is None:
             return None
         factors += [_factor(link, of_features=True) for link in links]

@@ -15,7 +15,7 @@ from hdi_callback.checks.cards import joined_name
 from hdi_callback.testing import assert_heads
 from tests.attention.by_hand import CASES
 from tests.attention.by_hand_refused import REFUSED
-from tests.checks.corpus import BUGS, VOCABULARY, Attention, B, Biased, Grouped, H, Model, Rotary, T
+from tests.checks.corpus import BUGS, VOCABULARY, Attention, B, Biased, D, Grouped, H, Model, Rotary, T, causal
 
 BY_NAME = {bug.name: bug for bug in BUGS}
 TOKENS = torch.randint(VOCABULARY, (B, T), generator=torch.Generator().manual_seed(1))
@@ -44,6 +44,46 @@ def test_a_bug_is_named_with_its_verdict(bug):
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_nothing_is_said_of_the_right_twin(bug):
     assert checked(bug.build(twin=True), *bug.batch()).findings == ()
+
+
+def by_features(weight):
+    return weight.view(D // H, H, -1).transpose(0, 1).flatten(0, 1)
+
+
+def by_groups(weight):
+    return weight.unflatten(0, (H, -1))[[0, 2, 1, 3]].flatten(0, 1)
+
+
+# What makes the weights of a bug those of its twin.
+REORDERED = {
+    "keys interleaved, queries not": {"k_proj": by_features},
+    "values interleaved, keys not": {"v_proj": by_features},
+    "key heads tiled": {"q_proj": by_groups, "out_proj": lambda weight: by_groups(weight.T).T},
+    "LoRA split wrongly": {"b": lambda weight: weight.view(D // H, H, 2, -1).permute(2, 1, 0, 3).flatten(0, 2)},
+}
+
+
+@pytest.mark.parametrize("name", REORDERED)
+def test_what_learns_as_well_is_odd_as_it_is_its_twin_with_rows_in_another_order(name):
+    model, twin = BY_NAME[name].build(), BY_NAME[name].build(twin=True)
+    assert BY_NAME[name].verdict == "odd"
+    assert not torch.allclose(model(TOKENS), twin(TOKENS), atol=1e-5)
+    with torch.no_grad():
+        for block in twin.blocks:
+            for projection, reordered in REORDERED[name].items():
+                weight = getattr(block.attn, projection).weight
+                weight.copy_(reordered(weight).clone())
+    assert torch.allclose(model(TOKENS), twin(TOKENS), atol=1e-5)
+
+
+@pytest.mark.parametrize(("diagonal", "verdict"), [(-1, "odd"), (0, "wrong")])
+def test_an_inverted_mask_may_be_meant_only_if_each_token_sees_itself(diagonal, verdict):
+    class Inverted(Attention):
+        def mask(self, scores, padding):
+            return scores.masked_fill(causal(scores, diagonal), -math.inf)
+
+    (found,) = checked(Model(Inverted).eval()).findings
+    assert (found.name, found.verdict) == ("mask inverted", verdict)
 
 
 # Behind their attention tokens lie elsewhere, whatever it sees.
