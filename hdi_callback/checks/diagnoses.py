@@ -20,7 +20,7 @@ from hdi_callback.attention.cores import OVER_HEADS, OVER_QUERIES
 from hdi_callback.attention.heads import IN
 from hdi_callback.attention.labels import CENTRED, NORMED
 from hdi_callback.checks.facts import PLURAL, Facts, HeadRows, shown_rows
-from hdi_callback.checks.scores import Change
+from hdi_callback.checks.scores import KEPT, Change
 
 Verdict = Literal["wrong", "odd"]
 Found = tuple[Verdict, str] | None
@@ -122,9 +122,9 @@ def tiled_key_heads(one: Facts, _: Sequence[Facts]) -> Found:
     if not 1 < count < one.heads or one.key_head_of != tuple(head % count for head in range(one.heads)):
         return None
     return "odd", (
-        f"query heads 0 to {one.heads - 1} meet key heads {_listed(one.key_head_of)}: the {count} key heads are tiled, "
-        f"and other code lets neighbours share; {_CONVENTION}; write .repeat_interleave({one.heads // count}, dim=1) "
-        "in the place of .repeat"
+        f"query heads 0 to {one.heads - 1} meet key heads {_listed(one.key_head_of)}: the {count} key heads are tiled "
+        f"where neighbours mostly share; {_CONVENTION}; write .repeat_interleave({one.heads // count}, dim=1) in the "
+        "place of .repeat"
     )
 
 
@@ -321,7 +321,7 @@ def padding(one: Facts, among: Sequence[Facts]) -> Found:
     hidden = one.hidden.all(-2)  # of all queries
     hides_none_anywhere = all(other.hidden is not None and not bool(other.hidden.any()) for other in among)
     for name, mask in one.padding.items():
-        is_of_keys = mask.shape[1] == min(one.keys, 64) and len(mask) > 1
+        is_of_keys = mask.shape[1] == min(one.keys, KEPT) and len(mask) > 1
         if not is_of_keys or not bool(mask.any()) or bool(mask.all()) or one.is_causal:
             continue
         if hides_none_anywhere:

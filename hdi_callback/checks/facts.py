@@ -20,6 +20,7 @@ from hdi_callback.attention.planes import small, unique_rows
 from hdi_callback.attention.tape import DATA, SHAPED_LIKE, Cell, Step
 from hdi_callback.checks.positions import cosines_of, pairs_of
 from hdi_callback.checks.scores import (
+    KEPT,
     SOFTMAXES,
     Change,
     Link,
@@ -110,7 +111,7 @@ class Facts:
     @property
     def sees(self) -> Tensor | None:
         """Which keys each query sees, ``(n, tokens, tokens)``, if it asks as many as there are; `None` otherwise."""
-        count = min(self.queries, 64)
+        count = min(self.queries, KEPT)
         if self.hidden is None or self.queries != self.keys:
             return None
         try:

@@ -9,8 +9,9 @@ from hdi_callback.attention.cores import Core
 from hdi_callback.attention.labels import Label, Labels
 from hdi_callback.attention.planes import small, unique_rows
 from hdi_callback.attention.tape import Step
+from hdi_callback.checks.scores import KEPT
 
-_TOKENS = 64  # of which angles are read
+_ROWS = 64  # of queries, keys or values are looked at for pairs
 
 
 def pairs_of(labels: Labels, label: Label) -> frozenset[tuple[int, int]]:
@@ -18,7 +19,7 @@ def pairs_of(labels: Labels, label: Label) -> frozenset[tuple[int, int]]:
     short = small(label.features)
     if short.shape[-1] != label.features.shape[-1]:  # one feature at all places
         return frozenset()
-    rows, _ = unique_rows(short.reshape(-1, short.shape[-1])[:64])
+    rows, _ = unique_rows(short.reshape(-1, short.shape[-1])[:_ROWS])
     pairs: set[tuple[int, int]] = set()
     for row in rows.tolist():
         places: dict[int, list[int]] = {}
@@ -59,15 +60,15 @@ def _cosines(labels: Labels, step: Step, starts: Tensor) -> Tensor | None:
     if made is None or label is None or table is None or table.is_complex() or label.features.shape != made.shape:
         return None
     whole = [1] * (len(made.shape) - table.dim()) + list(table.shape)
-    kept = [size if size > 1 else min(full, _TOKENS) for size, full in zip(whole, made.shape)]
+    kept = [size if size > 1 else min(full, KEPT) for size, full in zip(whole, made.shape)]
     width = kept[-1]
     if width != made.shape[-1] or width > starts.shape[1]:
         return None
     cosines = table.cpu().double().expand(kept)
     here = tuple(map(slice, kept))
     features, tokens = label.features[here], label.tokens[here][..., 0]
-    found = torch.full((min(len(starts), 2), _TOKENS, starts.shape[1]), torch.nan, dtype=torch.double)
+    found = torch.full((min(len(starts), 2), KEPT, starts.shape[1]), torch.nan, dtype=torch.double)
     for head in range(len(found)):
-        is_mine = (features == starts[head, :width]).all(-1) & (tokens > 0) & (tokens <= _TOKENS)
+        is_mine = (features == starts[head, :width]).all(-1) & (tokens > 0) & (tokens <= KEPT)
         found[head, tokens[is_mine] - 1, :width] = cosines[is_mine]
     return None if bool(found.isnan().all()) else found

@@ -13,6 +13,7 @@ from hdi_callback.attention.cores import Core
 from hdi_callback.attention.labels import Labels
 from hdi_callback.attention.tape import Cell, Step, Tape, View
 
+KEPT = 64  # of masks and tables the tape keeps so many queries and keys
 HIDDEN = -90.0  # a key is hidden by a score below it: exp(-90) = 1e-39
 _FAR = 200  # cells to walk back
 SOFTMAXES = {"_softmax", "_safe_softmax"}
@@ -121,7 +122,7 @@ def changes_of_fused(step: Step) -> list[Change]:
     given = step.given("attn_mask", step.given("attn_bias"))
     found = _added("attn_mask", given) if isinstance(given, View) else []
     if step.given("is_causal", default=False):
-        queries, keys = (min(view.shape[-2], 64) for view in step.taken[:2])
+        queries, keys = (min(view.shape[-2], KEPT) for view in step.taken[:2])
         found.append(Change("is_causal", torch.ones(queries, keys, dtype=torch.bool).triu(1)))
     return found
 

@@ -474,7 +474,7 @@ SYMPTOMS = {
     "split": "Trains, and stays worse: each head attends to a part of the sequence, and to slices of all heads.",
     "merge": "Trains, and stays worse; what a token gets depends on where it stands, and on the length of the batch.",
     "shared heads": "As good as one head, however many are configured.",
-    "interleaved": "Trains well from scratch; weights of others, or of another implementation, give noise.",
+    "interleaved": "Trains from scratch; weights of others, or of another implementation, give noise.",
     "tiled key heads": "Trains well from scratch; pretrained grouped weights give noise.",
     "adapter rows": "Trains well; merged into a served model, or in other code, the adapter gives noise.",
     "batch for sequence": "Outputs change with what else is in the batch.",
