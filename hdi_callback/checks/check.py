@@ -26,8 +26,8 @@ class Diagnosis:
     Attributes:
         layer: its dotted name, or that of equal layers: ``blocks.0-11.attn``.
         name: of the diagnosis: ``"split"``.
-        verdict: ``"wrong"`` of what no design asks for, ``"odd"`` of what may be meant, or learns as well and disagrees with
-            other code.
+        verdict: ``"wrong"`` of what no design asks for; ``"odd"`` of what may be meant, or learns as well and
+            disagrees with other code.
         text: the evidence, and what to write.
         line: file and line of the forward where the softmax runs; ``""`` if that is not known.
     """

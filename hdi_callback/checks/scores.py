@@ -160,9 +160,10 @@ def _added(op: str, view: View, depth: int = 8) -> list[Change]:
         sign = -1 if op == "sub" else 1
         return [Change(op, ~value if value.dtype == torch.bool else sign * value <= HIDDEN, value)]
     step = view.cell.step
-    is_followed = step is not None and depth > 0 and (step.is_pointwise or step.op in _COPIES)
-    if step is None or not is_followed:
+    if step is None or not (step.is_pointwise or step.op in _COPIES):
         return [Change(op, _HIDES_NOTHING, bias=view.shape)]
+    if not depth:
+        return [Change(op, None, bias=view.shape)]
     if step.op == "add":
         return [change for part in step.taken if part.numel > 1 for change in _added(op, part, depth - 1)]
     links = [Link(step, one) for one in step.taken if one.is_float and one.cell.is_mapped]
