@@ -103,10 +103,10 @@ class Facts:
 
     @property
     def key_head_of(self) -> tuple[int, ...]:
-        """The number of each head's keys among the different ones."""
-        keys = [tuple(row) for row in self.rows["key"][0].rows.tolist()] if self.rows.get("key") else []
-        different = list(dict.fromkeys(keys))
-        return tuple(different.index(one) for one in keys)
+        """The number of each head's keys among the different ones, in the order of their rows."""
+        if not self.rows.get("key"):
+            return ()
+        return tuple(self.rows["key"][0].rows.unique(dim=0, return_inverse=True)[1].tolist())
 
     @property
     def sees(self) -> Tensor | None:
@@ -135,16 +135,16 @@ class Facts:
 
 def facts_of(labels: Labels, claims: list[Claim], refused: list[tuple[Step, str]]) -> list[Facts]:
     """Collect facts about each attention that was read, or whose softmax was met, in the order of the forward."""
-    found: list[tuple[int, Facts]] = []
+    found: list[Facts] = []
     every: list[tuple[Step, Claim | str]] = [*((claim.core.step, claim) for claim in claims), *refused]
-    for step, what in every:
+    for step, what in sorted(every, key=lambda one: one[0].number):
         try:
             facts = _of_refused(labels, step, what) if isinstance(what, str) else _of_claim(labels, what)
         except Exception as error:  # one attention that is not understood leaves the others
             reason = f"its facts could not be collected ({type(error).__name__}: {error})"
             facts = replace(_of_step(labels, step), reason=reason)
-        found.append((step.number, facts))
-    return [facts for _, facts in sorted(found, key=lambda one: one[0])]
+        found.append(facts)
+    return found
 
 
 def _of_claim(labels: Labels, claim: Claim) -> Facts:
