@@ -181,6 +181,20 @@ def test_what_is_not_known_is_said_and_no_finding():
     assert found.findings == ()
 
 
+def test_a_mask_is_not_known_where_scores_lie_in_another_order():
+    class HeadsBehindQueries(Attention):
+        def forward(self, x, padding=None):
+            q, k, v = self.project(x)
+            scores = torch.einsum("bhqd,bhkd->bqhk", q, k) / math.sqrt(self.d)
+            scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1)[:, None], -math.inf)
+            return self.out_proj(torch.einsum("bqhk,bhkd->bqhd", scores.softmax(-1), v).flatten(2))
+
+    found = checked(Model(HeadsBehindQueries).eval())
+    assert found.cards[0].heads == H
+    assert found.cards[0].lines["scores"] == "scaled by 0.3536 = 1/sqrt(8); mask not known"
+    assert found.findings == ()
+
+
 def test_a_mask_is_read_from_the_first_tokens_of_a_long_sequence():
     model = Model(BY_NAME["mask shows the next token"].kind).eval()
     found = checked(model, torch.randint(VOCABULARY, (1, 150)))
