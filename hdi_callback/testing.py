@@ -63,8 +63,6 @@ def _reasons(card: Card, heads: int | None, key_heads: int | None, causal: bool 
     if key_heads is not None and card.key_heads != key_heads:
         found.append(f"{card.layer} has {card.key_heads} heads of keys, and not {key_heads}")
     if causal is not None and card.is_causal is not causal:
-        known = (
-            "it is not known whether it is" if card.is_causal is None else "it is" if card.is_causal else "it is not"
-        )
+        known = {None: "it is not known whether it is", True: "it is", False: "it is not"}[card.is_causal]
         found.append(f"{card.layer} should{'' if causal else ' not'} be causal, and {known}")
     return found

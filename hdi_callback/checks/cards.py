@@ -11,7 +11,7 @@ import torch
 
 from hdi_callback.attention.heads import IN
 from hdi_callback.attention.labels import NORMED
-from hdi_callback.checks.facts import Facts, HeadRows, shown_rows
+from hdi_callback.checks.facts import PLURAL, Facts, HeadRows, shown_rows
 
 _LABEL = 24
 UNKNOWN = "not known"
@@ -64,28 +64,31 @@ def card_of(one: Facts) -> Card:
     """Write down what an attention does."""
     lines = {"why": one.reason} if one.reason else {"queries, keys, values": _rows(one)}
     if one.queries:
-        lines |= {"positions": _positions(one), "scores": _scores(one), "softmax": _softmax(one)}
+        behind = f"dropout {UNKNOWN}" if one.dropout is None else f"dropout {one.dropout:.3g} behind it"
+        lines["positions"] = _positions(one)
+        lines["scores"] = "; ".join([_scale(one), *_masks(one)])
+        lines["softmax"] = "over keys" if one.dropout == 0 else f"over keys; {behind}"
     if not one.reason:
-        lines["output"] = _output(one)
-    key_heads = len(set(one.key_of)) or one.heads
+        maps = one.rows.get("output", ())
+        lines["output"] = f"columns {_summed(maps)}, {_order(maps)}" if maps else UNKNOWN
+    key_heads = len(set(one.key_head_of)) or one.heads
     return Card(one.path, one.heads, key_heads, one.width, one.features, one.is_causal, lines)
 
 
 def _rows(one: Facts) -> str:
-    parts = []
-    for role in IN:
-        summed = [f"{shown_rows(made.rows)} of {made.short}" for made in one.rows.get(role, ())]
-        parts.append(" + ".join(summed) or "no linear map")
     maps = [made for role in IN for made in one.rows.get(role, ())]
-    names = {made.short for made in maps}
-    if len(names) == 1 and len(maps) == len(IN):
-        parts = [part.removesuffix(f" of {maps[0].short}") for part in parts]
-        text = f"rows {', '.join(parts)} of {maps[0].short}"
+    modules = list(dict.fromkeys(made.module for made in maps))
+    if len(modules) == 1 and len(maps) == len(IN):
+        rows = f"rows {', '.join(shown_rows(made.rows) for made in maps)} of {modules[0]}"
     elif maps and all(len(made.rows.unique()) == made.total for made in maps):
-        text = f"rows of {', '.join(dict.fromkeys(made.short for made in maps))}"
+        rows = f"rows of {', '.join(modules)}"
     else:
-        text = f"rows {', '.join(parts)}"
-    return f"{text}, {_order(maps)}"
+        rows = f"rows {', '.join(_summed(one.rows.get(role, ())) or 'no linear map' for role in IN)}"
+    return f"{rows}, {_order(maps)}"
+
+
+def _summed(maps: Sequence[HeadRows]) -> str:
+    return " + ".join(f"{shown_rows(made.rows)} of {made.module}" for made in maps)
 
 
 def _order(maps: Sequence[HeadRows]) -> str:
@@ -99,15 +102,10 @@ def _positions(one: Facts) -> str:
         pairs = one.pairs[turned[0]]
         steps = {second - first for first, second in pairs}
         kind = f", pairs (i, i+{steps.pop()})" if len(steps) == 1 else ""
-        roles = " and ".join({"query": "queries", "key": "keys", "value": "values"}[role] for role in turned)
+        roles = " and ".join(PLURAL[role] for role in turned)
         return f"rotary on {2 * len(pairs)} of {one.width} features of {roles}{kind}"
-    if any(change.is_learned and change.op in {"add", "attn_mask"} for change in one.changes):
-        return "a learned bias on the scores"
-    return "none in the attention"
-
-
-def _scores(one: Facts) -> str:
-    return "; ".join([_scale(one), *_masks(one)])
+    has_bias = any(change.bias and change.op in {"add", "attn_mask"} for change in one.changes)
+    return "a learned bias on the scores" if has_bias else "none in the attention"
 
 
 def _scale(one: Facts) -> str:
@@ -123,48 +121,23 @@ def _masks(one: Facts) -> list[str]:
     if one.hidden is None:
         return [f"mask {UNKNOWN}"]
     found = ["causal"] if one.is_causal else []
-    if bool(one.hidden.any()):
-        padded = bool(one.hidden.all(-2).any())
-        found += ["padding masked"] if padded else []
-        found += ["some keys masked"] if not found else []
-    return found
-
-
-def _softmax(one: Facts) -> str:
-    behind = f"dropout {UNKNOWN}" if one.dropout is None else f"dropout {one.dropout:.3g} behind it"
-    return f"over keys{f'; {behind}' if one.dropout != 0 else ''}"
-
-
-def _output(one: Facts) -> str:
-    maps = one.rows.get("output", ())
-    if not maps:
-        return UNKNOWN
-    return f"columns {' + '.join(f'{shown_rows(made.rows)} of {made.short}' for made in maps)}, {_order(maps)}"
-
-
-# names of several layers
+    found += ["padding masked"] if bool(one.hidden.all(-2).any()) else []
+    return found or (["some keys masked"] if bool(one.hidden.any()) else [])
 
 
 def joined_name(paths: Sequence[str]) -> str:
-    """Give equal layers one name.
-
-    Args:
-        paths: their dotted names.
-
-    Returns:
-        The names, with ranges in the place of numbers.
+    """Give equal layers one name, with ranges in the place of numbers.
 
     Example:
         >>> joined_name(["blocks.0.attn", "blocks.1.attn", "blocks.2.attn"])
         'blocks.0-2.attn'
-    """
-    groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
+    """  # noqa: DOC201
+    groups: dict[tuple[str, ...], list[list[int]]] = {}
     for path in dict.fromkeys(paths):
-        parts = re.split(r"(?<![^.])(\d+)(?![^.])", path)
-        groups.setdefault(tuple(parts[::2]), []).append(tuple(map(int, parts[1::2])))
-    return ", ".join(_with_ranges(texts, numbers) for texts, numbers in groups.items())
-
-
-def _with_ranges(texts: tuple[str, ...], numbers: list[tuple[int, ...]]) -> str:
-    ranges = [shown_rows(torch.tensor(column)).replace(" ", "") for column in zip(*numbers)]
-    return "".join(text + number for text, number in zip(texts, [*ranges, ""])) or "the model"
+        parts = re.split(r"(?<![^.])(\d+)(?![^.])", path)  # at numbers between dots
+        groups.setdefault(tuple(parts[::2]), []).append(list(map(int, parts[1::2])))
+    names = []
+    for texts, numbers in groups.items():
+        ranges = [shown_rows(torch.tensor(column)).replace(" ", "") for column in zip(*numbers)]
+        names.append("".join(text + number for text, number in zip(texts, [*ranges, ""])) or "the model")
+    return ", ".join(names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from hdi_callback.attention.labels import Labels
 from hdi_callback.attention.tape import Step
 from hdi_callback.checks.cards import Card, card_of, joined_name
 from hdi_callback.checks.diagnoses import DIAGNOSES, Verdict
-from hdi_callback.checks.facts import Facts, facts_of
+from hdi_callback.checks.facts import facts_of
 
 __all__ = ["Check", "Diagnosis", "check", "examine"]
 
@@ -26,7 +26,8 @@ class Diagnosis:
     Attributes:
         layer: its dotted name, or that of equal layers: ``blocks.0-11.attn``.
         name: of the diagnosis: ``"split"``.
-        verdict: ``"wrong"``, or ``"odd"`` of what may be meant.
+        verdict: ``"wrong"`` of what no design asks for; ``"odd"`` of what may be meant, or learns as well and
+            disagrees with other code.
         text: the evidence, and what to write.
         line: file and line of the forward where the softmax runs; ``""`` if that is not known.
     """
@@ -105,27 +106,20 @@ def examine(
 ) -> Check:
     """Make cards and findings of what was read of a forward, of the layers that are chosen by their names."""
     every = facts_of(labels, claims, refused)
-    chosen = [one for one in every if is_chosen is None or is_chosen(one.path)]
-    cards: dict[object, list[Card]] = {}
-    for card in map(card_of, chosen):
+    cards: dict[str, list[Card]] = {}  # of equal layers
+    layers: dict[Diagnosis, list[str]] = {}  # of which the same is said
+    for one in every:
+        if is_chosen is not None and not is_chosen(one.path):
+            continue
+        card = card_of(one)
         cards.setdefault(str(replace(card, layer="")), []).append(card)
-    found: dict[tuple[str, Verdict, str, str], list[str]] = {}
-    for one in chosen:
-        for name, verdict, text in _diagnosed(one, every):
-            found.setdefault((name, verdict, text, one.line), []).append(one.path)
-    findings = [
-        Diagnosis(joined_name(paths), name, verdict, text, line) for (name, verdict, text, line), paths in found.items()
-    ]
+        for diagnose in DIAGNOSES:
+            found = diagnose(one, every)
+            if found is not None:
+                name = diagnose.__name__.replace("_", " ")
+                layers.setdefault(Diagnosis("", name, *found, one.line), []).append(one.path)
+    findings = [replace(said, layer=joined_name(paths)) for said, paths in layers.items()]
     return Check(
         tuple(replace(same[0], layer=joined_name([one.layer for one in same])) for same in cards.values()),
         tuple(sorted(findings, key=lambda one: one.verdict != "wrong")),
     )
-
-
-def _diagnosed(one: Facts, every: Sequence[Facts]) -> list[tuple[str, Verdict, str]]:
-    found = []
-    for diagnose in DIAGNOSES:
-        answer = diagnose(one, every)
-        if answer is not None:
-            found.append((diagnose.__name__.replace("_", " "), *answer))
-    return found

@@ -1,8 +1,8 @@
 """Diagnoses: conditions on the facts of an attention, each with its verdict, its evidence and what to write.
 
-A diagnosis is a function with the finding's name in `DIAGNOSES`: it takes the facts of one attention, and of all of
-the model, and returns what it found, or `None`. It says *wrong* only of what no design asks for, and *odd* of what may
-be meant; where a fact is not known it says nothing.
+A diagnosis is a function in `DIAGNOSES`, and its name is that of the finding: it takes the facts of one attention, and
+of all of the model, and returns what it found, or `None`. It says *wrong* only of what no design asks for, and *odd* of
+what may be meant, or learns as well and disagrees with other code; where a fact is not known it says nothing.
 
 A new one needs a bug with a right twin in ``tests/checks/corpus.py``, and a fact in `Facts` if none shows it.
 """
@@ -10,7 +10,7 @@ A new one needs a bug with a right twin in ``tests/checks/corpus.py``, and a fac
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -19,12 +19,14 @@ from torch import Tensor
 from hdi_callback.attention.cores import OVER_HEADS, OVER_QUERIES
 from hdi_callback.attention.heads import IN
 from hdi_callback.attention.labels import CENTRED, NORMED
-from hdi_callback.checks.facts import Facts, HeadRows, shown_rows
-from hdi_callback.checks.scores import Change
+from hdi_callback.checks.facts import PLURAL, Facts, HeadRows, shown_rows
+from hdi_callback.checks.scores import KEPT, Change
 
 Verdict = Literal["wrong", "odd"]
 Found = tuple[Verdict, str] | None
-Diagnosis = Callable[[Facts, Sequence[Facts]], Found]
+
+_CONVENTION = "it learns as well from scratch, but checkpoints of other code, and its own in other code, give noise"
+_CAUSAL = "hide what torch.ones(T, T, dtype=torch.bool).triu(1) marks"
 
 
 # heads that are cut or put together in the wrong order
@@ -32,31 +34,32 @@ Diagnosis = Callable[[Facts, Sequence[Facts]], Found]
 
 def split(one: Facts, _: Sequence[Facts]) -> Found:
     """Memory (token, head, width) is read as (head, token, width), or heads as tokens."""
-    cut = [role for role in IN if role in one.split]
+    cut = [role for role in IN if role in one.cut_across]
     if not one.reason or not {"key", "value"} & set(cut):
         return None
-    names = _and(list(dict.fromkeys(one.split[role][0] for role in cut)))
-    tokens = one.split[cut[-1]][1]
-    roles = _and([_PLURAL[role] for role in cut])
-    if not any(tokens):
-        return "wrong", (
-            f"each token attends to its own heads alone: {roles} of a matrix are those of one token, as the output of "
-            f"{names} is viewed as (batch, tokens, heads, width); write .view(B, T, H, d).transpose(1, 2)"
+    modules = _and(list(dict.fromkeys(one.cut_across[role][0] for role in cut)))
+    tokens = one.cut_across[cut[-1]][1]
+    roles = _and([PLURAL[role] for role in cut])
+    if any(tokens):
+        said = (
+            f"the first head's {roles} are made of tokens {_listed(tokens)} in turn, and of all heads: the output of "
+            f"{modules} is viewed as (batch, heads, tokens, width) without a transpose"
         )
-    return "wrong", (
-        f"the first head's {roles} are made of tokens {_listed(tokens)} in turn, and of all heads: the output of "
-        f"{names} is viewed as (batch, heads, tokens, width) without a transpose; write "
-        ".view(B, T, H, d).transpose(1, 2)"
-    )
+    else:
+        said = (
+            f"each token attends to its own heads alone: {roles} of a matrix are those of one token, as the output of "
+            f"{modules} is viewed as (batch, tokens, heads, width)"
+        )
+    return "wrong", f"{said}; write .view(B, T, H, d).transpose(1, 2)"
 
 
 def merge(one: Facts, _: Sequence[Facts]) -> Found:
     """Memory (head, token, width) is read as (token, head, width)."""
-    if not one.merged:
+    if not one.mixed:
         return None
-    parts = [f"head {head} at token {token}" for head, token in one.merged[:3]]
+    parts = [f"head {head} at token {token}" for head, token in one.mixed[:3]]
     return "wrong", (
-        f"the output projection takes as its first token {', '.join(parts)}{', ...' if len(one.merged) > 3 else ''}: "
+        f"the output projection takes as its first token {', '.join(parts)}{', ...' if len(one.mixed) > 3 else ''}: "
         "heads are put side by side without a transpose; write .transpose(1, 2).reshape(B, T, H * d)"
     )
 
@@ -64,32 +67,31 @@ def merge(one: Facts, _: Sequence[Facts]) -> Found:
 def shared_heads(one: Facts, _: Sequence[Facts]) -> Found:
     """Several heads are declared, and all read the rows of the first."""
     query = _only(one, "query")
-    if query is None or not query.unread or not one.heads:
+    if query is None or not query.unread:
         return None
-    declared = one.heads * query.total // query.used
-    if declared <= one.heads or query.total % query.used or query.used + len(query.unread) != query.total:
+    declared, rest = divmod(one.heads * query.total, query.total - len(query.unread))
+    if rest or declared <= one.heads:
         return None
     return "wrong", (
-        f"{query.short} has rows for {declared} heads of width {one.width}, and only rows {shown_rows(query.rows)} are "
-        f"used: rows {shown_rows(torch.tensor(query.unread))} are computed, and taken by nothing; let each head index "
-        "its own rows"
+        f"{query.module} has rows for {declared} heads of width {one.width}, and only rows {shown_rows(query.rows)} "
+        f"are used: rows {shown_rows(torch.tensor(query.unread))} are computed, and taken by nothing; let each head "
+        "index its own rows"
     )
 
 
 def unused_key_heads(one: Facts, _: Sequence[Facts]) -> Found:
     """A map makes more heads of keys, or values, than are used."""
-    for role in ("key", "value"):
-        made = _only(one, role)
-        if made is None or not made.unread or made.short == one.name_of("query") or shared_heads(one, ()):
+    query = _only(one, "query")
+    for made in (_only(one, "key"), _only(one, "value")):
+        if made is None or query is None or not made.unread or query.unread or made.name == query.name:
             continue
         width = made.rows.shape[1]
-        if made.used + len(made.unread) == made.total and made.total % width == 0:
-            count, times = made.total // width, max(1, one.heads * width // made.total)
-            return "wrong", (
-                f"{made.short} makes {count} heads, of which {made.used // width} "
-                f"{'is' if made.used == width else 'are'} used: rows {shown_rows(torch.tensor(made.unread))} are "
-                f"computed, and taken by nothing; write .repeat_interleave({times}, dim=1)"
-            )
+        count, used = made.total // width, (made.total - len(made.unread)) // width
+        return "wrong", (
+            f"{made.module} makes {count} heads, of which {used} {'is' if used == 1 else 'are'} used: rows "
+            f"{shown_rows(torch.tensor(made.unread))} are computed, and taken by nothing; write "
+            f".repeat_interleave({max(1, one.heads // count)}, dim=1)"
+        )
     return None
 
 
@@ -97,46 +99,47 @@ def interleaved(one: Facts, _: Sequence[Facts]) -> Found:
     """Heads lie differently in queries, keys and values."""
     maps = {role: made for role in IN if (made := _only(one, role)) is not None}
     orders = {role: made.order for role, made in maps.items() if made.rows.shape[0] > 1}
-    if len(set(orders.values())) == 2 and "" not in orders.values():
-        said = [f"{_PLURAL[role]} in {maps[role].short} lie {order}" for role, order in orders.items()]
-        return "wrong", f"{_and(said)}: cut all of them alike, as .view(B, T, H, d) or as .view(B, T, d, H)"
+    if set(orders.values()) == {"head by head", "interleaved"}:
+        said = _and([f"{PLURAL[role]} in {maps[role].module} lie {order}" for role, order in orders.items()])
+        return "odd", f"{said}: {_CONVENTION}; cut all of them alike, as .view(B, T, H, d) or as .view(B, T, d, H)"
     for first, second in (("query", "key"), ("query", "value"), ("key", "value")):
-        if first in maps and second in maps and maps[first].name == maps[second].name:
-            rows, others = maps[first].rows, maps[second].rows
-            common = set(rows.flatten().tolist()) & set(others.flatten().tolist())
-            if common and rows.shape == others.shape and not torch.equal(rows.sort(-1).values, others.sort(-1).values):
-                return "wrong", (
-                    f"rows {shown_rows(torch.tensor(sorted(common)))} of {maps[first].short} make {_PLURAL[first]} of "
-                    f"one head and {_PLURAL[second]} of another: cut the projection in one order, as .chunk(3, -1) or "
-                    "as .view(B, T, H, 3, d)"
-                )
+        if first not in maps or second not in maps or maps[first].name != maps[second].name:
+            continue
+        rows, others = maps[first].rows, maps[second].rows
+        common = set(rows.flatten().tolist()) & set(others.flatten().tolist())
+        if common and rows.shape == others.shape and not torch.equal(rows.sort(-1).values, others.sort(-1).values):
+            return "wrong", (
+                f"rows {shown_rows(torch.tensor(sorted(common)))} of {maps[first].module} make {PLURAL[first]} of "
+                f"one head and {PLURAL[second]} of another: cut the projection in one order, as .chunk(3, -1) or "
+                "as .view(B, T, H, 3, d)"
+            )
     return None
 
 
 def tiled_key_heads(one: Facts, _: Sequence[Facts]) -> Found:
     """Key heads are tiled (0, 1, 0, 1) where they should be repeated (0, 0, 1, 1)."""
-    count = len(set(one.key_of))
-    if not 1 < count < one.heads or one.key_of != tuple(head % count for head in range(one.heads)):
+    count = len(set(one.key_head_of))
+    if not 1 < count < one.heads or one.key_head_of != tuple(head % count for head in range(one.heads)):
         return None
-    times = one.heads // count
-    return "wrong", (
-        f"query heads 0 to {one.heads - 1} meet key heads {_listed(one.key_of)}: the {count} key heads are tiled, and "
-        f"checkpoints expect neighbours to share; write .repeat_interleave({times}, dim=1) in the place of .repeat"
+    return "odd", (
+        f"query heads 0 to {one.heads - 1} meet key heads {_listed(one.key_head_of)}: the {count} key heads are tiled "
+        f"where neighbours mostly share; {_CONVENTION}; write .repeat_interleave({one.heads // count}, dim=1) in the "
+        "place of .repeat"
     )
 
 
 def adapter_rows(one: Facts, _: Sequence[Facts]) -> Found:
     """The rows of a map that is added belong to other heads than those of the base."""
     for role in IN:
-        base, *added = one.rows.get(role, ())[:2] or (None,)
-        for more in added:
-            orders = {base.order, more.order} if base is not None else set()
-            if base is not None and len(orders) == 2 and "" not in orders and base.rows.shape == more.rows.shape:
-                return "wrong", (
-                    f"{_PLURAL[role]} are the sum of {base.short}, where heads lie {base.order}, and of {more.short}, "
-                    f"where they lie {more.order}: head 1 adds rows {shown_rows(more.rows[1])} of {more.short}; cut "
-                    "both alike"
-                )
+        if len(one.rows.get(role, ())) < 2:
+            continue
+        base, added = one.rows[role][:2]
+        if base.rows.shape == added.rows.shape and {base.order, added.order} == {"head by head", "interleaved"}:
+            return "odd", (
+                f"{PLURAL[role]} are the sum of {base.module}, where heads lie {base.order}, and of {added.module}, "
+                f"where they lie {added.order}: head 1 adds rows {shown_rows(added.rows[1])} of {added.module}. It "
+                "learns as well, but merged into the base, or in other code, it changes other heads; cut both alike"
+            )
     return None
 
 
@@ -145,32 +148,31 @@ def output_order(one: Facts, _: Sequence[Facts]) -> Found:
     output, value = _only(one, "output"), _only(one, "value")
     if output is None or value is None or one.heads < 2 or output.rows.shape[0] != one.heads:
         return None
-    if value.order and output.order and value.order != output.order:
+    if {value.order, output.order} == {"head by head", "interleaved"}:
         return "odd", (
-            f"heads lie {value.order} in {value.short} and {output.order} in the columns of {output.short}; write "
+            f"heads lie {value.order} in {value.module} and {output.order} in the columns of {output.module}; write "
             ".transpose(1, 2).reshape(B, T, H * d)"
         )
     first = output.rows.amin(1)
     if output.order == "head by head" and len(first.unique()) == one.heads and not bool((first.diff() > 0).all()):
-        order = first.argsort().tolist()
-        return "odd", f"heads enter {output.short} in the order {_listed(order)}"
+        return "odd", f"heads enter {output.module} in the order {_listed(first.argsort().tolist())}"
     return None
 
 
 def cut_off(one: Facts, _: Sequence[Facts]) -> Found:
     """The output of some heads is computed, and taken by nothing."""
-    if not one.cut:
+    if not one.unused_heads:
         return None
-    which = f"head {one.cut[0]}" if len(one.cut) == 1 else f"heads {_listed(one.cut)}"
+    which = f"head {one.unused_heads[0]}" if len(one.unused_heads) == 1 else f"heads {_listed(one.unused_heads)}"
     return "wrong", f"nothing takes the output of {which} of {one.heads}: no gradient reaches it, and it does not count"
 
 
 def equal_heads(one: Facts, _: Sequence[Facts]) -> Found:
     """Two heads have equal rows of queries and keys."""
-    if not one.equal:
+    if not one.equal_heads:
         return None
-    first, second = one.equal[0]
-    more = f", and {len(one.equal) - 1} more pairs" if len(one.equal) > 1 else ""
+    (first, second), *others = one.equal_heads
+    more = f", and {len(others)} more pairs" if others else ""
     return "odd", (
         f"heads {first} and {second} have equal rows of queries and keys{more}: they attend alike, and only what is "
         "behind them can move them apart"
@@ -179,21 +181,21 @@ def equal_heads(one: Facts, _: Sequence[Facts]) -> Found:
 
 def frozen(one: Facts, _: Sequence[Facts]) -> Found:
     """Some of queries, keys and values are trained, and some are not."""
-    states = {role: one.rows[role][0].is_frozen for role in IN if one.rows.get(role)}
-    if len(set(states.values())) < 2:
+    maps = [one.rows[role][0] for role in IN if one.rows.get(role)]
+    still = [made.module for made in maps if made.is_frozen]
+    trained = [made.module for made in maps if not made.is_frozen]
+    if not still or not trained:
         return None
-    names = [one.name_of(role) for role, is_frozen in states.items() if is_frozen]
-    others = [one.name_of(role) for role, is_frozen in states.items() if not is_frozen]
-    return "odd", f"{_and(names)} {'is' if len(names) == 1 else 'are'} not trained, and {_and(others)} are trained"
+    return "odd", f"{_and(still)} {'is' if len(still) == 1 else 'are'} not trained, and {_and(trained)} are trained"
 
 
 def batch_for_sequence(one: Facts, _: Sequence[Facts]) -> Found:
     """The softmax runs over the sequences of the batch."""
-    batch, tokens = (*one.given, 0, 0)[:2]
+    batch, tokens = (*one.batch, 0, 0)[:2]
     if not one.heads or not 1 < batch < tokens or one.keys != batch or one.matrices != tokens * one.heads:
         return None
     return "odd", (
-        f"of a batch {one.given} each token attends to {batch} tokens in {tokens} groups, and so to other sequences, "
+        f"of a batch {one.batch} each token attends to {batch} tokens in {tokens} groups, and so to other sequences, "
         "if the batch comes first; write batch_first=True, or transpose it"
     )
 
@@ -203,20 +205,25 @@ def batch_for_sequence(one: Facts, _: Sequence[Facts]) -> Found:
 
 def scale(one: Facts, _: Sequence[Facts]) -> Found:
     """Scores are not scaled by 1 / sqrt(width)."""
-    right = one.width**-0.5 if one.width else 0
     is_normed = any(flag.endswith(NORMED) for flag in one.flags)
     if one.scale is None or one.width < 2 or is_normed or one.is_usual_scale:
         return None
+    right = one.width**-0.5
     said = f"scores are scaled by {one.scale:.4g}, and 1/sqrt({one.width}) is {right:.4g}"
-    if math.isclose(one.scale, 1 / right, rel_tol=0.01):
+
+    def is_near(number: float) -> bool:
+        return math.isclose(one.scale or 0, number, rel_tol=0.01)
+
+    if is_near(1 / right):
         return "wrong", f"{said}: they are multiplied with sqrt({one.width}); divide by it"
-    if math.isclose(one.scale, right * right, rel_tol=0.01):
+    if is_near(right * right):
         return "odd", f"{said}: they may be scaled twice"
-    if math.isclose(one.scale, 1):
+    if is_near(1):
         return "odd", f"scores are not scaled, and 1/sqrt({one.width}) is {right:.4g}"
-    of = {"the model's width": one.features, "the number of heads": one.heads}
-    near = [name for name, size in of.items() if size and math.isclose(one.scale, size**-0.5, rel_tol=0.01)]
-    return "odd", f"{said}: it is 1/sqrt({near[0]})" if near else said
+    for name, size in (("the model's width", one.features), ("the number of heads", one.heads)):
+        if size and is_near(size**-0.5):
+            return "odd", f"{said}: it is 1/sqrt({name})"
+    return "odd", said
 
 
 def softmax(one: Facts, _: Sequence[Facts]) -> Found:
@@ -236,94 +243,95 @@ def softmax(one: Facts, _: Sequence[Facts]) -> Found:
 def mask_missing(one: Facts, among: Sequence[Facts]) -> Found:
     """A mask has no effect, or only this layer has none."""
     for at, change in enumerate(one.changes):
-        value, others = change.value, [other.hides for other in one.changes if other is not change]
-        is_alone = not any(hides is None or bool(hides.any()) for hides in others)
-        if change.op in {"add", "attn_mask"} and value is not None and _is_zeros_and_ones(value):
-            return "wrong", (
-                "a mask of 0 and 1 is added to the scores, which hides nothing; write "
-                "scores.masked_fill(mask == 0, -torch.inf)"
-            )
-        if is_alone and _sets_to_zero(change):
-            return "wrong", (
-                "a mask sets scores to 0, which hides nothing, as exp(0) is 1; write "
-                "scores.masked_fill(mask == 0, -torch.inf)"
-            )
-        is_before = any(other.hides is None or bool(other.hides.any()) for other in one.changes[:at])
-        if change.op == "mul" and value is not None and value.numel() > 1 and bool((value == 0).any()) and is_before:
-            return "wrong", (
-                "scores are multiplied with 0 behind the mask, which is gone there: those queries see every key; "
-                "multiply the weights behind the softmax"
-            )
-    pattern = _pattern(one.path)
-    siblings = [other for other in among if other is not one and _pattern(other.path) == pattern]
-    sees_all = one.sees is not None and bool(one.sees.all())
-    if sees_all and siblings and all(other.is_causal for other in siblings):
+        said = _without_effect(change, before=one.changes[:at], behind=one.changes[at + 1 :])
+        if said is not None:
+            return "wrong", said
+    siblings = [other for other in among if other is not one and _pattern(other.path) == _pattern(one.path)]
+    if one.sees is not None and bool(one.sees.all()) and siblings and all(other.is_causal for other in siblings):
         return "odd", f"no mask hides later tokens here, and the {len(siblings)} other layers of its kind have one"
     return None
 
 
+def _without_effect(change: Change, before: Sequence[Change], behind: Sequence[Change]) -> str | None:
+    value, remedy = change.value, "write scores.masked_fill(mask == 0, -torch.inf)"
+    if value is None:
+        return None
+    is_of_0_and_1 = value.dtype != torch.bool and value.unique().tolist() == [0, 1] and _is_mask(value == 0)
+    if change.op in {"add", "attn_mask"} and is_of_0_and_1:
+        return f"a mask of 0 and 1 is added to the scores, which hides nothing; {remedy}"
+    if _sets_to_zero(change) and not _may_hide([*before, *behind]):
+        return f"a mask sets scores to 0, which hides nothing, as exp(0) is 1; {remedy}"
+    if change.op == "mul" and bool((value == 0).any()) and _may_hide(before):
+        return (
+            "scores are multiplied with 0 behind the mask, which is gone there: those queries see every key; multiply "
+            "the weights behind the softmax"
+        )
+    return None
+
+
 def mask_inverted(one: Facts, among: Sequence[Facts]) -> Found:
-    """Each token sees later ones alone."""
+    """Each token sees later ones, and none before it."""
     sees = one.sees
     if sees is None or one.queries < 3 or any(other.is_causal for other in among):
-        return None
+        return None  # beside a layer that reads from left to right, one from right to left is meant
     if bool(sees.tril(-1).any()) or not bool(sees.triu(1).any()):
         return None
-    return "wrong", (
-        "token 1 sees the tokens behind it and not token 0: the causal mask is inverted; hide what "
-        "torch.ones(T, T, dtype=torch.bool).triu(1) marks"
+    if not bool(sees.diagonal(dim1=-2, dim2=-1).any()):
+        return "wrong", f"each token sees later ones alone, and the last one none: the mask is inverted; {_CAUSAL}"
+    return "odd", (
+        "token 1 sees the tokens behind it and not token 0, as in a model that reads from right to left: if it is to "
+        f"predict the next token, it sees it, and the causal mask is inverted; {_CAUSAL}"
     )
 
 
 def mask_off_by_one(one: Facts, _: Sequence[Facts]) -> Found:
     """Each token sees the next one."""
     sees = one.sees
-    if sees is None or one.queries < 4 or not any(torch.equal(each, torch.ones_like(each).tril(1)) for each in sees):
+    if sees is None or one.queries < 4 or bool(sees.triu(2).any()):
         return None
-    if bool(sees.triu(2).any()):
+    if not any(torch.equal(each, torch.ones_like(each).tril(1)) for each in sees):
         return None
     return "wrong", (
         "token 0 sees token 1, and each token the next one, which it is to predict: the causal mask is off by one; "
-        "hide what torch.ones(T, T, dtype=torch.bool).triu(1) marks"
+        f"{_CAUSAL}"
     )
 
 
 def mask_behind_softmax(one: Facts, _: Sequence[Facts]) -> Found:
     """Keys are hidden behind the softmax, and not before it."""
-    if one.hidden is None or one.is_renormalised:
+    if one.hidden is None or bool(one.hidden.any()) or one.is_renormalised:
         return None
-    if any(map(_sets_to_zero, one.behind)) and not bool(one.hidden.any()):
-        return "wrong", (
-            "keys are hidden behind the softmax: hidden tokens take part in its sum, and the weights of a query do not "
-            "add up to 1; write scores.masked_fill(hidden, -torch.inf) before it"
-        )
-    return None
+    if not any(map(_sets_to_zero, one.changes_behind)):
+        return None
+    return "wrong", (
+        "keys are hidden behind the softmax: hidden tokens take part in its sum, and the weights of a query do not add "
+        "up to 1; write scores.masked_fill(hidden, -torch.inf) before it"
+    )
 
 
 def padding(one: Facts, among: Sequence[Facts]) -> Found:
     """The mask of padding has no effect, or the wrong one."""
     if one.hidden is None:
         return None
-    marks_queries = any(_marks_queries(change.hides) for change in one.changes)
-    if marks_queries and bool(one.hidden[..., :1].eq(one.hidden).all()):
+    if any(map(_marks_queries, one.changes)) and bool((one.hidden == one.hidden[..., :1]).all()):
         return "wrong", (
             "the mask marks queries and not keys: a query loses all keys or none, and padding is seen; write "
             "mask[:, None, None, :]"
         )
     hidden = one.hidden.all(-2)  # of all queries
+    hides_none_anywhere = all(other.hidden is not None and not bool(other.hidden.any()) for other in among)
     for name, mask in one.padding.items():
-        count = min(one.keys, 64)
-        if mask.shape[1] != count or len(mask) < 2 or not bool(mask.any()) or bool(mask.all()) or one.is_causal:
+        is_of_keys = mask.shape[1] == min(one.keys, KEPT) and len(mask) > 1
+        if not is_of_keys or not bool(mask.any()) or bool(mask.all()) or one.is_causal:
             continue
-        if not bool(hidden.any()):
-            if all(other.hidden is not None and not bool(other.hidden.any()) for other in among):
-                return "wrong", (
-                    f"the forward is given {name}, and no key is hidden by it: padding is attended to; hide its keys "
-                    "before the softmax"
-                )
-            continue
-        rows = hidden.reshape(hidden.shape[0], -1, hidden.shape[-1])[:, 0] if hidden.dim() > 1 else hidden[None]
-        if rows.shape == mask.shape and "pad" in name and torch.equal(rows, ~mask) and bool(rows.all(1).any()):
+        if hides_none_anywhere:
+            return "wrong", (
+                f"the forward is given {name}, and no key is hidden by it: padding is attended to; hide its keys "
+                "before the softmax"
+            )
+        rows = hidden.reshape(len(hidden), -1, hidden.shape[-1])[:, 0] if hidden.dim() > 1 else hidden[None]
+        is_inverted = "pad" in name and rows.shape == mask.shape and torch.equal(rows, ~mask)
+        if is_inverted and bool(rows.all(1).any()):
             return "wrong", (
                 f"keys are hidden where {name} is False, and a sequence without padding has no key left: the mask of "
                 "padding is inverted"
@@ -345,45 +353,52 @@ def dropout(one: Facts, _: Sequence[Facts]) -> Found:
 
 
 def rotation(one: Facts, _: Sequence[Facts]) -> Found:
-    """Rotary positions of values, of one of queries and keys, of other pairs, by head, or off by one."""
-    angles = {role: one.angles[role][:, : one.keys] for role in ("query", "key") if role in one.angles}  # one sequence
-    for role, cosines in angles.items():
-        for at, other in sorted(one.pairs[role]):
-            if _differ(cosines[:, :, at], cosines[:, :, other]):
-                return "wrong", (
-                    f"features {at} and {other} of {_PLURAL[role]} are turned together, by two different angles: "
+    """Rotary positions are wrong, or of something else than queries and keys."""
+    said = _wrong_angles(one)
+    if said is not None:
+        return "wrong", said
+    if one.pairs.get("value"):
+        return "odd", "rotary positions are applied to values as well; queries and keys are enough"
+    turned = [role for role in ("query", "key") if one.pairs.get(role)]
+    if one.heads and len(turned) == 1:
+        said = f"rotary positions are applied to {PLURAL[turned[0]]} alone, so that scores depend on absolute ones"
+        return "odd", f"{said}; rotate {'keys' if turned == ['query'] else 'queries'} too"
+    return None
+
+
+def _wrong_angles(one: Facts) -> str | None:
+    cosines = {role: table[:, : one.keys] for role, table in one.cosines.items()}  # of one sequence
+    for role, table in cosines.items():
+        for place, other in sorted(one.pairs[role]):
+            if _differ(table[:, :, place], table[:, :, other]):
+                return (
+                    f"features {place} and {other} of {PLURAL[role]} are turned together, by two different angles: "
                     "the angles are laid out for other pairs; write torch.cat([angles, angles], -1) for halves, "
                     "angles.repeat_interleave(2, -1) for neighbours"
                 )
-        if _is_by_head(cosines):
-            return "wrong", (
-                f"{_PLURAL[role]} of all tokens are turned by the same angle, and those of each head by another: "
+        if _is_by_head(table):
+            return (
+                f"{PLURAL[role]} of all tokens are turned by the same angle, and those of each head by another: "
                 "positions run along heads; transpose before the rotation"
             )
-    if len(angles) == 2 and one.queries == one.keys and _differ(angles["query"], angles["key"]):
-        for word, first, second in (("later", "query", "key"), ("earlier", "key", "query")):
-            if _alike(angles[first][:, :-1], angles[second][:, 1:]):
-                said = f"queries are turned as if they were one token {word} than keys"
-                return "wrong", f"{said}: positions are off by one; turn both by the same positions"
-    if one.pairs.get("value"):
-        return "odd", "rotary positions are applied to values as well; queries and keys are enough"
-    turned = {role for role in ("query", "key") if one.pairs.get(role)}
-    if len(turned) == 1 and one.heads:
-        role = next(iter(turned))
-        still = "queries" if role == "key" else "keys"
-        said = f"rotary positions are applied to {_PLURAL[role]} alone, so that scores depend on absolute ones"
-        return "odd", f"{said}; rotate {still} too"
+    if len(cosines) < 2 or one.queries != one.keys or not _differ(cosines["query"], cosines["key"]):
+        return None
+    for word, ahead, behind in (("later", "query", "key"), ("earlier", "key", "query")):
+        if _alike(cosines[ahead][:, :-1], cosines[behind][:, 1:]):
+            return (
+                f"queries are turned as if they were one token {word} than keys: positions are off by one; turn both "
+                "by the same positions"
+            )
     return None
 
 
 def shared_bias(one: Facts, _: Sequence[Facts]) -> Found:
     """All heads add the same learned bias."""
     for change in one.changes:
-        rows, keys = (1, 1, *change.shape)[-2:]
-        is_shared = math.prod(change.shape[:-2]) == 1 < one.heads and min(rows, keys) > 1
-        if change.is_learned and change.op == "add" and is_shared:
+        *heads, queries, keys = (1, 1, *change.bias)
+        if change.op == "add" and min(queries, keys) > 1 and math.prod(heads) == 1 < one.heads:
             return "odd", (
-                f"a learned bias {change.shape} is added to the scores of all {one.heads} heads: each head may have "
+                f"a learned bias {change.bias} is added to the scores of all {one.heads} heads: each head may have "
                 "one of its own, (heads, queries, keys)"
             )
     return None
@@ -391,18 +406,17 @@ def shared_bias(one: Facts, _: Sequence[Facts]) -> Found:
 
 def norm_over_heads(one: Facts, _: Sequence[Facts]) -> Found:
     """One norm runs over the features of all heads."""
-    whole = f"{CENTRED}{one.heads * one.width}"
-    roles = [role for role in ("query", "key") if f"{role}: {whole}" in one.flags]
-    if one.heads < 2 or not roles:
+    width = one.heads * one.width
+    normed = [PLURAL[role] for role in ("query", "key") if f"{role}: {CENTRED}{width}" in one.flags]
+    if one.heads < 2 or not normed:
         return None
     return "odd", (
-        f"the norm of {_and([_PLURAL[role] for role in roles])} runs over {one.heads * one.width} features of all "
-        f"heads, so that a head's size depends on the others; write LayerNorm({one.width}) behind the split for one of "
-        "each head"
+        f"the norm of {_and(normed)} runs over {width} features of all heads, so that a head's size depends on the "
+        f"others; write LayerNorm({one.width}) behind the split for one of each head"
     )
 
 
-DIAGNOSES: tuple[Diagnosis, ...] = (
+DIAGNOSES = (
     split, merge, shared_heads, unused_key_heads, interleaved, tiled_key_heads, adapter_rows, output_order, cut_off,
     equal_heads, frozen, batch_for_sequence, scale, softmax, mask_missing, mask_inverted, mask_off_by_one,
     mask_behind_softmax, padding, dropout, rotation, shared_bias, norm_over_heads,
@@ -410,8 +424,6 @@ DIAGNOSES: tuple[Diagnosis, ...] = (
 
 
 # what conditions and texts are made of
-
-_PLURAL = {"query": "queries", "key": "keys", "value": "values", "output": "outputs"}
 
 
 def _only(one: Facts, role: str) -> HeadRows | None:
@@ -440,10 +452,6 @@ def _is_mask(marks: Tensor) -> bool:
     return is_padding or any(not bool(half.any()) for one in (marks, ~marks) for half in (one.triu(1), one.tril(-1)))
 
 
-def _is_zeros_and_ones(value: Tensor) -> bool:
-    return value.dtype != torch.bool and value.unique().tolist() == [0, 1] and _is_mask(value == 0)
-
-
 def _sets_to_zero(change: Change) -> bool:
     """Say whether a mask is multiplied with, or fills 0 in."""
     value = change.value
@@ -453,8 +461,13 @@ def _sets_to_zero(change: Change) -> bool:
     return bool((zeros | value.isnan() | (value == 1)).all()) and _is_mask(zeros)
 
 
-def _marks_queries(hides: Tensor | None) -> bool:
+def _may_hide(changes: Sequence[Change]) -> bool:
+    return any(change.hides is None or bool(change.hides.any()) for change in changes)
+
+
+def _marks_queries(change: Change) -> bool:
     """Say whether a mask is of one column, and hides something."""
+    hides = change.hides
     return hides is not None and hides.dim() > 1 and hides.shape[-1] == 1 < hides.shape[-2] and bool(hides.any())
 
 
@@ -470,9 +483,9 @@ def _alike(first: Tensor, second: Tensor) -> bool:
     return bool((known.sum(-1) > 1).all()) and not _differ(first, second)
 
 
-def _is_by_head(angles: Tensor) -> bool:
+def _is_by_head(table: Tensor) -> bool:
     """Say whether angles are the same at all tokens, and differ between heads."""
-    known = angles[:, ~angles[0, :, 0].isnan()]
+    known = table[:, ~table[0, :, 0].isnan()]
     if len(known) < 2 or known.shape[1] < 2:
         return False
     return not _differ(known, known[:, :1].expand_as(known)) and _differ(known[0], known[1])

@@ -18,48 +18,41 @@ from hdi_callback.attention.heads import IN, Claim, Map
 from hdi_callback.attention.labels import Label, Labels, Unreadable
 from hdi_callback.attention.planes import small, unique_rows
 from hdi_callback.attention.tape import DATA, SHAPED_LIKE, Cell, Step
-from hdi_callback.checks.positions import angles_of, pairs_of
+from hdi_callback.checks.positions import cosines_of, pairs_of
 from hdi_callback.checks.scores import (
+    KEPT,
+    SOFTMAXES,
     Change,
     Link,
-    axes_of,
     changes_of,
     changes_of_fused,
     dropout_behind,
-    few,
     hidden_by,
+    is_by_rows,
     is_renormalised,
     scale_of,
-    way,
+    walk_back,
 )
 
-__all__ = ["Facts", "HeadRows", "facts_of"]
+__all__ = ["PLURAL", "Facts", "HeadRows", "facts_of", "shown_rows"]
+
+PLURAL = {"query": "queries", "key": "keys", "value": "values"}
 
 
 @dataclass(frozen=True, eq=False)
 class HeadRows:
-    """Rows (of an output: columns) of each head in one parameter.
+    """Rows (of an output: columns) of each head in one parameter."""
 
-    Attributes:
-        name: of the parameter, or of the first, if each head has one of its own.
-        rows: ``(heads, width)``, their numbers.
-        total: how many rows the parameter has.
-        used: how many of them make queries, keys or values of this attention.
-        unread: rows whose products are computed, and taken by nothing.
-        is_frozen: whether the parameter is not trained.
-    """
-
-    name: str
-    rows: Tensor
-    total: int
-    used: int
-    unread: tuple[int, ...] = ()
-    is_frozen: bool = False
+    name: str  # of the parameter
+    rows: Tensor  # ``(heads, width)``, their numbers
+    total: int  # rows of the parameter
+    unread: tuple[int, ...]  # rows of it whose products are computed, and taken by nothing
+    is_frozen: bool
 
     @property
-    def short(self) -> str:
-        """The name of its module, as code calls it: ``q_proj``."""
-        return _short(self.name)
+    def module(self) -> str:
+        """The last name of its module, as code calls it: ``"q_proj"``."""
+        return _last_name(self.name)
 
     @property
     def order(self) -> str:
@@ -74,79 +67,55 @@ class HeadRows:
 
 @dataclass(frozen=True, eq=False)
 class Facts:
-    """What one attention does.
+    """What one attention does."""
 
-    Attributes:
-        path: of its layer.
-        line: file and line of the forward where the softmax runs, if that is known.
-        reason: why its heads cannot be told, if they cannot.
-        is_training: whether its module is in training mode.
-        matrices: score matrices that are computed.
-        heads: how many there are; 0 if that is not known.
-        key_of: of each head, the number of its keys among the different ones.
-        width: features of a query in its head.
-        features: features that its maps take.
-        queries: tokens that ask, in each matrix.
-        keys: tokens that are asked.
-        rows: role -> the rows of each map that is summed, one as a rule; of ``"output"`` columns.
-        flags: what else was seen on the way from maps to scores.
-        equal: pairs of heads whose queries, and keys, have equal rows.
-        scale: what products of queries and keys are multiplied with; `None` if that is not known.
-        changes: what is done to scores before the softmax.
-        hidden: which keys are hidden, ``(..., queries, keys)``; `None` if that is not known.
-        behind: what is done to weights behind the softmax.
-        is_renormalised: whether weights are divided by their sums behind the softmax.
-        softmaxes: how many run one after the other.
-        dropout: probability behind the softmax; `None` if that is not known.
-        pairs: role -> pairs of places in a head that are mixed, as rotary positions do.
-        angles: role -> cosines ``(heads, tokens, width)`` with which features are multiplied; NaN where not known.
-        split: role -> its map, and the tokens that the first head's rows are made of, where heads are cut without a
-            transpose.
-        merged: heads and tokens ``(head, token)`` in the first row that the output projection takes, where it has
-            several tokens of a head.
-        cut: heads whose output nothing takes.
-        padding: name of a mask -> its values ``(batch, tokens)``, as the forwards around were given it.
-        given: shape of the first tensor that the model is given.
-    """
+    path: str  # of its layer
+    line: str  # file and line of the forward where the softmax runs; "" if that is not known
+    reason: str  # why its heads cannot be told; "" if they can
+    is_training: bool  # whether its module is in training mode
+    batch: tuple[int, ...]  # shape of the first tensor that the model is given
+    is_renormalised: bool  # whether weights are divided by their sums behind the softmax
 
-    path: str
-    line: str
-    reason: str
-    is_training: bool
-    matrices: int = 0
-    heads: int = 0
-    key_of: tuple[int, ...] = ()
-    width: int = 0
-    features: int = 0
-    queries: int = 0
+    # of its heads
+    heads: int = 0  # 0 if they cannot be told
+    features: int = 0  # that its maps take
+    rows: Mapping[str, tuple[HeadRows, ...]] = field(default_factory=dict)  # by role: of each map that is summed
+    flags: frozenset[str] = frozenset()  # what was seen on the way from maps to scores
+    equal_heads: tuple[tuple[int, int], ...] = ()  # pairs whose queries, and keys, have equal rows
+    unused_heads: tuple[int, ...] = ()  # whose output nothing takes
+    mixed: tuple[tuple[int, int], ...] = ()  # (head, token) in the first row of the output projection, if in disorder
+    cosines: Mapping[str, Tensor] = field(default_factory=dict)  # by role: ``(heads, tokens, width)``, of rotations
+
+    # of its softmax
+    matrices: int = 0  # of scores
+    width: int = 0  # features of a query
+    queries: int = 0  # in each matrix
     keys: int = 0
-    rows: Mapping[str, tuple[HeadRows, ...]] = field(default_factory=dict)
-    flags: frozenset[str] = frozenset()
-    equal: tuple[tuple[int, int], ...] = ()
-    scale: float | None = None
-    changes: tuple[Change, ...] = ()
-    hidden: Tensor | None = None
-    behind: tuple[Change, ...] = ()
-    is_renormalised: bool = False
-    softmaxes: int = 1
-    dropout: float | None = None
-    pairs: Mapping[str, frozenset[tuple[int, int]]] = field(default_factory=dict)
-    angles: Mapping[str, Tensor] = field(default_factory=dict)
-    split: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
-    merged: tuple[tuple[int, int], ...] = ()
-    cut: tuple[int, ...] = ()
-    padding: Mapping[str, Tensor] = field(default_factory=dict)
-    given: tuple[int, ...] = ()
+    scale: float | None = None  # of products of queries and keys
+    changes: tuple[Change, ...] = ()  # of scores before the softmax
+    hidden: Tensor | None = None  # which keys, ``(..., queries, keys)``
+    softmaxes: int = 1  # that run one after the other
+    changes_behind: tuple[Change, ...] = ()  # of weights
+    dropout: float | None = None  # its probability
+    pairs: Mapping[str, frozenset[tuple[int, int]]] = field(default_factory=dict)  # by role: places that are rotated
+    cut_across: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # by role: see `_cut_across`
+    padding: Mapping[str, Tensor] = field(default_factory=dict)  # name of a mask -> ``(batch, tokens)``
+
+    @property
+    def key_head_of(self) -> tuple[int, ...]:
+        """The number of each head's keys among the different ones, in the order of their rows."""
+        if not self.rows.get("key"):
+            return ()
+        return tuple(self.rows["key"][0].rows.unique(dim=0, return_inverse=True)[1].tolist())
 
     @property
     def sees(self) -> Tensor | None:
         """Which keys each query sees, ``(n, tokens, tokens)``, if it asks as many as there are; `None` otherwise."""
-        count = min(self.queries, 64)
+        count = min(self.queries, KEPT)
         if self.hidden is None or self.queries != self.keys:
             return None
-        shape = (*self.hidden.shape[:-2], count, count)
         try:
-            return ~self.hidden.expand(shape).reshape(-1, count, count)
+            return ~self.hidden.expand(*self.hidden.shape[:-2], count, count).reshape(-1, count, count)
         except RuntimeError:
             return None
 
@@ -161,88 +130,82 @@ class Facts:
     @property
     def is_usual_scale(self) -> bool:
         """Whether scores are scaled by 1 / sqrt(width)."""
-        return bool(self.scale and self.width) and math.isclose(self.scale or 0, self.width**-0.5, rel_tol=0.01)
-
-    def name_of(self, role: str) -> str:
-        """The module that makes a role, as code calls it."""
-        return self.rows[role][0].short if self.rows.get(role) else f"the {role} map"
+        return self.scale is not None and self.width > 0 and math.isclose(self.scale, self.width**-0.5, rel_tol=0.01)
 
 
 def facts_of(labels: Labels, claims: list[Claim], refused: list[tuple[Step, str]]) -> list[Facts]:
     """Collect facts about each attention that was read, or whose softmax was met, in the order of the forward."""
-    given = _given(labels)
-    found: list[tuple[int, Facts]] = []
+    found: list[Facts] = []
     every: list[tuple[Step, Claim | str]] = [*((claim.core.step, claim) for claim in claims), *refused]
-    for step, what in every:
+    for step, what in sorted(every, key=lambda one: one[0].number):
         try:
-            facts = _of_refused(labels, step, what, given) if isinstance(what, str) else _of_claim(labels, what, given)
+            facts = _of_refused(labels, step, what) if isinstance(what, str) else _of_claim(labels, what)
         except Exception as error:  # one attention that is not understood leaves the others
             reason = f"its facts could not be collected ({type(error).__name__}: {error})"
-            facts = Facts(step.path or "", _line(step), reason, is_training=True)
-        found.append((step.number, facts))
-    return [facts for _, facts in sorted(found, key=lambda one: one[0])]
+            facts = replace(_of_step(labels, step), reason=reason)
+        found.append(facts)
+    return found
 
 
-def _of_claim(labels: Labels, claim: Claim, given: tuple[int, ...]) -> Facts:
-    core, model = claim.core, labels.tape.model
+def _of_claim(labels: Labels, claim: Claim) -> Facts:
+    facts = _of_core(labels, claim.core)
     rows = {role: tuple(_rows(labels, one, claim) for one in claim.maps[role]) for role in IN if role in claim.maps}
     if claim.outputs:
         rows["output"] = tuple(_rows(labels, one, claim) for _, one in claim.outputs)
-    keys = [tuple(row) for row in rows["key"][0].rows.tolist()] if "key" in rows else []
-    order = list(dict.fromkeys(keys))
-    first = claim.maps.get("query") or claim.maps.get("key") or []
-    starts = {role: claim.maps[role][0].starts for role in ("query", "key") if role in claim.maps}
-    facts = _of_core(labels, core, given)
+    asking = {role: claim.maps[role][0] for role in ("query", "key") if role in claim.maps}
+    cosines = {role: cosines_of(labels, claim.core, one.starts) for role, one in asking.items()}
     is_sum = bool({"query: sum", "key: sum"} & claim.flags)  # of which each part may have a scale of its own
     return replace(
         facts,
-        scale=None if is_sum and not facts.is_usual_scale else facts.scale,
-        path=place_of(model, claim, claim.maps),
+        path=place_of(labels.tape.model, claim, claim.maps),
         heads=claim.heads,
-        key_of=tuple(order.index(one) for one in keys),
-        features=first[0].count if first else 0,
+        features=next((one.count for one in asking.values()), 0),
         rows=rows,
         flags=frozenset(claim.flags),
-        equal=_equal_heads(labels, claim),
-        angles={role: one for role in starts if (one := angles_of(labels, core, role, starts[role])) is not None},
-        merged=_merged(labels, claim),
-        cut=_cut(labels, claim),
+        equal_heads=_equal_heads(labels, claim),
+        scale=None if is_sum and not facts.is_usual_scale else facts.scale,
+        cosines={role: one for role, one in cosines.items() if one is not None},
+        mixed=_mixed(labels, claim),
+        unused_heads=_unused_heads(labels, claim),
     )
 
 
-def _of_refused(labels: Labels, step: Step, reason: str, given: tuple[int, ...]) -> Facts:
+def _of_refused(labels: Labels, step: Step, reason: str) -> Facts:
     try:
         core = core_of(labels, step)
     except Unreadable:
         core = None
-    if core is not None:
-        return replace(_of_core(labels, core, given), reason=reason)
-    is_training = labels.tape.model.get_submodule(step.path or "").training
-    return Facts(step.path or "", _line(step), reason, is_training, is_renormalised=is_renormalised(step), given=given)
+    return replace(_of_step(labels, step) if core is None else _of_core(labels, core), reason=reason)
 
 
-def _of_core(labels: Labels, core: Core, given: tuple[int, ...]) -> Facts:
+def _of_step(labels: Labels, step: Step) -> Facts:
+    """Collect what is known of a softmax without its queries, keys and values."""
+    path, line = step.path or "", step.line.replace("\\", "/")
+    line = "" if "/torch/nn/" in line else line.rpartition("/")[2]  # without folders, and nothing of torch's own
+    is_training = labels.tape.model.get_submodule(path).training
+    taken = (view for each in labels.tape.steps for view in each.taken)
+    given = (view.shape for view in taken if view.cell.kind == DATA and view.cell.step is None and len(view.shape) > 1)
+    return Facts(path, line, "", is_training, next(given, ()), is_renormalised(labels.tape, step))
+
+
+def _of_core(labels: Labels, core: Core) -> Facts:
     """Collect what is known of an attention without its heads."""
-    part, step = core.parts[0], core.step
+    facts, part, step = _of_step(labels, core.step), core.parts[0], core.step
     scores: list[Link] | None = []
     behind: list[Link] | None = []
-    axes: tuple[int, int] | None = None
     if part.product is None:
-        dropout: float | None = float(step.given("dropout_p", 0.0) or 0.0)
         changes = changes_of_fused(step)
+        dropout: float | None = float(step.given("dropout_p", 0.0) or 0.0)
     else:
-        axes = axes_of(core)
-        scores = way(step.taken[0].cell, lambda one: one is core.score_step)
-        behind = way(part.product.first.cell, lambda one: one is step)
+        scores = walk_back(step.taken[0].cell, lambda one: one is core.score_step)
+        behind = walk_back(part.product.first.cell, lambda one: one is step)
+        changes = changes_of(scores) if scores is not None and is_by_rows(core) else [Change("not followed", None)]
         dropout = None if behind is None else dropout_behind(behind)
-        changes = [Change("not followed", None)] if scores is None else changes_of(scores, axes)
-    softmaxes = 1 + sum(link.step.op in {"_softmax", "_safe_softmax"} for link in (*(scores or ()), *(behind or ())))
+    softmaxes = 1 + sum(link.step.op in SOFTMAXES for link in [*(scores or ()), *(behind or ())])
     named = {role: getattr(part, role) for role in IN}
-    return Facts(
-        path=step.path or "",
-        reason="",
-        line=_line(step),
-        is_training=labels.tape.model.get_submodule(step.path or "").training,
+    across = {role: _cut_across(labels, label, facts.batch) for role, label in named.items()}
+    return replace(
+        facts,
         matrices=len(part.query.features),
         width=part.query.features.shape[-1],
         queries=part.query.features.shape[1],
@@ -250,47 +213,31 @@ def _of_core(labels: Labels, core: Core, given: tuple[int, ...]) -> Facts:
         scale=None if scores is None else scale_of(labels, core, scores),
         changes=tuple(changes),
         hidden=hidden_by(changes) if softmaxes == 1 else None,  # what one hides the next one shows
-        behind=tuple(changes_of(behind or [], axes)),
-        is_renormalised=is_renormalised(step),
         softmaxes=softmaxes,
+        changes_behind=tuple(changes_of(behind or [])) if is_by_rows(core) else (),
         dropout=dropout,
         pairs={role: pairs_of(labels, label) for role, label in named.items()},
-        split={role: found for role, label in named.items() if (found := _split(labels, label, given))},
+        cut_across={role: one for role, one in across.items() if one is not None},
         padding={name: one.cpu() for name, one in step.padding.items()},
-        given=given,
     )
-
-
-def _line(step: Step) -> str:
-    """File and line, without folders; nothing of torch's own."""
-    path = step.line.replace("\\", "/")
-    return "" if "/torch/nn/" in path else path.rpartition("/")[2]
-
-
-def _given(labels: Labels) -> tuple[int, ...]:
-    for step in labels.tape.steps:
-        for view in step.taken:
-            if view.cell.kind == DATA and view.cell.step is None and len(view.shape) > 1:
-                return view.shape
-    return ()
-
-
-def _short(name: str) -> str:
-    return name.removesuffix(".weight").rpartition(".")[2]
 
 
 # rows of parameters
 
 
 def _rows(labels: Labels, one: Map, claim: Claim) -> HeadRows:
-    first = torch.tensor([labels.tape.first[owner] for owner in one.owners])[:, None]
     name = labels.tape.names[one.owners[0]]
     parameter = labels.tape.model.get_parameter(name)
     total = parameter.numel() // max(1, one.count)
-    maps = [other for role in IN for other in claim.maps.get(role, []) if set(other.owners) == {one.owners[0]}]
-    used = len(torch.cat([other.starts.flatten() for other in maps]).unique()) if maps else total
-    unread = _unread(labels, one) if used < total else ()
-    return HeadRows(name, _numbers(one.starts - first, one), total, used, unread, not parameter.requires_grad)
+    first = torch.tensor([labels.tape.first[owner] for owner in one.owners])[:, None]
+    maps = [other for role in IN for other in claim.maps.get(role, ()) if set(other.owners) == {one.owners[0]}]
+    is_all_used = not maps or len(torch.cat([other.starts.flatten() for other in maps]).unique()) == total
+    unread = () if is_all_used else _unread(labels, one)
+    return HeadRows(name, _numbers(one.starts - first, one), total, unread, not parameter.requires_grad)
+
+
+def _last_name(parameter: str) -> str:
+    return parameter.removesuffix(".weight").rpartition(".")[2]
 
 
 def _numbers(offset: Tensor, one: Map) -> Tensor:
@@ -309,8 +256,8 @@ def _unread(labels: Labels, one: Map) -> tuple[int, ...]:
         taken = _taken(labels, made.cell) if made is not None else None
         if label is None or taken is None:
             return ()
-        mine = {member for each in few(label.features) for member in labels.members(each)} - taken
-        unread = mine if unread is None else unread & mine
+        here = _features(labels, label) - taken
+        unread = here if unread is None else unread & here
     offset = torch.tensor(sorted(unread or ())) - labels.tape.first[one.owners[0]]
     return tuple(_numbers(offset, one).tolist())
 
@@ -321,17 +268,22 @@ def _taken(labels: Labels, cell: Cell, depth: int = 4) -> set[int] | None:
     for user in cell.users:
         if user.op in SHAPED_LIKE:
             continue
-        if any(out is None or out.cell.before is cell for out in user.made):
+        if any(out is None or out.cell.before is cell for out in user.made):  # written in place
             return None
-        for view in user.taken:
-            label = labels.may_read(view) if view.cell is cell else None
-            if view.cell is cell and label is None:
+        for view in (one for one in user.taken if one.cell is cell):
+            label = labels.may_read(view)
+            if label is None:
                 return None
-            found |= {member for one in few(label.features) for member in labels.members(one)} if label else set()
+            found |= _features(labels, label)
     if len(cell.users) == 1 and (user := cell.users[0]).is_pointwise and depth:  # a bias, say, and then a slice
         out = user.made[0]
         return _taken(labels, out.cell, depth - 1) if out is not None else None
     return found or None
+
+
+def _features(labels: Labels, label: Label) -> set[int]:
+    numbers = small(label.features).unique().tolist()
+    return {member for number in numbers for member in labels.members(number)}
 
 
 def _equal_heads(labels: Labels, claim: Claim) -> tuple[tuple[int, int], ...]:
@@ -339,29 +291,34 @@ def _equal_heads(labels: Labels, claim: Claim) -> tuple[tuple[int, int], ...]:
     tape, parts = labels.tape, []
     for role in ("query", "key"):
         maps = claim.maps.get(role, [])
-        if len(maps) != 1 or tape.local or len(set(maps[0].owners)) > 1:
+        if len(maps) != 1 or len(maps[0].names) > 1 or tape.local:
             return ()
         one = maps[0]
-        parameter = tape.model.get_parameter(tape.names[one.owners[0]]).detach()
-        if parameter.is_meta or not parameter.is_floating_point():
+        parameter = tape.model.get_parameter(one.names[0]).detach()
+        if parameter.is_meta or not parameter.is_floating_point() or not parameter.is_contiguous():
             return ()
-        flat = parameter.as_strided((parameter.untyped_storage().nbytes() // parameter.element_size(),), (1,), 0)
-        at = one.starts - tape.first[one.owners[0]]
-        parts.append(flat[(at[..., None] + torch.arange(one.count) * one.stride).to(flat.device)].flatten(1))
-    sums = [part.double().sum(1) for part in parts]
-    alike = (sums[0][:, None] == sums[0]) & (sums[1][:, None] == sums[1])
-    return tuple(
-        (first, second)
-        for first, second in alike.triu(1).nonzero().tolist()
-        if all(torch.equal(part[first], part[second]) and bool(part[first].any()) for part in parts)
-    )
+        at = (one.starts - tape.first[one.owners[0]])[..., None] + torch.arange(one.count) * one.stride
+        parts.append(parameter.flatten()[at.to(parameter.device)].flatten(1))
+    rows = torch.cat([parts[0], parts[1].to(parts[0])], 1)
+    which = rows.unique(dim=0, return_inverse=True)[1]
+    pairs = (which[:, None] == which).triu(1).nonzero().tolist()
+    return tuple((first, second) for first, second in pairs if bool(rows[first].any()))
+
+
+def shown_rows(rows: Tensor) -> str:
+    """Write numbers of rows as ranges: ``0-767``."""
+    numbers = set(small(rows).flatten().tolist())
+    starts = sorted(one for one in numbers if one - 1 not in numbers)
+    ends = sorted(one for one in numbers if one + 1 not in numbers)
+    parts = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends)]
+    return ", ".join(parts) if len(parts) < 4 else f"{parts[0]}, {parts[1]}, ... {parts[-1]}"
 
 
 # tokens and heads that lie in the wrong place
 
 
-def _split(labels: Labels, label: Label, given: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
-    """Give map and tokens of the first rows of a role, if memory ``(token, head)`` is read as something else."""
+def _cut_across(labels: Labels, label: Label, batch: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
+    """Give module and tokens of the first rows of a role, if memory ``(token, head)`` is read as something else."""
     n, rows, _ = label.features.shape
     if rows < 2 or label.features.stride(1) == 0:
         return None
@@ -372,15 +329,15 @@ def _split(labels: Labels, label: Label, given: tuple[int, ...]) -> tuple[str, t
     by_token, numbers = kinds.reshape(-1, heads), tokens.reshape(-1, heads)
     is_cut = bool((by_token == by_token[0]).all()) and bool((numbers == numbers[:, :1]).all())
     in_order = bool((numbers[1:, 0] > numbers[:-1, 0]).all())
-    of_a_token = rows == heads and len(given) > 1 and n > given[0]  # more matrices than sequences
+    of_a_token = rows == heads and len(batch) > 1 and n > batch[0]  # more matrices than sequences
     if not is_cut or not in_order or not (of_a_token or n % heads == 0):
         return None
     owner = min(labels.owners(label.features))
-    name = _short(labels.tape.names[owner]) if owner < len(labels.tape.names) else "its map"
-    return name, tuple((tokens[:rows] - tokens[0]).tolist())
+    module = _last_name(labels.tape.names[owner]) if owner < len(labels.tape.names) else "its map"
+    return module, tuple((tokens[:rows] - tokens[0]).tolist())
 
 
-def _merged(labels: Labels, claim: Claim) -> tuple[tuple[int, int], ...]:
+def _mixed(labels: Labels, claim: Claim) -> tuple[tuple[int, int], ...]:
     """Give the head and token of each part of the first row of an output projection, if it mixes tokens of a head."""
     source = claim.source
     if source is None or claim.heads < 2 or not claim.numbers or claim.outputs:
@@ -393,14 +350,14 @@ def _merged(labels: Labels, claim: Claim) -> tuple[tuple[int, int], ...]:
         features, tokens = (plane.reshape(-1, plane.shape[-1])[0] for plane in (label.features, label.tokens))
         if bool((features < source.start).any()) or bool((features >= source.end).any()):
             continue
-        parts = list(dict.fromkeys(zip(((features - source.start) // claim.width).tolist(),
-                                       ((tokens - 1) % queries).tolist())))  # fmt: skip
+        heads, of = (features - source.start) // claim.width, (tokens - 1) % queries
+        parts = list(dict.fromkeys(zip(heads.tolist(), of.tolist())))
         if len(parts) > len({head for head, _ in parts}):
             return tuple(parts)
     return ()
 
 
-def _cut(labels: Labels, claim: Claim) -> tuple[int, ...]:
+def _unused_heads(labels: Labels, claim: Claim) -> tuple[int, ...]:
     """List heads whose output nothing takes."""
     source, taken = claim.source, set[int]()
     if source is None or claim.outputs:  # a map takes all of them
@@ -412,12 +369,3 @@ def _cut(labels: Labels, claim: Claim) -> tuple[int, ...]:
             return ()
         taken |= {(one - source.start) // claim.width for one in found if source.start <= one < source.end}
     return tuple(sorted(set(range(claim.heads)) - taken)) if taken else ()
-
-
-def shown_rows(rows: Tensor) -> str:
-    """Write numbers of rows as ranges: ``0-767``."""
-    numbers = set(small(rows).flatten().tolist())
-    starts = sorted(one for one in numbers if one - 1 not in numbers)
-    ends = sorted(one for one in numbers if one + 1 not in numbers)
-    parts = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends)]
-    return ", ".join(parts) if len(parts) < 4 else f"{parts[0]}, {parts[1]}, ... {parts[-1]}"

@@ -474,9 +474,9 @@ SYMPTOMS = {
     "split": "Trains, and stays worse: each head attends to a part of the sequence, and to slices of all heads.",
     "merge": "Trains, and stays worse; what a token gets depends on where it stands, and on the length of the batch.",
     "shared heads": "As good as one head, however many are configured.",
-    "interleaved": "Trains well from scratch; weights of others, or of another implementation, give noise.",
-    "tiled key heads": "Trains from scratch; pretrained grouped weights give noise.",
-    "adapter rows": "The adapter learns slowly, and cannot be merged into a served model.",
+    "interleaved": "Trains from scratch; weights of others, or of another implementation, give noise.",
+    "tiled key heads": "Trains well from scratch; pretrained grouped weights give noise.",
+    "adapter rows": "Trains well; merged into a served model, or in other code, the adapter gives noise.",
     "batch for sequence": "Outputs change with what else is in the batch.",
     "unused key heads": "Some key heads never get a gradient.",
     "equal heads": "Two heads stay alike for long.",
@@ -516,10 +516,8 @@ BUGS = (
         "jsbaan/transformer-from-scratch 6",
     ),
     Bug("all heads read head 0", AllReadHeadZero, Attention, "shared heads", "wrong", "BobMcDear/attorch 14"),
-    Bug("keys interleaved, queries not", KeysInterleaved, Attention, "interleaved", "wrong", "ggml-org/llama.cpp 3364"),
-    Bug(
-        "values interleaved, keys not", ValuesInterleaved, Attention, "interleaved", "wrong", "ggml-org/llama.cpp 2376"
-    ),
+    Bug("keys interleaved, queries not", KeysInterleaved, Attention, "interleaved", "odd", "ggml-org/llama.cpp 3364"),
+    Bug("values interleaved, keys not", ValuesInterleaved, Attention, "interleaved", "odd", "ggml-org/llama.cpp 2376"),
     Bug(
         "fused projection split in two orders",
         FusedSplitAcross,
@@ -528,10 +526,8 @@ BUGS = (
         "wrong",
         "huggingface/transformers 31788",
     ),
-    Bug("key heads tiled", Tiled, Grouped, "tiled key heads", "wrong", "jax-ml/jax-js 180"),
-    Bug(
-        "LoRA split wrongly", LoRASplitWrongly, LoRAOnFused, "adapter rows", "wrong", "NVIDIA-NeMo/Megatron-Bridge 1818"
-    ),
+    Bug("key heads tiled", Tiled, Grouped, "tiled key heads", "odd", "jax-ml/jax-js 180"),
+    Bug("LoRA split wrongly", LoRASplitWrongly, LoRAOnFused, "adapter rows", "odd", "NVIDIA-NeMo/Megatron-Bridge 1818"),
     Bug("batch for sequence", BatchForSequence, TorchAttention, "batch for sequence", "odd", "aipixel/AEMatter 3"),
     Bug("one key head of two is used", OneKeyHeadOfTwo, Grouped, "unused key heads", "wrong", ""),
     Bug("two heads have equal rows", EqualHeads, Attention, "equal heads", "odd", ""),
@@ -557,7 +553,7 @@ BUGS = (
     Bug("softmax twice", SoftmaxTwice, Attention, "softmax", "wrong", "zyy-2001/DisKT 6"),
     # masks
     Bug("no mask in one layer", Full, Attention, "mask missing", "odd", "keras-team/keras 23038", alone=True, blocks=3),
-    Bug("mask inverted", MaskInverted, Attention, "mask inverted", "wrong", "lucidrains/halonet-pytorch 4"),
+    Bug("mask inverted", MaskInverted, Attention, "mask inverted", "odd", "lucidrains/halonet-pytorch 4"),
     Bug("mask shows the next token", MaskSeesNext, Attention, "mask off by one", "wrong", "RVC-Boss/GPT-SoVITS 965"),
     Bug(
         "mask behind the softmax",

@@ -15,7 +15,7 @@ from hdi_callback.checks.cards import joined_name
 from hdi_callback.testing import assert_heads
 from tests.attention.by_hand import CASES
 from tests.attention.by_hand_refused import REFUSED
-from tests.checks.corpus import BUGS, VOCABULARY, Attention, B, Biased, Grouped, H, Model, Rotary, T
+from tests.checks.corpus import BUGS, VOCABULARY, Attention, B, Biased, D, Grouped, H, Model, Rotary, T, causal
 
 BY_NAME = {bug.name: bug for bug in BUGS}
 TOKENS = torch.randint(VOCABULARY, (B, T), generator=torch.Generator().manual_seed(1))
@@ -44,6 +44,46 @@ def test_a_bug_is_named_with_its_verdict(bug):
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_nothing_is_said_of_the_right_twin(bug):
     assert checked(bug.build(twin=True), *bug.batch()).findings == ()
+
+
+def by_features(weight):
+    return weight.view(D // H, H, -1).transpose(0, 1).flatten(0, 1)
+
+
+def by_groups(weight):
+    return weight.unflatten(0, (H, -1))[[0, 2, 1, 3]].flatten(0, 1)
+
+
+# What makes the weights of a bug those of its twin.
+REORDERED = {
+    "keys interleaved, queries not": {"k_proj": by_features},
+    "values interleaved, keys not": {"v_proj": by_features},
+    "key heads tiled": {"q_proj": by_groups, "out_proj": lambda weight: by_groups(weight.T).T},
+    "LoRA split wrongly": {"b": lambda weight: weight.view(D // H, H, 2, -1).permute(2, 1, 0, 3).flatten(0, 2)},
+}
+
+
+@pytest.mark.parametrize("name", REORDERED)
+def test_what_learns_as_well_is_odd_as_it_is_its_twin_with_rows_in_another_order(name):
+    model, twin = BY_NAME[name].build(), BY_NAME[name].build(twin=True)
+    assert BY_NAME[name].verdict == "odd"
+    assert not torch.allclose(model(TOKENS), twin(TOKENS), atol=1e-5)
+    with torch.no_grad():
+        for block in twin.blocks:
+            for projection, reordered in REORDERED[name].items():
+                weight = getattr(block.attn, projection).weight
+                weight.copy_(reordered(weight).clone())
+    assert torch.allclose(model(TOKENS), twin(TOKENS), atol=1e-5)
+
+
+@pytest.mark.parametrize(("diagonal", "verdict"), [(-1, "odd"), (0, "wrong")])
+def test_an_inverted_mask_may_be_meant_only_if_each_token_sees_itself(diagonal, verdict):
+    class Inverted(Attention):
+        def mask(self, scores, padding):
+            return scores.masked_fill(causal(scores, diagonal), -math.inf)
+
+    (found,) = checked(Model(Inverted).eval()).findings
+    assert (found.name, found.verdict) == ("mask inverted", verdict)
 
 
 # Behind their attention tokens lie elsewhere, whatever it sees.
@@ -141,6 +181,20 @@ def test_what_is_not_known_is_said_and_no_finding():
     assert found.findings == ()
 
 
+def test_a_mask_is_not_known_where_scores_lie_in_another_order():
+    class HeadsBehindQueries(Attention):
+        def forward(self, x, padding=None):
+            q, k, v = self.project(x)
+            scores = torch.einsum("bhqd,bhkd->bqhk", q, k) / math.sqrt(self.d)
+            scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1)[:, None], -math.inf)
+            return self.out_proj(torch.einsum("bqhk,bhkd->bqhd", scores.softmax(-1), v).flatten(2))
+
+    found = checked(Model(HeadsBehindQueries).eval())
+    assert found.cards[0].heads == H
+    assert found.cards[0].lines["scores"] == "scaled by 0.3536 = 1/sqrt(8); mask not known"
+    assert found.findings == ()
+
+
 def test_a_mask_is_read_from_the_first_tokens_of_a_long_sequence():
     model = Model(BY_NAME["mask shows the next token"].kind).eval()
     found = checked(model, torch.randint(VOCABULARY, (1, 150)))
@@ -211,7 +265,6 @@ def test_of_attention_by_hand_only_what_is_a_bug_is_wrong(name):
     module, _, inputs = (CASES[name] if name in CASES else REFUSED[name][0])()
     found = check(module.eval(), lambda: module(*inputs))
     wrong = {
-        "tiled_keys": {"tiled key heads"},
         "split_without_a_transpose": {"split"},
         "softmax_over_heads": {"softmax"},
         "softmax_over_queries": {"softmax"},
@@ -251,7 +304,7 @@ def test_assert_heads_passes_and_returns_what_was_found():
         (Attention, {"causal": False}, "should not be causal, and it is"),
         (Biased, {"causal": True}, "should be causal, and it is not"),
         (Attention, {"layers": "encoder.*"}, "no attention ran in a layer like 'encoder.*'"),
-        (BY_NAME["mask inverted"].kind, {}, "WRONG  blocks.0.attn: token 1 sees the tokens behind it"),
+        (BY_NAME["mask shows the next token"].kind, {}, "WRONG  blocks.0.attn: token 0 sees token 1"),
         (BY_NAME["split without transpose"].kind, {"heads": 4}, "the heads of blocks.0.attn are not known"),
     ],
 )
