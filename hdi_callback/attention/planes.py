@@ -7,6 +7,7 @@ of what does not repeat (`small`), and repeated again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,9 @@ def thin(plane: Tensor) -> Tensor:
 
 def reshaped(plane: Tensor, shape: Sequence[int]) -> Tensor:
     """Reshape a plane, without writing out what repeats where that can be."""
+    if -1 in shape:
+        rest = plane.numel() // -math.prod(shape)
+        shape = [rest if size == -1 else size for size in shape]
     if tuple(plane.shape) == tuple(shape):
         return plane
     try:

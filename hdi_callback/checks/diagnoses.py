@@ -357,6 +357,13 @@ def rotation(one: Facts, _: Sequence[Facts]) -> Found:
     said = _wrong_angles(one)
     if said is not None:
         return "wrong", said
+    by_head = [role for role, table in one.cosines.items() if _is_by_head(table[:, : one.keys])]
+    if by_head:
+        return "odd", (
+            f"{_and([PLURAL[role] for role in by_head])} of all tokens are turned by the same angle, and those of each "
+            "head by another: positions run along heads, and the order of tokens is not seen; transpose before the "
+            "rotation"
+        )
     if one.pairs.get("value"):
         return "odd", "rotary positions are applied to values as well; queries and keys are enough"
     turned = [role for role in ("query", "key") if one.pairs.get(role)]
@@ -376,11 +383,6 @@ def _wrong_angles(one: Facts) -> str | None:
                     "the angles are laid out for other pairs; write torch.cat([angles, angles], -1) for halves, "
                     "angles.repeat_interleave(2, -1) for neighbours"
                 )
-        if _is_by_head(table):
-            return (
-                f"{PLURAL[role]} of all tokens are turned by the same angle, and those of each head by another: "
-                "positions run along heads; transpose before the rotation"
-            )
     if len(cosines) < 2 or one.queries != one.keys or not _differ(cosines["query"], cosines["key"]):
         return None
     for word, ahead, behind in (("later", "query", "key"), ("earlier", "key", "query")):

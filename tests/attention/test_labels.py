@@ -84,7 +84,7 @@ def test_averages_over_tokens_have_no_token():
 
 def test_an_operation_without_a_rule_is_unreadable_by_its_name():
     with pytest.raises(Unreadable, match="cholesky"):
-        labels_of(lambda y: torch.linalg.cholesky(y.T @ y + y[:1, :1] * 0 + torch.eye(ROWS) + y[:, :1].sum()))
+        labels_of(lambda y: torch.linalg.cholesky(y.T @ y + torch.eye(ROWS)))
 
 
 @settings(max_examples=200, deadline=None)

@@ -605,7 +605,7 @@ BUGS = (
     ),
     Bug("rotation of keys alone", RotatesKeysAlone, Rotary, "rotation", "odd", "NVIDIA/TransformerEngine 536"),
     Bug("rotation off by one", RotationOffByOne, Rotary, "rotation", "wrong", "lucidrains/rotary-embedding-torch 11"),
-    Bug("rotation by head", RotatesByHead, Rotary, "rotation", "wrong", "mlfoundations/open_lm 4"),
+    Bug("rotation by head", RotatesByHead, Rotary, "rotation", "odd", "mlfoundations/open_lm 4"),
     Bug(
         "rotation of other pairs",
         RotationOfOtherPairs,
