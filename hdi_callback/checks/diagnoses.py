@@ -246,8 +246,10 @@ def mask_missing(one: Facts, among: Sequence[Facts]) -> Found:
         said = _without_effect(change, before=one.changes[:at], behind=one.changes[at + 1 :])
         if said is not None:
             return "wrong", said
+    if one.sees is None or not bool(one.sees.all()):
+        return None
     siblings = [other for other in among if other is not one and _pattern(other.path) == _pattern(one.path)]
-    if one.sees is not None and bool(one.sees.all()) and siblings and all(other.is_causal for other in siblings):
+    if siblings and all(other.is_causal for other in siblings):
         return "odd", f"no mask hides later tokens here, and the {len(siblings)} other layers of its kind have one"
     return None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -108,7 +109,7 @@ class Facts:
             return ()
         return tuple(self.rows["key"][0].rows.unique(dim=0, return_inverse=True)[1].tolist())
 
-    @property
+    @cached_property
     def sees(self) -> Tensor | None:
         """Which keys each query sees, ``(n, tokens, tokens)``, if it asks as many as there are; `None` otherwise."""
         count = min(self.queries, KEPT)
@@ -119,7 +120,7 @@ class Facts:
         except RuntimeError:
             return None
 
-    @property
+    @cached_property
     def is_causal(self) -> bool | None:
         """Whether each token sees itself, and none behind it; `None` if that is not known, or does not apply."""
         sees = self.sees
