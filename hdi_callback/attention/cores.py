@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.labels import RESAMPLED, Label, Labels, Source, Unreadable
+from hdi_callback.attention.labels import RESAMPLED, SHARED, TIMES, Label, Labels, Source, Unreadable
 from hdi_callback.attention.planes import repeats, reshaped, small, thin, unique_rows
 from hdi_callback.attention.products import Product, reduced_dims
 from hdi_callback.attention.tape import DATA, MADE, Cell, Step, View, is_fused, is_softmax_like
@@ -69,8 +69,8 @@ class Core:
         step: the softmax, or the fused operation.
         parts: its products with values; one, as a rule.
         score_step: the product of queries and keys; `None` of a fused operation.
-        asked: rows of the scores in the shape of the softmax, but the dimension that it runs over; of a fused
-            operation `None`.
+        asked: which query each row of the softmax is of, counted over all matrices of `score_step`, in the shape of
+            the softmax without `dim`; `None` of a fused operation.
         dim: the dimension that the softmax runs over.
         flags: what else is true of its scores.
     """
@@ -166,17 +166,17 @@ def _softmax_core(labels: Labels, step: Step) -> Core | None:
     source = _own_source(labels, label, sources)
     for other in sources:
         _slots(labels, label.features, other)
-    is_flipped, key_of_window = _side(labels, label, dim, source)
+    is_flipped, renumbered = _side(labels, label, dim, source)  # flipped: keys are the rows of the product
     parts = []
     for consumer in consumers:
         try:
-            parts.append(_part(labels, consumer, sources, source, is_flipped=is_flipped, renumbered=key_of_window))
+            parts.append(_part(labels, consumer, sources, source, is_flipped=is_flipped, renumbered=renumbered))
         except Unreadable:  # noqa: PERF203
             if not parts:
                 raise
-    asked = _numbered(_slots(labels, label.features, source), label.tokens, source, is_flipped, key_of_window)
+    asked = _numbered(_slots(labels, label.features, source), label.tokens, source, is_flipped, renumbered)
     flags = {"scores are a sum of several products"} if len(sources) > 1 else set()
-    flags |= {flag for flag in label.flags if flag.startswith(("through", "product"))}
+    flags |= label.flags & {SHARED, TIMES}
     return Core(step, tuple(parts), source.step, asked.amax(dim), dim - len(scores.shape), frozenset(flags))
 
 

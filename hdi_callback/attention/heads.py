@@ -579,7 +579,7 @@ def maps_that_are_shared(labels: Labels, core: Core) -> set[int]:
     owners = set().union(*(labels.owners(label.features) for label in given))
     alike = {o for label in given if repeats(label.features, 0) for o in labels.owners(label.features)}
     found: set[int] = set()
-    for step in _steps_behind(labels, core):
+    for step in _steps_leading_to(labels, core):
         product = labels.products.of(step)
         if product is None or product.kind not in {"weight", "filter"} or step.number in labels.deep:
             continue
@@ -602,14 +602,14 @@ def maps_that_are_shared(labels: Labels, core: Core) -> set[int]:
     return found
 
 
-def _steps_behind(labels: Labels, core: Core) -> list[Step]:
+def _steps_leading_to(labels: Labels, core: Core) -> list[Step]:
     views = []
     for part in core.parts:
         views += part.step.taken[:3] if part.product is None else [part.product.second]
     if core.score_step is not None:
         product = labels.products.of(core.score_step)
         views += [product.first, product.second] if product is not None else []
-    return list(labels.behind(views))
+    return list(labels.leading_to(views))
 
 
 def _refuse_filters_over_features(labels: Labels, step: Step, product: Product, owners: set[int]) -> None:

@@ -3,6 +3,10 @@
 Parts of a tape are replayed backwards, from an attention to the products with parameters that are nearest to it, so
 that nothing else ever gets labels. A label belongs to the content of a storage (`Cell`), and is kept in the shape in
 which it was written. An operation without a rule makes what depends on it unreadable, and its name is the reason.
+
+A feature is one output of such a product (a row of an `nn.Linear`'s weight), named by the number of its first element
+among those of all parameters, which begin at `Tape.first`. Its owner is that parameter, by its place in `Tape.names`,
+or from `_OF_SOURCES` on a `Source`.
 """
 
 from __future__ import annotations
@@ -296,7 +300,7 @@ class Labels:
             cells = [view.cell for view in step.taken if view.is_float and view.cell.kind not in {CONSTANT, WEIGHT}]
         return [*cells, cell.before] if cell.before is not None else cells
 
-    def behind(self, views: Iterable[View]) -> Iterator[Step]:
+    def leading_to(self, views: Iterable[View]) -> Iterator[Step]:
         """Walk over all steps that the labels of some tensors depend on."""
         todo, seen = [view.cell for view in views], set()
         while todo:
@@ -618,7 +622,7 @@ _EMPTY = {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "ra
           "randint_like"}  # fmt: skip
 _LINEAR = {"add", "sub", "rsub", "mul", "div", "neg", "clone", "_to_copy", "copy", "where", "masked_fill",
            "native_dropout", "positive", "true_divide", "contiguous", "real", "imag", "complex", "polar",
-           "_conj_physical", "conj_physical", "lerp", "addcmul", "fill", "zero", "to", "lift_fresh_copy",
+           "_conj_physical", "conj_physical", "lerp", "addcmul", "to", "lift_fresh_copy",
            "_fused_dropout", "nan_to_num", "convert_element_type"}  # fmt: skip
 _POINTWISE = {"hardswish", "hardsigmoid", "hardtanh", "elu", "silu", "softplus", "mish", "selu", "leaky_relu", "gelu",
               "_prelu_kernel", "addcdiv", "relu", "dropout", "logsigmoid", "log_sigmoid_forward", "log_sigmoid",
@@ -668,7 +672,7 @@ def _untouched(step: Step, planes: list[Tensor], out: View) -> tuple[int, ...]:
     if moved is None or any(len(one.shape) != dims for one in views):
         return ()
     return tuple(
-        d for d in range(dims) if d not in moved and all(one.shape[d] > 1 == one.stride(d) + 1 for one in planes)
+        d for d in range(dims) if d not in moved and all(one.shape[d] > 1 and one.stride(d) == 0 for one in planes)
     )
 
 

@@ -22,7 +22,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# What a cell depends on, the strongest of what made it: nothing, parameters alone, data.
+# What a cell is: of neither parameters nor data (buffers, zeros); a parameter itself; made of parameters alone; of what
+# the model is given. What is made of several is the last of them.
 CONSTANT, WEIGHT, MADE, DATA = range(4)
 _RANDOM = {"randn", "rand", "randint", "randperm", "normal", "randn_like", "rand_like", "uniform"}  # data of its own
 SHAPED_LIKE = {"empty_like", "zeros_like", "ones_like", "full_like", "new_zeros", "new_empty", "new_ones",

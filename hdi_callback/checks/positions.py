@@ -45,7 +45,7 @@ def cosines_of(labels: Labels, core: Core, starts: Tensor) -> Tensor | None:
     """
     product = labels.products.of(core.score_step) if core.score_step is not None else None
     sides = core.step.taken[:2] if product is None else [product.first, product.second]
-    for step in labels.behind(sides):
+    for step in labels.leading_to(sides):
         found = _cosines(labels, step, starts) if step.op == "mul" else None
         if found is not None:
             return found

@@ -22,7 +22,7 @@ TRAINING = "training"
 WEIGHT_SOURCES = (KEYS, QK, OV, FINITENESS, MOVEMENT)
 FORWARD_SOURCES = (OUTPUTS, FINITE_OUTPUTS, ROWS, NORMS, TOKENS)
 SOURCES = (*WEIGHT_SOURCES, *FORWARD_SOURCES)
-"""What a reading measures, in the order in which it does."""
+"""What a reading measures, in the order in which it does; `TRAINING` is asked of the layers, beside them."""
 
 Read = Callable[[Any], Tensor]
 """Result of a source for layers of one shape -> one tensor with the layers in front."""
@@ -256,7 +256,11 @@ HEADS: dict[str, Detail] = {
     "attention_ahead": Detail(ROWS, lambda r: r.ahead),
     "attention_alike_worst_pair": Detail(ROWS, lambda r: r.alike_worst_pair),
 }
-"""What `LayerRecord.heads` holds: one entry per head, or the two heads of a pair, -1 where there is none."""
+"""What `LayerRecord.heads` holds: one entry per head, or the two heads of a pair, -1 where there is none.
+
+`worst_pair` is the pair of `hdi_worst_pair`, by overlap; `worst_alignment_pair` that of `hdi_worst_alignment`, by
+overlap against chance: dashboards call it the closest pair.
+"""
 
 WHOLE = frozenset({"nearest", "rank", "attention_sink_position", "weights_not_finite", "outputs_not_finite"})
 """Names in `HEADS` whose entries are whole numbers; those of pairs are, too."""

@@ -36,7 +36,7 @@ class WorstPair(Rule):
     """Some key heads of a layer are nearly one, whatever the others do, or equal; all of them are named."""
 
     name = "worst pair"
-    needs = ("hdi_worst_alignment", "hdi_worst_pair")
+    needs = ("hdi_worst_alignment", "hdi_worst_pair")  # of the closest pair; the largest overlap, 1 of equal heads
     reads = ("hdi_alignment", "hdi_energy_worst_alignment")
     limits = ("pair", "tied")
     condition = (

@@ -266,6 +266,7 @@ class Session:
         self, *, waits: bool, before: int | None = None, final: int | None = None, may_intervene: bool = True
     ) -> tuple[Record, ...]:
         """Publish readings in order: those of steps before `before`, and unless it waits only those that are ready."""
+        # A reading of the present step is not complete: under gradient accumulation, the optimizer has yet to step.
         records: list[Record] = []
         while self._pending:
             taken = self._pending[0]

@@ -129,13 +129,7 @@ def _check_alerts(alerts: Any, thresholds: Any) -> None:
         raise MisconfigurationError(
             '`thresholds` are limits of rules, and alerts=None switches them off: write alerts="default".'
         )
-    Alerts(alerts, thresholds)  # checks both
-    for rule in () if alerts is None or alerts == "default" else alerts:
-        for name in rule.needs:
-            if name not in METRICS:
-                raise MisconfigurationError(
-                    f"The rule {rule.name!r} needs {name!r}, which is no metric.{did_you_mean(name, METRICS)}"
-                )
+    Alerts(alerts, thresholds)  # checks both, and the metrics that rules need
 
 
 def _interventions(value: Any, alerts: Any) -> tuple[Intervention, ...]:

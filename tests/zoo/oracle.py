@@ -91,7 +91,7 @@ class Watch(TorchDispatchMode):
             is_map = any(one in self._maps for one in given)
             if of_weights is not None and not is_map:
                 of_weights.outputs.append(made[0])
-            elif of_weights is not None:  # heads are mixed
+            elif of_weights is not None and made[0].numel() in self._sizes_of_weights(args):  # heads are mixed
                 self._weights[_storage(made[0])] = of_weights
             elif not is_map:
                 self._scores.add(_storage(made[0]))
@@ -102,6 +102,10 @@ class Watch(TorchDispatchMode):
                 elif of_scores:
                     self._scores.add(_storage(one))
         return out
+
+    def _sizes_of_weights(self, args: Any) -> set[int]:
+        tensors = [one for one in tree_leaves(args) if isinstance(one, Tensor)]
+        return {one.numel() for one in tensors if _storage(one) in self._weights}
 
     def _add(self) -> Event:
         if self._until is not None and len(self.events) > self._until and self.events[self._until].outputs:
