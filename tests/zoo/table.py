@@ -40,12 +40,13 @@ def page(results: list[dict[str, Any]]) -> str:
         "Small models with random weights, each run once. An architecture is *right* if every attention of queries and "
         "keys in it is read and no claim about its heads is contradicted by the model itself (the rows of a head are "
         "changed, and what its attention gives is seen), *refused* if one is named as not read. "
-        "Percentages are of the architectures whose attention has queries and keys, and that ran.", "",
+        "Attention without keys that a softmax compares (linear, deformable) is named as not watched, and does not "
+        "count. Percentages are of the architectures whose attention has queries and keys, and that ran.", "",
         "| | examined | have attention | right | refused | wrong | missed | no keys, or no attention | did not run |",
         "|---|---|---|---|---|---|---|---|---|",
         *(_summary(SOURCES[source], by_source[source]) for source in SOURCES if by_source[source]), "",
-        "| what it is | of | architectures | among them |", "|---|---|---|---|",
-        *(line for source in SOURCES for line in _rows(source, by_source[source])), "",
+        f"| what it is | {' | '.join(SOURCES.values())} | among them |", "|---|---|---|---|---|",
+        *_rows(by_source), "",
         "The numbers are of", "", "```shell", "make zoo", "```", "",
         _seconds(by_source["transformers"]), "",
     ]  # fmt: skip
@@ -61,32 +62,42 @@ def _summary(name: str, results: list[dict[str, Any]]) -> str:
     return f"| {' | '.join(map(str, cells))} | {count['did not run']} |"
 
 
-def _rows(source: str, results: list[dict[str, Any]]) -> list[str]:
+def _rows(by_source: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Give a line for each layout that is read, for each reason of a refusal, and for what has nothing to read."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for one in results:
-        name, verdict = one["name"].removeprefix(f"{source}."), one["verdict"]
-        if verdict == "right":
-            groups[f"read: {'; '.join(one['kinds'])}"].append(name)
-        elif verdict == "did not run":
-            why = next(text for text, pattern in _NOT_RUN.items() if re.search(pattern, one["why"]))
-            groups[f"did not run: {why}"].append(name)
-        elif verdict in {"no keys", "refused"}:
-            reasons = [reason for _, reason in one["refused"] if _has_no_keys(reason) == (verdict == "no keys")]
-            groups[f"{verdict}: {re.sub('`[^`]*`', 'a parameter', reasons[0])}"].append(name)
-        else:
-            groups[verdict].append(name)
+    groups: dict[str, dict[str, list[str]]] = defaultdict(lambda: {source: [] for source in SOURCES})
+    for source, results in by_source.items():
+        for one in results:
+            groups[_what(one)][source].append(one["name"].removeprefix(f"{source}."))
+    for what in list(groups):  # layouts that few combine, together
+        if what.startswith("read") and ";" in what and sum(map(len, groups[what].values())) < 12:
+            for source, names in groups.pop(what).items():
+                groups["read: several of these in one model"][source] += names
     order = ["read", "refused", "wrong", "missed", "no keys", "no attention", "did not run"]
-    several: dict[str, list[str]] = defaultdict(list)
-    for what, names in groups.items():  # layouts that few combine, together
-        is_rare = what.startswith("read") and ";" in what and len(names) < 12
-        several["read: several of these in one model" if is_rare else what] += names
-    ranked = sorted(several.items(), key=lambda one: (order.index(one[0].partition(":")[0]), -len(one[1])))
-    return [f"| {what} | {source} | {len(names)} | {_some(names)} |" for what, names in ranked]
+    ranked = sorted(
+        groups.items(), key=lambda one: (order.index(one[0].partition(":")[0]), -sum(map(len, one[1].values())))
+    )
+    lines = []
+    for what, of in ranked:
+        counts = " | ".join(str(len(names) or "") for names in of.values())
+        lines.append(f"| {what} | {counts} | {_some([name for names in of.values() for name in names])} |")
+    return lines
+
+
+def _what(one: dict[str, Any]) -> str:
+    verdict = one["verdict"]
+    if verdict == "right":
+        return f"read: {'; '.join(one['kinds'])}"
+    if verdict == "did not run":
+        why = next(text for text, pattern in _NOT_RUN.items() if re.search(pattern, one["why"]))
+        return f"did not run: {why}"
+    if verdict in {"no keys", "refused"}:
+        reasons = [reason for _, reason in one["refused"] if _has_no_keys(reason) == (verdict == "no keys")]
+        return f"{verdict}: {re.sub('`[^`]*`', 'a parameter', reasons[0])}"
+    return str(verdict)
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(sorted(names, key=lambda one: (len(one), one))[:8]) + (", ..." if len(names) > 8 else "")
+    return ", ".join(sorted(names, key=lambda one: (len(one), one))[:6]) + (", ..." if len(names) > 6 else "")
 
 
 def _has_no_keys(reason: str) -> bool:
