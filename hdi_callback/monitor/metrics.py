@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -38,14 +38,12 @@ class Metric:
             measured.
         read: result of that source -> ``(layers,)``; NaN where it is not known.
         summary: one sentence for people.
-        worst: which end is the worse one, ``"max"`` or ``"min"``; `None` if neither is, or layers do not compare.
     """
 
     name: str
     source: str
     read: Read
     summary: str
-    worst: Literal["max", "min"] | None = None
 
 
 @dataclass(frozen=True)
@@ -78,53 +76,45 @@ _METRICS = (
         lambda d: d.subspace.index,
         "Head Diversity Index of the heads' key weights: 0 all aligned, 1 all mutually orthogonal.",
     ),
-    Metric(
-        "hdi_alignment", KEYS, lambda d: d.subspace.alignment, "Mean overlap against chance: 0 chance, 1 same.", "max"
-    ),
+    Metric("hdi_alignment", KEYS, lambda d: d.subspace.alignment, "Mean overlap against chance: 0 chance, 1 same."),
     Metric(
         "hdi_worst_pair", KEYS, lambda d: d.subspace.worst, "Largest overlap of any two heads: 1 for the same subspace."
     ),
-    Metric("hdi_worst_alignment", KEYS, lambda d: d.subspace.worst_alignment, "Largest overlap against chance.", "max"),
+    Metric("hdi_worst_alignment", KEYS, lambda d: d.subspace.worst_alignment, "Largest overlap against chance."),
     Metric("hdi_effective_heads", KEYS, lambda d: d.subspace.effective_heads, "H / (1 + (H-1)(1-HDI))."),
     Metric(
         "hdi_energy_alignment",
         KEYS,
         lambda d: d.energy.alignment,
         "Mean overlap against chance with directions weighted by their energy.",
-        "max",
     ),
-    Metric(
-        "hdi_energy_worst_alignment", KEYS, lambda d: d.energy.worst_alignment, "The largest of these of a pair.", "max"
-    ),
+    Metric("hdi_energy_worst_alignment", KEYS, lambda d: d.energy.worst_alignment, "The largest of these of a pair."),
     Metric("hdi_dead_heads", KEYS, _dead_heads, "Number of heads whose key weights are nearly zero."),
     Metric("hdi_chance", KEYS, lambda d: d.chance, "HDI of independent random heads of these ranks."),
     Metric("hdi_head_norm", KEYS, lambda d: d.head_norm.mean(-1), "Mean norm of a head's key weights."),
-    Metric("circuit_qk", QK, lambda c: c.mean, "Mean cosine of two heads' QK circuits: 0 independent, 1 same.", "max"),
-    Metric("circuit_qk_worst", QK, lambda c: c.worst, "Largest cosine of two heads' QK circuits.", "max"),
-    Metric("circuit_qk_norm", QK, lambda c: c.norm.amin(-1), "Smallest norm of a head's QK circuit.", "min"),
-    Metric("circuit_ov", OV, lambda c: c.mean, "Mean cosine of two heads' OV circuits: 0 independent, 1 same.", "max"),
-    Metric("circuit_ov_worst", OV, lambda c: c.worst, "Largest cosine of two heads' OV circuits.", "max"),
-    Metric("circuit_ov_norm", OV, lambda c: c.norm.amin(-1), "Smallest norm of a head's OV circuit.", "min"),
+    Metric("circuit_qk", QK, lambda c: c.mean, "Mean cosine of two heads' QK circuits: 0 independent, 1 same."),
+    Metric("circuit_qk_worst", QK, lambda c: c.worst, "Largest cosine of two heads' QK circuits."),
+    Metric("circuit_qk_norm", QK, lambda c: c.norm.amin(-1), "Smallest norm of a head's QK circuit."),
+    Metric("circuit_ov", OV, lambda c: c.mean, "Mean cosine of two heads' OV circuits: 0 independent, 1 same."),
+    Metric("circuit_ov_worst", OV, lambda c: c.worst, "Largest cosine of two heads' OV circuits."),
+    Metric("circuit_ov_norm", OV, lambda c: c.norm.amin(-1), "Smallest norm of a head's OV circuit."),
     Metric(
         "weights_not_finite",
         FINITENESS,
         lambda f: f.not_finite.clamp(max=1).sum(-1),
         "Number of heads with query, key, value or output weights that are NaN or infinite.",
-        "max",
     ),
     Metric(
         "head_movement_min",
         MOVEMENT,
         lambda m: m.movement.amin(-1),
         "Smallest relative change of a head's weights since the last reading: 0 is frozen, or rounds away.",
-        "min",
     ),
     Metric(
         "head_unchanged",
         MOVEMENT,
         lambda m: m.unchanged.amax(-1),
         "Largest share of a head's weights that are bit-identical to those at the last reading.",
-        "max",
     ),
     Metric(
         "head_covariance", OUTPUTS, lambda c: c.covariance, "Empirical covariance term: mean covariance of two heads."
@@ -142,81 +132,69 @@ _METRICS = (
         OUTPUTS,
         lambda c: _mean_over_pairs(c.output_overlap),
         "Mean energy overlap of head outputs before the output projection.",
-        "max",
     ),
     Metric(
         "head_contribution_min",
         OUTPUTS,
         lambda c: c.contribution.amin(-1),
         "Smallest share of a head: RMS of what it adds over that of what all heads add together.",
-        "min",
     ),
     Metric(
         "outputs_not_finite",
         FINITE_OUTPUTS,
         lambda c: c.not_finite.sum(-1),
         "Number of heads with an output that is NaN or infinite.",
-        "max",
     ),
     Metric(
         "attention_entropy",
         ROWS,
         lambda r: r.entropy.mean(-1),
         "Entropy of attention over log n, mean over heads: 1 uniform, 0 one token.",
-        "min",
     ),
-    Metric("attention_entropy_min", ROWS, lambda r: r.entropy.amin(-1), "The same of the sharpest head.", "min"),
+    Metric("attention_entropy_min", ROWS, lambda r: r.entropy.amin(-1), "The same of the sharpest head."),
     Metric(
         "attention_samples",
         ROWS,
         lambda r: r.samples.mean(-1),
         "Effective sample size 1 / ||a||^2, mean over heads: over how many tokens a head averages.",
-        "min",
     ),
     Metric(
         "attention_sink",
         ROWS,
         lambda r: r.sink.amax(-1),
         "Largest mean attention of a head to one position: 1 if all queries attend to it.",
-        "max",
     ),
     Metric(
         "attention_overlap",
         ROWS,
         lambda r: r.overlap_mean,
         "Mean overlap of two heads' attention, the correlation of their noise; 1 also if both are flat.",
-        "max",
     ),
     Metric(
         "attention_alike",
         ROWS,
         lambda r: r.alike_mean,
         "The same with the uniform part taken out: 1 if heads attend alike beyond being flat.",
-        "max",
     ),
-    Metric("attention_alike_worst", ROWS, lambda r: r.alike_worst, "Largest `attention_alike` of two heads.", "max"),
-    Metric("attention_logit", ROWS, lambda r: r.logit.amax(-1), "Largest score of a sampled query.", "max"),
+    Metric("attention_alike_worst", ROWS, lambda r: r.alike_worst, "Largest `attention_alike` of two heads."),
+    Metric("attention_logit", ROWS, lambda r: r.logit.amax(-1), "Largest score of a sampled query."),
     Metric(
         "attention_keys",
         ROWS,
         lambda r: r.keys,
         "Number of keys that a query sees, mean over queries: 1 is a mask that leaves one token each.",
-        "min",
     ),
     Metric(
         "attention_ahead",
         ROWS,
         lambda r: r.ahead.amax(-1),
         "Largest mean attention of a head to later tokens: 0 under a causal mask.",
-        "max",
     ),
     Metric("query_norm", NORMS, lambda n: n.query.mean(-1), "Mean norm of the queries as they enter the scores."),
     Metric("key_norm", NORMS, lambda n: n.key.mean(-1), "Mean norm of the keys as they enter the scores."),
     Metric("trains", TRAINING, lambda t: t.trains, "1 if a parameter of the layer requires a gradient, else 0."),
     Metric("token_rank", TOKENS, lambda t: t.rank, "Effective rank of a layer's centred input tokens."),
-    Metric(
-        "token_cosine", TOKENS, lambda t: t.cosine, "Mean cosine of two of these tokens: 1 if all point alike.", "max"
-    ),
+    Metric("token_cosine", TOKENS, lambda t: t.cosine, "Mean cosine of two of these tokens: 1 if all point alike."),
 )
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _METRICS}
