@@ -42,6 +42,17 @@ def running_calls() -> list[Call]:
     return found
 
 
+def running_modules() -> set[nn.Module]:
+    """Return the modules whose eager calls run: within a compiled module none does, but its wrapper's may."""
+    found: set[nn.Module] = set()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _INNER:
+            found.add(frame.f_locals["self"])
+        frame = frame.f_back
+    return found
+
+
 def call_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     """Name the arguments of a call."""
     kind: Any = type(module)

@@ -1,11 +1,12 @@
 """`Capture`: head outputs, rows of attention and input tokens of the forwards of one armed step.
 
 Only forwards that autograd records are captured; what activation checkpointing runs again within the backward is not
-counted twice. All forwards of a step are captured, up to a bounded number of tokens in all.
+counted twice. Eager calls are captured while they run, all of a step up to a bounded number of tokens. Of a call in
+which something is compiled the first sequences run once more right before it (see `FirstCalls`), the first such call
+of a step alone.
 
 Head outputs are taken by a forward-pre-hook at the output projection, where that is a module that is called, and where
-attention runs elsewhere (see `Reader`). In a compiled graph a custom operator at the hook's place passes the outputs
-on: no graph break, a flag is all that is guarded, and one recompilation when it is first armed. Rows are absent there.
+attention runs elsewhere (see `Reader`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,14 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hdi_callback.attention.compiled_calls import BeforeCompiledCalls
-from hdi_callback.attention.extra_forward import inner_model
+from hdi_callback.attention.compiled_calls import is_within_compiled_call
+from hdi_callback.attention.extra_forward import first_sequences, inner_model, is_extra, nothing_remains
+from hdi_callback.attention.first_calls import SEQUENCES, FirstCalls, take_off
 from hdi_callback.attention.hooks import Hook
-from hdi_callback.attention.in_graph import Receiver, is_anything_compiled, is_compiled, may_recompile, take_in_graph
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight
 from hdi_callback.attention.padding import PaddingChoice, TokenMask, find_padding
 from hdi_callback.attention.reader import CoreSample, Reader
-from hdi_callback.attention.registry import head_outputs_again, is_torch_attention
 from hdi_callback.attention.sharding import gathered_heads, is_sharded
 from hdi_callback.guard import describe, without_modes
 
@@ -67,6 +68,7 @@ class Capture:
     Args:
         model: the model.
         layers: its attention layers.
+        calls: shows calls of the model from outside.
         max_tokens: largest number of tokens kept of a layer.
         padding: how padding is known, see `PaddingChoice`.
         rows: makes numbers of sampled rows of attention of some layers that are alike: ``rows(logits, weights,
@@ -82,6 +84,7 @@ class Capture:
         model: nn.Module,
         layers: Sequence[AttentionLayer],
         *,
+        calls: FirstCalls | None = None,
         max_tokens: int,
         padding: PaddingChoice,
         rows: Rows | None,
@@ -89,7 +92,7 @@ class Capture:
         max_rows: int = 64,
     ) -> None:
         self._model, self._rows, self._padding = inner_model(model), rows, padding
-        self._is_compiled = is_compiled(model)
+        self._calls = FirstCalls(model) if calls is None else calls
         self._layers = {layer.name: layer for layer in layers}
         self._never: dict[str, dict[str, str]] = {layer.name: {} for layer in layers}
         self._outputs = {layer.name: _Tap(layer, self, "outputs", max_tokens) for layer in layers}
@@ -98,23 +101,18 @@ class Capture:
         self._samples: list[tuple[str, CoreSample]] = []  # of rows, that are not numbers yet
         self._failed: dict[str, dict[str, str]] = {}
         self._entered: set[int] = set()  # modules within which the reader was, outside of a backward
-        self._handles: list[RemovableHandle] = []
-        self._reader_handles: list[RemovableHandle] = []
-        self._is_broken = self._is_limited = self.is_armed = False
-        self._compiled_states: set[bool] = set()  # with and without the operator
+        self._handles: dict[nn.Module, list[RemovableHandle]] = {}  # of eager calls
+        self._is_broken = self._is_suspended = self.is_armed = False
+        self.is_again = False  # whether first sequences run once more
+        self._cut: int | None = None  # sequences that were taken of a batch; `None` if it turns out to be none
+        self._never_cut: set[nn.Module] = set()  # calls whose tensors begin with another dimension than the batch
         self.training_only = True
         self._by_name = dict(self._model.named_modules())
         self._names = {module: name for name, module in self._by_name.items()}
-        self._taps = list(self._hooked())
-        # Hooks are there while a step is captured, as modules without any are called faster; those of a compiled graph
-        # stay, as it does not see hooks that come later.
-        self._is_suspended = False
-        self._stays = is_anything_compiled() or any(is_compiled(module) for module in (model, *self._by_name.values()))
-        self._before_compiled = None if self._stays else BeforeCompiledCalls(self._stay)
-        self.resume()
-        read = [layer for layer in layers if self._may_read(layer)]
-        self._reader = Reader(self._names, read, self, max_rows) if read else None
-        self._entries = {id(one): one for layer in read for one in self._entries_of(layer)}
+        self.taps = list(self._hooked())
+        self.read_layers = [layer for layer in layers if self._may_read(layer)]
+        self._reader = Reader(self._names, self.read_layers, self, max_rows) if self.read_layers else None
+        self._entries = {id(module): module for layer in self.read_layers for module in self._entries_of(layer)}
         self._inside = 0
 
     # --- steps
@@ -126,21 +124,16 @@ class Capture:
             training_only: leave out forwards that autograd does not record, such as those of an evaluation.
         """
         self.is_armed, self.training_only = True, training_only
+        self._forget()
+        if self._reader is not None:
+            self._reader.begin()
         if not self._is_suspended:
             self._install()
-        self._forget()
-        self._set_in_graph(True)
-        if self._reader is not None and not self._is_broken:
-            self._reader.begin()
-            self._install_reader()
+        self._calls.wait(self._run_again, self._give_up)
 
     def disarm(self) -> None:
-        """Capture nothing more; to be called before each forward that is not to be captured.
-
-        Nothing is recompiled before then, as recompiling may be forbidden meanwhile.
-        """
+        """Capture nothing more; to be called before each forward that is not to be captured."""
         self._stop()
-        self._set_in_graph(False)
 
     def take(self) -> dict[str, Captured]:
         """Return what was captured since `arm`, and capture nothing more.
@@ -163,57 +156,117 @@ class Capture:
 
     def suspend(self) -> None:
         """Take the hooks off, as before an evaluation: torch's encoder takes its fast path only without any."""
-        self._stop()
-        self._is_suspended = True
         self._uninstall()
+        self.is_armed, self._is_suspended = False, True
 
     def resume(self) -> None:
-        """Put the hooks back: the same objects, so that compiled graphs go on as they are."""
+        """Put the hooks back."""
         self._is_suspended = False
-        if self._stays or self.is_armed:
+        if self.is_armed:
             self._install()
 
     def remove(self) -> None:
         """Remove all hooks and forget what was captured; calling it again does nothing."""
-        self.suspend()
+        self._stop()
         self._forget()
-        if self._before_compiled is not None:
-            self._before_compiled.remove()
 
     def _install(self) -> None:
-        if not self._handles:
-            self._handles = [module.register_forward_pre_hook(tap, with_kwargs=True) for module, tap in self._taps]
+        """Put hooks on what runs in eager calls."""
+        if self._handles:
+            return
+        read_again = self._calls.read_again
+        for module, tap in self.taps:
+            if module not in read_again:
+                self._handles.setdefault(module, []).append(module.register_forward_pre_hook(tap, with_kwargs=True))
+        for module in () if self._reader is None or self._is_broken else self._entries.values():
+            if module not in read_again:
+                enter, leave = Hook(self, "_enter"), Hook(self, "_leave")
+                self._handles.setdefault(module, []).extend(
+                    (
+                        module.register_forward_pre_hook(enter),
+                        module.register_forward_hook(leave, always_call=True),
+                    )
+                )
 
-    def _uninstall(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def _stay(self, function: Any, args: Any, kwargs: Any) -> None:
-        """Let the hooks be there from now on, as something is about to be compiled."""
-        self._stays = True
-        if not self._is_suspended:
-            self._install()
-        if self._before_compiled is not None:
-            self._before_compiled.remove()
+    def _uninstall(self, within: nn.Module | None = None) -> None:
+        """Take hooks off all modules, or those within one that is about to run compiled code."""
+        for module in list(self._handles) if within is None else list(within.modules()):
+            for handle in self._handles.pop(module, ()):
+                handle.remove()
 
     def _stop(self) -> None:
         self.is_armed = False
-        if not self._stays:
-            self._uninstall()
-        for handle in self._reader_handles:
-            handle.remove()
-        self._reader_handles.clear()
+        self._uninstall()
+        self._calls.wait(None)
         if self._reader is not None:
             self._reader.forget()
 
-    def _forget(self) -> None:
-        for tap in (*self._outputs.values(), *self._inputs.values()):
-            tap.forget()
-        self._taken_rows.clear()
-        self._samples.clear()
-        self._failed.clear()
-        self._entered.clear()
+    # --- calls in which something is compiled
+
+    def _run_again(self, module: nn.Module, args: Any, kwargs: Any, is_recorded: bool) -> bool:
+        """Run the first sequences of a call once more, and capture that; whether the call counts."""
+        if not self.is_armed or (self.training_only and not is_recorded):
+            return False
+        self._uninstall(within=module)
+        inputs, size = (args, kwargs), None
+        if module not in self._never_cut:
+            inputs, size = first_sequences(inputs, SEQUENCES)
+        self._cut = None if size is None else SEQUENCES
+        self._capture_again(module, inputs)
+        if size is not None and self._cut is None:  # what its tensors begin with is no batch
+            self._never_cut.add(module)
+            self._forget(within=module)
+            self._capture_again(module, (args, kwargs))
+        return True
+
+    def _capture_again(self, module: nn.Module, inputs: Any) -> None:
+        within = set(module.modules())
+        handles: list[RemovableHandle] = []
+        reader = self._reader
+        if reader is not None:
+            reader.begin()
+        self.is_again = True
+        try:
+            with nothing_remains(self._model, inputs, on_lost=self._calls.warn_of_lost):
+                taps = ((inner, tap) for inner, tap in self.taps if inner in within)
+                handles += [inner.register_forward_pre_hook(tap, with_kwargs=True) for inner, tap in taps]
+                with nullcontext() if reader is None else reader:
+                    module(*inputs[0], **inputs[1])
+        except Exception as error:
+            for layer in self._layers.values():
+                if layer.module in within:
+                    self.fail(layer.name, f"the forward that shows what its heads do failed: {describe(error)}")
+        finally:
+            self.is_again = False
+            for handle in handles:
+                handle.remove()
+            if reader is not None:
+                reader.forget()
+
+    def _give_up(self, entry: nn.Module) -> None:
+        """Take everything off a call that was taken for eager, as it is about to run compiled code."""
+        if self._inside and self._reader is not None:
+            self._inside = 0
+            take_off(self._reader)
+            self._reader.forget()
+        self._uninstall(within=entry)
+        within = set(entry.modules())
+        for layer in self._layers.values():
+            if layer.module in within and layer.name not in self._taken_rows:
+                self.fail(layer.name, _TURNED_UP)
+
+    def _forget(self, within: nn.Module | None = None) -> None:
+        modules = None if within is None else set(within.modules())
+        names = {name for name, layer in self._layers.items() if modules is None or layer.module in modules}
+        for taps in (self._outputs, self._inputs):
+            for name in names & taps.keys():
+                taps[name].forget()
+        for name in names:
+            self._taken_rows.pop(name, None)
+            self._failed.pop(name, None)
+        self._samples = [(name, sample) for name, sample in self._samples if name not in names]
+        if modules is None:
+            self._entered.clear()
 
     def _captured(self, layer: AttentionLayer) -> Captured:
         outputs = self._outputs[layer.name]
@@ -229,9 +282,9 @@ class Capture:
             reasons.pop("outputs", None)
         for what, value in (("outputs", found.outputs), ("inputs", found.inputs)):
             if value is None and (what == "outputs" or self._inputs):
-                reasons.setdefault(what, _LIMITED if self._is_limited else outputs.why_nothing())
+                reasons.setdefault(what, outputs.why_nothing())
         if not found.rows and self._rows is not None:
-            reasons.setdefault("rows", _COMPILED if outputs.was_compiled else outputs.why_nothing())
+            reasons.setdefault("rows", outputs.why_nothing())
         found.reasons = reasons
         taps = {"outputs": self._outputs, "inputs": self._inputs}
         broken = [what for what, of in taps.items() if layer.name in of and of[layer.name].failure is not None]
@@ -248,8 +301,6 @@ class Capture:
                 self._never[name]["outputs"] = "it shares its output projection with another layer"
             elif layer.output_module is not None:
                 yield layer.output_module, self._outputs[name]
-            elif is_torch_attention(layer.module):  # for compiled graphs alone
-                yield layer.module, self._outputs[name]
             elif not layer.sites:
                 self._never[name]["outputs"] = "there is no module that takes its head outputs side by side"
             if name in self._inputs:
@@ -266,21 +317,11 @@ class Capture:
             why = "its attention was not recognised in a forward"
         elif any(site.heads != layer.num_heads for site in layer.sites):
             why = "its heads are computed one after the other, or spread over ranks"
-        elif self._is_compiled or any(is_compiled(module) for module in self._around(layer)):
-            why = _COMPILED
         if why is not None:
             self._never[layer.name]["rows"] = why
-            if layer.output_module is None and not is_torch_attention(layer.module):
+            if layer.output_module is None:
                 self._never[layer.name].setdefault("outputs", why)
         return why is None and (self._rows is not None or layer.output_module is None)
-
-    def _around(self, layer: AttentionLayer) -> Iterator[nn.Module]:
-        """The modules that a layer is in, and those that are in it."""
-        yield from layer.module.modules()
-        path = self._names.get(layer.module, "")
-        while path:
-            path = path.rpartition(".")[0]
-            yield self._by_name[path]
 
     def _entries_of(self, layer: AttentionLayer) -> list[nn.Module]:
         """The modules within which a layer's attention runs: its own, or those that its sites name."""
@@ -290,23 +331,14 @@ class Capture:
             return [layer.module]
         return [self._by_name[path] for path in paths if path in self._by_name]
 
-    def _install_reader(self) -> None:
-        if is_anything_compiled():  # a mode around what is compiled would make further graphs
-            for name in self._layers:
-                self.fail(name, _COMPILED)
-            return
-        for module in self._entries.values():
-            enter, leave = Hook(self, "_enter"), Hook(self, "_leave")
-            self._reader_handles += [
-                module.register_forward_pre_hook(enter),
-                module.register_forward_hook(leave, always_call=True),
-            ]
-
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if self._reader is None or self._is_broken or id(module) not in self._entries:  # a replica
+        is_replica = id(module) not in self._entries
+        if self._reader is None or self._is_broken or is_replica or is_extra() or torch.compiler.is_compiling():
             return
         if self._inside == 0:
             if not self._counts_now(module):
+                return
+            if is_within_compiled_call():
                 return
             self._reader.__enter__()  # type: ignore[no-untyped-call]
         self._inside += 1
@@ -331,23 +363,7 @@ class Capture:
         # Within a backward checkpointing runs again what was captured, unless autograd did not record it then.
         return id(module) not in self._entered
 
-    def _set_in_graph(self, is_armed: bool) -> None:
-        """Switch the operator in compiled graphs on or off; each change may recompile them."""
-        taps = [tap for tap in (*self._outputs.values(), *self._inputs.values()) if tap.in_graph != is_armed]
-        if not taps:
-            return
-        if is_anything_compiled():
-            self._compiled_states.add(not is_armed)
-        self._is_limited = not may_recompile(self._model, has_both=is_armed in self._compiled_states)
-        for tap in () if self._is_limited else taps:
-            tap.in_graph = is_armed
-
     # --- what a `Reader` hands over
-
-    @property
-    def is_reading(self) -> bool:
-        """Whether attention is read where it runs."""
-        return bool(self._reader_handles)
 
     def wants_outputs(self, layer: str) -> bool:
         """Return whether head outputs are read where attention runs."""
@@ -355,9 +371,28 @@ class Capture:
 
     def padded_queries(self, layer: str, shape: tuple[int, int], hidden_keys: Tensor | None) -> Tensor | None:
         """Find the queries that are padding."""
+        if self._cut is not None and shape[0] % self._cut:
+            self._cut = None
         tap = self._outputs[layer]
         tap.hidden_keys = hidden_keys if hidden_keys is not None and tuple(hidden_keys.shape) == shape else None
         return tap.find(shape).padded
+
+    def has_entered(self, layer: AttentionLayer) -> None:
+        """Note that a layer was captured, so that what runs again within the backward is not."""
+        self._entered |= {id(one) for one in self._entries_of(layer)}
+
+    def go_on_from(self, other: Capture) -> None:
+        """Take over what was captured before further layers were found."""
+        for mine, others in ((self._outputs, other._outputs), (self._inputs, other._inputs)):
+            for name in mine.keys() & others.keys():
+                mine[name].go_on_from(others[name])
+        self._samples += [one for one in other._samples if one[0] in self._layers]
+        self._taken_rows.update({name: rows for name, rows in other._taken_rows.items() if name in self._layers})
+        self._entered |= other._entered
+
+    def outputs_of(self, layer: str) -> _Tap:
+        """Give what takes the head outputs of a layer."""
+        return self._outputs[layer]
 
     def take_rows(self, layer: str, sample: CoreSample) -> None:
         """Keep sampled rows until there are many: layers that are alike become numbers in one call."""
@@ -408,8 +443,7 @@ class Capture:
 _ROWS_AT_ONCE = 2**22  # numbers in samples that are kept until their layers are measured together
 _ROWS_AT_ONCE_ON_CPU = 2**18  # whose cache would not hold more
 
-_LIMITED = "it would have to be compiled once more, which a setting or the limit of recompilations does not allow"
-_COMPILED = "where torch.compile compiles a part of a model, only inputs of modules are captured"
+_TURNED_UP = "compiled code turned up within its call: from the next reading on its first sequences are read"
 
 
 class _Tap:
@@ -417,12 +451,7 @@ class _Tap:
 
     def __init__(self, layer: AttentionLayer, capture: Capture, what: str, max_tokens: int) -> None:
         self.layer, self.capture, self.what = layer, capture, what
-        self.in_graph = self.was_compiled = False
-        self._computes_again = what == "outputs" and layer.output_module is None
         self._max_tokens = max(2, max_tokens)
-        # A graph that autograd records is known when it is traced, not when it runs.
-        self._recorded = Receiver(lambda taken: self._keep_recorded(taken, is_recorded=True, is_compiled=True))
-        self._unrecorded = Receiver(lambda taken: self._keep_recorded(taken, is_recorded=False, is_compiled=True))
         self._order = _order_of_features(layer) if what == "outputs" and layer.output_module is not None else None
         self._padding_seen: dict[tuple[int, ...], TokenMask] = {}
         self.forget()
@@ -435,62 +464,38 @@ class _Tap:
 
     def forget(self) -> None:
         """Discard what was taken."""
-        self._samples: list[_Sample] = []
+        self._samples: list[Sample] = []
         self.failure: str | None = None
         self.doubt: str | None = None
         self.has_outside = self.has_run = False
         self.hidden_keys: Tensor | None = None
         self._padding_seen.clear()
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take the input of the module."""
-        # Tested first, as all that is read before it would be guarded in a compiled graph.
-        if torch.compiler.is_compiling():
-            if not self.in_graph:
-                return None
-            passed = args[0] if args else next(iter(kwargs.values()))
-            if type(passed) is not Tensor:  # the operator knows no other kinds, and would end the forward
-                return None
-            taken = self._tokens_of(module, args, kwargs)
-            passed_on = take_in_graph(passed, taken, self._recorded if torch.is_grad_enabled() else self._unrecorded)
-            # An attention may test whether query, key and value are one tensor: they stay so.
-            return (
-                tuple(passed_on if value is passed else value for value in args),
-                {name: passed_on if value is passed else value for name, value in kwargs.items()},
-            )
-        if self.capture.is_armed and not (self._computes_again and self.capture.is_reading):
-            is_recorded = torch.is_grad_enabled()
+        is_other = is_extra() and not self.capture.is_again  # of another monitor, or a check
+        if self.capture.is_armed and not is_other and not torch.compiler.is_compiling():
+            is_recorded = torch.is_grad_enabled() or self.capture.is_again
             with without_modes():
-                self._take(module, args, kwargs, is_recorded)
-        return None
-
-    def _tokens_of(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return head_outputs_again(module, *args, **kwargs) if self._computes_again else _given(module, args, kwargs)
-
-    def _take(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_recorded: bool) -> None:
-        try:
-            taken = self._tokens_of(module, args, kwargs)
-            if isinstance(taken, Tensor):
-                self._keep_recorded(taken, is_recorded=is_recorded, is_compiled=False)
-        except Exception as error:
-            self.failure = f"its {self.what} cannot be captured ({describe(error)})"
+                try:
+                    taken = given_to(module, args, kwargs)
+                    if isinstance(taken, Tensor):
+                        self._keep_recorded(taken, is_recorded=is_recorded)
+                except Exception as error:
+                    self.failure = f"its {self.what} cannot be captured ({describe(error)})"
 
     @torch.no_grad()
-    def _keep_recorded(self, taken: Tensor, *, is_recorded: bool, is_compiled: bool) -> None:
+    def _keep_recorded(self, taken: Tensor, *, is_recorded: bool) -> None:
         """Keep tokens of a forward that counts; of one that autograd does not record what is known of its padding."""
-        if not self.capture.is_armed or taken.device.type == "meta":
+        if taken.device.type == "meta":
             return
         self.has_run = True
-        self.was_compiled |= is_compiled
         is_outside = torch._C._current_graph_task_id() == -1
-        try:
-            if self.capture.training_only and not is_recorded:
-                if not is_compiled and is_outside:
-                    self._remember_padding(taken)
-            elif is_outside or not self.has_outside:
-                self.keep(self._features_last(taken))
-        except Exception as error:
-            self.failure = f"its {self.what} cannot be captured ({describe(error)})"
+        if self.capture.training_only and not is_recorded:
+            if is_outside:
+                self._remember_padding(taken)
+        elif is_outside or not self.has_outside:
+            self.keep(self._features_last(taken))
 
     def keep(self, tokens: Tensor) -> None:
         """Keep a sample of tokens, ``(..., length, features)``."""
@@ -498,17 +503,40 @@ class _Tap:
             self.failure = "nested tensors, and what runs within torch.func, are not captured"
             return
         self.has_outside |= torch._C._current_graph_task_id() == -1
-        self.has_run = True
         local: Any = tokens.detach()
         local = local.to_local() if is_sharded(local) else local
         known = self.find(tuple(local.shape[:-1]))
         self.hidden_keys = None
+        self._keep(local, known)
+
+    def go_on_from(self, other: _Tap) -> None:
+        """Take over what another has taken."""
+        self._samples, self.failure, self.doubt = other._samples, other.failure, other.doubt
+        self.has_outside, self.has_run = other.has_outside, other.has_run
+        self._padding_seen = other._padding_seen
+
+    @torch.no_grad()
+    def hand_over(self, taken: Tensor | Sample, known: TokenMask) -> None:
+        """Take what was kept of the forward in which the heads were found."""
+        self.has_outside = True
+        if isinstance(taken, Tensor):
+            with without_modes():
+                self._keep(self._features_last(taken.detach()), known)
+        else:
+            self._keep(taken, known)
+
+    def _keep(self, tokens: Tensor | Sample, known: TokenMask) -> None:
+        self.has_run = True
         self.doubt = self.doubt or known.doubt
-        if not self._fits(local.shape[-1]):
+        flat = tokens if isinstance(tokens, Tensor) else tokens.tokens
+        if not self._fits(flat.shape[-1]):
             return
-        if self._order is not None and local.shape[-1] == len(self._order):
-            local = local[..., self._order.to(local.device)]
-        self._samples.append(_Sample.of(local, self._max_tokens, known.padded))
+        if self._order is not None and flat.shape[-1] == len(self._order):
+            flat = flat[..., self._order.to(flat.device)]
+        if isinstance(tokens, Tensor):
+            self._samples.append(Sample.of(flat, self._max_tokens, known.padded))
+        else:
+            self._samples.append(Sample(flat, tokens.valid, tokens.count))
         if sum(len(sample.tokens) for sample in self._samples) > 2 * self._max_tokens:
             self._thin()
 
@@ -570,7 +598,7 @@ class _Tap:
 
 
 @dataclass(frozen=True)
-class _Sample:
+class Sample:
     """Tokens of one forward: ``(tokens, features)``, which of them are no padding, and of how many they were taken."""
 
     tokens: Tensor
@@ -578,7 +606,7 @@ class _Sample:
     count: int
 
     @classmethod
-    def of(cls, tokens: Tensor, limit: int, padded: Tensor | None) -> _Sample:
+    def of(cls, tokens: Tensor, limit: int, padded: Tensor | None) -> Sample:
         """Take tokens that are spread evenly over a forward, those of padding last; the device is not waited for."""
         flat = tokens.reshape(-1, tokens.shape[-1])
         count = len(flat)
@@ -594,11 +622,11 @@ class _Sample:
         spread = torch.where(number > kept, places * number // kept, places)
         return cls(flat[order[spread.clamp_max(count - 1)]], places < number, count)
 
-    def thinned(self, size: int) -> _Sample:
+    def thinned(self, size: int) -> Sample:
         """Keep tokens that are spread evenly over the sample."""
         kept = min(len(self.tokens), max(1, size))
         places = torch.arange(kept, device=self.tokens.device) * len(self.tokens) // max(kept, 1)
-        return _Sample(self.tokens[places], None if self.valid is None else self.valid[places], self.count)
+        return Sample(self.tokens[places], None if self.valid is None else self.valid[places], self.count)
 
 
 def _order_of_features(layer: AttentionLayer) -> Tensor | None:
@@ -625,7 +653,7 @@ def _input_module(layer: AttentionLayer) -> nn.Module | str:
     return f"its key projection is a parameter of {type(owner).__name__} and not a module that is called"
 
 
-def _given(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def given_to(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The first argument; of torch's attention the keys, ``(batch, length, features)``."""
     if not isinstance(module, nn.MultiheadAttention):
         return args[0] if args else next(iter(kwargs.values()), None)

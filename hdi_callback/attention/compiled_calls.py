@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from torch import nn
+
 
 class _Stance:
     """Stands before another stance, until it is left; then it is the one before, also where a thread puts it back."""
@@ -51,6 +53,8 @@ class _EagerHere(_Stance):
 @contextmanager
 def uncompiled_here() -> Iterator[None]:
     """Run compiled code as it is written, in this thread; other threads go on with their graphs."""
+    if "torch.nn.attention.flex_attention" in sys.modules:  # it compiles, and so imports dynamo, only when called
+        import torch._dynamo.eval_frame  # noqa: F401
     frames: Any = sys.modules.get("torch._dynamo.eval_frame")
     if frames is None:
         yield
@@ -106,6 +110,13 @@ def is_within_compiled_call() -> bool:
     while frame is not None and frame.f_code.co_name != "compile_wrapper":
         frame = frame.f_back
     return frame is not None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether calls of a module run as compiled graphs, as far as the module shows it."""
+    is_wrapper = isinstance(getattr(module, "_orig_mod", None), nn.Module)
+    forward = vars(module).get("forward", type(module).forward)
+    return is_wrapper or module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def _leave(frames: Any, stance: _Stance) -> None:

@@ -32,33 +32,57 @@ __all__ = ["OnRead", "claims_of", "find_attention", "place_of", "read_tape", "su
 # from a tape to claims
 
 
+class Reading:
+    """Reads the attention on a tape, also while it is written.
+
+    Attributes:
+        labels: the labels.
+        claims: what was read.
+        refused: what cannot be read, with reasons.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self.labels = Labels(tape)
+        self.claims: list[Claim] = []
+        self.refused: list[tuple[Step, str]] = []
+        self._next = 0
+
+    @torch.no_grad()
+    def go_on(self, last: int | None = None) -> None:
+        """Read up to a step, behind which the products with its values have run."""
+        steps = self.labels.tape.steps
+        last = len(steps) - 1 if last is None else last
+        for step in steps[self._next : last + 1]:
+            if _looks_like_attention(step):
+                self.refused.append((step, f"it runs the operation {step.op}, which is not known"))
+                continue
+            try:
+                claim = _claim(self.labels, step)
+            except Unreadable as error:
+                self.refused.append((step, str(error)))
+                continue
+            except Exception as error:  # one attention that is not understood leaves the others
+                self.refused.append((step, f"reading it failed ({type(error).__name__}: {error})"))
+                continue
+            if claim is not None:
+                self.claims.append(claim)
+        self._next = max(self._next, last + 1)
+
+
 @torch.no_grad()
-def claims_of(tape: Tape) -> tuple[Labels, list[Claim], list[tuple[Step, str]]]:
+def claims_of(tape: Tape, reading: Reading | None = None) -> tuple[Labels, list[Claim], list[tuple[Step, str]]]:
     """Read each attention on a tape.
 
     Args:
         tape: a forward that was written down.
+        reading: what was read of it while it was written.
 
     Returns:
         The labels, what was read, and what cannot be read, with reasons.
     """
-    labels = Labels(tape)
-    claims: list[Claim] = []
-    refused: list[tuple[Step, str]] = []
-    for step in list(tape.steps):
-        if _looks_like_attention(step):
-            refused.append((step, f"it runs the operation {step.op}, which is not known"))
-            continue
-        try:
-            claim = _claim(labels, step)
-        except Unreadable as error:
-            refused.append((step, str(error)))
-            continue
-        except Exception as error:  # one attention that is not understood leaves the others
-            refused.append((step, f"reading it failed ({type(error).__name__}: {error})"))
-            continue
-        if claim is not None:
-            claims.append(claim)
+    reading = Reading(tape) if reading is None else reading
+    reading.go_on()
+    labels, claims, refused = reading.labels, reading.claims, reading.refused
     refused += _without_softmax(labels, claims, refused)
     labels.forget()
     for claim in claims:
@@ -217,18 +241,19 @@ def _together(maps: list[Map]) -> Map:
 OnRead = Callable[[Labels, list[Claim], list[tuple[Step, str]]], None]
 
 
-def read_tape(tape: Tape, on_read: OnRead | None = None) -> Survey:
+def read_tape(tape: Tape, on_read: OnRead | None = None, reading: Reading | None = None) -> Survey:
     """Read the attention layers of a model from a forward that was written down.
 
     Args:
         tape: the forward; labels are on the CPU, wherever the model is.
         on_read: takes what `claims_of` gives, for others to look at.
+        reading: what was read of it while it was written.
 
     Returns:
         The layers, in the order in which their attention ran, and what cannot be read, with reasons.
     """
     with torch._C.DisableTorchFunction(), torch.device("cpu"):  # a model may run under torch.device("meta")
-        labels, claims, refused = claims_of(tape)
+        labels, claims, refused = claims_of(tape, reading)
         found = _Layers(labels, claims).survey(refused)
         if on_read is not None:
             on_read(labels, claims, refused)
@@ -349,6 +374,8 @@ def place_of(model: nn.Module, claim: Claim, maps: dict[str, list[Map]]) -> str:
     path = claim.core.step.path or ""
     if claim.members or not any(owner == path or owner.startswith(f"{path}.") or not path for owner in owners):
         path = _common(owners)
+        if path in owners and "." in path:  # one packed projection: the module that attends is around it
+            path = path.rpartition(".")[0]
     while path and not isinstance(model.get_submodule(path), nn.Module):
         path = path.rpartition(".")[0]
     return path
@@ -499,22 +526,40 @@ def find_attention(model: nn.Module, forward: Callable[[], object] | None = None
 
 def _survey_forward(model: nn.Module, forward: Callable[[], object], on_read: OnRead | None) -> Survey:
     own = inner_model(model)
-    with nothing_remains(own), Tape(own) as tape:
+    with nothing_remains(own, forward), Tape(own) as tape:
         forward()
     return read_tape(tape, on_read)
 
 
 def put_together(model: nn.Module, known: list[AttentionLayer | Refusal], found: Survey) -> Survey:
     """Let what is known without a forward come before what was read, with the sites that a forward showed."""
-    layers = {layer.name: layer for layer in found.layers}
-    refused = {one.name: one for one in found.refused}
-    for one in known:
-        refused.pop(one.name, None)
-        if isinstance(one, Refusal):
-            refused[one.name] = one
+    layers = {layer.name: layer for layer in map(_without_wrappers, found.layers)}
+    refused = {refusal.name: refusal for refusal in map(_without_wrappers, found.refused)}
+    for described in map(_without_wrappers, known):
+        refused.pop(described.name, None)
+        if isinstance(described, Refusal):
+            refused[described.name] = described
             continue
-        seen = layers.get(one.name)
-        layers[one.name] = one if seen is None else replace(one, sites=seen.sites or one.sites)
-    order = {name: at for at, (name, _) in enumerate(model.named_modules())}
+        seen = layers.get(described.name)
+        layers[described.name] = described if seen is None else replace(described, sites=seen.sites or described.sites)
+    order = {name_without_wrappers(name): at for at, (name, _) in enumerate(model.named_modules())}
     in_order = sorted(layers.values(), key=lambda layer: order.get(layer.name.partition("#")[0], 0))
     return Survey(tuple(in_order), tuple(refused.values()))
+
+
+# Of torch.compile, Fabric, the first FSDP and activation checkpointing: layers have the names of the model within.
+_WRAPPERS = {"_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+def name_without_wrappers(name: str) -> str:
+    """Return the dotted name of a module without the wrappers that it is in.
+
+    Example:
+        >>> name_without_wrappers("blocks.0._orig_mod.attn")
+        'blocks.0.attn'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _without_wrappers(named: Any) -> Any:
+    return replace(named, name=name_without_wrappers(named.name))

@@ -50,7 +50,12 @@ class TokenMask:
 
 
 def find_padding(
-    shape: Sequence[int], choice: PaddingChoice, *, layer: str = "", hidden_keys: Tensor | None = None
+    shape: Sequence[int],
+    choice: PaddingChoice,
+    *,
+    layer: str = "",
+    hidden_keys: Tensor | None = None,
+    calls: Sequence[Call] | None = None,
 ) -> TokenMask:
     """Find which tokens of a running call are padding.
 
@@ -59,13 +64,14 @@ def find_padding(
         choice: how padding is known.
         layer: name of the attention layer, by which encoders and decoders are told apart.
         hidden_keys: ``(batch, keys)``, true where the attention has hidden a key from every query.
+        calls: the running calls, if they are known.
 
     Returns:
         What is known.
     """
     if choice is None:
         return TokenMask()
-    calls = running_calls()
+    calls = running_calls() if calls is None else calls
     if choice != "auto":
         return _chosen(shape, choice, calls, layer)
     doubt = None

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hdi_callback.attention.calls import running_module
+from hdi_callback.attention.flex import FLEX, FlexCall
 from hdi_callback.attention.layer import AttentionLayer, Site
 from hdi_callback.attention.sharding import is_sharded
 from hdi_callback.guard import describe
@@ -27,8 +28,8 @@ from hdi_callback.guard import describe
 __all__ = ["CoreSample", "Reader", "ReaderSink"]
 
 aten = torch.ops.aten
-_FUSED, _SOFTMAX, _SHIFT = "fused", "softmax", "shift"
-_KINDS = {
+_FUSED, _SOFTMAX, _SHIFT, _FLEX = "fused", "softmax", "shift", "flex"
+KINDS = {
     aten._scaled_dot_product_efficient_attention.default: _FUSED,
     aten._scaled_dot_product_cudnn_attention.default: _FUSED,
     aten._scaled_dot_product_fused_attention_overrideable.default: _FUSED,
@@ -37,9 +38,10 @@ _KINDS = {
     aten._softmax.default: _SOFTMAX,
     aten._safe_softmax.default: _SOFTMAX,
     aten.sub.Tensor: _SHIFT,  # some take off the largest score before the softmax
+    FLEX: _FLEX,
 }
 # Products with values, and the place of their two matrices.
-_PRODUCTS = {aten.bmm.default: 0, aten.mm.default: 0, aten.baddbmm.default: 1, aten.addmm.default: 1}
+PRODUCTS = {aten.bmm.default: 0, aten.mm.default: 0, aten.baddbmm.default: 1, aten.addmm.default: 1}
 _SEEN = -5e3  # scores of keys that a mask hides are less
 _MOST_SEQUENCES = 4
 _PLAIN = Tensor.__torch_dispatch__
@@ -189,8 +191,12 @@ class Reader(TorchDispatchMode):
         """Run an operation as it is, and look at it if it is one of attention."""
         if types and any(is_sharded(one) for one in types):
             return NotImplemented  # a DTensor asks for operations on the part of this rank, which come here
-        out = func(*args, **kwargs) if kwargs else func(*args)
-        if (func in _KINDS or self._waiting) and all(one.__torch_dispatch__ is _PLAIN for one in types):
+        if func is FLEX:
+            args = (FlexCall(*args),)
+            out: Any = args[0].run()
+        else:
+            out = func(*args, **kwargs) if kwargs else func(*args)
+        if (func in KINDS or self._waiting) and all(one.__torch_dispatch__ is _PLAIN for one in types):
             try:
                 self._see(func, args, kwargs or {}, out)
             except Exception as error:  # of a kind of tensor that has no storage, or no strides
@@ -200,7 +206,7 @@ class Reader(TorchDispatchMode):
         return out
 
     def _see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        kind = _KINDS.get(func)
+        kind = KINDS.get(func)
         if kind is None:
             self._follow(func, args, out)
         elif kind == _SHIFT:
@@ -221,14 +227,16 @@ class Reader(TorchDispatchMode):
         if layer is None or site is None:
             return
         how = site
-        if site.kind != kind:
+        if site.kind != kind and kind != _FLEX:
             # torch computes the same call now in one operation, now in several: dropout, weights that are asked for.
             rows = ("bh", "q") if args[0].dim() == 3 else ("b", "h", "q")
             behind = rows if kind == _FUSED else ("bh", "q")
             how = replace(site, kind=kind, rows=rows, out=behind, keys=-1, flipped=False)
         try:
-            with _Aside():
-                if kind == _FUSED:
+            with Aside():
+                if kind == _FLEX:
+                    self._read_flex(layer, how, args[0], out[0])
+                elif kind == _FUSED:
                     self._read_fused(layer, how, func, args, kwargs, out)
                 else:
                     self._read_softmax(layer, how, args[0], out)
@@ -236,8 +244,7 @@ class Reader(TorchDispatchMode):
             self._sink.fail(layer.name, f"its rows of attention cannot be read ({describe(error)})")
 
     def _read_softmax(self, layer: AttentionLayer, how: Site, scores: Tensor, out: Tensor) -> None:
-        if self._shifted is not None and _memory(self._shifted[0]) == _memory(scores):
-            scores = self._shifted[1]
+        scores = self.unshifted(scores)
         if self._sink.wants_outputs(layer.name):
             self._waiting[_memory(out)] = layer, how, out.numel() // out.shape[how.keys], out
         logits, weights = (_arranged(one.movedim(how.keys, -1), how.rows, how) for one in (scores, out))
@@ -246,6 +253,11 @@ class Reader(TorchDispatchMode):
         few, of_few = (_copied(one[sequences][:, :, queries]) for one in (logits, weights))
         sample = CoreSample(self._place(logits, queries, logits.shape[-1])[0], few, of_few)
         self._hand_over(layer, sample, logits, sequences, queries, hidden)
+
+    def unshifted(self, scores: Tensor) -> Tensor:
+        """Give scores as they were before the largest was taken off."""
+        is_shifted = self._shifted is not None and _memory(self._shifted[0]) == _memory(scores)
+        return self._shifted[1] if is_shifted else scores  # type: ignore[index]
 
     def _read_fused(self, layer: AttentionLayer, how: Site, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         names, defaults = _arguments(func)
@@ -278,6 +290,20 @@ class Reader(TorchDispatchMode):
         if self._sink.wants_outputs(layer.name):
             self._hand_outputs(layer, how, out[0] if isinstance(out, (tuple, list)) else out)
 
+    def _read_flex(self, layer: AttentionLayer, how: Site, call: FlexCall, out: Tensor) -> None:
+        query = call.query
+        sequences, queries = self._sample(query.shape[0], query.shape[2])
+        positions = self._place(query, queries, call.key.shape[2])[0]
+        sample = CoreSample(
+            positions,
+            logits=call.logits(positions)[sequences].float(),
+            query=_copied(query[sequences][:, :, queries]),
+            key=_copied(call.key.expand(len(query), *call.key.shape[1:])[sequences]),
+        )
+        self._hand_over(layer, sample, query, sequences, queries, None)
+        if self._sink.wants_outputs(layer.name):
+            self._sink.take_outputs(layer.name, out.transpose(1, 2)[..., : layer.value_dim])
+
     def _hand_over(
         self, layer: AttentionLayer, sample: CoreSample, whole: Tensor, sequences: slice, queries: slice, hidden: Any
     ) -> None:
@@ -288,7 +314,7 @@ class Reader(TorchDispatchMode):
 
     def _follow(self, func: Any, args: Any, out: Any) -> None:
         """Follow weights through dropout, casts and copies, to the product with values."""
-        place = _PRODUCTS.get(func)
+        place = PRODUCTS.get(func)
         given = args if place is None else args[place : place + 2]
         tensors = [one for group in given for one in (group if isinstance(group, (list, tuple)) else (group,))]
         for tensor in tensors:
@@ -302,7 +328,7 @@ class Reader(TorchDispatchMode):
                         self._waiting.setdefault(_memory(made), (layer, how, rows, made))
             elif rows in (tensor.numel() // tensor.shape[-1], tensor.numel() // tensor.shape[-2]):
                 self._waiting = {key: one for key, one in self._waiting.items() if one[0] is not layer}
-                with _Aside():
+                with Aside():
                     self._hand_outputs(layer, how, out.mT if how.flipped else out)
                 return
 
@@ -329,7 +355,7 @@ class Reader(TorchDispatchMode):
         return slice(0, None, by_sequence), slice(by_query // 2, None, by_query)
 
 
-class _Aside:
+class Aside:
     """Compute where neither autograd nor autocast nor any mode sees it."""
 
     def __enter__(self) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from hdi_callback.arguments import shown
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Refusal, Site
@@ -111,66 +109,6 @@ def is_torch_attention(module: nn.Module) -> bool:
     if not isinstance(module, nn.MultiheadAttention):
         return False
     return "forward" not in vars(module) and type(module).forward is nn.MultiheadAttention.forward
-
-
-@torch.no_grad()
-def head_outputs_again(
-    module: nn.MultiheadAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> Tensor:
-    """Compute what torch's attention hands to its output projection once more, without dropout.
-
-    For compiled graphs, where nothing else can be taken of it: it uses that projection without calling it.
-
-    Args:
-        module: the attention, then the arguments of its forward.
-        query: see `module`, and so for all the others.
-        key: see `module`.
-        value: see `module`.
-        key_padding_mask: see `module`.
-        need_weights: not used.
-        attn_mask: see `module`.
-        average_attn_weights: not used.
-        is_causal: see `module`.
-
-    Returns:
-        ``(batch, length, H * d_v)``, or ``(length, H * d_v)`` if the query has no batch dimension.
-    """
-    is_batched = query.dim() == 3
-    if module.batch_first and is_batched:
-        query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
-    outputs, _ = F.multi_head_attention_forward(
-        query,
-        key,
-        value,
-        module.embed_dim,
-        module.num_heads,
-        module.in_proj_weight,
-        module.in_proj_bias,
-        module.bias_k,
-        module.bias_v,
-        module.add_zero_attn,
-        0.0,
-        torch.eye(module.embed_dim, dtype=query.dtype, device=query.device),
-        None,
-        training=False,
-        key_padding_mask=key_padding_mask,
-        need_weights=False,
-        attn_mask=attn_mask,
-        use_separate_proj_weight=not module._qkv_same_embed_dim,
-        q_proj_weight=module.q_proj_weight,
-        k_proj_weight=module.k_proj_weight,
-        v_proj_weight=module.v_proj_weight,
-        is_causal=is_causal,
-    )
-    return outputs.transpose(0, 1) if is_batched else outputs
 
 
 def _described(name: str, module: nn.Module, kind: type[Any]) -> AttentionLayer | None:

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from hdi_callback.attention.flex import FLEX, FlexCall
 
 # What a cell is: of neither parameters nor data (buffers, zeros); a parameter itself; made of parameters alone; of what
 # the model is given. What is made of several is the last of them.
@@ -34,7 +36,7 @@ _MASKS = {"add", "sub", "mul", "where", "masked_fill", "div", "constant_pad_nd"}
 _KEPT = 64  # of masks and factors so many queries and keys are kept, of the first 8 sequences and heads
 _PADDING = ("pad", "attention_mask", "key_mask")  # arguments with such names say which tokens are padding
 _CALL = nn.Module._call_impl.__code__
-_FLEX = "flex_attention"
+FUSED_FLEX = "_scaled_dot_product_flex_attention"  # FlexAttention on a tape
 
 
 @dataclass(eq=False)
@@ -137,9 +139,9 @@ class Tape(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, on_step: Callable[..., None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.model = model
+        self.model, self._on_step = model, on_step
         self.steps: list[Step] = []
         self.errors: list[str] = []
         self.names: list[str] = []  # of parameters, in the order of their first numbers
@@ -164,6 +166,8 @@ class Tape(TorchDispatchMode):
         return self.first[self.places[parameter]]
 
     def _add(self, name: str, tensor: Tensor, kind: int) -> None:
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
         numel = tensor.numel()
         if isinstance(tensor, DTensor):
             tensor = self._of_this_rank(name, tensor)
@@ -202,21 +206,19 @@ class Tape(TorchDispatchMode):
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        name = _name(func)
-        if name == _FLEX:
-            taken, named = args[:3], {"scale": args[5] if len(args) > 5 else None}
-        else:
-            taken, named = args, kwargs
+        flex = FlexCall(*args) if func is FLEX else None
+        name = _name(func) if flex is None else FUSED_FLEX
+        taken, named = (args, kwargs) if flex is None else (args[:3], _of_flex(flex))
         try:
             views = self._viewed(taken, name), self._viewed(named, name)
         except Exception as error:
             self.errors.append(f"{name}: {type(error).__name__}: {error}")
             return func(*args, **kwargs)
-        out = func(*args, **kwargs)
+        out = func(*args, **kwargs) if flex is None else flex.run()
         try:
-            self._write(
-                func, "_scaled_dot_product_flex_attention" if name == _FLEX else name, taken, named, *views, out
-            )
+            step = self._write(func, name, taken, named, *views, out)
+            if self._on_step is not None:
+                self._on_step(step, func, args, kwargs, out)
         except Exception as error:
             self.errors.append(f"{name}: {type(error).__name__}: {error}")
         return out
@@ -268,14 +270,14 @@ class Tape(TorchDispatchMode):
 
     def _write(
         self, func: Any, op: str, args: tuple[Any, ...], kwargs: Any, views: tuple[Any, ...], named: Any, out: Any
-    ) -> None:
+    ) -> Step | None:
         taken = [*_views_in(views), *_views_in(tuple(named.values()))]
-        written = _written_tensors(func, args, kwargs)
+        written = written_tensors(func, args, kwargs)
         given = {id(view.cell) for view in taken}
         made = [one if isinstance(one, Tensor) else None for one in (out if isinstance(out, (tuple, list)) else (out,))]
         fresh = [one if one is not None and self._is_fresh(one, given) else None for one in made]
         if (not written or op in _RESHAPED_IN_PLACE) and not any(one is not None for one in fresh):
-            return  # a view
+            return None  # a view
         path, line, padding = self._place(op)
         step = Step(len(self.steps), op, func, views, named, path, line, taken, padding=padding)
         self.steps.append(step)
@@ -285,6 +287,7 @@ class Tape(TorchDispatchMode):
         kind = DATA if op in _RANDOM else CONSTANT if op in SHAPED_LIKE else MADE if kind == WEIGHT else kind
         for tensor in written or fresh:
             step.made.append(None if tensor is None else self._new_content(tensor, step, kind, is_change=bool(written)))
+        return step
 
     def _is_fresh(self, tensor: Tensor, given: set[int]) -> bool:
         key = _key(tensor)
@@ -333,11 +336,12 @@ def _padding_given(frame: Any) -> dict[str, Tensor]:
     code, values = frame.f_code, frame.f_locals
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     named = {name: values.get(name) for name in names if any(word in name for word in _PADDING)}
-    return {
-        name: one.detach()[:8, :_KEPT].bool()
-        for name, one in named.items()
-        if type(one) is Tensor and one.dim() == 2 and not one.is_floating_point() and not one.is_meta
-    }
+    with _disable_current_modes():
+        return {
+            name: one.detach()[:8, :_KEPT].bool()
+            for name, one in named.items()
+            if type(one) is Tensor and one.dim() == 2 and not one.is_floating_point() and not one.is_meta
+        }
 
 
 def _name(func: Any) -> str:
@@ -347,6 +351,16 @@ def _name(func: Any) -> str:
     name = str(packet.__name__)
     name = name[:-1] if name.endswith("_") and not name.endswith("__") else name
     return name if func.namespace in {"aten", "prims"} else f"{func.namespace}::{name}"
+
+
+def _of_flex(flex: FlexCall) -> dict[str, Any]:
+    """Return the arguments of FlexAttention as those of another fused attention: the mask is evaluated on a grid."""
+    sizes = min(8, len(flex.query)), min(8, flex.query.shape[1])
+    places = (torch.arange(min(_KEPT, tensor.shape[2]), device=flex.query.device) for tensor in (flex.query, flex.key))
+    named: dict[str, Any] = {"scale": flex.scale, "score_mod": flex.changes_scores}
+    with torch.no_grad(), _disable_current_modes():
+        mask = flex.visible(*places, batch=sizes[0], heads=sizes[1])
+    return named if bool(mask.all()) else {**named, "attn_mask": mask.clone()}
 
 
 def _is_composite(func: Any) -> bool:
@@ -359,12 +373,13 @@ def _is_composite(func: Any) -> bool:
 
 def _value(tensor: Tensor, op: str, cell: Cell, *, is_float: bool) -> Tensor | None:
     """Keep the values of indices, and the beginning of those of masks and factors."""
-    if op not in _MASKS and not is_fused(op):
-        return None if is_float else tensor.detach().clone()
-    if cell.is_mapped:
+    is_mask = op in _MASKS or is_fused(op)
+    if (is_float and not is_mask) or (is_mask and cell.is_mapped):
         return None
     dims = tensor.dim()
-    return tensor.detach()[tuple(slice(_KEPT if dim >= dims - 2 else 8) for dim in range(dims))].clone()
+    with _disable_current_modes():  # modes of the user's see nothing of it
+        part = tuple(slice(_KEPT if dim >= dims - 2 else 8) for dim in range(dims)) if is_mask else ...
+        return tensor.detach()[part].clone()
 
 
 def _key(tensor: Tensor) -> int | None:
@@ -394,7 +409,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(one)
 
 
-def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """List the tensors that an operation writes into."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:

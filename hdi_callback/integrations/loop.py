@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdi_callback.arguments import shown
@@ -138,6 +138,7 @@ class HeadSession(Watcher):
         self.loss: Any = None
         self._loop = loop
         self._is_inside = self._is_prepared = self._has_stepped = False
+        self._versions: list[int] | None = None  # of the weights, when a step was announced
         self._handles: list[Any] = []
         self._begin(model)
 
@@ -206,6 +207,7 @@ class HeadSession(Watcher):
         be read within a graph. Also before gradients are clipped, to clip the gradient of `DiversityPenalty` as well.
         Gradients must have been unscaled; under accumulation call it in the last part only.
         """
+        self._versions = [weight._version for weight in self._loop.weights]
         self._prepare()
 
     @guarded("the last reading")
@@ -255,6 +257,7 @@ class HeadSession(Watcher):
     def _enter_step(self, epoch: int | None) -> None:
         self._loop.epoch, self.loss = epoch, None
         self._is_inside, self._is_prepared, self._has_stepped = True, False, False
+        self._versions = None
         if self._session is not None:
             self._session.resume()
             self._session.before_forward()
@@ -269,16 +272,23 @@ class HeadSession(Watcher):
     @guarded("watching a step", passes=MISUSE)
     def _leave_step(self) -> None:
         self._is_inside = False
-        if self._has_stepped or (self._is_prepared and not self._loop.optimizers):
+        # A compiled step calls no hook: it was announced, and has written into the weights.
+        is_announced = self._versions is not None and (
+            not self._loop.optimizers or self._versions != [weight._version for weight in self._loop.weights]
+        )
+        if self._has_stepped or is_announced:
             self._loop.step += 1
         if self._session is not None:
             self._session.suspend()
             self._session.after_step(self.loss)
 
-    def _prepare(self) -> None:
+    def _prepare(self, *, has_closure: bool = False) -> None:
         if self._session is None or not self._is_inside or self._is_prepared:
             return
-        self._session.after_backward()
+        if has_closure:
+            self._session.before_closure()
+        else:
+            self._session.after_backward()
         for optimizer in self._loop.optimizers:
             self._session.before_optimizer_step(optimizer)
         self._is_prepared = True
@@ -288,7 +298,8 @@ class HeadSession(Watcher):
     @guarded("watching a step", passes=MISUSE)
     def _on_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._prepare()
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")  # behind the optimizer itself
+            self._prepare(has_closure=closure is not None)
 
     @guarded("watching a step")
     def _on_optimizer_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -314,6 +325,13 @@ class _Loop:
         self.latest: dict[str, float] = {}
         self._metrics = settings.metrics or ()
         self._tensorboard, self._wandb, self._save = tensorboard, wandb, save_checkpoint
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """What the optimizers train."""
+        return [
+            weight for optimizer in self.optimizers for group in optimizer.param_groups for weight in group["params"]
+        ]
 
     @property
     def is_first_rank(self) -> bool:

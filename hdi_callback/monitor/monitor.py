@@ -15,8 +15,10 @@ from typing_extensions import Self
 
 from hdi_callback.arguments import did_you_mean, flag, shown, strings, whole_number
 from hdi_callback.attention.capture import Capture, Captured
-from hdi_callback.attention.extra_forward import before_first_call
-from hdi_callback.attention.find import survey
+from hdi_callback.attention.extra_forward import inner_model
+from hdi_callback.attention.find import name_without_wrappers, put_together, survey
+from hdi_callback.attention.first_calls import FirstCalls
+from hdi_callback.attention.first_forward import FirstForward
 from hdi_callback.attention.layer import AttentionLayer, Refusal, Survey
 from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.attention.registry import known_layers
@@ -100,20 +102,22 @@ class HeadDiversityMonitor:
         self._capture: Capture | None = None
         self._ranks: Ranks | None = None
         self._guard = Guard()
-        self._first_calls: Any = None
+        self._first_calls: FirstCalls | None = None
+        self._first_forwards: list[FirstForward] = []  # of this armed step
         self._read: list[Any] = []  # of forwards, and not yet checked: warnings are off while a forward is read
         self._said: set[str] = set()  # of findings
         self._is_armed, self._training_only, self._has_warned_of_padding = False, True, False
         if layers is not None or forward is not None:
+            self._first_calls = FirstCalls(self._model)
             self._watch(Survey(tuple(layers)) if layers is not None else survey(self._model, forward, self._note))
             self._check()
             if not self.layers:
                 self._refuse()
         else:
-            known = known_layers(self._model)
-            found = [one for one in known if isinstance(one, AttentionLayer)]
-            self._watch(Survey(tuple(found), tuple(one for one in known if isinstance(one, Refusal))))
-            self._first_calls = before_first_call(self._model, self._on_found, self._note)
+            self._watch(put_together(self._model, known_layers(self._model), Survey()))
+            self._first_calls = FirstCalls(
+                self._model, self._on_found, self._note, self._record, may_agree=lambda: self._ranks is None
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -143,22 +147,30 @@ class HeadDiversityMonitor:
             training_only: leave out forwards that autograd does not record, as those of an evaluation.
         """
         self._is_armed, self._training_only = True, training_only
+        self._forget_first()
+        if self._first_calls is not None:
+            self._first_calls.is_called, self._first_calls.on_called = False, None
         if self._capture is not None:
             self._capture.arm(training_only=training_only)
 
     def disarm(self) -> None:
         """Capture nothing, and forget what was captured; to be called before forwards that are not to be captured."""
         self._is_armed = False
+        self._forget_first()
         if self._capture is not None:
             self._capture.disarm()
 
     def suspend(self) -> None:
         """Take the hooks off, as before an evaluation, which runs as without a monitor; what was captured stays."""
+        if self._first_calls is not None and self.layers:
+            self._first_calls.rest()
         if self._capture is not None:
             self._capture.suspend()
 
     def resume(self) -> None:
         """Put the hooks back after `suspend`."""
+        if self._first_calls is not None and self.layers:
+            self._first_calls.go_on()
         if self._capture is not None:
             self._capture.is_armed = self._is_armed
             self._capture.resume()
@@ -213,6 +225,7 @@ class HeadDiversityMonitor:
                 captured = self._capture.take()  # on every rank: it may gather
         captured = captured if self._is_armed else {}
         self._is_armed = False
+        self._forget_first()
         doubts = {name: one.reasons["padding"] for name, one in captured.items() if "padding" in one.reasons}
         if doubts and not self._has_warned_of_padding:
             self._has_warned_of_padding = True
@@ -226,15 +239,46 @@ class HeadDiversityMonitor:
     # --- layers
 
     @guarded("watching heads", passes=(MisconfigurationError,))
-    def _on_found(self, found: Survey) -> None:
+    def _on_found(self, found: Survey, forward: FirstForward | None = None) -> None:
         """Watch what the first call of the model, or of a part of it, has shown: called within the user's forward."""
         self._check()
+        if forward is not None:
+            self._first_forwards.append(forward)
+            if not self._is_armed:
+                self._forget_first()
         if self._ranks is not None and number_of_ranks() > 1:
             late = ", ".join(f"`{layer.name}`" for layer in found.layers if self._is_chosen(layer.name))
             if late:
                 warn(f"{late} is not watched: it was first called after ranks had agreed on what they watch.")
             return
         self._watch(found)
+
+    def _forget_first(self) -> None:
+        for one in self._first_forwards:
+            one.forget()
+        self._first_forwards.clear()
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether parts of the model have not run yet, of which heads may be found."""
+        if number_of_ranks() > 1:  # all ranks take their readings at the same steps
+            return False
+        return self._first_calls is not None and self._first_calls.is_looking
+
+    @property
+    def is_called(self) -> bool:
+        """Whether a call that autograd records has happened since `arm`."""
+        return self._first_calls is not None and self._first_calls.is_called
+
+    def when_called(self, function: Callable[[], None]) -> None:
+        """Call a function once, when the next call that autograd records has been captured."""
+        if self._first_calls is not None:
+            self._first_calls.on_called = function
+
+    def _record(self) -> FirstForward:
+        model = inner_model(self._model)
+        keeps = lambda: torch.is_grad_enabled() or not self._training_only  # noqa: E731
+        return FirstForward(model, self._padding, self._max_tokens, keeps)
 
     def _note(self, *read: Any) -> None:
         self._read.append(read)
@@ -253,29 +297,37 @@ class HeadDiversityMonitor:
     def _watch(self, found: Survey) -> None:
         """Watch what a forward has shown, beside what is known."""
         known = {layer.name: layer for layer in (*found.layers, *self.layers) if self._is_chosen(layer.name)}
-        order = {name: place for place, (name, _) in enumerate(self._model.named_modules())}
+        modules = enumerate(self._model.named_modules())
+        order = {name_without_wrappers(name): place for place, (name, _) in modules}
         layers = tuple(sorted(known.values(), key=lambda layer: order.get(layer.name, len(order))))
         refused = {refusal.name: refusal for refusal in (*self.refused, *found.refused)}
         self.refused = tuple(
             one for name, one in refused.items() if name not in known and (not name or self._is_chosen(name))
         )
-        if layers == self.layers:
+        if layers == self.layers and self._capture is not None:
             return  # hooks stay as they are: those of the module that is being called are on their way
         self.layers = layers
-        if self._capture is not None:
-            self._capture.remove()
-        if self._forwards:
+        before = self._capture
+        if self._forwards and self._first_calls is not None:  # before the first call nothing waits for it but they
             names = {source.name for source in self._forwards}
             self._capture = Capture(
                 self._model,
                 self.layers,
+                calls=self._first_calls,
                 max_tokens=self._max_tokens,
                 padding=self._padding,
                 rows=take_rows if names & {ROWS, NORMS} else None,
                 inputs=TOKENS in names,
             )
+            if before is not None:
+                before.disarm()
             if self._is_armed:
                 self._capture.arm(training_only=self._training_only)
+                if before is not None:
+                    self._capture.go_on_from(before)
+                for forward in self._first_forwards:
+                    forward.hand_over(self._capture)
+                self._forget_first()
 
     def _is_chosen(self, name: str) -> bool:
         is_included = self._include is None or any(fnmatchcase(name, pattern) for pattern in self._include)
@@ -302,8 +354,9 @@ class HeadDiversityMonitor:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """Take off data parallelism, whose wrapper would stand in the names of layers."""
-    return model.module if isinstance(model, (nn.DataParallel, DistributedDataParallel)) else model
+    """Take off data parallelism around the model or around its compiled form."""
+    inner = inner_model(model)
+    return inner.module if isinstance(inner, (nn.DataParallel, DistributedDataParallel)) else model
 
 
 def _known_metrics(metrics: Sequence[str] | None) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from hdi_callback.dashboards import Console
 from hdi_callback.errors import HDIError, NothingToWatchError
-from hdi_callback.guard import Guard, describe, pythons_generator_kept
+from hdi_callback.guard import Guard, describe, pythons_generator_kept, without_modes
 from hdi_callback.history import History, load_history
 from hdi_callback.interventions import Intervention, Training
 from hdi_callback.monitor import HeadDiversityMonitor, Reading
@@ -30,6 +30,7 @@ from hdi_callback.rules import Alerts
 from hdi_callback.session.settings import Settings
 from hdi_callback.session.trainer import Trainer, from_first_rank, why_ranks_differ
 
+_PATIENCE = 8  # readings that find nothing, until that is said
 _SIZES = ("num_heads", "num_key_heads", "head_dim", "value_dim")
 
 
@@ -87,6 +88,7 @@ class Session:
         self._armed_at: int | None = None  # step whose forward is captured
         self._pending: deque[_Pending] = deque()
         self._published: int | None = None  # step of the last reading that was published
+        self._number_of_given_up = 0  # readings, as nothing was there to be read
         self._number_of_layers = 0  # that rules, history and dashboards know
         self._has_checked_ranks = self._is_open = self._is_closed = False
 
@@ -118,8 +120,26 @@ class Session:
         Raises:
             HDIError: at the first forward, if this model cannot be watched as the settings ask.
         """
-        if self._armed_at is not None:
-            self._measure(self._armed_at)
+        if self._armed_at is None:
+            return
+        if not self.monitor.layers and self.monitor.is_looking:
+            self.abandon()  # no forward has shown heads so far: an empty batch, a dropped layer, an error
+            self._number_of_given_up += 1
+            if self._number_of_given_up == _PATIENCE:
+                self._guard.warn_once("layers", f"{self.monitor.why_nothing()} Heads are not watched so far.")
+            return
+        self._measure(self._armed_at)
+
+    def before_closure(self) -> None:
+        """Measure once the forward that an optimizer's closure runs has been captured, before its weights change."""
+        if self._armed_at is not None and not self.monitor.is_called:
+            self.monitor.when_called(self._measure_within)
+        else:
+            self.after_backward()
+
+    def _measure_within(self) -> None:
+        with self._guard("measuring head diversity", passes=(HDIError,)), without_modes():
+            self.after_backward()
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Let interventions act on the gradients."""

@@ -14,9 +14,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hdi_callback.attention.capture import Capture, Captured
-from hdi_callback.attention.extra_forward import before_first_call
 from hdi_callback.attention.find import survey
-from hdi_callback.attention.in_graph import may_recompile
+from hdi_callback.attention.first_calls import FirstCalls
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Site
 from hdi_callback.attention.registry import known_layers
 from tests.attention.models import Model, batches, is_equal, train
@@ -328,10 +327,10 @@ class Watch:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.taken, self.capture = model, {}, None
-        self.handle = before_first_call(model, self.found)
+        self.handle = FirstCalls(model, self.found)
 
-    def found(self, survey) -> None:
-        self.capture = capture_of(self.model, survey.layers, max_tokens=12, max_rows=8)
+    def found(self, survey, recording) -> None:
+        self.capture = capture_of(self.model, survey.layers, max_tokens=12, max_rows=8, calls=self.handle)
         self.capture.arm()
 
     def before(self, step: int) -> None:
@@ -403,7 +402,7 @@ def test_modules_have_hooks_only_while_a_step_is_captured():
         assert hooks() == 0
 
 
-def test_a_model_that_is_compiled_after_some_steps_is_captured_in_its_graph():
+def test_a_model_that_is_compiled_after_some_steps_is_captured_again():
     model, (x, _) = without_dropout(Model()), batches(1)[0]
     capture = capture_of(model, survey(model, lambda: model(x)).layers, inputs=False, rows=None)
     capture.arm()
@@ -439,7 +438,7 @@ def blocks(model):
     ],
     ids=["model", "blocks", "reentrant", "not reentrant"],
 )
-def test_compiled_graphs_pass_head_outputs_on_and_are_compiled_once_more(make, call):
+def test_compiled_graphs_are_those_of_an_unwatched_training_and_everything_is_captured(make, call):
     kept, graphs = [], []
     for run in (train, watched):
         torch._dynamo.reset()
@@ -448,12 +447,12 @@ def test_compiled_graphs_pass_head_outputs_on_and_are_compiled_once_more(make, c
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         assert not torch._dynamo.utils.counters["graph_break"]
     assert is_equal(kept[0], kept[1][0])
-    assert graphs[1] == 2 * graphs[0]
+    assert graphs[1] == graphs[0]
     for found in (one for taken in kept[1][1].taken.values() for one in taken.values()):
         assert found.outputs.shape[1:] == (4, 8)
         assert found.inputs.shape[1:] == (32,)
-        assert found.reasons.keys() == {"rows"}
-        assert "torch.compile" in found.reasons["rows"]
+        assert found.rows
+        assert not found.reasons
 
 
 @pytest.mark.slow
@@ -465,13 +464,15 @@ def test_torchs_attention_in_compiled_graphs_gives_the_outputs_of_eager_ones():
         kept.append(run(Encoder, call=compiled, steps=5))
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert is_equal(kept[0], kept[1][0])
-    assert graphs[1] == 2 * graphs[0]
-    _, eager = watched(lambda: without_dropout(Encoder()), steps=5)  # where something is compiled rows are not read
+    assert graphs[1] == graphs[0]
+    _, eager = watched(lambda: without_dropout(Encoder()), steps=5)
     torch._dynamo.reset()
     _, again = watched(lambda: without_dropout(Encoder()), steps=5, call=compiled)
     for name, found in again.taken[2].items():
         assert torch.allclose(found.outputs, eager.taken[2][name].outputs, atol=1e-5)
-        assert found.reasons.keys() == {"rows"}
+        for one, other in zip(found.rows, eager.taken[2][name].rows, strict=True):
+            assert torch.allclose(one["weights"], other["weights"], atol=1e-5)
+        assert not found.reasons
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
@@ -513,19 +514,18 @@ def test_outputs_of_inductors_graphs_are_those_of_eager_ones():
         assert torch.allclose(found.outputs, eager.taken[0][name].outputs, atol=1e-5)
 
 
-def test_nothing_is_recompiled_where_that_is_an_error():
+def test_a_model_that_may_not_be_compiled_again_is_captured():
     torch._dynamo.reset()
     model, (x, _) = Model(), batches(1)[0]
     capture = capture_of(model, survey(model, lambda: model(x)).layers)
     run = compiled(model)
     run(x)
     with torch.compiler.set_stance("fail_on_recompile"):
-        assert not may_recompile(model, has_both=True)
         capture.arm()
         run(x)
         found = capture.take()["blocks.0.attention"]
-    assert found.outputs is None
-    assert "compiled once more" in found.reasons["outputs"]
+    assert found.outputs is not None
+    assert found.rows
 
 
 class CountingOperations(TorchDispatchMode):

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hdi_callback.attention.extra_forward import before_first_call
+from hdi_callback.attention.first_calls import FirstCalls
+from hdi_callback.attention.first_forward import FirstForward
 from tests.attention.models import Counting, Model, batches, is_equal, train
 
 NAMES = ["blocks.0.attention", "blocks.1.attention"]
@@ -27,7 +28,7 @@ class Finder:
 
     def __init__(self, model: nn.Module) -> None:
         self.surveys: list = []
-        self.handle = before_first_call(model, self.surveys.append)
+        self.handle = FirstCalls(model, lambda survey, recording: self.surveys.append(survey))
 
     @property
     def names(self) -> list[str]:
@@ -73,7 +74,7 @@ def test_buffers_attributes_and_random_states_are_put_back():
     states = random.getstate(), numpy_state(), own.get_state()
     observed = []
     found = finder.surveys.append
-    finder.handle._on_found = lambda survey: (
+    finder.handle._on_found = lambda survey, recording: (
         found(survey),
         observed.extend(
             [model.calls, list(kept), hasattr(model, "last"), [one._version for one in (*model.buffers(), model.plain)]]
@@ -81,7 +82,7 @@ def test_buffers_attributes_and_random_states_are_put_back():
     )
     model(batches(1)[0][0])
     assert observed == [0, [], False, versions]
-    assert seen == [(0, 0, False), (0, 0, False)]  # the user's hook runs once more
+    assert seen == [(0, 0, False)]  # the user's hook ran once more, and its list was put back
     assert model.seen is kept
     assert states[:2] == (random.getstate(), numpy_state())
     assert torch.equal(states[2], own.get_state())
@@ -180,10 +181,10 @@ def test_a_forward_that_raises_without_gradient_costs_a_reason_and_nothing_else(
 def test_errors_of_the_function_that_is_told_pass():
     model = Model()
 
-    def complain(survey):
+    def complain(survey, recording):
         raise ValueError("nothing to watch")
 
-    handle = before_first_call(model, complain)
+    handle = FirstCalls(model, complain)
     with pytest.raises(ValueError, match="nothing to watch"):
         model(batches(1)[0][0])
     model(batches(1)[0][0])
@@ -193,11 +194,11 @@ def test_errors_of_the_function_that_is_told_pass():
 def test_hooks_that_are_installed_then_see_the_real_forward():
     model, seen = Model(), []
 
-    def install(survey):
+    def install(survey, recording):
         for layer in survey.layers:
             layer.output_module.register_forward_pre_hook(lambda module, args: seen.append(args[0].requires_grad))
 
-    handle = before_first_call(model, install)
+    handle = FirstCalls(model, install)
     model(batches(1)[0][0])
     handle.remove()
     assert seen == [True, True]
@@ -388,14 +389,18 @@ class Skipping(Model):
         return x
 
 
-def test_a_layer_that_does_not_run_in_the_first_forward_is_named():
+def test_a_layer_that_does_not_run_in_the_first_forward_is_found_when_it_runs():
     model, found = Skipping(layers=3), []
-    waiting = before_first_call(model, found.append)
+    waiting = FirstCalls(
+        model,
+        lambda survey, recording: found.append(survey),
+        record=lambda: FirstForward(model, "auto", 100, torch.is_grad_enabled),
+    )
     model(torch.randn(2, 5, 32))
     assert [layer.name for layer in found[0].layers] == ["blocks.0.attention", "blocks.1.attention"]
-    assert [one.name for one in found[0].refused] == ["blocks.2.attention"]
-    assert "did not run in the first forward" in found[0].refused[0].reason
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not found[0].refused
     model(torch.randn(2, 5, 32), count=3)
-    assert len(found) == 1
+    assert [layer.name for layer in found[1].layers] == ["blocks.2.attention"]
+    assert [name for name, module in model.named_modules() if module._forward_pre_hooks] == ["head"]  # not called yet
     waiting.remove()
+    assert not any(module._forward_pre_hooks for module in model.modules())

@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 from hdi_callback.attention.capture import Capture
-from hdi_callback.attention.extra_forward import before_first_call
 from hdi_callback.attention.find import survey
+from hdi_callback.attention.first_calls import FirstCalls
 from hdi_callback.attention.layer import HeadWeight
 from hdi_callback.attention.sharding import whole
 from hdi_callback.errors import UnsupportedAttentionError
@@ -105,13 +105,15 @@ CASES: dict[str, Callable[[Model], Model]] = {
 class Watch:
     def __init__(self, model: Model) -> None:
         self.model, self.layers, self.taken = model, (), []
-        self.handle = before_first_call(model, self.found)
+        self.handle = FirstCalls(model, self.found)
 
-    def found(self, survey) -> None:
+    def found(self, survey, recording) -> None:
         assert not survey.refused
         self.layers = survey.layers
         rows = lambda logits, weights, **facts: weights  # noqa: E731
-        self.capture = Capture(self.model, survey.layers, max_tokens=100, padding=None, rows=rows, inputs=False)
+        self.capture = Capture(
+            self.model, survey.layers, calls=self.handle, max_tokens=100, padding=None, rows=rows, inputs=False
+        )
         self.capture.arm()
 
 

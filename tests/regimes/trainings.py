@@ -438,9 +438,9 @@ def differences(regime: Regime, folder: Path) -> list[str]:
 
 def compared(regime: Regime, alone: dict[str, Any], watched: dict[str, Any]) -> list[str]:
     records = watched.pop("records", None)
-    # One extra forward shows where heads are: the user's forward hooks run once more.
-    for name, count in alone.get("of one forward", {}).items():
-        alone["counts"][name] += count
+    if regime.compiler:  # the first sequences run once more: the user's forward hooks do
+        for name, count in alone.get("of one forward", {}).items():
+            alone["counts"][name] += count
     found = [f"{name}: {watched[name]}, alone {alone[name]}" for name in alone if watched[name] != alone[name]]
     if records is None:
         return found if regime.parallel else [*found, "nothing was read"]

@@ -1,0 +1,493 @@
+"""`FirstCalls`: watch the calls of a model from outside, to find its heads and to read them later.
+
+One rule for finding and for reading, decided anew for each call. Where nothing is compiled the call itself is watched
+while it runs, and nothing runs twice. Where something is compiled, the first sequences of the call run once more right
+before it, uncompiled, and that is watched: neither a hook nor a mode is there when the call itself begins.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from hdi_callback.attention.calls import running_modules
+from hdi_callback.attention.compiled_calls import BeforeCompiledCalls, is_compiled
+from hdi_callback.attention.extra_forward import first_sequences, inner_model, is_extra, nothing_remains
+from hdi_callback.attention.find import OnRead, put_together, read_tape
+from hdi_callback.attention.hooks import Hook
+from hdi_callback.attention.layer import Refusal, Survey
+from hdi_callback.attention.registry import known_layers
+from hdi_callback.attention.sharding import over_all_ranks
+from hdi_callback.attention.tape import Tape
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.guard import describe, warn, without_modes
+
+__all__ = ["SEQUENCES", "FirstCalls", "take_off"]
+
+SEQUENCES = 8
+"""Of a compiled call at most so many sequences of its batch run once more."""
+
+_PATIENCE = 8  # calls in which what has not run yet may still come
+_NEVER_CALLED = nn.modules.linear.NonDynamicallyQuantizableLinear  # of `nn.MultiheadAttention`, which takes its weight
+
+OnFound = Callable[[Survey, Any], None]
+"""Takes what was found in a call, and the recording of it, if the call itself was recorded."""
+
+OnAgain = Callable[[nn.Module, Any, Any, bool], bool]
+"""Runs a call once more: module, arguments, keyword arguments, whether autograd records the call; true if it did."""
+
+
+class FirstCalls:
+    """Waits for the first call of a model, or of its parts, and in armed steps for calls that are compiled.
+
+    Args:
+        model: the model. Where its own forward is not called, as that of many a LightningModule, its outermost modules
+            that are called take its place, each in its own first call; parts that run only later likewise.
+        on_found: takes what the first call of a part has shown. It is called once more where another part is called
+            first, and never with nothing, unless a forward failed: then `refused` says why. `None` if heads are known.
+        on_read: takes what `claims_of` gives of each forward, before `on_found`; warnings are off there.
+        record: makes what records a call while it runs; `None` to run each first call once more.
+        may_agree: whether all ranks see the same part for the first time now, so that they may put heads together.
+
+    Attributes:
+        calls: calls that trained and were looked at.
+        is_called: whether a call that autograd records has happened in this armed step.
+        on_called: called once when it happens: after an eager call, right before a compiled one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        on_found: OnFound | None = None,
+        on_read: OnRead | None = None,
+        record: Callable[[], Any] | None = None,
+        may_agree: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._model, self._on_found, self._on_read, self._record = model, on_found, on_read, record
+        self._may_agree = may_agree
+        self._lock = threading.Lock()
+        self._known: set[str] = set()
+        self._has_warned = False
+        self._recorded: _Recorded | None = None  # the call that is recorded now
+        self._seen_untrained: set[nn.Module] = set()
+        self._called: set[nn.Module] = set()
+        self.calls = 0
+        # Modules that have not run yet, with a hook while their first call is waited for.
+        self._handles: dict[nn.Module, RemovableHandle | None] = {}
+        # Of armed steps: modules that are called from outside, those of them that run compiled code, and those that
+        # are called within compiled code.
+        self._entries: dict[nn.Module, tuple[RemovableHandle, ...]] = {}
+        self._with_compiled: set[nn.Module] = set()
+        self._within_compiled: set[nn.Module] = set()
+        self._due: set[nn.Module] = set()
+        self.is_called = False
+        self.on_called: Callable[[], None] | None = None
+        self._on_again: OnAgain | None = None
+        self._on_compiled: Callable[[nn.Module], None] | None = None
+        self._is_resting = self._is_reporting = False
+        self._looking: int | None = None  # the thread in which a compiled function runs up to its first module
+        self._is_recorded = True  # whether autograd records that function
+        self._handles.update((module, None) for module in model.modules() if _may_be_called(module))
+        if on_found is not None:
+            self._install_first()
+        self._before_compiled = BeforeCompiledCalls(self._before_compiled_call)
+
+    def remove(self) -> None:
+        """Wait no longer; calling it again does nothing."""
+        self._is_resting = True
+        self.wait(None)
+        self._leave(list(self._handles))
+        self._before_compiled.remove()
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether something has not run yet, in the first calls."""
+        # A module of which parts are called apart, as a LightningModule, is perhaps never called itself.
+        never = (module for module in self._handles if self._called.isdisjoint(module.modules()))
+        return self.calls < _PATIENCE and next(never, None) is not None
+
+    @property
+    def read_again(self) -> set[nn.Module]:
+        """The modules that are read in first sequences, as something within their call is compiled."""
+        return {module for entry in self._with_compiled | self._within_compiled for module in entry.modules()}
+
+    # --- armed steps
+
+    def wait(self, on_again: OnAgain | None, on_compiled: Callable[[nn.Module], None] | None = None) -> None:
+        """Let a function run compiled calls of an armed step once more; `None` ends it.
+
+        Args:
+            on_again: runs a call once more, right before it happens.
+            on_compiled: told that compiled code turned up within a call that was taken for eager, before it runs.
+        """
+        self._on_again, self._on_compiled, self._due = on_again, on_compiled, set(self._entries)
+        if not self._is_reporting:
+            self.is_called, self.on_called = False, None
+        if on_again is None:
+            self._uninstall_entries()
+            if self._on_found is None:  # the heads are known: first calls matter in armed steps alone
+                self._uninstall_first()
+            if self._on_found is None or not self._handles:
+                self._before_compiled.remove()
+            return
+        if not self._is_resting:
+            self._install_first()
+            self._install_entries()
+        self._listen()
+
+    def rest(self) -> None:
+        """Take the hooks off, as before an evaluation: torch's encoder takes its fast path only without any."""
+        self._is_resting = True
+        self._uninstall_entries()
+        self._uninstall_first()
+
+    def go_on(self) -> None:
+        """Put them back."""
+        self._is_resting = False
+        if self._on_found is not None or self._on_again is not None:
+            self._install_first()
+        if self._on_again is not None:
+            self._install_entries()
+
+    def _install_entries(self) -> None:
+        for entry, handles in self._entries.items():
+            if not handles and entry not in self._within_compiled:
+                before, after = Hook(self, "_before_armed_call"), Hook(self, "_after_armed_call")
+                self._entries[entry] = (
+                    entry.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+                    entry.register_forward_hook(after),
+                )
+
+    def _uninstall_entries(self, entries: Iterable[nn.Module] | None = None) -> None:
+        for entry in list(self._entries) if entries is None else entries:
+            for handle in self._entries.get(entry, ()):
+                handle.remove()
+            self._entries[entry] = ()
+
+    def _listen(self) -> None:
+        """Be told of compiled calls, also of the first in this process."""
+        with suppress(ImportError):
+            import torch._dynamo.eval_frame  # noqa: F401
+        self._before_compiled.remove()
+        self._before_compiled = BeforeCompiledCalls(self._before_compiled_call)
+
+    def _before_armed_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module not in self._due or is_extra() or torch._C._get_tracing_state() is not None:
+            return
+        if torch._C._current_graph_task_id() != -1:  # checkpointing runs it again
+            return
+        if module in self._with_compiled or any(map(is_compiled, module.modules())):
+            self._with_compiled.add(module)
+            self._again(module, args, kwargs, is_recorded=torch.is_grad_enabled())
+
+    def _after_armed_call(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and not is_extra():
+            self._note_call()
+
+    def _note_call(self) -> None:
+        self.is_called = True
+        on_called, self.on_called = self.on_called, None
+        if on_called is not None:
+            on_called()
+
+    def _again(self, module: nn.Module, args: Any, kwargs: Any, *, is_recorded: bool) -> None:
+        if self._on_again is not None and self._on_again(module, args, kwargs, is_recorded):
+            self._due.discard(module)
+            self._note_call()
+
+    # --- first calls
+
+    def _install_first(self) -> None:
+        for module, handle in self._handles.items():
+            if handle is None:
+                # First of all hooks, so that what is recorded includes all others, FSDP's among them.
+                hook = Hook(self, "_before_call")
+                self._handles[module] = module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+
+    def _uninstall_first(self, modules: Iterable[nn.Module] | None = None) -> None:
+        for module in list(self._handles) if modules is None else modules:
+            handle = self._handles[module]
+            self._handles[module] = None
+            if handle is not None:
+                handle.remove()
+
+    def _leave(self, modules: Sequence[nn.Module]) -> None:
+        self._uninstall_first(modules)
+        for module in modules:
+            del self._handles[module]
+        if not self._handles and self._on_again is None:
+            self._before_compiled.remove()
+
+    def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if is_extra() or torch._C._get_tracing_state() is not None:  # that of another monitor, which waits as well
+            return
+        with self._lock:
+            if module not in self._handles:  # a replica of `nn.DataParallel`, or another thread was first
+                return
+            recorded = self._recorded
+            if recorded is not None:
+                if recorded.thread == threading.get_ident():
+                    recorded.ran.add(module)
+                    recorded.recording.take_input(module, args, kwargs)
+                return
+            if _shows_nothing(module, (args, kwargs)) or torch._C._current_graph_task_id() != -1:
+                return
+            if self._on_found is not None and self._record is not None and not any(map(is_compiled, module.modules())):
+                recorded = self._begin(module)
+        if recorded is not None:
+            if recorded.trains:
+                recorded.ran.add(module)
+                recorded.recording.take_input(module, args, kwargs)
+        elif any(map(is_compiled, module.modules())):
+            self._with_compiled.add(module)
+            self._look_again(module, args, kwargs, is_recorded=torch.is_grad_enabled())
+        else:
+            self._enter(module)
+            if self._on_found is not None:  # and nothing records calls
+                self._report(self._survey(module, args, kwargs), None)
+
+    def _enter(self, module: nn.Module) -> None:
+        """Note that a module is called from outside; what is in it is not."""
+        self._leave([inner for inner in module.modules() if inner in self._handles])
+        self._entries.setdefault(module, ())
+        self._due.add(module)
+
+    # eager: the call itself is recorded
+
+    def _begin(self, module: nn.Module) -> _Recorded:
+        self._listen()
+        assert self._record is not None
+        recording = self._record()
+        recorded = self._recorded = _Recorded(recording, threading.get_ident(), recording.keeps)
+        if not recorded.trains:  # torch's encoder takes its fast path only without hooks
+            self._uninstall_first([inner for inner in module.modules() if inner in self._handles])
+        recorded.is_on = recorded.trains or module not in self._seen_untrained
+        self._seen_untrained |= set() if recorded.trains else {module}
+        leave = Hook(self, "_after_call")
+        recorded.handle = module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+        if recorded.is_on:
+            recording.tape.__enter__()
+        return recorded
+
+    def _after_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        recorded = self._recorded
+        if recorded is None or recorded.thread != threading.get_ident() or recorded.handle is None:
+            return
+        recorded.handle.remove()
+        if recorded.is_on:
+            take_off(recorded.recording.tape)
+        if not self._is_resting:
+            self._install_first()
+        try:
+            if sys.exc_info()[0] is not None and output is None:  # it raised: the next call may be a first one
+                return
+            if recorded.trains:
+                self.calls += 1
+                self._called.add(module)
+            if recorded.is_given_up and recorded.trains:
+                self._recorded = None
+                self._with_compiled.add(module)
+                self._look_again(module, args, kwargs, is_recorded=True)
+            elif recorded.is_on:
+                self._read(module, recorded)
+                if recorded.trains:
+                    self._note_call()
+        finally:
+            self._recorded = None
+
+    def _read(self, module: nn.Module, recorded: _Recorded) -> None:
+        if recorded.trains:
+            self._leave([inner for inner in self._handles if inner in recorded.ran or isinstance(inner, _NEVER_CALLED)])
+            self._entries.setdefault(module, ())
+        try:
+            with without_modes():
+                survey = recorded.recording.survey(self._on_read)
+        except MisconfigurationError:  # of a registered layout
+            raise
+        except Exception as error:
+            reason = f"reading the heads failed: {describe(error)}"
+            survey = Survey(refused=(Refusal("", reason, type(self._model).__name__),))
+        self._report(survey, recorded.recording)
+
+    # compiled: its first sequences run once more
+
+    def _look_again(self, module: nn.Module, args: Any, kwargs: Any, *, is_recorded: bool) -> None:
+        """Find the heads in the first sequences of a call, then read them, if its step is armed."""
+        # Lightning's strategies let a wrapper call `training_step` as the module's forward: it must not run twice.
+        if "forward" in vars(module) and hasattr(module, "training_step"):
+            self._with_compiled.discard(module)
+            return
+        self._enter(module)
+        self.calls += 1
+        self._called.add(module)
+        if self._on_found is not None:
+            self._report(self._survey(module, args, kwargs), None)
+        self._again(module, args, kwargs, is_recorded=is_recorded)
+
+    def _survey(self, module: nn.Module, args: Any, kwargs: Any) -> Survey:
+        own = inner_model(self._model)
+        inputs, _ = first_sequences((args, kwargs), SEQUENCES)
+        try:
+            with nothing_remains(own, inputs, on_lost=self.warn_of_lost):
+                with Tape(own) as tape:
+                    module(*inputs[0], **inputs[1])
+                return put_together(own, known_layers(own), read_tape(tape, self._on_read))
+        except MisconfigurationError:  # of a registered layout
+            raise
+        except Exception as error:
+            reason = f"the forward that shows where heads are failed: {describe(error)}"
+            return Survey(refused=(Refusal("", reason, type(own).__name__),))
+
+    def warn_of_lost(self, lost: Sequence[str]) -> None:
+        """Say once what an extra forward has changed for good."""
+        if not self._has_warned:
+            self._has_warned = True
+            warn(
+                "Calls that are compiled run once more at readings, with their first sequences, and what that changes "
+                f"is put back. It cannot be put back that they used {' and '.join(lost)}."
+            )
+
+    def _before_compiled_call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make way for a compiled call: dynamo has not looked at it yet."""
+        if is_extra() or self._is_resting:
+            return
+        recorded = self._recorded
+        if recorded is not None:
+            if recorded.thread == threading.get_ident() and recorded.is_on:  # its compilation would not bear a mode
+                take_off(recorded.recording.tape)
+                recorded.is_on, recorded.is_given_up = False, True
+            return
+        running = running_modules() if self._on_again is not None else set()
+        entry = next((entry for entry in self._entries if entry in running), None)
+        if entry is not None:
+            if entry not in self._with_compiled:
+                self._with_compiled.add(entry)
+                if self._on_compiled is not None:
+                    self._on_compiled(entry)
+        elif self._looking is None and self._reaches(function, args, kwargs):
+            self._look_within(function, args, kwargs)
+
+    def _look_within(self, function: Any, args: Any, kwargs: Any) -> None:
+        """Run a compiled function that reaches the model as it is written, up to its first call of a module."""
+        self._looking, self._is_recorded = threading.get_ident(), torch.is_grad_enabled()
+        handles = [
+            module.register_forward_pre_hook(Hook(self, "_reached"), with_kwargs=True, prepend=True)
+            for module in {*self._handles, *self._due}
+        ]
+        reached = None
+        try:
+            with nothing_remains(inner_model(self._model), function, args, kwargs, on_lost=self.warn_of_lost):
+                function(*args, **kwargs)
+        except _ReachedError as error:
+            reached = error
+        except Exception:  # the real call will raise it
+            pass
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._looking = None
+        if reached is None or _shows_nothing(reached.module, (reached.args, reached.kwargs)):
+            return
+        entry = reached.module
+        self._within_compiled.add(entry)
+        self._uninstall_entries([entry])
+        if entry in self._handles:
+            self._look_again(entry, reached.args, reached.kwargs, is_recorded=self._is_recorded)
+        else:
+            self._again(entry, reached.args, reached.kwargs, is_recorded=self._is_recorded)
+
+    def _reached(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._looking == threading.get_ident():
+            raise _ReachedError(module, args, kwargs)
+
+    def _reaches(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a function has a module of the model at hand: nothing else runs twice, such as an optimizer."""
+        own = getattr(function, "__func__", function)
+        cells = [cell.cell_contents for cell in getattr(own, "__closure__", None) or () if _is_filled(cell)]
+        code, names = getattr(own, "__code__", None), getattr(own, "__globals__", {})
+        named = [names[name] for name in (code.co_names if code is not None else ()) if name in names]
+        near = [getattr(function, "__self__", None), *cells, *named, *args, *kwargs.values()]
+        near += [value for holder in near if hasattr(holder, "__dict__") for value in vars(holder).values()]
+        awaited = {inner_model(module) for module in (*self._handles, *self._due)}
+        modules = (holder for holder in near if isinstance(holder, nn.Module))
+        return any(not awaited.isdisjoint(map(inner_model, module.modules())) for module in modules)
+
+    def _report(self, survey: Survey, recording: Any) -> None:
+        if self._may_agree():
+            with without_modes():
+                try:
+                    survey = over_all_ranks(survey, self._model)
+                except Exception as error:  # within the user's forward
+                    reason = f"the heads of all ranks could not be put together: {describe(error)}"
+                    survey = Survey(refused=(Refusal("", reason, type(self._model).__name__),))
+        layers = tuple(layer for layer in survey.layers if layer.name not in self._known)
+        refused = tuple(refusal for refusal in survey.refused if refusal.name not in self._known)
+        self._known |= {layer.name for layer in layers} | {refusal.name for refusal in refused}
+        if (layers or refused) and self._on_found is not None:
+            self._is_reporting = True
+            try:
+                self._on_found(Survey(layers, refused), recording)
+            finally:
+                self._is_reporting = False
+
+
+@dataclass
+class _Recorded:
+    """A call that is being recorded."""
+
+    recording: Any
+    thread: int
+    trains: bool
+    ran: set[nn.Module] = field(default_factory=set)
+    handle: RemovableHandle | None = None
+    is_on: bool = False
+    is_given_up: bool = False
+
+
+class _ReachedError(BaseException):
+    """Ends a compiled function that was run to see what it calls; no handler of the user's catches it."""
+
+    def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        super().__init__()
+        self.module, self.args, self.kwargs = module, args, kwargs
+
+
+def _may_be_called(module: nn.Module) -> bool:
+    """Whether a module is more than a container, or code of TorchScript."""
+    is_container = type(module).forward is nn.Module.forward and "forward" not in vars(module)
+    return not is_container and not isinstance(module, torch.jit.ScriptModule)
+
+
+def _shows_nothing(module: nn.Module, inputs: Any) -> bool:
+    """Whether a call shows no heads: an empty batch, parameters that it makes."""
+    with torch._C.DisableTorchFunction():  # modes of the user's see nothing of it
+        is_empty = any(leaf.numel() == 0 for leaf in tree_leaves(inputs) if type(leaf) is Tensor)
+        return is_empty or any(nn.parameter.is_lazy(parameter) for parameter in module.parameters())
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def take_off(mode: Any) -> None:
+    """Leave a dispatch mode, wherever it is on the stack."""
+    above = []
+    while (top := torch._C._get_dispatch_stack_at(torch._C._len_torch_dispatch_stack() - 1)) is not mode:
+        top.__exit__(None, None, None)
+        above.append(top)
+    mode.__exit__(None, None, None)
+    for other in reversed(above):
+        other.__enter__()

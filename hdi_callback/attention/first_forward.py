@@ -1,0 +1,248 @@
+"""The first forward that trains, written down while it runs: nothing runs twice, and nothing has to be put back.
+
+The heads are known when it has returned. What a reading of its step needs is kept until then: a few rows of each
+attention, which is read as soon as the next begins, and the tensors that modules with weights take. Autograd keeps
+those in any case; where it does not (checkpointing, frozen weights), some tokens are copied.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from hdi_callback.attention.calls import Call, running_calls
+from hdi_callback.attention.capture import Capture, Sample, given_to
+from hdi_callback.attention.find import Reading
+from hdi_callback.attention.layer import Survey
+from hdi_callback.attention.padding import PaddingChoice, TokenMask, find_padding
+from hdi_callback.attention.reader import KINDS, PRODUCTS, Aside, CoreSample, Reader
+from hdi_callback.attention.registry import known_layers
+from hdi_callback.attention.sharding import is_sharded
+from hdi_callback.attention.sites import is_recognised, site_of
+from hdi_callback.attention.tape import Step, Tape
+from hdi_callback.guard import describe
+
+__all__ = ["FirstForward"]
+
+
+@dataclass
+class _Held:
+    """An attention that has run, until the next begins."""
+
+    step: Step
+    func: Any
+    args: Any
+    kwargs: Any
+    out: Any
+    calls: list[Call]
+    ordinal: int
+    versions: list[int]
+    products: dict[int, Tensor] = field(default_factory=dict)
+    width: int = 0
+
+    def is_unchanged(self) -> bool:
+        """Whether nothing was written into what it took and gave."""
+        return self.versions == _versions((self.args, self.kwargs, self.out))
+
+
+class FirstForward:
+    """Writes a forward down, and keeps what a reading needs of it.
+
+    Args:
+        model: the model.
+        padding: how padding is known.
+        max_tokens: largest number of tokens of a module that are copied.
+        keeps: whether a forward is to be captured.
+    """
+
+    def __init__(self, model: nn.Module, padding: PaddingChoice, max_tokens: int, keeps: Callable[[], bool]) -> None:
+        self.tape = Tape(model, self._on_step)
+        self._model, self._padding, self._max_tokens, self._keeps = model, padding, max_tokens, keeps
+        self._paths = {module: name for name, module in model.named_modules()}
+        self._reading = Reading(self.tape)
+        self._reader = Reader({}, [], self, 64)
+        self._held: _Held | None = None
+        self._counts: Counter[str | None] = Counter()
+        self._at: dict[tuple[str, int], int] = {}  # where an attention ran -> the number of its step
+        self._inputs: dict[nn.Module, list[tuple[Tensor | Sample, int, TokenMask]]] = {}
+        self._rows: dict[int, CoreSample] = {}
+        self._outputs: dict[int, Sample] = {}
+        self._masks: dict[int, TokenMask] = {}
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what runs now is to be captured."""
+        return self._keeps()
+
+    # --- while it runs
+
+    def take_input(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Keep what a module takes, if it may be what a reading needs."""
+        try:
+            self._take_input(module, args, kwargs)
+        except Exception as error:
+            self.tape.errors.append(f"{type(module).__name__}: {describe(error)}")
+
+    def _take_input(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        weights = [one for one in module._parameters.values() if one is not None and one.dim() > 1]
+        if not (weights and self._keeps() and torch._C._current_graph_task_id() == -1):
+            return
+        given = given_to(module, args, kwargs)
+        if not isinstance(given, Tensor) or not given.is_floating_point() or given.is_meta or given.is_nested:
+            return
+        if torch._C._functorch.is_functorch_wrapped_tensor(given) or is_sharded(given):
+            return
+        with Aside():
+            mask = find_padding(tuple(given.shape[:-1]), self._padding, layer=self._paths.get(module, ""))
+        is_kept = all(one.requires_grad for one in weights) and torch.is_grad_enabled() and not _has_saving_hooks()
+        kept: Tensor | Sample = given
+        if not is_kept and given.shape[-1] in weights[0].shape:
+            with Aside():
+                kept = Sample.of(given, self._max_tokens, mask.padded)
+        self._inputs.setdefault(module, []).append((kept, given._version if is_kept else 0, mask))
+
+    def _on_step(self, step: Step | None, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if KINDS.get(func) == "shift":
+            self._reader._see(func, args, kwargs, out)
+        if self._held is not None and func in PRODUCTS and step is not None:
+            self._held.products[step.number] = out
+        if step is None or not is_recognised(step):
+            return
+        self._read_held()
+        ordinal = self._counts[step.path]
+        self._counts[step.path] += 1
+        if func in KINDS and step.path is not None and self._keeps() and torch._C._current_graph_task_id() == -1:
+            if KINDS[func] == "softmax":
+                args = (self._reader.unshifted(args[0]), *args[1:])
+            held = _Held(step, func, args, kwargs, out, running_calls(), ordinal, _versions((args, kwargs, out)))
+            self._at[step.path, ordinal] = step.number
+            self._held = held
+
+    def _read_held(self) -> None:
+        """Read the attention before: its product with the values has run."""
+        held, self._reader._shifted = self._held, None
+        if held is None or not held.is_unchanged():
+            self._held = None
+            return
+        with Aside(), _quiet():
+            self._reading.go_on(held.step.number)
+            claim = next((one for one in self._reading.claims if one.core.step is held.step), None)
+            try:
+                if claim is None:
+                    return
+                site = site_of(claim, held.ordinal)
+                stub: Any = SimpleNamespace(name=held.step.number, value_dim=claim.width)
+                if site.kind == "fused":
+                    self._reader._read_fused(stub, site, held.func, held.args, held.kwargs, held.out)
+                else:
+                    self._reader._read_softmax(stub, site, held.args[0], held.out)
+                    out = held.products.get(claim.core.parts[0].step.number)
+                    if out is not None:
+                        self._reader._hand_outputs(stub, site, out.mT if site.flipped else out)
+            except Exception:  # its rows are named as absent
+                pass
+            finally:
+                self._held = None
+
+    # what a `Reader` hands over
+
+    def wants_outputs(self, number: Any) -> bool:
+        """Head outputs of a softmax are read at its product."""
+        return self._held is not None and KINDS[self._held.func] == "fused"
+
+    def padded_queries(self, number: Any, shape: tuple[int, int], hidden: Tensor | None) -> Tensor | None:
+        """Find the queries that are padding."""
+        assert self._held is not None
+        known = hidden if hidden is not None and tuple(hidden.shape) == shape else None
+        mask = find_padding(shape, self._padding, layer=self._held.step.path or "", hidden_keys=known,
+                            calls=self._held.calls)  # fmt: skip
+        self._masks[number] = mask
+        return mask.padded
+
+    def take_rows(self, number: Any, sample: CoreSample) -> None:
+        """Keep sampled rows."""
+        self._rows[number] = sample
+
+    def take_outputs(self, number: Any, outputs: Tensor) -> None:
+        """Keep head outputs: by reference, or a sample."""
+        flat = outputs.flatten(2)
+        self._outputs[number] = Sample.of(flat, self._max_tokens, self._masks.get(number, TokenMask()).padded)
+
+    def fail(self, number: Any, reason: str) -> None:
+        """Its rows are named as absent."""
+
+    # --- when it has returned
+
+    def survey(self, on_read: Any) -> Survey:
+        """Read the heads."""
+        from hdi_callback.attention.find import put_together, read_tape
+
+        self._read_held()
+        with Aside(), _quiet():
+            return put_together(
+                self._model, known_layers(self._model), read_tape(self.tape, on_read, reading=self._reading)
+            )
+
+    def hand_over(self, capture: Capture) -> None:
+        """Give a capture what it would have captured of this forward."""
+        for module, tap in capture.taps:
+            for kept, version, mask in self._inputs.get(module, ()):
+                if isinstance(kept, Sample) or kept._version == version:
+                    tap.hand_over(kept, mask if mask.padded is not None else self._mask_of(tap, mask))
+        for layer in capture.read_layers:
+            numbers = [
+                number for (path, at), number in self._at.items() for site in layer.sites
+                if site.path == path and at % site.period == site.ordinal and number in self._rows
+            ]  # fmt: skip
+            for number in sorted(set(numbers)):
+                capture.take_rows(layer.name, self._rows[number])
+                capture.has_entered(layer)
+                if layer.output_module is None and number in self._outputs:
+                    capture.outputs_of(layer.name).hand_over(self._outputs[number], self._masks[number])
+
+    def forget(self) -> None:
+        """Let go of all tensors now, and not when Python collects cycles."""
+        for one in (self._inputs, self._rows, self._outputs, self._masks, self._at, self.tape._cells):
+            one.clear()
+        self.tape.steps = []
+        self.tape._on_step = self._held = None
+        self._reading, self._reader = Reading(self.tape), Reader({}, [], self, 64)
+
+    def _mask_of(self, tap: Any, mask: TokenMask) -> TokenMask:
+        for site in tap.layer.sites if tap.what == "outputs" else ():
+            number = self._at.get((site.path, site.ordinal))
+            if number in self._masks and self._masks[number].padded is not None:
+                return self._masks[number]
+        return mask
+
+
+class _quiet(ExitStack):  # noqa: N801
+    def __enter__(self) -> Any:
+        super().__enter__()
+        self.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        self.enter_context(torch.device("cpu"))
+        self.enter_context(temporarily_clear_interpreter_stack())  # of torch.func
+        return self
+
+
+def _versions(value: Any) -> list[int]:
+    found = []
+    if isinstance(value, Tensor):
+        return [-1 if value.is_inference() else value._version]
+    for one in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
+        found += _versions(one)
+    return found
+
+
+def _has_saving_hooks() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
