@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from hdi_callback.attention.layer import AttentionLayer
-from hdi_callback.monitor.ranks import number_of_ranks
+from hdi_callback.monitor.ranks import Ranks
 
 if TYPE_CHECKING:
     from hdi_callback.session import Trainer
@@ -27,14 +26,15 @@ class Training:
         layers: the watched layers, in model order.
         expect_change: tells the rules that an intervention writes the weights of heads of a layer at a step, so that
             this raises no alert.
+        ranks: the ranks of the run.
 
     Attributes:
         layers: name -> layer.
         expect_change: see above.
     """
 
-    def __init__(self, trainer: Trainer, layers: Sequence[AttentionLayer], expect_change: Expect) -> None:
-        self._trainer, self.expect_change = trainer, expect_change
+    def __init__(self, trainer: Trainer, layers: Sequence[AttentionLayer], expect_change: Expect, ranks: Ranks) -> None:
+        self._trainer, self.expect_change, self._ranks = trainer, expect_change, ranks
         self.layers: Mapping[str, AttentionLayer] = {layer.name: layer for layer in layers}
 
     @property
@@ -61,9 +61,8 @@ class Training:
 
     def max_over_ranks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the elementwise maximum over all ranks; every rank calls it with tensors of the same shapes."""
-        if not tensors or number_of_ranks() == 1:
+        if not tensors or self._ranks.size == 1:
             return list(tensors)
-        flat = torch.cat([tensor.detach().float().flatten() for tensor in tensors])
-        dist.all_reduce(flat, dist.ReduceOp.MAX)
+        flat = self._ranks.largest(torch.cat([tensor.detach().float().flatten() for tensor in tensors]))
         parts = torch.split(flat, [tensor.numel() for tensor in tensors])
         return [part.view_as(tensor) for part, tensor in zip(parts, tensors)]

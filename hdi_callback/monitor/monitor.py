@@ -91,7 +91,7 @@ class HeadDiversityMonitor:
         self.metrics = _known_metrics(metrics)
         self.layers: tuple[AttentionLayer, ...] = ()
         self.refused: tuple[Refusal, ...] = ()
-        self._model, self._padding = _unwrapped(model), padding
+        self._model, self._wrapped, self._padding = _unwrapped(model), model, padding
         self._include = strings("include", include, "patterns of layer names")
         self._exclude = strings("exclude", exclude, "patterns of layer names") or ()
         self._max_tokens = whole_number("max_tokens", max_tokens, least=2, example=2048)
@@ -179,13 +179,19 @@ class HeadDiversityMonitor:
         """Compare the layers of all ranks: a collective call, once, for all ranks, also those without a layer."""
         if self._ranks is None:
             with without_modes():
-                self._ranks = Ranks([_sizes(layer) for layer in self.layers])
+                self._ranks = Ranks([_sizes(layer) for layer in self.layers], self._why_alone())
         return self._ranks
+
+    def _why_alone(self) -> str:
+        """Return why ranks must not wait for each other; the same on every rank, also where one has no data left."""
+        join = getattr(self._wrapped, "_join_config", None)
+        return "torch's `Join` lets ranks end at different steps" if join is not None and join.enable else ""
 
     def measure(self, step: int, epoch: int | None = None) -> Reading:
         """Measure the weights as they are now, and what was captured since `arm`.
 
-        Does not wait for the device. In a distributed run every rank calls it, at the same steps.
+        Does not wait for the device. In a distributed run every rank calls it, at the same steps; otherwise each
+        measures alone from then on.
 
         Args:
             step: optimizer steps taken so far.
@@ -196,6 +202,7 @@ class HeadDiversityMonitor:
 
         Raises:
             NothingToWatchError: if no attention was found so far, and `strict` is set.
+            RuntimeError: if ranks measure alone, and hold parts of weights.
         """
         whole_number("step", step, least=0, example=100)
         if not self.layers:
@@ -203,7 +210,11 @@ class HeadDiversityMonitor:
         absent = Absent()
         ranks = self.join_ranks()
         with without_modes():
-            results = self._weights.measure(step, self.layers, absent)
+            ranks.begin(step, self._why_alone())
+            if ranks.is_sharded and ranks.size < number_of_ranks():
+                raise RuntimeError(f"weights are spread over ranks, and {ranks.difference}")
+            results = self._weights.measure(step, self.layers, absent, with_checksums=ranks.size > 1)
+            ranks.compare(self._weights.checksums)
             captured = self._take(absent)
             for source in self._forwards:
                 results += measure_sums(source, self.layers, captured, ranks, absent)

@@ -1,24 +1,32 @@
-"""The ranks of a distributed run: every rank runs the same sequence, and adds up sums of fixed shape.
+"""The ranks of a distributed run: they meet before each reading, and add up only what is the same.
+
+A meeting is a note in the store of the process group, in which nobody waits for longer than a third of the group's
+timeout; sums then go through a group of our own. So no call of ours can meet one of the training's. Where ranks are at
+different steps, hold layers of different weights, or do not come, each measures alone from then on.
 
 A rank whose own work failed puts NaN in its place and makes the same calls, so that nobody waits for it.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hdi_callback.attention.layer import AttentionLayer
+from hdi_callback.attention.layer import ROLES, AttentionLayer
 from hdi_callback.attention.sharding import _group_of_heads
 
 S = TypeVar("S")
 
 _AT_ONCE = 2**24  # numbers in one call: packing takes as much memory again
+_RUNS = count()  # monitors of this process that met the other ranks; alike on every rank, as all of them begin alike
+_SAME = 1e-9  # relative difference of checksums that rounding on other hardware may leave
 
 
 def number_of_ranks() -> int:
@@ -27,10 +35,11 @@ def number_of_ranks() -> int:
 
 
 class Ranks:
-    """All ranks of the run, if they hold the same layers; else this rank alone, as a stage of a pipeline.
+    """All ranks of the run, as long as they hold the same layers at the same steps; else this rank alone.
 
     Args:
         facts: plain data about the layers of this rank; all ranks compare theirs, a collective call.
+        why_alone: why ranks must not wait for each other, as a clause; the same on every rank.
 
     Attributes:
         size: number of ranks that measure together.
@@ -40,23 +49,137 @@ class Ranks:
         is_first: whether no earlier rank holds the same layers.
     """
 
-    def __init__(self, facts: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, facts: Sequence[Mapping[str, Any]], why_alone: str = "") -> None:
         self.size, self.device = number_of_ranks(), torch.device("cpu")
-        found: list[Any] = [facts]
+        self.difference, self.is_first = "", True
+        self.is_sharded = any(layer["is_sharded"] for layer in facts)
+        self._names = [layer["name"] for layer in facts]
+        self._readings = 0
+        self._group: Any = None
+        self._agree: Tensor | None = None  # whether the sums of this reading may be added up
+        self._flags: tuple[Tensor, torch.cuda.Event | None] | None = None  # layers that agree, on their way to the host
+        if self.size == 1:
+            return
+        self._prefix = f"hdi_callback/ranks/{next(_RUNS)}"
+        self._part(why_alone or self._meet("begin", ""))
         if self.size > 1:
-            found = [None] * self.size
-            dist.all_gather_object(found, facts)
-            if "nccl" in dist.get_backend():
-                self.device = torch.device("cuda", torch.cuda.current_device())
-        other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
-        self.difference = "" if other is None else f"rank {other} holds other attention layers than rank 0"
-        self.is_first = other is None or found.index(facts) == dist.get_rank()
-        self.is_sharded = any(layer["is_sharded"] for theirs in found for layer in theirs)
-        self.size = self.size if other is None else 1
+            self._compare_facts(facts)
+
+    def _compare_facts(self, facts: Sequence[Mapping[str, Any]]) -> None:
+        """Make the group and compare layers: ranks have just met, so all of them come."""
+        is_on_host = "nccl" not in dist.get_backend()
+        # A group on the host raises at its timeout, and nobody else has waited for as long; one of NCCL ends the run.
+        self._group = dist.new_group(timeout=_timeout() / 3 if is_on_host else None)
+        if not is_on_host:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        of_ranks: list[Any] = [None] * self.size
+        dist.all_gather_object(of_ranks, facts, group=self._group)
+        self.is_sharded = any(layer["is_sharded"] for listed in of_ranks for layer in listed)
+        other = next((rank for rank, listed in enumerate(of_ranks) if listed != of_ranks[0]), None)
+        if other is not None:
+            self.is_first = of_ranks.index(facts) == dist.get_rank()
+            self._part(f"rank {other} holds other attention layers than rank 0")
+
+    def begin(self, step: int, why_alone: str = "") -> None:
+        """Meet the other ranks for the reading at a step; they measure alone if some are not at this step."""
+        self.settle()
+        self._agree = None
+        self._readings += 1
+        if self.size > 1:
+            self._part(why_alone or self._meet(f"reading {self._readings}", f"step {step}"))
+
+    def compare(self, checksums: Mapping[str, Tensor]) -> None:
+        """Compare the weights of all layers over the ranks: a collective call, of fixed size.
+
+        The host does not wait for a device: there, the sums of this reading are added up only if the flags say so.
+
+        Args:
+            checksums: layer -> ``(roles,)``, see `checksums_of`; without the layers that this rank could not read.
+        """
+        if self.size == 1:
+            return
+        unread = torch.full((len(ROLES),), -torch.inf, dtype=torch.float64, device=self.device)
+        own = torch.stack([checksums.get(name, unread).to(self.device) for name in self._names] or [unread])
+        absent = own == -torch.inf
+        largest = torch.stack([own, torch.where(absent, own, -own)])
+        self._all_reduce(largest, dist.ReduceOp.MAX)
+        top, low = largest[0], -largest[1]
+        agree = (top - low <= _SAME * torch.maximum(top.abs(), low.abs())).all(-1)
+        self._agree = agree.all()
+        if self.device.type == "cpu":
+            self._flags = agree, None
+            self.settle()
+            return
+        host = torch.empty(agree.shape, dtype=torch.bool, device="cpu", pin_memory=True)
+        host.copy_(agree, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._flags = host, event
+
+    def settle(self) -> None:
+        """Part if layers had different weights at the last reading; every rank finds the same."""
+        if self._flags is None:
+            return
+        (agree, event), self._flags = self._flags, None
+        if event is not None:
+            event.synchronize()
+        if not agree.all():
+            name = self._names[agree.tolist().index(False)]
+            self._part(f"`{name}` does not have the same weights on all ranks")
+
+    def from_first(self, what: str, value: Any) -> Any:
+        """Return the value of the first rank, plain data, on every rank that comes; its own where ranks have parted."""
+        if self.size > 1:
+            self._part(self._meet(what, ""))
+        if self.size == 1:
+            return value
+        held = [value]
+        dist.broadcast_object_list(held, src=0, group=self._group)
+        return held[0]
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """Return the elementwise maximum over the ranks, in place; of the same shape on every rank."""
+        if self.size > 1:
+            self._all_reduce(tensor, dist.ReduceOp.MAX)
+        return tensor
+
+    def _part(self, why: str) -> None:
+        if why:
+            self.size, self.difference, self._agree = 1, why, None
+
+    def _meet(self, what: str, header: str) -> str:
+        """Return why the ranks do not all come to the same, as a clause, alike on every rank; empty if they do.
+
+        No collective call: a rank that does not come may be waiting for us in one of the training's.
+        """
+        store: Any = dist.distributed_c10d._get_default_store()
+        key = f"{self._prefix}/{what}"
+        limit = _timeout() / 3
+        verdict = ""
+        first = store.compare_set(f"{key}/header", "", f"here {header}").decode().removeprefix("here ")
+        if first != header:
+            verdict = f"at {what}, one rank is at {first} and another at {header}"
+        elif store.add(f"{key}/came", 1) < self.size:
+            deadline, pause = time.monotonic() + limit.total_seconds(), 0.0005
+            while not store.check([f"{key}/verdict"]) and time.monotonic() < deadline:
+                time.sleep(pause)
+                pause = min(0.02, 1.5 * pause)
+            verdict = f"some rank did not come to {what} within {limit.total_seconds():.0f} seconds"
+        else:
+            verdict = "alike"
+        decided: str = store.compare_set(f"{key}/verdict", "", verdict).decode()
+        return "" if decided == "alike" else decided
+
+    def _all_reduce(self, tensor: Tensor, operation: Any) -> None:
+        try:
+            dist.all_reduce(tensor, op=operation, group=self._group)
+        except Exception:  # a rank is gone: nobody waits for it again
+            self._part("a rank has left")
+            raise
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Add up tensors over the ranks; of the same shapes, in the same order, on every rank."""
-        return self._reduce(tensors, "SUM") if self.size > 1 else list(tensors)
+        return self._reduce(tensors, dist.ReduceOp.SUM) if self.size > 1 else list(tensors)
 
     def add(self, records: Sequence[S]) -> list[S]:
         """Add up records of sums over the ranks, field by field.
@@ -72,7 +195,7 @@ class Ranks:
             return list(records)
         added = iter(self.sum([tensor for one in records for tensor in _fields(one, largest=False).values()]))
         tops = [tensor for one in records for tensor in _fields(one, largest=True).values()]
-        largest = iter(self._reduce(tops, "MAX"))
+        largest = iter(self._reduce(tops, dist.ReduceOp.MAX))
         together: list[S] = []
         for one in records:
             values = {name: next(added) for name in _fields(one, largest=False)}
@@ -80,14 +203,46 @@ class Ranks:
             together.append(replace(one, **values))  # type: ignore[type-var]
         return together
 
-    def _reduce(self, tensors: Sequence[Tensor], operation: str) -> list[Tensor]:
+    def _reduce(self, tensors: Sequence[Tensor], operation: Any) -> list[Tensor]:
         reduced: list[Tensor] = []
         for part in _parts(tensors):
             packed = torch.cat([tensor.detach().reshape(-1).to(self.device, torch.float64) for tensor in part])
-            dist.all_reduce(packed, op=getattr(dist.ReduceOp, operation))
+            own_sums = packed.clone()
+            self._all_reduce(packed, operation)
+            packed = packed if self._agree is None else torch.where(self._agree, packed, own_sums)
             pieces = torch.split(packed, [tensor.numel() for tensor in part])
             reduced += [piece.view(own.shape).to(own.device, own.dtype) for piece, own in zip(pieces, part)]
         return reduced
+
+
+def _timeout() -> Any:
+    """Return the timeout of the process group, as a `timedelta`."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store.timeout
+
+
+def checksums_of(weights: Mapping[str, Tensor]) -> Tensor:
+    """Return numbers by which weights of equal shape are told apart, ``(layers, roles)``.
+
+    They depend on the order of heads and features, and weights that are not finite count as zeros.
+
+    Args:
+        weights: role -> ``(layers, heads, width, features)``.
+    """
+    some = next(iter(weights.values()))
+    absent = torch.full(some.shape[:1], -torch.inf, dtype=torch.float64, device=some.device)
+    return torch.stack([_checksum(weights[role]) if role in weights else absent for role in ROLES], -1)
+
+
+def _checksum(weight: Tensor) -> Tensor:
+    rows, columns = weight.sum(-1, dtype=torch.float64).flatten(1), weight.sum((1, 2), dtype=torch.float64)
+    return (_mixed(rows) + _mixed(columns)).nan_to_num(0, 0, 0)
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """Add up numbers ``(layers, n)`` with factors that differ by their place."""
+    place = torch.arange(1, 1 + numbers.shape[-1], dtype=torch.float64, device=numbers.device)
+    return numbers @ (1 + place.sin())
 
 
 def repeats_tokens(layer: AttentionLayer) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 from hdi_callback.attention.layer import ROLES, AttentionLayer
 from hdi_callback.core import HeadMovement, head_diversity, head_movement, not_finite, ov_circuits, qk_circuits
 from hdi_callback.monitor.metrics import FINITENESS, KEYS, MOVEMENT, OV, QK, WEIGHT_SOURCES
+from hdi_callback.monitor.ranks import checksums_of
 from hdi_callback.monitor.reading import Absent, Result, stacked
 
 _ROLES_OF = {KEYS: ("key",), QK: ("query", "key"), OV: ("value", "output"), FINITENESS: (), MOVEMENT: ()}
@@ -54,24 +55,33 @@ class WeightReader:
 
     Args:
         sources: those that are asked for; others than those of weights are left out.
+
+    Attributes:
+        checksums: layer -> checksums of the weights that were read, if `measure` was asked for them.
     """
 
     def __init__(self, sources: Collection[str]) -> None:
         self.sources = tuple(source for source in WEIGHT_SOURCES if source in sources)
+        self.checksums: dict[str, Tensor] = {}
+        self._with_checksums = False
         self._last = _LastWeights()
 
-    def measure(self, step: int, layers: Sequence[AttentionLayer], absent: Absent) -> list[Result]:
+    def measure(
+        self, step: int, layers: Sequence[AttentionLayer], absent: Absent, *, with_checksums: bool = False
+    ) -> list[Result]:
         """Measure layers; sharded weights are gathered in the order of the layers, the same on every rank.
 
         Args:
             step: optimizer steps taken so far.
             layers: what is watched.
             absent: takes the reasons of what cannot be measured.
+            with_checksums: also find `checksums`.
 
         Returns:
             One result for each source and group of layers of one shape.
         """
         self._last.begin(step)
+        self.checksums, self._with_checksums = {}, with_checksums
         results: list[Result] = []
         groups: dict[Any, list[tuple[AttentionLayer, dict[str, Tensor]]]] = {}
         for layer in layers:
@@ -112,6 +122,8 @@ class WeightReader:
         results = []
         with absent.unless(self.sources, names):
             together = {role: stacked([weights[role] for _, weights in group]) for role in roles}
+            if together and self._with_checksums:
+                self.checksums |= dict(zip(names, checksums_of(together)))
             for source in self.sources:
                 if together and set(_ROLES_OF[source]) <= together.keys():
                     with absent.unless([source], names):

@@ -28,7 +28,7 @@ from hdi_callback.monitor.ranks import number_of_ranks
 from hdi_callback.record import Action, Alert, Record, Sink
 from hdi_callback.rules import Alerts
 from hdi_callback.session.settings import Settings
-from hdi_callback.session.trainer import Trainer, from_first_rank, why_ranks_differ
+from hdi_callback.session.trainer import Trainer, why_ranks_differ
 
 _PATIENCE = 8  # readings that find nothing, until that is said
 _SIZES = ("num_heads", "num_key_heads", "head_dim", "value_dim")
@@ -90,7 +90,7 @@ class Session:
         self._published: int | None = None  # step of the last reading that was published
         self._number_of_given_up = 0  # readings, as nothing was there to be read
         self._number_of_layers = 0  # that rules, history and dashboards know
-        self._has_checked_ranks = self._is_open = self._is_closed = False
+        self._has_checked_ranks = self._is_open = self._is_closed = self._is_alone = False
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
@@ -274,8 +274,11 @@ class Session:
         try:
             measured: Reading | Record = self.monitor.measure(step, epoch=self._trainer.epoch)
         except Exception as error:
+            if self._follow_ranks():
+                return
             measured = self._marked(step, error)
         self._pending.append(_Pending(measured))
+        self._follow_ranks()
 
     def _marked(self, step: int, error: Exception) -> Record:
         """Return a record without numbers, and with the reason; warns once."""
@@ -286,6 +289,8 @@ class Session:
         self, *, waits: bool, before: int | None = None, final: int | None = None, may_intervene: bool = True
     ) -> tuple[Record, ...]:
         """Publish readings in order: those of steps before `before`, and unless it waits only those that are ready."""
+        if self._pending:
+            self._follow_ranks()
         # A reading of the present step is not complete: under gradient accumulation, the optimizer has yet to step.
         records: list[Record] = []
         while self._pending:
@@ -309,7 +314,8 @@ class Session:
         try:
             if self._settings.interventions and may_intervene:  # as on every rank
                 record = self._decided(record)
-                record = replace(record, actions=self._intervene(record))
+                actions = () if self.monitor.join_ranks().difference else self._intervene(record)
+                record = replace(record, actions=actions)
         finally:  # also if the user's function ends the run
             for sink in self._sinks:
                 with self._showing(sink):
@@ -318,9 +324,11 @@ class Session:
 
     def _decided(self, record: Record) -> Record:
         """Return the record with the alerts of the first rank, by which all ranks act alike."""
-        if number_of_ranks() == 1:
+        ranks = self.monitor.join_ranks()
+        if ranks.size == 1:
             return record
-        sent = from_first_rank([[alert.to_dict() for alert in alerts] for alerts in (record.alerts, record.active)])
+        own = [[alert.to_dict() for alert in alerts] for alerts in (record.alerts, record.active)]
+        sent = ranks.from_first(f"the decision at step {record.step}", own)
         alerts, active = (tuple(map(Alert.from_dict, listed)) for listed in sent)
         return replace(record, alerts=alerts, active=active)
 
@@ -365,13 +373,9 @@ class Session:
             self._close_all()
         self._is_open, self._number_of_layers = True, len(self.monitor.layers)
         ranks = self.monitor.join_ranks()
-        if ranks.difference:
-            is_joint = ranks.is_sharded or bool(self._settings.interventions)
-            alone = "Heads are not watched." if is_joint else "Each rank measures alone, into a history of its own."
-            self._guard.warn_once("ranks", f"Ranks cannot measure together: {ranks.difference}. {alone}")
-            if is_joint:
-                self.close()
-                return
+        self._has_parted()
+        if self._is_closed:
+            return
         if not self.monitor.layers:
             self._refuse(is_part=bool(ranks.difference))
             return
@@ -387,10 +391,7 @@ class Session:
             except Exception as error:  # it may have taken a part of it
                 self._start_anew(describe(error))
                 self._begin(facts)
-        if self._trainer.is_first_rank:
-            self._open_history(facts)
-        elif ranks.difference and ranks.is_first:
-            self._open_history(facts, rank=torch.distributed.get_rank())
+        self._open_history(facts)
         self._open_sinks(facts)
         self._state = None
 
@@ -401,7 +402,7 @@ class Session:
         if settings.alerts is None:
             return
         self.alerts = Alerts(settings.alerts, settings.thresholds, facts, settings.pretrained)
-        training = Training(self._trainer, self.monitor.layers, self.alerts.expect_change)
+        training = Training(self._trainer, self.monitor.layers, self.alerts.expect_change, self.monitor.join_ranks())
         for intervention in settings.interventions or ():
             intervention.bind(training)
             self.interventions += (intervention,)
@@ -430,9 +431,32 @@ class Session:
                 saved.remove(own)
                 intervention.load_state_dict(own[1])
 
-    def _open_history(self, facts: Sequence[Mapping[str, Any]], rank: int | None = None) -> None:
-        choice, state = self._settings.history, self._state
-        if choice is False:
+    def _follow_ranks(self) -> bool:
+        """Go on with a history of this rank's own if ranks measure alone now; return whether that is the end."""
+        if self._has_parted() and not self._is_closed and self.history is None:
+            self._open_history([layer.facts() for layer in self.monitor.layers])
+            self._sinks[:0] = [] if self.history is None else [self.history]
+        return self._is_closed
+
+    def _has_parted(self) -> bool:
+        """Return whether ranks measure alone from now on; closes the session where they cannot."""
+        ranks = self.monitor.join_ranks()
+        ranks.settle()
+        if not ranks.difference or self._is_alone:
+            return False
+        self._is_alone = True
+        needs_all = ranks.is_sharded or bool(self._settings.interventions)
+        alone = "Heads are not watched." if needs_all else "Each rank measures alone, into a history of its own."
+        self._guard.warn_once("ranks", f"Ranks cannot measure together: {ranks.difference}. {alone}")
+        if needs_all:
+            self.close()
+        return True
+
+    def _open_history(self, facts: Sequence[Mapping[str, Any]]) -> None:
+        """Open the history of the first rank, and one of each rank that measures layers of its own."""
+        choice, state, ranks = self._settings.history, self._state, self.monitor.join_ranks()
+        is_first = self._trainer.is_first_rank
+        if choice is False or not (is_first or (ranks.difference and ranks.is_first)):
             return
         file = "history.jsonl" if self._name is None else f"history-{self._name}.jsonl"
         path = self._folder / "hdi" / file if choice is True else Path(choice)
@@ -441,8 +465,8 @@ class Session:
             resume_step = -1 if state["last_step"] is None else state["last_step"]
             if choice is True and state["history"] is not None and Path(state["history"]).is_file():
                 path = Path(state["history"])
-        if rank is not None:
-            path = path.with_stem(f"{path.stem}-rank{rank}")
+        own = "" if is_first else f"-rank{torch.distributed.get_rank()}"
+        path = path.with_stem(path.stem.removesuffix(own) + own)
         with self._guard("opening the history"):
             self.history = History(path, facts, resume_step=resume_step)
 

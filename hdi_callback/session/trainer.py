@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from hdi_callback.monitor.ranks import number_of_ranks
 from hdi_callback.record import Record, Sink
 
 
@@ -57,15 +56,6 @@ class Trainer(Protocol):
         Args:
             past: the records of a resumed run so far.
         """
-
-
-def from_first_rank(value: Any) -> Any:
-    """Return the value of the first rank, plain data, on every rank; all of them call this."""
-    if number_of_ranks() == 1:
-        return value
-    held = [value]
-    dist.broadcast_object_list(held, src=0)
-    return held[0]
 
 
 _SESSIONS = count()  # sessions of this process that have begun; alike on every rank, as all of them begin alike

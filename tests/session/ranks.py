@@ -6,7 +6,7 @@ import datetime
 import json
 import time
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,11 +44,16 @@ FAILURES: dict[str, tuple[Any, str]] = {
 
 @dataclass
 class Case:
-    """The arguments of each rank's monitor, `None` for none; what fails on the second rank; blocks of their models."""
+    """The arguments of each rank's monitor, `None` for none; what fails on the second rank; blocks of their models.
+
+    `apart` says how ranks differ: "factor": a model each, the second with three times the weights; "data": a model
+    each, alike at first; "join": the second has less data; "skip": the second leaves out an optimizer step.
+    """
 
     ranks: tuple[dict[str, Any] | None, dict[str, Any] | None] = ({}, {})
     fails: str = ""
     blocks: tuple[int, int] = (2, 2)
+    apart: str = ""
 
 
 def train(cases: dict[str, Case], folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -76,11 +81,29 @@ def _broken(*args: Any, **kwargs: Any) -> Any:
     raise ZeroDivisionError("on this rank alone")
 
 
+def alone(rank: int, folder: Path, factor: float = 1.0) -> list[tuple[int, dict[str, Any]]]:
+    """Return what one process reads that trains on the batches of a rank."""
+    run = Training(folder)
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter *= factor
+    optimizer = torch.optim.AdamW(run.model.parameters(), lr=3e-3)
+    with watch_heads(run.model, optimizer, 2, log_dir=folder) as heads:
+        _steps(rank, run.model, optimizer, heads, "")
+    records = load_history(heads.history_path).records  # type: ignore[arg-type]
+    return [(record.step, {name: layer.values for name, layer in record.layers.items()}) for record in records]
+
+
 def _train(rank: int, case: Case, folder: Path) -> dict[str, Any]:
     run, options = Training(folder), case.ranks[rank]
     model: nn.Module = run.model
     run.model.blocks = run.model.blocks[: case.blocks[rank]]
-    if case.blocks[0] == case.blocks[1]:  # else each rank trains a model of its own, as a stage of a pipeline
+    if case.apart == "factor" and rank == 1:
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter *= 3
+    has_own_model = case.blocks[0] != case.blocks[1] or case.apart in ("factor", "data")
+    if not has_own_model:
         model = nn.parallel.DistributedDataParallel(run.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     begin = time.monotonic()
@@ -91,7 +114,8 @@ def _train(rank: int, case: Case, folder: Path) -> dict[str, Any]:
             heads = watch_heads(model, optimizer, log_dir=folder, **{"every_n_steps": 2, **options})
         error = ""
         try:
-            _steps(rank, model, optimizer, heads)
+            with model.join() if case.apart == "join" else nullcontext():  # type: ignore[operator]
+                _steps(rank, model, optimizer, heads, case.apart if rank == 1 else "")
         except NothingToWatchError as nothing:
             error = str(nothing)
         if heads is not None:
@@ -113,13 +137,15 @@ def _train(rank: int, case: Case, folder: Path) -> dict[str, Any]:
     return found
 
 
-def _steps(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, heads: Any) -> None:
+def _steps(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, heads: Any, apart: str) -> None:
     tokens, labels = dataset(STEPS * BATCH * 2).tensors
     mine = slice(rank, None, 2)
-    for batch in zip(tokens[mine].split(BATCH), labels[mine].split(BATCH)):
-        if heads is not None and heads.should_stop:
+    for place, batch in enumerate(zip(tokens[mine].split(BATCH), labels[mine].split(BATCH))):
+        if (heads is not None and heads.should_stop) or (apart == "join" and place == 3):
             break
-        with nullcontext() if heads is None else heads.step():
+        with suppress(ConnectionError), nullcontext() if heads is None else heads.step():
             model(*batch)["loss"].backward()
+            if apart == "skip" and place == 1:
+                raise ConnectionError("which the training survives")
             optimizer.step()
-            optimizer.zero_grad()
+        optimizer.zero_grad()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hdi_callback import StopTraining
-from tests.session.ranks import FAILURES, STEPS, TIMEOUT, Case, train
+from tests.session.ranks import FAILURES, STEPS, TIMEOUT, Case, alone, train
 
 pytestmark = pytest.mark.ranks
 
@@ -25,6 +26,13 @@ CASES = {
     "stages with an intervention": Case((WAITS, WAITS), blocks=(2, 1)),
     "another cadence": Case(({}, {"every_n_steps": 3})),
     "other metrics": Case(({}, {"alerts": None})),
+    "unwatched, in Join": Case((None, None), apart="join"),
+    "unwatched, a step left out": Case((None, None), apart="skip"),
+    "other weights": Case(apart="factor"),
+    "weights that part": Case(apart="data"),
+    "in Join": Case(apart="join"),
+    "in Join with an intervention": Case((WAITS, WAITS), apart="join"),
+    "a step left out": Case(apart="skip"),
     "a monitor on one rank": Case(({}, None)),
 }
 ALL_STEPS = [0, 2, 4, STEPS]
@@ -120,3 +128,49 @@ def test_all_ranks_stop_after_the_same_step(found: Any) -> None:
     first, second = found["stopping"]
     assert first["steps"] == second["steps"] < STEPS
     assert first["actions"]
+
+
+APART = ["other weights", "weights that part", "in Join", "a step left out"]
+
+
+@pytest.mark.parametrize("name", APART)
+def test_ranks_that_part_say_so_once_and_go_on_into_histories_of_their_own(name: str, found: Any) -> None:
+    for one, file in zip(found[name], ["history.jsonl", "history-rank1.jsonl"], strict=True):
+        (message,) = one["messages"]
+        assert message.endswith("Each rank measures alone, into a history of its own.")
+        assert one["file"] == file
+        assert one["read"][-1] == one["steps"], "the final reading is there"
+
+
+@pytest.mark.parametrize(("name", "factor"), [("other weights", 3.0), ("weights that part", 1.0)])
+def test_layers_of_equal_names_that_are_different_layers_are_never_added_up(
+    name: str, factor: float, found: Any, tmp_path: Path
+) -> None:
+    for rank, one in enumerate(found[name]):
+        own = dict(alone(rank, tmp_path / str(rank), factor if rank == 1 else 1.0))
+        # Where weights part with time, the reading of step 0 is of both ranks: they are alike there.
+        steps = [step for step in one["read"] if step > 0 or name == "other weights"]
+        assert steps[-1] == STEPS
+        for step in steps:
+            values = one["values"][one["read"].index(step)]
+            for layer, wanted in own[step].items():
+                assert values[layer] == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["in Join", "in Join with an intervention", "a step left out"])
+def test_ranks_at_different_steps_end_as_without_a_monitor(name: str, found: Any) -> None:
+    unwatched = "unwatched, a step left out" if name == "a step left out" else "unwatched, in Join"
+    assert [one["weights"] for one in found[name]] == [one["weights"] for one in found[unwatched]]
+
+
+def test_no_rank_waits_in_join_and_none_twice_for_one_that_is_at_another_step(found: Any) -> None:
+    assert max(one["seconds"] for one in found["in Join"]) < TIMEOUT / 4
+    for one in found["a step left out"]:
+        assert TIMEOUT / 3 < one["seconds"] < TIMEOUT / 2
+
+
+def test_interventions_are_refused_in_join(found: Any) -> None:
+    for one in found["in Join with an intervention"]:
+        (message,) = one["messages"]
+        assert "`Join`" in message
+        assert message.endswith("Heads are not watched.")
