@@ -75,13 +75,17 @@ class FlexCall:
         """Compute the scores of some queries as they enter the softmax, ``(b, H, q, k)``."""
         query = self.query[:, :, positions].to(torch.promote_types(self.query.dtype, torch.float32))
         key = self.key.repeat_interleave(query.shape[1] // self.key.shape[1], 1).to(query.dtype)
-        scores = query @ key.mT * self.scale
+        scores = self.changed(query @ key.mT * self.scale, positions)
+        logits: Tensor = scores.masked_fill(~self.visible(positions, self._range(scores.shape[3])), -math.inf)
+        return logits
+
+    def changed(self, scores: Tensor, positions: Tensor) -> Tensor:
+        """Return scores, ``(b, H, q, k)``, of queries at some positions, as `score_mod` changes them."""
         b, h, keys = (self._range(scores.shape[dim]) for dim in (0, 1, 3))
         change = _vmap_for_bhqkv(self.score_mod, prefix=(0,), suffix=(None,) * len(self.score_buffers))
         with TransformGetItemToIndex():
-            scores = change(scores, b, h, positions, keys, *self.score_buffers)
-        logits: Tensor = scores.masked_fill(~self.visible(positions, keys), -math.inf)
-        return logits
+            changed: Tensor = change(scores, b, h, positions, keys, *self.score_buffers)
+        return changed
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
         """Compute what the operator returns: outputs, log-sum-exp and largest scores, both to base 2."""

@@ -192,6 +192,10 @@ class KeptState:
                 write(items)
 
         self._undo.append(undo)
+        copies = {place: other for place, item in enumerate(items) if (other := _copied_iterator(item)) is not None}
+        if copies and isinstance(value, (list, deque)):
+            for place, other in copies.items():
+                value[place] = other
         self._stack += [item for item in items if not isinstance(item, _ATOMS)]
 
     def _keep(

@@ -357,10 +357,16 @@ def _of_flex(flex: FlexCall) -> dict[str, Any]:
     """Return the arguments of FlexAttention as those of another fused attention: the mask is evaluated on a grid."""
     sizes = min(8, len(flex.query)), min(8, flex.query.shape[1])
     places = (torch.arange(min(_KEPT, tensor.shape[2]), device=flex.query.device) for tensor in (flex.query, flex.key))
-    named: dict[str, Any] = {"scale": flex.scale, "score_mod": flex.changes_scores}
+    named: dict[str, Any] = {"scale": flex.scale}
     with torch.no_grad(), _disable_current_modes():
-        mask = flex.visible(*places, batch=sizes[0], heads=sizes[1])
-    return named if bool(mask.all()) else {**named, "attn_mask": mask.clone()}
+        queries, keys = places
+        mask = flex.visible(queries, keys, batch=sizes[0], heads=sizes[1])
+        if not bool(mask.all()):
+            named["attn_mask"] = mask.clone()
+        if flex.changes_scores:  # what it makes of a score of zero
+            named["score_mod"] = flex.changes_scores
+            named["score_bias"] = flex.changed(torch.zeros(*mask.shape, device=mask.device), queries)
+    return named
 
 
 def _is_composite(func: Any) -> bool:

@@ -104,6 +104,9 @@ def _positions(one: Facts) -> str:
         kind = f", pairs (i, i+{steps.pop()})" if len(steps) == 1 else ""
         roles = " and ".join(PLURAL[role] for role in turned)
         return f"rotary on {2 * len(pairs)} of {one.width} features of {roles}{kind}"
+    mods = [change.op for change in one.changes if change.op.startswith("score_mod")]
+    if mods:
+        return f"scores changed by its {mods[0]}"
     has_bias = any(change.bias and change.op in {"add", "attn_mask"} for change in one.changes)
     return "a learned bias on the scores" if has_bias else "none in the attention"
 

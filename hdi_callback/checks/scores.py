@@ -121,6 +121,9 @@ def changes_of_fused(step: Step) -> list[Change]:
     """List the masks that a fused attention is given."""
     given = step.given("attn_mask", step.given("attn_bias"))
     found = _added("attn_mask", given) if isinstance(given, View) else []
+    if (name := step.given("score_mod")) is not None:  # of FlexAttention
+        bias = step.given("score_bias").value.cpu()
+        found.append(Change(f"score_mod `{name}`", bias <= HIDDEN, bias))
     if step.given("is_causal", default=False):
         queries, keys = (min(view.shape[-2], KEPT) for view in step.taken[:2])
         found.append(Change("is_causal", torch.ones(queries, keys, dtype=torch.bool).triu(1)))

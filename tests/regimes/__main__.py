@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tests.regimes.states import STATES
 from tests.regimes.trainings import Regime, differences, train
 
 CHOICES: dict[str, list[Any]] = {
@@ -33,6 +34,7 @@ CHOICES: dict[str, list[Any]] = {
     "has_mode": [False, True],
     "is_broken": [False, False, True],
     "every": [1, 2, 3, 5],
+    "state": ["", "", *STATES],
 }
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.regimes.ranks import on_two_ranks
+from tests.regimes.states import STATES
 from tests.regimes.trainings import Regime, compared, differences
 
 REGIMES = {
@@ -53,6 +54,14 @@ def test_a_training_is_bit_identical_with_and_without_a_monitor(name: str, tmp_p
     regime = REGIMES[name]
     pytest.importorskip("peft" if regime.model == "lora" else regime.trainer if regime.trainer != "loop" else "torch")
     assert not differences(regime, tmp_path)
+
+
+@pytest.mark.parametrize("compiler", ["", pytest.param("aot_eager", marks=pytest.mark.slow)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("state", STATES)
+def test_a_training_whose_forward_has_a_state_of_its_own_is_bit_identical(
+    state: str, compiler: str, tmp_path: Path
+) -> None:
+    assert not differences(Regime("loop", state=state, compiler=compiler, every=2), tmp_path)
 
 
 @pytest.mark.slow

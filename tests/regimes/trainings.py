@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 
 from hdi_callback.history import load_history
 from tests.integrations.runs import CLASSES, HEADS, LENGTH, VOCABULARY, WIDTH, Block
+from tests.regimes.states import STATES
 
 STEPS = 7
 NOT_A_NUMBER_AT = 4  # step after which a weight is NaN, where the model is `is_broken`
@@ -52,6 +53,7 @@ class Regime:
     is_broken: bool = False  # a layer is refused, a weight becomes NaN, and warnings are errors
     parallel: str = ""  # two ranks: "ddp", "fsdp2", "tp"
     every: int = 3  # steps between readings
+    state: str = ""  # what the forward changes beside what torch knows of, see `STATES`
 
     @property
     def impossible(self) -> bool:
@@ -63,6 +65,7 @@ class Regime:
             or (self.is_broken and self.trainer not in ("loop", "ignite"))  # trainers warn of things of their own
             or (self.is_broken and self.model != "own")
             or (bool(self.checkpointing) and self.model == "lora" and self.checkpointing == "reentrant")
+            or (self.parallel != "" and self.state != "")
             or (bool(self.compiler) and (self.counts or self.has_mode or bool(self.checkpointing) or self.is_broken))
         )
 
@@ -106,9 +109,10 @@ class Classifier(nn.Module):
         self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, CLASSES)
         self.blocks = nn.ModuleList([*blocks, HeadsMixed()] if regime.is_broken else blocks)
         self.checkpointing = regime.checkpointing
+        self.state = STATES[regime.state]() if regime.state else nn.Identity()
 
     def forward(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        x = self.embed(tokens)
+        x = self.state(self.embed(tokens))
         for block in self.blocks:
             if self.checkpointing and self.training:
                 x = checkpoint(block, x, use_reentrant=self.checkpointing == "reentrant")
