@@ -316,7 +316,8 @@ class Capture:
         if not layer.sites:
             why = "its attention was not recognised in a forward"
         elif any(site.heads != layer.num_heads for site in layer.sites):
-            why = "its heads are computed one after the other, or spread over ranks"
+            is_spread = any(weight.is_sharded for weight in layer.weights.values())
+            why = "its heads are spread over ranks" if is_spread else "its heads are computed one after the other"
         if why is not None:
             self._never[layer.name]["rows"] = why
             if layer.output_module is None:

@@ -84,6 +84,7 @@ def claims_of(tape: Tape, reading: Reading | None = None) -> tuple[Labels, list[
     reading.go_on()
     labels, claims, refused = reading.labels, reading.claims, reading.refused
     refused += _without_softmax(labels, claims, refused)
+    refused += _over_edges(labels)
     labels.forget()
     for claim in claims:
         columns_of(labels, claim)
@@ -131,6 +132,34 @@ def _without_softmax(labels: Labels, claims: list[Claim], refused: list[tuple[St
             found[step.path] = step
     reason = "it multiplies three computed tensors without a softmax (linear, sigmoid, ReLU attention, a state space)"
     return [(step, reason) for step in found.values()]
+
+
+_SCATTERS = {"index_add", "scatter_add", "scatter_reduce", "index_reduce", "segment_reduce"}
+
+
+def _over_edges(labels: Labels) -> list[tuple[Step, str]]:
+    """Name attention over the edges of a graph: exponentials of products of queries and keys, summed by scattering."""
+    found: dict[str | None, Step] = {}
+    for step in labels.tape.steps:
+        exponentials = [view.cell.step for view in step.taken if view.cell.step is not None]
+        for exponential in exponentials if step.op in _SCATTERS else ():
+            if exponential.op == "exp" and _is_of_products(exponential):
+                found.setdefault(exponential.path, exponential)
+    reason = "its softmax runs over the edges of a graph (exponentials that are summed by `{}`)"
+    scatters = sorted({step.op for step in labels.tape.steps} & _SCATTERS)
+    return [(step, reason.format("`, `".join(scatters))) for step in found.values()]
+
+
+def _is_of_products(step: Step) -> bool:
+    """Whether a step takes sums of products, element by element, of two computed tensors."""
+    for _ in range(8):
+        views = [view for view in step.taken if view.is_float and view.cell.is_mapped]
+        if step.op == "mul" and len(views) == 2:
+            return all(view.cell.kind == DATA for view in views)
+        if not views or views[0].cell.step is None or not (step.is_pointwise or step.op == "sum"):
+            return False
+        step = views[0].cell.step
+    return False
 
 
 def _product_near(labels: Labels, cell: Cell) -> Product | None:

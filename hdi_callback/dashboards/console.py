@@ -39,7 +39,7 @@ class Console:
         self._say, self._every = say, every_n_steps
         self._refused, self._interventions, self._history = refused or {}, interventions, history
         self._layers: Sequence[Mapping[str, Any]] = ()
-        # Only the last one keeps its layers.
+        # Only the last one keeps its layers, and the one before the final one.
         self._records = [*(replace(record, layers={}) for record in past[:-1]), *past[-1:]]
 
     def open(self, layers: Sequence[Mapping[str, Any]]) -> None:
@@ -53,7 +53,7 @@ class Console:
 
     def write(self, record: Record) -> None:
         """Print new alerts and actions."""
-        if self._records:
+        if self._records and not record.is_last:  # which has no forward: the one before says what was read
             self._records[-1] = replace(self._records[-1], layers={})
         self._records.append(record)
         for alert in record.alerts:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hdi_callback.dashboards.layer_table import closest_pair, compared, name_heads, name_layers
-from hdi_callback.record import LEVELS, Alert, Record
+from hdi_callback.monitor.metrics import OUTPUTS, ROWS
+from hdi_callback.monitor.sums import NOT_ARMED
+from hdi_callback.record import LEVELS, Alert, LayerRecord, Record
 
 State = Literal["alert", "clear", "nothing to judge"]
 
@@ -117,7 +120,7 @@ def verdict(records: Sequence[Record], layers: Sequence[Mapping[str, Any]], *, i
             "" if len(active) == 1 else f"{len(active)} {'findings' if is_audit else 'alerts are active'}. The first: "
         )
         since = "" if is_audit else f"{'since' if count else 'Since'} step {first.step}: "
-        return Verdict("alert", f"{count}{since}{first.message.removesuffix('.')}.", first.action)
+        return Verdict("alert", f"{count}{since}{first.message.removesuffix('.')}.{unread(records)}", first.action)
     if not any(_is_measured(last, name) for name in last.layers):
         return Verdict("nothing to judge", f"Nothing to judge: no layer was measured{at}{_why(last)}.")
     over = [event for event in events(records) if event.ended is not None and event.alert.level != "notice"]
@@ -127,7 +130,36 @@ def verdict(records: Sequence[Record], layers: Sequence[Mapping[str, Any]], *, i
     found = f"{'No active alert' if over else 'No alert'} in {readings} of {of_layers}."
     if is_audit:
         found = f"Nothing unusual in {of_layers}."
-    return Verdict("clear", f"{found}{_closest(last, layers, at)}{_missing(last, at)}{earlier}")
+    return Verdict("clear", f"{found}{_closest(last, layers, at)}{_missing(last, at)}{unread(records)}{earlier}")
+
+
+def unread(records: Sequence[Record]) -> str:
+    """Return which layers' attention rows and head outputs were not read, and why; ``""`` if all were.
+
+    Args:
+        records: the readings; the last of which the forward was captured counts.
+
+    Returns:
+        Sentences with a space in front.
+    """
+    armed = (record for record in reversed(records) if any(_is_armed(layer) for layer in record.layers.values()))
+    record = next(armed, None)
+    if record is None:
+        return ""
+    sentences = ""
+    for source in (ROWS, OUTPUTS):
+        reasons = [layer.absent[source] for layer in record.layers.values() if source in layer.absent]
+        if reasons:
+            of_layers = f"{len(reasons)} of {len(record.layers)} layers" if len(record.layers) > 1 else "its only layer"
+            reason, count = Counter(reasons).most_common(1)[0]
+            others = "" if count == len(reasons) else ", and other reasons"
+            sentences += f" {source.capitalize()} were not read in {of_layers} ({reason}{others})."
+    return sentences
+
+
+def _is_armed(layer: LayerRecord) -> bool:
+    """Whether the forward of a reading was captured."""
+    return layer.absent.get(ROWS) != NOT_ARMED or layer.absent.get(OUTPUTS) != NOT_ARMED
 
 
 def _rank(alert: Alert) -> int:

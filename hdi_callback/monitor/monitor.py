@@ -106,6 +106,7 @@ class HeadDiversityMonitor:
         self._first_forwards: list[FirstForward] = []  # of this armed step
         self._read: list[Any] = []  # of forwards, and not yet checked: warnings are off while a forward is read
         self._said: set[str] = set()  # of findings
+        self._left_out: set[str] = set()  # by `include` and `exclude`
         self._is_armed, self._training_only, self._has_warned_of_padding = False, True, False
         if layers is not None or forward is not None:
             self._first_calls = FirstCalls(self._model)
@@ -307,6 +308,7 @@ class HeadDiversityMonitor:
 
     def _watch(self, found: Survey) -> None:
         """Watch what a forward has shown, beside what is known."""
+        self._left_out |= {layer.name for layer in found.layers if not self._is_chosen(layer.name)}
         known = {layer.name: layer for layer in (*found.layers, *self.layers) if self._is_chosen(layer.name)}
         modules = enumerate(self._model.named_modules())
         order = {name_without_wrappers(name): place for place, (name, _) in modules}
@@ -347,8 +349,13 @@ class HeadDiversityMonitor:
     def why_nothing(self) -> str:
         """Return why no layer is watched, as a sentence."""
         reasons = "".join(f"\n  `{one.name or self.model_name}`: {one.reason}" for one in self.refused[:10])
-        ran_none = " no forward of it ran any outside of compiled code, or `include` and `exclude` leave none."
-        return f"No attention layer of `{self.model_name}` was read:{reasons or ran_none}"
+        if not reasons and self._left_out:
+            reasons = f" `include` and `exclude` leave none of {len(self._left_out)}, such as `{min(self._left_out)}`."
+        elif not reasons and self._first_calls is not None and self._first_calls.calls:
+            reasons = " its first calls ran no softmax and no fused attention of queries and keys."
+        return (
+            f"No attention layer of `{self.model_name}` was read:{reasons or ' none of its modules has been called.'}"
+        )
 
     @property
     def model_name(self) -> str:

@@ -65,6 +65,10 @@ class SumSource(ABC):
         return layer.num_heads**2
 
 
+NOT_ARMED = "no forward was armed before this reading"
+"""Why a reading has nothing of forwards, such as the last one of a run, which reads the final weights."""
+
+
 def measure_sums(
     source: SumSource, layers: Sequence[AttentionLayer], captured: Mapping[str, Captured], ranks: Ranks, absent: Absent
 ) -> list[Result]:
@@ -108,7 +112,7 @@ def _is_left_out(source: SumSource, layer: AttentionLayer, captured: Mapping[str
     if reason is not None:
         absent.note(layer.name, source.name, reason)
     elif layer.name not in captured:
-        absent.note(layer.name, source.name, "no forward was armed before this reading")
+        absent.note(layer.name, source.name, NOT_ARMED)
     elif not has_captured(source, layer, captured):
         why = captured[layer.name].reasons.get(source.reads, "the layer was not called in a forward that was armed")
         absent.note(layer.name, source.name, why)

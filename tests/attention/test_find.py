@@ -16,6 +16,7 @@ from hdi_callback.attention.tape import Tape
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarning
 from tests.attention.by_hand import CASES, C, D, H, Written, attend, four, join, split, truth_of_four
 from tests.attention.by_hand_refused import REFUSED
+from tests.attention.models import Model, batches
 
 IN = ("query", "key", "value")
 
@@ -216,3 +217,54 @@ def test_peft_has_a_base_and_an_update():
         update = one.lora_B["default"].weight @ one.lora_A["default"].weight
         torch.testing.assert_close(layer.weight(role), (one.base_layer.weight + 2 * update).unflatten(0, (H, D)))
     torch.testing.assert_close(layer.weight("key"), module.k.weight.unflatten(0, (H, D)))
+
+
+class OverEdges(nn.Module):
+    """Attention over the edges of a graph, whose softmax is an exponential and a scattered sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x, edges):
+        q, k, v = (project(x).unflatten(-1, (4, 4)) for project in (self.q, self.k, self.v))
+        to, of = edges
+        weights = ((q[to] * k[of]).sum(-1) / 2).exp()
+        weights = weights / torch.zeros(len(x), 4).index_add(0, to, weights)[to]
+        return self.o(torch.zeros(len(x), 4, 4).index_add(0, to, v[of] * weights[..., None]).flatten(1))
+
+
+def test_attention_over_edges_is_named_with_what_it_runs():
+    model, x, edges = OverEdges(), torch.randn(10, 16), torch.randint(10, (2, 30))
+    (refused,) = survey(model, lambda: model(x, edges)).refused
+    assert "edges of a graph" in refused.reason
+    assert "index_add" in refused.reason
+
+
+def test_layers_have_the_names_of_the_model_within_its_wrappers():
+    model, x = Model(), batches(1)[0][0]
+    model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
+    wrapped = torch.compile(model, backend="eager")
+    names = [layer.name for layer in survey(wrapped, lambda: wrapped(x)).layers]
+    assert names == ["blocks.0.attention", "blocks.1.attention"]
+
+
+class Core(nn.Module):
+    def forward(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class AroundAPackedProjection(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = Core()
+        self.attn = nn.ModuleDict({"qkv": nn.Linear(32, 96), "out": nn.Linear(32, 32)})
+
+    def forward(self, x):
+        q, k, v = self.attn["qkv"](x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        return self.attn["out"](self.core(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_a_layer_is_named_by_what_is_around_its_packed_projection():
+    model, x = AroundAPackedProjection(), torch.randn(2, 5, 32)
+    assert [layer.name for layer in survey(model, lambda: model(x)).layers] == ["attn"]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hdi_callback.dashboards.verdict import becomes_warning, events, verdict
+from hdi_callback.monitor.sums import NOT_ARMED
 from hdi_callback.record import Alert, LayerRecord, Record
 from tests.dashboards.synthetic import TO_DO, collapsing, facts_of
 
@@ -111,3 +112,17 @@ def test_an_event_becomes_a_warning_once():
     past = [notice, warning, worse, over]
     assert [becomes_warning(one, past[:place]) for place, one in enumerate(past)] == [False, True, False, False]
     assert becomes_warning(alert(40), past), "the next event"
+
+
+NO_FORWARD = {"attention rows": NOT_ARMED, "head outputs": NOT_ARMED}
+
+
+def test_what_was_not_read_is_part_of_the_verdict_also_of_the_last_reading_which_has_no_forward():
+    during, last = record(0), record(4, is_last=True)
+    during.layers["b"].absent["attention rows"] = "its heads are computed one after the other"
+    for layer in last.layers.values():
+        layer.absent.update(NO_FORWARD)
+    said = " Attention rows were not read in 1 of 2 layers (its heads are computed one after the other)."
+    assert said in verdict([during, last], FACTS).text
+    assert said in verdict([replace(during, active=(alert(),))], FACTS).text
+    assert "not read" not in verdict([record(0), last], FACTS).text
