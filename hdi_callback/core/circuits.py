@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hdi_callback.core.pairs import at_least, head_chunks, largest_pair, live_pairs, mean_over_pairs, write_symmetric
-from hdi_callback.core.whitening import WhitenedHeads, dead_heads, layers_at_once, whiten_heads
+from hdi_callback.core.pairs import at_least, head_chunks, largest_pair, live_pairs, mean_over_pairs, symmetric
+from hdi_callback.core.whitening import WhitenedHeads, by_layers, dead_heads, whiten_layers
 from hdi_callback.errors import ShapeError
 
 _RANK_TOL = 1e-6
@@ -110,24 +110,49 @@ def ov_circuits(value: Tensor, output: Tensor, value_of: Sequence[int] | None = 
 def _similarity(own: Tensor, shared: Tensor, group_of: Sequence[int] | None) -> CircuitSimilarity:
     """Compare the circuits of `own` (..., H, k, d) and `shared` (..., G, k, d')."""
     *batch, H, k, d = own.shape
-    group = groups_of(H, shared.shape[-3], group_of, own.device)
     wide = torch.promote_types(own.dtype, shared.dtype)
-    layers, others = own.reshape(-1, H, k, d), shared.to(wide).reshape(-1, *shared.shape[-3:])
-    at_once = layers_at_once(layers)
-    parts = [_inner_products(*pair, group) for pair in zip(layers.split(at_once), others.split(at_once))]
-    inner, norm = (torch.cat(each).reshape(*batch, *each[0].shape[1:]) for each in zip(*parts))
-    return _summarise(inner, norm)
+    heads = whiten_layers(shared.to(wide).reshape(-1, *shared.shape[-3:]), _RANK_TOL)
+    sums = circuit_sums(own.reshape(-1, H, k, d), heads, group_of)
+    return circuits_of(CircuitSums(*(part.reshape(*batch, *part.shape[1:]) for part in vars(sums).values())))
 
 
-def _inner_products(own: Tensor, shared: Tensor, group: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Inner products of circuits ``(L, H, H)``, up to a scale of each head, and the circuits' norms ``(L, H)``."""
+@dataclass(frozen=True)
+class CircuitSums:
+    """What the cosines of circuits are made of; layers in front.
+
+    Attributes:
+        inner: ``(..., H, H)``, inner products of circuits, up to a scale of each head.
+        norm: ``(..., H)``, the circuits' norms.
+    """
+
+    inner: Tensor
+    norm: Tensor
+
+
+@torch.no_grad()
+def circuit_sums(own: Tensor, shared: WhitenedHeads, group_of: Sequence[int] | None = None) -> CircuitSums:
+    """Compute inner products of circuits, some layers at a time.
+
+    Args:
+        own: ``(L, H, k, d)``, queries or outputs.
+        shared: keys or values ``(L, G, k, d')``, whitened.
+        group_of: the one of G of each of the H heads.
+
+    Returns:
+        What `circuits_of` takes.
+    """
+    group = groups_of(own.shape[1], shared.rows.shape[1], group_of, own.device)
+    of_layers = lambda some, *tensors: _inner_products(some, WhitenedHeads(*tensors), group)  # noqa: E731
+    return by_layers(of_layers, own, *vars(shared).values())
+
+
+def _inner_products(own: Tensor, keys: WhitenedHeads, group: Tensor | None) -> CircuitSums:
     # K = M R with R a frame of the rows of K, so that Q^T K = (M^T Q)^T R and the circuit's norm is ||M^T Q||: nothing
     # cancels, however unevenly a head shares its scale between Q and K.
-    keys = whiten_heads(shared, _RANK_TOL)
     left, norm = _mixed(own, keys, group)
     H, k = own.shape[1:3]
-    G = shared.shape[1]
-    inner = left.new_empty(len(left), H, H)
+    G = keys.rows.shape[1]
+    inner = []
     flat, rows = left.flatten(1, 2), keys.rows.flatten(1, 2)
     each = len(left) * left.element_size() * k * k * (H + H)
     for part in head_chunks(H, each, at_least=at_least(left)):
@@ -140,8 +165,8 @@ def _inner_products(own: Tensor, shared: Tensor, group: Tensor | None) -> tuple[
         else:
             mine = keys.rows.index_select(1, group[part]).flatten(1, 2)
             of_keys = (mine @ rows.mT).unflatten(1, (-1, k)).unflatten(-1, (G, k)).index_select(-2, group[part.start :])
-        write_symmetric(inner, part, product.mul_(of_keys).sum((2, 4)))
-    return inner, norm
+        inner.append((part, product.mul_(of_keys).sum((2, 4))))
+    return CircuitSums(symmetric(H, inner), norm)
 
 
 def _mixed(own: Tensor, keys: WhitenedHeads, group: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -155,9 +180,11 @@ def _mixed(own: Tensor, keys: WhitenedHeads, group: Tensor | None) -> tuple[Tens
     return left, size * norm
 
 
-def _summarise(inner: Tensor, norm: Tensor) -> CircuitSimilarity:
+@torch.no_grad()
+def circuits_of(sums: CircuitSums) -> CircuitSimilarity:
     """Divide inner products by norms."""
-    norm, dead = dead_heads(norm, _RANK_TOL)
+    inner = sums.inner
+    norm, dead = dead_heads(sums.norm, _RANK_TOL)
     live, pairs = ~dead, live_pairs(dead)
     unit = inner.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt().masked_fill(dead, 1)
     unit = torch.where(norm.isfinite(), unit, torch.nan)

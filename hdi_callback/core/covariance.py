@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hdi_callback.core.pairs import head_chunks, write_symmetric
+from hdi_callback.core.pairs import head_chunks, symmetric
 from hdi_callback.errors import ShapeError
 
 
@@ -115,7 +115,7 @@ class OutputMoments:
         """Chunks of heads, each with a view of its scatter, ``(..., heads, d_v, heads from its first one on, d_v)``."""
         H, k = self.centre.shape[-2:]
         start = 0
-        for part in _chunks(H):
+        for part in _chunks(H, k):
             shape = (part.stop - part.start, k, H - part.start, k)
             size = math.prod(shape)
             yield part, self.scatter[..., start : start + size].unflatten(-1, shape)
@@ -170,29 +170,61 @@ def covariance_of(moments: OutputMoments, output_weight: Tensor) -> HeadCovarian
     Returns:
         The covariance, as `head_covariance` gives it.
     """
+    return covariance_from(covariance_sums(moments, output_weight))
+
+
+@dataclass(frozen=True)
+class CovarianceSums:
+    """What the covariance term is made of, small enough for the host; layers in front.
+
+    Attributes:
+        count: ``(...)``, number of tokens.
+        scale: ``(...)``, by which second moments were divided, as squares of small ones leave the range of float32.
+        trace: ``(..., H, H)``, traces of the scaled second moments of contributions.
+        shared: ``(..., H, H)``, squared norms of the scaled second moments before the output projection.
+        means: ``(..., H, H)``, inner products of what heads add on average, in float64.
+    """
+
+    count: Tensor
+    scale: Tensor
+    trace: Tensor
+    shared: Tensor
+    means: Tensor
+
+
+@torch.no_grad()
+def covariance_sums(moments: OutputMoments, output_weight: Tensor) -> CovarianceSums:
+    """Reduce moments and weights, as `covariance_of` takes them, to what `covariance_from` takes."""
     *_, H, k, _ = output_weight.shape
     weight = output_weight.to(moments.scatter.dtype)
     flat = weight.flatten(-3, -2)  # (..., H d_v, d)
-    # Scaled, as squares of small outputs leave the range of float32.
     scale = moments.scatter.abs().amax(-1)
-    scale = torch.where(scale > 0, scale, 1)[..., None, None]
-    trace, shared = (moments.scatter.new_empty(*moments.count.shape, H, H) for _ in range(2))
+    scale = torch.where(scale > 0, scale, 1)
+    trace, shared = [], []
     for part, chunk in moments.chunks():
         first = part.start * k
         mixing = (flat[..., first : part.stop * k, :] @ flat[..., first:, :].mT).view_as(chunk)
-        chunk = chunk / scale[..., None, None]
-        write_symmetric(trace, part, mixing.mul_(chunk).sum((-3, -1)))
-        write_symmetric(shared, part, chunk.square_().sum((-3, -1)))
-    count = moments.count[..., None, None]
-    trace = torch.where(count > 1, trace * scale / count, torch.nan)
+        chunk = chunk / scale[..., None, None, None, None]
+        trace.append((part, mixing.mul_(chunk).sum((-3, -1))))
+        shared.append((part, chunk.square_().sum((-3, -1))))
     means = (moments.centre[..., None, :] @ weight)[..., 0, :]  # (..., H, d), what each head adds on average
+    means = means if means.device.type == "mps" else means.double()
+    return CovarianceSums(moments.count, scale, symmetric(H, trace), symmetric(H, shared), means @ means.mT)
+
+
+@torch.no_grad()
+def covariance_from(sums: CovarianceSums) -> HeadCovariance:
+    """Divide the sums: the covariance, as `head_covariance` gives it."""
+    H = sums.trace.shape[-1]
+    count = sums.count[..., None, None]
+    trace = torch.where(count > 1, sums.trace * sums.scale[..., None, None] / count, torch.nan)
     own, total = trace.diagonal(dim1=-2, dim2=-1), trace.sum((-2, -1))
-    heads = own + means.square().sum(-1)
-    output = total + means.sum(-2).square().sum(-1)
+    heads = own + sums.means.diagonal(dim1=-2, dim2=-1).to(own.dtype)
+    output = total + sums.means.sum((-2, -1)).to(own.dtype)
     variance = own.sum(-1) / H
     covariance = (total - own.sum(-1)) / (float(H * (H - 1)) or torch.nan)
     factor = total / H**2 / variance
-    size = shared.diagonal(dim1=-2, dim2=-1).sqrt()
+    size = sums.shared.diagonal(dim1=-2, dim2=-1).sqrt()
     return HeadCovariance(
         trace=trace,
         variance=variance,
@@ -201,9 +233,9 @@ def covariance_of(moments: OutputMoments, output_weight: Tensor) -> HeadCovarian
         variance_factor=factor,
         # Heads that cancel leave rounding of either sign: cap before inverting.
         effective_heads=1 / factor.clamp_min(1 / H),
-        output_overlap=shared / (size[..., :, None] * size[..., None, :]),
+        output_overlap=sums.shared / (size[..., :, None] * size[..., None, :]),
         contribution=(heads.clamp_min(0) / output.clamp_min(0)[..., None]).sqrt(),
-        tokens=moments.count,
+        tokens=sums.count,
     )
 
 
@@ -242,10 +274,10 @@ def outputs_not_finite(outputs: Tensor, valid: Tensor | None = None) -> Tensor:
 
 def scatter_size(heads: int, width: int) -> int:
     """Return the number of entries of a scatter of one layer."""
-    blocks: int = sum((part.stop - part.start) * (heads - part.start) for part in _chunks(heads))
+    blocks: int = sum((part.stop - part.start) * (heads - part.start) for part in _chunks(heads, width))
     return width**2 * blocks
 
 
-def _chunks(heads: int) -> Iterator[slice]:
-    """Four chunks of heads, whose products with all heads from their first one on leave out 3/8."""
-    return head_chunks(heads, 0, at_least=4)
+def _chunks(heads: int, width: int) -> Iterator[slice]:
+    """Four chunks of heads, whose products with all heads from their first one on leave out 3/8; one of small heads."""
+    return head_chunks(heads, 0, at_least=4 if heads * width >= 256 else 1)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from hdi_callback.core.pairs import at_least, head_chunks, largest_pair, live_pairs, mean_over_pairs, write_symmetric
-from hdi_callback.core.whitening import layers_at_once, whiten_heads
+from hdi_callback.core.pairs import at_least, head_chunks, largest_pair, live_pairs, mean_over_pairs, symmetric
+from hdi_callback.core.whitening import WhitenedHeads, by_layers, whiten_layers
 from hdi_callback.errors import MisconfigurationError, ShapeError
 
 
@@ -109,22 +109,39 @@ def head_diversity(weight: Tensor, *, rank_tol: float = 1e-6) -> HeadDiversity:
     """
     _require_heads(weight, rank_tol)
     *batch, H, k, d = weight.shape
-    layers = weight.reshape(-1, H, k, d)
-    results = []
-    for some in layers.split(layers_at_once(layers)):
-        heads = whiten_heads(some, rank_tol)
-        results.append(
-            (
-                *_block_norms(heads.rows, heads.mixing.to(heads.rows.dtype)),
-                heads.norm,
-                heads.dead,
-                _flatness(heads.mixing),
-            )
-        )
-    shared, energy, norm, dead, flatness = (
-        torch.cat(each).reshape(*batch, *each[0].shape[1:]) for each in zip(*results)
-    )
-    return _summarise(shared, energy, norm, dead, flatness, d)
+    sums = diversity_sums(whiten_layers(weight.reshape(-1, H, k, d), rank_tol))
+    return diversity_of(DiversitySums(*(part.reshape(*batch, *part.shape[1:]) for part in vars(sums).values())), d)
+
+
+@dataclass(frozen=True)
+class DiversitySums:
+    """What the overlaps of heads are made of, small enough for the host; layers in front.
+
+    Attributes:
+        shared: ``(..., H, H)``, squared norms of the products of two heads' orthonormal rows.
+        energy: ``(..., H, H)``, the same of the heads themselves, scaled to norm 1.
+        norm: ``(..., H)``, norms of the heads.
+        dead: ``(..., H)``, True where a head is all but zero.
+        flatness: ``(..., H)``, spectral flatness of the heads.
+    """
+
+    shared: Tensor
+    energy: Tensor
+    norm: Tensor
+    dead: Tensor
+    flatness: Tensor
+
+
+@torch.no_grad()
+def diversity_sums(heads: WhitenedHeads) -> DiversitySums:
+    """Reduce whitened heads ``(L, H, d_k, d)`` to what `diversity_of` takes, some layers at a time."""
+
+    def of_layers(*tensors: Tensor) -> DiversitySums:
+        some = WhitenedHeads(*tensors)
+        norms = _block_norms(some.rows, some.mixing.to(some.rows.dtype))
+        return DiversitySums(*norms, some.norm, some.dead, _flatness(some.mixing))
+
+    return by_layers(of_layers, *vars(heads).values())
 
 
 def _block_norms(rows: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,17 +156,17 @@ def _block_norms(rows: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor]:
     """
     L, H, k, _ = rows.shape
     flat = rows.flatten(1, 2)  # (L, H k, d)
-    shared, energy = rows.new_empty(L, H, H), rows.new_empty(L, H, H)
+    shared, energy = [], []
     # The product, and what it becomes, side by side.
     for part in head_chunks(H, 2 * L * k * H * k * rows.element_size(), at_least=at_least(rows)):
         n, m = part.stop - part.start, H - part.start
         product = flat[:, part.start * k : part.stop * k] @ flat[:, part.start * k :].mT
         mixed = mixing[:, part] @ product.view(L, n, k, m * k)
-        write_symmetric(shared, part, product.square_().view(L, n, k, m, k).sum((2, 4)))
+        shared.append((part, product.square_().view(L, n, k, m, k).sum((2, 4))))
         # (L, others, heads k, k), strided: batched products read it as it lies.
         mixed = mixed.view(L, n * k, m, k).transpose(1, 2) @ mixing[:, part.start :].mT
-        write_symmetric(energy, part, mixed.square_().view(L, m, n, k * k).sum(-1).mT)
-    return shared, energy
+        energy.append((part, mixed.square_().view(L, m, n, k * k).sum(-1).mT))
+    return symmetric(H, shared), symmetric(H, energy)
 
 
 def _flatness(mixing: Tensor) -> Tensor:
@@ -159,10 +176,10 @@ def _flatness(mixing: Tensor) -> Tensor:
     return flatness
 
 
-def _summarise(
-    shared: Tensor, energy: Tensor, norm: Tensor, dead: Tensor, flatness: Tensor, width: int
-) -> HeadDiversity:
-    """Reduce the squared norms of the blocks, all layers at once."""
+@torch.no_grad()
+def diversity_of(sums: DiversitySums, width: int) -> HeadDiversity:
+    """Reduce the squared norms of the blocks, all layers at once; `width` is the number of input features."""
+    shared, energy, dead = sums.shared, sums.energy, sums.dead
     out = shared.dtype
     live = ~dead
     heads = live.sum(-1).to(out)
@@ -183,9 +200,9 @@ def _summarise(
         chance=1 - mean_chance,
         ceiling=torch.where(mean_chance.isnan(), torch.nan, 1 - crowding.clamp_min(0)),
         rank=rank,
-        flatness=torch.where(dead, 0, flatness).to(out),
+        flatness=torch.where(dead, 0, sums.flatness).to(out),
         dead=dead,
-        head_norm=norm.to(out),
+        head_norm=sums.norm.to(out),
     )
 
 

@@ -50,17 +50,43 @@ def head_movement(now: Sequence[Tensor], before: Sequence[Tensor]) -> HeadMoveme
             f"Two readings of the same weights have the same shapes, got {[tuple(w.shape) for w in now]} and "
             f"{[tuple(w.shape) for w in before]}."
         )
+    return movement_of(movement_sums([weight[None] for weight in now], [weight[None] for weight in before]))
+
+
+@dataclass(frozen=True)
+class MovementSums:
+    """What the movement of heads is made of, by head ``(..., H)``.
+
+    Attributes:
+        moved: squared norm of the change.
+        size: squared norm before.
+        same: share of weights that are exactly what they were.
+    """
+
+    moved: Tensor
+    size: Tensor
+    same: Tensor
+
+
+@torch.no_grad()
+def movement_sums(now: Sequence[Tensor], before: Sequence[Tensor]) -> MovementSums:
+    """Reduce stacks of weights ``(roles, ..., H, width, features)`` now and before to what `movement_of` takes."""
     moved = size = same = torch.zeros((), device=now[0].device)
     for weight, last in zip(now, before):
         wide = torch.promote_types(weight.dtype, torch.float32)
         last = last.to(weight.device, wide, non_blocking=True)
         change = weight.to(wide) - last
-        moved = moved + torch.linalg.vector_norm(change, dim=(-2, -1)).square()
-        size = size + torch.linalg.vector_norm(last, dim=(-2, -1)).square()
-        same = same + change.eq_(0).sum((-2, -1))  # as floats, in place: summing booleans is six times as slow
-    count = sum(weight.shape[-2:].numel() for weight in now)
-    movement = torch.where(size == 0, torch.nan, (moved / size).sqrt())
-    return HeadMovement(torch.where(moved == 0, 0, movement), same / count)
+        moved = moved + torch.linalg.vector_norm(change, dim=(-2, -1)).square().sum(0)
+        size = size + torch.linalg.vector_norm(last, dim=(-2, -1)).square().sum(0)
+        same = same + change.eq_(0).sum((0, -2, -1))  # as floats, in place: summing booleans is six times as slow
+    return MovementSums(moved, size, same / sum(len(weight) * weight.shape[-2:].numel() for weight in now))
+
+
+@torch.no_grad()
+def movement_of(sums: MovementSums) -> HeadMovement:
+    """Divide the sums."""
+    movement = torch.where(sums.size == 0, torch.nan, (sums.moved / sums.size).sqrt())
+    return HeadMovement(torch.where(sums.moved == 0, 0, movement), sums.same)
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -64,7 +64,13 @@ def head_chunks(heads: int, bytes_of_head: int, *, at_least: int = 1) -> Iterato
         yield slice(start, min(start + step, heads))
 
 
-def write_symmetric(matrix: Tensor, part: slice, blocks: Tensor) -> None:
-    """Write the rows of some heads from the diagonal on, and their mirror image."""
-    matrix[..., part, part.start :] = blocks
-    matrix[..., part.start :, part] = blocks.mT
+def symmetric(heads: int, chunks: Sequence[tuple[slice, Tensor]]) -> Tensor:
+    """Join the rows of chunks of heads, each from its first head on, and mirror them: ``(..., H, H)``."""
+    blocks = chunks[0][1]
+    if len(chunks) == 1:
+        return blocks
+    matrix = blocks.new_empty(*blocks.shape[:-2], heads, heads)
+    for part, blocks in chunks:
+        matrix[..., part, part.start :] = blocks
+        matrix[..., part.start :, part] = blocks.mT
+    return matrix

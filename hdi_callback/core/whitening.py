@@ -9,12 +9,16 @@ square of the condition number; this order amplifies nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from hdi_callback.core.pairs import TEMPORARY, head_chunks
+
+R = TypeVar("R")
 
 _FINEST_RANK_TOL = 1e-7  # its square must stay above the rounding of a Gram matrix in float64
 
@@ -75,6 +79,21 @@ def whiten_heads(weight: Tensor, rank_tol: float) -> WhitenedHeads:
     for part in chunks:
         rows[..., part, :, :] = (T * scale)[..., part, :, :] @ weight[..., part, :, :].to(wide)
     return WhitenedHeads(rows, gram @ T.mT, norm, dead)
+
+
+def whiten_layers(layers: Tensor, rank_tol: float = 1e-6) -> WhitenedHeads:
+    """Whiten the heads of stacked layers ``(L, H, d_k, d)``, some layers at a time."""
+    return by_layers(lambda weight: whiten_heads(weight, rank_tol), layers)
+
+
+def by_layers(function: Callable[..., R], *stacks: Tensor) -> R:
+    """Return the records of tensors that a function makes of some layers of the stacks at a time, joined."""
+    at_once = layers_at_once(stacks[0])
+    parts = [function(*some) for some in zip(*(stack.split(at_once) for stack in stacks))]
+    if len(parts) == 1:
+        return parts[0]
+    names = [field.name for field in fields(parts[0])]  # type: ignore[arg-type]
+    return type(parts[0])(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
 
 def _well_conditioned(weight: Tensor, rank_tol: float) -> WhitenedHeads | None:

@@ -11,12 +11,14 @@ from torch import Tensor
 from hdi_callback.attention.capture import Captured
 from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.core import (
+    CovarianceSums,
     HeadCovariance,
     OutputMoments,
     TokenSpread,
     TokenSums,
     count_and_total,
-    covariance_of,
+    covariance_from,
+    covariance_sums,
     outputs_not_finite,
     token_metrics,
 )
@@ -58,10 +60,14 @@ class OutputCovariance(SumSource):
         """See `SumSource`."""
         return layer.weight("output").detach()
 
-    def finish(self, sums: OutputMoments, weight: Tensor | None) -> HeadCovariance:
+    def reduce(self, sums: OutputMoments, weight: Tensor | None) -> CovarianceSums:
         """See `SumSource`."""
         assert weight is not None
-        return covariance_of(sums, weight)
+        return covariance_sums(sums, weight)
+
+    def finish(self, sums: CovarianceSums) -> HeadCovariance:
+        """See `SumSource`."""
+        return covariance_from(sums)
 
     def size(self, layer: AttentionLayer) -> int:
         """See `SumSource`."""
@@ -81,7 +87,7 @@ class OutputFiniteness(SumSource):
         """See `SumSource`."""
         return NotFinite(torch.zeros(layer.num_heads, device=device))
 
-    def finish(self, sums: NotFinite, weight: Tensor | None) -> NotFinite:
+    def finish(self, sums: NotFinite) -> NotFinite:
         """See `SumSource`."""
         return NotFinite(sums.not_finite.clamp(max=1))
 
@@ -119,9 +125,13 @@ class InputTokens(SumSource):
         """See `SumSource`."""
         return TokenSums.zeros(_width(layer), device, with_rank=self._with_rank)
 
-    def finish(self, sums: TokenSums, weight: Tensor | None) -> TokenSpread:
+    def reduce(self, sums: TokenSums, weight: Tensor | None) -> TokenSpread:
         """See `SumSource`."""
         return token_metrics(sums)
+
+    def finish(self, sums: TokenSpread) -> TokenSpread:
+        """See `SumSource`."""
+        return sums
 
     def size(self, layer: AttentionLayer) -> int:
         """See `SumSource`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time as clock
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -24,12 +24,14 @@ class Result:
     Attributes:
         source: one of `SOURCES`.
         layers: names of the layers, in the order of the first dimension of the tensors.
-        values: a record of tensors ``(len(layers), ...)``, as the catalogue reads it.
+        sums: name -> tensor ``(len(layers), ...)``, what the device has added up; sent to the host.
+        finish: makes of these tensors, on the host, what the catalogue reads.
     """
 
     source: str
     layers: tuple[str, ...]
-    values: Any
+    sums: Mapping[str, Tensor]
+    finish: Callable[..., Any]
 
 
 class Absent(dict[str, dict[str, str]]):
@@ -69,11 +71,9 @@ def apart(record: Any) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class _Column:
-    """One entry of the catalogue, read from one result: where its numbers lie in the copy on the host."""
+class _Place:
+    """One tensor of a result: where its numbers lie in the copy on the host."""
 
-    name: str
-    kind: str  # "values", "heads" or "matrices"
     shape: torch.Size
     pack: tuple[torch.device, torch.dtype]
     start: int
@@ -104,7 +104,7 @@ class Reading:
         self._left_out = ON_REQUEST.difference(metrics)
         self._absent = {layer: dict(reasons) for layer, reasons in absent.items()}
         self._results = list(results)
-        self._columns: dict[int, list[_Column]] = {}  # by result
+        self._places: list[dict[str, _Place]] = []  # of each result
         self._hosts: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._events: list[torch.cuda.Event] = []
         self._send()
@@ -113,22 +113,24 @@ class Reading:
         return f"<Reading at step {self.step}: {len(self.layers)} layers; its numbers: record()>"
 
     def _send(self) -> None:
-        """Pack all that a record keeps into one tensor for each device and type, and start its copy to the host."""
+        """Pack all sums into one tensor for each device and type, and start its copy to the host."""
         parts: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         sizes: Counter[tuple[torch.device, torch.dtype]] = Counter()
         for result in self._results:
-            columns = self._columns.setdefault(id(result), [])
-            for kind, name, tensor in _read(result, self._left_out):
+            places = {}
+            for name, tensor in result.sums.items():
                 pack = tensor.device, tensor.dtype
                 parts.setdefault(pack, []).append(tensor.detach().reshape(-1))
-                columns.append(_Column(name, kind, tensor.shape, pack, sizes[pack]))
+                places[name] = _Place(tensor.shape, pack, sizes[pack])
                 sizes[pack] += tensor.numel()
+            self._places.append(places)
         for pack, tensors in parts.items():
             packed = torch.cat(tensors)
             device = packed.device
+            if device.type == "meta":  # which holds no numbers
+                continue
             if device.type != "cuda":
-                is_empty = device.type == "meta"  # which holds no numbers
-                self._hosts[pack] = torch.full(packed.shape, math.nan, device="cpu") if is_empty else packed.cpu()
+                self._hosts[pack] = packed.cpu()
                 continue
             host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
             self._hosts[pack] = host.copy_(packed, non_blocking=True)
@@ -149,22 +151,30 @@ class Reading:
         """
         for event in self._events:
             event.synchronize()
-        layers = {name: LayerRecord(absent=dict(self._absent.get(name, {}))) for name in self.layers}
-        for result in self._results:
-            columns = self._columns[id(result)]
-            # Lists at once, as a number of a tensor takes long to read.
-            numbers = [(column, self._numbers(column)) for column in columns]
+        absent = Absent({name: dict(self._absent.get(name, {})) for name in self.layers})
+        layers = {name: LayerRecord(absent=absent[name]) for name in self.layers}
+        for result, places in zip(self._results, self._places):
+            columns: list[_Column] = []
+            if all(place.pack in self._hosts for place in places.values()):
+                with absent.unless([result.source], result.layers):
+                    sums = {name: self._arrived(place) for name, place in places.items()}
+                    columns = _read(result.source, result.finish(**sums), self._left_out)
             for row, name in enumerate(result.layers):
-                _enter(layers[name], result.source, [(column, one[row]) for column, one in numbers])
+                _enter(layers[name], result.source, [(column, column.numbers[row]) for column in columns])
         return Record(self.step, layers, epoch=self.epoch, time=self.time)
 
-    def _numbers(self, column: _Column) -> Any:
-        """The numbers of all layers of a result: matrices as one tensor, others as lists."""
-        size = math.prod(column.shape)
-        packed = self._hosts[column.pack][column.start : column.start + size].view(column.shape)
-        if column.kind == "matrices":
-            return packed.to(torch.float32, copy=True)
-        return packed.to(torch.float64).tolist()
+    def _arrived(self, place: _Place) -> Tensor:
+        size = math.prod(place.shape)
+        return self._hosts[place.pack][place.start : place.start + size].view(place.shape)
+
+
+@dataclass(frozen=True)
+class _Column:
+    """One entry of the catalogue, read from one result: the numbers of all its layers."""
+
+    name: str
+    kind: str  # "values", "heads" or "matrices"
+    numbers: Any  # matrices as one tensor, others as lists, as a number of a tensor takes long to read
 
 
 def _enter(layer: LayerRecord, source: str, numbers: Sequence[tuple[_Column, Any]]) -> None:
@@ -190,12 +200,15 @@ def _plain(name: str, numbers: list[float]) -> list[Any]:
     return [int(x) if is_whole and math.isfinite(x) else x for x in numbers]
 
 
-def _read(result: Result, left_out: Collection[str]) -> list[tuple[str, str, Tensor]]:
-    """Everything that the catalogue reads from one result: kind, name, tensor."""
+def _read(source: str, values: Any, left_out: Collection[str]) -> list[_Column]:
+    """Everything that the catalogue reads from what one source gave."""
     tables = (("values", METRICS), ("heads", HEADS), ("matrices", MATRICES))
-    return [
-        (kind, name, entry.read(result.values))
-        for kind, table in tables
-        for name, entry in table.items()
-        if entry.source == result.source and name not in left_out
-    ]
+    columns = []
+    for kind, table in tables:
+        for name, entry in table.items():
+            if entry.source == source and name not in left_out:
+                tensor = entry.read(values)
+                is_matrix = kind == "matrices"
+                numbers = tensor.to(torch.float32, copy=True) if is_matrix else tensor.to(torch.float64).tolist()
+                columns.append(_Column(name, kind, numbers))
+    return columns

@@ -80,7 +80,7 @@ class AttentionRows(SumSource):
         unseen = torch.zeros(layer.num_heads, 1, self._positions or 1, device=device)
         return attention_rows(unseen, unseen > 0)  # a query that sees no key
 
-    def finish(self, sums: RowSums, weight: Tensor | None) -> RowMetrics:
+    def finish(self, sums: RowSums) -> RowMetrics:
         """See `SumSource`."""
         return row_metrics(sums)
 
@@ -107,7 +107,7 @@ class QueryKeyNorms(SumSource):
         none = torch.zeros(layer.num_heads, device=device)
         return NormSums(torch.zeros((), device=device), none, none)
 
-    def finish(self, sums: NormSums, weight: Tensor | None) -> NormSums:
+    def finish(self, sums: NormSums) -> NormSums:
         """See `SumSource`."""
         count = sums.count[..., None]
         return NormSums(sums.count, sums.query / count, sums.key / count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,12 +54,16 @@ class SumSource(ABC):
         """Make the sums over nothing, of the same shapes."""
 
     def weight(self, layer: AttentionLayer) -> Tensor | None:
-        """Read the weight that `finish` takes, on every rank, as it may be gathered."""
+        """Read the weight that `reduce` takes, on every rank, as it may be gathered."""
         return None
 
+    def reduce(self, sums: Any, weight: Tensor | None) -> Any:
+        """Make the sums over all ranks small enough for the host; of layers of one shape, which are stacked."""
+        return sums
+
     @abstractmethod
-    def finish(self, sums: Any, weight: Tensor | None) -> Any:
-        """Make of the sums over all ranks what the catalogue reads; of layers of one shape, which are stacked."""
+    def finish(self, sums: Any) -> Any:
+        """Make of them, on the host, what the catalogue reads."""
 
     def size(self, layer: AttentionLayer) -> int:
         """Return about how many numbers the sums of a layer hold."""
@@ -90,9 +95,9 @@ def measure_sums(
     results = []
     for some in _chunks(able, source):
         source.begin(some, captured, ranks)
-        sums = _sums_of(source, some, captured, ranks, absent)
+        own = _sums_of(source, some, captured, ranks, absent)
         groups: dict[Any, list[tuple[str, Any, Tensor | None]]] = {}
-        for layer, total in zip(some, ranks.add([sums[layer.name] for layer in some])):
+        for layer, total in zip(some, ranks.add([own[layer.name] for layer in some])):
             with absent.unless([source.name], [layer.name]):
                 weight = source.weight(layer)
                 tensors = [*vars(total).values(), *([] if weight is None else [weight])]
@@ -101,9 +106,13 @@ def measure_sums(
         for group in groups.values():
             names, totals, weights = zip(*group)
             with absent.unless([source.name], names):
-                values = source.finish(joined(totals), None if weights[0] is None else stacked(weights))
-                results.append(Result(source.name, names, values))
+                sums = source.reduce(joined(totals), None if weights[0] is None else stacked(weights))
+                results.append(Result(source.name, names, vars(sums), partial(_finish, source, type(sums))))
     return results
+
+
+def _finish(source: SumSource, kind: Any, **sums: Tensor) -> Any:
+    return source.finish(kind(**sums))
 
 
 def _is_left_out(source: SumSource, layer: AttentionLayer, captured: Mapping[str, Captured], absent: Absent) -> bool:

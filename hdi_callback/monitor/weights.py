@@ -4,28 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hdi_callback.attention.layer import ROLES, AttentionLayer
-from hdi_callback.core import HeadMovement, head_diversity, head_movement, not_finite, ov_circuits, qk_circuits
+from hdi_callback.core import (
+    CircuitSums,
+    DiversitySums,
+    HeadMovement,
+    MovementSums,
+    WhitenedHeads,
+    circuit_sums,
+    circuits_of,
+    diversity_of,
+    diversity_sums,
+    movement_of,
+    movement_sums,
+    not_finite,
+    whiten_layers,
+)
 from hdi_callback.monitor.metrics import FINITENESS, KEYS, MOVEMENT, OV, QK, WEIGHT_SOURCES
 from hdi_callback.monitor.ranks import checksums_of
-from hdi_callback.monitor.reading import Absent, Result, stacked
+from hdi_callback.monitor.reading import Absent, Result
 
 _ROLES_OF = {KEYS: ("key",), QK: ("query", "key"), OV: ("value", "output"), FINITENESS: (), MOVEMENT: ()}
 """Roles that a source cannot do without; those of no role take the weights that there are."""
 
-_AT_ONCE = 2**26
+_SIDE_BY_SIDE = ("key", "value", "query", "output")
+"""The order of roles in a stack: those that are whitened lie side by side, and those that are not."""
+
+_AT_ONCE = 2**25
 """Numbers of weights that are stacked at once on a device."""
 
 _AT_ONCE_ON_CPU = 2**19
 """The same on a CPU, where batches gain nothing for wide layers and no longer fit into its cache."""
 
+_LARGEST_ON_DEVICE = 2**28
+"""Bytes of weights that stay on a device until the next reading; further ones go to the host."""
+
 _LARGEST_KEPT = 2**31
-"""Bytes of weights that are kept on the host until the next reading; the movement of further layers is absent."""
+"""Bytes of weights that are kept until the next reading; the movement of further layers is absent."""
 
 
 @dataclass(frozen=True)
@@ -118,38 +139,136 @@ class WeightReader:
 
     def _measure_group(self, group: Sequence[tuple[AttentionLayer, dict[str, Tensor]]], absent: Absent) -> list[Result]:
         names = tuple(layer.name for layer, _ in group)
-        first, roles = group[0]
-        results = []
+        layer = group[0][0]
+        results: list[Result] = []
         with absent.unless(self.sources, names):
-            together = {role: stacked([weights[role] for _, weights in group]) for role in roles}
-            if together and self._with_checksums:
-                self.checksums |= dict(zip(names, checksums_of(together)))
-            for source in self.sources:
-                if together and set(_ROLES_OF[source]) <= together.keys():
-                    with absent.unless([source], names):
-                        results.append(Result(source, names, self._compute(source, names, first, together)))
-        return results
+            stacks = _Stacks([weights for _, weights in group])
+            if stacks.of and self._with_checksums:
+                self.checksums |= dict(zip(names, checksums_of(stacks.of)))
+            able = [source for source in self.sources if stacks.of and set(_ROLES_OF[source]) <= stacks.of.keys()]
+            for sources, measure in (
+                ((QK, OV), _measure_circuits),
+                ((KEYS,), _measure_keys),
+                ((FINITENESS,), _measure_finiteness),
+                ((MOVEMENT,), self._last.measure_movement),
+            ):
+                wanted = [source for source in sources if source in able]
+                with absent.unless(wanted, names):
+                    results += measure(wanted, names, layer, stacks) if wanted else []
+        return sorted(results, key=lambda result: self.sources.index(result.source))
 
-    def _compute(self, source: str, names: Sequence[str], layer: AttentionLayer, weights: Mapping[str, Tensor]) -> Any:
-        """Measure one source of layers with stacked weights; `layer` is one of them."""
-        if source == KEYS:
-            return head_diversity(weights["key"])
-        if source == QK:
-            return qk_circuits(weights["query"], weights["key"], layer.key_of)
-        if source == OV:
-            return ov_circuits(weights["value"], weights["output"], layer.value_of)
-        if source == FINITENESS:
-            return _finiteness(layer, weights)
-        own = {role: weight for role, weight in weights.items() if weight.shape[1] == layer.num_heads}
-        return self._last.movement(names, own)
+
+class _Stacks:
+    """Weights of layers that are alike: roles of one shape lie in one tensor, which one call measures.
+
+    Attributes:
+        whole: roles -> ``(roles, layers, heads, width, features)``; nobody else writes into it.
+        of: role -> its part, a view ``(layers, heads, width, features)``.
+    """
+
+    def __init__(self, weights: Sequence[Mapping[str, Tensor]]) -> None:
+        alike: dict[Any, list[str]] = {}
+        for role in _SIDE_BY_SIDE:
+            if role in weights[0]:
+                weight = weights[0][role]
+                alike.setdefault((weight.shape, weight.dtype, weight.device), []).append(role)
+        self.whole: dict[tuple[str, ...], Tensor] = {}
+        self.of: dict[str, Tensor] = {}
+        self._whitened: dict[str, WhitenedHeads] = {}
+        for roles in alike.values():
+            stack = torch.stack([weight[role] for role in roles for weight in weights])
+            self.whole[tuple(roles)] = stack = stack.unflatten(0, (len(roles), len(weights)))
+            self.of |= dict(zip(roles, stack.unbind()))
+
+    def pair(self, first: str, second: str) -> Tensor | None:
+        """Return two roles as one stack of twice as many layers, if they are alike."""
+        for roles, stack in self.whole.items():
+            if first in roles and second in roles:
+                place = roles.index(first)
+                return stack[place : place + 2].flatten(0, 1)
+        return None
+
+    def whitened(self, role: str) -> WhitenedHeads:
+        """Whiten the heads of a role, once."""
+        if role not in self._whitened:
+            self._whitened[role] = whiten_layers(self.of[role])
+        return self._whitened[role]
+
+    def whitened_pair(self, first: str, second: str) -> WhitenedHeads | None:
+        """Whiten the heads of two roles together, if they are alike."""
+        pair = self.pair(first, second)
+        if pair is None:
+            return None
+        heads = whiten_layers(pair)
+        for role, start in ((first, 0), (second, len(pair) // 2)):
+            rows = slice(start, start + len(pair) // 2)
+            self._whitened[role] = WhitenedHeads(*(tensor[rows] for tensor in vars(heads).values()))
+        return heads
+
+
+def _measure_circuits(
+    wanted: Collection[str], names: tuple[str, ...], layer: AttentionLayer, stacks: _Stacks
+) -> list[Result]:
+    """Measure likeness of the circuits, of both in one call where all weights are alike."""
+    own = stacks.pair("query", "output") if set(wanted) == {QK, OV} and layer.key_of == layer.value_of else None
+    shared = None if own is None else stacks.whitened_pair("key", "value")
+    results = []
+    if own is not None and shared is not None:
+        both = {
+            name: tensor.unflatten(0, (2, -1)) for name, tensor in vars(circuit_sums(own, shared, layer.key_of)).items()
+        }
+        for place, source in enumerate((QK, OV)):
+            results.append(Result(source, names, {name: sums[place] for name, sums in both.items()}, _circuits))
+        return results
+    for source, role, shared_role, group_of in (
+        (QK, "query", "key", layer.key_of),
+        (OV, "output", "value", layer.value_of),
+    ):
+        if source in wanted:
+            sums = circuit_sums(stacks.of[role], stacks.whitened(shared_role), group_of)
+            results.append(Result(source, names, vars(sums), _circuits))
+    return results
+
+
+def _measure_keys(
+    wanted: Collection[str], names: tuple[str, ...], layer: AttentionLayer, stacks: _Stacks
+) -> list[Result]:
+    """Measure diversity of the keys."""
+    finish = partial(_diversity, stacks.of["key"].shape[-1])
+    return [Result(KEYS, names, vars(diversity_sums(stacks.whitened("key"))), finish)]
+
+
+def _circuits(**sums: Tensor) -> Any:
+    return circuits_of(CircuitSums(**sums))
+
+
+def _diversity(width: int, **sums: Tensor) -> Any:
+    return diversity_of(DiversitySums(**sums), width)
+
+
+def _measure_finiteness(
+    wanted: Collection[str], names: tuple[str, ...], layer: AttentionLayer, stacks: _Stacks
+) -> list[Result]:
+    """Count the roles of each head that are not finite; keys and values of a group belong to all of its heads."""
+    shared = {"key": layer.key_of, "value": layer.value_of}
+
+    def finish(**bad: Tensor) -> NotFinite:
+        by_role = []
+        for role, heads in bad.items():
+            is_shared = heads.shape[-1] != layer.num_heads
+            by_role.append(torch.stack([heads[:, head] for head in shared[role]], -1) if is_shared else heads)
+        return NotFinite(torch.stack(by_role).sum(0))
+
+    bad = {role: heads for roles, stack in stacks.whole.items() for role, heads in zip(roles, not_finite(stack))}
+    return [Result(FINITENESS, names, bad, finish)]
 
 
 class _LastWeights:
-    """Weights of the last reading, on the host."""
+    """Weights of the last reading: the stacks that were measured, on their device while they are few."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, str], Tensor] = {}
-        self._next: dict[tuple[str, str], Tensor] = {}
+        self._kept: dict[tuple[tuple[str, ...], tuple[str, ...]], Tensor] = {}  # by layers and roles
+        self._next: dict[tuple[tuple[str, ...], tuple[str, ...]], Tensor] = {}
         self._step: int | None = None
         self._bytes = 0
 
@@ -168,57 +287,35 @@ class _LastWeights:
         """End the reading: its weights are the last ones now."""
         self._kept, self._next = self._next, {}
 
-    def movement(self, names: Sequence[str], weights: Mapping[str, Tensor]) -> HeadMovement:
-        """Compare stacked weights with those of the last reading, and keep them; NaN where there are none.
+    def measure_movement(
+        self, wanted: Collection[str], names: tuple[str, ...], layer: AttentionLayer, stacks: _Stacks
+    ) -> list[Result]:
+        """Compare weights that no heads share with those of the last reading, and keep them; NaN without a last one."""
+        own = {roles: stack for roles, stack in stacks.whole.items() if stack.shape[2] == layer.num_heads}
+        before = [self._kept.get((names, roles)) for roles in own]
+        for roles, stack in own.items():
+            self._keep((names, roles), stack)
+        if any(last is None or last.shape != stack.shape for last, stack in zip(before, own.values())):
+            unknown = torch.full((len(names), layer.num_heads), torch.nan)
+            return [Result(MOVEMENT, names, {"movement": unknown, "unchanged": unknown}, HeadMovement)]
+        sums = movement_sums(list(own.values()), [last for last in before if last is not None])
+        return [Result(MOVEMENT, names, vars(sums), _movement)]
 
-        Args:
-            names: of the layers.
-            weights: role -> ``(layers, H, width, features)``.
-
-        Returns:
-            Movement of the heads.
-        """
-        now = list(weights.values())
-        before = [self._before(names, role, weight) for role, weight in weights.items()]
-        for role, weight in weights.items():
-            for name, own in zip(names, weight):
-                self._keep(name, role, own)
-        moved = head_movement(now, before)
-        # Nothing is equal to NaN, but of weights without a past nothing is known.
-        return HeadMovement(moved.movement, moved.unchanged.masked_fill(moved.movement.isnan(), torch.nan))
-
-    def _before(self, names: Sequence[str], role: str, weight: Tensor) -> Tensor:
-        rows = []
-        for name, own in zip(names, weight):
-            kept = self._kept.get((name, role))
-            is_alike = kept is not None and kept.shape == own.shape
-            rows.append(kept.to(own.device, own.dtype, non_blocking=True) if is_alike else None)  # type: ignore[union-attr]
-        if len(rows) == 1 and rows[0] is not None:
-            return rows[0][None]
-        return torch.stack([torch.full_like(own, torch.nan) if row is None else row for row, own in zip(rows, weight)])
-
-    def _keep(self, name: str, role: str, weight: Tensor) -> None:
-        self._bytes += weight.numel() * weight.element_size()
-        if self.is_full or weight.is_meta:
+    def _keep(self, key: tuple[tuple[str, ...], tuple[str, ...]], stack: Tensor) -> None:
+        self._bytes += stack.numel() * stack.element_size()
+        if self.is_full or stack.is_meta:
             return
-        if weight.device.type == "cuda":
+        if stack.device.type == "cuda" and self._bytes > _LARGEST_ON_DEVICE:
             # The host does not wait for a copy into pinned memory; later reads are queued behind it.
-            host = torch.empty(weight.shape, dtype=weight.dtype, device="cpu", pin_memory=True)
-            self._next[name, role] = host.copy_(weight, non_blocking=True)
-        else:
-            self._next[name, role] = weight.to("cpu", copy=True)
+            host = torch.empty(stack.shape, dtype=stack.dtype, device="cpu", pin_memory=True)
+            stack = host.copy_(stack, non_blocking=True)
+        self._next[key] = stack
 
 
-def _finiteness(layer: AttentionLayer, weights: Mapping[str, Tensor]) -> NotFinite:
-    """Count the roles of each head that are not finite; keys and values of a group belong to all of its heads."""
-    shared = {"key": layer.key_of, "value": layer.value_of}
-    by_role = []
-    for role, weight in weights.items():
-        bad = not_finite(weight)
-        if bad.shape[-1] != layer.num_heads:
-            bad = torch.stack([bad[:, head] for head in shared[role]], -1)
-        by_role.append(bad)
-    return NotFinite(torch.stack(by_role).sum(0))
+def _movement(**sums: Tensor) -> HeadMovement:
+    moved = movement_of(MovementSums(**sums))
+    # Nothing is equal to NaN, but of weights without a finite past nothing is known.
+    return HeadMovement(moved.movement, moved.unchanged.masked_fill(moved.movement.isnan(), torch.nan))
 
 
 def _layers_at_once(weights: Iterable[Tensor]) -> int:

@@ -205,14 +205,14 @@ def test_one_source_that_fails_leaves_the_others(monkeypatch):
         raise FloatingPointError("no such number")
 
     model = Model(2)
-    monkeypatch.setattr(weights_of_monitor, "qk_circuits", broken)
+    monkeypatch.setattr(weights_of_monitor, "circuit_sums", broken)
     monkeypatch.setattr("hdi_callback.monitor.rows.row_metrics", broken)
     with HeadDiversityMonitor(model) as monitor:
         monitor.arm()
         model(X).sum().backward()
         record = monitor.measure(0).record()
     for layer in record.layers.values():
-        assert {"hdi", "circuit_ov", "head_covariance", "token_cosine"} <= layer.values.keys()
+        assert {"hdi", "weights_not_finite", "head_covariance", "token_cosine"} <= layer.values.keys()
         assert layer.absent["QK circuits"] == "measuring it failed (FloatingPointError: no such number)"
         assert "no such number" in layer.absent["attention rows"]
 

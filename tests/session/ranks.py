@@ -21,8 +21,7 @@ from hdi_callback import HeadDiversityMonitor, MonitoringWarning, Reading, StopT
 from hdi_callback.attention import find
 from hdi_callback.attention.capture import Capture
 from hdi_callback.errors import NothingToWatchError
-from hdi_callback.monitor import monitor
-from hdi_callback.monitor.weights import WeightReader
+from hdi_callback.monitor import monitor, weights
 from hdi_callback.rules import Alerts
 from tests.integrations.runs import BATCH, Training, dataset
 
@@ -34,7 +33,7 @@ FAILURES: dict[str, tuple[Any, str]] = {
     "installing hooks": (Capture, "__init__"),
     "capturing": (Capture, "take"),
     "reading attention": (monitor, "take_rows"),
-    "weights": (WeightReader, "_compute"),
+    "weights": (weights, "circuit_sums"),
     "numbers": (Reading, "record"),
     "judging": (Alerts, "judge"),
     "binding an intervention": (StopTraining, "bind"),
