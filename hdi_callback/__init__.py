@@ -23,12 +23,10 @@ _MODULES = {
     "errors": "HDIError HDIWarning MisconfigurationError MonitoringWarning NothingToWatchError ShapeError "
     "UnsupportedAttentionError UnsupportedAttentionWarning",
     "history": "RunHistory load_history",
-    "integrations.ignite": "HDIHandler",
     "integrations.lightning": "HDICallback",
     "integrations.loop": "HeadSession watch_heads",
     "integrations.transformers": "HDITrainerCallback",
-    "interventions": "Call DiversityPenalty Intervention QKClip ReviveHeads SaveCheckpoint ScaleLearningRate "
-    "StopTraining",
+    "interventions": "Call Intervention QKClip ReviveHeads SaveCheckpoint ScaleLearningRate StopTraining",
     "monitor": "METRICS HeadDiversityMonitor Reading",
     "record": "Action Alert LayerRecord Record Sink",
     "rules": "Finding Rule",
@@ -77,13 +75,11 @@ if TYPE_CHECKING:  # the same once more, for type checkers and editors
         UnsupportedAttentionWarning as UnsupportedAttentionWarning,
     )
     from hdi_callback.history import RunHistory as RunHistory, load_history as load_history
-    from hdi_callback.integrations.ignite import HDIHandler as HDIHandler
     from hdi_callback.integrations.lightning import HDICallback as HDICallback
     from hdi_callback.integrations.loop import HeadSession as HeadSession, watch_heads as watch_heads
     from hdi_callback.integrations.transformers import HDITrainerCallback as HDITrainerCallback
     from hdi_callback.interventions import (
         Call as Call,
-        DiversityPenalty as DiversityPenalty,
         Intervention as Intervention,
         QKClip as QKClip,
         ReviveHeads as ReviveHeads,

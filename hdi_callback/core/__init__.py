@@ -30,7 +30,6 @@ from hdi_callback.core.diversity import (
 )
 from hdi_callback.core.fresh import Folding, attention_agreement, fold_head, folding_error, fresh_head
 from hdi_callback.core.movement import HeadMovement, MovementSums, head_movement, movement_of, movement_sums, not_finite
-from hdi_callback.core.penalties import circuit_penalty, diversity_penalty
 from hdi_callback.core.rows import RowMetrics, RowSums, attention_rows, row_metrics
 from hdi_callback.core.tokens import TokenSpread, TokenSums, token_metrics, token_spread
 from hdi_callback.core.whitening import WhitenedHeads, whiten_layers
@@ -54,7 +53,6 @@ __all__ = [
     "WhitenedHeads",
     "attention_agreement",
     "attention_rows",
-    "circuit_penalty",
     "circuit_sums",
     "circuits_of",
     "count_and_total",
@@ -62,7 +60,6 @@ __all__ = [
     "covariance_of",
     "covariance_sums",
     "diversity_of",
-    "diversity_penalty",
     "diversity_sums",
     "fold_head",
     "folding_error",

@@ -204,8 +204,7 @@ class HeadSession(Watcher):
         """Read now, and let interventions act on the gradients; otherwise done as an optimizer begins its step.
 
         Call it after the backward where there is no optimizer that torch knows, or its step is compiled, as nothing can
-        be read within a graph. Also before gradients are clipped, to clip the gradient of `DiversityPenalty` as well.
-        Gradients must have been unscaled; under accumulation call it in the last part only.
+        be read within a graph. Gradients must have been unscaled; under accumulation call it in the last part only.
         """
         self._versions = [weight._version for weight in self._loop.weights]
         self._prepare()

@@ -30,9 +30,8 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
     directory. Where ``report_to`` names them, TensorBoard gets a run ``runs/hdi`` beside the trainer's own, and the W&B
     run of the trainer gets the curves and alerts. A checkpoint keeps what a resumed run needs in the trainer's state.
 
-    The trainer clips gradients before it calls its callbacks, so that what `DiversityPenalty` adds is not clipped. It
-    does not notify its callbacks of exceptions: until `close` is called, or the next training begins, hooks may stay on
-    the model.
+    The trainer does not notify its callbacks of exceptions: until `close` is called, or the next training begins,
+    hooks may stay on the model.
 
     Args:
         every_n_steps: optimizer steps between readings.

@@ -1,6 +1,5 @@
 """Alerts in, actions out: what a callback does about an alert. None acts unless the user passes it."""
 
-from hdi_callback.interventions.diversity_penalty import DiversityPenalty
 from hdi_callback.interventions.intervention import Intervention, WhileActive
 from hdi_callback.interventions.qk_clip import QKClip
 from hdi_callback.interventions.revive_heads import ReviveHeads
@@ -9,7 +8,6 @@ from hdi_callback.interventions.training import Training
 
 __all__ = [
     "Call",
-    "DiversityPenalty",
     "Intervention",
     "QKClip",
     "ReviveHeads",

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hdi_callback.core import circuit_penalty, head_diversity, ov_circuits, qk_circuits
+from hdi_callback.core import head_diversity, ov_circuits, qk_circuits
 from hdi_callback.errors import ShapeError
 from tests.core.search import SEARCH
 from tests.core.test_subspaces import gaussian, log_spectrum, with_spectrum
@@ -207,10 +207,3 @@ def test_the_scale_of_a_layer_changes_nothing(scale):
 def test_shapes_that_do_not_belong_together_are_refused(query, key):
     with pytest.raises(ShapeError, match="`query`"):
         qk_circuits(torch.zeros(query), torch.zeros(key))
-
-
-def test_the_circuit_penalty_of_two_heads_is_the_squared_cosine_of_their_one_pair():
-    query, key = gaussian(2, 3, 10, seed=1), gaussian(2, 3, 12, seed=2)
-    one, other = (query.mT @ key).flatten(1).numpy()
-    cosine = one @ other / (np.linalg.norm(one) * np.linalg.norm(other))
-    assert float(circuit_penalty(query, key)) == pytest.approx(cosine**2, rel=1e-5)

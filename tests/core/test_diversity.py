@@ -12,10 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hdi_callback.core import (
-    diversity_penalty,
     head_diversity,
 )
-from hdi_callback.errors import ShapeError
 from tests.core.search import SEARCH
 from tests.core.test_subspaces import CASES, gaussian, scipy_overlap
 
@@ -273,75 +271,6 @@ def keys_and_covariance(tokens: int = 400, H: int = 4, k: int = 5) -> tuple[torc
     keys = gaussian(tokens, H, k)
     keys[:, 1, :3] += 2 * keys[:, 0, :3]
     return keys, torch.cov(keys.flatten(1).T).reshape(H, k, H, k)
-
-
-# --- the penalty
-
-
-def test_the_penalty_is_the_mean_overlap():
-    weight = gaussian(5, 6, 30)
-    assert float(diversity_penalty(weight, eps=1e-12)) == pytest.approx(
-        1 - float(head_diversity(weight).subspace.index), abs=1e-9
-    )
-
-
-def test_the_gradient_of_the_penalty_is_the_closed_form():
-    weight = gaussian(2, 4, 12).requires_grad_()
-    # tr(P_h P_g) = d_k times the penalty of two heads.
-    (gradient,) = torch.autograd.grad(4 * diversity_penalty(weight, eps=1e-14), weight)
-    W_h, W_g = weight.detach()
-    P_g = W_g.T @ torch.linalg.inv(W_g @ W_g.T) @ W_g
-    inverse = torch.linalg.inv(W_h @ W_h.T)
-    P_h = W_h.T @ inverse @ W_h
-    closed = 2 * (torch.eye(12) - P_h) @ P_g @ W_h.T @ inverse
-    assert torch.allclose(gradient[0], closed.T, atol=1e-10)
-
-
-def test_the_gradient_of_the_penalty_agrees_with_finite_differences():
-    weight = gaussian(2, 3, 3, 10).requires_grad_()
-    assert torch.autograd.gradcheck(diversity_penalty, (weight,))
-
-
-def test_clones_are_a_stationary_point_of_the_penalty_and_repeated_singular_values_are_no_trouble():
-    head = torch.linalg.qr(gaussian(12, 4)).Q.mT  # all singular values equal
-    weight = torch.stack([head, head]).requires_grad_()
-    (gradient,) = torch.autograd.grad(diversity_penalty(weight), weight)
-    assert gradient.abs().max() < 1e-5
-    moved = (weight.detach() + 0.01 * gaussian(2, 4, 12, seed=1)).requires_grad_()
-    (gradient,) = torch.autograd.grad(diversity_penalty(moved), moved)
-    assert torch.isfinite(gradient).all()
-    with torch.no_grad():
-        assert float(diversity_penalty(moved - 0.1 * gradient)) < float(diversity_penalty(moved))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_penalty_and_its_gradient_exist_in_every_training_type(dtype):
-    weight = gaussian(3, 6, 30).to(dtype).requires_grad_()
-    penalty = diversity_penalty(weight)
-    (gradient,) = torch.autograd.grad(penalty, weight)
-    exact = weight.detach().double().requires_grad_()
-    (expected,) = torch.autograd.grad(diversity_penalty(exact), exact)
-    assert penalty.dtype == torch.float32
-    assert gradient.dtype == dtype
-    assert penalty.item() == pytest.approx(diversity_penalty(exact).item(), abs=1e-5)
-    assert float((gradient - expected).norm() / expected.norm()) < (1e-4 if dtype == torch.float32 else 1e-2)
-
-
-def test_a_zero_head_takes_no_part_in_the_penalty_and_spoils_no_gradient():
-    weight = gaussian(3, 4, 12)
-    weight[1] = 0
-    weight.requires_grad_()
-    penalty = diversity_penalty(weight, eps=1e-12)
-    (gradient,) = torch.autograd.grad(penalty, weight)
-    pair = weight.detach()[[0, 2]]
-    assert penalty.item() == pytest.approx((1 - head_diversity(pair).subspace.index.item()) / 3, abs=1e-9)
-    assert not gradient[1].any()
-    assert torch.isfinite(gradient).all()
-
-
-def test_a_penalty_on_a_single_head_is_refused():
-    with pytest.raises(ShapeError, match="heads >= 2"):
-        diversity_penalty(torch.randn(1, 4, 8))
 
 
 # --- further identities

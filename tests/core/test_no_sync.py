@@ -10,10 +10,8 @@ from hdi_callback.core import (
     OutputMoments,
     TokenSums,
     attention_rows,
-    circuit_penalty,
     count_and_total,
     covariance_of,
-    diversity_penalty,
     head_covariance,
     head_diversity,
     head_movement,
@@ -51,7 +49,6 @@ SILENT = {
     "tokens": lambda: token_metrics(TokenSums.from_tokens(on_meta(20, 32), VALID)),
     "movement": lambda: head_movement([QUERIES], [QUERIES.bfloat16()]),
     "finiteness": lambda: (not_finite(QUERIES), outputs_not_finite(OUTPUTS, VALID)),
-    "penalties": lambda: (diversity_penalty(QUERIES), circuit_penalty(QUERIES[0], KEYS[0])),
 }
 
 

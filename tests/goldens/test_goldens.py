@@ -11,7 +11,7 @@ import torch
 from tests.goldens.trainings import FOLDER, INTERVENES, RULES, TRAININGS, run_new, run_unwatched
 
 SLOW = {"loop_two_ranks", "loop_compiled"}
-NEEDS = {"transformers_llama": "transformers", "ignite_grouped": "ignite"}
+NEEDS = {"transformers_llama": "transformers"}
 NAMES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in TRAININGS]
 
 # Where gradients are accumulated, this trainer read all forwards of a step; now the first counts, as with the others.

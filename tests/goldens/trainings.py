@@ -299,33 +299,6 @@ def loop_padding(folder: Path, watch: Watch | None) -> dict[str, Any]:
     return loop(model, padded_batches(STEPS + 20), watch, disturb=disturb)
 
 
-def ignite_grouped(folder: Path, watch: Watch | None) -> dict[str, Any]:
-    """Two key heads; the first layer is no longer trained from step 6."""
-    from ignite.engine import Engine
-
-    torch.manual_seed(0)
-    model = GPT(key_heads=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-
-    def update(engine: Engine, tokens: Tensor) -> float:
-        loss = model(tokens)
-        loss.backward()
-        if engine.state.iteration > 6:
-            for parameter in model.blocks[0].parameters():
-                parameter.grad = None
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss.detach())
-
-    engine = Engine(update)
-    if watch is not None:
-        from hdi_callback import HDIHandler
-
-        HDIHandler(model, optimizer, log_dir=str(watch.folder), **watch.arguments).attach(engine)
-    state = engine.run(batches(STEPS), max_epochs=2)
-    return outcome(model, float(state.output))  # type: ignore[arg-type]
-
-
 def loop_compiled(folder: Path, watch: Watch | None) -> dict[str, Any]:
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -371,12 +344,12 @@ def loop_collapse(folder: Path, watch: Watch | None) -> dict[str, Any]:
 TRAININGS: dict[str, Callable[[Path, Watch | None], dict[str, Any]]] = {
     training.__name__: training
     for training in (
-        lightning_accumulated, lightning_resumed, transformers_llama, loop_padding, ignite_grouped, loop_compiled,
+        lightning_accumulated, lightning_resumed, transformers_llama, loop_padding, loop_compiled,
         loop_two_ranks, loop_collapse,
     )
 }  # fmt: skip
 INTERVENES = {"loop_collapse"}
-READINGS = {"loop_padding": 2, "ignite_grouped": 2}  # steps between two readings, where rules need many
+READINGS = {"loop_padding": 2}  # steps between two readings, where rules need many
 
 
 # --- the two packages

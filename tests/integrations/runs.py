@@ -305,59 +305,9 @@ def fit_accelerate(run: Training) -> None:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def fit_ignite(run: Training) -> None:
-    from ignite.engine import Engine, Events
-
-    model, optimizer = run.model, run.optimizer()
-    done = 0
-    if run.resume is not None:
-        model.load_state_dict(run.resume["model"])
-        optimizer.load_state_dict(run.resume["optimizer"])
-        done = run.resume["step"]
-
-    def update(engine: Engine, batch: list[Tensor]) -> float:
-        nonlocal done
-        with run.autocast():
-            loss = model(*batch)["loss"]
-        (loss / run.accumulate).backward()
-        if engine.state.iteration % run.accumulate == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-            done += 1
-        run.losses.append(float(loss.detach()))
-        return float(loss.detach())
-
-    engine = Engine(update)
-    if run.watch is not None:
-        from hdi_callback import HDIHandler
-
-        run.watcher = HDIHandler(model, optimizer, log_dir=run.folder, **run.arguments)
-        run.watcher.attach(engine)
-        if run.resume is not None:
-            run.watcher.load_state_dict(run.resume["heads"])
-
-    def after(engine: Engine) -> None:
-        if engine.state.iteration % run.accumulate:
-            return
-        if run.after_step is not None:
-            run.after_step(done, model)
-        if done == run.save_at:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": done}
-            run.saved = {**state, "heads": None if run.watcher is None else run.watcher.state_dict()}
-            torch.save(run.saved, run.folder / "saved.pt")
-            run.saved = torch.load(run.folder / "saved.pt")
-
-    engine.add_event_handler(Events.ITERATION_COMPLETED, after)
-    all_batches = endless()
-    for _ in range(done * run.accumulate):
-        next(all_batches)
-    engine.run(all_batches, max_epochs=1, epoch_length=(run.steps - done) * run.accumulate)
-
-
 TRAINERS: dict[str, Callable[[Training], None]] = {
     "lightning": fit_lightning,
     "transformers": fit_transformers,
     "loop": fit_loop,
     "accelerate": fit_accelerate,
-    "ignite": fit_ignite,
 }

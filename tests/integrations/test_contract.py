@@ -10,7 +10,7 @@ import pytest
 from hdi_callback.record import Record
 from tests.integrations.runs import EVERY, LAYERS, STEPS, TRAINERS, Training
 
-PACKAGES = {"lightning": "lightning", "transformers": "transformers", "accelerate": "accelerate", "ignite": "ignite"}
+PACKAGES = {"lightning": "lightning", "transformers": "transformers", "accelerate": "accelerate"}
 
 
 @pytest.fixture(params=list(TRAINERS))

@@ -12,7 +12,6 @@ import torch
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.interventions import (
     Call,
-    DiversityPenalty,
     Intervention,
     QKClip,
     ReviveHeads,
@@ -121,8 +120,6 @@ MISUSE = {
     "dry_run": (lambda: StopTraining(dry_run=1), "True or False"),
     "a factor above one": (lambda: ScaleLearningRate(2.0), "at most 1"),
     "no function": (lambda: Call("print"), "must take an Alert"),
-    "a weight": (lambda: DiversityPenalty(0), "above 0"),
-    "a measure": (lambda: DiversityPenalty(measure="circuits"), "Did you mean 'circuit'"),
     "an error above one": (lambda: ReviveHeads(max_output_error=2), r"in \[0, 1\]"),
     "a seed": (lambda: ReviveHeads(seed=-1), "at least 0"),
     "a limit": (lambda: QKClip(limit=0), "above 0"),
@@ -204,7 +201,6 @@ EVERY = {
     "SaveCheckpoint": SaveCheckpoint,
     "Call": lambda **options: Call(lambda alert: 1 / 0, **options),
     "ScaleLearningRate": ScaleLearningRate,
-    "DiversityPenalty": DiversityPenalty,
     "ReviveHeads": lambda **options: ReviveHeads(max_output_error=1, **options),
     "QKClip": lambda **options: QKClip(limit=0.1, **options),
 }
@@ -285,10 +281,10 @@ def test_it_can_be_copied_and_sent_to_other_processes_while_it_acts(kind):
     intervention.unbind()
 
 
-@pytest.mark.parametrize("kind", ["DiversityPenalty", "ReviveHeads"])
-def test_heads_that_were_alike_at_step_0_are_left_alone_unless_their_rule_is_named(kind):
+def test_heads_that_were_alike_at_step_0_are_left_alone_unless_their_rule_is_named():
     at_start = alert(heads=(0, 1), since=0, step=0)
-    assert not EVERY[kind]().answers(at_start)
-    assert EVERY[kind](rules=["worst pair"]).answers(at_start)
-    assert EVERY[kind]().answers(alert(heads=(0, 1)))
-    assert not EVERY[kind]().answers(alert(rule="later tokens"))
+    revive = EVERY["ReviveHeads"]
+    assert not revive().answers(at_start)
+    assert revive(rules=["worst pair"]).answers(at_start)
+    assert revive().answers(alert(heads=(0, 1)))
+    assert not revive().answers(alert(rule="later tokens"))

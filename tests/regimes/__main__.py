@@ -19,7 +19,7 @@ from tests.regimes.states import STATES
 from tests.regimes.trainings import Regime, differences, train
 
 CHOICES: dict[str, list[Any]] = {
-    "trainer": ["lightning", "transformers", "loop", "ignite"],
+    "trainer": ["lightning", "transformers", "loop"],
     "model": ["own", "torch", "encoder", "lora"],
     "precision": ["32", "bf16"],
     "accumulate": [1, 2, 3],

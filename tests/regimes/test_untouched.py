@@ -20,7 +20,6 @@ REGIMES = {
     "lightning": Regime("lightning"),
     "transformers": Regime("transformers"),
     "loop": Regime("loop"),
-    "ignite, accumulation": Regime("ignite", accumulate=2),
     "lightning, bf16, accumulation, clipping": Regime("lightning", precision="bf16", accumulate=2, clips=True),
     "transformers, bf16, accumulation of unequal batches, clipping": Regime(
         "transformers", precision="bf16", accumulate=2, is_unequal=True, clips=True

@@ -35,7 +35,7 @@ NOT_A_NUMBER_AT = 4  # step after which a weight is NaN, where the model is `is_
 class Regime:
     """How a training runs."""
 
-    trainer: str = "loop"  # or lightning, transformers, ignite
+    trainer: str = "loop"  # or lightning, transformers
     model: str = (
         "own"  # four projections; "torch": nn.MultiheadAttention; "encoder": nn.TransformerEncoderLayer; "lora"
     )
@@ -62,7 +62,7 @@ class Regime:
         return (
             (self.trainer == "transformers" and (manual or (self.precision == "bf16" and self.has_mode)))
             or (self.trainer == "lightning" and manual and self.has_mode)
-            or (self.is_broken and self.trainer not in ("loop", "ignite"))  # trainers warn of things of their own
+            or (self.is_broken and self.trainer != "loop")  # trainers warn of things of their own
             or (self.is_broken and self.model != "own")
             or (bool(self.checkpointing) and self.model == "lora" and self.checkpointing == "reentrant")
             or (self.parallel != "" and self.state != "")
@@ -292,20 +292,6 @@ def fit_loop(run: Run) -> None:
         heads.finish()
 
 
-def fit_ignite(run: Run) -> None:
-    from ignite.engine import Engine, Events
-
-    from hdi_callback import HDIHandler
-
-    optimizers = run.make_optimizers()
-    engine = Engine(lambda engine, batch: run.train_on(batch, engine.state.iteration))
-    if run.is_watched:
-        run.watcher = HDIHandler(run.model, optimizers, log_dir=run.folder, **run.arguments)
-        run.watcher.attach(engine)
-    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: run.between(engine.state.iteration))
-    engine.run(run.batches(), max_epochs=1)
-
-
 def fit_lightning(run: Run) -> None:
     import lightning as L
 
@@ -401,7 +387,7 @@ def fit_transformers(run: Run) -> None:
 
 
 TRAINERS: dict[str, Callable[[Run], None]] = {
-    "lightning": fit_lightning, "transformers": fit_transformers, "loop": fit_loop, "ignite": fit_ignite,
+    "lightning": fit_lightning, "transformers": fit_transformers, "loop": fit_loop,
 }  # fmt: skip
 
 

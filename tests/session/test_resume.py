@@ -134,7 +134,7 @@ def kill(step, model):
     if step == 7:
         os.kill(os.getpid(), signal.SIGKILL)
 
-if kind in ("loop", "ignite", "accelerate"):
+if kind in ("loop", "accelerate"):
     import torch
     resume = torch.load(resume)
 Training(folder, {"every_n_steps": 2}, resume=resume, after_step=kill).fit(kind)
