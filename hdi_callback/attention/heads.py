@@ -308,6 +308,8 @@ def _maps_of_role(labels: Labels, claim: Claim, role: str, heads: list[Vector]) 
     computed = [owner for owner in owners if labels.source_of(owner) is not None]
     for owner in computed:
         source = labels.source_of(owner)
+        if source is not None and source.step is not None and (why := labels.products.changed_by(source.step)):
+            raise Unreadable(f"its weight is computed from {why}")
         claim.flags.add(f"{role}: computed by {source.kind if source else ''}")
     heads = [{owner: places for owner, places in vector.items() if owner not in computed} for vector in heads]
     if f"{role}: sum" in claim.flags:

@@ -31,7 +31,16 @@ from hdi_callback.attention.planes import (
     unique_rows,
     written_out,
 )
-from hdi_callback.attention.products import MOVES, Product, Products, Unreadable, geometry, reduced_dims, runs_of
+from hdi_callback.attention.products import (
+    MOVES,
+    QUANTISATIONS,
+    Product,
+    Products,
+    Unreadable,
+    geometry,
+    reduced_dims,
+    runs_of,
+)
 from hdi_callback.attention.tape import (
     CONSTANT,
     DATA,
@@ -50,6 +59,7 @@ __all__ = ["SEVERAL", "Label", "Labels", "Source", "Unreadable"]
 
 NOTHING, SEVERAL = 0, -1  # of a token; as features, numbers below -1 are sets
 _OF_SOURCES = 10**6  # owners from here on are sources
+_FIRST_OF_SOURCES = 1 << 48  # behind the elements of all parameters
 
 # What labels say beside features and tokens.
 NORMED, GATED, GAINED, TIMES, SHARED, RESAMPLED, FILTERED, GROUPED, WEIGHED = (
@@ -146,7 +156,7 @@ class Labels:
         self.asked: set[int] = set()
         self._of_inputs = of_inputs
         self._starts: list[int] = []
-        self._next = tape.end
+        self._next = _FIRST_OF_SOURCES
         self._sets: list[tuple[frozenset[int], bool]] = []
         self._numbers: dict[tuple[frozenset[int], bool], int] = {}
         self._memo: dict[Cell, _Written | _Unknown | None] = {}
@@ -181,7 +191,7 @@ class Labels:
         """Say which parameter, or source, a feature is of; -1 for none."""
         if number <= 0:
             return -1
-        if number < self.tape.end:
+        if number < _FIRST_OF_SOURCES:
             return bisect.bisect_right(self.tape.first, number) - 1
         return _OF_SOURCES + bisect.bisect_right(self._starts, number) - 1
 
@@ -189,7 +199,7 @@ class Labels:
         """Say which parameters and sources are in a plane."""
         numbers = small(features).unique().tolist()
         own = numbers[bisect.bisect_right(numbers, 0) :]
-        end = bisect.bisect_left(own, self.tape.end)
+        end = bisect.bisect_left(own, _FIRST_OF_SOURCES)
         found = {*runs_of(own[:end], self.tape.first), *(_OF_SOURCES + one for one in runs_of(own[end:], self._starts))}
         sets = numbers[: bisect.bisect_left(numbers, -1)]
         return found.union(*({self.owner(member) for member in self.members(one)} for one in sets))
@@ -361,6 +371,8 @@ class Labels:
                 if "filter" in product.kind
                 else self._multiplied(step, product, out)
             )
+        if step.op in QUANTISATIONS:
+            return self.read(step.taken[0]) if place == 0 else None
         labels = [self.read(view) if view.cell.kind != WEIGHT else None for view in step.taken]
         if all(one is None for one in labels):
             return None

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hdi_callback.attention.replay import Recipe
 from hdi_callback.attention.sharding import is_sharded, whole
 from hdi_callback.errors import UnsupportedAttentionError
 
@@ -41,6 +42,7 @@ class Rows:
         gain: dotted name of a vector that the columns are multiplied with: the gain of a norm between two maps.
         centred: ``"head"`` or ``"all"`` where a LayerNorm follows, which takes off the mean of a head's features, or of
             all heads': the mean of those rows is subtracted.
+        recipes: how weights among the names are computed from parameters.
     """
 
     module: nn.Module
@@ -50,6 +52,7 @@ class Rows:
     stride: int = 1
     gain: str = ""
     centred: str = ""
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
 
     @property
     def heads(self) -> int:
@@ -80,10 +83,16 @@ class Rows:
 
     def owners(self) -> list[tuple[nn.Module, str]]:
         """Resolve the modules that hold the parameters, with the names of the parameters there."""
-        return [owner_of(self.module, name) for name in (*self.names, *([self.gain] if self.gain else []))]
+        names = [name for one in self.names for name in self.parameters_of(one)]
+        return [owner_of(self.module, name) for name in (*names, *([self.gain] if self.gain else []))]
+
+    def parameters_of(self, name: str) -> tuple[str, ...]:
+        """Return the names of the parameters that a weight is computed from; its own if it is one."""
+        return self.recipes[name].parameters if name in self.recipes else (name,)
 
     def _read(self, name: str, starts: Tensor) -> Tensor:
-        parameter = _whole_tensor(self.module, name)
+        recipe = self.recipes.get(name)
+        parameter = _whole_tensor(self.module, name) if recipe is None else recipe(partial(_stored, self.module))
         if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
             raise UnsupportedAttentionError(f"`{name}` is quantised ({parameter.dtype}): its rows cannot be read.")
         strides = self._regular if starts is self.starts else _strides(starts)
@@ -251,7 +260,7 @@ class HeadWeight:
         """The rows of parameters that the weight is, if it is no sum or product."""
         only_one = len(self.terms) == len(self.terms[0].factors) == 1 and self.terms[0].scale == 1.0
         rows = self.terms[0].factors[0]
-        return rows if only_one and not rows.gain and not rows.centred else None
+        return rows if only_one and not rows.gain and not rows.centred and not rows.recipes else None
 
     @property
     def is_sharded(self) -> bool:
@@ -369,7 +378,19 @@ def _whole_tensor(module: nn.Module, name: str) -> Tensor:
             return whole(own.compute_weight(owner))
         if kind == ("spectral_norm", last):
             return whole(own.compute_weight(owner, do_power_iteration=False))
+        if kind[0] == "prune" and own._tensor_name == last:
+            return whole(own.apply_mask(owner))
     raise UnsupportedAttentionError(f"{type(owner).__name__} has no parameter `{name}` any more.")
+
+
+def _stored(module: nn.Module, name: str) -> Tensor:
+    """Read a parameter or buffer that is stored, also one that a parametrization takes."""
+    path, _, last = name.rpartition(".")
+    owner = module.get_submodule(path)
+    for stored in (owner._parameters, owner._buffers):
+        if (tensor := stored.get(last)) is not None:
+            return whole(tensor)
+    raise UnsupportedAttentionError(f"{type(owner).__name__} has no parameter or buffer `{last}` any more.")
 
 
 def _underlying(owner: nn.Module, name: str) -> list[nn.Parameter]:

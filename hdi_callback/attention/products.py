@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.attention.planes import Geometry, reshaped
+from hdi_callback.attention.replay import NotReplayedError, Recipe
 from hdi_callback.attention.tape import CONSTANT, DATA, MADE, WEIGHT, Cell, Step, Tape, View, mapped
 
 __all__ = ["Product", "Products", "Unreadable"]
@@ -32,9 +34,15 @@ MOVES = {"cat", "stack", "hstack", "vstack", "index_select", "index", "gather", 
          "_unsafe_masked_index"}  # fmt: skip
 # A copy has the elements of what it was made from, and their values.
 COPIES = {"clone", "_to_copy", "copy", "contiguous", "to", "lift_fresh_copy", "convert_element_type", "positive"}
-# Each element of a weight is changed by itself: its number stays, its value does not.
+# They give what they take, rounded.
+QUANTISATIONS = {"fake_quantize_per_tensor_affine_cachemask", "fake_quantize_per_channel_affine_cachemask",
+                 "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
+                 "_fused_moving_avg_obs_fq_helper"}  # fmt: skip
+# What they give is a weight as what they take is one, perhaps with dropout or a norm: the first tensor of that size.
 _CHANGES = {"add", "sub", "rsub", "mul", "div", "neg", "where", "masked_fill", "native_dropout", "true_divide",
-            "lerp", "nan_to_num", "_weight_norm_interface", "_fused_dropout", "real"}  # fmt: skip
+            "lerp", "nan_to_num", "_weight_norm_interface", "_fused_dropout", "real", "linalg_matrix_exp",
+            "linalg_householder_product", "_linalg_solve_ex", "linalg_solve_triangular", "linalg_inv_ex",
+            "linalg_qr"} | QUANTISATIONS  # fmt: skip
 
 
 class Unreadable(Exception):  # noqa: N818  a reason, not an error of anybody's
@@ -93,8 +101,33 @@ class Products:
         self.tape = tape
         self.stride: dict[int, tuple[int, int]] = {}  # parameter -> elements to the next of a row, and how many
         self.irregular: dict[int, str] = {}  # parameter -> why its rows have no regular order
-        self.changed: dict[int, str] = {}  # parameter -> the operation that computes a weight from it
         self._known: dict[int, Product | None] = {}
+
+    def _number_what_is_computed(self, view: View) -> None:
+        """Give the elements of a weight that is computed from parameters numbers of their own."""
+        tape, cell = self.tape, view.cell
+        while cell.step is not None and cell.step.op in COPIES | MOVES and (base := self.base_of(cell)) is not None:
+            if base.cell.parameter is not None:
+                return
+            cell = base.cell
+        name = tape.names[self.parameter_of(View(cell, (), (), 0, cell.itemsize, is_float=True))]
+        recipe: Recipe | str
+        try:
+            recipe = Recipe.of(cell, _read_out(tape))
+            key = recipe.key
+            if any(tape.local[one][0] != tape.shapes[one] for one in recipe.parameters if one in tape.local):
+                raise NotReplayedError("each rank holds a part of its parameters")
+        except NotReplayedError as error:
+            recipe = key = f"its weight, computed from `{name}`, cannot be read: {error}"
+        name, count = _attribute(name), 1
+        while name in tape.places and str(tape.recipes.get(name, "")) != key:
+            name, count = f"{name.partition(' ')[0]} (computed{f' {count}' * (count > 1)})", count + 1
+        if name in tape.recipes:  # another call of the same module
+            cell.parameter = name
+            return
+        tape.recipes[name] = recipe
+        tape.shapes[name] = cell.written.shape if cell.written is not None else ()
+        tape.add_weight(name, cell, cell.numel)
 
     def owner(self, number: int) -> int:
         """Say which parameter an element is of."""
@@ -111,6 +144,9 @@ class Products:
         return self._known[step.number]
 
     def _recognised(self, step: Step) -> Product | None:
+        for view in step.taken if step.op in _MATRICES or step.op in _CONVOLUTIONS else ():
+            if view.cell.kind == MADE and view.cell.parameter is None and self.is_weight(view):
+                self._number_what_is_computed(view)
         if step.op in _CONVOLUTIONS and isinstance(step.args[1], View):
             kind: Literal["filter", "unknown filter"] = "filter" if self.is_weight(step.args[1]) else "unknown filter"
             return Product(kind, step.args[0], step.args[1])
@@ -148,6 +184,8 @@ class Products:
         step = cell.step
         if step is None or cell.written is None or step.op == "embedding":
             return None
+        if step.op == "mm":  # an orthogonal map is one near the identity times a buffer
+            return next((one for one in step.taken if self._is_of_linalg(one.cell)), None)
         keeps = step.is_pointwise or step.op in COPIES | _CHANGES
         if not keeps and step.op not in MOVES:
             return None
@@ -158,6 +196,31 @@ class Products:
         if len(views) > 1:
             views.sort(key=lambda one: not self.is_weight(one))
         return views[0] if views else None
+
+    def _is_of_linalg(self, cell: Cell) -> bool:
+        base: View | None = None
+        while cell.step is not None and not cell.step.op.lstrip("_").startswith("linalg"):
+            base = self.base_of(cell) if cell.kind == MADE else None
+            if base is None:
+                return False
+            cell = base.cell
+        return cell.step is not None and cell.kind == MADE
+
+    def changed_by(self, step: Step) -> str:
+        """Say of which parameter, and by what, a factor of a product is made that depends on more than parameters."""
+        todo = [(view.cell, "") for view in step.taken if view.cell.kind == DATA]
+        for cell, op in todo:  # it grows
+            if cell.parameter is not None and op:
+                return f"`{cell.parameter}` by {op} with something that is no parameter"
+            made, written = cell.step, cell.written
+            if (
+                made is not None
+                and written is not None
+                and len(todo) < 50
+                and (made.is_pointwise or made.op in _CHANGES)
+            ):
+                todo += [(view.cell, made.op) for view in made.taken if view.numel == written.numel and view.is_float]
+        return ""
 
     def parameter_of(self, view: View) -> int:
         """Number the parameter that a weight is made of; -1 if it is none."""
@@ -182,7 +245,13 @@ class Products:
             raise Unreadable("a weight is made of nothing that is known")
         if cell.before is not None and written.numel < cell.numel:
             raise Unreadable("a weight is written in parts")
-        made = self._moved(step, cell) if step.op in MOVES else self._changed(step, cell)
+        if step.op not in MOVES | COPIES:
+            raise Unreadable(f"a weight is made by {step.op}")
+        base = self.base_of(cell)
+        if step.op in COPIES and base is not None:
+            made = self.elements(base).expand(written.shape)
+        else:
+            made = self._moved(step, cell)
         flat = torch.zeros(cell.numel, dtype=torch.int64)
         flat.as_strided(written.shape, written.stride, written.offset).copy_(made)
         return flat.as_strided(view.shape, view.stride, view.offset)
@@ -192,9 +261,8 @@ class Products:
         while view.cell.parameter is None and (base := self.base_of(view.cell)) is not None:
             step, written = view.cell.step, view.cell.written
             is_part = written is not None and written.numel < view.cell.numel and view.cell.before is not None
-            if step is None or written is None or step.op in MOVES or base.stride != written.stride or is_part:
+            if step is None or written is None or step.op not in COPIES or base.stride != written.stride or is_part:
                 break
-            self._note_change(step, base)
             view = base.seen_as(view.shape, view.stride, view.offset - written.offset + base.offset)
         return view
 
@@ -210,20 +278,6 @@ class Products:
         made = step.function(*mapped(step.args, numbers), **kwargs)
         made = made[step.made.index(cell.written)] if isinstance(made, (tuple, list)) else made
         return torch.as_tensor(made).long()
-
-    def _changed(self, step: Step, cell: Cell) -> Tensor:
-        base = self.base_of(cell)
-        if base is None or cell.written is None:
-            raise Unreadable(f"a weight is made by {step.op}")
-        self._note_change(step, base)
-        return self.elements(base).expand(cell.written.shape)
-
-    def _note_change(self, step: Step, base: View) -> None:
-        if step.op in COPIES:
-            return
-        owner = self.parameter_of(base)
-        if owner >= 0:
-            self.changed[owner] = step.op
 
     def features(self, weight: View) -> Tensor:
         """Number the features ``(n, columns)`` that a weight ``(n, k, columns)`` makes, by the first of each."""
@@ -243,6 +297,19 @@ class Products:
             elif self.stride.get(owner, (0, -1))[1] < rows:
                 self.stride[owner] = stride, rows
         return first
+
+
+def _read_out(tape: Tape) -> set[str]:
+    """List the parameters of which a forward has read numbers."""
+    todo, found, seen = list(tape.read_out), set[str](), set[int]()
+    while todo:
+        cell = todo.pop()
+        if id(cell) in seen or cell.kind not in {WEIGHT, MADE}:
+            continue
+        seen.add(id(cell))
+        found.update((cell.parameter,) if cell.parameter is not None else ())
+        todo += [view.cell for view in cell.step.taken] if cell.step is not None else []
+    return found
 
 
 def _written_out(step: Step) -> Product | None:
@@ -326,6 +393,15 @@ def runs_of(numbers: list[int], starts: list[int]) -> list[int]:
         found.append(run)
         at = len(numbers) if run + 1 == len(starts) else bisect.bisect_left(numbers, starts[run + 1])
     return found
+
+
+def _attribute(parameter: str) -> str:
+    """Return the name by which a module uses what it computes from a parameter."""
+    path = parameter.split(".")
+    if "parametrizations" in path:
+        at = path.index("parametrizations")
+        return ".".join([*path[:at], path[at + 1]])
+    return re.sub(r"(weight)_(orig|v|g)$", r"\1", parameter)
 
 
 def geometry(view: View) -> Geometry:

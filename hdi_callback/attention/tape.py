@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hdi_callback.attention.flex import FLEX, FlexCall
@@ -27,7 +28,7 @@ from hdi_callback.attention.flex import FLEX, FlexCall
 # What a cell is: of neither parameters nor data (buffers, zeros); a parameter itself; made of parameters alone; of what
 # the model is given. What is made of several is the last of them.
 CONSTANT, WEIGHT, MADE, DATA = range(4)
-_RANDOM = {"randn", "rand", "randint", "randperm", "normal", "randn_like", "rand_like", "uniform"}  # data of its own
+RANDOM = {"randn", "rand", "randint", "randperm", "normal", "randn_like", "rand_like", "uniform"}  # data of its own
 SHAPED_LIKE = {"empty_like", "zeros_like", "ones_like", "full_like", "new_zeros", "new_empty", "new_ones",
                 "new_full"}  # fmt: skip
 _RESHAPED_IN_PLACE = {"t", "transpose", "squeeze", "unsqueeze", "as_strided", "detach", "swapaxes", "swapdims",
@@ -46,7 +47,8 @@ class Cell:
     numel: int
     itemsize: int
     kind: int
-    parameter: str | None = None
+    parameter: str | None = None  # also of a weight that is computed: see `Products`
+    buffer: str | None = None
     step: Step | None = None  # what wrote it
     written: View | None = None  # which part of it the step wrote
     before: Cell | None = None  # the content that it was written over
@@ -151,6 +153,8 @@ class Tape(TorchDispatchMode):
         self.local: dict[
             str, tuple[tuple[int, ...], tuple[int, ...]]
         ] = {}  # sharded: this rank's shape, where it begins
+        self.read_out: list[Cell] = []  # of which the forward has read numbers, as `Tensor.item` does
+        self.recipes: dict[str, Any] = {}  # a weight that is computed -> its `Recipe`, or why there is none
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._cells: dict[
             int, tuple[StorageWeakRef, Cell]
@@ -160,6 +164,12 @@ class Tape(TorchDispatchMode):
             self._add(name, parameter, WEIGHT)
         for name, buffer in model.named_buffers():
             self._add(name, buffer, CONSTANT)
+        own = {id(module): name for module, name in self._paths.items()}
+        for (module, name), cached in parametrize._cache.items():  # what `parametrize.cached` holds already
+            if cached is not None and module in own:
+                path = f"{own[module]}.{name}".lstrip(".")
+                self.shapes[path] = tuple(cached.shape)
+                self._add(path, cached, WEIGHT)
 
     def number(self, parameter: str) -> int:
         """Give the number of a parameter's first element."""
@@ -176,12 +186,18 @@ class Tape(TorchDispatchMode):
             return
         cell = Cell(_numel(tensor), tensor.element_size(), kind)
         if kind == WEIGHT:
-            cell.parameter, cell.is_mapped = name, True
-            self.places[name] = len(self.names)
-            self.names.append(name)
-            self.first.append(self.end)
-            self.end += max(numel, cell.numel)
+            self.add_weight(name, cell, max(numel, cell.numel))
+        else:
+            cell.buffer = name
         self._hold(key, tensor, cell)
+
+    def add_weight(self, name: str, cell: Cell, numel: int) -> None:
+        """Number the elements of a parameter, or of a weight that is computed from some."""
+        cell.parameter, cell.is_mapped = name, True
+        self.places[name] = len(self.names)
+        self.names.append(name)
+        self.first.append(self.end)
+        self.end += numel
 
     def _of_this_rank(self, name: str, tensor: DTensor) -> Tensor:
         shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -276,6 +292,8 @@ class Tape(TorchDispatchMode):
         given = {id(view.cell) for view in taken}
         made = [one if isinstance(one, Tensor) else None for one in (out if isinstance(out, (tuple, list)) else (out,))]
         fresh = [one if one is not None and self._is_fresh(one, given) else None for one in made]
+        if op == "_local_scalar_dense":
+            self.read_out += [view.cell for view in taken]
         if (not written or op in _RESHAPED_IN_PLACE) and not any(one is not None for one in fresh):
             return None  # a view
         path, line, padding = self._place(op)
@@ -284,9 +302,11 @@ class Tape(TorchDispatchMode):
         for view in taken:
             view.cell.users.append(step)
         kind = max((view.cell.kind for view in taken), default=CONSTANT)
-        kind = DATA if op in _RANDOM else CONSTANT if op in SHAPED_LIKE else MADE if kind == WEIGHT else kind
-        for tensor in written or fresh:
-            step.made.append(None if tensor is None else self._new_content(tensor, step, kind, is_change=bool(written)))
+        kind = DATA if op in RANDOM else CONSTANT if op in SHAPED_LIKE else MADE if kind == WEIGHT else kind
+        is_new = not written or any(one is not None for one in fresh)  # some give a tensor and write into others
+        for tensor in fresh if is_new else ():
+            step.made.append(None if tensor is None else self._new_content(tensor, step, kind, is_change=False))
+        step.made += [self._new_content(tensor, step, kind, is_change=True) for tensor in written]
         return step
 
     def _is_fresh(self, tensor: Tensor, given: set[int]) -> bool:
@@ -431,7 +451,7 @@ def mapped(value: Any, function: Callable[[View], Any]) -> Any:
     """Put something in place of each view of a step's arguments."""
     if isinstance(value, View):
         return function(value)
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         return [mapped(one, function) for one in value]
     if isinstance(value, dict):
         return {name: mapped(one, function) for name, one in value.items()}

@@ -170,9 +170,10 @@ class Weights:
 
     def _rows(self, one: Map, gain: str = "", centred: str = "") -> Rows:
         labels = self._labels
-        for name, owner in zip(one.names, one.owners):
-            if (op := labels.products.changed.get(owner)) and "parametrizations" not in name:
-                raise Unreadable(f"its weight is computed from `{name}` by {op}")
+        recipes = {name: labels.tape.recipes[name] for name in one.names if name in labels.tape.recipes}
+        for recipe in recipes.values():
+            if isinstance(recipe, str):
+                raise Unreadable(recipe)
         first = torch.tensor([labels.tape.first[owner] for owner in one.owners])
         starts, stride = one.starts - first[:, None], one.stride
         for name in one.names:
@@ -180,7 +181,7 @@ class Weights:
                 raise Unreadable("it is a module of torch.jit")
         if one.names[0] in labels.tape.local:
             starts, stride = _in_the_whole(labels.tape, one.names[0], starts, stride)
-        return Rows(self._model, one.names, starts, one.count, stride, gain, centred)
+        return Rows(self._model, one.names, starts, one.count, stride, gain, centred, recipes)
 
     # maps in front of maps
 
@@ -206,6 +207,8 @@ class Weights:
         if steps is None:
             return None
         product, between = steps
+        if product.kind == "weight" and 0 not in (product.first.stride[0], product.second.stride[0]):
+            return None  # blocks of features, each with a map of its own
         try:
             label = self._labels.read(taken)
             scale, gain = _scale_of(between), _gain_of(between, taken.shape[-1])

@@ -228,13 +228,16 @@ def _of_core(labels: Labels, core: Core) -> Facts:
 
 def _rows(labels: Labels, one: Map, claim: Claim) -> HeadRows:
     name = labels.tape.names[one.owners[0]]
-    parameter = labels.tape.model.get_parameter(name)
-    total = parameter.numel() // max(1, one.count)
+    tape = labels.tape
+    recipe = tape.recipes.get(name)
+    names = (name,) if recipe is None else getattr(recipe, "parameters", ())
+    trains = any(one.requires_grad for own, one in tape.model.named_parameters() if own in names)
+    total = math.prod(tape.shapes[name]) // max(1, one.count)
     first = torch.tensor([labels.tape.first[owner] for owner in one.owners])[:, None]
     maps = [other for role in IN for other in claim.maps.get(role, ()) if set(other.owners) == {one.owners[0]}]
     is_all_used = not maps or len(torch.cat([other.starts.flatten() for other in maps]).unique()) == total
     unread = () if is_all_used else _unread(labels, one)
-    return HeadRows(name, _numbers(one.starts - first, one), total, unread, not parameter.requires_grad)
+    return HeadRows(name, _numbers(one.starts - first, one), total, unread, not trains)
 
 
 def _last_name(parameter: str) -> str:
@@ -292,7 +295,7 @@ def _equal_heads(labels: Labels, claim: Claim) -> tuple[tuple[int, int], ...]:
     tape, parts = labels.tape, []
     for role in ("query", "key"):
         maps = claim.maps.get(role, [])
-        if len(maps) != 1 or len(maps[0].names) > 1 or tape.local:
+        if len(maps) != 1 or len(maps[0].names) > 1 or tape.local or maps[0].names[0] in tape.recipes:
             return ()
         one = maps[0]
         parameter = tape.model.get_parameter(one.names[0]).detach()

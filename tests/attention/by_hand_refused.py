@@ -82,13 +82,13 @@ def differences_of_softmaxes():
     return Written(forward, **four(q=linear(2 * C), k=linear(2 * C)))
 
 
-@refused("computed from `k.weight` by mul")
-def a_weight_that_is_computed():
+@refused("computed from `k.weight` by mul with something that is no parameter")
+def a_weight_with_noise():
     def forward(m, x):
-        k = F.linear(x, m.k.weight * m.s[:, None])
+        k = F.linear(x, m.k.weight * torch.rand(C)[:, None])
         return m.o(join(attend(split(m.q(x)), split(k), split(m.v(x)))))
 
-    return Written(forward, **four(s=nn.Parameter(torch.randn(C))))
+    return Written(forward, **four())
 
 
 @refused("own_operation")

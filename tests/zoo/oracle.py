@@ -132,6 +132,8 @@ class Oracle:
 
     def judge(self, layer: Any) -> str:
         """Say what is wrong with a claim; `""` if nothing is, and with a question mark where it cannot be said."""
+        if any(rows.recipes for one in layer.weights.values() for term in one.terms for rows in term.factors):
+            return "? its weights are computed"
         at = sorted(self._events_of(layer))
         if not at:
             return "? it does not run"
