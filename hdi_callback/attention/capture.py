@@ -251,8 +251,9 @@ class Capture:
             self._reader.forget()
         self._uninstall(within=entry)
         within = set(entry.modules())
+        read = {name for name, _ in self._samples} | self._taken_rows.keys()
         for layer in self._layers.values():
-            if layer.module in within and layer.name not in self._taken_rows:
+            if layer.module in within and layer.name not in read:
                 self.fail(layer.name, _TURNED_UP)
 
     def _forget(self, within: nn.Module | None = None) -> None:
