@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,6 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hdi_callback.errors import HDIWarning, MonitoringWarning
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_held = threading.local()  # its `warnings` take those of a thread, while there are some
 
 
 def warn(message: str, category: type[HDIWarning] = MonitoringWarning) -> None:
@@ -32,12 +35,24 @@ def warn(message: str, category: type[HDIWarning] = MonitoringWarning) -> None:
         ...     warnings.simplefilter("error")
         ...     warn("The history cannot be written. Training goes on.")  # printed to stderr
     """
+    if getattr(_held, "warnings", None) is not None:
+        _held.warnings.append((message, category))
+        return
     text = message.encode("utf-8", "backslashreplace").decode("utf-8")  # lone surrogates, which streams refuse
     try:
         # A file name that is none, so that no line of source is printed beneath the message.
         warnings.warn_explicit(text, category, "<hdi_callback>", 1, module="hdi_callback")
     except Exception:  # made an error by a filter, or raised by somebody's `showwarning`
         print(f"{category.__name__}: {text}", file=sys.stderr)  # noqa: T201
+
+
+def with_warnings(work: Callable[..., Any], *args: Any) -> tuple[Any, list[tuple[str, type[HDIWarning]]]]:
+    """Return what work returns, and its warnings, for another thread to give: filters are those of the process."""
+    _held.warnings = []
+    try:
+        return work(*args), _held.warnings
+    finally:
+        _held.warnings = None
 
 
 def describe(error: BaseException) -> str:

@@ -125,6 +125,7 @@ class Record:
         active: alerts that are active after this reading.
         absent: what could not be measured as a whole -> why.
         is_last: True for the last reading of a run.
+        cost: share of the training's time that readings have taken so far, if it is known.
     """
 
     step: int
@@ -137,6 +138,7 @@ class Record:
     active: tuple[Alert, ...] = ()
     absent: dict[str, str] = field(default_factory=dict)
     is_last: bool = False
+    cost: float | None = None
 
     def __repr__(self) -> str:
         return f"<Record at step {self.step}: {len(self.layers)} layers, {len(self.alerts)} alerts>"

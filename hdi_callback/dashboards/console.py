@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,6 +11,9 @@ from typing import Any
 from hdi_callback.dashboards.layer_table import layers_text
 from hdi_callback.dashboards.verdict import verdict
 from hdi_callback.record import Alert, Record
+
+_DEAR, _CHEAP = 0.01, 0.005  # shares of the training's time that readings take: above which it is said; as they should
+_READINGS = 10  # that are taken before
 
 
 class Console:
@@ -39,6 +43,7 @@ class Console:
         self._say, self._every = say, every_n_steps
         self._refused, self._interventions, self._history = refused or {}, interventions, history
         self._layers: Sequence[Mapping[str, Any]] = ()
+        self._number, self._has_said_cost = 0, False
         # Only the last one keeps its layers, and the one before the final one.
         self._records = [*(replace(record, layers={}) for record in past[:-1]), *past[-1:]]
 
@@ -61,18 +66,34 @@ class Console:
                 self._print(alert_text(alert))
         for action in record.actions:
             self._print(f"hdi_callback, step {action.step}, {action.name}: {action.message}")
+        self._number += 1
+        if self._number >= _READINGS and not self._has_said_cost and (record.cost or 0) > _DEAR:
+            self._has_said_cost = True
+            every = _rounded_up(self._every * record.cost / _CHEAP)  # type: ignore[operator]
+            self._print(
+                f"hdi_callback notice, step {record.step}: readings take {record.cost:.1%} of the training's time. "
+                f"every_n_steps={every} would make it {_CHEAP:.1%}."
+            )
 
     def close(self) -> None:
         """Print the verdict."""
         found = verdict(self._records, self._layers)
+        share = self._records[-1].cost if self._number else None
+        cost = "" if share is None else f" Readings took {share:.2%} of the training's time."
         where = f" History: {self._history}" if self._history else ""
-        self._print(f"hdi_callback: {found.text}{where}")
+        self._print(f"hdi_callback: {found.text}{cost}{where}")
 
     def _print(self, text: str) -> None:
         try:
             self._say(text)
         except UnicodeEncodeError:  # in a container whose streams are ASCII
             self._say(text.encode("ascii", "backslashreplace").decode("ascii"))
+
+
+def _rounded_up(number: float) -> int:
+    """Return a whole number of two digits and zeros that is no smaller."""
+    unit = int("1" + "0" * max(0, len(str(math.ceil(number))) - 2))
+    return math.ceil(number / unit) * unit
 
 
 def alert_text(alert: Alert) -> str:

@@ -117,7 +117,8 @@ def _facts(run: RunHistory, raised: Sequence[Event]) -> list[tuple[str, str]]:
     if run.records:
         first, last = run.records[0], run.records[-1]
         end = ", the end of the run" if last.is_last else ""
-        found.append(("readings", f"{len(run.records)}, from step {first.step} to step {last.step}{end}"))
+        cost = "" if last.cost is None else f"; they took {last.cost:.2%} of the training's time"
+        found.append(("readings", f"{len(run.records)}, from step {first.step} to step {last.step}{end}{cost}"))
         if first.time > 0:
             begun = datetime.datetime.fromtimestamp(first.time, datetime.timezone.utc)
             length = datetime.timedelta(seconds=round(max(0.0, last.time - first.time)))

@@ -35,6 +35,7 @@ def record_to_line(record: Record) -> dict[str, Any]:
         "actions": [asdict(action) for action in record.actions],
         "absent": record.absent,
         "is_last": record.is_last,
+        "cost": None if record.cost is None else _rounded(record.cost, _DIGITS_OF_HEADS),
     }
 
 
@@ -59,6 +60,7 @@ def record_from_line(line: Mapping[str, Any], active: tuple[Alert, ...]) -> Reco
         active=tuple(map(Alert.from_dict, line["active"])) if "active" in line else active,
         absent=line["absent"],
         is_last=line["is_last"],
+        cost=line["cost"],
     )
 
 

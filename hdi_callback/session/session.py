@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from time import time
+from time import perf_counter, time
 from typing import Any
 
 import torch
@@ -20,13 +21,14 @@ from torch.optim import Optimizer
 
 from hdi_callback.dashboards import Console
 from hdi_callback.errors import HDIError, NothingToWatchError
-from hdi_callback.guard import Guard, describe, pythons_generator_kept, without_modes
+from hdi_callback.guard import Guard, describe, pythons_generator_kept, warn, with_warnings, without_modes
 from hdi_callback.history import History, load_history
 from hdi_callback.interventions import Intervention, Training
 from hdi_callback.monitor import HeadDiversityMonitor, Reading
 from hdi_callback.monitor.ranks import number_of_ranks
 from hdi_callback.record import Action, Alert, Record, Sink
 from hdi_callback.rules import Alerts
+from hdi_callback.session.cost import Cost
 from hdi_callback.session.settings import Settings
 from hdi_callback.session.trainer import Trainer, why_ranks_differ
 
@@ -41,7 +43,8 @@ class Session:
     counting by crossings serves trainers whose count advances by more than one (several optimizers), repeats (gradient
     accumulation) or starts in the middle (a resumed run). It is taken after the backward of the forward that was
     captured, while the weights are still those of the forward, and published once the optimizer has stepped and its
-    numbers have arrived on the host.
+    numbers have arrived on the host: a thread makes the record, judges it and writes it to the history, in order, and
+    the training's own thread shows it at a later event. With interventions all of it is done at once.
 
     Args:
         model: any module that contains attention layers.
@@ -87,6 +90,9 @@ class Session:
         self._sinks: list[Sink] = []
         self._armed_at: int | None = None  # step whose forward is captured
         self._pending: deque[_Pending] = deque()
+        self._worker = ThreadPoolExecutor(1, "hdi_callback")
+        self._judged: deque[Future[Any]] = deque()  # records and warnings of readings that the worker has, in order
+        self._cost = Cost()
         self._published: int | None = None  # step of the last reading that was published
         self._number_of_given_up = 0  # readings, as nothing was there to be read
         self._number_of_layers = 0  # that rules, history and dashboards know
@@ -108,6 +114,7 @@ class Session:
         elif self._is_open and not self.monitor.layers:
             return
         step = self._trainer.step
+        self._cost.begin()
         if not self._is_closed and self._is_due(step):  # `_check_ranks` may have closed it
             self._armed_at = step
             self.monitor.arm()
@@ -159,8 +166,11 @@ class Session:
         self.after_backward()  # of a batch without a backward
         if self._pending and self._pending[-1].loss is None and loss is not None:
             self._pending[-1].keep_loss(loss)
+        start, has_reading = perf_counter(), bool(self._pending) and self._pending[-1].step == self.last_step
         # All ranks intervene after the same step, so they wait for the numbers.
-        return self._publish(waits=bool(self._settings.interventions), before=self._trainer.step)
+        records = self._publish(waits=bool(self._settings.interventions), before=self._trainer.step)
+        self._cost.end(start, has_reading=has_reading)
+        return records
 
     def suspend(self) -> None:
         """Leave the forwards that follow alone, as those of an evaluation."""
@@ -172,6 +182,7 @@ class Session:
 
     def abandon(self) -> None:
         """Give up a reading whose forward or backward did not finish; it is due again at once."""
+        self._cost.abandon()
         if self._armed_at is not None:
             self._armed_at = None
             self.monitor.disarm()
@@ -203,6 +214,7 @@ class Session:
         try:
             self._publish(waits=True, may_intervene=False)
         finally:
+            self._worker.shutdown()
             self.monitor.close()
             self._close_all()
 
@@ -211,14 +223,15 @@ class Session:
         for intervention in self.interventions:
             with self._guard(f"ending the intervention {intervention.name}"):
                 intervention.unbind()
-        for sink in self._sinks:
-            with self._showing(sink):
-                sink.close()
+        for sink in (self.history, *self._sinks):
+            if sink is not None:
+                with self._showing(sink.name):
+                    sink.close()
 
     @contextmanager
-    def _showing(self, sink: Sink) -> Iterator[None]:
+    def _showing(self, name: str) -> Iterator[None]:
         """Guard a sink by itself, as the others go on without it."""
-        with self._guard(sink.name), pythons_generator_kept():
+        with self._guard(name), pythons_generator_kept():
             yield
 
     # What a resumed run needs.
@@ -291,6 +304,7 @@ class Session:
         """Publish readings in order: those of steps before `before`, and unless it waits only those that are ready."""
         if self._pending:
             self._follow_ranks()
+        intervenes = bool(self._settings.interventions) and may_intervene
         # A reading of the present step is not complete: under gradient accumulation, the optimizer has yet to step.
         records: list[Record] = []
         while self._pending:
@@ -298,28 +312,50 @@ class Session:
             if (before is not None and taken.step >= before) or not (waits or taken.is_ready()):
                 break
             self._pending.popleft()
-            try:
-                record = taken.record()
-            except Exception as error:
-                record = self._marked(taken.step, error)
-            records.append(self._publish_record(replace(record, is_last=record.step == final), may_intervene))
-            self._published = record.step
-        return tuple(records)
+            facts = {"is_last": taken.step == final, "cost": self._cost.share()}
+            history = None if intervenes else self.history
+            self._judged.append(self._worker.submit(with_warnings, self._judge, taken, facts, history))
+            if intervenes:  # the next one is judged after it
+                records += self._show(waits=True, intervenes=True)
+        return (*records, *self._show(waits=waits, intervenes=intervenes))
 
-    def _publish_record(self, record: Record, may_intervene: bool) -> Record:
-        """Judge, intervene, and write a record to the history and every dashboard."""
+    def _judge(self, taken: _Pending, facts: Mapping[str, Any], history: History | None) -> Record:
+        """Make a record and judge it, and write it to the history if no interventions follow; in the worker."""
+        try:
+            record = replace(taken.record(), **facts)
+        except Exception as error:
+            record = replace(self._marked(taken.step, error), **facts)
         if self.alerts is not None:
             with self._guard("judging head diversity"):
                 record = replace(record, alerts=self.alerts.judge(record), active=self.alerts.active)
+        if history is not None:
+            with self._guard(history.name):
+                history.write(record)
+        return record
+
+    def _show(self, *, waits: bool, intervenes: bool) -> list[Record]:
+        """Intervene, and write records that were judged to every dashboard; those that are done, or all."""
+        records = []
+        while self._judged and (waits or self._judged[0].done()):
+            record, warnings = self._judged.popleft().result()
+            for message, category in warnings:
+                warn(message, category)
+            records.append(self._publish_record(record, intervenes))
+            self._published = record.step
+        return records
+
+    def _publish_record(self, record: Record, intervenes: bool) -> Record:
+        """Intervene, and write a record to the history after it and to every dashboard."""
         try:
-            if self._settings.interventions and may_intervene:  # as on every rank
+            if intervenes:  # as on every rank
                 record = self._decided(record)
                 actions = () if self.monitor.join_ranks().difference else self._intervene(record)
                 record = replace(record, actions=actions)
         finally:  # also if the user's function ends the run
-            for sink in self._sinks:
-                with self._showing(sink):
-                    sink.write(record)
+            for sink in (self.history if intervenes else None, *self._sinks):
+                if sink is not None:
+                    with self._showing(sink.name):
+                        sink.write(record)
         return record
 
     def _decided(self, record: Record) -> Record:
@@ -435,7 +471,6 @@ class Session:
         """Go on with a history of this rank's own if ranks measure alone now; return whether that is the end."""
         if self._has_parted() and not self._is_closed and self.history is None:
             self._open_history([layer.facts() for layer in self.monitor.layers])
-            self._sinks[:0] = [] if self.history is None else [self.history]
         return self._is_closed
 
     def _has_parted(self) -> bool:
@@ -489,9 +524,9 @@ class Session:
                 )
             )
         for sink in sinks:
-            with self._showing(sink):
+            with self._showing(sink.name):
                 sink.open(facts)
-        self._sinks = [*([] if self.history is None else [self.history]), *sinks]  # type: ignore[list-item]
+        self._sinks = sinks
 
 
 class _Pending:

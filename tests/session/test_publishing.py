@@ -1,0 +1,141 @@
+"""Records are made, judged and written by a thread of their own, in order; and what readings cost is said."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from hdi_callback import Record, load_history, watch_heads, write_report
+from hdi_callback.dashboards.console import Console
+from hdi_callback.history import History
+from hdi_callback.rules import Alerts
+from hdi_callback.session import cost
+from tests.benchmarks.gpt import Training
+
+
+def training(folder: Path, **options: object) -> Training:
+    run = Training((2, 16, 2, 4), 1, "cpu", None)
+    run.heads = watch_heads(run.model, run.optimizer, log_dir=folder, tensorboard=False, **options)
+    return run
+
+
+def path(folder: Path) -> Path:
+    return folder / "hdi" / "history.jsonl"
+
+
+def test_the_training_does_not_wait_for_rules_and_history_and_the_state_does(tmp_path, monkeypatch):
+    judge, threads, may_go_on = Alerts.judge, [], threading.Event()
+
+    def slow(self, record):
+        threads.append(threading.current_thread())
+        assert may_go_on.wait(60)
+        return judge(self, record)
+
+    monkeypatch.setattr(Alerts, "judge", slow)
+    run = training(tmp_path, every_n_steps=2)
+    with run.heads:
+        for _ in range(5):
+            run.step()
+        assert not load_history(path(tmp_path)).records
+        threading.Timer(0.1, may_go_on.set).start()
+        state = run.heads.state_dict()
+        assert state["last_step"] == 4
+        assert [record.step for record in load_history(path(tmp_path)).records] == [0, 2, 4]
+    assert threading.main_thread() not in threads
+    assert [record.step for record in load_history(path(tmp_path)).records] == [0, 2, 4, 5]
+
+
+def test_a_reading_is_in_the_file_soon_after_its_step_though_nothing_more_happens(tmp_path):
+    run = training(tmp_path, every_n_steps=10)
+    with run.heads:
+        run.step()
+        deadline = time.monotonic() + 60
+        while not load_history(path(tmp_path)).records:  # as after a kill: no event comes any more
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_warnings_of_the_thread_are_given_by_the_training(tmp_path, monkeypatch):
+    told = []
+
+    def full(self, record):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(History, "write", full)
+    run = training(tmp_path, every_n_steps=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        show = lambda message, *rest: told.append((str(message), threading.current_thread()))  # noqa: E731
+        monkeypatch.setattr(warnings, "showwarning", show)
+        with run.heads:
+            for _ in range(3):
+                run.step()
+    ours = [thread for message, thread in told if "disk full" in message]
+    assert ours == [threading.main_thread()]
+
+
+def test_the_thread_draws_no_random_number_and_puts_none_back(tmp_path):
+    import random
+
+    draws = []
+    for is_watched in (False, True):
+        run = training(tmp_path / str(is_watched), every_n_steps=1)
+        random.seed(0)
+        torch.manual_seed(0)
+        if is_watched:
+            with run.heads:
+                draws.append([(run.step(), random.random(), float(torch.rand(()))) for _ in range(20)])
+        else:
+            run.heads = None
+            draws.append([(run.step(), random.random(), float(torch.rand(()))) for _ in range(20)])
+    assert draws[0] == draws[1]
+
+
+@pytest.mark.parametrize(("every", "extra", "share"), [(10, 1.0, 0.1 / 1.1), (4, 0.02, 0.005 / 1.005)])
+def test_the_share_is_that_of_a_clock_which_knows_what_readings_take(every, extra, share, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(cost, "perf_counter", lambda: now)
+    measured = cost.Cost()
+    for step in range(400):
+        measured.begin()
+        now += 1.0 + (extra if step % every == 0 else 0.0)
+        measured.end(now, has_reading=step % every == 0)
+    assert measured.share() == pytest.approx(share)
+
+
+def test_a_share_is_not_known_where_every_step_has_a_reading():
+    measured = cost.Cost()
+    for _ in range(20):
+        measured.begin()
+        measured.end(time.perf_counter(), has_reading=True)
+    assert measured.share() is None
+
+
+def test_dear_readings_are_said_once_with_the_cadence_that_would_be_cheap_enough():
+    texts: list[str] = []
+    console = Console(texts.append, every_n_steps=50)
+    console.open([])
+    for place in range(30):
+        console.write(Record(step=50 * place, layers={}, cost=0.023))
+    console.close()
+    notices = [text for text in texts if "notice" in text]
+    assert len(notices) == 1
+    assert "step 450: readings take 2.3% of the training's time. every_n_steps=230 would make it 0.5%" in notices[0]
+    assert "Readings took 2.30% of the training's time." in texts[-1]
+
+
+def test_the_history_and_the_report_say_what_readings_cost(tmp_path):
+    run = training(tmp_path, every_n_steps=4)
+    with run.heads:
+        for _ in range(16):
+            run.step()
+    history = load_history(path(tmp_path))
+    share = history.records[-1].cost
+    assert share is not None
+    assert 0 <= share < 1
+    assert f"they took {share:.2%} of the training" in write_report(history).read_text()
