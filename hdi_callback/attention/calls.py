@@ -10,6 +10,7 @@ from functools import lru_cache
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 
 _INNER, _WRAPPED = nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__
@@ -51,6 +52,17 @@ def running_modules() -> set[nn.Module]:
             found.add(frame.f_locals["self"])
         frame = frame.f_back
     return found
+
+
+def is_rehearsal() -> bool:
+    """Return whether torch's pipelining runs a stage on tensors that it makes up, to learn their shapes."""
+    stages = sys.modules.get("torch.distributed.pipelining.stage")
+    frame: FrameType | None = None if stages is None or torch.compiler.is_compiling() else sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals is vars(stages) and frame.f_code.co_name == "_forward_metadata_inference":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def call_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:

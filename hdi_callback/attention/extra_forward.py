@@ -22,6 +22,7 @@ from torch.overrides import _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hdi_callback.attention.calls import is_rehearsal
 from hdi_callback.attention.compiled_calls import uncompiled_here
 from hdi_callback.attention.kept_state import KeptState, KeptTensors
 from hdi_callback.guard import warn, without_modes
@@ -32,8 +33,8 @@ _here = threading.local()  # `is_extra`: whether an extra forward runs in this t
 
 
 def is_extra() -> bool:
-    """Return whether an extra forward runs in this thread."""
-    return getattr(_here, "is_extra", False)
+    """Return whether an extra forward runs in this thread: one of ours, or one in which pipelining tries a stage."""
+    return getattr(_here, "is_extra", False) or is_rehearsal()
 
 
 def inner_model(model: nn.Module) -> nn.Module:
@@ -76,7 +77,7 @@ def nothing_remains(model: nn.Module, *roots: Any, on_lost: Callable[[list[str]]
             _shards_kept(model),
         ):
             stack.enter_context(context)
-        was_extra, _here.is_extra = is_extra(), True
+        was_extra, _here.is_extra = getattr(_here, "is_extra", False), True
         stack.callback(setattr, _here, "is_extra", was_extra)
         yield
 

@@ -19,12 +19,19 @@ from hdi_callback.errors import UnsupportedAttentionError
 if TYPE_CHECKING:
     from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Survey
 
-__all__ = ["gathered_heads", "is_sharded", "over_all_ranks", "whole"]
+__all__ = ["IN_PIECES", "gathered_heads", "is_in_first_fsdp", "is_sharded", "over_all_ranks", "whole"]
+
+IN_PIECES = "Its weights are kept in pieces by DeepSpeed's ZeRO-3 or the first FSDP: use `fully_shard` (FSDP2)."
 
 
 def is_sharded(tensor: Any) -> bool:
     """Return whether a tensor, or a class of tensors, is a DTensor, of which other ranks may hold a part."""
     return hasattr(tensor, "full_tensor") and hasattr(tensor, "placements")
+
+
+def is_in_first_fsdp(model: nn.Module) -> bool:
+    """Return whether `FullyShardedDataParallel` holds weights, which come and go within each of its calls."""
+    return any("_fsdp_wrapped_module" in module._modules for module in model.modules())
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -40,9 +47,7 @@ def whole(tensor: Tensor) -> Tensor:
         UnsupportedAttentionError: of parameters that DeepSpeed or the first FSDP keep in pieces that are no DTensors.
     """
     if hasattr(tensor, "ds_id") or hasattr(tensor, "_is_flat_param"):
-        raise UnsupportedAttentionError(
-            "Its weights are kept in pieces by DeepSpeed's ZeRO-3 or the first FSDP: use `fully_shard` (FSDP2)."
-        )
+        raise UnsupportedAttentionError(IN_PIECES)
     if not is_sharded(tensor):
         return tensor
     parts: Any = tensor

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from hdi_callback.attention.layer import AttentionLayer
-from hdi_callback.monitor.ranks import Ranks
 
 if TYPE_CHECKING:
     from hdi_callback.session import Trainer
@@ -26,15 +23,14 @@ class Training:
         layers: the watched layers, in model order.
         expect_change: tells the rules that an intervention writes the weights of heads of a layer at a step, so that
             this raises no alert.
-        ranks: the ranks of the run.
 
     Attributes:
         layers: name -> layer.
         expect_change: see above.
     """
 
-    def __init__(self, trainer: Trainer, layers: Sequence[AttentionLayer], expect_change: Expect, ranks: Ranks) -> None:
-        self._trainer, self.expect_change, self._ranks = trainer, expect_change, ranks
+    def __init__(self, trainer: Trainer, layers: Sequence[AttentionLayer], expect_change: Expect) -> None:
+        self._trainer, self.expect_change = trainer, expect_change
         self.layers: Mapping[str, AttentionLayer] = {layer.name: layer for layer in layers}
 
     @property
@@ -58,11 +54,3 @@ class Training:
     def save(self, name: str) -> str:
         """Save a checkpoint under a name without a suffix; return where. Every rank calls it."""
         return self._trainer.save(name)
-
-    def max_over_ranks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the elementwise maximum over all ranks; every rank calls it with tensors of the same shapes."""
-        if not tensors or self._ranks.size == 1:
-            return list(tensors)
-        flat = self._ranks.largest(torch.cat([tensor.detach().float().flatten() for tensor in tensors]))
-        parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-        return [part.view_as(tensor) for part, tensor in zip(parts, tensors)]

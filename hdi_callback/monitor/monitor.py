@@ -22,6 +22,7 @@ from hdi_callback.attention.first_forward import FirstForward
 from hdi_callback.attention.layer import AttentionLayer, Refusal, Survey
 from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.attention.registry import known_layers
+from hdi_callback.attention.sharding import IN_PIECES, is_in_first_fsdp
 from hdi_callback.checks import examine
 from hdi_callback.errors import HDIWarning, MisconfigurationError, NothingToWatchError
 from hdi_callback.guard import Guard, guarded, warn, without_modes
@@ -147,6 +148,10 @@ class HeadDiversityMonitor:
         Args:
             training_only: leave out forwards that autograd does not record, as those of an evaluation.
         """
+        if not self.layers and self._first_calls is not None and is_in_first_fsdp(self._model):
+            self.refused = (Refusal("", IN_PIECES),)
+            self.close()
+            return
         self._is_armed, self._training_only = True, training_only
         self._forget_first()
         if self._first_calls is not None:

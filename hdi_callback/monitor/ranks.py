@@ -137,12 +137,6 @@ class Ranks:
         dist.broadcast_object_list(held, src=0, group=self._group)
         return held[0]
 
-    def largest(self, tensor: Tensor) -> Tensor:
-        """Return the elementwise maximum over the ranks, in place; of the same shape on every rank."""
-        if self.size > 1:
-            self._all_reduce(tensor, dist.ReduceOp.MAX)
-        return tensor
-
     def _part(self, why: str) -> None:
         if why:
             self.size, self.difference, self._agree = 1, why, None

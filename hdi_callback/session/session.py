@@ -438,7 +438,7 @@ class Session:
         if settings.alerts is None:
             return
         self.alerts = Alerts(settings.alerts, settings.thresholds, facts, settings.pretrained)
-        training = Training(self._trainer, self.monitor.layers, self.alerts.expect_change, self.monitor.join_ranks())
+        training = Training(self._trainer, self.monitor.layers, self.alerts.expect_change)
         for intervention in settings.interventions or ():
             intervention.bind(training)
             self.interventions += (intervention,)

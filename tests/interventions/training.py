@@ -102,9 +102,6 @@ class Open:
     def loss_scale(self, optimizer) -> float:
         return self.scale
 
-    def max_over_ranks(self, tensors):
-        return list(tensors)
-
     def stop(self) -> None:
         self.is_stopped = True
 

@@ -13,7 +13,6 @@ from torch import nn
 
 from hdi_callback import (
     HDICallback,
-    HDIHandler,
     HDITrainerCallback,
     MisconfigurationError,
     SaveCheckpoint,
@@ -92,7 +91,7 @@ def test_a_rule_may_not_need_what_is_no_metric() -> None:
         Settings(alerts=[Odd()])
 
 
-@pytest.mark.parametrize("callback", [HDICallback, HDITrainerCallback, HDIHandler, watch_heads])
+@pytest.mark.parametrize("callback", [HDICallback, HDITrainerCallback, watch_heads])
 def test_the_twelve_arguments_are_written_out_in_the_signature(callback: Any) -> None:
     parameters = inspect.signature(callback).parameters
     expected = inspect.signature(Settings).parameters
