@@ -21,7 +21,7 @@ def _forget_compiled_code():
         sys.modules["torch._dynamo"].reset()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def root() -> Path:
     """The root of the repository."""
     return Path(__file__).parent.parent

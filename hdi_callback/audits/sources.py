@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -142,13 +143,12 @@ def _open_folder(folder: Path, weights: Path, device: str, *, needs_weights: boo
 
 def _from_config(folder: Path, device: str) -> nn.Module:
     """Build the model of a config, only from classes of transformers: no code in the folder is executed."""
-    import transformers
-
-    if importlib.util.find_spec("transformers.conversion_mapping") is None:
+    try:
+        import transformers
+    except ImportError as error:
         raise MisconfigurationError(
-            f"`{folder}` needs transformers 5.20 or newer, and {transformers.__version__} is installed: "
-            "pip install --upgrade transformers."
-        )
+            f"`{folder}` is a model of transformers, which is not installed: pip install 'hdi-callback[transformers]'."
+        ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False, attn_implementation="eager"
@@ -182,9 +182,11 @@ def _renamed(model: Any, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     own = model.state_dict()
     if own.keys() <= stored.keys():
         return dict(stored)
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    except ImportError:  # before transformers 5
+        return _renamed_as_before(model, stored, own)
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -194,6 +196,19 @@ def _renamed(model: Any, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if converter is None:  # others are put together from several tensors of the file
             found[renamed] = tensor
     return found
+
+
+def _renamed_as_before(model: Any, stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors by the names that transformers 4 gives them: patterns of the class, with or without prefix."""
+    prefix = f"{model.base_model_prefix}."
+    patterns = getattr(model, "_checkpoint_conversion_mapping", None) or {}
+    renamed = {}
+    for name, tensor in stored.items():
+        for pattern, replacement in patterns.items():
+            name = re.sub(pattern, replacement, name)
+        names = (name, prefix + name, name.removeprefix(prefix))
+        renamed[next((candidate for candidate in names if candidate in own), name)] = tensor
+    return renamed
 
 
 def made_up_batches(model: Any, device: str | torch.device = "cpu") -> tuple[dict[str, Any], ...]:

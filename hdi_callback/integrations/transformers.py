@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import transformers
 from torch.optim import Optimizer
 
 from hdi_callback.dashboards import Wandb
@@ -18,6 +17,13 @@ from hdi_callback.interventions import Intervention
 from hdi_callback.record import Record, Sink
 from hdi_callback.session import Settings
 from hdi_callback.session.settings import ChosenAlerts, History, Padding, Thresholds
+
+try:
+    import transformers
+except ImportError as error:
+    raise ImportError(
+        "HDITrainerCallback needs transformers 4.46 or newer: pip install 'hdi-callback[transformers]'."
+    ) from error
 
 _KEY = "hdi_callback"  # in the trainer's own state; under the name of a class the trainer would make an instance of it
 _STATE_FILE = "trainer_state.json"
