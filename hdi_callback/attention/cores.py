@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.attention.labels import RESAMPLED, SHARED, TIMES, Label, Labels, Source, Unreadable
+from hdi_callback.attention.normalisers import normaliser_before
 from hdi_callback.attention.planes import repeats, reshaped, small, thin, unique_rows
 from hdi_callback.attention.products import Product, reduced_dims
 from hdi_callback.attention.tape import DATA, MADE, Cell, Step, View, is_fused, is_softmax_like
@@ -73,6 +74,8 @@ class Core:
             the softmax without `dim`; `None` of a fused operation.
         dim: the dimension that the softmax runs over.
         flags: what else is true of its scores.
+        scores: what weights are made of; `None` of a fused operation.
+        normaliser: what makes them.
     """
 
     step: Step
@@ -81,6 +84,8 @@ class Core:
     asked: Tensor | None = None
     dim: int = -1
     flags: frozenset[str] = frozenset()
+    scores: View | None = None
+    normaliser: str = "softmax"
 
 
 def core_of(labels: Labels, step: Step) -> Core | None:
@@ -91,7 +96,13 @@ def core_of(labels: Labels, step: Step) -> Core | None:
     """  # noqa: DOC201
     if layout_of_fused(step):
         return _fused_core(labels, step)
-    return _softmax_core(labels, step) if is_softmax_like(step.op) else None
+    if is_softmax_like(step.op):
+        return _core_behind(labels, step, step.taken[0], softmax_dim(step))
+    normaliser = normaliser_before(labels, step)
+    if normaliser is None:
+        return None
+    core = _core_behind(labels, normaliser.step, normaliser.scores, normaliser.dim)
+    return None if core is None else replace(core, normaliser=normaliser.name)
 
 
 def _read(labels: Labels, view: View, what: str) -> Label:
@@ -144,8 +155,8 @@ def _repeated(label: Label, times: int) -> Label:
 _MIXED = "heads are mixed, or cut in pieces, between its softmax and its values"
 
 
-def _softmax_core(labels: Labels, step: Step) -> Core | None:
-    scores, dim = step.taken[0], softmax_dim(step)
+def _core_behind(labels: Labels, step: Step, scores: View, dim: int | None) -> Core | None:
+    """Read the attention of what makes weights of scores over a dimension."""
     if scores.cell.kind < MADE or dim is None:
         return None
     own = set(_score_steps(labels, scores.cell))
@@ -157,6 +168,7 @@ def _softmax_core(labels: Labels, step: Step) -> Core | None:
         _refuse_other_scores(labels, step)
     if not consumers:
         return None
+    dim %= len(scores.shape)
     label = _read(labels, scores, "scores")
     if RESAMPLED in label.flags:
         raise Unreadable("scores of several tokens are pooled")
@@ -177,7 +189,7 @@ def _softmax_core(labels: Labels, step: Step) -> Core | None:
     asked = _numbered(_slots(labels, label.features, source), label.tokens, source, is_flipped, renumbered)
     flags = {"scores are a sum of several products"} if len(sources) > 1 else set()
     flags |= label.flags & {SHARED, TIMES}
-    return Core(step, tuple(parts), source.step, asked.amax(dim), dim - len(scores.shape), frozenset(flags))
+    return Core(step, tuple(parts), source.step, asked.amax(dim), dim - len(scores.shape), frozenset(flags), scores)
 
 
 def softmax_dim(step: Step) -> int | None:

@@ -345,6 +345,8 @@ class _Layers:
 
     def _layer(self, claim: Claim, maps: dict[str, list[Map]], outputs: list[tuple[Step, Map]]) -> AttentionLayer:
         notes = [*claim.notes, *_caveats(claim.flags)]
+        if claim.core.normaliser != "softmax":
+            notes.append("the rows of its attention, which no softmax makes")
         kept = _kept(maps, claim.flags, notes)
         weights, of_heads = self._weights_of(claim, kept, notes)
         base = None
@@ -362,7 +364,7 @@ class _Layers:
         return AttentionLayer(
             name, module, num_heads=claim.heads, num_key_heads=counts["key"],
             num_value_heads=counts.get("value", claim.heads), head_dim=weights["key"].width, value_dim=value_dim,
-            weights=weights, kind=_kind(claim.heads, kept), key_of=of_heads["key"], value_of=of_heads.get("value", ()),
+            weights=weights, kind=_kind(claim, kept), key_of=of_heads["key"], value_of=of_heads.get("value", ()),
             normed=frozenset(role for role in IN if f"{role}: {NORMED}" in claim.flags),
             output_module=self._output_module(base, name), notes="; ".join(notes),
         )  # fmt: skip
@@ -477,12 +479,14 @@ def _different(maps: list[Map], heads: int) -> tuple[list[Map], tuple[int, ...]]
     )
 
 
-def _kind(heads: int, maps: dict[str, list[Map]]) -> str:
+def _kind(claim: Claim, maps: dict[str, list[Map]]) -> str:
     names = list(
         dict.fromkeys(name.removesuffix(".weight") for mine in maps.values() for one in mine for name in one.names)
     )
     short = [name.rpartition(".")[2] for name in names]
-    return f"{heads} heads, {'packed in' if len(names) == 1 else 'in'} {', '.join(f'`{name}`' for name in short[:4])}"
+    where = f"{'packed in' if len(names) == 1 else 'in'} {', '.join(f'`{name}`' for name in short[:4])}"
+    normaliser = "" if claim.core.normaliser == "softmax" else f"; {claim.core.normaliser} in place of a softmax"
+    return f"{claim.heads} heads, {where}{normaliser}"
 
 
 def _common(paths: list[str]) -> str:

@@ -398,13 +398,15 @@ def _is_composite(func: Any) -> bool:
 
 
 def _value(tensor: Tensor, op: str, cell: Cell, *, is_float: bool) -> Tensor | None:
-    """Keep the values of indices, and the beginning of those of masks and factors."""
+    """Keep the values of indices and numbers, and the beginning of those of masks and factors."""
     is_mask = op in _MASKS or is_fused(op)
-    if (is_float and not is_mask) or (is_mask and cell.is_mapped):
+    is_number = cell.numel == 1 and not cell.is_mapped
+    if not is_number and ((is_float and not is_mask) or (is_mask and cell.is_mapped)):
         return None
     dims = tensor.dim()
     with _disable_current_modes():  # modes of the user's see nothing of it
         part = tuple(slice(_KEPT if dim >= dims - 2 else 8) for dim in range(dims)) if is_mask else ...
+        part = (slice(1),) * dims if is_number else part  # perhaps it is broadcast
         return tensor.detach()[part].clone()
 
 

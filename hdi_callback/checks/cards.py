@@ -67,7 +67,8 @@ def card_of(one: Facts) -> Card:
         behind = f"dropout {UNKNOWN}" if one.dropout is None else f"dropout {one.dropout:.3g} behind it"
         lines["positions"] = _positions(one)
         lines["scores"] = "; ".join([_scale(one), *_masks(one)])
-        lines["softmax"] = "over keys" if one.dropout == 0 else f"over keys; {behind}"
+        over = "over keys" if one.normaliser == "softmax" else f"none: {one.normaliser}, over keys"
+        lines["softmax"] = over if one.dropout == 0 else f"{over}; {behind}"
     if not one.reason:
         maps = one.rows.get("output", ())
         lines["output"] = f"columns {_summed(maps)}, {_order(maps)}" if maps else UNKNOWN

@@ -205,7 +205,7 @@ def batch_for_sequence(one: Facts, _: Sequence[Facts]) -> Found:
 
 def scale(one: Facts, _: Sequence[Facts]) -> Found:
     """Scores are not scaled by 1 / sqrt(width)."""
-    is_normed = any(flag.endswith(NORMED) for flag in one.flags)
+    is_normed = any(flag.endswith(NORMED) for flag in one.flags) or one.normaliser != "softmax"
     if one.scale is None or one.width < 2 or is_normed or one.is_usual_scale:
         return None
     right = one.width**-0.5
@@ -242,7 +242,7 @@ def softmax(one: Facts, _: Sequence[Facts]) -> Found:
 
 def mask_missing(one: Facts, among: Sequence[Facts]) -> Found:
     """A mask has no effect, or only this layer has none."""
-    for at, change in enumerate(one.changes):
+    for at, change in enumerate(one.changes if one.normaliser == "softmax" else ()):  # a ReLU hides what is 0
         said = _without_effect(change, before=one.changes[:at], behind=one.changes[at + 1 :])
         if said is not None:
             return "wrong", said

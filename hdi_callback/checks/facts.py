@@ -95,6 +95,7 @@ class Facts:
     scale: float | None = None  # of products of queries and keys
     changes: tuple[Change, ...] = ()  # of scores before the softmax
     hidden: Tensor | None = None  # which keys, ``(..., queries, keys)``
+    normaliser: str = "softmax"  # what makes weights of scores
     softmaxes: int = 1  # that run one after the other
     changes_behind: tuple[Change, ...] = ()  # of weights
     dropout: float | None = None  # its probability
@@ -198,7 +199,7 @@ def _of_core(labels: Labels, core: Core) -> Facts:
         changes = changes_of_fused(step)
         dropout: float | None = float(step.given("dropout_p", 0.0) or 0.0)
     else:
-        scores = walk_back(step.taken[0].cell, lambda one: one is core.score_step)
+        scores = None if core.scores is None else walk_back(core.scores.cell, lambda one: one is core.score_step)
         behind = walk_back(part.product.first.cell, lambda one: one is step)
         changes = changes_of(scores) if scores is not None and is_by_rows(core) else [Change("not followed", None)]
         dropout = None if behind is None else dropout_behind(behind)
@@ -214,6 +215,7 @@ def _of_core(labels: Labels, core: Core) -> Facts:
         scale=None if scores is None else scale_of(labels, core, scores),
         changes=tuple(changes),
         hidden=hidden_by(changes) if softmaxes == 1 else None,  # what one hides the next one shows
+        normaliser=core.normaliser,
         softmaxes=softmaxes,
         changes_behind=tuple(changes_of(behind or [])) if is_by_rows(core) else (),
         dropout=dropout,

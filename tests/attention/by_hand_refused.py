@@ -198,24 +198,32 @@ def weights_times_values_element_by_element():
     return between(lambda m, q, k, v: (q @ k.mT).softmax(-1).diagonal(dim1=2, dim2=3)[..., None] * v)
 
 
-# sparse softmaxes
-
-
-def sparsemax(x: Tensor) -> Tensor:
-    sorted_ = x.sort(-1, descending=True)[0]
-    sums, count = sorted_.cumsum(-1) - 1, torch.arange(1, x.shape[-1] + 1)
-    size = (count * sorted_ > sums).sum(-1, keepdim=True)
-    return (x - sums.gather(-1, size - 1) / size).clamp(min=0)
-
-
-@refused("without a softmax")
-def sparse_weights():
-    return between(lambda m, q, k, v: sparsemax(q @ k.mT / D**0.5) @ v)
+# what adds up to one over keys is read; this does not
 
 
 @refused("without a softmax")
 def weights_that_are_squared():
     return between(lambda m, q, k, v: (q @ k.mT / T).relu().square() @ v)
+
+
+@refused("without a softmax")
+def scores_over_their_sum_some_of_them_negative():
+    return between(lambda m, q, k, v: ((s := q @ k.mT) / s.sum(-1, keepdim=True)) @ v)
+
+
+@refused("without a softmax")
+def weights_of_length_one():
+    return between(lambda m, q, k, v: F.normalize((q @ k.mT).relu(), dim=-1) @ v)
+
+
+@refused("runs over queries")
+def a_relu_over_its_sum_over_queries():
+    return between(lambda m, q, k, v: ((r := (q @ k.mT).relu()) / r.sum(-2, keepdim=True).clamp_min(1e-9)) @ v)
+
+
+@refused("runs over heads")
+def a_relu_over_its_sum_over_heads():
+    return between(lambda m, q, k, v: ((r := (q @ k.mT).relu()) / r.sum(1, keepdim=True).clamp_min(1e-9)) @ v)
 
 
 # heads

@@ -267,7 +267,9 @@ def test_of_attention_by_hand_only_what_is_a_bug_is_wrong(name):
     wrong = {
         "split_without_a_transpose": {"split"},
         "softmax_over_heads": {"softmax"},
+        "a_relu_over_its_sum_over_heads": {"softmax"},
         "softmax_over_queries": {"softmax"},
+        "a_relu_over_its_sum_over_queries": {"softmax"},
     }
     assert {one.name for one in found.wrong} == wrong.get(name, set())
     assert "could not be collected" not in str(found)

@@ -15,7 +15,7 @@ from hdi_callback.history import History
 from hdi_callback.monitor import Reading, monitor
 from hdi_callback.record import Alert
 from hdi_callback.rules import Alerts
-from tests.integrations.runs import STEPS, TRAINERS, Training
+from tests.integrations.runs import STEPS, TRAINERS, WIDTH, Training
 
 ALL_STEPS = [0, 4, 8, STEPS]
 
@@ -160,6 +160,30 @@ def test_a_model_without_attention_costs_one_warning_without_strict(kind: str, t
         run.fit(kind)
     assert sum(issubclass(one.category, MonitoringWarning) for one in caught) == 1
     assert run.watcher.history_path is None
+
+
+def test_attention_that_is_refused_beside_some_that_is_read_ends_no_training(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    class Sigmoids(torch.nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (torch.nn.Linear(width, width) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (one(x).unflatten(-1, (2, -1)).transpose(1, 2) for one in (self.q, self.k, self.v))
+            return ((q @ k.mT).sigmoid() @ v).transpose(1, 2).flatten(2)
+
+    run = Training(tmp_path)  # strict, as by default
+    run.model.blocks.append(Sigmoids(WIDTH))
+    run.fit(kind)
+    assert len(run.losses) == STEPS
+    assert len(run.history.records) == len(ALL_STEPS)
+    captured = capsys.readouterr()
+    said = " ".join(f"{captured.out} {captured.err}".split())
+    assert "blocks.2: it multiplies three computed tensors without a softmax" in said
 
 
 def test_a_session_that_cannot_start_is_said_once_and_watches_nothing(
