@@ -24,4 +24,5 @@ CLAIMS = (
     "merging_key_heads",
     "neighbours",
     "rank_and_identifiability",
+    "synergistic_graphs",
 )
