@@ -66,7 +66,7 @@ class Map:
         return Map(self.names, self.owners, self.starts[:, kept], self.stride, self.count, tuple(places))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Claim:
     """What was read of an attention.
 
@@ -101,6 +101,10 @@ class Claim:
     stream_of_output: list[int] = field(default_factory=list)
     members: list[Claim] = field(default_factory=list)
     takers: list[tuple[Step, Product]] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        names = {role: [name for part in parts for name in part.names] for role, parts in self.maps.items()}
+        return f"<Claim of {self.heads} heads in `{self.path}`: {names}>"
 
     @property
     def path(self) -> str | None:

@@ -70,7 +70,7 @@ NONLINEAR = "nonlinear: "  # and the operation
 CENTRED = "centred over "  # and how many features
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Label:
     """Labels of a tensor, in its shape.
 
@@ -84,6 +84,9 @@ class Label:
     features: Tensor
     tokens: Tensor
     flags: frozenset[str] = frozenset()
+
+    def __repr__(self) -> str:
+        return f"<Label {tuple(self.features.shape)}: {sorted(self.flags)}>"
 
     def reshaped(self, shape: tuple[int, ...]) -> Label:
         """Give the labels another shape."""

@@ -40,7 +40,7 @@ _CALL = nn.Module._call_impl.__code__
 FUSED_FLEX = "_scaled_dot_product_flex_attention"  # FlexAttention on a tape
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Cell:
     """The content of a storage from one write to the next."""
 
@@ -55,8 +55,12 @@ class Cell:
     is_mapped: bool = False  # whether a parameter takes part in it
     users: list[Step] = field(default_factory=list)
 
+    def __repr__(self) -> str:
+        made = self.parameter or ("an input" if self.step is None else f"{self.step.number} {self.step.op}")
+        return f"<Cell of {self.numel} elements: {made}>"
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class View:
     """A tensor: a part of a cell."""
 
@@ -67,6 +71,9 @@ class View:
     itemsize: int
     is_float: bool
     value: Tensor | None = None  # of indices, and the beginning of masks and factors
+
+    def __repr__(self) -> str:
+        return f"<View {self.shape} of {self.cell!r}>"
 
     def seen_as(self, shape: tuple[int, ...], stride: tuple[int, ...], offset: int | None = None) -> View:
         """Give the same memory in another geometry."""
@@ -86,7 +93,7 @@ class View:
         return self.seen_as((*shape, columns, rows), (*stride, along, down))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Step:
     """An operation that made or changed memory."""
 
@@ -100,6 +107,10 @@ class Step:
     taken: list[View]
     made: list[View | None] = field(default_factory=list)
     padding: dict[str, Tensor] = field(default_factory=dict)  # masks of tokens that the forwards around it were given
+
+    def __repr__(self) -> str:
+        where = f" in `{self.path}`" if self.path is not None else ""
+        return f"<Step {self.number} {self.op}{where}: {[view.shape for view in self.taken]}>"
 
     def given(self, name: str, default: Any = None) -> Any:
         """Give an argument by its name."""
