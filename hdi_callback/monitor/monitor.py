@@ -116,7 +116,7 @@ class HeadDiversityMonitor:
             if not self.layers:
                 self._refuse()
         else:
-            self._watch(put_together(self._model, known_layers(self._model), Survey()))
+            self._watch(put_together(inner_model(self._model), known_layers(inner_model(self._model)), Survey()))
             self._first_calls = FirstCalls(
                 self._model, self._on_found, self._note, self._record, may_agree=lambda: self._ranks is None
             )
@@ -314,7 +314,7 @@ class HeadDiversityMonitor:
     def _watch(self, found: Survey) -> None:
         """Watch what a forward has shown, beside what is known."""
         self._left_out |= {layer.name for layer in found.layers if not self._is_chosen(layer.name)}
-        known = {layer.name: layer for layer in (*found.layers, *self.layers) if self._is_chosen(layer.name)}
+        known = {layer.name: layer for layer in (*self.layers, *found.layers) if self._is_chosen(layer.name)}
         modules = enumerate(self._model.named_modules())
         order = {name_without_wrappers(name): place for place, (name, _) in modules}
         layers = tuple(sorted(known.values(), key=lambda layer: order.get(layer.name, len(order))))

@@ -217,6 +217,15 @@ def test_compiled_calls_are_read_completely(way: str, path: Path) -> None:
     assert_complete(found)
 
 
+def test_torchs_own_attention_is_read_completely_in_a_compiled_model(path: Path) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(32, 32), nn.TransformerEncoderLayer(32, 4, 48, batch_first=True))
+    run = torch.compile(model, backend="aot_eager")
+    for _, x, _ in steps(run, path, batches(2)):
+        run(x).sum().backward()
+    assert_complete(records_of(path), ["1.self_attn"])
+
+
 def test_a_compiled_step_of_an_optimizer_that_is_announced_counts(path: Path) -> None:
     torch._dynamo.reset()
     model = Model()
