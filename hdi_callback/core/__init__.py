@@ -14,7 +14,6 @@ from hdi_callback.core.covariance import (
     OutputMoments,
     count_and_total,
     covariance_from,
-    covariance_of,
     covariance_sums,
     head_covariance,
     outputs_not_finite,
@@ -29,7 +28,7 @@ from hdi_callback.core.diversity import (
     principal_cosines,
 )
 from hdi_callback.core.fresh import Folding, attention_agreement, fold_head, folding_error, fresh_head
-from hdi_callback.core.movement import HeadMovement, MovementSums, head_movement, movement_of, movement_sums, not_finite
+from hdi_callback.core.movement import HeadMovement, MovementSums, movement_of, movement_sums, not_finite
 from hdi_callback.core.rows import RowMetrics, RowSums, attention_rows, row_metrics
 from hdi_callback.core.tokens import TokenSpread, TokenSums, token_metrics, token_spread
 from hdi_callback.core.whitening import WhitenedHeads, whiten_layers
@@ -57,7 +56,6 @@ __all__ = [
     "circuits_of",
     "count_and_total",
     "covariance_from",
-    "covariance_of",
     "covariance_sums",
     "diversity_of",
     "diversity_sums",
@@ -66,7 +64,6 @@ __all__ = [
     "fresh_head",
     "head_covariance",
     "head_diversity",
-    "head_movement",
     "movement_of",
     "movement_sums",
     "not_finite",

@@ -2,7 +2,7 @@ r"""The empirical covariance term: head outputs and the output projection -> `He
 
 Head h contributes :math:`z_h(t) = o_h(t) W_h` to the layer's output at token t. No ``(tokens, H, d)`` tensor is ever
 formed: everything follows from `OutputMoments`, the second moments of the output projection's input, block by block.
-Moments add up over batches and ranks.
+Moments add up over ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class HeadCovariance:
 class OutputMoments:
     """Count, mean and centred second moments of head outputs.
 
-    ``a + b`` joins disjoint tokens. Over ranks that were given one centre, `count` and `scatter` add up field by field.
+    Over ranks that were given one centre, `count` and `scatter` add up field by field.
 
     Attributes:
         count: ``(...)``, number of tokens.
@@ -100,17 +100,6 @@ class OutputMoments:
         scatter = torch.zeros(scatter_size(heads, width), device=device)
         return cls(torch.zeros((), device=device), torch.zeros(heads, width, device=device), scatter)
 
-    def __add__(self, other: OutputMoments) -> OutputMoments:
-        """Join the moments of two disjoint sets of tokens (Chan, Golub and LeVeque 1983)."""
-        count = self.count + other.count
-        shift = other.centre - self.centre
-        share = (other.count / count.clamp_min(1))[..., None, None]
-        joined = OutputMoments(count, self.centre + shift * share, self.scatter + other.scatter)
-        weighted = shift * share * self.count[..., None, None]
-        for part, chunk in joined.chunks():
-            chunk += weighted[..., part, :, None, None] * shift[..., None, None, part.start :, :]
-        return joined
-
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """Chunks of heads, each with a view of its scatter, ``(..., heads, d_v, heads from its first one on, d_v)``."""
         H, k = self.centre.shape[-2:]
@@ -156,21 +145,7 @@ def head_covariance(outputs: Tensor, output_weight: Tensor, valid: Tensor | None
         )
     if valid is not None and valid.shape != outputs.shape[:-2]:
         raise ShapeError(f"`valid` has the shape {tuple(outputs.shape[:-2])}, got {tuple(valid.shape)}.")
-    return covariance_of(OutputMoments.from_tokens(outputs, valid), output_weight)
-
-
-@torch.no_grad()
-def covariance_of(moments: OutputMoments, output_weight: Tensor) -> HeadCovariance:
-    """Compute the covariance term of all tokens whose moments were added up.
-
-    Args:
-        moments: of the head outputs.
-        output_weight: ``(..., H, d_v, d)``.
-
-    Returns:
-        The covariance, as `head_covariance` gives it.
-    """
-    return covariance_from(covariance_sums(moments, output_weight))
+    return covariance_from(covariance_sums(OutputMoments.from_tokens(outputs, valid), output_weight))
 
 
 @dataclass(frozen=True)
@@ -194,7 +169,7 @@ class CovarianceSums:
 
 @torch.no_grad()
 def covariance_sums(moments: OutputMoments, output_weight: Tensor) -> CovarianceSums:
-    """Reduce moments and weights, as `covariance_of` takes them, to what `covariance_from` takes."""
+    """Reduce moments, and output weights ``(..., H, d_v, d)``, to what `covariance_from` takes."""
     *_, H, k, _ = output_weight.shape
     weight = output_weight.to(moments.scatter.dtype)
     flat = weight.flatten(-3, -2)  # (..., H d_v, d)

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hdi_callback.errors import ShapeError
-
 
 @dataclass(frozen=True)
 class HeadMovement:
@@ -23,34 +21,6 @@ class HeadMovement:
 
     movement: Tensor
     unchanged: Tensor
-
-
-@torch.no_grad()
-def head_movement(now: Sequence[Tensor], before: Sequence[Tensor]) -> HeadMovement:
-    """Compare the weights of heads with those of an earlier reading.
-
-    Args:
-        now: weights ``(..., H, width, features)`` of the same heads: their queries, outputs, and keys and values where
-            no heads share them.
-        before: the same at an earlier reading; in any type, on any device.
-
-    Returns:
-        The movement, in float32 or wider.
-
-    Raises:
-        ShapeError: if the shapes differ.
-
-    Example:
-        >>> moved = head_movement([torch.full((2, 1, 4), 3.0)], [torch.full((2, 1, 4), 2.0)])
-        >>> moved.movement.tolist(), moved.unchanged.tolist()
-        ([0.5, 0.5], [0.0, 0.0])
-    """
-    if [w.shape for w in now] != [w.shape for w in before]:
-        raise ShapeError(
-            f"Two readings of the same weights have the same shapes, got {[tuple(w.shape) for w in now]} and "
-            f"{[tuple(w.shape) for w in before]}."
-        )
-    return movement_of(movement_sums([weight[None] for weight in now], [weight[None] for weight in before]))
 
 
 @dataclass(frozen=True)
@@ -70,7 +40,15 @@ class MovementSums:
 
 @torch.no_grad()
 def movement_sums(now: Sequence[Tensor], before: Sequence[Tensor]) -> MovementSums:
-    """Reduce stacks of weights ``(roles, ..., H, width, features)`` now and before to what `movement_of` takes."""
+    """Compare the weights of heads with those of an earlier reading.
+
+    Args:
+        now: stacks ``(roles, ..., H, width, features)``, of the roles of one shape each.
+        before: the same at an earlier reading; in any type, on any device.
+
+    Returns:
+        What `movement_of` takes, in float32 or wider.
+    """
     moved = size = same = torch.zeros((), device=now[0].device)
     for weight, last in zip(now, before):
         wide = torch.promote_types(weight.dtype, torch.float32)

@@ -229,7 +229,7 @@ class HeadDiversityMonitor:
     def _reading(self, step: int, epoch: int | None, results: list[Result], absent: Absent) -> Reading:
         names = tuple(layer.name for layer in self.layers)
         trains = [any(parameter.requires_grad for parameter in layer.module.parameters()) for layer in self.layers]
-        results = [*results, Result(TRAINING, names, {"trains": torch.tensor(trains, device="cpu")}, Trains)]
+        results = [*results, Result(TRAINING, names, Trains(torch.tensor(trains, device="cpu")))]
         return Reading(step, names, results, absent, epoch=epoch, metrics=self.metrics)
 
     def _take(self, absent: Absent) -> Mapping[str, Captured]:

@@ -129,10 +129,6 @@ class InputTokens(SumSource):
         """See `SumSource`."""
         return token_metrics(sums)
 
-    def finish(self, sums: TokenSpread) -> TokenSpread:
-        """See `SumSource`."""
-        return sums
-
     def size(self, layer: AttentionLayer) -> int:
         """See `SumSource`."""
         return _width(layer) ** (2 if self._with_rank else 1)

@@ -24,14 +24,14 @@ class Result:
     Attributes:
         source: one of `SOURCES`.
         layers: names of the layers, in the order of the first dimension of the tensors.
-        sums: name -> tensor ``(len(layers), ...)``, what the device has added up; sent to the host.
-        finish: makes of these tensors, on the host, what the catalogue reads.
+        sums: a record of tensors ``(len(layers), ...)``, what the device has added up; sent to the host.
+        finish: makes of it, on the host, what the catalogue reads.
     """
 
     source: str
     layers: tuple[str, ...]
-    sums: Mapping[str, Tensor]
-    finish: Callable[..., Any]
+    sums: Any
+    finish: Callable[[Any], Any] = lambda sums: sums
 
 
 class Absent(dict[str, dict[str, str]]):
@@ -118,7 +118,7 @@ class Reading:
         sizes: Counter[tuple[torch.device, torch.dtype]] = Counter()
         for result in self._results:
             places = {}
-            for name, tensor in result.sums.items():
+            for name, tensor in vars(result.sums).items():
                 pack = tensor.device, tensor.dtype
                 parts.setdefault(pack, []).append(tensor.detach().reshape(-1))
                 places[name] = _Place(tensor.shape, pack, sizes[pack])
@@ -157,8 +157,8 @@ class Reading:
             columns: list[_Column] = []
             if all(place.pack in self._hosts for place in places.values()):
                 with absent.unless([result.source], result.layers):
-                    sums = {name: self._arrived(place) for name, place in places.items()}
-                    columns = _read(result.source, result.finish(**sums), self._left_out)
+                    sums = type(result.sums)(**{name: self._arrived(place) for name, place in places.items()})
+                    columns = _read(result.source, result.finish(sums), self._left_out)
             for row, name in enumerate(result.layers):
                 _enter(layers[name], result.source, [(column, column.numbers[row]) for column in columns])
         return Record(self.step, layers, epoch=self.epoch, time=self.time)

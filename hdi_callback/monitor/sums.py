@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -61,9 +60,9 @@ class SumSource(ABC):
         """Make the sums over all ranks small enough for the host; of layers of one shape, which are stacked."""
         return sums
 
-    @abstractmethod
     def finish(self, sums: Any) -> Any:
         """Make of them, on the host, what the catalogue reads."""
+        return sums
 
     def size(self, layer: AttentionLayer) -> int:
         """Return about how many numbers the sums of a layer hold."""
@@ -107,12 +106,8 @@ def measure_sums(
             names, totals, weights = zip(*group)
             with absent.unless([source.name], names):
                 sums = source.reduce(joined(totals), None if weights[0] is None else stacked(weights))
-                results.append(Result(source.name, names, vars(sums), partial(_finish, source, type(sums))))
+                results.append(Result(source.name, names, sums, source.finish))
     return results
-
-
-def _finish(source: SumSource, kind: Any, **sums: Tensor) -> Any:
-    return source.finish(kind(**sums))
 
 
 def _is_left_out(source: SumSource, layer: AttentionLayer, captured: Mapping[str, Captured], absent: Absent) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 from hdi_callback.attention.layer import ROLES, AttentionLayer
 from hdi_callback.core import (
     CircuitSums,
-    DiversitySums,
     HeadMovement,
     MovementSums,
     WhitenedHeads,
@@ -180,70 +178,49 @@ class _Stacks:
             self.whole[tuple(roles)] = stack = stack.unflatten(0, (len(roles), len(weights)))
             self.of |= dict(zip(roles, stack.unbind()))
 
-    def pair(self, first: str, second: str) -> Tensor | None:
-        """Return two roles as one stack of twice as many layers, if they are alike."""
-        for roles, stack in self.whole.items():
-            if first in roles and second in roles:
-                place = roles.index(first)
-                return stack[place : place + 2].flatten(0, 1)
+    def together(self, *roles: str) -> Tensor | None:
+        """Return the layers of some roles as one stack, if these lie side by side."""
+        for alike, stack in self.whole.items():
+            if set(roles) <= set(alike):
+                return stack[alike.index(roles[0]) :][: len(roles)].flatten(0, 1)
         return None
 
-    def whitened(self, role: str) -> WhitenedHeads:
-        """Whiten the heads of a role, once."""
-        if role not in self._whitened:
-            self._whitened[role] = whiten_layers(self.of[role])
-        return self._whitened[role]
-
-    def whitened_pair(self, first: str, second: str) -> WhitenedHeads | None:
-        """Whiten the heads of two roles together, if they are alike."""
-        pair = self.pair(first, second)
-        if pair is None:
-            return None
-        heads = whiten_layers(pair)
-        for role, start in ((first, 0), (second, len(pair) // 2)):
-            rows = slice(start, start + len(pair) // 2)
-            self._whitened[role] = WhitenedHeads(*(tensor[rows] for tensor in vars(heads).values()))
-        return heads
+    def whitened(self, *roles: str) -> WhitenedHeads:
+        """Whiten the heads of keys, values or both, once; of both together if they are alike."""
+        both = self.together("key", "value")
+        whole, start = (self.of[roles[0]], 0) if both is None else (both, len(both) // 2 * (roles[0] == "value"))
+        key = roles[0] if both is None else "both"
+        if key not in self._whitened:
+            self._whitened[key] = whiten_layers(whole)
+        stop = start + len(roles) * len(self.of[roles[0]])
+        return WhitenedHeads(*(tensor[start:stop] for tensor in vars(self._whitened[key]).values()))
 
 
 def _measure_circuits(
     wanted: Collection[str], names: tuple[str, ...], layer: AttentionLayer, stacks: _Stacks
 ) -> list[Result]:
     """Measure likeness of the circuits, of both in one call where all weights are alike."""
-    own = stacks.pair("query", "output") if set(wanted) == {QK, OV} and layer.key_of == layer.value_of else None
-    shared = None if own is None else stacks.whitened_pair("key", "value")
+    tasks: list[tuple[tuple[str, ...], Tensor | None, tuple[str, ...], Sequence[int]]] = [
+        ((QK,), stacks.of.get("query"), ("key",), layer.key_of),
+        ((OV,), stacks.of.get("output"), ("value",), layer.value_of),
+    ]
+    if set(wanted) == {QK, OV} and layer.key_of == layer.value_of and stacks.together("key", "value") is not None:
+        both = stacks.together("query", "output")
+        tasks = tasks if both is None else [((QK, OV), both, ("key", "value"), layer.key_of)]
     results = []
-    if own is not None and shared is not None:
-        both = {
-            name: tensor.unflatten(0, (2, -1)) for name, tensor in vars(circuit_sums(own, shared, layer.key_of)).items()
-        }
-        for place, source in enumerate((QK, OV)):
-            results.append(Result(source, names, {name: sums[place] for name, sums in both.items()}, _circuits))
-        return results
-    for source, role, shared_role, group_of in (
-        (QK, "query", "key", layer.key_of),
-        (OV, "output", "value", layer.value_of),
-    ):
-        if source in wanted:
-            sums = circuit_sums(stacks.of[role], stacks.whitened(shared_role), group_of)
-            results.append(Result(source, names, vars(sums), _circuits))
+    for sources, own, shared, group_of in tasks:
+        if own is not None and set(sources) <= set(wanted):
+            sums = circuit_sums(own, stacks.whitened(*shared), group_of)
+            parts = zip(*(tensor.chunk(len(sources)) for tensor in vars(sums).values()))
+            results += [Result(source, names, CircuitSums(*part), circuits_of) for source, part in zip(sources, parts)]
     return results
 
 
 def _measure_keys(
     wanted: Collection[str], names: tuple[str, ...], layer: AttentionLayer, stacks: _Stacks
 ) -> list[Result]:
-    """Measure diversity of the keys."""
-    finish = partial(_diversity, stacks.of["key"].shape[-1])
-    return [Result(KEYS, names, vars(diversity_sums(stacks.whitened("key"))), finish)]
-
-
-def _circuits(**sums: Tensor) -> Any:
-    return circuits_of(CircuitSums(**sums))
-
-
-def _diversity(width: int, **sums: Tensor) -> Any:
-    return diversity_of(DiversitySums(**sums), width)
+    width = stacks.of["key"].shape[-1]
+    return [Result(KEYS, names, diversity_sums(stacks.whitened("key")), lambda sums: diversity_of(sums, width))]
 
 
 def _measure_finiteness(
@@ -251,16 +228,12 @@ def _measure_finiteness(
 ) -> list[Result]:
     """Count the roles of each head that are not finite; keys and values of a group belong to all of its heads."""
     shared = {"key": layer.key_of, "value": layer.value_of}
-
-    def finish(**bad: Tensor) -> NotFinite:
-        by_role = []
-        for role, heads in bad.items():
-            is_shared = heads.shape[-1] != layer.num_heads
-            by_role.append(torch.stack([heads[:, head] for head in shared[role]], -1) if is_shared else heads)
-        return NotFinite(torch.stack(by_role).sum(0))
-
-    bad = {role: heads for roles, stack in stacks.whole.items() for role, heads in zip(roles, not_finite(stack))}
-    return [Result(FINITENESS, names, bad, finish)]
+    by_role = []
+    for roles, stack in stacks.whole.items():
+        for role, bad in zip(roles, not_finite(stack)):
+            is_shared = bad.shape[-1] != layer.num_heads
+            by_role.append(torch.stack([bad[:, head] for head in shared[role]], -1) if is_shared else bad)
+    return [Result(FINITENESS, names, NotFinite(torch.stack(by_role).sum(0)))]
 
 
 class _LastWeights:
@@ -297,9 +270,9 @@ class _LastWeights:
             self._keep((names, roles), stack)
         if any(last is None or last.shape != stack.shape for last, stack in zip(before, own.values())):
             unknown = torch.full((len(names), layer.num_heads), torch.nan)
-            return [Result(MOVEMENT, names, {"movement": unknown, "unchanged": unknown}, HeadMovement)]
+            return [Result(MOVEMENT, names, HeadMovement(unknown, unknown))]
         sums = movement_sums(list(own.values()), [last for last in before if last is not None])
-        return [Result(MOVEMENT, names, vars(sums), _movement)]
+        return [Result(MOVEMENT, names, sums, _movement)]
 
     def _keep(self, key: tuple[tuple[str, ...], tuple[str, ...]], stack: Tensor) -> None:
         self._bytes += stack.numel() * stack.element_size()
@@ -312,8 +285,8 @@ class _LastWeights:
         self._next[key] = stack
 
 
-def _movement(**sums: Tensor) -> HeadMovement:
-    moved = movement_of(MovementSums(**sums))
+def _movement(sums: MovementSums) -> HeadMovement:
+    moved = movement_of(sums)
     # Nothing is equal to NaN, but of weights without a finite past nothing is known.
     return HeadMovement(moved.movement, moved.unchanged.masked_fill(moved.movement.isnan(), torch.nan))
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdi_callback.core import OutputMoments, covariance_of, head_covariance
+from hdi_callback.core import OutputMoments, covariance_from, covariance_sums, head_covariance
 from tests.core.test_subspaces import gaussian
 
 
@@ -153,39 +153,21 @@ def test_a_single_head_has_no_covariance():
     assert float(measured.variance) > 0
 
 
-# --- streaming
+# --- over ranks
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(0, 10**6))
-def test_merging_in_pieces_is_one_pass(sizes, seed):
+def test_moments_about_one_centre_add_up_to_one_pass(sizes, seed):
     outputs, weight = layer(tokens=sum(sizes) + 2, seed=seed)
-    moments = OutputMoments.from_tokens(outputs[:2])
-    for piece in outputs[2:].split(sizes):
-        moments = moments + OutputMoments.from_tokens(piece)
     whole = OutputMoments.from_tokens(outputs)
-    assert float(moments.count) == len(outputs)
+    pieces = [OutputMoments.from_tokens(part, centre=whole.centre) for part in outputs.split([2, *sizes])]
+    count, scatter = sum(piece.count for piece in pieces), sum(piece.scatter for piece in pieces)
+    assert float(count) == len(outputs)
     scale = float(whole.scatter.abs().max())
-    assert float((moments.scatter - whole.scatter).abs().max()) < 2e-14 * scale
-    assert float((moments.centre - whole.centre).abs().max()) < 1e-13
-    assert np.allclose(covariance_of(moments, weight).trace, naive_trace(outputs, weight), rtol=1e-11)
-
-
-def test_the_order_of_merging_does_not_matter():
-    parts = [OutputMoments.from_tokens(part) for part in layer(tokens=90)[0].split(30)]
-    left = parts[0] + parts[1] + parts[2]
-    right = parts[2] + (parts[1] + parts[0])
-    assert torch.allclose(left.scatter, right.scatter, rtol=1e-13)
-    assert torch.allclose(left.centre, right.centre, rtol=1e-13)
-
-
-def test_five_merges_agree_with_one_pass_to_float64_rounding():
-    outputs = layer(tokens=300)[0]
-    moments, whole = OutputMoments.from_tokens(outputs[:60]), OutputMoments.from_tokens(outputs)
-    for piece in outputs[60:].split(60):
-        moments = moments + OutputMoments.from_tokens(piece)
-    assert float((moments.scatter - whole.scatter).abs().max() / whole.scatter.abs().max()) < 5e-15
-    assert float((moments.centre - whole.centre).abs().max() / whole.centre.abs().max()) < 2e-15
+    assert float((scatter - whole.scatter).abs().max()) < 2e-14 * scale
+    added = covariance_from(covariance_sums(OutputMoments(count, whole.centre, scatter), weight))
+    assert np.allclose(added.trace, naive_trace(outputs, weight), rtol=1e-11)
 
 
 def test_centring_first_is_precise_in_float32_and_subtracting_means_later_is_not():

@@ -11,10 +11,12 @@ from hdi_callback.core import (
     TokenSums,
     attention_rows,
     count_and_total,
-    covariance_of,
+    covariance_from,
+    covariance_sums,
     head_covariance,
     head_diversity,
-    head_movement,
+    movement_of,
+    movement_sums,
     not_finite,
     outputs_not_finite,
     ov_circuits,
@@ -38,8 +40,8 @@ SILENT = {
     "query-key circuits": lambda: qk_circuits(QUERIES, KEYS, (0, 1, 0, 1)),
     "output-value circuits": lambda: ov_circuits(KEYS, QUERIES),
     "covariance": lambda: head_covariance(OUTPUTS, on_meta(4, 8, 32), VALID),
-    "moments": lambda: covariance_of(
-        OutputMoments.from_tokens(OUTPUTS, VALID) + OutputMoments.zeros(4, 8, "meta"), on_meta(4, 8, 32)
+    "moments": lambda: covariance_from(
+        covariance_sums(OutputMoments.from_tokens(OUTPUTS, VALID), on_meta(4, 8, 32)),
     ),
     "means": lambda: count_and_total(OUTPUTS, VALID),
     "rows": lambda: row_metrics(
@@ -47,7 +49,7 @@ SILENT = {
         + attention_rows(on_meta(1, 4, 3, 7))
     ),
     "tokens": lambda: token_metrics(TokenSums.from_tokens(on_meta(20, 32), VALID)),
-    "movement": lambda: head_movement([QUERIES], [QUERIES.bfloat16()]),
+    "movement": lambda: movement_of(movement_sums([QUERIES], [QUERIES.bfloat16()])),
     "finiteness": lambda: (not_finite(QUERIES), outputs_not_finite(OUTPUTS, VALID)),
 }
 
