@@ -554,6 +554,8 @@ class _Tap:
         if self.failure is not None or not self._samples:
             return None, None
         self._thin()
+        if len(self._samples) == 1:  # no copy of it
+            return self._samples[0].tokens, self._samples[0].valid
         tokens = torch.cat([sample.tokens for sample in self._samples])
         if all(sample.valid is None for sample in self._samples):
             return tokens, None

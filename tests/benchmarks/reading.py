@@ -151,6 +151,7 @@ def main() -> None:
             with redirect_stdout(StringIO()), host.watched.heads:
                 for _ in range(4):
                     host.watched.step()
+                    host.alone.step()
                 costs = [host.cost(clock, 4 * options.rounds) for clock in (time.thread_time, time.perf_counter)]
                 rows.append((name, host.operations(), *costs))
     table(*rows)
