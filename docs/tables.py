@@ -11,7 +11,7 @@ from pathlib import Path
 from hdi_callback import check, interventions
 from hdi_callback.interventions import Intervention
 from hdi_callback.monitor import METRICS
-from hdi_callback.rules import RULES, explain_rule
+from hdi_callback.rules import RULES, Rule
 
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER.parent))  # for the corpus of bugs
@@ -32,16 +32,21 @@ def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 @functools.cache
 def tables() -> dict[str, list[str]]:
     """Make every table, by the name of its page."""
-    rules = [(f"`{one.name}`", one.level, one.condition, one.meaning) for one in map(explain_rule, RULES)]
+    rules = [(f"`{rule.name}`", rule.level, rule.condition, rule.meaning, remedy(rule)) for rule in RULES]
     metrics = [(f"`{metric.name}`", metric.source, metric.summary) for metric in METRICS.values()]
     return {
         "alerts.md": [
-            table(("rule", "level", "raised when", "what it means"), rules),
+            table(("rule", "level", "raised when", "what it means", "what to do now"), rules),
             table(("intervention", "what it does", "acts on", "of the rules", "at most"), acts()),
         ],
         "check.md": [table(("bug and symptom", "code", "diagnosis", "reported in"), list(map(bug_row, BUGS)))],
         "curves.md": [table(("metric", "read from", "meaning"), metrics)],
     }
+
+
+def remedy(rule: type[Rule]) -> str:
+    """Return what to do about a rule, with the arguments that help."""
+    return f"{rule.action}: `{rule.code}`" if rule.code else rule.action
 
 
 def acts() -> list[tuple[str, ...]]:

@@ -44,7 +44,7 @@ class Alert:
         level: ``"notice"``, ``"warning"`` or ``"critical"``.
         where: layer -> the heads concerned; an empty tuple for the whole layer.
         message: what happened, where, when, as measured.
-        action: what to do about it: text, with code to paste where there is some.
+        action: what to do about it, in prose.
         value: the number that was judged, of the first layer.
         threshold: its limit.
         metric: the metric of the number.
@@ -52,6 +52,7 @@ class Alert:
         also: names of other rules that report the same event.
         unit: what the heads are: ``"heads"``, or ``"key heads"`` under grouped keys.
         status: ``"new"``, ``"worse"``, ``"resolved"`` or ``"not measured"`` (its metric is gone).
+        code: lines to paste that help, for the trainer at hand; empty if none do.
     """
 
     step: int
@@ -67,11 +68,17 @@ class Alert:
     also: tuple[str, ...] = ()
     unit: str = "heads"
     status: Status = "new"
+    code: str = ""
 
     @property
     def layers(self) -> tuple[str, ...]:
         """The layers concerned."""
         return tuple(self.where)
+
+    @property
+    def remedy(self) -> str:
+        """The action and, below it, the code, each line of it whole."""
+        return f"{self.action}:\n{self.code}" if self.code else self.action
 
     @property
     def is_over(self) -> bool:

@@ -294,8 +294,7 @@ def mask_off_by_one(one: Facts, _: Sequence[Facts]) -> Found:
     if not any(torch.equal(each, torch.ones_like(each).tril(1)) for each in sees):
         return None
     return "wrong", (
-        "token 0 sees token 1, and each token the next one, which it is to predict: the causal mask is off by one; "
-        f"{_CAUSAL}"
+        f"each token attends to the next one, which it must predict: the causal mask is off by one; {_CAUSAL}"
     )
 
 

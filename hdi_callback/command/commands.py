@@ -137,7 +137,7 @@ def audit(
         print_json(found.to_dict())
     else:
         click.echo(str(found))
-        _print_action(found.verdict.action)
+        _print_action(found.verdict)
     return CODES[found.verdict.state]
 
 
@@ -201,7 +201,7 @@ def alerts(run: str, thresholds: tuple[str, ...], since: int, level: str, as_jso
         click.echo(f"step {one.alert.step}, {one.alert.level}, {one.state}: {one.alert.message}")
     if not any(one.ended is None and one.alert.level != "notice" for one in shown):  # else it would be said twice
         click.echo(("\n" if shown else "") + found.text)
-    _print_action(found.action)
+    _print_action(found)
     return CODES[found.state]
 
 
@@ -285,7 +285,7 @@ def explain(name: tuple[str, ...], as_json: bool) -> int:
             "judged by": ", ".join(judged) or "no rule",
             "to draw it": f'HDICallback(metrics=["{metric.name}"])',
         }
-        title = f"{metric.name} (metric)"
+        title, code = f"{metric.name} (metric)", ""
     else:
         rule = explain_one(" ".join(name))
         limits = [f"{limit}={default:g}: {meaning}" for limit, (default, meaning) in rule.limits.items()]
@@ -293,7 +293,7 @@ def explain(name: tuple[str, ...], as_json: bool) -> int:
             "raised when": rule.condition,
             "level": rule.level,
             "meaning": rule.meaning,
-            "what to do": rule.action,
+            "what to do now": rule.action,
             "reads": ", ".join(rule.metrics),
             "limits": "\n".join(limits) or "none to set",
         }
@@ -301,12 +301,14 @@ def explain(name: tuple[str, ...], as_json: bool) -> int:
             limit = next(iter(rule.limits))
             data["to try another"] = f"hdi alerts RUN --threshold {limit}=VALUE"
             data["to set one"] = f'HDICallback(thresholds={{"*": {{"{limit}": VALUE}}}})'
-        title = f"{rule.name} (rule)"
+        title, code = f"{rule.name} (rule)", rule.code
     if as_json:
-        print_json({"name": title, **data})
+        print_json({"name": title, **data, "code": code})
     else:
         click.echo(f"{title}\n")
         print_rows(data.items())
+        if code:
+            click.echo(f"\nTo paste, where Lightning trains:\n\n{code}")
     return NOTHING_UNUSUAL
 
 
@@ -322,6 +324,6 @@ def _load(run: str) -> Any:
     return history
 
 
-def _print_action(action: str) -> None:
-    if action:
-        click.echo(f"\nWhat to do: {action}")
+def _print_action(verdict: Any) -> None:
+    if verdict.action:
+        click.echo(f"\nWhat to do: {verdict.action}" + (f":\n{verdict.code}" if verdict.code else ""))

@@ -94,7 +94,9 @@ def frame(history: RunHistory, width: int) -> RenderableType:
         worst = [max(record.values("hdi_worst_alignment").values(), default=math.nan) for record in history.records]
         parts += [Text(), Text(f"closest pair: {curve(worst, width - 16)}")]
     parts += [Text(), Text(found.text, style=_STYLES[found.state])]
-    return Group(*parts, *([Text(f"What to do: {found.action}")] if found.action else []))
+    return Group(
+        *parts, *([Text(f"What to do: {found.action}"), Text(found.code, no_wrap=True)] if found.action else [])
+    )
 
 
 def curve(values: Sequence[float], columns: int) -> str:

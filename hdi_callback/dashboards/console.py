@@ -107,6 +107,6 @@ def alert_text(alert: Alert) -> str:
     """
     level = alert.status if alert.is_over else alert.level
     head = f"hdi_callback {level}, step {alert.step}: {alert.message}"
-    if alert.is_over or not alert.action:
+    if alert.is_over or not alert.remedy:
         return head
-    return f"{head}\n{textwrap.indent(alert.action, '  ')}"
+    return f"{head}\n{textwrap.indent(alert.remedy, '  ')}"

@@ -9,8 +9,10 @@ from __future__ import annotations
 import io
 import math
 import re
+import textwrap
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from hdi_callback.dashboards.evidence import ALIKE, READINGS, Point, draw_evidence, point_of
 from hdi_callback.dashboards.layer_table import closest_pair, compared, name_layers, number_in
-from hdi_callback.dashboards.tags import HEADS, MAP
+from hdi_callback.dashboards.tags import EVIDENCE, HEADS, MAP
 from hdi_callback.dashboards.verdict import becomes_warning, events
-from hdi_callback.record import Alert, Record
+from hdi_callback.monitor.metrics import METRICS
+from hdi_callback.record import LEVELS, Alert, Record
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -46,14 +50,16 @@ def draw_map(
     worst: Mapping[str, Sequence[float]],
     alerts: Sequence[Alert] = (),
     *,
-    size: tuple[float, float] = (5.2, 4.4),
+    metric: str = WORST,
+    size: tuple[float, float] = (4.4, 4.0),
 ) -> Figure:
-    """Draw the alignment of the two closest heads, a row for each layer and a column for each reading.
+    """Draw a metric, a row for each layer and a column for each reading.
 
     Args:
         steps: optimizer steps of the readings.
-        worst: layer -> alignment at each reading, NaN where it was not measured.
+        worst: layer -> its value at each reading, NaN where it was not measured.
         alerts: those that began; each is marked in the rows of its layers.
+        metric: name of the metric; alignment has the scale from 0 to 1, others their own.
         size: in inches. Small, with large letters: TensorBoard shows a picture 350 pixels wide.
 
     Returns:
@@ -68,9 +74,10 @@ def draw_map(
     panel = figure.subplots()
     last_width = columns[-1] - columns[-2] if len(columns) > 1 else 1
     edges = [*columns, columns[-1] + max(last_width, 1)]  # a column reaches from its step to the next
+    low, high = (0, 1) if metric == WORST else (None, None)
     mesh = panel.pcolormesh(
-        edges, range(len(names) + 1), np.ma.masked_invalid(table), cmap=colormaps["cividis"], vmin=0, vmax=1,
-        rasterized=True,
+        edges, range(len(names) + 1), np.ma.masked_invalid(table), cmap=colormaps["cividis"], rasterized=True,
+vmin=low, vmax=high,
     )  # fmt: skip
     panel.set_facecolor(_NOT_MEASURED)
     panel.set_ylim(len(names), 0)
@@ -89,8 +96,9 @@ def draw_map(
         panel.scatter(x, y, marker="v", s=50, color=_MARK, edgecolors="white", linewidths=0.8, zorder=3)
     panel.set_xlabel("optimizer step" + ("; triangles: alerts" if marks else ""), fontsize=9)
     panel.tick_params(axis="x", labelsize=9)
-    panel.set_title("Alignment of the two closest heads", fontsize=10, loc="left")
-    _add_scale(figure, mesh, panel)
+    title = "Alignment of the two closest heads" if metric == WORST else METRICS[metric].summary.split(":")[0]
+    panel.set_title(textwrap.fill(title.rstrip("."), round(9 * size[0])), fontsize=10, loc="left")
+    _add_scale(figure, mesh, panel, is_alignment=metric == WORST)
     return figure
 
 
@@ -213,7 +221,7 @@ def _mark_events(panel: Any, records: Sequence[Record], drawn: Mapping[str, Curv
 
 
 class Pictures:
-    """Draws the two pictures of a run while it goes on, in a share of its time, and at its end.
+    """Draws the map and the heads of a run in a share of its time, and the evidence of each alert when it begins.
 
     Args:
         past: records before a resumption.
@@ -227,6 +235,7 @@ class Pictures:
         self._alerts: list[Alert] = []
         self._marked: list[Alert] = []
         self._compared: dict[str, str] = {}
+        self._points: deque[Point] = deque(maxlen=READINGS)
         for record in past:
             self._add(record)
 
@@ -238,20 +247,40 @@ class Pictures:
         """Take a record; return the pictures if they are due: tag -> ``(height, width, 3)``."""
         self._add(record)
         began = self._clock()
+        urgent = [alert for alert in record.alerts if not alert.is_over and alert.level != "notice"]
+        drawn = {
+            f"{EVIDENCE}/{alert.rule.replace(' ', '_')}": pixels(figure)
+            for alert in reversed(urgent)  # the first of a rule, where there are several
+            if (figure := draw_evidence(alert, [*self._points])) is not None
+        }
         is_due = record.is_last or (len(self._steps) > 1 and began >= self._next)
         if not is_due or not self._worst:
-            return {}
-        drawn = {MAP: pixels(draw_map(self._steps, self._worst, self._marked))}
+            return drawn
+        drawn[MAP] = pixels(self._map(record))
         worst = record.values(WORST)
         layer = max(worst, key=lambda name: worst[name], default=None)
-        if layer is not None and (matrix := record.layers[layer].matrices.get("pair_alignment")) is not None:
+        matrix = None if layer is None else record.layers[layer].matrices.get("pair_alignment")
+        if layer is not None and matrix is not None and map_metric(record.active) == WORST:
             unit = self._compared.get(layer, "heads")
             drawn[HEADS] = pixels(draw_heads(layer, record.step, matrix, closest_pair(record, layer), unit=unit))
         now = self._clock()
         self._next = now + (now - began) / _SHARE
         return drawn
 
+    def _map(self, record: Record) -> Figure:
+        """The map of what is wrong; of alignment it reaches back to the beginning, of others over the last readings."""
+        metric = map_metric(record.active)
+        read = [point.values.get(metric, {}) for point in self._points]
+        names = [name for name in record.layers if any(name in values for values in read)]
+        if metric == WORST or not names:
+            return draw_map(self._steps, self._worst, self._marked)
+        steps = [point.step for point in self._points]
+        values = {name: [value.get(name, math.nan) for value in read] for name in names}
+        marked = [alert for alert in self._marked if alert.metric == metric and alert.step >= steps[0]]
+        return draw_map(steps, values, marked, metric=metric)
+
     def _add(self, record: Record) -> None:
+        self._points.append(point_of(record))
         values = record.values(WORST)
         for name in values:
             self._worst.setdefault(name, array("f", [math.nan] * len(self._steps)))
@@ -331,7 +360,15 @@ def _short(name: str, most: int = 28) -> str:
     return name if len(name) <= most else f"…{name[1 - most :]}"
 
 
-def _add_scale(figure: Any, mesh: Any, panel: Any) -> None:
+def map_metric(alerts: Sequence[Alert]) -> str:
+    """Return the metric that a map shows: of the most serious active alert, else the alignment of the closest heads."""
+    judged = [alert for alert in alerts if alert.metric in METRICS and alert.level != "notice"]
+    first = max(judged, key=lambda alert: LEVELS.index(alert.level), default=None)
+    return WORST if first is None or first.metric is None or first.metric in ALIKE else first.metric
+
+
+def _add_scale(figure: Any, mesh: Any, panel: Any, *, is_alignment: bool = True) -> None:
     bar = figure.colorbar(mesh, ax=panel, fraction=0.05, pad=0.02)
-    bar.set_ticks([0, 0.5, 1], labels=["0 chance", "0.5", "1 same"])
-    bar.ax.tick_params(labelsize=8)
+    if is_alignment:
+        bar.set_ticks([0, 0.5, 1], labels=["0 chance", "0.5", "1 same"])
+    bar.ax.tick_params(labelsize=9)

@@ -9,14 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hdi_callback.dashboards.evidence import draw_evidence, point_of
 from hdi_callback.dashboards.layer_table import closest_pair, compared, layer_rows, name_heads, name_layers
-from hdi_callback.dashboards.pictures import WORST, Curve, draw_curves, draw_heads, draw_map, svg, svg_style
+from hdi_callback.dashboards.pictures import WORST, Curve, draw_curves, draw_heads, draw_map, map_metric, svg, svg_style
 from hdi_callback.dashboards.verdict import Event, events, verdict
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.history import RunHistory
 from hdi_callback.record import LEVELS
 
 _MOST_EVENTS = 200
+_MOST_DRAWN = 12  # events with a picture
 
 
 def write_report(run: RunHistory, path: str | os.PathLike[str] | None = None) -> Path:
@@ -57,6 +59,7 @@ def _contents(run: RunHistory) -> dict[str, Any]:
         "pictures": _pictures(run),
         "facts": _facts(run, raised),
         "events": [_event_row(event, run) for event in raised[-_MOST_EVENTS:]],
+        "evidence": [] if run.is_audit else _evidence(run, raised),
         "counts": f"{len(raised)}" if run.is_audit else _counts(raised),
         "num_events": len(raised),
         "actions": [action for record in run.records for action in record.actions],
@@ -70,21 +73,42 @@ def _contents(run: RunHistory) -> dict[str, Any]:
 def _pictures(run: RunHistory) -> dict[str, str]:
     """The pictures that can be drawn, as elements of the page."""
     drawn: dict[str, str] = {}
-    worst = {name: row for name, row in run.series(WORST).items() if any(map(math.isfinite, row))}
+    metric = map_metric(run.records[-1].active) if run.records else WORST
+    worst = {name: row for name, row in run.series(metric).items() if any(map(math.isfinite, row))}
     with svg_style():
         if len(run.records) > 1:
             if worst:
                 steps = [record.step for record in run.records]
                 began = [event.alert for event in events(run.records) if event.alert.level != "notice"]
-                figure = draw_map(steps, worst, began, size=(7.2, 4.7))
-                drawn["map"] = svg(figure, "Alignment of the two closest heads of each layer over the steps")
+                if metric != WORST:
+                    began = [alert for alert in began if alert.metric == metric]
+                figure = draw_map(steps, worst, began, metric=metric, size=(7.2, 4.7))
+                of = "Alignment of the two closest heads" if metric == WORST else metric
+                drawn["map"] = svg(figure, f"{of} of each layer over the steps")
             curves = draw_curves(run.records, _losses(run))
             if curves is not None:
                 drawn["curves"] = svg(curves, "Curves of the model over the steps")
-        at_worst = _worst_heads(run)
+        at_worst = _worst_heads(run) if metric == WORST else None
         if at_worst is not None:
             drawn["heads"] = svg(at_worst, "Alignment of every two heads of the worst layer at its worst step")
     return drawn
+
+
+def _evidence(run: RunHistory, raised: Sequence[Event]) -> list[dict[str, str]]:
+    """The evidence of each alert, the most serious and latest of them if they are many."""
+    serious = sorted(
+        (event.alert for event in raised if event.alert.level != "notice"),
+        key=lambda alert: (LEVELS.index(alert.level), alert.step),
+    )[-_MOST_DRAWN:]
+    shown = []
+    points = [point_of(record) for record in run.records] if serious else []
+    with svg_style():
+        for alert in sorted(serious, key=lambda alert: alert.step):
+            figure = draw_evidence(alert, points)
+            if figure is not None:
+                text = f"step {alert.step}, {alert.level}: {alert.rule}"
+                shown.append({"picture": svg(figure, f"Evidence of {text}"), "text": text})
+    return shown
 
 
 def _worst_heads(run: RunHistory) -> Any:
@@ -158,6 +182,7 @@ def _event_row(event: Event, run: RunHistory) -> dict[str, Any]:
         "heads": "; ".join(named),
         "message": alert.message,
         "action": alert.action,
+        "code": alert.code,
     }
 
 

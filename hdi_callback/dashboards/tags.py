@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from hdi_callback.record import Record
 
 ALERTS = "hdi/alerts"
-MAP, HEADS = "hdi/map", "hdi/heads"
-"""The two pictures."""
+MAP, HEADS, EVIDENCE = "hdi/map", "hdi/heads", "hdi/evidence"
+"""The pictures; the last is drawn at an alert."""
 
 MODEL_CURVES = {
     "hdi/mean": "HDI, mean over the layers",

@@ -48,6 +48,7 @@ class TensorBoard:
 
 
 def _as_text(alert: Alert) -> str:
-    """An alert in Markdown; its action as code, which keeps its lines."""
-    action = f"\n\n{textwrap.indent(alert.action, '    ')}" if alert.action else ""
+    """An alert in Markdown; its code keeps its lines."""
+    action = f"\n\n{alert.action}." if alert.action else ""
+    action += f"\n\n{textwrap.indent(alert.code, '    ')}" if alert.code else ""
     return f"**{alert.status}, {alert.level}**: {alert.message}{action}"

@@ -23,12 +23,14 @@ class Verdict:
     Attributes:
         state: ``"alert"``, ``"clear"`` or ``"nothing to judge"``.
         text: a sentence or two.
-        action: what to do about the first alert, with code to paste; empty without an alert.
+        action: what to do about the first alert, in prose; empty without an alert.
+        code: lines to paste; empty if none help.
     """
 
     state: State
     text: str
     action: str = ""
+    code: str = ""
 
     def __str__(self) -> str:
         return self.text
@@ -120,7 +122,9 @@ def verdict(records: Sequence[Record], layers: Sequence[Mapping[str, Any]], *, i
             "" if len(active) == 1 else f"{len(active)} {'findings' if is_audit else 'alerts are active'}. The first: "
         )
         since = "" if is_audit else f"{'since' if count else 'Since'} step {first.step}: "
-        return Verdict("alert", f"{count}{since}{first.message.removesuffix('.')}.{unread(records)}", first.action)
+        return Verdict(
+            "alert", f"{count}{since}{first.message.removesuffix('.')}.{unread(records)}", first.action, first.code
+        )
     if not any(_is_measured(last, name) for name in last.layers):
         return Verdict("nothing to judge", f"Nothing to judge: no layer was measured{at}{_why(last)}.")
     over = [event for event in events(records) if event.ended is not None and event.alert.level != "notice"]

@@ -12,7 +12,7 @@ from hdi_callback.dashboards.verdict import becomes_warning
 from hdi_callback.record import Alert, Record
 
 _LEVELS = {"warning": "WARN", "critical": "ERROR"}
-_COLUMNS = ("step", "level", "status", "rule", "layers", "message", "action")
+_COLUMNS = ("step", "level", "status", "rule", "layers", "message", "what to do now", "code")
 
 
 class Wandb:
@@ -65,7 +65,7 @@ class Wandb:
         self._open_row = self._run.step
         for alert in urgent:
             title = f"Attention heads: {alert.rule} in {name_layers(alert.layers)}"
-            text = f"step {alert.step}: {alert.message}\n{alert.action}"
+            text = f"step {alert.step}: {alert.message}\n{alert.remedy}"
             self._run.alert(title, text, level=_LEVELS[alert.level], wait_duration=1)  # 0 would be a minute
 
     def close(self) -> None:
@@ -75,4 +75,5 @@ class Wandb:
 
 
 def _table_row(alert: Alert) -> list[Any]:
-    return [alert.step, alert.level, alert.status, alert.rule, name_layers(alert.layers), alert.message, alert.action]
+    words = alert.level, alert.status, alert.rule, name_layers(alert.layers), alert.message, alert.action, alert.code
+    return [alert.step, *words]

@@ -175,6 +175,8 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
 class _Trainer:
     """A transformers trainer as the `Trainer` of a session."""
 
+    door = "HDITrainerCallback"
+
     def __init__(self, args: Any, state: Any, control: Any, optimizer: Any, settings: Settings) -> None:
         self._args, self._state, self._control, self._metrics = args, state, control, settings.metrics or ()
         self._scaler = getattr(optimizer, "scaler", None)  # of accelerate's wrapper

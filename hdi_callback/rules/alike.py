@@ -16,7 +16,7 @@ from hdi_callback.rules.groups import (
     without_first,
 )
 from hdi_callback.rules.initialisation import chance_of_overlap, have_come_together
-from hdi_callback.rules.rule import Finding, Rule, paste
+from hdi_callback.rules.rule import Finding, Rule
 from hdi_callback.rules.series import Series
 
 HYSTERESIS = 0.1
@@ -25,7 +25,8 @@ TOGETHER = 0.5
 NEARLY_ONE = 0.8
 ALIKE_AT_FIRST = 0.5
 """Smallest alignment at step 0 that is judged against chance."""
-SEPARATE = f"Give all but one of them fresh weights:\n{paste('ReviveHeads(max_output_error=1)')}"
+SEPARATE = "Give all but one of them fresh weights"
+REVIVE = "interventions=[ReviveHeads(max_output_error=1)]"
 
 
 def _each(groups: Groups) -> str:
@@ -49,7 +50,7 @@ class WorstPair(Rule):
         "The heads read the same subspace of the layer's input. Equal weights are no result of training: they share a "
         "parameter, were copied, or there is a bug. Heads that share a subspace and differ within it cost little."
     )
-    action = SEPARATE
+    action, code = SEPARATE, REVIVE
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
         """Find equal heads, and those that have come close."""
@@ -107,6 +108,7 @@ class WorstPair(Rule):
             action=f"Look at what wrote these weights. {SEPARATE}"
             if is_new
             else "Look at which parameters they share, and at their initialisation.",
+            code=REVIVE if is_new else "",
         )
 
     def _improbable(self, series: Series) -> Finding | None:
@@ -131,7 +133,8 @@ class WorstPair(Rule):
             ALIKE_AT_FIRST,
             "hdi_worst_pair",
             of_keys=True,
-            action="Initialise each head on its own. If the weights are pretrained: HDICallback(pretrained=True)",
+            action="Initialise each head on its own. If the weights are pretrained, say so",
+            code="pretrained=True",
         )
 
 
@@ -148,9 +151,8 @@ class MeanAlignment(Rule):
         "the limit"
     )
     meaning = "The heads of the layer read nearly the same subspace, or all read one strong direction."
-    action = "Give most of them fresh weights; if the loss itself rewards alignment, they align again:\n" + paste(
-        'ReviveHeads(rules=["mean alignment"], max_output_error=1)'
-    )
+    action = "Give most of them fresh weights; if the loss itself rewards alignment, they align again"
+    code = 'interventions=[ReviveHeads(rules=["mean alignment"], max_output_error=1)]'
     metrics: ClassVar[dict[str, str]] = {
         "critical": "hdi_alignment",
         "mean": "hdi_alignment",
@@ -219,7 +221,7 @@ class MergedScores(Rule):
         "The heads score tokens alike, so that they attend alike. Where one pattern of attention solves the task, that "
         "is what healthy heads do: then the loss is at its best, and this is a notice."
     )
-    action = SEPARATE
+    action, code = SEPARATE, REVIVE
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
         """Find the heads that are alike."""

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 
 from hdi_callback.record import Level
 from hdi_callback.rules.initialisation import began_small
-from hdi_callback.rules.rule import Finding, Rule, paste
+from hdi_callback.rules.rule import Finding, Rule
 from hdi_callback.rules.series import Series
 
 ENTROPY, LOGIT = "attention_entropy", "attention_logit"
-CLIP = paste("QKClip(limit=...)")
+CLIP = "interventions=[QKClip(limit={:.3g})]"
 
 
 class LogitGrowth(Rule):
@@ -24,7 +24,8 @@ class LogitGrowth(Rule):
     limits = ("logit",)
     condition = "the largest score reaches 50, and three times that of the first readings. It ends at 30"
     meaning = "The scores are so large that the softmax picks single tokens and passes hardly any gradient."
-    action = f"Normalise queries and keys, or limit the scores to the largest of a healthy run:\n{CLIP}"
+    action = "Normalise queries and keys, or limit the scores to the largest of a healthy run"
+    code = CLIP.format(30)
     factor, hysteresis = 3.0, 20.0
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
@@ -39,6 +40,7 @@ class LogitGrowth(Rule):
             return None
         named = () if active is None else active.heads
         scores = enumerate(series.latest.per_head(LOGIT))
+        healthy = max([lower, *series.early.get(LOGIT, ())])  # where the alert ends, and no lower than it began
         return Finding(
             "the scores of {heads} have grown out of range",
             f"largest score {series.change(LOGIT, '{:.0f}'.format)}",
@@ -46,6 +48,7 @@ class LogitGrowth(Rule):
             value=value,
             threshold=limit,
             metric=LOGIT,
+            code=CLIP.format(healthy if healthy > 0 else limit),
         )
 
 
@@ -94,8 +97,9 @@ class SharpFromStart(Rule):
     meaning = "The scale of the scores is wrong, or the inputs of the layer are far too large."
     action = (
         "look at the scale of the scores, usually one over the root of the head width, and at the size of the "
-        "embedding; for pretrained weights: HDICallback(pretrained=True)"
+        "embedding; if the weights are pretrained, say so"
     )
+    code = "pretrained=True"
     margin, share = 0.1, 0.8
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
@@ -203,7 +207,8 @@ class SuddenSharpening(Rule):
         "ends half way back"
     )
     meaning = "Scores grow, or something is added to those of one token."
-    action = f"Look at the learning rate, and at masks and biases on the scores. If scores grow, limit them:\n{CLIP}"
+    action = "Look at the learning rate, and at masks and biases on the scores. If scores grow, limit them"
+    code = CLIP.format(30)
     within, past, factor = 8, 6, 4.0
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
@@ -219,6 +224,7 @@ class SuddenSharpening(Rule):
         if math.log(before[-1] / max(now, 1e-12)) < self.factor * _largest_change(before, self.within):
             return None
         logit = series.latest.values.get(LOGIT)
+        largest = max((row.values.get(LOGIT, 0.0) for row in series.rows if row.step <= steps[start]), default=0.0)
         return Finding(
             "the heads of {layer} have come to attend to few tokens",
             f"mean entropy {series.change(ENTROPY)}{'' if logit is None else f', largest score {logit:.0f}'}",
@@ -226,6 +232,7 @@ class SuddenSharpening(Rule):
             threshold=before[-1] / fall,
             metric=ENTROPY,
             since=steps[start],
+            code=CLIP.format(largest) if logit is not None and logit > largest > 0 else "",
         )
 
 

@@ -17,7 +17,7 @@ from hdi_callback.rules.choice import check_rules, default_rules
 from hdi_callback.rules.events import Events, Found, Key, Report
 from hdi_callback.rules.initialisation import has_been_trained
 from hdi_callback.rules.limits import Thresholds, check_thresholds, limits_of
-from hdi_callback.rules.rule import Finding, Rule
+from hdi_callback.rules.rule import Finding, Rule, paste
 from hdi_callback.rules.series import Row, Series
 
 PATIENCE = 5
@@ -47,6 +47,7 @@ class Alerts:
             ``{"decoder.*": {"mean": 0.7, "pair": None}}``.
         layers: `AttentionLayer.facts` of each layer.
         pretrained: whether the weights were trained before this run; ``"auto"`` to tell it from them.
+        door: what the code of alerts passes arguments to, one of `DOORS`.
 
     Raises:
         MisconfigurationError: if an argument cannot work.
@@ -58,6 +59,7 @@ class Alerts:
         thresholds: Thresholds | None = None,
         layers: Iterable[Mapping[str, Any]] = (),
         pretrained: bool | Literal["auto"] = "auto",
+        door: str = "HDICallback",
     ) -> None:
         self._own = None if rules == "default" else check_rules(() if rules is None else rules)
         self._thresholds = check_thresholds(thresholds)
@@ -66,7 +68,7 @@ class Alerts:
                 "`thresholds` are limits of the default rules; give those of a rule of your own to its class, as in "
                 "WorstPair(pair=0.9)."
             )
-        self._pretrained = pretrained
+        self._pretrained, self._door = pretrained, door
         self._facts: dict[str, Mapping[str, Any]] = {str(facts["name"]): facts for facts in layers}
         self._rules: dict[str, list[Rule]] = {}
         self._failed: set[str] = set()
@@ -208,11 +210,18 @@ class Alerts:
         if before is not None:
             since = before.since
         self._open[key] = Open(found, since)
-        told = Found(*key, rank, found, sentence, found.action or rule.action, since, series.facts)
+        told = Found(
+            *key, rank, found, sentence, found.action or rule.action, self._code(found, rule), since, series.facts
+        )
         if before is None:
             report.begun.append(told)
         elif _is_worse(found, before.finding, series.facts):
             report.risen.append(told)
+
+    def _code(self, finding: Finding, rule: Rule) -> str:
+        """Return the lines to paste: those of the finding; else of the rule, unless another action is to be taken."""
+        of_rule = rule.code if finding.action is None else ""
+        return paste(of_rule if finding.code is None else finding.code, self._door)
 
     def _miss(self, key: Key, report: Report, why: str) -> None:
         """Count a reading at which an active finding cannot be judged; end it after too many."""

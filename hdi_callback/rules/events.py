@@ -28,6 +28,7 @@ class Found:
         finding: the finding.
         sentence: it in words.
         action: what to do.
+        code: lines to paste; empty if none help.
         since: first step at which it was so.
         facts: `AttentionLayer.facts` of the layer.
     """
@@ -38,6 +39,7 @@ class Found:
     finding: Finding
     sentence: str
     action: str
+    code: str
     since: int
     facts: Mapping[str, Any]
 
@@ -169,7 +171,7 @@ class Events:
             status: Status = "not measured" if event.why else "resolved"
             end = f"is not measured any more: {event.why}" if event.why else "is over"
             message = f"{event.alert.rule} of step {event.alert.step} in {_layers(event.alert.layers)} {end}"
-            alerts.append(replace(event.alert, step=report.step, message=message, action="", status=status))
+            alerts.append(replace(event.alert, step=report.step, message=message, action="", code="", status=status))
         self._events = going_on
         return alerts
 
@@ -192,6 +194,7 @@ def _worsen(event: Event, joined: Sequence[Found], risen: Sequence[Found], step:
         where=event.alert.where | heads,
         message=_with_others(first.sentence, layers, ()),
         action=first.action,
+        code=first.code,
         value=first.finding.value,
         threshold=first.finding.threshold,
         metric=first.finding.metric,
@@ -236,6 +239,7 @@ def _alert_of(cluster: Sequence[Found], step: int) -> Alert:
         min(found.since for found in causes),
         also,
         "key heads" if first.finding.of_keys and is_grouped else "heads",
+        code=first.code,
     )
 
 

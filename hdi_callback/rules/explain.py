@@ -10,7 +10,7 @@ from hdi_callback.errors import MisconfigurationError
 from hdi_callback.record import Level
 from hdi_callback.rules.choice import RULES
 from hdi_callback.rules.limits import LIMITS
-from hdi_callback.rules.rule import Rule
+from hdi_callback.rules.rule import Rule, paste
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class RuleExplanation:
         action: what to do.
         metrics: the metrics that it reads.
         limits: name in `thresholds` -> default and meaning.
+        code: lines to paste under Lightning; empty if none help.
     """
 
     name: str
@@ -34,13 +35,16 @@ class RuleExplanation:
     action: str
     metrics: tuple[str, ...]
     limits: dict[str, tuple[float, str]]
+    code: str = ""
 
 
 def explain_rule(rule: type[Rule]) -> RuleExplanation:
     """Explain a rule, also one of your own."""
     limits = {name: (LIMITS[name].value, LIMITS[name].meaning) for name in rule.limits}
     metrics = (*rule.needs, *rule.reads)
-    return RuleExplanation(rule.name, rule.level, rule.condition, rule.meaning, rule.action, metrics, limits)
+    return RuleExplanation(
+        rule.name, rule.level, rule.condition, rule.meaning, rule.action, metrics, limits, paste(rule.code)
+    )
 
 
 def explain(name: str, rules: Sequence[type[Rule]] = RULES) -> RuleExplanation:

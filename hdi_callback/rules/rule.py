@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,19 +15,25 @@ from hdi_callback.rules.limits import LIMITS, check_limit
 from hdi_callback.rules.series import Row, Series
 from hdi_callback.rules.words import heads_in_words
 
+DOORS = ("HDICallback", "HDITrainerCallback", "watch_heads")
+"""What a user writes under Lightning, under transformers, and in a loop of their own."""
 
-def paste(intervention: str) -> str:
-    """Return the two lines to paste that enable an intervention.
+
+def paste(arguments: str, door: str = "HDICallback") -> str:
+    """Return lines to paste that pass arguments to the callback, or to `watch_heads`, with their imports.
 
     Example:
-        >>> print(paste("ReviveHeads(at_most=2)"))
-        from hdi_callback import HDICallback, ReviveHeads
-        HDICallback(interventions=[ReviveHeads(at_most=2)])
+        >>> print(paste("interventions=[ReviveHeads(at_most=2)]", "HDITrainerCallback"))
+        from hdi_callback import HDITrainerCallback, ReviveHeads
+        HDITrainerCallback(
+            interventions=[ReviveHeads(at_most=2)],
+        )
     """
-    return (
-        f"from hdi_callback import HDICallback, {intervention.partition('(')[0]}\n"
-        f"HDICallback(interventions=[{intervention}])"
-    )
+    if not arguments:
+        return ""
+    names = [door, *re.findall(r"\b[A-Z]\w+(?=\()", arguments)]
+    before = "\n    model, optimizer," if door == "watch_heads" else ""
+    return f"from hdi_callback import {', '.join(names)}\n{door}({before}\n    {arguments},\n)"
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,7 @@ class Finding:
         since: first step at which it was so, if that was before this reading.
         of_keys: True if `heads` are key heads.
         action: what to do, where it is not what the rule says.
+        code: arguments that help, where they are not those of the rule: ``"interventions=[QKClip(limit=31)]"``.
     """
 
     what: str
@@ -59,6 +67,7 @@ class Finding:
     since: int | None = None
     of_keys: bool = False
     action: str | None = None
+    code: str | None = None
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Finding:
@@ -80,7 +89,8 @@ class Rule(ABC):
         level: how serious its alerts are.
         condition: when it raises an alert, in words.
         meaning: what the alert means.
-        action: what to do about it, with code to paste where some helps.
+        action: what to do about it, in prose.
+        code: arguments of the callback that help; `paste` makes lines of them for the trainer at hand.
 
     Args:
         limits: limits that differ from the default, `None` to switch one off.
@@ -107,6 +117,7 @@ class Rule(ABC):
     condition: ClassVar[str] = ""
     meaning: ClassVar[str] = ""
     action: ClassVar[str] = ""
+    code: ClassVar[str] = ""
 
     def __init__(self, **limits: float | None) -> None:
         self.limit: dict[str, float | None] = {name: LIMITS[name].value for name in self.limits}

@@ -437,7 +437,7 @@ class Session:
         self.interventions = ()
         if settings.alerts is None:
             return
-        self.alerts = Alerts(settings.alerts, settings.thresholds, facts, settings.pretrained)
+        self.alerts = Alerts(settings.alerts, settings.thresholds, facts, settings.pretrained, self._trainer.door)
         training = Training(self._trainer, self.monitor.layers, self.alerts.expect_change)
         for intervention in settings.interventions or ():
             intervention.bind(training)

@@ -306,7 +306,7 @@ def test_assert_heads_passes_and_returns_what_was_found():
         (Attention, {"causal": False}, "should not be causal, and it is"),
         (Biased, {"causal": True}, "should be causal, and it is not"),
         (Attention, {"layers": "encoder.*"}, "no attention ran in a layer like 'encoder.*'"),
-        (BY_NAME["mask shows the next token"].kind, {}, "WRONG  blocks.0.attn: token 0 sees token 1"),
+        (BY_NAME["mask shows the next token"].kind, {}, "WRONG  blocks.0.attn: each token attends to the next one"),
         (BY_NAME["split without transpose"].kind, {"heads": 4}, "the heads of blocks.0.attn are not known"),
     ],
 )

@@ -67,7 +67,7 @@ def test_check_prints_cards_and_nothing_more_of_a_right_model():
 def test_check_ends_with_the_finding_and_code_1():
     shown = run("check", "tests.checks.targets:wrong_and_a_batch")
     assert shown.exit_code == 1
-    assert "WRONG  blocks.0-1.attn: token 0 sees token 1" in shown.output
+    assert "WRONG  blocks.0-1.attn: each token attends to the next one" in shown.output
 
 
 def test_check_counts_what_is_odd_only_if_it_is_strict():

@@ -11,8 +11,10 @@ import torch
 
 from hdi_callback.history import History, RunHistory, load_history
 from hdi_callback.record import Action, Alert, LayerRecord, Record
+from hdi_callback.rules.rule import paste
 
-TO_DO = "Revive one of the two:\nfrom hdi_callback import HDICallback\nHDICallback(interventions=[ReviveHeads()])"
+TO_DO = "Revive one of the two"
+CODE = paste("interventions=[ReviveHeads()]", "watch_heads")
 
 
 def facts_of(layers: int, heads: int, key_heads: int | None = None) -> list[dict[str, Any]]:
@@ -50,7 +52,19 @@ def collapsing(
             )
             where = {names[layer]: pair}
             alerts = active = (
-                Alert(step, "worst pair", "warning", where, message, TO_DO, merged, 0.8, "hdi_worst_alignment", step),
+                Alert(
+                    step,
+                    "worst pair",
+                    "warning",
+                    where,
+                    message,
+                    TO_DO,
+                    merged,
+                    0.8,
+                    "hdi_worst_alignment",
+                    step,
+                    code=CODE,
+                ),
             )
         actions = (Action(step, "save checkpoint", (names[layer],), "saved the model"),) if alerts else ()
         yield Record(

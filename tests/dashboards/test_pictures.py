@@ -49,7 +49,7 @@ def test_the_collapsed_layer_is_seen_in_the_map_and_its_pair_among_the_heads(lay
 def test_a_picture_takes_a_share_of_the_run_however_often_readings_come():
     clock = Clock(0.5)  # half a second for a drawing, and as long from one reading to the next
     pictures = Pictures(clock=clock)
-    drawn = [bool(pictures.add(record)) for record in collapsing(2, 4, 400, layer=1, pair=(1, 3))]
+    drawn = [MAP in pictures.add(record) for record in collapsing(2, 4, 400, layer=1, pair=(1, 3))]
     assert drawn[0] is False, "one reading is no map"
     assert drawn[1] is True
     assert sum(drawn) == 2, "the next one is at the end"

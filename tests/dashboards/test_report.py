@@ -12,7 +12,7 @@ from hdi_callback.dashboards.report import write_report
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.history import RunHistory
 from hdi_callback.record import Alert, LayerRecord, Record
-from tests.dashboards.synthetic import TO_DO, collapsing, facts_of, write
+from tests.dashboards.synthetic import CODE, TO_DO, collapsing, facts_of, write
 
 _VOID = {"meta", "link", "br", "img", "input"}
 
@@ -90,7 +90,7 @@ def page_of(run: RunHistory, **arguments) -> Page:
 def test_the_verdict_has_beside_it_what_to_paste(small):
     page = page_of(small)
     box = page.of("div.verdict alert")
-    assert box[-1] == TO_DO
+    assert box[-2:] == [f"What to do now: {TO_DO}.", CODE]
     assert any("ALERT" in text for text in box)
 
 

@@ -33,14 +33,14 @@ def test_the_event_file_has_the_curves_two_pictures_and_one_text_for_one_event(t
         points = events.Scalars(tag)
         assert [point.step for point in points] == [record.step for record in records]
         assert [point.value for point in points] == pytest.approx([curves(record)[tag] for record in records], abs=1e-6)
-    assert sorted(tags["images"]) == ["hdi/heads", "hdi/map"]
+    assert sorted(tags["images"]) == ["hdi/evidence/worst_pair", "hdi/heads", "hdi/map"]
     last = events.Images("hdi/map")[-1]
     assert last.step == records[-1].step
     assert np.asarray(Image.open(io.BytesIO(last.encoded_image_string))).shape[-1] == 3
     (text,) = events.Tensors("hdi/alerts/text_summary")
     words = text.tensor_proto.string_val[0].decode()
     assert words.startswith("**new, warning**: heads 1 and 3 of model.layers.7.self_attn are nearly one head")
-    assert "    HDICallback(interventions=[ReviveHeads()])" in words
+    assert "        interventions=[ReviveHeads()],\n    )" in words
 
 
 def test_a_prefix_is_before_every_tag(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from hdi_callback.dashboards.verdict import becomes_warning, events, verdict
 from hdi_callback.monitor.sums import NOT_ARMED
 from hdi_callback.record import Alert, LayerRecord, Record
-from tests.dashboards.synthetic import TO_DO, collapsing, facts_of
+from tests.dashboards.synthetic import CODE, TO_DO, collapsing, facts_of
 
 FACTS = [{"name": "a"}, {"name": "b"}]
 
@@ -63,7 +63,7 @@ def test_layers_that_were_not_measured_are_named_beside_those_that_were():
 def test_an_active_alert_is_said_with_what_to_do():
     *records, last = collapsing(4, 6, 60, layer=2, pair=(1, 3))
     found = verdict([*records, last], facts_of(4, 6))
-    assert (found.state, found.action) == ("alert", TO_DO)
+    assert (found.state, found.action, found.code) == ("alert", TO_DO, CODE)
     assert found.text.startswith("Since step 2000: heads 1 and 3 of model.layers.2.self_attn are nearly one head")
 
 

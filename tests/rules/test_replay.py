@@ -129,9 +129,10 @@ def test_copied_heads_give_one_alert_of_two_lines():
         "heads 0 and 1 of blocks.0.attention are nearly one head: alignment jumped from at most 0.05 to 1.00 between "
         "steps 40 and 45 (also: weight jump, merged scores)"
     )
-    assert alert.action == (
-        "Give all but one of them fresh weights:\nfrom hdi_callback import HDICallback, ReviveHeads\n"
-        "HDICallback(interventions=[ReviveHeads(max_output_error=1)])"
+    assert alert.action == "Give all but one of them fresh weights"
+    assert alert.code == (
+        "from hdi_callback import HDICallback, ReviveHeads\n"
+        "HDICallback(\n    interventions=[ReviveHeads(max_output_error=1)],\n)"
     )
 
 

@@ -1,0 +1,154 @@
+"""The evidence of an alert: the number that it accuses, over the steps, beside those that it does not."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hdi_callback.dashboards.layer_table import name_layers
+from hdi_callback.monitor.metrics import METRICS
+from hdi_callback.record import Alert, Record
+from hdi_callback.rules import RULES
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+READINGS = 64
+"""Readings up to the alert that its evidence shows."""
+
+ALIKE = {
+    "hdi_worst_alignment": "pair_alignment",
+    "hdi_worst_pair": "pair_alignment",
+    "hdi_alignment": "pair_alignment",
+    "hdi_energy_alignment": "energy_pair_alignment",
+    "circuit_qk_worst": "circuit_qk",
+}
+"""Metric of heads that are alike -> the matrix that shows which."""
+
+ACCUSED, OTHERS, LIMIT = "#d1242f", "#8a8f96", "#c25100"
+_JUDGED = frozenset(metric for rule in RULES for metric in (*rule.needs, *rule.reads))
+_OF_HEADS = {metric: metric for metric in _JUDGED} | {"head_movement_min": "head_movement"}
+_MOST_PANELS = 6
+_MOST_LINES = 16  # of what is not accused; more are drawn as the range between the least and the largest
+_LETTERS = 10
+
+
+@dataclass(frozen=True)
+class Point:
+    """The numbers of a reading that rules judge: metric -> layer -> value, and -> values of its heads."""
+
+    step: int
+    values: Mapping[str, Mapping[str, float]]
+    heads: Mapping[str, Mapping[str, array[float]]]
+
+
+def point_of(record: Record) -> Point:
+    """Return the numbers of a record that evidence may show, in little memory."""
+    values: dict[str, dict[str, float]] = {}
+    heads: dict[str, dict[str, array[float]]] = {}
+    for name, layer in record.layers.items():
+        for metric in _JUDGED & layer.values.keys():
+            values.setdefault(metric, {})[name] = layer.values[metric]
+        for key in set(_OF_HEADS.values()) & layer.heads.keys():
+            numbers = (math.nan if number is None else float(number) for number in layer.heads[key])
+            heads.setdefault(key, {})[name] = array("f", numbers)
+    return Point(record.step, values, heads)
+
+
+def draw_evidence(alert: Alert, points: Sequence[Point], width: float = 4.4) -> Figure | None:
+    """Draw the accused number over the steps with the others in grey, its limit, and where it began.
+
+    Args:
+        alert: the alert.
+        points: the readings up to it.
+        width: in inches.
+
+    Returns:
+        A figure with a panel of the layers and, where heads are accused and were measured one by one, a panel for each
+        of them; `None` if the alert names no number that was read.
+    """
+    from matplotlib.figure import Figure
+
+    metric = alert.metric or ""
+    points = [point for point in points if point.step <= alert.step][-READINGS:]
+    steps = [point.step for point in points]
+    layers = dict.fromkeys(name for point in points for name in point.values.get(metric, {}))
+    curves = {name: [point.values.get(metric, {}).get(name, math.nan) for point in points] for name in layers}
+    accused = [name for name in alert.where if name in curves]
+    if not accused:
+        return None
+    layer, heads, by_head = accused[0], alert.where[accused[0]], _curves_of_heads(alert, points, accused[0])
+    panels = heads[:_MOST_PANELS] if by_head and len(heads) < len(by_head) else ()
+    rows = math.ceil(len(panels) / 3)
+    figure = Figure(figsize=(width, 2.9 + 1.25 * rows), layout="constrained")
+    grid = figure.add_gridspec(1 + rows, 3, height_ratios=[2.3, *[1] * rows])
+    panel = figure.add_subplot(grid[0, :])
+    _draw_panel(
+        panel, alert, steps, [curves[name] for name in accused], [curves[n] for n in curves if n not in accused]
+    )
+    what = METRICS[metric].summary.split(":")[0].rstrip(".") if metric in METRICS else metric
+    title = f"{what}\nred: {_shortened(name_layers(accused))}" + ("; grey: other layers" if len(layers) > 1 else "")
+    panel.set_title(
+        "\n".join(part for line in title.splitlines() for part in textwrap.wrap(line, round(10.5 * width))),
+        fontsize=_LETTERS, loc="left",
+    )  # fmt: skip
+    panel.set_xlabel(f"optimizer step; dotted: began at {_onset(alert)}, triangle: alert", fontsize=_LETTERS)
+    for place, head in enumerate(panels):
+        small = figure.add_subplot(grid[1 + place // 3, place % 3])
+        others = [by_head[other] for other in range(len(by_head)) if other not in heads]
+        _draw_panel(small, alert, steps, [by_head[head]], others)
+        more = f" (+{len(heads) - len(panels)})" if place == len(panels) - 1 and len(heads) > len(panels) else ""
+        small.set_title(f"{alert.unit.removesuffix('s')} {head}{more}", fontsize=_LETTERS, loc="left")
+        small.locator_params(nbins=2)
+    if panels:
+        figure.supxlabel(f"heads of {_shortened(layer)};\ngrey: its other heads", fontsize=_LETTERS)
+    return figure
+
+
+def _curves_of_heads(alert: Alert, points: Sequence[Point], layer: str) -> list[list[float]]:
+    """The curve of each head of a layer; empty if heads were not measured one by one."""
+    key = _OF_HEADS.get(alert.metric or "", "")
+    rows = [point.heads.get(key, {}).get(layer) for point in points]
+    count = max((len(row) for row in rows if row is not None), default=0)
+    heads = alert.where[layer]
+    if not count or not heads or max(heads) >= count:
+        return []
+    return [[row[head] if row is not None and head < len(row) else math.nan for row in rows] for head in range(count)]
+
+
+def _draw_panel(
+    panel: Any, alert: Alert, steps: Sequence[int], accused: list[list[float]], others: list[list[float]]
+) -> None:
+    """Draw curves, those that are accused on top."""
+    if len(others) > _MOST_LINES:
+        table = np.ma.masked_invalid(np.array(others))
+        panel.fill_between(steps, table.min(0), table.max(0), color=OTHERS, alpha=0.35, linewidth=0)
+        others = [table.mean(0).filled(math.nan).tolist()]
+    for colour, width, curves in ((OTHERS, 0.9, others), (ACCUSED, 2.0, accused)):
+        for curve in curves:
+            isolated = np.isfinite(curve).sum() < 3
+            panel.plot(steps, curve, color=colour, linewidth=width, marker="." if isolated else None)
+    at_alert = [curve[-1] for curve in accused if math.isfinite(curve[-1])]
+    judged = math.nan if alert.value is None else alert.value
+    is_judged = any(math.isclose(value, judged, rel_tol=1e-3, abs_tol=1e-9) for value in at_alert)
+    if alert.threshold is not None and is_judged:  # else the limit is of another number, as a share of the first
+        panel.axhline(alert.threshold, color=LIMIT, linestyle="--", linewidth=1)
+    panel.axvline(_onset(alert), color=ACCUSED, linestyle=":", linewidth=1.4)
+    height = at_alert[0] if at_alert else 0.0
+    panel.scatter([alert.step], [height], marker="v", s=46, color=ACCUSED, edgecolors="white", linewidths=0.8, zorder=3)
+    panel.tick_params(labelsize=_LETTERS - 1)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _onset(alert: Alert) -> int:
+    return alert.step if alert.since is None else alert.since
+
+
+def _shortened(name: str, most: int = 34) -> str:
+    return name if len(name) <= most else f"…{name[1 - most :]}"

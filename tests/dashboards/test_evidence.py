@@ -1,0 +1,137 @@
+"""What is drawn as the evidence of an alert: the numbers of the reading, read back from the figure."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+
+from hdi_callback.dashboards.evidence import ACCUSED, OTHERS, draw_evidence, point_of
+from hdi_callback.dashboards.pictures import Pictures, map_metric
+from hdi_callback.dashboards.report import write_report
+from hdi_callback.dashboards.tags import EVIDENCE, HEADS, MAP
+from hdi_callback.record import Alert, LayerRecord, Record
+from tests.dashboards.synthetic import collapsing, facts_of, write
+
+NAMES = [facts["name"] for facts in facts_of(3, 4)]
+
+
+def leaking(readings: int = 12, at: int = 8, heads=(1, 2), layers: int = 3) -> list[Record]:
+    """Readings in which later tokens are seen by two heads of the second layer."""
+    records, active = [], ()
+    for reading in range(readings):
+        shares = {name: [0.0] * 4 for name in (facts["name"] for facts in facts_of(layers, 4))}
+        if reading >= at:
+            shares[NAMES[1]] = [0.3 + 0.1 * head if head in heads else 0.0 for head in range(4)]
+        measured = {
+            name: LayerRecord(
+                {"attention_ahead": max(share), "hdi_worst_alignment": 0.1, "hdi": 0.9}, {"attention_ahead": share}
+            )
+            for name, share in shares.items()
+        }
+        alerts = ()
+        if reading == at:
+            alerts = active = (
+                Alert(
+                    10 * at, "later tokens", "critical", {NAMES[1]: heads}, "later tokens are seen", value=0.5,
+                    threshold=0.001, metric="attention_ahead", since=10 * at - 5,
+                ),
+            )  # fmt: skip
+        records.append(Record(10 * reading, measured, alerts=alerts, active=active, is_last=reading == readings - 1))
+    return records
+
+
+def of_colour(panel, colour) -> list[list[float]]:
+    return [
+        list(line.get_ydata())
+        for line in panel.lines
+        if to_hex(line.get_color()) == colour and len(line.get_ydata()) > 2
+    ]
+
+
+def test_the_accused_number_is_drawn_over_the_steps_with_the_other_layers_in_grey_and_the_onset_marked():
+    records = leaking()
+    (alert,) = records[8].alerts
+    figure = draw_evidence(alert, [point_of(record) for record in records])
+    panel = figure.axes[0]
+    assert of_colour(panel, ACCUSED) == [[record.layers[NAMES[1]].values["attention_ahead"] for record in records[:9]]]
+    assert of_colour(panel, OTHERS) == [[0.0] * 9] * 2
+    assert [line.get_xdata()[0] for line in panel.lines if line.get_linestyle() == ":"] == [75]
+    assert panel.collections[-1].get_offsets().tolist() == [[80, pytest.approx(0.5)]]
+
+
+def test_heads_that_are_accused_have_a_panel_each_with_the_others_in_grey():
+    records = leaking()
+    (alert,) = records[8].alerts
+    _, *panels = draw_evidence(alert, [point_of(record) for record in records]).axes
+    assert [panel.get_title(loc="left") for panel in panels] == ["head 1", "head 2"]
+    for head, panel in zip((1, 2), panels):
+        (curve,) = of_colour(panel, ACCUSED)
+        np.testing.assert_allclose(curve, [0.0] * 8 + [0.3 + 0.1 * head], rtol=1e-6)
+        assert len(of_colour(panel, OTHERS)) == 2
+
+
+def test_the_heads_of_frozen_weights_are_drawn_by_their_own_movement():
+    moves = [[0.01, 0.02, 0.01], [0.01, 0.0, 0.02], [0.01, 0.0, 0.01]]
+    records = [
+        Record(step, {"a": LayerRecord({"head_movement_min": min(move)}, {"head_movement": move})})
+        for step, move in enumerate(moves)
+    ]
+    alert = Alert(2, "frozen heads", "warning", {"a": (1,)}, "", value=0.0, threshold=0.0, metric="head_movement_min")
+    _, panel = draw_evidence(alert, [point_of(record) for record in records]).axes
+    np.testing.assert_allclose(of_colour(panel, ACCUSED), [[0.02, 0.0, 0.0]], rtol=1e-6)
+
+
+def test_more_layers_than_can_be_told_apart_are_one_range():
+    records = leaking(layers=40)
+    (alert,) = records[8].alerts
+    panel = draw_evidence(alert, [point_of(record) for record in records]).axes[0]
+    assert len(of_colour(panel, OTHERS)) == 1
+
+
+def test_an_alert_without_a_number_that_was_read_has_no_evidence():
+    records = leaking()
+    (alert,) = records[8].alerts
+    points = [point_of(record) for record in records]
+    assert draw_evidence(Alert(80, "own", "warning", {NAMES[1]: ()}, ""), points) is None
+    assert draw_evidence(Alert(80, "own", "warning", {"gone": ()}, "", metric="attention_ahead"), points) is None
+    assert draw_evidence(alert, []) is None
+
+
+def test_it_is_drawn_at_the_alert_however_short_the_share_of_time_is_and_the_map_is_of_what_is_wrong():
+    pictures = Pictures(clock=iter(range(0, 10**9, 1000)).__next__)
+    drawn = [pictures.add(record) for record in leaking()]
+    tag = f"{EVIDENCE}/later_tokens"
+    assert [tag in at for at in drawn] == [False] * 8 + [True] + [False] * 3
+    assert HEADS not in drawn[-1], "no two heads are accused"
+    bright = drawn[-1][MAP].astype(int)
+    bright = (bright[..., 0] > 215) & (bright[..., 1] > 180) & (bright[..., 2] < 110)
+    width = bright.shape[1]
+    assert bright[:, : int(0.7 * width)].sum() > 200, "the layer stands out, of which the alignment is 0.1 all along"
+
+
+def test_the_map_is_of_the_most_serious_alert():
+    lost = leaking()[8].alerts[0]
+    pair = list(collapsing(2, 4, 40, layer=1, pair=(0, 1)))[-1].active
+    assert map_metric([*pair, lost]) == "attention_ahead"
+    assert map_metric(pair) == map_metric([]) == "hdi_worst_alignment"
+
+
+def test_a_number_that_is_not_finite_leaves_a_gap():
+    values = [0.1, math.nan, 0.3, 0.5]
+    records = [Record(step, {"a": LayerRecord({"attention_ahead": value})}) for step, value in enumerate(values)]
+    alert = Alert(3, "later tokens", "critical", {"a": ()}, "", metric="attention_ahead")
+    panel = draw_evidence(alert, [point_of(record) for record in records]).axes[0]
+    (curve,) = of_colour(panel, ACCUSED)
+    assert math.isnan(curve[1])
+    assert curve[2:] == [0.3, 0.5]
+
+
+def test_the_report_draws_the_same_evidence_and_no_healthy_heads(tmp_path):
+    run = write(tmp_path / "hdi" / "history.jsonl", facts_of(3, 4), iter(leaking()))
+    page = write_report(run).read_text()
+    assert 'aria-label="Evidence of step 80, critical: later tokens"' in page
+    assert 'aria-label="attention_ahead of each layer over the steps"' in page
+    assert "Alignment of every two heads of the worst layer" not in page
