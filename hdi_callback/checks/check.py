@@ -1,20 +1,24 @@
-"""`check`: what each attention of a model does, and what is wrong or odd about it, from one forward."""
+"""`check`: what each attention of a model does, and what is wrong or odd about it, from a few forwards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from hdi_callback.attention.find import survey
 from hdi_callback.attention.heads import Claim
 from hdi_callback.attention.labels import Labels
+from hdi_callback.attention.own_inputs import own_forward
 from hdi_callback.attention.tape import Step
 from hdi_callback.checks.cards import Card, card_of, joined_name
 from hdi_callback.checks.diagnoses import DIAGNOSES, Verdict
-from hdi_callback.checks.facts import facts_of
+from hdi_callback.checks.facts import Facts, facts_of
+
+if TYPE_CHECKING:
+    from hdi_callback.checks.questions import Answers
 
 __all__ = ["Check", "Diagnosis", "check", "examine"]
 
@@ -50,10 +54,18 @@ class Check:
     Attributes:
         cards: one of each kind of attention.
         findings: what is wrong or odd, the wrong first.
+        layers: how many attentions ran.
+        judged: of how many of these the heads, and so all facts, are known.
+        not_asked: questions that were not asked of the model, with the reason.
+        forwards: how many the questions took, a backward counted as one; 0 if none was asked.
     """
 
     cards: tuple[Card, ...] = ()
     findings: tuple[Diagnosis, ...] = ()
+    layers: int = 0
+    judged: int = 0
+    not_asked: Mapping[str, str] = field(default_factory=dict)
+    forwards: int = 0
 
     @property
     def wrong(self) -> tuple[Diagnosis, ...]:
@@ -64,8 +76,13 @@ class Check:
         """All cards, and all findings."""
         if not self.cards:
             return "No attention ran in this forward."
-        said = "\n".join(map(str, self.findings)) or "Nothing is wrong or odd."
-        return "\n\n".join([*map(str, self.cards), said])
+        said = list(map(str, self.findings)) or ["Nothing is wrong or odd."]
+        said.append(f"{self.judged} of {self.layers} layers were judged.")
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.not_asked.items():
+            reasons.setdefault(reason, []).append(name.replace("_", " "))
+        said += [f"Not asked: {', '.join(names)} ({reason})." for reason, names in reasons.items()]
+        return "\n\n".join([*map(str, self.cards), "\n".join(said)])
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain data."""
@@ -75,7 +92,9 @@ class Check:
 def check(model: nn.Module, forward: Callable[[], object] | None = None) -> Check:
     """Say what each attention of a model does, and what is wrong or odd about it.
 
-    The forward runs once, without autograd, and nothing of it remains.
+    The forward runs once to be read. Then the model is asked questions: its inputs are changed at the first module that
+    is called, and its outputs are compared, in some 10 forwards of evaluation mode and up to 3 backwards. Nothing of
+    all this remains.
 
     Args:
         model: the model.
@@ -93,9 +112,14 @@ def check(model: nn.Module, forward: Callable[[], object] | None = None) -> Chec
         >>> len(found.cards), found.findings
         (1, ())
     """
-    found: list[Check] = []
-    survey(model, forward, lambda *read: found.append(examine(*read)))
-    return found[0] if found else Check()
+    from hdi_callback.checks.questions import ask_model  # nothing that trains asks, and so it imports none of it
+
+    facts: list[Facts] = []
+    survey(model, forward, lambda *read: facts.extend(facts_of(*read)))
+    forward = own_forward(model) if forward is None else forward
+    if not facts or forward is None:
+        return Check()
+    return _judge(facts, answers=ask_model(model, forward, facts))
 
 
 def examine(
@@ -105,21 +129,35 @@ def examine(
     is_chosen: Callable[[str], bool] | None = None,
 ) -> Check:
     """Make cards and findings of what was read of a forward, of the layers that are chosen by their names."""
-    every = facts_of(labels, claims, refused)
+    return _judge(facts_of(labels, claims, refused), is_chosen)
+
+
+def _judge(
+    every: Sequence[Facts], is_chosen: Callable[[str], bool] | None = None, answers: Answers | None = None
+) -> Check:
+    chosen = [each for each in every if is_chosen is None or is_chosen(each.path)]
     cards: dict[str, list[Card]] = {}  # of equal layers
     layers: dict[Diagnosis, list[str]] = {}  # of which the same is said
-    for one in every:
-        if is_chosen is not None and not is_chosen(one.path):
-            continue
-        card = card_of(one)
+    for each in chosen:
+        card = card_of(each)
         cards.setdefault(str(replace(card, layer="")), []).append(card)
         for diagnose in DIAGNOSES:
-            found = diagnose(one, every)
-            if found is not None:
+            diagnosis = diagnose(each, every)
+            if diagnosis is not None:
                 name = diagnose.__name__.replace("_", " ")
-                layers.setdefault(Diagnosis("", name, *found, one.line), []).append(one.path)
+                layers.setdefault(Diagnosis("", name, *diagnosis, each.line), []).append(each.path)
     findings = [replace(said, layer=joined_name(paths)) for said, paths in layers.items()]
+    explained = {path for said, paths in layers.items() if said.verdict == "wrong" for path in paths}
+    for answer in answers.wrong if answers else ():
+        if not any(f"{answer.layer}.".startswith(f"{path}.") for path in explained):  # there, a fact says why
+            line = next((each.line for each in every if each.path == answer.layer), "")
+            name = answer.question.replace("_", " ")
+            findings.append(Diagnosis(answer.layer or "the model", name, answer.verdict, answer.text, line))
     return Check(
-        tuple(replace(same[0], layer=joined_name([one.layer for one in same])) for same in cards.values()),
-        tuple(sorted(findings, key=lambda one: one.verdict != "wrong")),
+        tuple(replace(same[0], layer=joined_name([card.layer for card in same])) for same in cards.values()),
+        tuple(sorted(findings, key=lambda finding: finding.verdict != "wrong")),
+        len(chosen),
+        sum(not each.reason for each in chosen),
+        answers.not_asked if answers else {},
+        answers.forwards if answers else 0,
     )

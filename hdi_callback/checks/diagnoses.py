@@ -208,6 +208,8 @@ def scale(one: Facts, _: Sequence[Facts]) -> Found:
     is_normed = any(flag.endswith(NORMED) for flag in one.flags) or one.normaliser != "softmax"
     if one.scale is None or one.width < 2 or is_normed or one.is_usual_scale:
         return None
+    if one.scale == 1 and any(len(change.bias) > 2 for change in one.changes):  # T5's
+        return None
     right = one.width**-0.5
     said = f"scores are scaled by {one.scale:.4g}, and 1/sqrt({one.width}) is {right:.4g}"
 
@@ -259,7 +261,8 @@ def _without_effect(change: Change, before: Sequence[Change], behind: Sequence[C
     if value is None:
         return None
     is_of_0_and_1 = value.dtype != torch.bool and value.unique().tolist() == [0, 1] and _is_mask(value == 0)
-    if change.op in {"add", "attn_mask"} and is_of_0_and_1:
+    is_added = change.op in {"add", "attn_mask"} or change.op.startswith("score_mod")
+    if is_added and is_of_0_and_1:
         return f"a mask of 0 and 1 is added to the scores, which hides nothing; {remedy}"
     if _sets_to_zero(change) and not _may_hide([*before, *behind]):
         return f"a mask sets scores to 0, which hides nothing, as exp(0) is 1; {remedy}"
@@ -296,6 +299,41 @@ def mask_off_by_one(one: Facts, _: Sequence[Facts]) -> Found:
     return "wrong", (
         f"each token attends to the next one, which it must predict: the causal mask is off by one; {_CAUSAL}"
     )
+
+
+def window(one: Facts, _: Sequence[Facts]) -> Found:
+    """A query sees more tokens than its module declares, or hides the next one and shows later ones."""
+    sees = one.sees
+    if sees is None or one.queries < 4:
+        return None
+    if any(not bool(each.diagonal(1).any()) and bool(each.triu(2).any()) for each in sees):
+        return (
+            "wrong",
+            f"the next token is hidden, and later ones are seen: a mask of a window lacks .tril(); {_CAUSAL}",
+        )
+    most = int(sees.sum(-1).max())
+    if not one.is_causal or not 0 < one.window < min(most, sees.shape[-1]):
+        return None
+    verdict: Verdict = "odd" if most == one.window + 1 else "wrong"
+    return verdict, (
+        f"sliding_window={one.window}, and the last token sees {most} tokens, with itself; hide those where "
+        "query - key >= window"
+    )
+
+
+def distance(one: Facts, _: Sequence[Facts]) -> Found:
+    """A constant bias prefers far tokens in each head."""
+    for change in one.changes:
+        value = change.value if change.op in {"add", "attn_mask"} or change.op.startswith("score_mod") else None
+        if value is None or value.dtype == torch.bool or value.dim() < 2 or min(value.shape[-2:]) < 4:
+            continue
+        last = value[..., -1, :].double().reshape(-1, value.shape[-1])
+        if one.is_causal and bool((last.diff(dim=-1) < 0).all()) and bool(last.isfinite().all()):
+            return "wrong", (
+                "the bias of scores grows with the distance, so that far tokens are preferred: the sign of ALiBi is "
+                "reversed; add -slope * (query - key)"
+            )
+    return None
 
 
 def mask_behind_softmax(one: Facts, _: Sequence[Facts]) -> Found:
@@ -365,6 +403,9 @@ def rotation(one: Facts, _: Sequence[Facts]) -> Found:
             "head by another: positions run along heads, and the order of tokens is not seen; transpose before the "
             "rotation"
         )
+    pairs = [one.pairs[role] for role in ("query", "key") if one.pairs.get(role)]
+    if one.heads and len(pairs) == 2 and pairs[0] != pairs[1]:
+        return "wrong", "queries and keys are rotated in different pairs of features; use one layout for both"
     if one.pairs.get("value"):
         return "odd", "rotary positions are applied to values as well; queries and keys are enough"
     turned = [role for role in ("query", "key") if one.pairs.get(role)]
@@ -419,10 +460,22 @@ def norm_over_heads(one: Facts, _: Sequence[Facts]) -> Found:
     )
 
 
+def norm_of_values(one: Facts, _: Sequence[Facts]) -> Found:
+    """Keys and values are normed, and queries are not."""
+    normed = [role for role in ("query", "key", "value") if f"{role}: {NORMED}" in one.flags]
+    if normed != ["key", "value"]:
+        return None
+    return (
+        "odd",
+        "keys and values are normed, and queries are not: values may be meant to stay, and queries to be normed",
+    )
+
+
 DIAGNOSES = (
     split, merge, shared_heads, unused_key_heads, interleaved, tiled_key_heads, adapter_rows, output_order, cut_off,
     equal_heads, frozen, batch_for_sequence, scale, softmax, mask_missing, mask_inverted, mask_off_by_one,
-    mask_behind_softmax, padding, dropout, rotation, shared_bias, norm_over_heads,
+    window, distance,
+    mask_behind_softmax, padding, dropout, rotation, shared_bias, norm_over_heads, norm_of_values,
 )  # fmt: skip
 
 

@@ -76,6 +76,7 @@ class Facts:
     is_training: bool  # whether its module is in training mode
     batch: tuple[int, ...]  # shape of the first tensor that the model is given
     is_renormalised: bool  # whether weights are divided by their sums behind the softmax
+    window: int = 0  # how many tokens a query may see, as its module declares; 0 if it does not
 
     # of its heads
     heads: int = 0  # 0 if they cannot be told
@@ -184,10 +185,12 @@ def _of_step(labels: Labels, step: Step) -> Facts:
     """Collect what is known of a softmax without its queries, keys and values."""
     path, line = step.path or "", step.line.replace("\\", "/")
     line = "" if "/torch/nn/" in line else line.rpartition("/")[2]  # without folders, and nothing of torch's own
-    is_training = labels.tape.model.get_submodule(path).training
+    module = labels.tape.model.get_submodule(path)
+    window = getattr(module, "sliding_window", None)
     taken = (view for each in labels.tape.steps for view in each.taken)
     given = (view.shape for view in taken if view.cell.kind == DATA and view.cell.step is None and len(view.shape) > 1)
-    return Facts(path, line, "", is_training, next(given, ()), is_renormalised(labels.tape, step))
+    window = window if type(window) is int and window > 1 else 0
+    return Facts(path, line, "", module.training, next(given, ()), is_renormalised(labels.tape, step), window)
 
 
 def _of_core(labels: Labels, core: Core) -> Facts:

@@ -270,6 +270,7 @@ def test_of_attention_by_hand_only_what_is_a_bug_is_wrong(name):
         "a_relu_over_its_sum_over_heads": {"softmax"},
         "softmax_over_queries": {"softmax"},
         "a_relu_over_its_sum_over_queries": {"softmax"},
+        "low_rank_updates": {"same twice"},  # its dropout runs in evaluation
     }
     assert {one.name for one in found.wrong} == wrong.get(name, set())
     assert "could not be collected" not in str(found)

@@ -1,0 +1,478 @@
+"""Questions that any model is asked by numbers: change what it is given, and look which outputs change.
+
+A question has conditions; where they do not hold it is not asked, and the reason is told. Nothing here depends on how
+code is written, and nothing is known of its cause: `diagnoses` explain.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hdi_callback.attention.extra_forward import inner_model, nothing_remains
+from hdi_callback.checks.diagnoses import Verdict
+from hdi_callback.checks.door import Changes, Door, Inputs, NotAskedError, by_token, tensors_in
+from hdi_callback.checks.facts import Facts
+
+__all__ = ["QUESTIONS", "Answer", "Answers", "ask_model"]
+
+_DROPOUTS = {"bernoulli", "bernoulli_", "native_dropout", "_fused_dropout"}
+_MOST_BYTES = 2**31  # of parameters whose gradients are asked for
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a question shows to be broken, and the first module whose output shows it and whose inputs do not."""
+
+    question: str
+    verdict: Verdict
+    text: str
+    layer: str = ""
+
+
+@dataclass
+class Answers:
+    """What all questions show; why some were not asked; and how many forwards that took, a backward as one."""
+
+    wrong: list[Answer] = field(default_factory=list)
+    not_asked: dict[str, str] = field(default_factory=dict)
+    forwards: int = 0
+
+
+Question = Callable[[Door, Inputs, Sequence[Facts]], Iterator[Answer]]
+
+
+def ask_model(model: nn.Module, forward: Callable[[], object], facts: Sequence[Facts] = ()) -> Answers:
+    """Ask a model all questions on what a forward gives it; nothing of it remains."""
+    answers, own = Answers(), inner_model(model)
+    if any(parameter.is_meta or type(parameter.data) is not Tensor for parameter in own.parameters()):
+        answers.not_asked["all"] = "parameters are sharded, quantised or on no device"
+        return answers
+    modes = {module: module.training for module in own.modules()}
+    with nothing_remains(own, forward):
+        try:
+            own.eval()
+            door = Door(own, forward)
+            inputs = Inputs(door)
+            for question in QUESTIONS:
+                name = question.__name__
+                try:
+                    answers.wrong += question(door, inputs, facts)
+                except NotAskedError as reason:
+                    answers.not_asked[name] = str(reason)
+                except Exception as error:  # the model takes no other values
+                    answers.not_asked[name] = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
+                if question is finite and answers.wrong:
+                    break
+            answers.forwards = door.forwards[0]
+        except Exception as error:
+            answers.not_asked["all"] = str(error).partition("\n")[0]
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+    return answers
+
+
+# the questions, of which each says "wrong" only of what no design asks for
+
+
+def finite(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
+    """Outputs are numbers."""
+    if not bool(door.base.isnan().any()):
+        return
+    names: list[str] = []
+
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        before, behind = (any(bool(t.isnan().any()) for t in tensors_in(x)) for x in ((args, kwargs), output))
+        if behind and not before:
+            names.append(door.names[module])
+
+    with door.hooked(note, with_kwargs=True):
+        door.ask()
+    yield Answer(
+        "finite", "wrong",
+        f"{float(door.base.isnan().float().mean()):.0%} of the outputs are NaN; scores of which all are -inf, or one "
+        "is +inf, give that in a softmax: hide with a finite number, and let each query see a key",
+        next(iter(names), ""),
+    )  # fmt: skip
+
+
+def same_twice(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
+    """Two forwards of one batch in evaluation mode give the same."""
+    gap = door.differ(door.ask(), door.base)
+    if gap <= 3e-4:
+        door.noise = gap
+        return
+    door.is_random = True
+    torch.manual_seed(0)
+    with _Random() as random:
+        output = door.ask()
+    torch.manual_seed(0)
+    said = f"two forwards of one batch in evaluation mode differ by {gap:.2g}"
+    if door.differ(output, door.ask()) > 3e-4:
+        text = f"{said}, and not by random numbers: something stays from the forward before"
+    elif random.names & _DROPOUTS:
+        text = f"{said}, as dropout runs; write F.dropout(x, p, self.training), or dropout_p=p if self.training else 0"
+    else:
+        raise NotAskedError(f"the forward draws random numbers ({', '.join(sorted(random.names)) or 'not by torch'})")
+    yield Answer("same_twice", "wrong", text, door.first({}, lambda tensor: ...))
+
+
+class _Random(TorchDispatchMode):
+    """Which random operations run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def samples(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
+    """A sample depends neither on the others nor on its place: the first one is changed, and all are reversed."""
+    if door.is_random or not inputs.main:
+        raise NotAskedError("forwards are random" if door.is_random else "nothing goes in whose values can be changed")
+    failed: tuple[float, int, list[int], Changes] | None = None
+    for axis in (0, 1):
+        sizes = [door.leaves[at].shape[axis] if door.leaves[at].dim() > axis else 0 for at in door.inputs]
+        count = door.leaves[inputs.main[0]].shape[axis]
+        if door.base.dim() <= axis or door.base.shape[axis] != count:
+            continue
+        if count < 2 or (axis == 0 and set(sizes) != {count}):
+            raise NotAskedError("one sample" if count < 2 else "inputs have different first axes")
+        row = (*(slice(None),) * axis, 0)
+        alone = {at: inputs.changed(at, row) for at in inputs.main}
+        fits = [at for at, size in zip(door.inputs, sizes) if size == count]
+        output = door.ask({at: alone.get(at, door.leaves[at]).flip(axis) for at in fits}).flip(axis)
+        gap = door.differ(output.narrow(axis, 1, count - 1), door.base.narrow(axis, 1, count - 1))
+        if gap <= door.tolerance:
+            door.axis = axis
+            return
+        failed = failed or (gap, count, fits, alone)
+    if failed is None:
+        raise NotAskedError("outputs are not by sample")
+    gap, count, fits, alone = failed
+    flipped: Changes = {at: door.leaves[at].flip(0) for at in fits}
+    place = door.differ(door.ask(flipped).flip(0), door.base)
+    layer = door.first(alone, lambda tensor: slice(1, None) if tensor.dim() and len(tensor) == count else None)
+    why = "change with the other samples of the batch: heads, tokens or a mask of one are read for another"
+    if not layer and place > door.tolerance:  # nothing goes from sample to sample: a place has a value of its own
+        why = "depend on its place in the batch: positions, or a mask, run along the batch"
+        last, first = (
+            (lambda tensor, at=at: at if tensor.dim() and len(tensor) == count else None)
+            for at in (slice(count - 1, count), slice(0, 1))
+        )
+        layer = door.first(flipped, last, first)
+    yield Answer("samples", "wrong", f"outputs of a sample {why} (by {gap:.2g})", layer)
+
+
+def later_tokens(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
+    """Tokens do not change what is put out before them, where masks, labels or the same without padding say so."""
+    door, main, count = inputs.sequence(facts)
+    x = door.leaves[main]
+    is_masked = bool(facts) and all(each.is_causal for each in facts)
+    is_labelled = any(x.dim() == 2 and inputs.is_moved(x, door.leaves[at]) for at in inputs.labels)
+    pads = inputs.pads_of(main)
+    if not (is_masked or is_labelled or pads is not None):
+        raise NotAskedError("neither masks nor labels say that it is a decoder")
+
+    def leak(clean: Changes, at: int) -> tuple[float, int, Changes]:
+        start = clean.get(main, x)
+        changes = {**clean, main: torch.cat([start[:, :at], inputs.changed(main, ...)[:, at:]], 1)}
+        base = door.ask(clean) if clean else door.base
+        real = torch.ones(base.shape[:2], dtype=torch.bool, device=base.device)
+        if pads is not None and not clean:
+            real &= ~pads
+        real[:, at:] = False
+        return door.differ(door.ask(changes)[real], base[real]), at, changes
+
+    worst, at, changes = max((leak({}, at) for at in dict.fromkeys((count // 2, count - 1))), key=lambda each: each[0])
+    if worst <= door.tolerance:
+        return
+    layer = door.first(changes, by_token(door, count, slice(None), slice(0, at)))
+    if is_masked or is_labelled:
+        why = "every mask is causal" if is_masked else "labels are the tokens themselves"
+        yield Answer(
+            "later_tokens", "wrong", f"tokens from {at} on change the outputs before them (by {worst:.2g}), though "
+            f"{why}", layer
+        )  # fmt: skip
+    elif leak(inputs.unpadded(), at)[0] <= door.tolerance:
+        yield Answer(
+            "later_tokens", "wrong",
+            f"later tokens are seen as soon as there is padding (outputs change by {worst:.2g}): the mask of padding "
+            "takes the place of the causal one; combine both", layer,
+        )  # fmt: skip
+
+
+def token_before(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
+    """The token before the last one changes the last output."""
+    door, main, count = inputs.sequence(facts)
+    if not facts or any(each.hidden is None for each in facts):
+        raise NotAskedError("masks are not known")
+    if any(each.sees is not None and not bool(each.sees.tril(-1).any()) for each in facts):
+        raise NotAskedError("a mask reads from right to left, or windows are of one token")
+    pads = inputs.pads_of(main)
+    row = 0 if pads is None else int((~pads).sum(1).argmax())
+    last = count - 1 if pads is None else int((~pads[row]).nonzero().max())
+    if last < 3 or (pads is not None and bool(pads[row, last - 3 : last].any())):
+        raise NotAskedError("too few tokens")
+    output = door.ask({main: inputs.changed(main, (slice(None), last - 1))})
+    if torch.equal(output[row, last], door.base[row, last]):
+        yield Answer(
+            "token_before", "wrong",
+            f"token {last} does not see token {last - 1}, the one before it: where keys are longer than queries, a "
+            "causal mask has to be aligned at the end; a mask may also be inverted", facts[0].path,
+        )  # fmt: skip
+
+
+def order(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
+    """Swapped tokens are more than swapped outputs, where no mask shows an order."""
+    door, main, count = inputs.sequence(facts)
+    is_ordered = not facts or any(each.is_causal is not False for each in facts)
+    if inputs.positions or inputs.pads is not None or main not in inputs.tokens or is_ordered:
+        raise NotAskedError("positions or padding are given, or a mask shows an order")
+    swap, x = torch.arange(count), door.leaves[main]
+    swap[0], swap[count // 2] = count // 2, 0
+    is_moved = not torch.equal(x[:, swap], x)
+    if is_moved and door.differ(door.ask({main: x[:, swap]}), door.base[:, swap]) <= door.tolerance:
+        yield Answer(
+            "order", "wrong", "the order of tokens is not seen: swapped tokens merely swap their outputs; positions "
+            "are missing, or run along another axis"
+        )  # fmt: skip
+
+
+def padding(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
+    """What stands at padding changes nothing for real tokens, where masks show it."""
+    pads = None if len(inputs.tokens) != 1 else inputs.pads_of(inputs.tokens[0])
+    if pads is None:
+        raise NotAskedError("no padding of tokens in this batch")
+    door, main, _ = inputs.sequence(facts)
+    real = ~pads
+    gap = door.differ(door.ask({}, [_noise_at_padding(door, pads, main)])[real], door.base[real])
+    if gap <= door.tolerance:
+        return
+    layer = door.first(
+        {}, lambda tensor: real if tensor.dim() > 2 and tensor.shape[:2] == real.shape else None,
+        context=lambda: _noise_at_padding(door, pads, main),
+    )  # fmt: skip
+    is_masked = any(inputs.pads_of(at) is not None for at in inputs.masks)
+    is_attention = any(f"{each.path}.".startswith(f"{layer}.") or layer.startswith(f"{each.path}.") for each in facts)
+    if layer and is_attention and is_masked:  # else a filter, a pool or a norm over tokens carries it
+        yield Answer(
+            "padding", "wrong", f"what stands at padding changes the outputs of real tokens (by {gap:.2g}), though a "
+            "mask of it is given", layer
+        )  # fmt: skip
+    elif not is_masked:
+        yield Answer(
+            "padding", "odd", f"what stands at padding changes the outputs of real tokens (by {gap:.2g}), and no mask "
+            "is given: pass attention_mask", layer
+        )  # fmt: skip
+
+
+@contextmanager
+def _noise_at_padding(door: Door, pads: Tensor, main: int) -> Iterator[None]:
+    """Put noise on what an embedding gives for padding: the ids stay, as masks may be made of them."""
+    x, hits = door.leaves[main], []
+
+    def disturb(module: nn.Module, args: Any, output: Any) -> Any:
+        if not (args and isinstance(args[0], Tensor) and args[0].shape == x.shape and torch.equal(args[0], x)):
+            return None
+        hits.append(True)
+        noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output) * output.std()
+        return torch.where(pads[..., None], output + noise, output)
+
+    with ExitStack() as stack:
+        for module in door.names:
+            if isinstance(module, nn.Embedding):
+                stack.callback(module.register_forward_hook(disturb).remove)
+        yield
+    if not hits:
+        raise NotAskedError("no embedding takes the tokens")
+
+
+def packed(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
+    """Where positions start again, a document ends."""
+    door, main, count = inputs.sequence(facts)
+    tables = [door.leaves[at] for at in inputs.positions if door.leaves[at].shape == (len(door.base), count)]
+    starts = [table[:, 2:] == 0 for table in tables if bool((table[:, 2:] == 0).any())]
+    if not starts or inputs.pads is not None:
+        raise NotAskedError("positions do not start again, or there is padding")
+    row = int(starts[0].any(1).nonzero()[0])
+    at = int(starts[0][row].nonzero()[0]) + 2
+    changes = {main: inputs.changed(main, (row, slice(0, at)))}
+    gap = door.differ(door.ask(changes)[row, at:], door.base[row, at:])
+    if gap > door.tolerance:
+        yield Answer(
+            "packed", "wrong",
+            f"positions start again at token {at} of sample {row}, and the tokens before change the outputs behind (by "
+            f"{gap:.2g}): packed documents see each other; give a mask of documents",
+            door.first(changes, by_token(door, count, row, slice(at, None))),
+        )  # fmt: skip
+
+
+def positions(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
+    """Positions that are given are read."""
+    door, _, count = inputs.sequence(facts)
+    at = next((at for at in inputs.positions if door.leaves[at].shape[1] == count), None)
+    if at is None:
+        raise NotAskedError("no positions are given")
+    swapped = door.leaves[at].clone()
+    swapped[:, 0], swapped[:, count // 2] = door.leaves[at][:, count // 2], door.leaves[at][:, 0]
+    if torch.equal(door.ask({at: swapped}), door.base):
+        name = door.label[at] or "the input that counts"
+        yield Answer("positions", "odd", f"{name} changes nothing: positions are taken from elsewhere")
+
+
+def residual(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
+    """With the output projections of all attentions at zero, a token still changes its own output."""
+    door, main, count = inputs.sequence(facts)
+    parameters = dict(door.model.named_parameters())
+    outputs = {rows.name for each in facts for rows in each.rows.get("output", ())}
+    if (
+        min(len(facts), len(outputs)) < 2
+        or not all(each.rows.get("output") for each in facts)
+        or not outputs <= set(parameters)
+    ):
+        raise NotAskedError("no stack of attentions, or not every output projection is known")
+    names = {name for own in outputs for name in (own, re.sub("weight$", "bias", own)) if name in parameters}
+    before = {name: parameters[name].detach().clone() for name in names}
+    changes, middle = {main: inputs.changed(main, (slice(None), count // 2))}, count // 2
+    try:
+        for name in names:
+            parameters[name].zero_()
+        is_lost = torch.equal(door.ask()[:, middle], door.ask(changes)[:, middle])
+        paths = [each.path for each in facts]
+        place = by_token(door, count, slice(None), middle)
+        layer = door.first(changes, place, lost_outside=paths) if is_lost else ""
+    finally:
+        for name, value in before.items():
+            parameters[name].copy_(value)
+    if is_lost and inputs.pads_of(main) is None:
+        yield Answer(
+            "residual", "wrong", f"without what attention adds, token {middle} does not reach its own output: the "
+            "input of a block is lost; write x = x + attention(norm(x))", layer
+        )  # fmt: skip
+
+
+def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
+    """Each parameter of an attention gets a gradient, in evaluation or in training mode, and so do its rows."""
+    model, backward = door.model, _Backward(door)
+    trained = backward.trained
+    paths = {each.path for each in facts if each.path and each.rows and each.keys > 1}
+    inside = {name: path for path in sorted(paths, key=len) for name in trained if name.startswith(f"{path}.")}
+    size = sum(parameter.nbytes for parameter in trained.values())
+    if not inside or size > _MOST_BYTES:
+        raise NotAskedError("no attention is trained" if not inside else f"they take {size / 2**30:.1f} GiB")
+    zeros = {name for name in inside if not name.endswith("bias") and not bool(trained[name].any())}
+    before = {name: trained[name].detach().clone() for name in zeros}
+    try:
+        at_start = backward.run() if zeros else {}
+        for name in zeros:  # what starts at zero (LoRA's B, gates) hides the gradients of what it is multiplied with
+            trained[name].normal_(0, 0.02)
+        found = backward.run()
+        model.train()
+        try:
+            in_training = backward.run()
+        except NotAskedError:
+            in_training = {}
+        except (RuntimeError, ValueError):
+            in_training = found
+    except RuntimeError as error:
+        raise NotAskedError(f"no backward: {str(error).partition(chr(10))[0][:80]}") from None
+    finally:
+        model.eval()
+        for name, value in before.items():
+            trained[name].copy_(value)
+    lost = sorted(found.keys() - in_training.keys())
+    if len(lost) > 0.5 * len(found):
+        yield Answer(
+            "gradients", "wrong",
+            f"in training mode {len(lost)} of {len(trained)} parameters get no gradient, and in evaluation mode they "
+            "do: checkpointing cuts the graph; write use_reentrant=False, or call enable_input_require_grads()",
+            lost[0].rpartition(".")[0],
+        )  # fmt: skip
+        return
+    stuck = [name for name in sorted(zeros & found.keys()) if trained[name].dim() > 1 and name not in at_start]
+    if stuck:
+        yield Answer(
+            "gradients", "wrong", f"{len(stuck)} parameters are zero and get no gradient, as what they are multiplied "
+            "with is zero too: neither ever moves; start one of the two at random", stuck[0].rpartition(".")[0]
+        )  # fmt: skip
+    yield from _unmoved(facts, inside, found.keys() | in_training.keys())
+    shares: dict[str, tuple[str, float]] = {}
+    for name in sorted(inside.keys() & found.keys()):
+        is_table = isinstance(model.get_submodule(name.rpartition(".")[0]), (nn.Embedding, nn.EmbeddingBag))
+        is_zero = found[name] == 0
+        if is_table and is_zero.dim() == 2 and len(is_zero) > 1 and int((~is_zero).any(1).sum()) == 1:
+            text = f"of the {len(is_zero)} rows of {name} one alone is read: the same is added to all scores"
+            yield Answer("gradients", "wrong", text, inside[name])
+        if is_table or is_zero.dim() < 2 or not 0.2 < float(is_zero.float().mean()) < 1:
+            continue
+        slices = [float(is_zero.transpose(0, d).flatten(1).all(1).float().mean()) for d in range(is_zero.dim())]
+        is_map = name.endswith(".weight") and is_zero.dim() == 2
+        if slices[0] > 0.2 if is_map else not any(slices):  # of tables, rows may go unread
+            shares.setdefault(re.sub(r"\d+", "*", name), (name, float(is_zero.float().mean())))
+    for layers, (name, share) in shares.items():
+        text = f"{share:.0%} of {layers} gets exactly no gradient: a part of it is not used"
+        yield Answer("gradients", "wrong", text, name.rpartition(".")[0])
+
+
+def _unmoved(facts: Sequence[Facts], inside: dict[str, str], moved: set[str]) -> Iterator[Answer]:
+    """Maps of a living attention that get no gradient, though others of it do."""
+    dead: dict[str, list[str]] = {}
+    for each in facts:
+        named = {role: [rows.name for rows in maps if rows.name in inside] for role, maps in each.rows.items()}
+        asked = [name for role in ("query", "key", "value") for name in named.get(role, ())]
+        still = [name for name in asked if name not in moved]
+        if still and len(still) < len(asked):  # of which all are still, it is detached as a whole
+            dead.setdefault(re.sub(r"\d+", "*", each.path), []).extend(still)
+    for layers, names in dead.items():
+        said = ", ".join(dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in names))
+        text = f"{said} of {layers} get exactly no gradient: nothing of what they compute reaches the output"
+        yield Answer("gradients", "wrong", text, names[0].rpartition(".")[0])
+
+
+class _Backward:
+    """Gradients of a loss, or of outputs weighted at random; no hook of an optimizer's or of DDP's runs."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self.trained = {
+            name: parameter
+            for name, parameter in door.model.named_parameters()
+            if parameter.requires_grad and parameter.is_floating_point()
+        }
+
+    def run(self) -> dict[str, Tensor]:
+        """Return the gradients that are not all zero, by name."""
+        outputs: list[Any] = []
+        torch.manual_seed(0)
+        self._door.forwards[0] += 2
+        with torch.enable_grad(), ExitStack() as stack:
+            hook = self._door.outlet.register_forward_hook(lambda module, args, output: outputs.append(output))
+            stack.callback(hook.remove)
+            result = self._door.forward()
+            loss = next((t for t in tensors_in(result) if t.dim() == 0 and t.requires_grad), None)
+            tensors = [t.float() for t in tensors_in(outputs[-1]) if t.requires_grad]
+            if loss is None and not tensors:
+                raise NotAskedError("outputs have no graph")
+            if loss is None:
+                seed = torch.Generator().manual_seed(0)
+                loss = torch.stack([(t * torch.randn(t.shape, generator=seed).to(t)).sum() for t in tensors]).sum()
+            grads = torch.autograd.grad(loss, list(self.trained.values()), allow_unused=True)
+        return {name: grad for name, grad in zip(self.trained, grads) if grad is not None and bool(grad.any())}
+
+
+QUESTIONS: tuple[Question, ...] = (
+    finite, same_twice, samples, later_tokens, token_before, order, padding, packed, positions, residual, gradients,
+)  # fmt: skip
