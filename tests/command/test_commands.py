@@ -61,7 +61,10 @@ def test_check_prints_cards_and_nothing_more_of_a_right_model():
     shown = run("check", f"{MODELS}:build_blocks")
     assert shown.exit_code == 0
     assert "blocks.0-1              4 heads of width 8 on 32, keys shared by none" in shown.output
-    assert shown.output.endswith("Nothing is wrong or odd.\n")
+    *_, verdict = shown.output.split("\n\n")
+    first, judged, *reasons = verdict.splitlines()
+    assert (first, judged) == ("Nothing is wrong or odd.", "2 of 2 layers were judged.")
+    assert all(reason.startswith("Not asked: ") for reason in reasons)
 
 
 def test_check_ends_with_the_finding_and_code_1():
