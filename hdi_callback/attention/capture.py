@@ -342,7 +342,7 @@ class Capture:
                 return
             if is_within_compiled_call():
                 return
-            self._reader.__enter__()  # type: ignore[no-untyped-call]
+            self._reader.__enter__()
         self._inside += 1
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -10,11 +10,14 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
 from torch import nn
+from torch.compiler import set_stance
+
+from hdi_callback.attention.releases import Compiler, compiler
 
 
 class _Stance:
@@ -55,17 +58,18 @@ def uncompiled_here() -> Iterator[None]:
     """Run compiled code as it is written, in this thread; other threads go on with their graphs."""
     if "torch.nn.attention.flex_attention" in sys.modules:  # it compiles, and so imports dynamo, only when called
         import torch._dynamo.eval_frame  # noqa: F401
-    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
-    if frames is None:
-        yield
+    known = compiler()
+    if known is None:
+        with nullcontext() if "torch._dynamo.eval_frame" not in sys.modules else set_stance("force_eager"):
+            yield
         return
-    stance = _EagerHere(frames._stance)
-    frames._stance = stance
+    stance = _EagerHere(known.frames._stance)
+    _put(known, stance)
     try:
         yield
     finally:
         stance.thread = None
-        _leave(frames, stance)
+        _leave(known, stance)
 
 
 class BeforeCompiledCalls(_Stance):
@@ -78,38 +82,58 @@ class BeforeCompiledCalls(_Stance):
 
     def __init__(self, function: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
         self._function: Callable[[], Any] = weakref.WeakMethod(function, lambda _: self.remove())
-        frames: Any = sys.modules.get("torch._dynamo.eval_frame")
-        super().__init__(None if frames is None else frames._stance)
-        self._frames = frames
-        if frames is not None:
-            frames._stance = self
+        self._compiler, self._has_told = compiler(), threading.local()
+        super().__init__(None if self._compiler is None else self._compiler.frames._stance)
+        if self._compiler is not None:
+            _put(self._compiler, self)
 
     def remove(self) -> None:
         """Let calls pass again; calling it again does nothing."""
         self._function = lambda: None
-        if self._frames is not None:
-            _leave(self._frames, self)
+        if self._compiler is not None:
+            _leave(self._compiler, self)
+
+    @property
+    def stance(self) -> Any:
+        """The stance before; older releases ask for it first."""
+        self._tell("stance")
+        return self.before.stance
 
     @property
     def skip_guard_eval_unsafe(self) -> bool:
-        """Dynamo asks for it first, with the arguments of the call on the stack and nothing compiled yet."""
-        frame: FrameType | None = sys._getframe(1)
-        for _ in range(3):
-            function = self._function()
-            if frame is not None and frame.f_code.co_name == "compile_wrapper" and function is not None:
-                local = frame.f_locals
-                function(local["fn"], local["args"], local["kwargs"])
-                break
-            frame = None if frame is None else frame.f_back
+        """That of the stance before; newer releases ask for it first, with nothing compiled yet."""
+        self._tell("skip_guard_eval_unsafe")
         return bool(self.before.skip_guard_eval_unsafe)
+
+    def _tell(self, asked: str) -> None:
+        """Call the function where dynamo asks first, with the arguments of the call on the stack."""
+        function = self._function()
+        if function is None or self._compiler is None:
+            return
+        if asked != self._compiler.first:
+            self._has_told.thread = False
+            return
+        frame: FrameType | None = sys._getframe(2)
+        for _ in range(3):
+            if frame is not None and frame.f_code is self._compiler.wrapper:
+                if self._compiler.first == "stance":  # which is asked for several times
+                    if getattr(self._has_told, "thread", False):
+                        return
+                    self._has_told.thread = True
+                local = frame.f_locals
+                with self._compiler.eye_closed():
+                    function(local["fn"], local["args"], local["kwargs"])
+                return
+            frame = None if frame is None else frame.f_back
 
 
 def is_within_compiled_call() -> bool:
     """Return whether compiled code is being called, by its frame on the stack."""
+    known = compiler()
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "compile_wrapper":
+    while frame is not None and known is not None and frame.f_code is not known.wrapper:
         frame = frame.f_back
-    return frame is not None
+    return frame is not None and known is not None
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -119,11 +143,18 @@ def is_compiled(module: nn.Module) -> bool:
     return is_wrapper or module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
-def _leave(frames: Any, stance: _Stance) -> None:
-    if frames._stance is stance:
-        frames._stance = stance.before
+def _put(known: Compiler, stance: _Stance) -> None:
+    for kind in (_Stance, _EagerHere, BeforeCompiledCalls):
+        known.let_be(*(value.fget for value in vars(kind).values() if isinstance(value, property)))
+    known.let_be(BeforeCompiledCalls._tell)
+    known.frames._stance = stance
+
+
+def _leave(known: Compiler, stance: _Stance) -> None:
+    if known.frames._stance is stance:
+        known.frames._stance = stance.before
         return
-    outer = frames._stance  # somebody waits as well, or has set another stance meanwhile
+    outer = known.frames._stance  # somebody waits as well, or has set another stance meanwhile
     while isinstance(outer, _Stance):
         if outer.before is stance:
             outer.before = stance.before

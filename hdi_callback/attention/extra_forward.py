@@ -147,6 +147,7 @@ def _autocast_cache_off() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
+        torch.clear_autocast_cache()  # an autocast that was made earlier, as accelerate does, switches its own cache on
 
 
 class _SettingOff:

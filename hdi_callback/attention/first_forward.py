@@ -26,6 +26,7 @@ from hdi_callback.attention.layer import Survey
 from hdi_callback.attention.padding import PaddingChoice, TokenMask, find_padding
 from hdi_callback.attention.reader import KINDS, PRODUCTS, Aside, CoreSample, Reader
 from hdi_callback.attention.registry import known_layers
+from hdi_callback.attention.releases import has_saving_hooks
 from hdi_callback.attention.sharding import is_sharded
 from hdi_callback.attention.sites import is_recognised, site_of
 from hdi_callback.attention.tape import Step, Tape
@@ -103,7 +104,7 @@ class FirstForward:
             return
         with Aside():
             mask = find_padding(tuple(given.shape[:-1]), self._padding, layer=self._paths.get(module, ""))
-        is_kept = all(one.requires_grad for one in weights) and torch.is_grad_enabled() and not _has_saving_hooks()
+        is_kept = all(one.requires_grad for one in weights) and torch.is_grad_enabled() and not has_saving_hooks()
         kept: Tensor | Sample = given
         if not is_kept and given.shape[-1] in weights[0].shape:
             with Aside():
@@ -242,7 +243,3 @@ def _versions(value: Any) -> list[int]:
     for one in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
         found += _versions(one)
     return found
-
-
-def _has_saving_hooks() -> bool:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

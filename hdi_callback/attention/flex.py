@@ -9,14 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["FLEX", "FlexCall"]
+from hdi_callback.attention.releases import FLEX, FLEX_HAS_MAXIMUM, TransformGetItemToIndex, identity, vmap
 
-try:
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-    from torch._higher_order_ops.flex_attention import flex_attention as FLEX
-    from torch.nn.attention.flex_attention import _identity, _vmap_for_bhqkv
-except ImportError:  # a release of torch that keeps them elsewhere: it is named as an operation that is not known
-    FLEX = None  # type: ignore[assignment]
+__all__ = ["FLEX", "FlexCall"]
 
 _SCORES_AT_ONCE = 2**26
 
@@ -50,7 +45,7 @@ class FlexCall:
     @property
     def changes_scores(self) -> str:
         """The name of the function that changes scores; ``""`` if there is none."""
-        return "" if self.score_mod is _identity else str(getattr(self.score_mod, "__name__", "score_mod"))
+        return "" if self.score_mod is identity else str(getattr(self.score_mod, "__name__", "score_mod"))
 
     def visible(self, queries: Tensor, keys: Tensor, *, batch: int | None = None, heads: int | None = None) -> Tensor:
         """Evaluate the mask on a grid.
@@ -65,7 +60,7 @@ class FlexCall:
             ``(batch, heads, q, k)``, true where a query sees a key.
         """
         b, h = (self._range(size) for size in (batch or len(self.query), heads or self.query.shape[1]))
-        is_visible = _vmap_for_bhqkv(self.block_mask[-1], prefix=(), suffix=(None,) * len(self.mask_buffers))
+        is_visible = vmap(self.block_mask[-1], prefix=(), suffix=(None,) * len(self.mask_buffers))
         with TransformGetItemToIndex():
             grid: Tensor = is_visible(b, h, queries, keys, *self.mask_buffers)
         visible: Tensor = grid.expand(len(b), len(h), len(queries), len(keys))
@@ -82,17 +77,17 @@ class FlexCall:
     def changed(self, scores: Tensor, positions: Tensor) -> Tensor:
         """Return scores, ``(b, H, q, k)``, of queries at some positions, as `score_mod` changes them."""
         b, h, keys = (self._range(scores.shape[dim]) for dim in (0, 1, 3))
-        change = _vmap_for_bhqkv(self.score_mod, prefix=(0,), suffix=(None,) * len(self.score_buffers))
+        change = vmap(self.score_mod, prefix=(0,), suffix=(None,) * len(self.score_buffers))
         with TransformGetItemToIndex():
             changed: Tensor = change(scores, b, h, positions, keys, *self.score_buffers)
         return changed
 
-    def run(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute what the operator returns: outputs, log-sum-exp and largest scores, both to base 2."""
+    def run(self) -> tuple[Tensor, ...]:
+        """Return what the operator does: outputs, log-sum-exp and, if it has them, largest scores, both to base 2."""
         at_once = max(1, _SCORES_AT_ONCE // max(1, self.query[..., :1, :1].numel() * self.key.shape[-2]))
         parts = [self._rows(positions) for positions in self._range(self.query.shape[2]).split(at_once)]
-        outputs, log_sums, largest = (torch.cat(each, 2) for each in zip(*parts))
-        return outputs, log_sums, largest
+        outputs = tuple(torch.cat(each, 2) for each in zip(*parts))
+        return outputs if FLEX_HAS_MAXIMUM else outputs[:2]
 
     def _rows(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = self.logits(positions)

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hdi_callback.attention.releases import Mode
 from hdi_callback.attention.sharding import is_sharded
 from hdi_callback.attention.tape import written_tensors
 
@@ -39,10 +39,8 @@ _ATOMS = (type(None), bool, int, float, complex, str, bytes, range, slice, Tenso
 _LARGEST = 100_000  # items of a container, and numbers of an array, that are listed
 
 
-class KeptTensors(TorchDispatchMode):
+class KeptTensors(Mode):
     """Copy the memory of a tensor before the first operation that writes into it; `put_back` undoes all writes."""
-
-    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -17,11 +17,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hdi_callback.attention.calls import running_module
 from hdi_callback.attention.flex import FLEX, FlexCall
 from hdi_callback.attention.layer import AttentionLayer, Site
+from hdi_callback.attention.releases import Mode
 from hdi_callback.attention.sharding import is_sharded
 from hdi_callback.guard import describe
 
@@ -149,7 +150,7 @@ class ReaderSink(Protocol):
         """Note why something cannot be read."""
 
 
-class Reader(TorchDispatchMode):
+class Reader(Mode):
     """Hands samples of attention to a sink while it is entered.
 
     Args:
@@ -158,8 +159,6 @@ class Reader(TorchDispatchMode):
         sink: takes what is read.
         max_rows: largest number of queries of one attention, over all sequences.
     """
-
-    supports_higher_order_operators = True  # FlexAttention and others pass, instead of an error
 
     def __init__(
         self, names: Mapping[nn.Module, str], layers: Sequence[AttentionLayer], sink: ReaderSink, max_rows: int

@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hdi_callback.attention.flex import FLEX, FlexCall
+from hdi_callback.attention.releases import Mode
 
 # What a cell is: of neither parameters nor data (buffers, zeros); a parameter itself; made of parameters alone; of what
 # the model is given. What is made of several is the last of them.
@@ -142,15 +143,13 @@ def is_whole_layer(op: str) -> bool:
     return op in {"_native_multi_head_attention", "_transformer_encoder_layer_fwd"}
 
 
-class Tape(TorchDispatchMode):
+class Tape(Mode):
     """Write down a forward of a model, around which it is entered.
 
     Attributes:
         steps: what was written down.
         errors: what could not be written down, in words; the forward itself never fails of it.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(self, model: nn.Module, on_step: Callable[..., None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

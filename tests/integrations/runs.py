@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -187,7 +188,9 @@ def fit_lightning(run: Training) -> None:
     if run.resume is not None:  # Lightning does not skip the batches of a loader that cannot be resumed
         seen = torch.load(run.resume, weights_only=False)["global_step"] * run.accumulate * BATCH
         data = DataLoader(Subset(dataset(), range(seen, len(dataset()))), batch_size=BATCH)
-    trainer.fit(Module(), data, ckpt_path=run.resume, weights_only=False)
+    # Lightning asks for it since 2.6.
+    loads = {"weights_only": False} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
+    trainer.fit(Module(), data, ckpt_path=run.resume, **loads)
     if run.save_at is not None:
         run.saved = run.folder / f"step={run.save_at}.ckpt"
 
