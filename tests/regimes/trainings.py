@@ -442,7 +442,8 @@ def compared(regime: Regime, alone: dict[str, Any], watched: dict[str, Any]) -> 
         found.append("NaN was not told")
     for record in records[:-1]:
         for name, layer in record.layers.items():
-            missing = {"hdi", "head_covariance", "attention_entropy"} - layer.values.keys()
+            rows = set() if regime.parallel == "tp" else {"attention_entropy"}  # of heads that are spread over ranks
+            missing = ({"hdi", "head_covariance"} | rows) - layer.values.keys()
             if missing and not (regime.is_broken and record.step >= NOT_A_NUMBER_AT):
                 found.append(f"step {record.step}, {name}: no {missing}: {layer.absent}")
     return found
