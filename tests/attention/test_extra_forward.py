@@ -7,6 +7,7 @@ import gc
 import pickle
 import random
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hdi_callback import HeadDiversityMonitor, MonitoringWarning
+from hdi_callback.attention.extra_forward import nothing_remains
 from hdi_callback.attention.first_calls import FirstCalls
 from hdi_callback.attention.first_forward import FirstForward
 from tests.attention.models import Counting, Model, batches, is_equal, train
@@ -404,3 +407,41 @@ def test_a_layer_that_does_not_run_in_the_first_forward_is_found_when_it_runs():
     assert [name for name, module in model.named_modules() if module._forward_pre_hooks] == ["head"]  # not called yet
     waiting.remove()
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+class Losing(Model):
+    """Writes a file and goes on with a generator function: neither can be put back."""
+
+    def __init__(self, path) -> None:
+        super().__init__()
+        self.file = path.open("w")
+        self.numbers = (number for number in range(100))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.file.write(f"{next(self.numbers)} ")
+        return super().forward(x)
+
+
+def test_what_cannot_be_put_back_is_said_once_where_it_is_seen_to_have_happened(tmp_path):
+    model, (x, _) = Losing(tmp_path / "written"), batches(1)[0]
+    for block in model.blocks:
+        block.compile(backend="eager")
+    monitor = HeadDiversityMonitor(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", MonitoringWarning)
+        for _ in range(2):
+            monitor.arm()
+            model(x)
+            monitor.disarm()
+    monitor.close()
+    (warning,) = [str(entry.message) for entry in caught if issubclass(entry.category, MonitoringWarning)]
+    assert "a file, which was written" in warning
+    assert "a generator function, which went on" in warning
+
+
+def test_nothing_is_said_of_a_forward_that_can_be_put_back():
+    lost = []
+    model, (x, _) = Counting(), batches(1)[0]
+    with nothing_remains(model, x, on_lost=lost.append):
+        model(x)
+    assert (lost, model.calls, model.seen) == ([], 0, [])
