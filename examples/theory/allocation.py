@@ -188,7 +188,7 @@ def rank_allocations(
     Args:
         total_width: D, the sum of the heads' widths.
         samples: n, keys that a query sees.
-        effective_samples: effective sample size of each head, ``attention_samples`` in the history.
+        effective_samples: effective sample size of each head, the mean of ``1 / ||a||^2`` over its rows of attention.
         head_dim: d_k, the head width at which they were measured.
         spectrum: eigenvalues of the covariance of the layer's input, in any order and scale.
         input_rank: instead of `spectrum`, its participation ratio, ``token_rank`` in the history; eigenvalues are then
@@ -224,7 +224,8 @@ def rank_allocations(
     if not known or not all(0 < value <= samples * (1 + 1e-6) for value in known):
         raise MisconfigurationError(
             f"`effective_samples` has one number for each head, above 0 and up to samples={samples}, got "
-            f"{list(effective_samples)!r}: give `attention_samples` and the number of keys that its queries see."
+            f"{list(effective_samples)!r}: give the mean of 1 / ||a||^2 over its rows and the number of keys that its "
+            "queries see."
         )
     D, n = total_width, samples
     widths = _divisors(D, multiple_of)

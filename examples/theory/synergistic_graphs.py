@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from examples.theory.claim import Claim, Number, Part, Size
 from examples.theory.intervals import mean_of, rank_correlation, share_of, sign_test
 from examples.train_gpt import GPT
-from hdi_callback.core import attention_rows, row_metrics
 
 TOKENS, HEADS, HOPS = 16, 4, 3
 SHARPNESS = 3.0  # standard deviation of the scores of the heads that are made by hand
@@ -53,8 +52,10 @@ def fidelity(steps: Tensor) -> Tensor:
 
 
 def alike(rows: Tensor) -> float:
-    """Mean cosine of the rows of two heads ``(..., H, n, n)``, as the package measures it."""
-    return float(row_metrics(attention_rows(rows)).overlap_mean)
+    """Mean cosine of the rows of two heads ``(..., H, n, n)``, over all of their queries together."""
+    units = F.normalize(rows.movedim(-3, 0).flatten(1), dim=-1)
+    first, second = torch.triu_indices(len(units), len(units), 1)
+    return float((units @ units.mT)[first, second].mean())
 
 
 def measured(rows: Tensor) -> dict[str, float]:

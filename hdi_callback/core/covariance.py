@@ -20,7 +20,7 @@ from hdi_callback.errors import ShapeError
 
 @dataclass(frozen=True)
 class HeadCovariance:
-    """Covariance, correlation and size of the heads' contributions to the layer's output, over tokens.
+    """Covariance and correlation of the heads' contributions to the layer's output, over tokens.
 
     All fields have the batch dimensions of the outputs in front.
 
@@ -32,8 +32,6 @@ class HeadCovariance:
         variance_factor: Var(mean head) / v = 1/H + (1-1/H) rho, the variance reduction that the ensemble achieves.
         effective_heads: 1 / variance factor, capped at H (negative correlation would exceed it).
         output_overlap: ``(H, H)``, energy overlap of the head outputs before the output projection.
-        contribution: ``(H,)``, RMS over tokens of the norm of what a head adds, over that of what all heads add
-            together; not centred.
         tokens: number of tokens.
     """
 
@@ -44,7 +42,6 @@ class HeadCovariance:
     variance_factor: Tensor
     effective_heads: Tensor
     output_overlap: Tensor
-    contribution: Tensor
     tokens: Tensor
 
 
@@ -157,14 +154,12 @@ class CovarianceSums:
         scale: ``(...)``, by which second moments were divided, as squares of small ones leave the range of float32.
         trace: ``(..., H, H)``, traces of the scaled second moments of contributions.
         shared: ``(..., H, H)``, squared norms of the scaled second moments before the output projection.
-        means: ``(..., H, H)``, inner products of what heads add on average, in float64.
     """
 
     count: Tensor
     scale: Tensor
     trace: Tensor
     shared: Tensor
-    means: Tensor
 
 
 @torch.no_grad()
@@ -182,9 +177,7 @@ def covariance_sums(moments: OutputMoments, output_weight: Tensor) -> Covariance
         chunk = chunk / scale[..., None, None, None, None]
         trace.append((part, mixing.mul_(chunk).sum((-3, -1))))
         shared.append((part, chunk.square_().sum((-3, -1))))
-    means = (moments.centre[..., None, :] @ weight)[..., 0, :]  # (..., H, d), what each head adds on average
-    means = means if means.device.type == "mps" else means.double()
-    return CovarianceSums(moments.count, scale, symmetric(H, trace), symmetric(H, shared), means @ means.mT)
+    return CovarianceSums(moments.count, scale, symmetric(H, trace), symmetric(H, shared))
 
 
 @torch.no_grad()
@@ -194,8 +187,6 @@ def covariance_from(sums: CovarianceSums) -> HeadCovariance:
     count = sums.count[..., None, None]
     trace = torch.where(count > 1, sums.trace * sums.scale[..., None, None] / count, torch.nan)
     own, total = trace.diagonal(dim1=-2, dim2=-1), trace.sum((-2, -1))
-    heads = own + sums.means.diagonal(dim1=-2, dim2=-1).to(own.dtype)
-    output = total + sums.means.sum((-2, -1)).to(own.dtype)
     variance = own.sum(-1) / H
     covariance = (total - own.sum(-1)) / (float(H * (H - 1)) or torch.nan)
     factor = total / H**2 / variance
@@ -209,7 +200,6 @@ def covariance_from(sums: CovarianceSums) -> HeadCovariance:
         # Heads that cancel leave rounding of either sign: cap before inverting.
         effective_heads=1 / factor.clamp_min(1 / H),
         output_overlap=sums.shared / (size[..., :, None] * size[..., None, :]),
-        contribution=(heads.clamp_min(0) / output.clamp_min(0)[..., None]).sqrt(),
         tokens=sums.count,
     )
 

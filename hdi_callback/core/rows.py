@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hdi_callback.core.pairs import largest_pair, live_pairs, mean_over_pairs
+from hdi_callback.core.pairs import live_pairs, mean_over_pairs
 from hdi_callback.errors import ShapeError
 
 _PIECE = 2048  # products that are added one after the other: of longer sums float32 keeps five digits
@@ -27,17 +27,12 @@ class RowMetrics:
     Attributes:
         queries: number of queries that count.
         entropy: ``(H,)``, mean of the entropy over log n: 1 uniform, 0 one token.
-        samples: ``(H,)``, mean effective sample size ``(sum a)^2 / ||a||^2``: over how many tokens a row averages.
         sink: ``(H,)``, the largest mean attention that one key position gets.
         sink_position: ``(H,)``, that position.
-        overlap: ``(H, H)``, :math:`A_{hg} / \sqrt{A_{hh} A_{gg}}` with :math:`A_{hg} = \operatorname{mean}_q \langle
-            a_h(q), a_g(q) \rangle`: the correlation of the noise of two heads. Heads that are both flat have it near 1.
-        overlap_mean: mean of `overlap` over the pairs.
-        alike: ``(H, H)``, the same with the uniform part taken out of each row: do two heads attend alike beyond both
-            being flat; in [-1, 1], NaN for a head that is flat to rounding.
+        alike: ``(H, H)``, :math:`A_{hg} / \sqrt{A_{hh} A_{gg}}` with :math:`A_{hg} = \operatorname{mean}_q \langle
+            a_h(q), a_g(q) \rangle` of rows without their uniform part: whether two heads attend alike beyond both being
+            flat; in [-1, 1], NaN for a head that is flat to rounding.
         alike_mean: mean of `alike` over the pairs of heads that are not flat.
-        alike_worst: the largest `alike` of a pair.
-        alike_worst_pair: ``(2,)``, its two heads; -1 with fewer than two heads that are not flat.
         logit: ``(H,)``, the largest score of a sampled query.
         keys: mean number of visible keys, over queries that see one of several keys.
         ahead: ``(H,)``, mean attention to keys behind the query: 0 under a causal mask.
@@ -45,15 +40,10 @@ class RowMetrics:
 
     queries: Tensor
     entropy: Tensor
-    samples: Tensor
     sink: Tensor
     sink_position: Tensor
-    overlap: Tensor
-    overlap_mean: Tensor
     alike: Tensor
     alike_mean: Tensor
-    alike_worst: Tensor
-    alike_worst_pair: Tensor
     logit: Tensor
     keys: Tensor
     ahead: Tensor
@@ -66,10 +56,8 @@ class RowSums:
     Attributes:
         queries: ``()``, number of queries that count.
         entropy: ``(H,)``, sum of the normalised entropies.
-        samples: ``(H,)``, sum of the effective sample sizes.
         columns: ``(H, keys)``, sum of the rows.
-        product: ``(H, H)``, sum of the inner products of rows.
-        centred: ``(H, H)``, the same with the uniform part taken out.
+        centred: ``(H, H)``, sum of the inner products of rows without their uniform part.
         logit: ``(H,)``, the largest score; minus infinity where there is none.
         seeing: ``()``, number of queries that see a key, where there are several keys.
         visible: ``()``, sum of the numbers of keys that they see, mean over heads.
@@ -79,9 +67,7 @@ class RowSums:
 
     queries: Tensor
     entropy: Tensor
-    samples: Tensor
     columns: Tensor
-    product: Tensor
     centred: Tensor
     logit: Tensor
     seeing: Tensor
@@ -137,8 +123,8 @@ def attention_rows(
 
     Example:
         >>> sums = attention_rows(torch.full((2, 3, 4), 0.25))  # two heads, three queries, uniform over four keys
-        >>> row_metrics(sums).entropy.tolist(), row_metrics(sums).samples.tolist()
-        ([1.0, 1.0], [4.0, 4.0])
+        >>> row_metrics(sums).entropy.tolist()
+        [1.0, 1.0]
     """
     if weights.dim() < 3 + layers or (logits is not None and logits.shape != weights.shape):
         raise ShapeError(
@@ -161,11 +147,9 @@ def attention_rows(
     mask = seen & counts[..., None]
     a = torch.where(mask, wide, 0)
     total, n = torch.where(counts, a.sum(-1), 1), torch.where(counts, sees, 1)
-    energy = torch.linalg.vector_norm(a, dim=-1).square()
-    samples = torch.where(counts, total.square() / energy.clamp_min(torch.finfo(wide.dtype).tiny), 0)
     centred = torch.where(mask, a - (total / n)[..., None], 0)
     # What remains of a uniform row is rounding, which may correlate between two heads.
-    rounding = 2 * torch.finfo(weights.dtype).eps * energy.sqrt()
+    rounding = 2 * torch.finfo(weights.dtype).eps * torch.linalg.vector_norm(a, dim=-1)
     is_flat = torch.linalg.vector_norm(centred, dim=-1) <= rounding
     centred = centred.masked_fill(is_flat[..., None], 0)
     entropy = torch.special.entr(a).sum(-1) / torch.where(counts, n, 2).log()
@@ -177,9 +161,7 @@ def attention_rows(
     sums = RowSums(
         queries=counts.sum((1, 2, 3)).to(wide.dtype),
         entropy=torch.where(counts, entropy, 0).sum((1, 3)),
-        samples=samples.sum((1, 3)),
         columns=a.sum((1, 3)),
-        product=_inner_products(a),
         centred=_inner_products(centred),
         logit=_largest(None if logits is None else arranged(logits), seen, wide),
         seeing=number_seeing,
@@ -203,22 +185,16 @@ def row_metrics(sums: RowSums) -> RowMetrics:
     queries = sums.queries[..., None]
     # One more column, as an empty tensor has no largest entry.
     sink, position = F.pad(sums.columns, (0, int(sums.columns.shape[-1] == 0))).max(-1)
-    overlap, alike = _cosine(sums.product), _cosine(sums.centred)
-    # Heads that give all to a learned sink overlap with none; flat ones are like none. NaN stays in, and shows.
-    pairs, not_flat = (live_pairs(matrix.diagonal(dim1=-2, dim2=-1) == 0) for matrix in (sums.product, sums.centred))
-    alike_worst, alike_worst_pair, *_ = largest_pair(alike, not_flat)
+    alike = _cosine(sums.centred)
+    # Flat heads are like none. NaN stays in, and shows.
+    not_flat = live_pairs(sums.centred.diagonal(dim1=-2, dim2=-1) == 0)
     return RowMetrics(
         queries=sums.queries,
         entropy=sums.entropy / queries,
-        samples=sums.samples / queries,
         sink=sink / queries,
         sink_position=torch.where(queries > 0, position, -1),
-        overlap=overlap,
-        overlap_mean=mean_over_pairs(overlap, pairs),
         alike=alike,
         alike_mean=mean_over_pairs(alike, not_flat),
-        alike_worst=alike_worst,
-        alike_worst_pair=alike_worst_pair,
         logit=torch.where(sums.logit == -torch.inf, torch.nan, sums.logit),
         keys=sums.visible / sums.seeing,
         ahead=sums.ahead / sums.placed[..., None],

@@ -48,15 +48,10 @@ class Metric:
 
 @dataclass(frozen=True)
 class Detail:
-    """Numbers of single heads or pairs that a record keeps beside the metrics.
+    """Numbers of single heads or pairs that a record keeps beside the metrics."""
 
-    Attributes:
-        source: the measurement that they are read from.
-        read: result of that source -> ``(layers, heads)``, ``(layers, 2)`` for a pair, ``(layers, heads, heads)``.
-    """
-
-    source: str
-    read: Read
+    source: str  # the measurement that they are read from
+    read: Read  # result of that source -> ``(layers, heads)``, ``(layers, 2)`` for a pair, ``(layers, heads, heads)``
 
 
 def _mean_over_pairs(matrix: Tensor) -> Tensor:
@@ -95,8 +90,6 @@ _METRICS = (
         "Largest energy-weighted overlap of two heads against chance.",
     ),
     Metric("hdi_dead_heads", KEYS, _dead_heads, "Number of heads whose key weights are nearly zero."),
-    Metric("hdi_chance", KEYS, lambda d: d.chance, "HDI of independent random heads of these ranks."),
-    Metric("hdi_head_norm", KEYS, lambda d: d.head_norm.mean(-1), "Mean norm of a head's key weights."),
     Metric("circuit_qk", QK, lambda c: c.mean, "Mean cosine of two heads' QK circuits: 0 independent, 1 same."),
     Metric("circuit_qk_worst", QK, lambda c: c.worst, "Largest cosine of two heads' QK circuits."),
     Metric("circuit_qk_norm", QK, lambda c: c.norm.amin(-1), "Smallest norm of a head's QK circuit."),
@@ -125,24 +118,11 @@ _METRICS = (
         "head_covariance", OUTPUTS, lambda c: c.covariance, "Empirical covariance term: mean covariance of two heads."
     ),
     Metric("head_correlation", OUTPUTS, lambda c: c.correlation, "The covariance term over the mean variance."),
-    Metric("head_variance", OUTPUTS, lambda c: c.variance, "Mean variance of a head's contribution."),
-    Metric(
-        "head_effective_heads",
-        OUTPUTS,
-        lambda c: c.effective_heads,
-        "Variance of one head over that of the mean head, at most H.",
-    ),
     Metric(
         "head_output_overlap",
         OUTPUTS,
         lambda c: _mean_over_pairs(c.output_overlap),
         "Mean energy overlap of head outputs before the output projection.",
-    ),
-    Metric(
-        "head_contribution_min",
-        OUTPUTS,
-        lambda c: c.contribution.amin(-1),
-        "Smallest share of a head: RMS of what it adds over that of what all heads add together.",
     ),
     Metric(
         "outputs_not_finite",
@@ -157,28 +137,10 @@ _METRICS = (
         "Entropy of attention over log n, mean over heads: 1 uniform, 0 one token.",
     ),
     Metric(
-        "attention_entropy_min",
-        ROWS,
-        lambda r: r.entropy.amin(-1),
-        "Entropy of attention over log n, of the sharpest head.",
-    ),
-    Metric(
-        "attention_samples",
-        ROWS,
-        lambda r: r.samples.mean(-1),
-        "Effective sample size 1 / ||a||^2, mean over heads: over how many tokens a head averages.",
-    ),
-    Metric(
         "attention_sink",
         ROWS,
         lambda r: r.sink.amax(-1),
         "Largest mean attention of a head to one position: 1 if all queries attend to it.",
-    ),
-    Metric(
-        "attention_overlap",
-        ROWS,
-        lambda r: r.overlap_mean,
-        "Mean overlap of two heads' attention, the correlation of their noise; 1 also if both are flat.",
     ),
     Metric(
         "attention_alike",
@@ -186,7 +148,6 @@ _METRICS = (
         lambda r: r.alike_mean,
         "Mean overlap of two heads' attention without its uniform part: 1 if heads attend to the same tokens.",
     ),
-    Metric("attention_alike_worst", ROWS, lambda r: r.alike_worst, "Largest `attention_alike` of two heads."),
     Metric("attention_logit", ROWS, lambda r: r.logit.amax(-1), "Largest score of a sampled query."),
     Metric(
         "attention_keys",
@@ -230,19 +191,16 @@ HEADS: dict[str, Detail] = {
     "head_norm": Detail(KEYS, lambda d: d.head_norm),
     "circuit_qk_worst_pair": Detail(QK, lambda c: c.worst_pair),
     "circuit_qk_norm": Detail(QK, lambda c: c.norm),
-    "circuit_ov_worst_pair": Detail(OV, lambda c: c.worst_pair),
     "circuit_ov_norm": Detail(OV, lambda c: c.norm),
     "weights_not_finite": Detail(FINITENESS, lambda f: f.not_finite),
     "head_movement": Detail(MOVEMENT, lambda m: m.movement),
     "head_unchanged": Detail(MOVEMENT, lambda m: m.unchanged),
-    "head_contribution": Detail(OUTPUTS, lambda c: c.contribution),
     "outputs_not_finite": Detail(FINITE_OUTPUTS, lambda c: c.not_finite),
     "attention_entropy": Detail(ROWS, lambda r: r.entropy),
     "attention_sink": Detail(ROWS, lambda r: r.sink),
     "attention_sink_position": Detail(ROWS, lambda r: r.sink_position),
     "attention_logit": Detail(ROWS, lambda r: r.logit),
     "attention_ahead": Detail(ROWS, lambda r: r.ahead),
-    "attention_alike_worst_pair": Detail(ROWS, lambda r: r.alike_worst_pair),
 }
 """What `LayerRecord.heads` holds: one entry per head, or the two heads of a pair, -1 where there is none.
 

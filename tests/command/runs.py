@@ -44,7 +44,7 @@ def _layer(is_collapsed: bool) -> LayerRecord:
     alignment = torch.full((HEADS, HEADS), 0.02).fill_diagonal_(1)
     alignment[1, 3] = alignment[3, 1] = worst
     values = {"hdi": 0.74, "hdi_alignment": 0.02, "hdi_worst_alignment": worst, "hdi_worst_pair": 0.3,
-              "hdi_chance": 0.75, "hdi_energy_alignment": 0.02, "hdi_energy_worst_alignment": worst,
+              "hdi_energy_alignment": 0.02, "hdi_energy_worst_alignment": worst,
               "weights_not_finite": 0.0, "trains": 1.0}  # fmt: skip
     heads = {"worst_alignment_pair": [1, 3], "worst_pair": [1, 3], "energy_worst_alignment_pair": [1, 3],
              "nearest": [3, 3, 3, 1], "nearest_overlap": [0.2, 0.3, 0.2, 0.3], "rank": [8] * HEADS,

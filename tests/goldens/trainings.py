@@ -31,20 +31,19 @@ VOCABULARY, WIDTH, HEADS, LENGTH, BATCH = 16, 32, 4, 8, 3
 
 METRICS = [
     "hdi", "hdi_alignment", "hdi_worst_pair", "hdi_worst_alignment", "hdi_effective_heads", "hdi_energy_alignment",
-    "hdi_energy_worst_alignment", "hdi_dead_heads", "hdi_chance", "hdi_head_norm",
-    "head_covariance", "head_correlation", "head_variance", "head_effective_heads", "head_output_overlap",
-    "head_contribution_min", "outputs_not_finite",
+    "hdi_energy_worst_alignment", "hdi_dead_heads",
+    "head_covariance", "head_correlation", "head_output_overlap", "outputs_not_finite",
     "circuit_qk", "circuit_qk_worst", "circuit_qk_norm", "circuit_ov", "circuit_ov_worst", "circuit_ov_norm",
     "weights_not_finite", "head_movement_min", "head_unchanged",
-    "attention_entropy", "attention_entropy_min", "attention_samples", "attention_sink", "attention_overlap",
-    "attention_alike", "attention_alike_worst", "attention_logit", "attention_keys", "attention_ahead",
+    "attention_entropy", "attention_sink",
+    "attention_alike", "attention_logit", "attention_keys", "attention_ahead",
     "token_rank", "token_cosine",
 ]  # fmt: skip
 OF_HEADS = [
     "worst_pair", "worst_alignment_pair", "energy_worst_alignment_pair", "nearest", "rank", "head_norm",
     "attention_entropy", "attention_sink", "attention_sink_position", "attention_logit", "attention_ahead",
-    "attention_alike_worst_pair", "circuit_qk_worst_pair", "circuit_qk_norm", "circuit_ov_worst_pair",
-    "circuit_ov_norm", "head_contribution", "outputs_not_finite", "weights_not_finite", "head_movement",
+    "circuit_qk_worst_pair", "circuit_qk_norm",
+    "circuit_ov_norm", "outputs_not_finite", "weights_not_finite", "head_movement",
     "head_unchanged",
 ]  # fmt: skip
 RULES = [

@@ -108,12 +108,10 @@ def _of_keys(key: Tensor) -> dict[str, float]:
     overlap, chance = float(np.mean(overlaps)), k / d
     return {
         "hdi": 1 - overlap,
-        "hdi_chance": 1 - chance,
         "hdi_worst_pair": max(overlaps),
         "hdi_alignment": (overlap - chance) / (1 - chance),
         "hdi_worst_alignment": (max(overlaps) - chance) / (1 - chance),
         "hdi_effective_heads": G / (1 + (G - 1) * overlap),
-        "hdi_head_norm": float(key.flatten(1).norm(dim=-1).mean()),
         "hdi_dead_heads": 0.0,
         "_energy": float(np.mean(energies)),
     }
@@ -144,14 +142,10 @@ def of_outputs(outputs: Tensor, output: Tensor) -> dict[str, float]:
     plain = outputs - outputs.mean(0)
     S = torch.einsum("thv,tgw->hgvw", plain, plain).square().sum((-2, -1)).sqrt()
     overlaps = [float(S[h, g] ** 2 / (S[h, h] * S[g, g])) for h, g in combinations(range(H), 2)]
-    share = added.square().sum((1, 2)) / added.sum(0).square().sum()
     return {
-        "head_variance": variance,
         "head_covariance": covariance,
         "head_correlation": covariance / variance,
-        "head_effective_heads": min(H, H**2 * variance / float(T.sum())),
         "head_output_overlap": float(np.mean(overlaps)),
-        "head_contribution_min": float(share.sqrt().min()),
     }
 
 
@@ -170,16 +164,13 @@ def of_tokens(x: Tensor) -> dict[str, float]:
 def of_rows(rows: Tensor, scores: Tensor) -> dict[str, float]:
     """Metrics of causal attention ``(batch, H, t, t)``; the first query, which sees one key, is left out."""
     b, H, t, _ = rows.shape
-    entropy, samples = torch.zeros(H).double(), torch.zeros(H).double()
-    product, centred = (torch.zeros(H, H).double() for _ in range(2))
+    entropy, centred = torch.zeros(H).double(), torch.zeros(H, H).double()
     columns = torch.zeros(H, t).double()
     for s in range(b):
         for i in range(1, t):
             a = rows[s, :, i, : i + 1].double()
             entropy += -(a * a.clamp_min(1e-300).log()).sum(-1) / math.log(i + 1)
-            samples += 1 / a.square().sum(-1)
             columns[:, : i + 1] += a
-            product += a @ a.T
             c = a - a.mean(-1, keepdim=True)
             centred += c @ c.T
     n = b * (t - 1)
@@ -190,12 +181,8 @@ def of_rows(rows: Tensor, scores: Tensor) -> dict[str, float]:
 
     return {
         "attention_entropy": float(entropy.mean() / n),
-        "attention_entropy_min": float(entropy.min() / n),
-        "attention_samples": float(samples.mean() / n),
         "attention_sink": float(columns.max() / n),
-        "attention_overlap": float(np.mean(cosines(product))),
         "attention_alike": float(np.mean(cosines(centred))),
-        "attention_alike_worst": max(cosines(centred)),
         "attention_logit": float(scores.masked_fill(scores == -torch.inf, -1e9).max()),
         "attention_keys": (t + 1) / 2,
         "attention_ahead": 0.0,
