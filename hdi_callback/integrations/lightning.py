@@ -82,21 +82,12 @@ class HDICallback(Watcher, pl.Callback):
         prog_bar: bool = False,
     ) -> None:
         _require_one_namespace()
-        settings = Settings(
-            every_n_steps=every_n_steps,
-            metrics=metrics,
-            include=include,
-            exclude=exclude,
-            max_tokens=max_tokens,
-            padding=padding,
-            history=history,
-            alerts=alerts,
-            thresholds=thresholds,
-            pretrained=pretrained,
-            interventions=interventions,
-            strict=strict,
-        )
-        super().__init__(settings)
+        super().__init__(
+            Settings(
+                every_n_steps, metrics, include, exclude, max_tokens, padding, history, alerts, thresholds, pretrained,
+                interventions, strict,
+            )
+        )  # fmt: skip
         if name is not None and not (isinstance(name, str) and re.fullmatch(r"[\w.-]{1,100}", name)):
             raise MisconfigurationError(
                 f'`name` must be letters, digits, ".", "-" and "_", got {shown(name)}: write "encoder".'

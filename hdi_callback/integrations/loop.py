@@ -7,45 +7,37 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from hdi_callback.arguments import shown
 from hdi_callback.dashboards import Curves, TensorBoard, Wandb
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import guarded
 from hdi_callback.integrations.base import MISUSE, OwnTensorBoard, Watcher
-from hdi_callback.interventions import Intervention, SaveCheckpoint
+from hdi_callback.interventions import SaveCheckpoint
 from hdi_callback.record import Record, Sink
 from hdi_callback.session import Settings
-from hdi_callback.session.settings import ChosenAlerts, History, Padding, Thresholds
+from hdi_callback.session.settings import Options, with_options_shown
 
 Folder = str | os.PathLike[str]
 
 
+@with_options_shown
 def watch_heads(
     model: nn.Module,
     optimizer: Any = None,
     every_n_steps: int = 50,
-    metrics: Sequence[str] | None = None,
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] | None = None,
-    max_tokens: int = 2048,
-    padding: Padding = "auto",
-    history: History = True,
-    alerts: ChosenAlerts = "default",
-    thresholds: Thresholds = None,
-    pretrained: bool | Literal["auto"] = "auto",
-    interventions: Sequence[Intervention] | None = None,
-    strict: bool = True,
     *,
     log_dir: Folder = "runs/heads",
     tensorboard: Any = None,
     wandb: Any = None,
     save_checkpoint: Callable[[str], Any] | None = None,
+    **settings: Unpack[Options],
 ) -> HeadSession:
     """Watch the diversity of the attention heads of a model that a loop of your own trains.
 
@@ -58,23 +50,14 @@ def watch_heads(
         optimizer: the optimizer, or a list of optimizers that make a step together; their steps are counted. Without
             one, or where its step is compiled, call `HeadSession.before_optimizer_step` in each step.
         every_n_steps: optimizer steps between readings.
-        metrics: names of further metrics to draw for each layer.
-        include: patterns of layer names to watch (``"encoder.*"``); all by default.
-        exclude: patterns of layer names to leave out.
-        max_tokens: largest number of tokens kept per layer for one reading of the head outputs.
-        padding: which tokens are padding: ``"auto"``, the id of the padding token, a function, or `None`; see
-            `Settings`.
-        history: write the history, to ``hdi/history.jsonl`` in `log_dir`, or to a path.
-        alerts: ``"default"``, a list of rules, or `None` for no alerts.
-        thresholds: limits of the rules by pattern of layer names.
-        pretrained: whether the weights were trained before this run; ``"auto"`` tells it from the weights.
-        interventions: what to do about alerts; nothing by default.
-        strict: raise an error if no attention is read in the first forward; otherwise warn.
         log_dir: the folder of the run.
         tensorboard: a `torch.utils.tensorboard.SummaryWriter` of yours, or True for one in ``hdi`` under `log_dir`.
         wandb: a `wandb` run; the curves come with what you log yourself.
         save_checkpoint: how to save a checkpoint, for the intervention `SaveCheckpoint`: a function of a name, called
             on every rank; what it returns, or else the name, is kept as the place.
+        settings: `metrics`, `include`, `exclude`, `max_tokens`, `padding`, `history`, `alerts`, `thresholds`,
+            `pretrained`, `interventions` and `strict`, as `HDICallback` takes them; a history is written under
+            `log_dir`.
 
     Returns:
         A context manager, which removes all hooks at its end.
@@ -95,33 +78,20 @@ def watch_heads(
         >>> heads.global_step, "hdi/min" in heads.latest
         (3, True)
     """
-    settings = Settings(
-        every_n_steps=every_n_steps,
-        metrics=metrics,
-        include=include,
-        exclude=exclude,
-        max_tokens=max_tokens,
-        padding=padding,
-        history=history,
-        alerts=alerts,
-        thresholds=thresholds,
-        pretrained=pretrained,
-        interventions=interventions,
-        strict=strict,
-    )
+    chosen = Settings(every_n_steps=every_n_steps, **settings)
     if not isinstance(model, nn.Module):
         raise MisconfigurationError(f"`model` must be a torch.nn.Module, got {shown(model)}.")
     if tensorboard is not None and not isinstance(tensorboard, bool) and not hasattr(tensorboard, "add_scalar"):
         raise MisconfigurationError(f"`tensorboard` must be a SummaryWriter or True, got {shown(tensorboard)}.")
     if wandb is not None and (not hasattr(wandb, "log") or isinstance(wandb, type(os))):
         raise MisconfigurationError(f"`wandb` must be a run, got {shown(wandb)}: write wandb=wandb.init(...).")
-    if save_checkpoint is None and any(isinstance(item, SaveCheckpoint) for item in settings.interventions or ()):
+    if save_checkpoint is None and any(isinstance(item, SaveCheckpoint) for item in chosen.interventions or ()):
         raise MisconfigurationError(
             "SaveCheckpoint needs a function that saves: write "
             "save_checkpoint=lambda name: torch.save(..., name + '.pt')."
         )
-    loop = _Loop(settings, _torch_optimizers(optimizer), Path(log_dir), tensorboard, wandb, save_checkpoint)
-    return HeadSession(model, settings, loop)
+    loop = _Loop(chosen, _torch_optimizers(optimizer), Path(log_dir), tensorboard, wandb, save_checkpoint)
+    return HeadSession(model, chosen, loop)
 
 
 class HeadSession(Watcher):

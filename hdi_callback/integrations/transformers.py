@@ -5,18 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from hdi_callback.dashboards import Wandb
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import guarded
 from hdi_callback.integrations.base import MISUSE, OwnTensorBoard, Watcher
-from hdi_callback.interventions import Intervention
 from hdi_callback.record import Record, Sink
 from hdi_callback.session import Settings
-from hdi_callback.session.settings import ChosenAlerts, History, Padding, Thresholds
+from hdi_callback.session.settings import Options, with_options_shown
 
 try:
     import transformers
@@ -41,18 +41,9 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
 
     Args:
         every_n_steps: optimizer steps between readings.
-        metrics: names of further metrics to draw for each layer.
-        include: patterns of layer names to watch (``"encoder.*"``); all by default.
-        exclude: patterns of layer names to leave out.
-        max_tokens: largest number of tokens kept per layer for one reading of the head outputs.
-        padding: which tokens are padding: ``"auto"``, the id of the padding token, a function, or `None`; see
-            `Settings`.
-        history: write the history, or the path to write it to.
-        alerts: ``"default"``, a list of rules, or `None` for no alerts.
-        thresholds: limits of the rules by pattern of layer names.
-        pretrained: whether the weights were trained before this run; ``"auto"`` tells it from the weights.
-        interventions: what to do about alerts; nothing by default.
-        strict: raise an error if no attention is read in the first forward; otherwise warn.
+        settings: `metrics`, `include`, `exclude`, `max_tokens`, `padding`, `history`, `alerts`, `thresholds`,
+            `pretrained`, `interventions` and `strict`, as `HDICallback` takes them; a history is written under the
+            output directory.
 
     Raises:
         MisconfigurationError: if an argument cannot work.
@@ -63,36 +54,9 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
 
     state_key = "HDITrainerCallback"  # read by a Lightning trainer before it calls `setup`
 
-    def __init__(
-        self,
-        every_n_steps: int = 50,
-        metrics: Sequence[str] | None = None,
-        include: Sequence[str] | None = None,
-        exclude: Sequence[str] | None = None,
-        max_tokens: int = 2048,
-        padding: Padding = "auto",
-        history: History = True,
-        alerts: ChosenAlerts = "default",
-        thresholds: Thresholds = None,
-        pretrained: bool | Literal["auto"] = "auto",
-        interventions: Sequence[Intervention] | None = None,
-        strict: bool = True,
-    ) -> None:
-        settings = Settings(
-            every_n_steps=every_n_steps,
-            metrics=metrics,
-            include=include,
-            exclude=exclude,
-            max_tokens=max_tokens,
-            padding=padding,
-            history=history,
-            alerts=alerts,
-            thresholds=thresholds,
-            pretrained=pretrained,
-            interventions=interventions,
-            strict=strict,
-        )
-        super().__init__(settings)
+    @with_options_shown
+    def __init__(self, every_n_steps: int = 50, **settings: Unpack[Options]) -> None:
+        super().__init__(Settings(every_n_steps=every_n_steps, **settings))
 
     def setup(self, *args: Any, **kwargs: Any) -> None:
         """Refuse the trainer of Lightning, which calls this first."""

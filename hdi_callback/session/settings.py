@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, TypeVar
 
 from hdi_callback.arguments import did_you_mean, flag, one_of, shown, strings, whole_number
 from hdi_callback.errors import MisconfigurationError
@@ -18,6 +19,23 @@ Padding = Literal["auto"] | int | Callable[..., Any] | None
 History = bool | str | os.PathLike[str]
 ChosenAlerts = Literal["default"] | Sequence[Rule] | None
 Thresholds = Mapping[str, Mapping[str, float | None]] | None
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Options(TypedDict, total=False):
+    """`Settings` but the first, as callbacks take them whose signature no command line reads."""
+
+    metrics: Sequence[str] | None
+    include: Sequence[str] | None
+    exclude: Sequence[str] | None
+    max_tokens: int
+    padding: Padding
+    history: History
+    alerts: ChosenAlerts
+    thresholds: Thresholds
+    pretrained: bool | Literal["auto"]
+    interventions: Sequence[Intervention] | None
+    strict: bool
 
 
 @dataclass(frozen=True)
@@ -89,6 +107,18 @@ class Settings:
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
+
+
+def with_options_shown(function: F) -> F:
+    """Return a function that takes `Options`, with each of them in its signature, as `help` shows it."""
+    signature = inspect.signature(function)
+    own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    options = [
+        value for name, value in inspect.signature(Settings).parameters.items() if name in Options.__annotations__
+    ]
+    options = [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in options]
+    function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    return function
 
 
 def _metrics(value: Any) -> tuple[str, ...] | None:
