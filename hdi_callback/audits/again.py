@@ -12,18 +12,7 @@ from hdi_callback.rules import Alerts
 
 
 def judge_again(run: RunHistory, thresholds: Mapping[str, Mapping[str, float | None]]) -> RunHistory:
-    """Judge the readings of a run by the default rules with other limits.
-
-    Args:
-        run: the run.
-        thresholds: pattern of layer names -> limits, as `HDICallback` takes them.
-
-    Returns:
-        The run with the alerts that these limits would have raised.
-
-    Raises:
-        MisconfigurationError: if a limit is unknown, or could never be reached.
-    """
+    """Judge the readings of a run by the default rules with other limits."""
     alerts = Alerts("default", thresholds, run.layers)
     check_patterns(thresholds, [facts["name"] for facts in run.layers])
     records = []

@@ -152,11 +152,7 @@ def audit(
 def open_layers(
     target: Any, *, model: Any = None, config: Any = None, forward: Callable[[], Any] | None = None
 ) -> tuple[Target, list[AttentionLayer], dict[str, str]]:
-    """Open a model and find its attention; the arguments are those of `audit`.
-
-    Returns:
-        The model with its weights, the layers, and name -> reason of attention that is not read.
-    """
+    """Open a model as `audit` does; return it, its layers, and name -> reason of attention that is not read."""
     opened = open_target(target, model=model, config=config, device="meta")
     layers, refused = find_layers(opened, forward)
     if not layers and any(parameter.is_meta for parameter in opened.model.parameters()):
@@ -169,11 +165,7 @@ def open_layers(
 def find_layers(
     target: Target, forward: Callable[[], Any] | None = None
 ) -> tuple[list[AttentionLayer], dict[str, str]]:
-    """Find the attention of a model, by the first of its forwards that can be run.
-
-    Returns:
-        Layers, and name -> reason of attention that is not read.
-    """
+    """Return the layers that the first runnable forward shows, and name -> reason of attention that is not read."""
     model = type(target.model).__name__
     reason = ""
     for run in [forward] if forward is not None else [*target.forwards, own_forward(target.model)]:

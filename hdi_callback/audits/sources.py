@@ -74,23 +74,7 @@ def open_target(
     device: str = "cpu",
     needs_weights: bool = True,
 ) -> Target:
-    """Open what `hdi audit` and `hdi check` are given.
-
-    Args:
-        target: a model; or a folder of transformers, a ``.safetensors`` file, a Lightning checkpoint, a state dict, or
-            ``"module:function"`` that gives a model, or a model and a batch.
-        model: for a checkpoint or a state dict: the class or function that builds its model, or its name
-            (``"package.module:Class"``). It is called with those hyperparameters in the checkpoint that it takes.
-        config: the ``config.json`` of a safetensors file, or its folder, if it lies elsewhere.
-        device: ``"meta"`` to build a model of transformers without memory; its weights come with `Target.load`.
-        needs_weights: whether a folder of transformers must have weights beside its config.
-
-    Returns:
-        The model, with a batch if one is known. Weights in files are not loaded yet.
-
-    Raises:
-        MisconfigurationError: if it cannot be opened; the message says what to write instead.
-    """
+    """Open what `hdi audit` and `hdi check` are given."""
     if isinstance(target, nn.Module):
         inner = inner_model(target)  # of torch.compile
         return Target(type(inner).__name__, inner, _batches_of(inner))

@@ -17,17 +17,7 @@ _WRAPPERS = ("_orig_mod.", "_forward_module.", "module.")  # put into names by t
 
 
 def map_safetensors(files: Iterable[Path]) -> dict[str, Tensor]:
-    """Map the tensors of safetensors files.
-
-    Args:
-        files: shards of one model.
-
-    Returns:
-        Name -> tensor; its memory is the file.
-
-    Raises:
-        MisconfigurationError: if a file is not in this format.
-    """
+    """Map the tensors of safetensors files."""
     from safetensors import SafetensorError, safe_open
 
     tensors: dict[str, Tensor] = {}
@@ -42,17 +32,7 @@ def map_safetensors(files: Iterable[Path]) -> dict[str, Tensor]:
 
 
 def load_plain(file: Path) -> dict[str, Any]:
-    """Load a file of `torch.save` that holds only tensors and plain data; no code in it is executed.
-
-    Args:
-        file: the file.
-
-    Returns:
-        Its content, with mapped tensors.
-
-    Raises:
-        MisconfigurationError: if it cannot be read in this way.
-    """
+    """Load a file of `torch.save` that holds only tensors and plain data; no code in it is executed."""
     try:
         # Files of torch before 1.6 are no archives, and cannot be mapped.
         held = torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=True)
@@ -71,17 +51,7 @@ def load_plain(file: Path) -> dict[str, Any]:
 
 
 def map_folder(folder: Path) -> dict[str, Tensor]:
-    """Map the weights of a folder that transformers wrote.
-
-    Args:
-        folder: the folder.
-
-    Returns:
-        Name -> tensor.
-
-    Raises:
-        MisconfigurationError: if there are none, or a shard is missing.
-    """
+    """Map the weights of a folder that transformers wrote."""
     for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
         index = folder / f"{stem}{suffix}.index.json"
         if index.is_file():

@@ -18,29 +18,17 @@ _SHAPE = ("kind", "num_heads", "num_key_heads", "num_value_heads", "head_dim", "
 
 @dataclass(frozen=True)
 class LayerRow:
-    """A line of the table.
+    """A line of the table."""
 
-    Attributes:
-        layer: name of the layer, or of several at once: ``blocks.0-11.attn``.
-        heads: how many heads, and key heads if fewer.
-        width: of a head.
-        kind: how its weights are laid out.
-        hdi: HDI, or its range.
-        alignment: of the two closest heads, ``-`` if it was not measured.
-        pair: the two closest heads.
-        mean_alignment: mean over all pairs of the worst layer.
-        alert: rules that report it.
-    """
-
-    layer: str
-    heads: str
-    width: str
-    kind: str
-    hdi: str = ""
-    alignment: str = ""
-    pair: str = ""
-    mean_alignment: str = ""
-    alert: str = ""
+    layer: str  # name of the layer, or of several at once: ``blocks.0-11.attn``
+    heads: str  # how many heads, and key heads if fewer
+    width: str  # of a head
+    kind: str  # how its weights are laid out
+    hdi: str = ""  # HDI, or its range
+    alignment: str = ""  # of the two closest heads, ``-`` if it was not measured
+    pair: str = ""  # the two closest heads
+    mean_alignment: str = ""  # mean over all pairs of the worst layer
+    alert: str = ""  # rules that report it
 
 
 def layer_rows(
@@ -50,17 +38,7 @@ def layer_rows(
     *,
     is_grouped: bool = True,
 ) -> list[LayerRow]:
-    """Return the lines of the table.
-
-    Args:
-        layers: the facts of the layers, see `AttentionLayer.facts`.
-        record: a reading whose numbers are shown.
-        active: alerts; each layer of theirs gets a line of its own.
-        is_grouped: False for one line for each layer.
-
-    Returns:
-        The lines, in model order.
-    """
+    """Return the lines of the table."""
     rules: dict[str, list[str]] = {}
     for alert in active:
         if alert.level != "notice":
@@ -115,16 +93,6 @@ def layers_text(
 ) -> str:
     """Return the table as text.
 
-    Args:
-        layers: the facts of the layers.
-        refused: name -> reason, of attention that is not read.
-        record: a reading whose numbers are shown in place of the layout.
-        active: alerts to show with it.
-        width: of the text, in columns.
-
-    Returns:
-        Lines without a line break at the end.
-
     Example:
         >>> facts = [{"name": f"blocks.{i}.attn", "num_heads": 12, "head_dim": 64, "kind": "`qkv`"} for i in range(12)]
         >>> print(layers_text(facts))
@@ -155,15 +123,7 @@ def table_lines(
     gap: int = 2,
     wrapped: Collection[str] = (),
 ) -> list[str]:
-    """Return a table of layers, whose names stand in the first column, as lines of text.
-
-    Args:
-        headings: of the columns.
-        rows: their cells.
-        width: of the text, in columns of the terminal.
-        gap: between two columns.
-        wrapped: headings of columns whose words may go to the next line, before the name of a layer is broken.
-    """
+    """Return a table of layers, whose names stand in the first column, as lines of text."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -39,14 +39,7 @@ class Curves:
 
 
 def sink_for(logger: Any, metrics: Sequence[str] = (), prefix: str = "", past: Sequence[Record] = ()) -> Sink:
-    """Return the sink of a Lightning logger.
-
-    Args:
-        logger: the logger.
-        metrics: names of metrics to show for each layer, beside the three that always are.
-        prefix: text before every tag.
-        past: records before a resumption, for the map.
-    """
+    """Return the sink of a Lightning logger."""
     experiment = getattr(logger, "experiment", None)
     if hasattr(experiment, "add_image"):
         return TensorBoard(experiment, metrics, prefix, past)

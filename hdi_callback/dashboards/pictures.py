@@ -53,18 +53,7 @@ def draw_map(
     metric: str = WORST,
     size: tuple[float, float] = (4.4, 4.0),
 ) -> Figure:
-    """Draw a metric, a row for each layer and a column for each reading.
-
-    Args:
-        steps: optimizer steps of the readings.
-        worst: layer -> its value at each reading, NaN where it was not measured.
-        alerts: those that began; each is marked in the rows of its layers.
-        metric: name of the metric; alignment has the scale from 0 to 1, others their own.
-        size: in inches. Small, with large letters: TensorBoard shows a picture 350 pixels wide.
-
-    Returns:
-        A figure, not attached to any window.
-    """
+    """Draw a metric, a row for each layer and a column for each reading."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
@@ -105,19 +94,7 @@ vmin=low, vmax=high,
 def draw_heads(
     layer: str, step: int | None, alignment: Tensor, pair: Sequence[int] = (), *, unit: str = "heads", size: float = 4.4
 ) -> Figure:
-    """Draw the alignment of every two heads of a layer.
-
-    Args:
-        layer: its name.
-        step: optimizer step of the reading.
-        alignment: ``(H, H)``.
-        pair: the two heads to mark.
-        unit: what the rows are: ``"heads"`` or ``"key heads"``.
-        size: height in inches.
-
-    Returns:
-        A figure, not attached to any window.
-    """
+    """Draw the alignment of every two heads of a layer."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
@@ -151,15 +128,7 @@ def draw_heads(
 
 
 def draw_curves(records: Sequence[Record], losses: Mapping[str, Curve]) -> Figure | None:
-    """Draw the curves of a model, one panel below the other, with alerts and interventions marked.
-
-    Args:
-        records: the readings.
-        losses: name -> steps and values.
-
-    Returns:
-        A figure, not attached to any window; `None` if no value is a number.
-    """
+    """Draw the curves of a model, one panel below the other, with alerts and interventions marked."""
     from matplotlib.figure import Figure
 
     steps = [record.step for record in records]
@@ -221,12 +190,7 @@ def _mark_events(panel: Any, records: Sequence[Record], drawn: Mapping[str, Curv
 
 
 class Pictures:
-    """Draws the map and the heads of a run in a share of its time, and the evidence of each alert when it begins.
-
-    Args:
-        past: records before a resumption.
-        clock: seconds.
-    """
+    """Draws the map and the heads of a run in a share of its time, and the evidence of each alert when it begins."""
 
     def __init__(self, past: Sequence[Record] = (), clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._next = clock, 0.0
@@ -314,12 +278,7 @@ def svg_style() -> Iterator[None]:
 
 
 def svg(figure: Figure, label: str) -> str:
-    """Return a figure as an element of a page, in the colours of the text around it.
-
-    Args:
-        figure: drawn within `svg_style`.
-        label: what it shows, for those who cannot see it.
-    """
+    """Return a figure as an element of a page, in the colours of the text around it."""
     text = io.StringIO()
     figure.patch.set_alpha(0)
     for panel in figure.axes:

@@ -27,14 +27,6 @@ LAYER_CURVES = {"hdi": "hdi", "hdi_worst_alignment": "worst_alignment", "head_co
 def curves(record: Record, metrics: Iterable[str] = (), prefix: str = "") -> dict[str, float]:
     """Return the points of all curves at one reading.
 
-    Args:
-        record: the reading.
-        metrics: names of metrics to show for each layer, beside the three that always are.
-        prefix: text before every tag.
-
-    Returns:
-        Tag -> value; what was not measured is left out.
-
     Example:
         >>> from hdi_callback.record import LayerRecord
         >>> layers = {"blocks.0.attn": LayerRecord({"hdi": 0.9}), "blocks.1.attn": LayerRecord({"hdi": 0.5})}

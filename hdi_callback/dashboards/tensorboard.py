@@ -12,14 +12,7 @@ from hdi_callback.record import Alert, Record
 
 
 class TensorBoard:
-    """Writes a run to TensorBoard.
-
-    Args:
-        writer: a `torch.utils.tensorboard.SummaryWriter`; whoever made it closes it.
-        metrics: names of metrics to show for each layer, beside the three that always are.
-        prefix: text before every tag.
-        past: records before a resumption, for the map.
-    """
+    """Writes a run to TensorBoard."""
 
     name = "writing to TensorBoard"
 

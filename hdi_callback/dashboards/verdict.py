@@ -18,19 +18,12 @@ State = Literal["alert", "clear", "nothing to judge"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is so with a run.
+    """What is so with a run."""
 
-    Attributes:
-        state: ``"alert"``, ``"clear"`` or ``"nothing to judge"``.
-        text: a sentence or two.
-        action: what to do about the first alert, in prose; empty without an alert.
-        code: lines to paste; empty if none help.
-    """
-
-    state: State
-    text: str
-    action: str = ""
-    code: str = ""
+    state: State  # ``"alert"``, ``"clear"`` or ``"nothing to judge"``
+    text: str  # a sentence or two
+    action: str = ""  # what to do about the first alert, in prose; empty without an alert
+    code: str = ""  # lines to paste; empty if none help
 
     def __str__(self) -> str:
         return self.text
@@ -38,17 +31,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Event:
-    """An alert, from its beginning to its end.
+    """An alert, from its beginning to its end."""
 
-    Attributes:
-        alert: as it began, with the level and the sentence that it came to.
-        ended: step at which it was over; `None` while it is active.
-        end: how it ended: ``"resolved"`` or ``"not measured"``.
-    """
-
-    alert: Alert
-    ended: int | None = None
-    end: str = ""
+    alert: Alert  # as it began, with the level and the sentence that it came to
+    ended: int | None = None  # step at which it was over; `None` while it is active
+    end: str = ""  # how it ended: ``"resolved"`` or ``"not measured"``
 
     @property
     def state(self) -> str:
@@ -72,12 +59,7 @@ def events(records: Sequence[Record]) -> list[Event]:
 
 
 def becomes_warning(alert: Alert, past: Sequence[Alert]) -> bool:
-    """Return whether an event is a warning, or worse, from this alert on; it may have been a notice before.
-
-    Args:
-        alert: the alert.
-        past: all alerts before it.
-    """
+    """Return whether an event is a warning, or worse, from this alert on; it may have been a notice before."""
     if alert.level == "notice" or alert.is_over:
         return False
     if alert.status == "new":
@@ -138,14 +120,7 @@ def verdict(records: Sequence[Record], layers: Sequence[Mapping[str, Any]], *, i
 
 
 def unread(records: Sequence[Record]) -> str:
-    """Return which layers' attention rows and head outputs were not read, and why; ``""`` if all were.
-
-    Args:
-        records: the readings; the last of which the forward was captured counts.
-
-    Returns:
-        Sentences with a space in front.
-    """
+    """Return which layers' attention rows and head outputs were not read, and why; ``""`` if all were."""
     armed = (record for record in reversed(records) if any(_is_armed(layer) for layer in record.layers.values()))
     record = next(armed, None)
     if record is None:

@@ -20,12 +20,6 @@ class Wandb:
 
     A reading is added to the row of `wandb.log` that is open, and has an axis of its own, ``hdi/step``: a row of our
     own would move W&B's step on, which then drops rows that a training logs with an explicit step.
-
-    Args:
-        run: a `wandb` run; whoever made it finishes it.
-        metrics: names of metrics to show for each layer, beside the three that always are.
-        prefix: text before every tag.
-        past: records before a resumption, for the map.
     """
 
     name = "logging to W&B"

@@ -101,13 +101,7 @@ class Watcher:
 
 
 class OwnTensorBoard(TensorBoard):
-    """TensorBoard with a writer of its own, for trainers whose writer is not known here.
-
-    Args:
-        folder: folder of the TensorBoard run.
-        metrics: names of further metrics to draw for each layer.
-        past: the records of a resumed run so far; what an interrupted run wrote behind them is hidden.
-    """
+    """TensorBoard with a writer of its own, for trainers whose writer is not known here."""
 
     def __init__(self, folder: Path, metrics: Sequence[str], past: Sequence[Record]) -> None:
         from torch.utils.tensorboard import SummaryWriter

@@ -96,12 +96,7 @@ class QKClip(Intervention):
 
 @torch.no_grad()
 def scale_scores(layer: AttentionLayer, factors: Sequence[float]) -> None:
-    """Scale the scores of heads by scaling their queries and keys in place.
-
-    Args:
-        layer: the layer; its weights can be written.
-        factors: factor of each head's scores, in (0, 1]; a head with 1 is left bit-identical.
-    """
+    """Scale the scores of heads by scaling their queries and keys in place."""
     of_key = [
         math.sqrt(max(factor for head, factor in enumerate(factors) if layer.key_of[head] == key))
         for key in range(layer.num_key_heads)

@@ -18,15 +18,10 @@ Expect = Callable[[str, Iterable[int], int], None]
 class Training:
     """What an intervention sees of a training, and may do to it, under any trainer.
 
-    Args:
-        trainer: the trainer.
-        layers: the watched layers, in model order.
-        expect_change: tells the rules that an intervention writes the weights of heads of a layer at a step, so that
-            this raises no alert.
-
     Attributes:
         layers: name -> layer.
-        expect_change: see above.
+        expect_change: tells the rules that the weights of heads of a layer are written at a step, so that this raises
+            no alert.
     """
 
     def __init__(self, trainer: Trainer, layers: Sequence[AttentionLayer], expect_change: Expect) -> None:

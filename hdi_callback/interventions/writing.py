@@ -26,16 +26,7 @@ def why_not_writable(layer: AttentionLayer, roles: Sequence[str]) -> str:
 
 
 def refuse(layer: AttentionLayer, name: str, why: str) -> None:
-    """Raise an error if there is a reason not to act on a layer.
-
-    Args:
-        layer: the layer.
-        name: name of the intervention.
-        why: the reason; empty if there is none.
-
-    Raises:
-        MisconfigurationError: with the reason.
-    """
+    """Raise an error if there is a reason not to act on a layer."""
     if why:
         raise MisconfigurationError(
             f"{name} cannot act on `{layer.name}`: {why}. Leave the layer out of what is watched with "

@@ -38,7 +38,6 @@ class OutputCovariance(SumSource):
         self._centres: dict[str, Tensor] = {}
 
     def why_not(self, layer: AttentionLayer) -> str | None:
-        """See `SumSource`."""
         return None if "output" in layer.weights else "the layer has no output weight of its own"
 
     def begin(self, layers: Sequence[AttentionLayer], captured: Mapping[str, Captured], ranks: Ranks) -> None:
@@ -46,31 +45,25 @@ class OutputCovariance(SumSource):
         self._centres = _centres(self, layers, captured, ranks, lambda layer: (layer.num_heads, layer.value_dim))
 
     def sums(self, layers: Sequence[AttentionLayer], captured: Sequence[Captured]) -> list[OutputMoments]:
-        """See `SumSource`."""
         outputs, valid = _stacked([_outputs(one) for one in captured])
         centres = [self._centres[layer.name] for layer in layers if layer.name in self._centres]
         return apart(OutputMoments.from_tokens(outputs, valid, centre=stacked(centres) if centres else None))
 
     def blank(self, layer: AttentionLayer, device: torch.device) -> OutputMoments:
-        """See `SumSource`."""
         zeros = OutputMoments.zeros(layer.num_heads, layer.value_dim, device)
         return replace(zeros, centre=self._centres.get(layer.name, zeros.centre))
 
     def weight(self, layer: AttentionLayer) -> Tensor:
-        """See `SumSource`."""
         return layer.weight("output").detach()
 
     def reduce(self, sums: OutputMoments, weight: Tensor | None) -> CovarianceSums:
-        """See `SumSource`."""
         assert weight is not None
         return covariance_sums(sums, weight)
 
     def finish(self, sums: CovarianceSums) -> HeadCovariance:
-        """See `SumSource`."""
         return covariance_from(sums)
 
     def size(self, layer: AttentionLayer) -> int:
-        """See `SumSource`."""
         return (layer.num_heads * layer.value_dim) ** 2
 
 
@@ -80,24 +73,17 @@ class OutputFiniteness(SumSource):
     name, reads, taken = FINITE_OUTPUTS, "outputs", ("outputs", "valid")
 
     def sums(self, layers: Sequence[AttentionLayer], captured: Sequence[Captured]) -> list[NotFinite]:
-        """See `SumSource`."""
         return apart(NotFinite(outputs_not_finite(*_stacked([_outputs(one) for one in captured])).float()))
 
     def blank(self, layer: AttentionLayer, device: torch.device) -> NotFinite:
-        """See `SumSource`."""
         return NotFinite(torch.zeros(layer.num_heads, device=device))
 
     def finish(self, sums: NotFinite) -> NotFinite:
-        """See `SumSource`."""
         return NotFinite(sums.not_finite.clamp(max=1))
 
 
 class InputTokens(SumSource):
-    """Mean cosine and effective rank of a layer's input tokens.
-
-    Args:
-        with_rank: measure the rank, which takes second moments of all features.
-    """
+    """Mean cosine and effective rank of a layer's input tokens."""
 
     name, reads, taken = TOKENS, "inputs", ("inputs", "inputs_valid")
 
@@ -106,7 +92,6 @@ class InputTokens(SumSource):
         self._centres: dict[str, Tensor] = {}
 
     def why_not(self, layer: AttentionLayer) -> str | None:
-        """See `SumSource`."""
         return None if "key" in layer.weights else "the width of its input is not known"
 
     def begin(self, layers: Sequence[AttentionLayer], captured: Mapping[str, Captured], ranks: Ranks) -> None:
@@ -115,22 +100,18 @@ class InputTokens(SumSource):
             self._centres = _centres(self, layers, captured, ranks, lambda layer: (1, _width(layer)))
 
     def sums(self, layers: Sequence[AttentionLayer], captured: Sequence[Captured]) -> list[TokenSums]:
-        """See `SumSource`."""
         inputs, valid = _stacked([_inputs(one) for one in captured])
         centres = [self._centres[layer.name][0] for layer in layers if layer.name in self._centres]
         centre = stacked(centres) if centres else None
         return apart(TokenSums.from_tokens(inputs[:, :, 0], valid, centre=centre, with_rank=self._with_rank))
 
     def blank(self, layer: AttentionLayer, device: torch.device) -> TokenSums:
-        """See `SumSource`."""
         return TokenSums.zeros(_width(layer), device, with_rank=self._with_rank)
 
     def reduce(self, sums: TokenSums, weight: Tensor | None) -> TokenSpread:
-        """See `SumSource`."""
         return token_metrics(sums)
 
     def size(self, layer: AttentionLayer) -> int:
-        """See `SumSource`."""
         return _width(layer) ** (2 if self._with_rank else 1)
 
 

@@ -219,9 +219,6 @@ def checksums_of(weights: Mapping[str, Tensor]) -> Tensor:
     """Return numbers by which weights of equal shape are told apart, ``(layers, roles)``.
 
     They depend on the order of heads and features, and weights that are not finite count as zeros.
-
-    Args:
-        weights: role -> ``(layers, heads, width, features)``.
     """
     some = next(iter(weights.values()))
     absent = torch.full(some.shape[:1], -torch.inf, dtype=torch.float64, device=some.device)

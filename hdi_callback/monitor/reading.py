@@ -19,19 +19,12 @@ from hdi_callback.record import LayerRecord, Record
 
 @dataclass(frozen=True)
 class Result:
-    """What one source gave for layers of one shape.
+    """What one source gave for layers of one shape."""
 
-    Attributes:
-        source: one of `SOURCES`.
-        layers: names of the layers, in the order of the first dimension of the tensors.
-        sums: a record of tensors ``(len(layers), ...)``, what the device has added up; sent to the host.
-        finish: makes of it, on the host, what the catalogue reads.
-    """
-
-    source: str
-    layers: tuple[str, ...]
-    sums: Any
-    finish: Callable[[Any], Any] = lambda sums: sums
+    source: str  # one of `SOURCES`
+    layers: tuple[str, ...]  # names of the layers, in the order of the first dimension of the tensors
+    sums: Any  # a record of tensors ``(len(layers), ...)``, what the device has added up; sent to the host
+    finish: Callable[[Any], Any] = lambda sums: sums  # makes of it, on the host, what the catalogue reads
 
 
 class Absent(dict[str, dict[str, str]]):

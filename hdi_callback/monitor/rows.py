@@ -24,17 +24,11 @@ POSITIONS_OVER_RANKS = 1024
 
 @dataclass(frozen=True)
 class NormSums:
-    """Mean norms of queries and keys, weighted by the number of queries that were read.
+    """Mean norms of queries and keys, weighted by the number of queries that were read."""
 
-    Attributes:
-        count: number of queries.
-        query: ``(H,)``, count times the mean norm of the queries as they enter the scores.
-        key: ``(H,)``, the same of the keys.
-    """
-
-    count: Tensor
-    query: Tensor
-    key: Tensor
+    count: Tensor  # number of queries
+    query: Tensor  # ``(H,)``, count times the mean norm of the queries as they enter the scores
+    key: Tensor  # ``(H,)``, the same of the keys
 
     def __add__(self, other: NormSums) -> NormSums:
         """Join the norms of two times that attention ran."""
@@ -65,7 +59,6 @@ class AttentionRows(SumSource):
         self._positions = POSITIONS_OVER_RANKS if ranks.size > 1 else None
 
     def sums(self, layers: Sequence[AttentionLayer], captured: Sequence[Captured]) -> list[RowSums]:
-        """See `SumSource`."""
         return [self._sums(one) for one in captured]
 
     def _sums(self, captured: Captured) -> RowSums:
@@ -76,16 +69,13 @@ class AttentionRows(SumSource):
         return replace(total, columns=total.columns[..., : self._positions])
 
     def blank(self, layer: AttentionLayer, device: torch.device) -> RowSums:
-        """See `SumSource`."""
         unseen = torch.zeros(layer.num_heads, 1, self._positions or 1, device=device)
         return attention_rows(unseen, unseen > 0)  # a query that sees no key
 
     def finish(self, sums: RowSums) -> RowMetrics:
-        """See `SumSource`."""
         return row_metrics(sums)
 
     def size(self, layer: AttentionLayer) -> int:
-        """See `SumSource`."""
         return layer.num_heads * (POSITIONS_OVER_RANKS + 2 * layer.num_heads)
 
 
@@ -95,7 +85,6 @@ class QueryKeyNorms(SumSource):
     name, reads = NORMS, "rows"
 
     def sums(self, layers: Sequence[AttentionLayer], captured: Sequence[Captured]) -> list[NormSums]:
-        """See `SumSource`."""
         return [self._sums(layer, one) for layer, one in zip(layers, captured)]
 
     def _sums(self, layer: AttentionLayer, captured: Captured) -> NormSums:
@@ -103,11 +92,9 @@ class QueryKeyNorms(SumSource):
         return reduce(add, known) if known else self.blank(layer, captured.rows[0][0].entropy.device)
 
     def blank(self, layer: AttentionLayer, device: torch.device) -> NormSums:
-        """See `SumSource`."""
         none = torch.zeros(layer.num_heads, device=device)
         return NormSums(torch.zeros((), device=device), none, none)
 
     def finish(self, sums: NormSums) -> NormSums:
-        """See `SumSource`."""
         count = sums.count[..., None]
         return NormSums(sums.count, sums.query / count, sums.key / count)

@@ -49,31 +49,20 @@ _LARGEST_KEPT = 2**31
 
 @dataclass(frozen=True)
 class NotFinite:
-    """Heads with numbers that are NaN or infinite.
+    """Heads with numbers that are NaN or infinite."""
 
-    Attributes:
-        not_finite: ``(layers, H)``, number of roles, or of ranks, where a head has some.
-    """
-
-    not_finite: Tensor
+    not_finite: Tensor  # ``(layers, H)``, number of roles, or of ranks, where a head has some
 
 
 @dataclass(frozen=True)
 class Trains:
-    """Whether layers train.
+    """Whether layers train."""
 
-    Attributes:
-        trains: ``(layers,)``, true where a parameter requires a gradient.
-    """
-
-    trains: Tensor
+    trains: Tensor  # ``(layers,)``, true where a parameter requires a gradient
 
 
 class WeightReader:
     """Measure the weights of layers, and keep them for the movement at the next reading.
-
-    Args:
-        sources: those that are asked for; others than those of weights are left out.
 
     Attributes:
         checksums: layer -> checksums of the weights that were read, if `measure` was asked for them.
@@ -88,17 +77,7 @@ class WeightReader:
     def measure(
         self, step: int, layers: Sequence[AttentionLayer], absent: Absent, *, with_checksums: bool = False
     ) -> list[Result]:
-        """Measure layers; sharded weights are gathered in the order of the layers, the same on every rank.
-
-        Args:
-            step: optimizer steps taken so far.
-            layers: what is watched.
-            absent: takes the reasons of what cannot be measured.
-            with_checksums: also find `checksums`.
-
-        Returns:
-            One result for each source and group of layers of one shape.
-        """
+        """Measure layers; sharded weights are gathered in the order of the layers, the same on every rank."""
         self._last.begin(step)
         self.checksums, self._with_checksums = {}, with_checksums
         results: list[Result] = []

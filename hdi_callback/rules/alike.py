@@ -53,7 +53,6 @@ class WorstPair(Rule):
     action, code = SEPARATE, REVIVE
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        """Find equal heads, and those that have come close."""
         near = self._near(series, active)
         equal = without_first(equal_heads(series.latest), lambda: equal_heads(series.first), series)
         if equal and self.limit["tied"] is not None and not set(heads_in(equal)) < set(heads_in(near)):
@@ -160,7 +159,6 @@ class MeanAlignment(Rule):
     }
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        """Find the most serious limit that is reached, by the lens that is further beyond it."""
         above = {name: series.value(metric) - self.at(name) for name, metric in self.metrics.items()}
         slack = dict.fromkeys(above, 0.0 if active is None else HYSTERESIS)
         if active is not None and active.level != "critical":
@@ -224,7 +222,6 @@ class MergedScores(Rule):
     action, code = SEPARATE, REVIVE
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        """Find the heads that are alike."""
         limit = self.at("scores")
         lower = limit - (0 if active is None else HYSTERESIS)
         value = series.value("circuit_qk_worst")

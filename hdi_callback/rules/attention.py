@@ -29,7 +29,6 @@ class LogitGrowth(Rule):
     factor, hysteresis = 3.0, 20.0
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        """Compare the largest score with its limit and with the first readings; heads once named hold down to 30."""
         value, limit = series.value(LOGIT), self.at("logit")
         lower = limit - self.hysteresis
         if active is None:
@@ -67,7 +66,6 @@ class TokensAlike(Rule):
     lasts, hysteresis = 3, 0.02
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        """Compare the last three cosines with the limit, and the latest with the first readings."""
         metric, limit = "token_cosine", self.at("tokens")
         value, (_, curve) = series.value(metric), series.curve(metric)
         if active is None:
@@ -103,7 +101,6 @@ class SharpFromStart(Rule):
     margin, share = 0.1, 0.8
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        """Judge at step 0, and later while the alert is active."""
         entropy, logit = series.value(ENTROPY), series.latest.values.get(LOGIT)
         if active is None and (series.latest.step > 0 or series.is_pretrained):
             return None
@@ -143,7 +140,6 @@ class FlatAttention(Rule):
     """Largest score over that of a mean query and a mean key of one direction, below which the scale is at fault."""
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        """Judge all readings that are kept, and the first."""
         limit, (_, curve), (_, logits) = self.at("flat"), series.curve(ENTROPY), series.curve(LOGIT)
         first = series.first.values.get(ENTROPY, 0.0)
         if 1 - first >= 10 * (1 - limit):
@@ -212,7 +208,6 @@ class SuddenSharpening(Rule):
     within, past, factor = 8, 6, 4.0
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        """Compare the latest entropy with that of eight readings before, and this change with those before it."""
         now, fall = max(series.value(ENTROPY), 0.0), self.at("sharpen")
         if active is not None:
             return active if now < math.sqrt(fall) * (active.threshold or 0.0) else None
@@ -253,7 +248,6 @@ class SuddenFlattening(Rule):
     """Distance from uniform attention below which a layer cannot become flatter."""
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        """Compare the last four readings with those before."""
         factor = self.at("flatten")
         if active is not None:
             is_over = 1 - series.value(ENTROPY) >= math.sqrt(factor) * (active.threshold or 0.0)
@@ -294,7 +288,6 @@ class LaterTokens(Rule):
     """Largest attention to masked tokens, from rounding."""
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        """Check whether later tokens were hidden before, and are not now."""
         metric, limit = "attention_ahead", self.at("later")
         value = series.value(metric)
         if value < limit or series.first.values.get(metric, 1.0) > self.rounding:
@@ -325,7 +318,6 @@ class OneKey(Rule):
     action = LaterTokens.action
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        """Check how many keys a query sees."""
         value, limit = series.value("attention_keys"), self.limit["keys"] or 0.0
         if value > limit:
             return None

@@ -19,29 +19,17 @@ WINDOW = 3
 
 @dataclass(frozen=True)
 class Found:
-    """A finding at one reading, with what an alert says of it.
+    """A finding at one reading, with what an alert says of it."""
 
-    Attributes:
-        layer: name of the layer.
-        rule: name of the rule.
-        rank: place of the rule among the others, causes first.
-        finding: the finding.
-        sentence: it in words.
-        action: what to do.
-        code: lines to paste; empty if none help.
-        since: first step at which it was so.
-        facts: `AttentionLayer.facts` of the layer.
-    """
-
-    layer: str
-    rule: str
-    rank: int
-    finding: Finding
-    sentence: str
-    action: str
-    code: str
-    since: int
-    facts: Mapping[str, Any]
+    layer: str  # name of the layer
+    rule: str  # name of the rule
+    rank: int  # place of the rule among the others, causes first
+    finding: Finding  # the finding
+    sentence: str  # it in words
+    action: str  # what to do
+    code: str  # lines to paste; empty if none help
+    since: int  # first step at which it was so
+    facts: Mapping[str, Any]  # `AttentionLayer.facts` of the layer
 
     @property
     def key(self) -> Key:

@@ -18,17 +18,11 @@ Thresholds = Mapping[str, Limits]
 
 @dataclass(frozen=True)
 class Limit:
-    """A limit of a rule.
+    """A limit of a rule."""
 
-    Attributes:
-        value: its default.
-        meaning: what it bounds.
-        below: what it must lie below; above zero it must always be.
-    """
-
-    value: float
-    meaning: str
-    below: float = 1.0
+    value: float  # its default
+    meaning: str  # what it bounds
+    below: float = 1.0  # what it must lie below; above zero it must always be
 
 
 LIMITS: dict[str, Limit] = {

@@ -25,11 +25,9 @@ class NotFinite(Rule):
     action = "go back to a checkpoint from before; clip gradients, or lower the learning rate"
 
     def is_measured(self, row: Row) -> bool:
-        """Return whether either count is there."""
         return any(metric in row.values for metric in NOT_FINITE)
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        """Find NaN and infinity."""
         row = series.latest
         broken = [metric for metric in NOT_FINITE if row.values.get(metric, 0.0) > 0]
         if not broken:
@@ -63,7 +61,6 @@ class WeightJump(Rule):
     factor, past = 4.0, 5
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        """Compare the latest change of each head with those before."""
         steps, moves = series.curve("head_movement_min")
         *past, least = moves
         if len(past) < self.past or not max(past) > 0:
@@ -101,7 +98,6 @@ class FrozenHeads(Rule):
     action = "look at `requires_grad`, at the parameters that the optimizer was given, and at the type of the weights"
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        """Find the heads that do not move while others do."""
         steps, least = series.curve("head_movement_min")
         readings = int(self.at("frozen"))
         if len(least) < readings or max(least[-readings:]) > 0 or not series.trains:
@@ -149,7 +145,6 @@ class RoundedAway(Rule):
     readings, apart = 3, 5
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        """Judge all heads of the layer."""
         shares, limit = series.latest.per_head("head_unchanged"), self.at("unchanged")
         steps, largest = series.curve("head_unchanged")
         latest = largest[-self.readings :]
@@ -196,7 +191,6 @@ class VanishingWeights(Rule):
     """Smallest first norm of a head that is judged, as a share of the layer's median head."""
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        """Find the heads whose circuits have shrunk, by the circuit that shrank more."""
         limit, found = self.at("vanishing"), dict[str, dict[int, float]]()
         for metric, (_, roles) in self.circuits.items():
             if roles & set(series.facts.get("normed", ())):

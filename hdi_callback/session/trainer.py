@@ -73,9 +73,6 @@ def why_ranks_differ(settings: Mapping[str, Any]) -> str:
     waits for the others. So this makes no collective call: each rank leaves its settings in the store of the process
     group, and waits for those of the others for a third of the group's timeout, and 60 seconds at most. The first rank
     that has seen enough leaves the verdict, which all ranks follow.
-
-    Args:
-        settings: what must be alike, as plain data.
     """
     store: Any = dist.distributed_c10d._get_default_store()
     rank, size, key = dist.get_rank(), dist.get_world_size(), f"hdi_callback/{next(_SESSIONS)}"

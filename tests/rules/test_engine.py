@@ -10,7 +10,8 @@ import torch
 
 from hdi_callback.errors import MisconfigurationError, MonitoringWarning
 from hdi_callback.record import LayerRecord, Record
-from hdi_callback.rules import LIMITS, RULES, Alerts, Finding, Rule, WorstPair, check_thresholds, default_rules, explain
+from hdi_callback.rules import LIMITS, RULES, Alerts, Finding, Rule, check_thresholds, default_rules, explain
+from hdi_callback.rules.alike import WorstPair
 from hdi_callback.rules.initialisation import _law_of_flatness, has_been_trained
 from hdi_callback.rules.rule import DOORS, paste
 from hdi_callback.rules.series import Row
