@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.compiler import set_stance
 
@@ -138,6 +139,8 @@ def is_within_compiled_call() -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether calls of a module run as compiled graphs, as far as the module shows it."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
     is_wrapper = isinstance(getattr(module, "_orig_mod", None), nn.Module)
     forward = vars(module).get("forward", type(module).forward)
     return is_wrapper or module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")

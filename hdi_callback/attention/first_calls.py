@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from hdi_callback.attention.layer import Refusal, Survey
 from hdi_callback.attention.registry import known_layers
 from hdi_callback.attention.sharding import over_all_ranks
 from hdi_callback.attention.tape import Tape
-from hdi_callback.errors import MisconfigurationError
+from hdi_callback.errors import HDIError, MisconfigurationError
 from hdi_callback.guard import describe, warn, without_modes
 
 __all__ = ["SEQUENCES", "FirstCalls", "take_off"]
@@ -44,6 +45,25 @@ OnFound = Callable[[Survey, Any], None]
 
 OnAgain = Callable[[nn.Module, Any, Any, bool], bool]
 """Runs a call once more: module, arguments, keyword arguments, whether autograd records the call; true if it did."""
+
+
+def _harmless(method: Callable[..., None]) -> Callable[..., None]:
+    """Decorate what runs around the user's calls: a failure is one warning, and ends the watching of calls."""
+
+    @wraps(method)
+    def called(self: FirstCalls, *args: Any, **kwargs: Any) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except HDIError:  # of misuse
+            raise
+        except Exception as error:
+            recorded, self._recorded = self._recorded, None
+            if recorded is not None and recorded.is_on:
+                take_off(recorded.recording.tape)
+            self.remove()
+            warn(f"Watching the calls of the model failed ({describe(error)}). Training goes on.")
+
+    return called
 
 
 class FirstCalls:
@@ -80,7 +100,10 @@ class FirstCalls:
         self._recorded: _Recorded | None = None  # the call that is recorded now
         self._seen_untrained: set[nn.Module] = set()
         self._called: set[nn.Module] = set()
-        self.calls = 0
+        self.calls = self._failures = 0
+        self._has_failed = False  # the last forward that ran once more
+        self._unseen: dict[nn.Module, set[nn.Module]] = {}  # of entries: what has not run in their calls
+        self._kinds: set[type[nn.Module]] = set()  # of modules whose attention was found
         # Modules that have not run yet, with a hook while their first call is waited for.
         self._handles: dict[nn.Module, RemovableHandle | None] = {}
         # Of armed steps: modules that are called from outside, those of them that run compiled code, and those that
@@ -180,6 +203,7 @@ class FirstCalls:
         self._before_compiled.remove()
         self._before_compiled = BeforeCompiledCalls(self._before_compiled_call)
 
+    @_harmless
     def _before_armed_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module not in self._due or is_extra() or torch._C._get_tracing_state() is not None:
             return
@@ -200,7 +224,11 @@ class FirstCalls:
             on_called()
 
     def _again(self, module: nn.Module, args: Any, kwargs: Any, *, is_recorded: bool) -> None:
-        if self._on_again is not None and self._on_again(module, args, kwargs, is_recorded):
+        if self._on_again is None:
+            return
+        if is_recorded and module in self._called:
+            self._look_for_late(module, args, kwargs)
+        if self._on_again(module, args, kwargs, is_recorded):
             self._due.discard(module)
             self._note_call()
 
@@ -227,6 +255,7 @@ class FirstCalls:
         if not self._handles and self._on_again is None:
             self._before_compiled.remove()
 
+    @_harmless
     def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_extra() or torch._C._get_tracing_state() is not None:  # that of another monitor, which waits as well
             return
@@ -266,7 +295,8 @@ class FirstCalls:
     def _begin(self, module: nn.Module) -> _Recorded:
         self._listen()
         assert self._record is not None
-        recording = self._record()
+        with torch._C.DisableTorchFunction():  # modes of the user's see nothing of it
+            recording = self._record()
         recorded = self._recorded = _Recorded(recording, threading.get_ident(), recording.keeps)
         if not recorded.trains:  # torch's encoder takes its fast path only without hooks
             self._uninstall_first([inner for inner in module.modules() if inner in self._handles])
@@ -278,6 +308,7 @@ class FirstCalls:
             recording.tape.__enter__()
         return recorded
 
+    @_harmless
     def _after_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         recorded = self._recorded
         if recorded is None or recorded.thread != threading.get_ident() or recorded.handle is None:
@@ -326,26 +357,44 @@ class FirstCalls:
         if "forward" in vars(module) and hasattr(module, "training_step"):
             self._with_compiled.discard(module)
             return
+        survey = Survey() if self._on_found is None else self._survey(module, args, kwargs)
+        if self._has_failed and self._failures < _PATIENCE:  # as the call itself will, perhaps: the next may not
+            self._failures += 1
+            return
         self._enter(module)
         self.calls += 1
-        self._called.add(module)
-        if self._on_found is not None:
-            self._report(self._survey(module, args, kwargs), None)
+        self._report(survey, None)
         self._again(module, args, kwargs, is_recorded=is_recorded)
+        self._called.add(module)
 
     def _survey(self, module: nn.Module, args: Any, kwargs: Any) -> Survey:
+        """Read the attention of the first sequences of a call, and note what has not run in it."""
         own = inner_model(self._model)
         inputs, _ = first_sequences((args, kwargs), SEQUENCES)
+        ran: set[nn.Module] = set()
+        unseen = self._unseen.setdefault(module, set(filter(_may_be_called, module.modules())))
+        handles = [inner.register_forward_pre_hook(lambda inner, _: ran.add(inner)) for inner in unseen]
+        self._has_failed = True
         try:
             with nothing_remains(own, inputs, on_lost=self.warn_of_lost):
                 with Tape(own) as tape:
                     module(*inputs[0], **inputs[1])
+                self._has_failed = False
                 return put_together(own, known_layers(own), read_tape(tape, self._on_read))
         except MisconfigurationError:  # of a registered layout
             raise
         except Exception as error:
             reason = f"the forward that shows where heads are failed: {describe(error)}"
             return Survey(refused=(Refusal("", reason, type(own).__name__),))
+        finally:
+            for handle in handles:
+                handle.remove()
+            unseen -= ran
+
+    def _look_for_late(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Look again while modules of an attention's class have not run yet: dropped layers, parts that come later."""
+        if any(type(inner) in self._kinds for inner in self._unseen.get(module, ())):
+            self._report(self._survey(module, args, kwargs), None)
 
     def warn_of_lost(self, lost: Sequence[str]) -> None:
         """Say once what an extra forward has changed for good."""
@@ -356,6 +405,7 @@ class FirstCalls:
                 f"is put back. It cannot be put back that they used {' and '.join(lost)}."
             )
 
+    @_harmless
     def _before_compiled_call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make way for a compiled call: dynamo has not looked at it yet."""
         if is_extra() or self._is_resting:
@@ -431,6 +481,7 @@ class FirstCalls:
                     survey = Survey(refused=(Refusal("", reason, type(self._model).__name__),))
         layers = tuple(layer for layer in survey.layers if layer.name not in self._known)
         refused = tuple(refusal for refusal in survey.refused if refusal.name not in self._known)
+        self._kinds |= {type(layer.module) for layer in survey.layers}
         self._known |= {layer.name for layer in layers} | {refusal.name for refusal in refused}
         if (layers or refused) and self._on_found is not None:
             self._is_reporting = True
@@ -463,8 +514,9 @@ class _ReachedError(BaseException):
 
 def _may_be_called(module: nn.Module) -> bool:
     """Whether a module is more than a container, or code of TorchScript."""
-    is_container = type(module).forward is nn.Module.forward and "forward" not in vars(module)
-    return not is_container and not isinstance(module, torch.jit.ScriptModule)
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _shows_nothing(module: nn.Module, inputs: Any) -> bool:

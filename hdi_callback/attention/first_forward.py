@@ -89,7 +89,8 @@ class FirstForward:
     def take_input(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Keep what a module takes, if it may be what a reading needs."""
         try:
-            self._take_input(module, args, kwargs)
+            with torch._C.DisableTorchFunction():  # modes of the user's see nothing of it
+                self._take_input(module, args, kwargs)
         except Exception as error:
             self.tape.errors.append(f"{type(module).__name__}: {describe(error)}")
 

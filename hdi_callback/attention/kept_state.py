@@ -7,6 +7,7 @@ written or a generator function that went on, is named where it has happened.
 
 from __future__ import annotations
 
+import array
 import copy
 import functools
 import io
@@ -16,6 +17,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -26,17 +28,19 @@ from torch.utils._pytree import tree_leaves
 
 from hdi_callback.attention.releases import Mode
 from hdi_callback.attention.sharding import is_sharded
-from hdi_callback.attention.tape import written_tensors
+from hdi_callback.attention.tape import RESHAPED_IN_PLACE, written_tensors
+from hdi_callback.guard import describe
 
 __all__ = ["KeptState", "KeptTensors"]
 
-# Objects of these packages hold no state of a model's forward, or are the training that runs around it.
-_NOT_ENTERED = frozenset({
-    "torch", "numpy", "hdi_callback", "lightning", "pytorch_lightning", "accelerate", "wandb", "tensorboard", "logging",
-    "threading", "_thread", "concurrent", "multiprocessing", "asyncio", "weakref", "re", "builtins", "functools",
-})  # fmt: skip
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, range, slice, Tensor, types.ModuleType, types.CodeType)
-_LARGEST = 100_000  # items of a container, and numbers of an array, that are listed
+# Objects of these packages are the training around a forward, or torch's own machinery, which looks after itself.
+_NOT_ENTERED = (
+    "hdi_callback", "lightning", "pytorch_lightning", "accelerate", "wandb", "tensorboard", "logging", "threading",
+    "concurrent", "multiprocessing", "asyncio", "re", "torch._", "torch.distributed", "torch.cuda", "torch.fx",
+    "torch.jit", "torch.autograd", "torch.nn.parallel", "torch.utils.hooks",
+)  # fmt: skip
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, range, slice, types.ModuleType, types.CodeType)
+_LARGEST = 2**20  # items of a container, and numbers of an array, that are listed
 
 
 class KeptTensors(Mode):
@@ -47,6 +51,7 @@ class KeptTensors(Mode):
         self._fresh: set[int | None] = set()  # storages that the forward itself has made
         self._copies: dict[int, tuple[Any, Any]] = {}
         self._versions: dict[int, Any] = {}
+        self._geometries: dict[int, tuple[Any, ...]] = {}  # of tensors that are reshaped in place
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -59,6 +64,9 @@ class KeptTensors(Mode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a DTensor asks for operations on the part of this rank, which come here
         written = written_tensors(func, args, kwargs)
+        if written and str(getattr(func, "overloadpacket", func)).rpartition(".")[2].rstrip("_") in RESHAPED_IN_PLACE:
+            for tensor in written:
+                self._keep_geometry(tensor)
         for tensor in (*written, *_statistics(func, args, kwargs)):
             self._keep(tensor)
         out = func(*args, **kwargs)
@@ -70,13 +78,19 @@ class KeptTensors(Mode):
 
     def put_back(self) -> None:
         """Write the memory back as it was, and the counters of autograd."""
+        for tensor, storage, size, geometry, requires_grad in self._geometries.values():
+            if storage.nbytes() != size:
+                storage.resize_(size)
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                tensor.set_(storage, *geometry)
+                tensor.requires_grad_(requires_grad)
         for storage, content in self._copies.values():
             if storage.nbytes() == content.nbytes():  # FSDP frees what it has gathered
                 storage.copy_(content)
         for version in reversed(self._versions.values()):
             version.__exit__(None, None, None)
-        self._copies.clear()
-        self._versions.clear()
+        for kept in (self._copies, self._versions, self._geometries):
+            kept.clear()
 
     def _keep(self, tensor: Tensor) -> None:
         address = _address(tensor)
@@ -88,13 +102,20 @@ class KeptTensors(Mode):
         if id(tensor) not in self._versions and not tensor.is_inference():
             self._versions[id(tensor)] = _unsafe_preserve_version_counter(tensor)
 
+    def _keep_geometry(self, tensor: Tensor) -> None:
+        address = _address(tensor)
+        if address is not None and address not in self._fresh and id(tensor) not in self._geometries:
+            storage = tensor.untyped_storage()
+            geometry = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+            self._geometries[id(tensor)] = tensor, storage, storage.nbytes(), geometry, tensor.requires_grad
+
 
 class KeptState:
     """List the Python objects that can be reached from some roots; `put_back` restores them in place.
 
-    Containers, attributes of objects and of the user's classes, closures, global names that forwards use, generators of
-    random numbers, arrays and positions of files are restored. Iterators that can be copied are replaced by copies
-    meanwhile. Generators of random numbers that are reached are restored as well.
+    Containers, attributes and slots, those of classes, closures, global names that the user's forwards use, arrays,
+    positions of files and generators of random numbers are restored. Iterators that can be copied are replaced by
+    copies meanwhile.
 
     Args:
         roots: modules, and arguments of their calls.
@@ -102,14 +123,16 @@ class KeptState:
 
     def __init__(self, roots: Iterable[Any]) -> None:
         self._met: dict[int, Any] = {}  # kept alive, so that no number is used again
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
         self._lost: list[tuple[str, Callable[[], Any], Any]] = []
         self._stack: list[Any] = list(roots)
         while self._stack:
             value = self._stack.pop()
             if not isinstance(value, _ATOMS) and id(value) not in self._met:
                 self._met[id(value)] = value
-                self._list(value)
+                self._list_content(value)
+                if not isinstance(value, (types.FunctionType, type)):  # a container may have attributes as well
+                    self._list_attributes(value)
 
     def put_back(self) -> list[str]:
         """Restore everything.
@@ -119,44 +142,54 @@ class KeptState:
         """
         lost = [what for what, state, before in self._lost if state() != before]
         for undo in reversed(self._undo):
-            undo()
+            try:
+                undo()
+            except Exception as error:  # noqa: PERF203  an object that defends itself
+                lost.append(f"an object that cannot be written ({describe(error)})")
         return list(dict.fromkeys(lost))
 
-    def _list(self, value: Any) -> None:
+    def _list_content(self, value: Any) -> None:
         if isinstance(value, dict):
             self._list_dict(value)
         elif isinstance(value, (list, deque)):
-            self._list_items(value, lambda: list(value), functools.partial(_refill, value, value.extend))
+            self._list_items(value, functools.partial(_refill, value))
         elif isinstance(value, set):
-            self._list_items(value, lambda: list(value), functools.partial(_refill, value, value.update))
+            self._list_items(value, functools.partial(_reset, value))
         elif isinstance(value, (tuple, frozenset)):
             self._stack.extend(value if len(value) <= _LARGEST else ())
+        elif isinstance(value, (bytearray, array.array)):
+            self._undo.append(functools.partial(value.__setitem__, slice(None), value[:]))
         elif isinstance(value, torch.Generator):
             self._keep(value.get_state, value.set_state, torch.equal)
         elif isinstance(value, random.Random):
             self._keep(value.getstate, value.setstate)
         elif isinstance(value, (np.random.Generator, np.random.BitGenerator)):
             bits: Any = getattr(value, "bit_generator", value)
-            state = bits.state
-            self._undo.append(lambda: setattr(bits, "state", state))
+            self._keep(lambda: bits.state, lambda state: setattr(bits, "state", state), _never)
         elif isinstance(value, np.random.RandomState):
-            self._keep(value.get_state, value.set_state, lambda now, state: False)
+            self._keep(value.get_state, value.set_state, _never)
         elif isinstance(value, np.ndarray):
             self._list_array(value)
+        elif isinstance(value, (io.StringIO, io.BytesIO)) and not value.closed:
+            self._keep(value.getvalue, lambda content: (value.seek(0), value.truncate(), value.write(content)))
         elif isinstance(value, io.IOBase):
             self._list_file(value)
         elif isinstance(value, types.GeneratorType):
             self._lost.append(("a generator function, which went on", lambda: _place(value), _place(value)))
+        elif _is_iterator(value):  # held by what cannot lend a copy
+            self._lost.append(("an iterator, which went on", lambda: _numbers(value), _numbers(value)))
         elif isinstance(value, types.MethodType):
             self._stack += [value.__self__, value.__func__]
+        elif isinstance(value, types.BuiltinMethodType):
+            self._stack.append(value.__self__)
         elif isinstance(value, functools.partial):
             self._stack += [value.func, value.args, value.keywords]
+        elif isinstance(value, functools._lru_cache_wrapper):
+            self._list_cache(value)
         elif isinstance(value, types.FunctionType):
             self._list_function(value)
         elif isinstance(value, type):
             self._list_class(value)
-        else:
-            self._list_object(value)
 
     def _list_dict(self, value: dict[Any, Any]) -> None:
         """List the items of a dict, also of a module or another object; iterators in it give way to copies."""
@@ -176,25 +209,29 @@ class KeptState:
 
         self._undo.append(undo)
         for name, item in items:
-            if (other := _copied_iterator(item)) is not None:
-                dict.__setitem__(value, name, other)
-        self._stack += [item for _, item in items if not isinstance(item, _ATOMS)]
+            self._meet(item, functools.partial(dict.__setitem__, value, name))
 
-    def _list_items(self, value: Any, read: Callable[[], list[Any]], write: Callable[[list[Any]], Any]) -> None:
+    def _list_items(self, value: Any, write: Callable[[list[Any]], None]) -> None:
         if len(value) > _LARGEST:
             return
-        items = read()
+        items = list(value)
 
         def undo() -> None:
             if len(value) != len(items) or any(now is not item for now, item in zip(value, items)):
                 write(items)
 
         self._undo.append(undo)
-        copies = {place: other for place, item in enumerate(items) if (other := _copied_iterator(item)) is not None}
-        if copies and isinstance(value, (list, deque)):
-            for place, other in copies.items():
-                value[place] = other
-        self._stack += [item for item in items if not isinstance(item, _ATOMS)]
+        for place, item in enumerate(items):
+            if not isinstance(item, _ATOMS):
+                self._meet(item, functools.partial(value.__setitem__, place) if hasattr(value, "insert") else None)
+
+    def _meet(self, item: Any, lend: Callable[[Any], Any] | None) -> None:
+        """Take an item that was found; an iterator gives way to a copy, which `lend` puts where it was held."""
+        other = None if lend is None else _copied_iterator(item)
+        if other is None or lend is None:
+            self._stack.append(item)
+        else:
+            lend(other)
 
     def _keep(
         self, read: Callable[[], Any], write: Callable[[Any], Any], is_same: Callable[[Any, Any], bool] = operator.eq
@@ -203,9 +240,18 @@ class KeptState:
         self._undo.append(lambda: None if is_same(read(), state) else write(state))
 
     def _list_array(self, value: Any) -> None:
-        if value.size <= _LARGEST and value.flags.writeable:
-            content = value.copy()
-            self._undo.append(lambda: np.copyto(value, content))
+        if value.size > _LARGEST or not value.flags.writeable:
+            return
+        content = value.copy()
+
+        def undo() -> None:
+            if not value.flags.writeable:
+                value.flags.writeable = True
+            if value.shape != content.shape:
+                value.resize(content.shape, refcheck=False)
+            np.copyto(value, content)
+
+        self._undo.append(undo)
 
     def _list_file(self, value: Any) -> None:
         try:
@@ -217,58 +263,139 @@ class KeptState:
         else:
             self._undo.append(lambda: None if value.closed else value.seek(place))
 
+    def _list_cache(self, value: Any) -> None:
+        """List a function with a cache, which can only be emptied as a whole."""
+        size = value.cache_info().currsize
+        self._stack.append(value.__wrapped__)
+        if size:
+            what = "a function with a cache, which was filled further"
+            self._lost.append((what, lambda: value.cache_info().currsize, size))
+        else:
+            self._undo.append(lambda: value.cache_clear() if value.cache_info().currsize else None)
+
     def _list_function(self, value: types.FunctionType) -> None:
         for cell in value.__closure__ or ():
             try:
                 content = cell.cell_contents
             except ValueError:  # not filled yet
                 continue
-            self._undo.append(lambda cell=cell, content=content: setattr(cell, "cell_contents", content))  # type: ignore[misc]
-            self._stack.append(content)
+            put = functools.partial(setattr, cell, "cell_contents")
+            self._undo.append(functools.partial(put, content))
+            self._meet(content, put)
+        self._stack += [value.__defaults__, value.__kwdefaults__, vars(value)]
         if _is_users(value.__module__):
-            names = value.__globals__
-            for name in value.__code__.co_names:
-                if name in names and not isinstance(names[name], types.ModuleType):
-                    self._undo.append(lambda name=name, content=names[name]: names.__setitem__(name, content))  # type: ignore[misc]
-                    self._stack.append(names[name])
+            names = value.__code__.co_names
+            self._list_names(value.__globals__, names)
+            for name in names:
+                module = value.__globals__.get(name)
+                if isinstance(module, types.ModuleType) and _is_users(module.__name__):
+                    self._list_names(vars(module), names)
+
+    def _list_names(self, names: dict[str, Any], used: Iterable[str]) -> None:
+        """List global names that a function uses."""
+        for name in used:
+            if name in names and not isinstance(names[name], types.ModuleType):
+                put = functools.partial(names.__setitem__, name)
+                self._undo.append(functools.partial(put, names[name]))
+                self._meet(names[name], put)
 
     def _list_class(self, value: type) -> None:
-        """List attributes of a user's class, and what its methods use."""
-        if not _is_users(value.__module__):
+        """List attributes of a class, and what the methods of a user's class use."""
+        if value.__module__ == "builtins" or _is_not_entered(value.__module__):
             return
-        own = {
-            name: item for name, item in vars(value).items()
-            if not name.startswith("__") and not isinstance(item, (property, staticmethod, classmethod))
-        }  # fmt: skip
+        own = {name: item for name, item in vars(value).items() if _is_data(name, item)}
 
         def undo() -> None:
-            now = vars(value)
-            for name in [name for name in now if name not in own and not name.startswith("__")]:
-                if not isinstance(now[name], (property, staticmethod, classmethod)):
-                    delattr(value, name)
+            for name in [name for name, item in vars(value).items() if _is_data(name, item) and name not in own]:
+                delattr(value, name)
             for name, item in own.items():
-                if now.get(name) is not item:
+                if vars(value).get(name) is not item:
                     setattr(value, name, item)
 
         self._undo.append(undo)
-        self._stack += [item for item in own.values() if not isinstance(item, _ATOMS)]
+        for name, item in own.items():
+            self._meet(item, functools.partial(setattr, value, name))
+        if _is_users(value.__module__):
+            self._stack += [function for item in vars(value).values() for function in _functions_in(item)]
         self._stack += value.__bases__
 
-    def _list_object(self, value: Any) -> None:
-        is_module = isinstance(value, nn.Module)
-        if not is_module and type(value).__module__.partition(".")[0] in _NOT_ENTERED:
+    def _list_attributes(self, value: Any) -> None:
+        kind = type(value)
+        if not isinstance(value, (nn.Module, Tensor)) and _is_not_entered(kind.__module__):
             return
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
             self._stack.append(attributes)
-        self._stack.append(type(value))
-        for name in {name for base in type(value).__mro__ for name in _slots(base)}:
-            try:
-                item = getattr(value, name)
-            except AttributeError:
-                continue
-            self._undo.append(lambda name=name, item=item: object.__setattr__(value, name, item))  # type: ignore[misc]
-            self._stack.append(item)
+        if isinstance(value, Tensor):
+            self._list_tensor(value)
+            return
+        self._stack.append(kind)
+        for slot in [slot for base in kind.__mro__ for slot in vars(base).values()]:
+            if isinstance(slot, types.MemberDescriptorType) and not _is_not_entered(slot.__objclass__.__module__):
+                self._list_slot(value, slot)
+
+    def _list_tensor(self, value: Tensor) -> None:
+        """List what no operation shows: the memory that `.data` names, the gradient, and hooks."""
+        if is_sharded(value) or not value.is_leaf or (address := _address(value)) is None:
+            return
+        before, gradient, hooks = value.detach(), value.grad, value._backward_hooks
+        late = getattr(value, "_post_accumulate_grad_hooks", None)
+        self._stack += [hooks, late]
+
+        def undo() -> None:
+            if _address(value) != address and before.shape == value.shape:
+                value.data = before
+            if value.grad is not gradient:
+                value.grad = gradient
+            if value._backward_hooks is not hooks:
+                value._backward_hooks = hooks
+            if late is None and getattr(value, "_post_accumulate_grad_hooks", None) is not None:
+                value._post_accumulate_grad_hooks.clear()
+
+        self._undo.append(undo)
+
+    def _list_slot(self, value: Any, slot: types.MemberDescriptorType) -> None:
+        try:
+            item = slot.__get__(value)
+        except AttributeError:  # not filled yet
+            self._undo.append(functools.partial(_empty, slot, value))
+            return
+        with suppress(AttributeError, TypeError):  # of a type in C, which cannot be written
+            slot.__set__(value, item)
+            self._undo.append(functools.partial(slot.__set__, value, item))
+            self._meet(item, functools.partial(slot.__set__, value))
+
+
+def _never(now: Any, before: Any) -> bool:
+    return False
+
+
+def _empty(slot: types.MemberDescriptorType, value: Any) -> None:
+    with suppress(AttributeError):
+        slot.__delete__(value)
+
+
+def _is_data(name: str, item: Any) -> bool:
+    """Whether an attribute of a class is neither Python's own nor a descriptor."""
+    return not name.startswith("__") and not isinstance(item, types.FunctionType) and not hasattr(item, "__get__")
+
+
+def _functions_in(item: Any) -> list[Any]:
+    """List the functions of a method, a property, a static method or a class method."""
+    parts = (item.fget, item.fset) if isinstance(item, property) else (getattr(item, "__func__", item),)
+    return [part for part in parts if isinstance(part, (types.FunctionType, functools._lru_cache_wrapper))]
+
+
+def _refill(value: Any, items: list[Any]) -> None:
+    value.clear()
+    value.extend(items)
+
+
+def _reset(value: set[Any], items: list[Any]) -> None:
+    """Take off what was added and add what was taken off, so that others stay in their order."""
+    before = set(map(id, items))
+    value.difference_update([item for item in value if id(item) not in before])
+    value.update(items)
 
 
 def _statistics(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -279,29 +406,31 @@ def _statistics(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return [named[name] for name in ("running_mean", "running_var") if isinstance(named.get(name), Tensor)]
 
 
-def _refill(value: Any, add: Callable[[list[Any]], None], items: list[Any]) -> None:
-    value.clear()
-    add(items)
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    names = vars(kind).get("__slots__", ())
-    names = (names,) if isinstance(names, str) else tuple(names)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
-
-
 def _place(generator: types.GeneratorType[Any, Any, Any]) -> Any:
     frame = generator.gi_frame
     return None if frame is None else (frame.f_lasti, {name: id(value) for name, value in frame.f_locals.items()})
 
 
+def _is_iterator(value: Any) -> bool:
+    is_iterator = hasattr(type(value), "__next__") and type(value).__module__ in ("builtins", "itertools")
+    return is_iterator and not isinstance(value, types.GeneratorType)
+
+
+def _numbers(iterator: Any) -> list[int]:
+    """List the numbers that say how far an iterator is, as pickling shows them."""
+    try:
+        _, arguments, *state = iterator.__reduce__()
+    except Exception:  # of a kind that cannot be pickled
+        return []
+    return [number for number in (*arguments, *state) if isinstance(number, int)]
+
+
 def _copied_iterator(value: Any) -> Any:
     """Return a copy of an iterator of Python's own (a list's, `itertools.count`); `None` of anything else."""
-    is_iterator = hasattr(type(value), "__next__") and type(value).__module__ in ("builtins", "itertools")
-    if not is_iterator or isinstance(value, types.GeneratorType):
+    if not _is_iterator(value):
         return None
     try:
-        return copy.copy(value)
+        return copy.deepcopy(value)  # with the iterators within it
     except Exception:  # of an iterator that cannot be copied
         return None
 
@@ -310,12 +439,19 @@ def _copied_iterator(value: Any) -> Any:
 def _is_users(module: str) -> bool:
     """Whether a module is the user's own code, and not an installed package."""
     loaded = sys.modules.get(module or "")
-    file = getattr(loaded, "__file__", None)
+    file = getattr(loaded, "__file__", None) or ""
     if module == "__main__":
         return True
-    if loaded is None or file is None or module.partition(".")[0] in _NOT_ENTERED:
-        return False
-    return "site-packages" not in file and "dist-packages" not in file and module.partition(".")[0] not in _STANDARD
+    is_own = loaded is not None and bool(file) and module.partition(".")[0] not in {"torch", *_STANDARD}
+    return is_own and not _is_not_entered(module) and "site-packages" not in file and "dist-packages" not in file
+
+
+@functools.cache
+def _is_not_entered(module: str | None) -> bool:
+    """Whether objects and classes of a module are left alone."""
+    return module is None or any(
+        module == name or module.startswith(name if name.endswith("_") else f"{name}.") for name in _NOT_ENTERED
+    )
 
 
 _STANDARD = frozenset(sys.stdlib_module_names)

@@ -32,7 +32,7 @@ CONSTANT, WEIGHT, MADE, DATA = range(4)
 RANDOM = {"randn", "rand", "randint", "randperm", "normal", "randn_like", "rand_like", "uniform"}  # data of its own
 SHAPED_LIKE = {"empty_like", "zeros_like", "ones_like", "full_like", "new_zeros", "new_empty", "new_ones",
                 "new_full"}  # fmt: skip
-_RESHAPED_IN_PLACE = {"t", "transpose", "squeeze", "unsqueeze", "as_strided", "detach", "swapaxes", "swapdims",
+RESHAPED_IN_PLACE = {"t", "transpose", "squeeze", "unsqueeze", "as_strided", "detach", "swapaxes", "swapdims",
                       "requires_grad", "resize", "set", "resize_as"}  # fmt: skip
 _MASKS = {"add", "sub", "mul", "where", "masked_fill", "div", "constant_pad_nd"}  # what scores are scaled and masked by
 _KEPT = 64  # of masks and factors so many queries and keys are kept, of the first 8 sequences and heads
@@ -236,15 +236,17 @@ class Tape(Mode):
         name = _name(func) if flex is None else FUSED_FLEX
         taken, named = (args, kwargs) if flex is None else (args[:3], _of_flex(flex))
         try:
-            views = self._viewed(taken, name), self._viewed(named, name)
+            with torch._C.DisableTorchFunction():  # modes of the user's see nothing of what is written down
+                views = self._viewed(taken, name), self._viewed(named, name)
         except Exception as error:
             self.errors.append(f"{name}: {type(error).__name__}: {error}")
             return func(*args, **kwargs)
         out = func(*args, **kwargs) if flex is None else flex.run()
         try:
-            step = self._write(func, name, taken, named, *views, out)
-            if self._on_step is not None:
-                self._on_step(step, func, args, kwargs, out)
+            with torch._C.DisableTorchFunction():
+                step = self._write(func, name, taken, named, *views, out)
+                if self._on_step is not None:
+                    self._on_step(step, func, args, kwargs, out)
         except Exception as error:
             self.errors.append(f"{name}: {type(error).__name__}: {error}")
         return out
@@ -304,7 +306,7 @@ class Tape(Mode):
         fresh = [one if one is not None and self._is_fresh(one, given) else None for one in made]
         if op == "_local_scalar_dense":
             self.read_out += [view.cell for view in taken]
-        if (not written or op in _RESHAPED_IN_PLACE) and not any(one is not None for one in fresh):
+        if (not written or op in RESHAPED_IN_PLACE) and not any(one is not None for one in fresh):
             return None  # a view
         path, line, padding = self._place(op)
         step = Step(len(self.steps), op, func, views, named, path, line, taken, padding=padding)

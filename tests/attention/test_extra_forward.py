@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hdi_callback import HeadDiversityMonitor, MonitoringWarning
+from hdi_callback import HeadDiversityMonitor, MisconfigurationError, MonitoringWarning
 from hdi_callback.attention.extra_forward import nothing_remains
 from hdi_callback.attention.first_calls import FirstCalls
 from hdi_callback.attention.first_forward import FirstForward
@@ -29,9 +29,10 @@ NAMES = ["blocks.0.attention", "blocks.1.attention"]
 class Finder:
     """Keeps what was found, and the handle."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, is_recorded: bool = False) -> None:
         self.surveys: list = []
-        self.handle = FirstCalls(model, lambda survey, recording: self.surveys.append(survey))
+        record = (lambda: FirstForward(model, "auto", 100, torch.is_grad_enabled)) if is_recorded else None
+        self.handle = FirstCalls(model, lambda survey, recording: self.surveys.append(survey), record=record)
 
     @property
     def names(self) -> list[str]:
@@ -181,14 +182,27 @@ def test_a_forward_that_raises_without_gradient_costs_a_reason_and_nothing_else(
     assert "RuntimeError: only with gradients" in finder.refused[0]
 
 
-def test_errors_of_the_function_that_is_told_pass():
+def test_a_failure_around_a_call_is_one_warning_and_the_call_goes_on():
+    model, (x, _) = Model(), batches(1)[0]
+
+    def fail(survey, recording):
+        raise ZeroDivisionError("inside")
+
+    handle = FirstCalls(model, fail)
+    with pytest.warns(MonitoringWarning, match="ZeroDivisionError: inside"):
+        model(x)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    handle.remove()
+
+
+def test_misuse_that_shows_in_the_first_call_is_raised_there():
     model = Model()
 
     def complain(survey, recording):
-        raise ValueError("nothing to watch")
+        raise MisconfigurationError("nothing to watch")
 
     handle = FirstCalls(model, complain)
-    with pytest.raises(ValueError, match="nothing to watch"):
+    with pytest.raises(MisconfigurationError, match="nothing to watch"):
         model(batches(1)[0][0])
     model(batches(1)[0][0])
     handle.remove()
@@ -228,13 +242,14 @@ class Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("is_recorded", [False, True], ids=["run once more", "recorded"])
 @pytest.mark.parametrize("mode", [Operations, Functions])
-def test_modes_of_the_users_see_nothing_of_it(mode):
+def test_modes_of_the_users_see_nothing_of_it(mode, is_recorded):
     counts, states = [], []
     for watch in (False, True):
         torch.manual_seed(0)
         model, x = Model(), batches(1)[0][0]
-        finder = Finder(model) if watch else None
+        finder = Finder(model, is_recorded=is_recorded) if watch else None
         with mode() as user:
             model(x)
         counts.append(user.count)
@@ -445,3 +460,59 @@ def test_nothing_is_said_of_a_forward_that_can_be_put_back():
     with nothing_remains(model, x, on_lost=lost.append):
         model(x)
     assert (lost, model.calls, model.seen) == ([], 0, [])
+
+
+class LateBlock(Model):
+    """Its second block runs from the third call on."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        for block in self.blocks[: 1 + (self.calls > 2)]:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("call", [compiled, in_place, blocks])
+def test_a_layer_that_runs_later_in_a_compiled_model_is_found_when_it_runs(call):
+    torch._dynamo.reset()
+    model = LateBlock()
+    run = call(model) if call is not compiled else torch.compile(model, backend="aot_eager")
+    with HeadDiversityMonitor(run) as monitor:
+        seen = []
+        for step, (x, _) in enumerate(batches(4)):
+            monitor.arm()
+            run(x)
+            record = monitor.measure(step).record()
+            seen.append([name for name, layer in record.layers.items() if "attention_entropy" in layer.values])
+    assert seen == [NAMES[:1], NAMES[:1], NAMES, NAMES]
+
+
+def test_a_scripted_part_of_a_model_is_no_obstacle():
+    model, (x, _) = Model(), batches(1)[0]
+    model.head = torch.jit.script(nn.Linear(32, 3))
+    finder = Finder(model, is_recorded=True)
+    model(x)
+    assert finder.names == NAMES
+
+
+class FailsOnce(Model):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 1:
+            raise ValueError("the first batch is odd")
+        return super().forward(x)
+
+
+def test_a_first_forward_of_a_compiled_model_that_fails_is_waited_out():
+    torch._dynamo.reset()
+    model, inputs = blocks(FailsOnce()), batches(2)
+    finder = Finder(model)
+    with pytest.raises(ValueError, match="odd"):
+        model(inputs[0][0])
+    model(inputs[1][0])
+    assert finder.names == NAMES
+    assert not finder.refused
