@@ -1,4 +1,4 @@
-"""The commands: `hdi check`, `audit`, `report`, `alerts`, `compare` and `explain`."""
+"""The commands: `hdi check`, `audit`, `report`, `alerts`, `watch`, `compare` and `explain`."""
 
 from __future__ import annotations
 
@@ -203,6 +203,23 @@ def alerts(run: str, thresholds: tuple[str, ...], since: int, level: str, as_jso
         click.echo(("\n" if shown else "") + found.text)
     _print_action(found)
     return CODES[found.state]
+
+
+@hdi.command(epilog=_EXIT_CODES)
+@click.argument("run")
+@click.option("--once", is_flag=True, help="Draw the run once and exit.")
+@click.option("--idle", type=float, metavar="SECONDS", help="Exit after so long without a new reading.")
+@click.option(
+    "--interval", type=float, default=2.0, show_default=True, metavar="SECONDS", help="Time between two updates."
+)
+def watch(run: str, once: bool, idle: float | None, interval: float) -> int:
+    """Follow a run in the terminal; waits for one that has not begun.
+
+    Exits when the run ends, on Ctrl-C, or as --once and --idle say.
+    """
+    from hdi_callback.command.watching import follow
+
+    return CODES[follow(run, once=once, idle=idle, interval=interval)]
 
 
 @hdi.command()

@@ -8,6 +8,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import lightning
@@ -240,6 +242,40 @@ def test_compare_of_nothing_is_code_2(bad, tmp_path):
     assert run("compare", bad, tmp_path / "empty.jsonl").exit_code == 2
 
 
+# --- watch
+
+
+def test_watch_draws_a_run_once(bad):
+    shown = run("watch", bad, "--once")
+    assert shown.exit_code == 1
+    assert COLLAPSED in shown.output
+    assert "closest pair: " in shown.output
+    assert max(map(len, shown.output.splitlines()[1:6])) <= 80
+
+
+def test_watch_ends_with_the_run(good):
+    assert run("watch", good, "--interval", "0.01").exit_code == 0
+
+
+def test_watch_waits_for_a_run_that_has_not_begun(tmp_path):
+    def begin() -> None:
+        time.sleep(0.3)
+        write_run(tmp_path / "later" / "history.jsonl")
+
+    writer = threading.Thread(target=begin)
+    writer.start()
+    shown = run("watch", tmp_path / "later", "--interval", "0.05", "--idle", "20")
+    writer.join()
+    assert shown.exit_code == 1
+    assert COLLAPSED in shown.output
+
+
+def test_watch_ends_when_nothing_is_written(tmp_path):
+    path = write_run(tmp_path / "history.jsonl", is_last=False)
+    assert run("watch", path, "--idle", "0.05", "--interval", "0.01").exit_code == 1
+    assert run("watch", tmp_path / "never", "--idle", "0.05", "--interval", "0.01").exit_code == 2
+
+
 # --- explain
 
 
@@ -287,6 +323,7 @@ def test_a_misspelt_rule_is_answered_with_the_closest_name():
     [
         (("alerts", "nowhere"), "There is no file or folder `nowhere`"),
         (("report", "nowhere"), "There is no file or folder `nowhere`"),
+        (("watch", "nowhere", "--once"), "There is no file or folder `nowhere`"),
         (("audit", "nowhere"), "There is no file or folder `nowhere`"),
         (("compare", "nowhere", "nowhere"), "There is no file or folder `nowhere`"),
         (("alerts", "{run}", "--since", "soon"), "'soon' is not a valid integer"),
@@ -295,6 +332,7 @@ def test_a_misspelt_rule_is_answered_with_the_closest_name():
         (("alerts", "{run}", "--threshold", "pair"), "`--threshold pair` cannot be read: write --threshold pair=0.9"),
         (("alerts", "{run}", "--threshold", "=0.9"), "cannot be read"),
         (("alerts", "{run}", "--threshold", "pair=high"), "cannot be read"),
+        (("watch", "{run}", "--interval", "0"), "must be positive"),
         (("adit", "{run}"), "Did you mean"),
     ],
 )

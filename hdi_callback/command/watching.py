@@ -1,0 +1,116 @@
+"""`hdi watch`: a run followed in the terminal."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hdi_callback.dashboards.layer_table import layers_text
+from hdi_callback.dashboards.verdict import State, verdict
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.history import RunHistory, load_history
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_SHADES = " .:-=+*#%@"  # of an alignment from 0 to 1, readable without colours
+_STYLES: dict[State, str] = {"alert": "bold red", "clear": "bold green", "nothing to judge": "bold yellow"}
+
+
+def follow(run: str, *, once: bool, idle: float | None, interval: float) -> State:
+    """Draw a run again and again until it ends; wait for one that has not begun.
+
+    Args:
+        run: a history, or the folder of a run.
+        once: draw it once.
+        idle: end after so many seconds without a new reading.
+        interval: seconds between two looks at the history.
+
+    Returns:
+        The state of the run at the end.
+
+    Raises:
+        MisconfigurationError: if the arguments cannot work, or with `once` if there is no such run.
+    """
+    from rich.console import Console
+    from rich.live import Live
+
+    if interval <= 0 or (idle is not None and idle <= 0):
+        raise MisconfigurationError("`--interval` and `--idle` must be positive numbers of seconds.")
+    console = Console(highlight=False)
+    if once:
+        history = load_history(run)
+        console.print(frame(history, console.width))
+        return verdict(history.records, history.layers).state
+    found: RunHistory | None = None
+    size, last_change = -1, time.monotonic()
+    with Live(f"Waiting for a run to begin in {run} ...", console=console, auto_refresh=False) as live:
+        live.refresh()
+        try:
+            while True:
+                if found is None:
+                    found = _begun(run)
+                if found is not None and (now := found.path.stat().st_size) != size:
+                    size, last_change, found = now, time.monotonic(), load_history(found.path)
+                    live.update(frame(found, console.width), refresh=True)
+                if (found is not None and found.records and found.records[-1].is_last) or (
+                    idle is not None and time.monotonic() - last_change >= idle
+                ):
+                    break
+                time.sleep(interval)
+        except KeyboardInterrupt:  # Ctrl-C ends it
+            pass
+    return "nothing to judge" if found is None else verdict(found.records, found.layers).state
+
+
+def _begun(run: str) -> RunHistory | None:
+    """The history of a run; `None` if there is none yet."""
+    try:
+        return load_history(run)
+    except MisconfigurationError:
+        return None
+
+
+def frame(history: RunHistory, width: int) -> RenderableType:
+    """Draw a run as it is: its layers at the last reading, the closest pair over time, and the verdict.
+
+    Args:
+        history: the run so far.
+        width: columns of the terminal.
+
+    Returns:
+        Something that rich prints.
+    """
+    from rich.console import Group
+    from rich.text import Text
+
+    found = verdict(history.records, history.layers)
+    last = history.records[-1] if history.records else None
+    parts = [Text(f"{history.path}, step {'-' if last is None else last.step}", style="dim")]
+    if last is not None:
+        parts += [Text(), Text(layers_text(history.layers, None, last, last.active, width=width))]
+        worst = [max(record.values("hdi_worst_alignment").values(), default=math.nan) for record in history.records]
+        parts += [Text(), Text(f"closest pair: {curve(worst, width - 16)}")]
+    parts += [Text(), Text(found.text, style=_STYLES[found.state])]
+    return Group(
+        *parts, *([Text(f"What to do: {found.action}"), Text(found.code, no_wrap=True)] if found.action else [])
+    )
+
+
+def curve(values: Sequence[float], columns: int) -> str:
+    """Draw a curve of alignments in one line; each column has the largest of its readings.
+
+    Example:
+        >>> curve([0.0, 0.5, 1.0, 0.2], 2)
+        '=@'
+    """
+    columns = min(columns, len(values))
+    marks = ""
+    for column in range(columns):
+        of_column = values[column * len(values) // columns : (column + 1) * len(values) // columns]
+        known = [value for value in of_column if math.isfinite(value)]
+        shade = round(min(max(max(known), 0.0), 1.0) * (len(_SHADES) - 1)) if known else 0
+        marks += _SHADES[shade]
+    return marks
