@@ -44,12 +44,8 @@ if TYPE_CHECKING:  # the same once more, for type checkers and editors
         register_layout as register_layout,
         survey as survey,
     )
-    from hdi_callback.audits import (  # type: ignore[no-redef]
-        Audit as Audit,
-        Comparison as Comparison,
-        audit as audit,
-        compare as compare,
-    )
+    from hdi_callback.audits import Comparison as Comparison, compare as compare
+    from hdi_callback.audits.audit import Audit as Audit, audit as audit
     from hdi_callback.checks import (
         Card as Card,
         Check as Check,

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import math
 import numbers
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from hdi_callback.errors import MisconfigurationError
 
@@ -44,6 +49,38 @@ def whole_number(argument: str, value: Any, *, least: int, example: int) -> int:
             f"{_quoted(argument)} must be a whole number of at least {least}, got {shown(value)}: write {example}."
         )
     return int(value)
+
+
+def number(argument: str, value: Any, *, example: float, most: float = math.inf, allows_zero: bool = False) -> float:
+    """Check a finite number above zero, or from zero on."""
+    is_number = type(value) is not bool and isinstance(value, numbers.Real) and math.isfinite(value)
+    if not is_number or not (0 < value <= most or (value == 0 and allows_zero)):
+        bounds = ("of at least 0" if allows_zero else "above 0") + (f", at most {most:g}" if most < math.inf else "")
+        raise MisconfigurationError(
+            f"{_quoted(argument)} must be a finite number {bounds}, got {shown(value)}: write {example:g}."
+        )
+    return float(value)
+
+
+def torch_module(argument: str, value: Any) -> nn.Module:
+    """Check a model."""
+    if not isinstance(value, nn.Module):
+        raise MisconfigurationError(f"{_quoted(argument)} must be a torch.nn.Module, got {shown(value)}.")
+    return value
+
+
+def function(argument: str, value: Any, example: str) -> Callable[..., Any] | None:
+    """Check a function, or `None`."""
+    if value is not None and not callable(value):
+        raise MisconfigurationError(f"{_quoted(argument)} must be a function, got {shown(value)}: write {example}.")
+    return value  # type: ignore[no-any-return]
+
+
+def file_path(argument: str, value: Any, example: str) -> Path:
+    """Check a path, and put the home directory for ``~``."""
+    if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
+        raise MisconfigurationError(f'{_quoted(argument)} must be a path, got {shown(value)}: write "{example}".')
+    return Path(value).expanduser()
 
 
 def flag(argument: str, value: Any) -> bool:

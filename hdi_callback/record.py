@@ -148,7 +148,10 @@ class Record:
     cost: float | None = None
 
     def __repr__(self) -> str:
-        return f"<Record at step {self.step}: {len(self.layers)} layers, {len(self.alerts)} alerts>"
+        active = [f"{sum(alert.level == level for alert in self.active)} {level}" for level in reversed(LEVELS)]
+        named = ", ".join(count for count in active if not count.startswith("0 "))
+        alerts = f"active alerts: {named}" if named else "no active alert"
+        return f"<Record at step {self.step}: {len(self.layers)} layers, {alerts}>"
 
     def values(self, metric: str) -> dict[str, float]:
         """Return layer -> value of a metric, for the layers that have it."""

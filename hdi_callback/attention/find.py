@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hdi_callback.arguments import function, torch_module
 from hdi_callback.attention.cores import core_of, layout_of_fused
 from hdi_callback.attention.extra_forward import inner_model, nothing_remains
 from hdi_callback.attention.heads import IN, Claim, Map, columns_of, heads_of, maps_that_are_shared
@@ -527,6 +528,8 @@ def survey(model: nn.Module, forward: Callable[[], object] | None = None, on_rea
     Raises:
         MisconfigurationError: if there is no `forward`, and no other way to know.
     """
+    torch_module("model", model)
+    function("forward", forward, "lambda: model(batch)")
     known = known_layers(model)
     if forward is None:
         forward = own_forward(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import statistics
@@ -13,14 +14,15 @@ from typing import Any
 
 from torch import nn
 
+from hdi_callback.arguments import function, strings
 from hdi_callback.attention import AttentionLayer, Survey, survey
 from hdi_callback.attention.extra_forward import nothing_remains
 from hdi_callback.attention.own_inputs import own_forward
 from hdi_callback.attention.registry import known_layers
 from hdi_callback.audits.again import check_patterns
-from hdi_callback.audits.sources import Target, open_target
+from hdi_callback.audits.sources import NOT_STORED, Target, open_target
 from hdi_callback.audits.weights import first_line
-from hdi_callback.dashboards.layer_table import compared, layers_text, name_heads
+from hdi_callback.dashboards.layer_table import layers_text, name_heads
 from hdi_callback.dashboards.verdict import Verdict, verdict
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.history import RunHistory
@@ -33,6 +35,12 @@ from hdi_callback.rules import Alerts
 _REMEDY = "write module:function that gives a model and a batch, or set example_input_array"
 _NAMED = re.compile(r"att(n|ention)", re.IGNORECASE)
 _DEAD = 0.01  # norm of a dead head, as a share of the median of the others
+_WITHOUT = {
+    "query": "Without queries all tokens are attended to alike",
+    "key": "Without keys all tokens score alike",
+    "value": "Without values a head adds nothing",
+    "output": "Without an output a head adds nothing",
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -59,7 +67,8 @@ class Audit:
     @property
     def not_audited(self) -> dict[str, str]:
         """Layers whose heads were not compared, and attention that is not read -> the reason."""
-        reported = {layer for finding in self.findings for layer in finding.where}  # NaN weights are a finding
+        # NaN weights are a finding, and what is not in a file is one beside its reason.
+        reported = {layer for one in self.findings if one.rule != "weights missing" for layer in one.where}
         without = {
             facts["name"]: reason
             for facts in self.layers
@@ -136,6 +145,10 @@ def audit(
         >>> [(facts["name"], facts["num_heads"]) for facts in found.layers], found.verdict.state
         ([('0.self_attn', 4)], 'clear')
     """
+    include = strings("include", include, "patterns of layer names")
+    exclude = strings("exclude", exclude, "patterns of layer names")
+    function("forward", forward, "lambda: model(batch)")
+    Alerts("default", thresholds)  # checks the limits
     opened, layers, refused = open_layers(target, model=model, config=config, forward=forward)
     layers = _chosen(layers, include, exclude)
     facts = tuple(layer.facts() for layer in layers)
@@ -143,8 +156,15 @@ def audit(
     # Rules pass over what pretrained weights had from the start, and an audit asks about just that.
     alerts = Alerts("default", thresholds, facts, pretrained=False)
     # Of fresh weights at step 0 rules ask other questions.
-    record = measure_weights(opened, layers, step=opened.step or 1)
-    found = [*alerts.judge(record), *_dead_heads(record, facts)]
+    step = opened.step or 1
+    record = measure_weights(opened, layers, step=step)
+    found = list(alerts.judge(record))
+    for layer in layers:
+        missing = missing_weights(opened, layer)
+        if NOT_STORED in missing:
+            found.append(_missing_finding(layer.name, missing, step))
+        elif not missing:
+            found += _dead_heads(layer, step)
     found.sort(key=lambda alert: (-LEVELS.index(alert.level), -(alert.value or 0)))
     return Audit(opened.name, facts, replace(record, alerts=tuple(found), active=tuple(found)), refused)
 
@@ -209,7 +229,7 @@ def measure_weights(target: Target, layers: Sequence[AttentionLayer], *, step: i
     absent = Absent()
     readable = []
     for layer in layers:
-        missing = _missing_weights(target, layer)
+        missing = missing_weights(target, layer)
         if missing:
             for source in (KEYS, QK, OV, FINITENESS):
                 absent.note(layer.name, source, missing)
@@ -219,10 +239,10 @@ def measure_weights(target: Target, layers: Sequence[AttentionLayer], *, step: i
     return Reading(step, [layer.name for layer in layers], results, absent).record()
 
 
-def _missing_weights(target: Target, layer: AttentionLayer) -> str:
-    """Why the weights of a layer have no numbers; empty if they have."""
+def missing_weights(target: Target, layer: AttentionLayer, roles: Sequence[str] | None = None) -> str:
+    """Return why the weights of a layer, or those of some roles, have no numbers; empty if they have."""
     names = {id(parameter): name for name, parameter in target.model.named_parameters()}
-    on_meta = [one for weight in layer.weights.values() for one in weight.parameters() if one.is_meta]
+    on_meta = [one for role in roles or layer.weights for one in layer.weights[role].parameters() if one.is_meta]
     named = dict.fromkeys(names.get(id(one), "") for one in on_meta)
     reasons = [f"`{name}`: {target.missing[name]}" for name in named if name in target.missing]
     return "; ".join(reasons) or ("its weights are on the meta device, which holds no numbers" if on_meta else "")
@@ -248,21 +268,33 @@ def _why_not(facts: Mapping[str, Any], numbers: LayerRecord) -> str:
     return numbers.absent.get(KEYS) or numbers.absent.get("hdi_worst_alignment") or "its heads were not compared"
 
 
-def _dead_heads(record: Record, layers: Sequence[Mapping[str, Any]]) -> list[Alert]:
-    """Find heads whose key weights are all but zero; in a run they show as vanishing weights."""
+def _dead_heads(layer: AttentionLayer, step: int) -> list[Alert]:
+    """Find heads whose weights of a role are all but zero; in a run they show as vanishing weights."""
     found = []
-    for facts in layers:
-        name, numbers = facts["name"], record.layers[facts["name"]]
-        norms = [float(norm) for norm in numbers.heads.get("head_norm", [])]
-        ranks = numbers.heads.get("rank", [])
-        median = statistics.median(norms) if norms else 0.0
-        heads = tuple(head for head, norm in enumerate(norms) if norm <= _DEAD * median or not ranks[head])
-        if not heads:
+    for role, weight in layer.weights.items():
+        norms = weight.tensor().detach().float().flatten(1).norm(dim=1).tolist()
+        least = _DEAD * statistics.median(norms)
+        heads = tuple(head for head, norm in enumerate(norms) if norm <= least)  # NaN is not
+        if not heads or not all(map(math.isfinite, norms)):
             continue
-        unit = compared(facts)
+        unit = "heads" if len(norms) == layer.num_heads else "key heads"
         verb = "is" if len(heads) == 1 else "are"
-        message = f"{name_heads(heads, len(norms), unit)} of {name} {verb} dead: the key weights are all but zero"
-        action = "Without keys all tokens score alike: look for what emptied them (weight decay, a mask), or prune."
-        alert = Alert(record.step, "dead heads", "warning", {name: heads}, message, action, value=float(len(heads)))
-        found.append(replace(alert, metric="hdi_dead_heads", unit=unit))
+        message = (
+            f"{name_heads(heads, len(norms), unit)} of {layer.name} {verb} dead: the {role} weights are all but zero"
+        )
+        action = f"{_WITHOUT[role]}: look for what emptied them (weight decay, a mask, a file without them), or prune."
+        alert = Alert(step, "dead heads", "warning", {layer.name: heads}, message, action, value=float(len(heads)))
+        found.append(replace(alert, metric="hdi_dead_heads" if role == "key" else None, unit=unit))
     return found
+
+
+def _missing_finding(layer: str, missing: str, step: int) -> Alert:
+    message = f"weights of {layer} are missing: {missing}"
+    return Alert(
+        step,
+        "weights missing",
+        "warning",
+        {layer: ()},
+        message,
+        "Look at how the file was written, and by which names.",
+    )

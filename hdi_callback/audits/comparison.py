@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hdi_callback.audits.audit import measure_weights, open_layers
+from hdi_callback.arguments import file_path, whole_number
+from hdi_callback.attention import AttentionLayer
+from hdi_callback.audits.audit import measure_weights, missing_weights, open_layers
+from hdi_callback.audits.sources import Target
 from hdi_callback.core import head_diversity
-from hdi_callback.dashboards.layer_table import closest_pair, compared, name_heads, table_lines
+from hdi_callback.dashboards.layer_table import closest_pair, compared, name_heads, name_layers, table_lines
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.history import RunHistory, load_history
 from hdi_callback.record import Record
+from hdi_callback.rules.words import listed
 
 _COMPARED = ("hdi", "hdi_alignment", "hdi_worst_alignment", "hdi_energy_alignment")
 _ROUNDING = 1e-3  # of matrices in a history, and of products of weights
-_HEADINGS = ("layer", "pair in A", "in B", "aligned in A", "in B", "moved most")
+_HEADINGS = ("layer", "pair in A", "in B", "aligned in A", "in B", "changed most")
+_SAME = 1e-6  # change of an alignment
 _MOST_ROWS = 20  # layers in the table
 
 
@@ -38,6 +43,9 @@ class LayerComparison:
             at all, 1 as far as an independent head. Of runs it is the mean change of its alignments with the other
             heads, as a history has no weights; empty where one has no matrices.
         unit: what is compared: ``"heads"``, or ``"key heads"`` where several heads share their keys.
+        changes: role -> how far the weights of each head of a checkpoint are from those of the first, as a share of
+            their norm; 0 if they are equal bit by bit. Empty for runs.
+        broken: clauses that name heads whose weights are not finite, or zero, in one of the two.
     """
 
     name: str
@@ -47,6 +55,8 @@ class LayerComparison:
     pair_after: tuple[int, ...] = ()
     moved: tuple[float, ...] = ()
     unit: str = "heads"
+    changes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    broken: tuple[str, ...] = ()
 
     def change(self, metric: str = "hdi_worst_alignment") -> float:
         """Return the second value of a metric less the first; NaN if one of them is not known."""
@@ -54,9 +64,27 @@ class LayerComparison:
 
     @property
     def size(self) -> float:
-        """How much has changed, to rank layers: the largest change of an alignment, then of a head."""
-        changes = [abs(self.change(metric)) for metric in _COMPARED[1:]]
-        return max((one for one in changes if one == one), default=0.0) + 1e-3 * max(self.moved, default=0.0)
+        """How much has changed, to rank layers: what is broken first, then weights, then alignments, then heads."""
+        shares = [share for of_role in self.changes.values() for share in of_role if share == share]
+        alignments = [abs(self.change(metric)) for metric in _COMPARED[1:]]
+        if self.broken:
+            return math.inf
+        if shares:
+            return max(shares)
+        return max((change for change in alignments if change == change), default=0.0) + 1e-3 * max(
+            self.moved, default=0.0
+        )
+
+    @property
+    def most_changed(self) -> tuple[str, int, float] | None:
+        """The role and the head whose weights changed most, and by how much; `None` if all are equal, or unknown."""
+        every = [
+            (role, head, share)
+            for role, shares in self.changes.items()
+            for head, share in enumerate(shares)
+            if 0 < share < math.inf
+        ]
+        return max(every, key=lambda change: change[2], default=None)
 
     @property
     def most_moved(self) -> int | None:
@@ -75,7 +103,9 @@ class Comparison:
         layers: the layers of both, most changed first.
         only_in_first: layers that the second does not have.
         only_in_second: layers that the first does not have.
-        not_compared: layers of both that could not be compared -> the reason.
+        not_compared: layers of both, and their weights, that could not be compared -> the reason.
+        others: names of the other parameters of checkpoints that differ, or are only in one of them.
+        equal_numbers: of runs: whether all numbers of the two readings are equal.
     """
 
     first: str
@@ -84,22 +114,57 @@ class Comparison:
     only_in_first: tuple[str, ...] = ()
     only_in_second: tuple[str, ...] = ()
     not_compared: Mapping[str, str] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+    equal_numbers: bool = False
 
     @property
     def summary(self) -> str:
         """The largest difference in a sentence or two."""
         if not self.layers:
             return "Nothing to compare: no layer could be read in both."
-        top = self.layers[0]
-        if top.size < _ROUNDING * _ROUNDING:
-            return f"Nothing differs in {len(self.layers)} layers.{self._only_in_one()}"
-        before, after = (side.get("hdi_worst_alignment") for side in (top.before, top.after))
-        change = f"went from {_decimal(before)} to {_decimal(after)}"
-        if _decimal(before) == _decimal(after):
-            change = f"stays at {_decimal(after)}"
+        count = f"{len(self.layers)} layer{'s' if len(self.layers) > 1 else ''}"
+        broken: dict[str, list[str]] = {}
+        for layer in self.layers:
+            for clause in layer.broken:
+                broken.setdefault(clause, []).append(layer.name)
+        first = [f"{name_layers(names)}: {clause}." for clause, names in broken.items()]
+        changed = [layer for layer in self.layers if layer.most_changed or (not layer.changes and layer.size > _SAME)]
+        if changed:
+            first.append(self._most(max(changed, key=lambda layer: (layer.most_changed or ("", 0, 0.0))[2])))
+        elif self.is_of_weights and not broken:
+            roles = listed(list(dict.fromkeys(role for layer in self.layers for role in layer.changes)))
+            first.append(f"The {roles} weights that are in both are equal bit by bit, in {count}.")
+        elif not self.is_of_weights:
+            what = "All numbers" if self.equal_numbers else "Alignments agree and other numbers do not: those"
+            first.append(f"{what} of these readings {'agree' if self.equal_numbers else 'differ'}, in {count}.")
+            first.append("A history has no weights.")
+        if self.others:
+            more = f" and {len(self.others) - 3} more" if len(self.others) > 3 else ""
+            first.append(f"Of the other parameters {len(self.others)} differ: {', '.join(self.others[:3])}{more}.")
+        elif self.is_of_weights:
+            first.append("All other parameters are equal.")
+        if self.not_compared:
+            name, reason = next(iter(self.not_compared.items()))
+            more = f", and {len(self.not_compared) - 1} more" if len(self.not_compared) > 1 else ""
+            first.append(f"Not compared: {name} ({reason}){more}.")
+        return " ".join(first) + self._only_in_one()
+
+    def _most(self, top: LayerComparison) -> str:
+        before, after = (_decimal(side.get("hdi_worst_alignment")) for side in (top.before, top.after))
+        change = f"stays at {after}" if before == after else f"went from {before} to {after}"
         pair = f" ({name_heads(top.pair_after, unit=top.unit)})" if top.pair_after else ""
-        head = "" if top.most_moved is None else f"; {name_heads([top.most_moved], unit=top.unit)} moved most"
-        return f"{top.name} changed most: the alignment of its closest pair {change}{pair}{head}.{self._only_in_one()}"
+        clauses = [f"the alignment of its closest pair {change}{pair}"] if after != "-" else []
+        if top.most_changed is not None:
+            role, head, share = top.most_changed
+            clauses.insert(0, f"the {role} weights of head {head} by {share:.3g} of their norm")
+        elif top.most_moved is not None:
+            clauses.append(f"{name_heads([top.most_moved], unit=top.unit)} moved most")
+        return f"{top.name} changed most: {'; '.join(clauses)}."
+
+    @property
+    def is_of_weights(self) -> bool:
+        """Whether two checkpoints were compared, and not two runs."""
+        return any(layer.changes for layer in self.layers)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as plain data: what ``hdi compare --json`` prints."""
@@ -111,9 +176,11 @@ class Comparison:
         for layer in self.layers[:_MOST_ROWS]:
             pairs = ("-".join(map(str, pair)) or "-" for pair in (layer.pair_before, layer.pair_after))
             numbers = (_decimal(side.get("hdi_worst_alignment")) for side in (layer.before, layer.after))
-            head = layer.most_moved
-            moved = "-" if head is None else f"{head} ({layer.moved[head]:.2f})"
-            rows.append([layer.name, *pairs, *numbers, moved])
+            head, most = layer.most_moved, layer.most_changed
+            changed = "-" if head is None else f"{head} ({layer.moved[head]:.2f})"
+            if self.is_of_weights:
+                changed = "-" if most is None else f"{most[0]} {most[1]} ({most[2]:.2f})"
+            rows.append([layer.name, *pairs, *numbers, changed])
         lines = [f"A  {self.first}", f"B  {self.second}", ""]
         lines += table_lines(_HEADINGS, rows) if rows else []
         if len(self.layers) > _MOST_ROWS:
@@ -160,6 +227,8 @@ def compare(
         >>> [(layer.name, layer.change("hdi")) for layer in compare(model, model).layers]
         [('0.self_attn', 0.0)]
     """
+    if step is not None:
+        whole_number("step", step, least=0, example=1000)
     runs = [_is_run(source) for source in (first, second)]
     if all(runs):
         return _compare_runs(load_history(first), load_history(second), step)  # type: ignore[arg-type]
@@ -173,27 +242,98 @@ def compare(
     for source in (first, second):
         target, layers, refused = open_layers(source, model=model, config=config)
         record = measure_weights(target, layers, step=1)
-        sides.append((target.name, {layer.name: layer for layer in layers}, record))
+        sides.append((target.name, {layer.name: layer for layer in layers}, record, target))
         facts += [layer.facts() for layer in layers]
         reasons |= refused
-    (name, ours, before), (other_name, theirs, after) = sides
+    (name, ours, before, target_of_first), (other_name, theirs, after, target_of_second) = sides
     moved: dict[str, list[float]] = {}
-    for layer in (
-        layer for layer in ours if layer in theirs and before.layers[layer].values and after.layers[layer].values
-    ):
-        keys, other_keys = ours[layer].weight("key").detach(), theirs[layer].weight("key").detach()
-        if keys.shape == other_keys.shape:
-            moved[layer] = _moved(keys, other_keys)
+    changes: dict[str, dict[str, tuple[float, ...]]] = {}
+    broken: dict[str, list[str]] = {}
+    for layer in (layer for layer in ours if layer in theirs):
+        for role in dict.fromkeys([*ours[layer].weights, *theirs[layer].weights]):
+            weights = _weight(target_of_first, ours[layer], role), _weight(target_of_second, theirs[layer], role)
+            why_not = next((weight for weight in weights if isinstance(weight, str)), "")
+            first_weight, second_weight = weights
+            if not isinstance(first_weight, Tensor) or not isinstance(second_weight, Tensor):
+                reasons[f"{role} of {layer}"] = why_not
+            elif first_weight.shape != second_weight.shape:
+                shapes = tuple(first_weight.shape), tuple(second_weight.shape)
+                reasons[f"{role} of {layer}"] = f"its weights are {shapes[0]} in A and {shapes[1]} in B"
+            else:
+                changes.setdefault(layer, {})[role] = _shares(first_weight, second_weight)
+                broken.setdefault(layer, []).extend(_broken(role, first_weight, second_weight))
+                if role == "key" and not broken[layer]:
+                    moved[layer] = _moved(first_weight, second_weight)
+    found = _compare_records(name, before, other_name, after, facts, moved, reasons, changes)
+    layers_of_both = tuple(
+        replace(layer, changes=changes.get(layer.name, {}), broken=tuple(broken.get(layer.name, ())))
+        for layer in found.layers
+    )
+    in_order = tuple(sorted(layers_of_both, key=lambda layer: -layer.size))
+    of_heads = {
+        id(parameter)
+        for layer in ours.values()
+        if layer.name in changes
+        for weight in layer.weights.values()
+        for parameter in weight.parameters()
+    }
+    return replace(found, layers=in_order, others=_others(target_of_first, target_of_second, of_heads))
+
+
+def _weight(target: Target, layer: AttentionLayer, role: str) -> Tensor | str:
+    """Return the weights of a role, or why there are none."""
+    if role not in layer.weights:
+        return "they are not read in one of the two"
+    return missing_weights(target, layer, [role]) or layer.weights[role].tensor().detach().float().cpu()
+
+
+def _shares(before: Tensor, after: Tensor) -> tuple[float, ...]:
+    """How far the weights of each head are apart, as a share of the norm of the first; NaN where it is not finite."""
+    apart, norms = (after - before).flatten(1).norm(dim=1), before.flatten(1).norm(dim=1)
+    return tuple((apart / norms.clamp_min(1e-30)).masked_fill((before == after).flatten(1).all(1), 0.0).tolist())
+
+
+def _broken(role: str, before: Tensor, after: Tensor) -> list[str]:
+    """Name heads that are not finite, or zero."""
+    clauses = []
+    for what in ("not finite", "zero"):
+        heads_of_first, heads_of_second = (_heads_that_are(what, weight) for weight in (before, after))
+        sides = {"A and B": heads_of_first & heads_of_second, "A": heads_of_first - heads_of_second}
+        for side, heads in {**sides, "B": heads_of_second - heads_of_first}.items():
+            if heads:
+                clauses.append(f"the {role} weights of {name_heads(sorted(heads), len(before))} are {what} in {side}")
+    return clauses
+
+
+def _heads_that_are(what: str, weight: Tensor) -> set[int]:
+    rows = weight.flatten(1)
+    return set(
+        ((rows == 0) if what == "zero" else ~rows.isfinite().all(1, keepdim=True)).all(1).nonzero().flatten().tolist()
+    )
+
+
+def _others(first: Target, second: Target, of_heads: Collection[int]) -> tuple[str, ...]:
+    """Name parameters that differ, or are in one alone, beside the weights of heads."""
+    ours, theirs = (dict(side.model.named_parameters()) for side in (first, second))
+    names = [name for name in ours if name not in theirs] + [name for name in theirs if name not in ours]
+    for name in (name for name in ours if name in theirs):
+        before, after = ours[name].detach(), theirs[name].detach()
+        if id(ours[name]) in of_heads:
+            continue
+        if before.is_meta or after.is_meta or before.shape != after.shape:
+            is_equal = before.is_meta and after.is_meta
         else:
-            reasons[layer] = f"its keys are {tuple(keys.shape)} in A and {tuple(other_keys.shape)} in B"
-    return _compare_records(name, before, other_name, after, facts, moved, reasons)
+            before, after = before.cpu(), after.cpu()
+            is_equal = bool(((before == after) | (before.isnan() & after.isnan())).all())
+        names += [] if is_equal else [name]
+    return tuple(names)
 
 
 def _is_run(source: Any) -> bool:
     """Whether this is the history of a run, or its folder; a folder with a config.json is a model."""
     if isinstance(source, nn.Module):
         return False
-    path = Path(source).expanduser()
+    path = file_path("run", source, "runs/a")
     if path.is_dir():
         return not (path / "config.json").is_file() and next(path.rglob("history*.jsonl"), None) is not None
     return path.is_file() and path.suffix == ".jsonl"
@@ -207,7 +347,20 @@ def _compare_runs(a: RunHistory, b: RunHistory, step: int | None) -> Comparison:
         for name in ours
         if "pair_alignment" in ours[name] and "pair_alignment" in theirs.get(name, {})
     }
-    return _compare_records(str(a.path), before, str(b.path), after, a.layers, moved, {})
+    found = _compare_records(str(a.path), before, str(b.path), after, a.layers, moved, {})
+    broken = {
+        name: tuple(
+            f"weights of {record.layers[name].values['weights_not_finite']:g} heads are not finite in {side}"
+            for side, record in (("A", before), ("B", after))
+            if record.layers[name].values.get("weights_not_finite")
+        )
+        for name in (layer.name for layer in found.layers)
+    }
+    layers = sorted(
+        (replace(layer, broken=broken[layer.name]) for layer in found.layers), key=lambda layer: -layer.size
+    )
+    is_equal = all(before.layers[layer.name].values == after.layers[layer.name].values for layer in layers)
+    return replace(found, layers=tuple(layers), equal_numbers=is_equal)
 
 
 def _reading(run: RunHistory, step: int | None) -> Record:
@@ -242,13 +395,15 @@ def _compare_records(
     facts: Sequence[Mapping[str, Any]],
     moved: Mapping[str, Sequence[float]],
     reasons: Mapping[str, str],
+    of_weights: Collection[str] = (),
 ) -> Comparison:
     units = {one["name"]: compared(one) for one in facts}
     layers: list[LayerComparison] = []
     without = dict(reasons)
     for name in (name for name in a.layers if name in b.layers):
         before, after = _compared(a, name), _compared(b, name)
-        if not ("hdi_alignment" in before and "hdi_alignment" in after) and not moved.get(name):
+        has_both = "hdi_alignment" in before and "hdi_alignment" in after
+        if not has_both and not moved.get(name) and name not in of_weights:
             without.setdefault(name, "no two of its heads were compared in both")
             continue
         pairs = closest_pair(a, name), closest_pair(b, name)

@@ -20,6 +20,7 @@ from hdi_callback.attention.extra_forward import inner_model
 from hdi_callback.audits.weights import first_line, load_plain, map_folder, map_safetensors, without_wrappers
 from hdi_callback.errors import MisconfigurationError
 
+NOT_STORED = "it is not in the file"
 _WHAT = (
     "Write a folder that save_pretrained wrote, a .safetensors file with its config.json beside it, a checkpoint or "
     "state dict together with the class or function that builds its model, or module:function."
@@ -275,7 +276,7 @@ def _matched(model: nn.Module, stored: Mapping[str, Tensor]) -> tuple[dict[str, 
     for name, tensor in own.items():
         value = named.get(name)
         if value is None:
-            missing[name] = "it is not in the file"
+            missing[name] = NOT_STORED
         elif tensor.is_floating_point() and (not value.is_floating_point() or value.dtype.itemsize < 2):
             missing[name] = f"it is quantised in the file ({str(value.dtype).removeprefix('torch.')})"
         elif value.shape != tensor.shape:

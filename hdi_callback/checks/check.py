@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from hdi_callback.arguments import function, torch_module
 from hdi_callback.attention.find import survey
 from hdi_callback.attention.heads import Claim
 from hdi_callback.attention.labels import Labels
@@ -114,6 +115,8 @@ def check(model: nn.Module, forward: Callable[[], object] | None = None) -> Chec
     """
     from hdi_callback.checks.questions import ask_model  # nothing that trains asks, and so it imports none of it
 
+    torch_module("model", model)
+    function("forward", forward, "lambda: model(batch)")
     facts: list[Facts] = []
     survey(model, forward, lambda *read: facts.extend(facts_of(*read)))
     forward = own_forward(model) if forward is None else forward

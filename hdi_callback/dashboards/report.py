@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hdi_callback.arguments import file_path, shown
 from hdi_callback.dashboards.evidence import draw_evidence, point_of
 from hdi_callback.dashboards.layer_table import closest_pair, compared, layer_rows, name_heads, name_layers
 from hdi_callback.dashboards.pictures import WORST, Curve, draw_curves, draw_heads, draw_map, map_metric, svg, svg_style
@@ -36,10 +37,12 @@ def write_report(run: RunHistory, path: str | os.PathLike[str] | None = None) ->
     """
     from jinja2 import Environment, PackageLoader, select_autoescape
 
+    if not isinstance(run, RunHistory):
+        raise MisconfigurationError(f"`run` must be a history, got {shown(run)}: write load_history({run!r:.60}).")
     environment = Environment(loader=PackageLoader(__package__, "."), autoescape=select_autoescape(default=True))
     page = environment.get_template("report.html").render(_contents(run))
     stem = run.path.stem.replace("history", "report") if "history" in run.path.stem else "report"
-    target = run.path.with_name(f"{stem}.html") if path is None else Path(path).expanduser()
+    target = run.path.with_name(f"{stem}.html") if path is None else file_path("path", path, "report.html")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(page, encoding="utf-8")

@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hdi_callback.arguments import file_path
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.history.lines import from_text, matrices_folder, record_from_line
+from hdi_callback.monitor.metrics import check_metric
 from hdi_callback.record import Alert, Record
 
 if TYPE_CHECKING:
@@ -55,7 +57,12 @@ class RunHistory:
         return f"Reading {self.path}, the newest of {len(self.others) + 1}; the others: {others}."
 
     def series(self, metric: str) -> dict[str, list[float]]:
-        """Return layer -> the values of a metric, one for each record, NaN where it was not measured."""
+        """Return layer -> the values of a metric, one for each record, NaN where it was not measured.
+
+        Raises:
+            MisconfigurationError: if there is no such metric.
+        """
+        check_metric(metric)
         names = dict.fromkeys(name for record in self.records for name in record.layers)
         values = [record.values(metric) for record in self.records]
         return {name: [at.get(name, math.nan) for at in values] for name in names}
@@ -128,9 +135,9 @@ def load_history(run: str | os.PathLike[str]) -> RunHistory:
         >>> history = History(f"{folder}/hdi/history.jsonl", [{"name": "blocks.0.attn", "num_heads": 4}])
         >>> history.write(Record(step=0, layers={}))
         >>> load_history(folder).records
-        (<Record at step 0: 0 layers, 0 alerts>,)
+        (<Record at step 0: 0 layers, no active alert>,)
     """
-    path, *others = _files(Path(run).expanduser())
+    path, *others = _files(file_path("run", run, "lightning_logs/version_0"))
     header: dict[str, Any] = {}
     records: dict[int, Record] = {}
     skipped = 0

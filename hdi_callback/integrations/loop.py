@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from hdi_callback.arguments import shown
+from hdi_callback.arguments import file_path, function, shown, torch_module
 from hdi_callback.dashboards import Curves, TensorBoard, Wandb
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import guarded
@@ -79,8 +79,9 @@ def watch_heads(
         (3, True)
     """
     chosen = Settings(every_n_steps=every_n_steps, **settings)
-    if not isinstance(model, nn.Module):
-        raise MisconfigurationError(f"`model` must be a torch.nn.Module, got {shown(model)}.")
+    torch_module("model", model)
+    function("save_checkpoint", save_checkpoint, "save_checkpoint=lambda name: torch.save(..., name + '.pt')")
+    folder = file_path("log_dir", log_dir, "runs/a")
     if tensorboard is not None and not isinstance(tensorboard, bool) and not hasattr(tensorboard, "add_scalar"):
         raise MisconfigurationError(f"`tensorboard` must be a SummaryWriter or True, got {shown(tensorboard)}.")
     if wandb is not None and (not hasattr(wandb, "log") or isinstance(wandb, type(os))):
@@ -90,7 +91,7 @@ def watch_heads(
             "SaveCheckpoint needs a function that saves: write "
             "save_checkpoint=lambda name: torch.save(..., name + '.pt')."
         )
-    loop = _Loop(chosen, _torch_optimizers(optimizer), Path(log_dir), tensorboard, wandb, save_checkpoint)
+    loop = _Loop(chosen, _torch_optimizers(optimizer), folder, tensorboard, wandb, save_checkpoint)
     return HeadSession(model, chosen, loop)
 
 

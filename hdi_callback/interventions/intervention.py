@@ -41,6 +41,7 @@ class Intervention(ABC):
 
     Attributes:
         name: its name in logs.
+        chosen_rules: names of rules that were given, each of which has to judge in the run.
         rules: names of the rules to act on by default; `None` for all.
         at_most: how often to act by default; `None` for any number of times.
         ignores_start: True to leave alone what was so at step 0 already, unless `rules` are given: heads may be equal
@@ -63,10 +64,11 @@ class Intervention(ABC):
         at_most: int | None = None,
         dry_run: bool = False,
     ) -> None:
+        self.chosen_rules: tuple[str, ...] = ()
         self.on: Level = one_of(f"on of {self.name}", on, LEVELS)
         self.dry_run = flag(f"dry_run of {self.name}", dry_run)
         if rules is not None:
-            self.rules = strings(f"rules of {self.name}", rules, "names of rules")
+            self.rules = self.chosen_rules = strings(f"rules of {self.name}", rules, "names of rules") or ()
             self.ignores_start = False
         if at_most is not None:
             self.at_most = whole_number(f"at_most of {self.name}", at_most, least=1, example=1)

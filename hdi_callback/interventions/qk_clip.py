@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hdi_callback.arguments import number
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.interventions.intervention import Intervention
-from hdi_callback.interventions.run import positive
 from hdi_callback.interventions.writing import bias_of, refuse, why_not_writable
 from hdi_callback.record import Action, Alert, Record
 
@@ -49,7 +49,7 @@ class QKClip(Intervention):
                 f"QKClip does not depend on alerts, so it takes `at_most` and `dry_run`, and not {unknown[0]!r}."
             )
         super().__init__(**options)
-        self.limit = positive("limit of QKClip", limit)
+        self.limit = number("limit of QKClip", limit, example=100)
 
     def check(self) -> None:
         """Refuse layers where scaling the weights does not scale the scores, or cannot be done in place."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdi_callback.arguments import shown, whole_number
+from hdi_callback.arguments import number, whole_number
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight
 from hdi_callback.core import (
     Folding,
@@ -23,7 +23,6 @@ from hdi_callback.core import (
     head_diversity,
     qk_circuits,
 )
-from hdi_callback.errors import MisconfigurationError
 from hdi_callback.interventions.intervention import Intervention
 from hdi_callback.interventions.writing import clear_state, output_bias, read_bias, refuse, why_not_writable
 from hdi_callback.record import Action, Alert
@@ -67,11 +66,9 @@ class ReviveHeads(Intervention):
     def __init__(self, *, seed: int = 0, max_output_error: float = 0.1, **options: Any) -> None:
         super().__init__(**options)
         self.seed = whole_number("seed of ReviveHeads", seed, least=0, example=0)
-        if isinstance(max_output_error, bool) or not 0 <= max_output_error <= 1:
-            raise MisconfigurationError(
-                f"`max_output_error` of ReviveHeads must be in [0, 1], got {shown(max_output_error)}: write 0.1."
-            )
-        self.max_output_error = float(max_output_error)
+        self.max_output_error = number(
+            "max_output_error of ReviveHeads", max_output_error, most=1, allows_zero=True, example=0.1
+        )
 
     def check(self) -> None:
         """Refuse layers whose heads cannot be written in place."""

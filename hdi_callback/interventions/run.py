@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
 
-from hdi_callback.arguments import shown
+from hdi_callback.arguments import number, shown
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import Guard, guarded
 from hdi_callback.interventions.intervention import Intervention, WhileActive
 from hdi_callback.interventions.training import Training
 from hdi_callback.record import Action, Alert, Level
-
-
-def positive(argument: str, value: Any, *, at_most: float = math.inf) -> float:
-    """Check a number above zero."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) <= at_most:
-        bound = "" if math.isinf(at_most) else f", at most {at_most:g}"
-        raise MisconfigurationError(f"`{argument}` must be a number above 0{bound}, got {shown(value)}.")
-    return float(value)
 
 
 class StopTraining(Intervention):
@@ -104,7 +94,7 @@ class ScaleLearningRate(WhileActive):
 
     def __init__(self, factor: float = 0.1, **options: Any) -> None:
         super().__init__(**options)
-        self.factor = positive("factor of ScaleLearningRate", factor, at_most=1)
+        self.factor = number("factor of ScaleLearningRate", factor, most=1, example=0.1)
         self._handles: list[Any] = []
         self._rates: dict[int, list[Any]] = {}  # optimizer -> learning rates of its groups to give back
         self._guard = Guard()

@@ -8,6 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from hdi_callback.arguments import did_you_mean, shown
+from hdi_callback.errors import MisconfigurationError
+
 KEYS = "key weights"
 OUTPUTS = "head outputs"
 FINITE_OUTPUTS = "finiteness of head outputs"
@@ -170,6 +173,19 @@ _METRICS = (
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _METRICS}
 """Every metric by name."""
+
+
+def check_metric(name: Any) -> None:
+    """Refuse what is no metric.
+
+    Raises:
+        MisconfigurationError: with the closest name.
+    """
+    if not isinstance(name, str) or name not in METRICS:
+        raise MisconfigurationError(
+            f"There is no metric {shown(name)}.{did_you_mean(name, METRICS)} `hdi explain` lists all of them."
+        )
+
 
 DEFAULT_METRICS = ("hdi", "hdi_worst_alignment", "head_covariance")
 """The metrics that are drawn for each layer without being asked for."""

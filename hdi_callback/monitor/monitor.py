@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self
 
-from hdi_callback.arguments import did_you_mean, flag, shown, strings, whole_number
+from hdi_callback.arguments import flag, function, strings, torch_module, whole_number
 from hdi_callback.attention.capture import Capture, Captured
 from hdi_callback.attention.extra_forward import inner_model
 from hdi_callback.attention.find import name_without_wrappers, put_together, survey
@@ -26,7 +26,17 @@ from hdi_callback.attention.sharding import IN_PIECES, is_in_first_fsdp
 from hdi_callback.checks import examine
 from hdi_callback.errors import HDIWarning, MisconfigurationError, NothingToWatchError
 from hdi_callback.guard import Guard, guarded, warn, without_modes
-from hdi_callback.monitor.metrics import FORWARD_SOURCES, KEYS, MEASURED, METRICS, NORMS, ROWS, TOKENS, TRAINING
+from hdi_callback.monitor.metrics import (
+    FORWARD_SOURCES,
+    KEYS,
+    MEASURED,
+    METRICS,
+    NORMS,
+    ROWS,
+    TOKENS,
+    TRAINING,
+    check_metric,
+)
 from hdi_callback.monitor.outputs import InputTokens, OutputCovariance, OutputFiniteness
 from hdi_callback.monitor.ranks import Ranks, number_of_ranks
 from hdi_callback.monitor.reading import Absent, Reading, Result
@@ -87,8 +97,8 @@ class HeadDiversityMonitor:
         layers: Sequence[AttentionLayer] | None = None,
         forward: Callable[[], object] | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise MisconfigurationError(f"`model` must be a torch.nn.Module, got {shown(model)}.")
+        torch_module("model", model)
+        function("forward", forward, "lambda: model(batch)")
         self.metrics = _known_metrics(metrics)
         self.layers: tuple[AttentionLayer, ...] = ()
         self.refused: tuple[Refusal, ...] = ()
@@ -385,10 +395,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 def _known_metrics(metrics: Sequence[str] | None) -> tuple[str, ...]:
     names = strings("metrics", metrics, "names of metrics")
     for name in names or ():
-        if name not in METRICS:
-            raise MisconfigurationError(
-                f"`metrics` holds {shown(name)}, which is no metric.{did_you_mean(name, METRICS)} See `METRICS`."
-            )
+        check_metric(name)
     return MEASURED if names is None else names
 
 

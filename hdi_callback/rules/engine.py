@@ -13,7 +13,7 @@ from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import describe, warn
 from hdi_callback.monitor.metrics import METRICS
 from hdi_callback.record import LEVELS, Alert, LayerRecord, Record
-from hdi_callback.rules.choice import check_rules, default_rules
+from hdi_callback.rules.choice import RULES, check_rules, default_rules
 from hdi_callback.rules.events import Events, Found, Key, Report
 from hdi_callback.rules.initialisation import has_been_trained
 from hdi_callback.rules.limits import Thresholds, check_thresholds, limits_of
@@ -150,6 +150,11 @@ class Alerts:
         self._losses = deque(state["losses"], LOSSES)
         least, largest = state["best"] or (math.inf, math.inf)
         self._best = least, largest
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the rules."""
+        return tuple(rule.name for rule in (RULES if self._own is None else self._own))
 
     def _rules_of(self, layer: str) -> list[Rule]:
         if layer not in self._rules:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 from hdi_callback.arguments import did_you_mean, flag, one_of, shown, strings, whole_number
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.interventions import Intervention
-from hdi_callback.monitor.metrics import DEFAULT_METRICS, MEASURED, METRICS
+from hdi_callback.monitor.metrics import DEFAULT_METRICS, MEASURED, check_metric
 from hdi_callback.rules import Alerts, Rule
 
 Padding = Literal["auto"] | int | Callable[..., Any] | None
@@ -92,8 +92,8 @@ class Settings:
         self._set("exclude", strings("exclude", self.exclude, "patterns of layer names"))
         _check_padding(self.padding)
         self._set("history", _history(self.history))
-        _check_alerts(self.alerts, self.thresholds)
-        self._set("interventions", _interventions(self.interventions, self.alerts))
+        rules = _rules(self.alerts, self.thresholds)
+        self._set("interventions", _interventions(self.interventions, self.alerts, rules))
 
     @property
     def curves(self) -> tuple[str, ...]:
@@ -124,10 +124,7 @@ def with_options_shown(function: F) -> F:
 def _metrics(value: Any) -> tuple[str, ...] | None:
     names = strings("metrics", value, "names of metrics")
     for name in names or ():
-        if name not in METRICS:
-            raise MisconfigurationError(
-                f"There is no metric {name!r}.{did_you_mean(name, METRICS)} `hdi explain` lists all of them."
-            )
+        check_metric(name)
     return names
 
 
@@ -154,18 +151,19 @@ def _history(value: Any) -> bool | Path:
     return path
 
 
-def _check_alerts(alerts: Any, thresholds: Any) -> None:
+def _rules(alerts: Any, thresholds: Any) -> tuple[str, ...]:
+    """Check rules and their limits, and return the names of the rules."""
     if thresholds is not None and alerts is None:
         raise MisconfigurationError(
             '`thresholds` are limits of rules, and alerts=None switches them off: write alerts="default".'
         )
-    Alerts(alerts, thresholds)  # checks both, and the metrics that rules need
+    return Alerts(alerts, thresholds).names  # checks both, and the metrics that rules need
 
 
-def _interventions(value: Any, alerts: Any) -> tuple[Intervention, ...]:
+def _interventions(value: Any, alerts: Any, rules: Sequence[str]) -> tuple[Intervention, ...]:
     if value is None:
         return ()
-    if isinstance(value, Intervention) or not isinstance(value, Sequence):
+    if isinstance(value, str) or not isinstance(value, Sequence):
         raise MisconfigurationError(
             f"`interventions` must be a list, got {shown(value)}: write interventions=[StopTraining()]."
         )
@@ -173,6 +171,13 @@ def _interventions(value: Any, alerts: Any) -> tuple[Intervention, ...]:
         if not isinstance(item, Intervention):
             hint = f": write {item.__name__}(...)" if isinstance(item, type) else ""
             raise MisconfigurationError(f"`interventions` holds {shown(item)}, which is no intervention{hint}.")
+        unknown = [rule for rule in item.rules or () if rule not in rules]
+        for rule in unknown:
+            if rule in item.chosen_rules or len(unknown) == len(item.rules or ()):
+                raise MisconfigurationError(
+                    f"{item.name} answers the rule {rule!r}, which judges nothing in this run: its rules are "
+                    f"{', '.join(rules)}.{did_you_mean(rule, rules)}"
+                )
     if value and alerts is None:
         raise MisconfigurationError(
             'Interventions act on alerts, and alerts=None switches them off: write alerts="default".'

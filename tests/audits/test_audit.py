@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 from pathlib import Path
@@ -89,6 +90,24 @@ def test_a_dead_head_is_a_finding_with_its_number():
         model["attn"].in_proj_weight[32 + 16 : 32 + 24] = 0
     dead = [one for one in audit(model).findings if one.rule == "dead heads"]
     assert [one.where for one in dead] == [{"attn": (2,)}]
+
+
+@pytest.mark.parametrize("role", ["q", "k", "v", "o"])
+@pytest.mark.parametrize("layers", [[1], [0, 1, 2]])
+def test_weights_that_are_zero_or_not_in_the_file_are_never_clear(llama, tmp_path, role, layers):
+    names = [f"model.layers.{layer}.self_attn" for layer in layers]
+    emptied = copy.deepcopy(llama)
+    for name in names:
+        nn.init.zeros_(emptied.get_parameter(f"{name}.{role}_proj.weight"))
+    full = {"q": "query", "k": "key", "v": "value", "o": "output"}[role]
+    dead = [one for one in audit(emptied).findings if one.rule == "dead heads"]
+    assert [one.layers for one in dead] == [(name,) for name in names]
+    assert all(f"the {full} weights are all but zero" in one.message for one in dead)
+    kept = {key: value for key, value in llama.state_dict().items() if not any(f"{n}.{role}_" in key for n in names)}
+    llama.save_pretrained(tmp_path, state_dict=kept)
+    found = audit(tmp_path)
+    missing = [one.layers for one in found.findings if one.rule == "weights missing"]
+    assert (missing, found.verdict.state) == ([(name,) for name in names], "alert")
 
 
 def test_pretrained_weights_are_judged_as_they_are():

@@ -53,8 +53,62 @@ def write_run(path: Path, model, step: int) -> None:
 
 def test_nothing_differs_in_a_model_and_itself(two):
     found = compare(two[0], two[0])
-    assert found.summary == "Nothing differs in 2 layers."
+    assert found.summary == (
+        "The query, key, value and output weights that are in both are equal bit by bit, in 2 layers. All other "
+        "parameters are equal."
+    )
     assert all(layer.change("hdi") == 0 and layer.most_moved is None for layer in found.layers)
+
+
+def attention(model):
+    return model.encoder.layers[1].self_attn
+
+
+ROWS = {"query": slice(0, 32), "key": slice(32, 64), "value": slice(64, 96)}
+
+
+@pytest.mark.parametrize("role", ["query", "key", "value", "output"])
+@pytest.mark.parametrize(
+    "change",
+    [lambda w: w * 10, lambda w: -w, lambda w: w.flip(0), lambda w: w + 1e-4],
+    ids=["scale", "sign", "order", "little"],
+)
+def test_a_change_of_one_head_is_named_whatever_its_role(two, role, change):
+    model, other = two[0], copy.deepcopy(two[0])
+    with torch.no_grad():
+        rows = attention(other).out_proj.weight.T if role == "output" else attention(other).in_proj_weight[ROWS[role]]
+        rows[12:16] = change(rows[12:16])  # head 3
+        before = attention(model).out_proj.weight.T if role == "output" else attention(model).in_proj_weight[ROWS[role]]
+        share = float((rows[12:16] - before[12:16]).norm() / before[12:16].norm())
+    found = compare(model, other)
+    assert found.layers[0].most_changed == (role, 3, pytest.approx(share, rel=1e-4))
+    assert [head for head, of_head in enumerate(found.layers[0].changes[role]) if of_head] == [3]
+    assert f"{NAME} changed most: the {role} weights of head 3 by" in found.summary
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
+@pytest.mark.parametrize("side", ["A", "B"])
+def test_what_is_not_finite_or_zero_comes_first_whatever_else_has_changed(two, value, side):
+    model, other = two[0], copy.deepcopy(two[1])
+    with torch.no_grad():
+        attention(model if side == "A" else other).in_proj_weight[64:][12:16] = value
+    what = "not finite" if value else "zero"
+    assert compare(model, other).summary.startswith(f"{NAME}: the value weights of head 3 are {what} in {side}.")
+
+
+@pytest.mark.parametrize("name", ["encoder.layers.0.norm1.weight", "encoder.layers.1.self_attn.in_proj_bias"])
+def test_parameters_beside_the_heads_are_compared_too(two, name):
+    other = copy.deepcopy(two[0])
+    with torch.no_grad():
+        other.get_parameter(name)[5] += 1
+    assert compare(two[0], other).summary.endswith(f"Of the other parameters 1 differ: {name}.")
+
+
+def test_of_runs_it_says_that_a_history_has_no_weights(two, tmp_path):
+    for name in "ab":
+        write_run(tmp_path / name / "history.jsonl", two[0], 50)
+    summary = "All numbers of these readings agree, in 2 layers. A history has no weights."
+    assert compare(tmp_path / "a", tmp_path / "b").summary == summary
 
 
 def test_the_head_that_became_a_copy_is_named_for_checkpoints(two):
@@ -103,7 +157,7 @@ def test_layers_of_one_model_alone_are_named(two):
 
 def test_heads_of_other_shapes_are_not_compared_one_by_one(two):
     found = compare(two[0], Encoder(2))
-    assert "its keys are" in found.not_compared[NAME]
+    assert found.not_compared[f"key of {NAME}"] == "its weights are (8, 4, 32) in A and (4, 8, 32) in B"
 
 
 def test_a_comparison_is_a_table_of_80_columns_and_plain_data(two):

@@ -120,7 +120,7 @@ MISUSE = {
     "dry_run": (lambda: StopTraining(dry_run=1), "True or False"),
     "a factor above one": (lambda: ScaleLearningRate(2.0), "at most 1"),
     "no function": (lambda: Call("print"), "must take an Alert"),
-    "an error above one": (lambda: ReviveHeads(max_output_error=2), r"in \[0, 1\]"),
+    "an error above one": (lambda: ReviveHeads(max_output_error=2), "of at least 0, at most 1"),
     "a seed": (lambda: ReviveHeads(seed=-1), "at least 0"),
     "a limit": (lambda: QKClip(limit=0), "above 0"),
     "rules of QKClip": (lambda: QKClip(rules=["logit growth"]), "does not depend on alerts"),

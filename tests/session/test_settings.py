@@ -15,9 +15,18 @@ from hdi_callback import (
     HDICallback,
     HDITrainerCallback,
     MisconfigurationError,
+    QKClip,
+    ReviveHeads,
     SaveCheckpoint,
+    ScaleLearningRate,
     StopTraining,
+    audit,
+    check,
+    compare,
+    find_attention,
+    load_history,
     watch_heads,
+    write_report,
 )
 from hdi_callback.arguments import did_you_mean, shown
 from hdi_callback.session import Settings
@@ -45,6 +54,15 @@ MISUSE: dict[str, tuple[dict[str, Any], str]] = {
     "one intervention": ({"interventions": StopTraining()}, "must be a list"),
     "a class as intervention": ({"interventions": [StopTraining]}, r"write StopTraining\(\.\.\.\)"),
     "interventions without rules": ({"interventions": [StopTraining()], "alerts": None}, 'write alerts="default"'),
+    "interventions as a word": ({"interventions": "stop"}, "must be a list"),
+    "an intervention on a rule of no name": (
+        {"interventions": [StopTraining(rules=["worst pairs"])]},
+        "'worst pairs'.* Did you mean 'worst pair'",
+    ),
+    "an intervention none of whose rules judges": (
+        {"interventions": [ReviveHeads()], "alerts": []},
+        "ReviveHeads answers the rule 'worst pair', which judges nothing",
+    ),
     "strict as a word": ({"strict": "yes"}, "`strict` must be True or False"),
 }
 
@@ -126,6 +144,43 @@ def test_misuse_in_a_loop_is_an_error_that_says_what_to_write() -> None:
         watch_heads(model, optimizer, wandb=os)
     with pytest.raises(MisconfigurationError, match="save_checkpoint=lambda"):
         watch_heads(model, optimizer, interventions=[SaveCheckpoint()])
+
+
+ODD: list[Any] = [5, -1, 1.5, float("nan"), float("-inf"), b"x", object(), [1], {1: 2}, {}]
+MODEL = nn.TransformerEncoderLayer(16, 2)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda odd: watch_heads(MODEL, log_dir=odd),
+        lambda odd: watch_heads(MODEL, save_checkpoint=odd),
+        lambda odd: QKClip(limit=-1 if odd in (5, 1.5) else odd),
+        lambda odd: ScaleLearningRate(factor=odd),
+        lambda odd: ReviveHeads(max_output_error=odd),
+        lambda odd: audit(MODEL, forward=odd),
+        lambda odd: audit(MODEL, include=odd or [3]),
+        lambda odd: audit(MODEL, thresholds=odd or 3),
+        lambda odd: compare(MODEL, odd),
+        lambda odd: compare(MODEL, MODEL, step=-1 if odd == 5 else odd),
+        lambda odd: check(MODEL, odd),
+        lambda odd: check(odd),
+        lambda odd: find_attention(odd),
+        lambda odd: find_attention(MODEL, odd),
+        lambda odd: load_history(odd),
+        lambda odd: write_report(odd),
+    ],
+    ids=lambda call: "_".join(call.__code__.co_names),
+)
+@pytest.mark.parametrize("odd", ODD, ids=repr)
+def test_what_cannot_work_is_never_an_error_of_python_itself(call: Any, odd: Any) -> None:
+    with pytest.raises(MisconfigurationError):
+        call(odd)
+
+
+def test_infinity_is_no_limit() -> None:
+    with pytest.raises(MisconfigurationError, match="`limit` of QKClip must be a finite number above 0, got inf"):
+        QKClip(limit=float("inf"))
 
 
 def test_values_are_shown_on_one_short_line() -> None:
