@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
@@ -22,16 +24,21 @@ class History:
     """Writes the records of one run to a file of JSON lines, and matrices to a folder beside it.
 
     A file has one writer. A new run whose path is taken writes to the next free name: ``history-1.jsonl``, ... A
-    resumed run goes on in its own file, from which the readings after its checkpoint are cut.
+    resumed run goes on in its own file, from which the readings after its checkpoint are cut; in another folder it
+    begins with a copy of the readings up to there. What is not its own, linked or of another form stays as it is.
 
     Args:
         path: the file; made absolute, so that a later change of directory does not matter.
         layers: the facts of the layers, see `AttentionLayer.facts`.
+        run: name of a new run, the same on all ranks; drawn by default.
         resume_step: for a resumed run the step of the last reading that its checkpoint knows, -1 if it knows none:
             later readings are cut off. `None` for a new run.
+        resume_run: the `run` in the checkpoint; `None` to go on with whatever run the file at `path` has.
+        resume_path: where the run of the checkpoint was written.
 
     Attributes:
         path: the file that is written.
+        run: name of the run in the file.
 
     Example:
         >>> import tempfile
@@ -45,15 +52,25 @@ class History:
     name = "writing the history"
 
     def __init__(
-        self, path: str | os.PathLike[str], layers: Sequence[Mapping[str, Any]], *, resume_step: int | None = None
+        self,
+        path: str | os.PathLike[str],
+        layers: Sequence[Mapping[str, Any]],
+        *,
+        run: str | None = None,
+        resume_step: int | None = None,
+        resume_run: str | None = None,
+        resume_path: str | os.PathLike[str] | None = None,
     ) -> None:
         self.path = Path(path).expanduser().absolute()
+        self.run = run or uuid4().hex  # of the system: no generator of the training is drawn from
         self._header: dict[str, Any] = {"layers": list(layers), "version": hdi_callback.__version__}
         self._active: tuple[Alert, ...] | None = None
         self._count = 0  # readings of this process
         self._is_torn = False
-        if resume_step is None or not self._resume(resume_step):
+        if resume_step is None:
             self._begin()
+        else:
+            self._resume(resume_step, resume_run, None if resume_path is None else Path(resume_path))
 
     def write(self, record: Record) -> None:
         """Append one record.
@@ -76,8 +93,8 @@ class History:
         """Close the file."""
         os.close(self._file)
 
-    def _begin(self) -> None:
-        """Create a file that nobody has, and write the first line."""
+    def _begin(self, past: Sequence[bytes] = ()) -> None:
+        """Create a file that nobody has, and write the first line, and those of a run that it goes on with."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for path in _names(self.path):
             try:
@@ -86,32 +103,67 @@ class History:
                 continue
             break
         self.path, self._size = path, 0
-        self._append(to_text(self._header))
+        self._append(to_text({**self._header, "run": self.run}) + b"".join(past))
 
-    def _resume(self, last: int) -> bool:
-        """Cut the file after the reading at step `last` and open it; False if it is not there or has other layers."""
-        if not self.path.is_file():
-            return False
-        first, *lines = self.path.read_bytes().splitlines(keepends=True)
-        header = from_text(first)
-        names = {facts["name"] for facts in self._header["layers"]}
-        if header is None or not {facts["name"] for facts in header["layers"]} <= names:
-            return False
+    def _resume(self, last: int, run: str | None, before: Path | None) -> None:
+        """Go on after the reading at step `last`: in the file of the run, or in a new one that begins as it did."""
+        folder, named = self.path.parent, [self.path]
+        if run is not None and folder.is_dir():  # several runs of one folder have numbered files
+            named += sorted(file for file in folder.iterdir() if file.suffix == self.path.suffix)
+        if before is not None:
+            named.sort(key=lambda file: file.name != before.name)
+        for file in named:
+            if (read := self._read(file, last, run)) is not None:
+                header, past = read
+                self.path, self.run = file, header.get("run", self.run)
+                self._header["resumed"] = [*header.get("resumed", ()), last]
+                self._cut(past, last)
+                return
+        read = None if before is None else self._read(before, last, run)
+        if before is None or read is None:
+            self._begin()
+            return
+        header, past = read
         self._header["resumed"] = [*header.get("resumed", ()), last]
-        kept = [text for text in lines if (line := from_text(text)) is not None and line["step"] <= last]
+        self._count = len(past)
+        self._begin(past)
+        for matrices in matrices_folder(before).glob("step_*.npz"):
+            if int(matrices.stem.removeprefix("step_")) <= last:
+                matrices_folder(self.path).mkdir(exist_ok=True)
+                shutil.copyfile(matrices, matrices_folder(self.path) / matrices.name)
+
+    def _read(self, file: Path, last: int, run: str | None) -> tuple[dict[str, Any], list[bytes]] | None:
+        """Return the first line and the readings up to step `last`; `None` if another run or model has this file."""
+        if file.is_symlink() or not file.is_file():
+            return None
+        try:
+            first, *lines = file.read_bytes().splitlines(keepends=True) or [b""]
+        except OSError:
+            return None
+        header, layers = from_text(first), {facts["name"] for facts in self._header["layers"]}
+        try:
+            is_own = header is not None and "step" not in header and (run is None or header["run"] == run)
+            if not is_own or header is None or not {facts["name"] for facts in header["layers"]} <= layers:
+                return None
+        except (KeyError, TypeError):  # JSON of another form
+            return None
+        steps = [(line or {}).get("step") for line in map(from_text, lines)]
+        return header, [text for text, step in zip(lines, steps) if type(step) is int and step <= last]
+
+    def _cut(self, past: Sequence[bytes], last: int) -> None:
+        """Leave of the file of this run what was before its checkpoint, and open it."""
         part = self.path.with_name(f"{self.path.name}.part")
         with part.open("wb") as file:
-            file.writelines([to_text(self._header), *kept])
+            file.writelines([to_text({**self._header, "run": self.run}), *past])
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, self.path)  # a process killed before leaves the file as it was
         for matrices in matrices_folder(self.path).glob("step_*.npz"):
             if int(matrices.stem.removeprefix("step_")) > last:
                 matrices.unlink()
-        self._count = len(kept)
+        self._count = len(past)
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
         self._size = os.fstat(self._file).st_size
-        return True
 
     def _append(self, text: bytes) -> None:
         """Write a line in one call, on a line of its own also after one that was written in part."""

@@ -30,7 +30,7 @@ from hdi_callback.record import Action, Alert, Record, Sink
 from hdi_callback.rules import Alerts
 from hdi_callback.session.cost import Cost
 from hdi_callback.session.settings import Settings
-from hdi_callback.session.trainer import Trainer, why_ranks_differ
+from hdi_callback.session.trainer import Trainer, shared_name, why_ranks_differ
 
 _PATIENCE = 8  # readings that find nothing, until that is said
 _SIZES = ("num_heads", "num_key_heads", "head_dim", "value_dim")
@@ -94,6 +94,7 @@ class Session:
         self._judged: deque[Future[Any]] = deque()  # records and warnings of readings that the worker has, in order
         self._cost = Cost()
         self._published: int | None = None  # step of the last reading that was published
+        self._run = ""  # name of the run, if it is a new one
         self._number_of_given_up = 0  # readings, as nothing was there to be read
         self._number_of_layers = 0  # that rules, history and dashboards know
         self._has_checked_ranks = self._is_open = self._is_closed = self._is_alone = False
@@ -246,6 +247,7 @@ class Session:
             "step": self._trainer.step,
             "last_step": self._published,
             "history": None if self.history is None else str(self.history.path),
+            "run": None if self.history is None else self.history.run,
             "layers": self._sizes(),
             "alerts": None if self.alerts is None else self.alerts.state_dict(),
             "interventions": [(item.name, item.state_dict()) for item in self.interventions],
@@ -380,6 +382,7 @@ class Session:
     def _check_ranks(self) -> None:
         """Make sure that all ranks watch alike; nothing is watched otherwise, as they would wait for each other."""
         self._has_checked_ranks = True
+        self._run = shared_name()
         settings = self._settings
         mine = {
             "every_n_steps": settings.every_n_steps,
@@ -495,15 +498,17 @@ class Session:
             return
         file = "history.jsonl" if self._name is None else f"history-{self._name}.jsonl"
         path = self._folder / "hdi" / file if choice is True else Path(choice)
-        resume_step = None
-        if state is not None:
-            resume_step = -1 if state["last_step"] is None else state["last_step"]
-            if choice is True and state["history"] is not None and Path(state["history"]).is_file():
-                path = Path(state["history"])
         own = "" if is_first else f"-rank{torch.distributed.get_rank()}"
-        path = path.with_stem(path.stem.removesuffix(own) + own)
+        path, *before = (
+            Path(file).with_stem(Path(file).stem.removesuffix(own) + own)
+            for file in (path, *([state["history"]] if state is not None and state["history"] is not None else []))
+        )
+        resumed: dict[str, Any] = {}
+        if state is not None:
+            last = -1 if state["last_step"] is None else state["last_step"]
+            resumed = {"resume_step": last, "resume_run": state["run"] or "", "resume_path": next(iter(before), None)}
         with self._guard("opening the history"):
-            self.history = History(path, facts, resume_step=resume_step)
+            self.history = History(path, facts, run=self._run, **resumed)
 
     def _open_sinks(self, facts: Sequence[Mapping[str, Any]]) -> None:
         past: Sequence[Record] = ()
@@ -567,7 +572,7 @@ class _Pending:
 
 def _is_state(state: Any, step: int) -> bool:
     """Return whether this is what `state_dict` gave, at this step or before."""
-    names = {"step", "last_step", "history", "layers", "alerts", "interventions"}
+    names = {"step", "last_step", "history", "run", "layers", "alerts", "interventions"}
     if not isinstance(state, Mapping) or not names <= set(state):
         return False
     last = state["last_step"]

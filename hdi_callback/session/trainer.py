@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
+from uuid import uuid4
 
 import torch.distributed as dist
 from torch.optim import Optimizer
@@ -63,7 +64,17 @@ class Trainer(Protocol):
 
 
 _SESSIONS = count()  # sessions of this process that have begun; alike on every rank, as all of them begin alike
+_RUNS = count()
 _LONGEST_WAIT = 60.0  # seconds
+
+
+def shared_name() -> str:
+    """Return a name that no other run has, the same on every rank; the store is asked, and no rank waits."""
+    name, key = uuid4().hex, f"hdi_callback/run/{next(_RUNS)}"
+    if not (dist.is_available() and dist.is_initialized()):
+        return name
+    store: Any = dist.distributed_c10d._get_default_store()
+    return str(store.compare_set(key, "", name).decode())
 
 
 def why_ranks_differ(settings: Mapping[str, Any]) -> str:

@@ -178,6 +178,42 @@ def test_a_resumed_run_whose_file_is_gone_begins_a_new_one(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "harm",
+    [
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_text("a, b\n1, 2\n"),
+        lambda path: path.write_text('{"layers": 3}\n'),
+        lambda path: path.write_text('{"layers": [{"heads": 3}]}\n'),
+        lambda path: path.write_text("[1, 2]\n"),
+        lambda path: (path.rename(path.with_name("other")), path.symlink_to(path.with_name("other"))),
+        lambda path: (path.unlink(), path.symlink_to("nowhere")),
+        lambda path: (path.unlink(), path.mkdir()),
+    ],
+    ids=["empty", "a table", "other JSON", "other layers", "a list", "linked", "linked to nothing", "a folder"],
+)
+def test_a_file_that_is_not_the_runs_own_history_is_left_alone_and_a_new_one_begun_beside_it(tmp_path, harm):
+    first = write(tmp_path / "history.jsonl", 0, 1, 2)
+    harm(first.path)
+    before = first.path.read_bytes() if first.path.is_file() else None
+    second = write(first.path, 2, 3, resume_step=1, resume_run=first.run, resume_path=first.path)
+    assert second.path.name == "history-1.jsonl"
+    assert steps_of(second.path) == [2, 3]
+    assert (first.path.read_bytes() if first.path.is_file() else None) == before
+
+
+def test_a_file_of_another_run_is_left_alone_and_the_runs_own_is_found_where_its_folder_was_moved(tmp_path):
+    other = write(tmp_path / "a" / "history.jsonl", 0, 1, 2)
+    own = write(tmp_path / "a" / "history.jsonl", 0, 1, 2, hdi=0.1)
+    (tmp_path / "a").rename(tmp_path / "b")
+    path = tmp_path / "b" / "history.jsonl"
+    resumed = write(path, 2, resume_step=1, resume_run=own.run, resume_path=own.path)
+    assert (resumed.path.name, resumed.run) == ("history-1.jsonl", own.run)
+    assert load_history(resumed.path).series("hdi")["attn"] == [0.1, 0.1, 0.5]
+    assert steps_of(path) == [0, 1, 2]
+    assert other.run != own.run
+
+
+@pytest.mark.parametrize(
     ("harm", "said"),
     [
         (lambda path: path.unlink(), "was moved or deleted; this run goes on in a new file"),
@@ -310,6 +346,17 @@ def test_a_path_without_a_history_is_an_error_that_says_what_to_write(tmp_path):
         load_history(tmp_path / "history.jsonl")
     with pytest.raises(MisconfigurationError, match=r"its run has not begun, watches no layer, or has `history=False`"):
         load_history(tmp_path)
+
+
+def test_a_metric_of_no_name_is_an_error_and_no_list_of_nan(tmp_path):
+    with pytest.raises(MisconfigurationError, match="Did you mean 'hdi_worst_pair'"):
+        load_history(write(tmp_path / "history.jsonl", 0).path).series("hdi_worst_pairs")
+
+
+def test_a_record_tells_its_active_alerts_also_where_none_is_new():
+    assert repr(record_at(3)) == "<Record at step 3: 1 layers, no active alert>"
+    active = (replace(ALERT, level="critical"), ALERT, ALERT)
+    assert repr(record_at(3, active=active)) == "<Record at step 3: 1 layers, active alerts: 1 critical, 2 warning>"
 
 
 def test_the_frame_has_a_row_for_each_step_and_layer(tmp_path):

@@ -20,17 +20,18 @@ ODD: dict[str, Any] = {
     "a list": [1, 2],
     "another dictionary": {"epoch": 3},
     "a reading beyond the checkpoint": {
-        "step": 5, "last_step": 900, "history": None, "layers": {}, "alerts": None, "interventions": [],
+        "step": 5, "last_step": 900, "history": None, "run": None, "layers": {}, "alerts": None, "interventions": [],
     },
     "another model": {
-        "step": 5, "last_step": 4, "history": None, "layers": {"encoder.0": [4, 4, 8, 8]}, "alerts": None,
+        "step": 5, "last_step": 4, "history": None, "run": None, "layers": {"encoder.0": [4, 4, 8, 8]}, "alerts": None,
         "interventions": [],
     },
     "broken alerts": {
-        "step": 5, "last_step": 4, "history": None, "layers": {}, "alerts": {"a": 1}, "interventions": [],
+        "step": 5, "last_step": 4, "history": None, "run": None, "layers": {}, "alerts": {"a": 1}, "interventions": [],
     },
     "a step that is none": {
-        "step": "five", "last_step": "four", "history": None, "layers": {}, "alerts": None, "interventions": [],
+        "step": "five", "last_step": "four", "history": None, "run": None, "layers": {}, "alerts": None,
+        "interventions": [],
     },
 }  # fmt: skip
 
@@ -121,6 +122,24 @@ def test_a_head_that_is_revived_after_a_resume_raises_no_jump_and_is_told_once(k
     assert (action.step, action.layers, action.message.count(layer)) == (17, (layer,), 1)
     moved = next(record for record in records if record.step == 18).layers[layer].heads["head_movement"]
     assert max(moved) > 0.5, "or there is no jump to be silent about"
+
+
+@pytest.mark.parametrize("kind", list(TRAINERS))
+def test_a_checkpoint_that_is_resumed_in_another_folder_takes_its_readings_along_and_changes_nothing_there(
+    kind: str, tmp_path: Path
+) -> None:
+    pytest.importorskip(kind if kind != "loop" else "torch")
+    watch = {"every_n_steps": 2}
+    first = Training(tmp_path / "a", watch, steps=8, save_at=5).fit(kind)
+    files = {file: file.read_bytes() for file in first.history.path.parent.rglob("*") if file.is_file()}
+    second = Training(tmp_path / "b", watch, resume=first.saved).fit(kind)
+    assert second.history.path == tmp_path / "b" / first.history.path.relative_to(tmp_path / "a")
+    assert [record.step for record in second.history.records] == list(range(0, STEPS + 1, 2))
+    assert second.history.matrix_steps[0] == 0
+    assert {file: file.read_bytes() for file in first.history.path.parent.rglob("*") if file.is_file()} == files
+    third = Training(tmp_path / "b", watch, steps=7, resume=first.saved).fit(kind)
+    assert third.history.path.name == "history-1.jsonl", "the run in that folder is not the one that is resumed"
+    assert [record.step for record in load_history(second.history.path).records] == list(range(0, STEPS + 1, 2))
 
 
 KILLED = """
