@@ -118,15 +118,10 @@ def _similarity(own: Tensor, shared: Tensor, group_of: Sequence[int] | None) -> 
 
 @dataclass(frozen=True)
 class CircuitSums:
-    """What the cosines of circuits are made of; layers in front.
+    """What the cosines of circuits are made of; layers in front."""
 
-    Attributes:
-        inner: ``(..., H, H)``, inner products of circuits, up to a scale of each head.
-        norm: ``(..., H)``, the circuits' norms.
-    """
-
-    inner: Tensor
-    norm: Tensor
+    inner: Tensor  # ``(..., H, H)``, inner products of circuits, up to a scale of each head
+    norm: Tensor  # ``(..., H)``, the circuits' norms
 
 
 @torch.no_grad()

@@ -115,21 +115,13 @@ def head_diversity(weight: Tensor, *, rank_tol: float = 1e-6) -> HeadDiversity:
 
 @dataclass(frozen=True)
 class DiversitySums:
-    """What the overlaps of heads are made of, small enough for the host; layers in front.
+    """What the overlaps of heads are made of, small enough for the host; layers in front."""
 
-    Attributes:
-        shared: ``(..., H, H)``, squared norms of the products of two heads' orthonormal rows.
-        energy: ``(..., H, H)``, the same of the heads themselves, scaled to norm 1.
-        norm: ``(..., H)``, norms of the heads.
-        dead: ``(..., H)``, True where a head is all but zero.
-        flatness: ``(..., H)``, spectral flatness of the heads.
-    """
-
-    shared: Tensor
-    energy: Tensor
-    norm: Tensor
-    dead: Tensor
-    flatness: Tensor
+    shared: Tensor  # ``(..., H, H)``, squared norms of the products of two heads' orthonormal rows
+    energy: Tensor  # ``(..., H, H)``, the same of the heads themselves, scaled to norm 1
+    norm: Tensor  # ``(..., H)``, norms of the heads
+    dead: Tensor  # ``(..., H)``, True where a head is all but zero
+    flatness: Tensor  # ``(..., H)``, spectral flatness of the heads
 
 
 @torch.no_grad()

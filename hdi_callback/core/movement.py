@@ -25,17 +25,11 @@ class HeadMovement:
 
 @dataclass(frozen=True)
 class MovementSums:
-    """What the movement of heads is made of, by head ``(..., H)``.
+    """What the movement of heads is made of, by head ``(..., H)``."""
 
-    Attributes:
-        moved: squared norm of the change.
-        size: squared norm before.
-        same: share of weights that are exactly what they were.
-    """
-
-    moved: Tensor
-    size: Tensor
-    same: Tensor
+    moved: Tensor  # squared norm of the change
+    size: Tensor  # squared norm before
+    same: Tensor  # share of weights that are exactly what they were
 
 
 @torch.no_grad()

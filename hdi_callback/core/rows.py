@@ -51,29 +51,17 @@ class RowMetrics:
 
 @dataclass(frozen=True)
 class RowSums:
-    """Sums over queries of the statistics in `RowMetrics`; all add up over disjoint queries, but `MAXIMA`.
+    """Sums over queries of the statistics in `RowMetrics`; all add up over disjoint queries, but `MAXIMA`."""
 
-    Attributes:
-        queries: ``()``, number of queries that count.
-        entropy: ``(H,)``, sum of the normalised entropies.
-        columns: ``(H, keys)``, sum of the rows.
-        centred: ``(H, H)``, sum of the inner products of rows without their uniform part.
-        logit: ``(H,)``, the largest score; minus infinity where there is none.
-        seeing: ``()``, number of queries that see a key, where there are several keys.
-        visible: ``()``, sum of the numbers of keys that they see, mean over heads.
-        placed: ``()``, number of them whose positions among the keys are known.
-        ahead: ``(H,)``, sum of their attention to later keys.
-    """
-
-    queries: Tensor
-    entropy: Tensor
-    columns: Tensor
-    centred: Tensor
-    logit: Tensor
-    seeing: Tensor
-    visible: Tensor
-    placed: Tensor
-    ahead: Tensor
+    queries: Tensor  # ``()``, number of queries that count
+    entropy: Tensor  # ``(H,)``, sum of the normalised entropies
+    columns: Tensor  # ``(H, keys)``, sum of the rows
+    centred: Tensor  # ``(H, H)``, sum of the inner products of rows without their uniform part
+    logit: Tensor  # ``(H,)``, the largest score; minus infinity where there is none
+    seeing: Tensor  # ``()``, number of queries that see a key, where there are several keys
+    visible: Tensor  # ``()``, sum of the numbers of keys that they see, mean over heads
+    placed: Tensor  # ``()``, number of them whose positions among the keys are known
+    ahead: Tensor  # ``(H,)``, sum of their attention to later keys
 
     MAXIMA: ClassVar[frozenset[str]] = frozenset({"logit"})
 

@@ -29,21 +29,13 @@ class TokenSpread:
 
 @dataclass(frozen=True)
 class TokenSums:
-    """Sums over the input tokens of a layer. Over ranks that were given one centre, all fields add up.
+    """Sums over the input tokens of a layer. Over ranks that were given one centre, all fields add up."""
 
-    Attributes:
-        count: ``(...)``, number of tokens.
-        pointing: ``(...)``, number of tokens other than zero, which have a direction.
-        directions: ``(..., d)``, sum of the tokens scaled to norm 1, in float64.
-        size: ``(...)``, sum of their squared norms.
-        scatter: ``(..., d, d)``, sum of the outer products of the centred tokens; ``(..., 0, 0)`` without rank.
-    """
-
-    count: Tensor
-    pointing: Tensor
-    directions: Tensor
-    size: Tensor
-    scatter: Tensor
+    count: Tensor  # ``(...)``, number of tokens
+    pointing: Tensor  # ``(...)``, number of tokens other than zero, which have a direction
+    directions: Tensor  # ``(..., d)``, sum of the tokens scaled to norm 1, in float64
+    size: Tensor  # ``(...)``, sum of their squared norms
+    scatter: Tensor  # ``(..., d, d)``, sum of the outer products of the centred tokens; ``(..., 0, 0)`` without rank
 
     @classmethod
     @torch.no_grad()

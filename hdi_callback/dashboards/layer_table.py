@@ -141,13 +141,7 @@ def table_lines(
 
 
 def name_layers(names: Sequence[str]) -> str:
-    """Name several layers in few words.
-
-    Args:
-        names: their names.
-
-    Returns:
-        The names, with ranges for numbers that run on.
+    """Return the names of layers in few words, with ranges for numbers that run on.
 
     Example:
         >>> name_layers([f"blocks.{i}.attn" for i in (0, 1, 2, 5)])
@@ -183,15 +177,7 @@ def number_in(layer: str, names: Sequence[str]) -> str:
 
 
 def name_heads(heads: Sequence[int], total: int | None = None, unit: str = "heads") -> str:
-    """Name heads in few words.
-
-    Args:
-        heads: their numbers; none for the whole layer.
-        total: how many heads the layer has.
-        unit: ``"heads"`` or ``"key heads"``.
-
-    Returns:
-        The words; empty for the whole layer.
+    """Return the numbers of heads in few words; empty for the whole layer, which names none.
 
     Example:
         >>> name_heads([3, 21], 32), name_heads(range(32), 32), name_heads([5])

@@ -12,13 +12,7 @@ from hdi_callback.record import Record, Sink
 
 
 class Curves:
-    """Gives the curves of a run to a function, such as the `log_metrics` of a logger.
-
-    Args:
-        log: takes tags with values, and a step.
-        metrics: names of metrics to show for each layer, beside the three that always are.
-        prefix: text before every tag.
-    """
+    """Gives the curves of a run to a function, such as the `log_metrics` of a logger."""
 
     name = "logging"
 

@@ -76,15 +76,7 @@ def _is_same(event: Event, alert: Alert) -> bool:
 
 
 def verdict(records: Sequence[Record], layers: Sequence[Mapping[str, Any]], *, is_audit: bool = False) -> Verdict:
-    """Judge a run by its last reading.
-
-    Args:
-        records: the readings so far; one for an audit.
-        layers: the facts of the layers that are watched.
-        is_audit: True for a model that does not train, where steps say nothing.
-
-    Returns:
-        Its state, in words, and what to do.
+    """Return what is so with a run by its last reading; of an audit steps say nothing.
 
     Example:
         >>> print(verdict([], [{"name": "attn"}]))

@@ -1,6 +1,6 @@
 """Alerts in, actions out: what a callback does about an alert. None acts unless the user passes it."""
 
-from hdi_callback.interventions.intervention import Intervention, WhileActive
+from hdi_callback.interventions.intervention import Intervention
 from hdi_callback.interventions.qk_clip import QKClip
 from hdi_callback.interventions.revive_heads import ReviveHeads
 from hdi_callback.interventions.run import Call, SaveCheckpoint, ScaleLearningRate, StopTraining
@@ -15,5 +15,4 @@ __all__ = [
     "ScaleLearningRate",
     "StopTraining",
     "Training",
-    "WhileActive",
 ]

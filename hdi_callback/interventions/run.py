@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 from hdi_callback.arguments import number, shown
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import Guard, guarded
-from hdi_callback.interventions.intervention import Intervention, WhileActive
+from hdi_callback.interventions.intervention import Intervention
 from hdi_callback.interventions.training import Training
-from hdi_callback.record import Action, Alert, Level
+from hdi_callback.record import Action, Alert, Level, Record
 
 
 class StopTraining(Intervention):
@@ -76,7 +76,7 @@ class Call(Intervention):
         return self.action(alert.layers, f"called {called} ({alert.rule})")
 
 
-class ScaleLearningRate(WhileActive):
+class ScaleLearningRate(Intervention):
     """Lower the learning rate of the run while an alert is active.
 
     The factor is applied before each optimizer step and undone after it, so that schedulers and checkpoints see the
@@ -94,13 +94,15 @@ class ScaleLearningRate(WhileActive):
 
     def __init__(self, factor: float = 0.1, **options: Any) -> None:
         super().__init__(**options)
+        self.active: tuple[str, ...] = ()  # layers of the alerts that are active
         self.factor = number("factor of ScaleLearningRate", factor, most=1, example=0.1)
         self._handles: list[Any] = []
         self._rates: dict[int, list[Any]] = {}  # optimizer -> learning rates of its groups to give back
         self._guard = Guard()
 
     def bind(self, training: Training) -> None:
-        """Watch the steps of every optimizer."""
+        """Watch the steps of every optimizer, without the alerts of another run."""
+        self.active = ()
         super().bind(training)
         self.unbind()
         for optimizer in training.optimizers:
@@ -113,15 +115,31 @@ class ScaleLearningRate(WhileActive):
             handle.remove()
         self._handles = []
 
-    @property
-    def begins(self) -> str:
-        """See `WhileActive`."""
-        return f"multiplied the learning rate of the run by {self.factor:g}, for an alert"
+    def on_alert(self, alert: Alert) -> Action | None:
+        """Nothing: `on_reading` looks at all active alerts."""
+        return None
 
-    @property
-    def ends(self) -> str:
-        """See `WhileActive`."""
-        return "restored the learning rate, as to an alert"
+    def on_reading(self, record: Record) -> Sequence[Action | None]:
+        """Begin in layers with an alert, and end where there is none any more."""
+        alerts = [alert for alert in record.active if self.answers(alert)]
+        before, self.active = self.active, tuple(dict.fromkeys(layer for alert in alerts for layer in alert.where))
+        begun = [layer for layer in self.active if layer not in before]
+        ended = [layer for layer in before if layer not in self.active]
+        begins = f"multiplied the learning rate of the run by {self.factor:g}, for an alert"
+        return [
+            self.action(layers, f"{done} in {', '.join(layers)}")
+            for layers, done in ((begun, begins), (ended, "restored the learning rate, as to an alert"))
+            if layers
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a resumed run."""
+        return {**super().state_dict(), "active": list(self.active)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
+        super().load_state_dict(state)
+        self.active = tuple(state["active"])
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the hooks as well."""

@@ -89,14 +89,7 @@ class Alerts:
         return {key: one.finding for key, one in self._open.items()}
 
     def judge(self, record: Record) -> tuple[Alert, ...]:
-        """Judge one reading; readings come in the order of steps.
-
-        Args:
-            record: its numbers.
-
-        Returns:
-            Alerts that begin, get worse or end at this reading.
-        """
+        """Return the alerts that begin, get worse or end at a reading; readings come in the order of steps."""
         report = Report(record.step)
         is_best_loss = self._note_loss(record.loss)
         others_move = any(
@@ -117,13 +110,7 @@ class Alerts:
         return self._events.update(report)
 
     def expect_change(self, layer: str, heads: Iterable[int], step: int) -> None:
-        """Note that an intervention has written the weights of heads, so that their change raises no alert.
-
-        Args:
-            layer: name of their layer.
-            heads: their numbers.
-            step: optimizer steps taken then.
-        """
+        """Note that an intervention has written the weights of heads, so that their change raises no alert."""
         if layer in self._series:
             self._series[layer].written.update(dict.fromkeys(heads, step))
 

@@ -46,13 +46,6 @@ class Session:
     numbers have arrived on the host: a thread makes the record, judges it and writes it to the history, in order, and
     the training's own thread shows it at a later event. With interventions all of it is done at once.
 
-    Args:
-        model: any module that contains attention layers.
-        settings: the settings of the run.
-        trainer: the trainer.
-        guard: turns failures into warnings, once for each kind.
-        name: name of the history, where one folder holds several.
-
     Attributes:
         monitor: the monitor that measures.
         alerts: the rules; `None` before the first forward, and for no alerts.
@@ -156,14 +149,7 @@ class Session:
                 intervention.before_optimizer_step(optimizer)
 
     def after_step(self, loss: Any = None) -> tuple[Record, ...]:
-        """Publish the readings whose numbers have arrived.
-
-        Args:
-            loss: training loss of the forward, a number or a tensor of one, if it is known.
-
-        Returns:
-            Their records.
-        """
+        """Publish the readings whose numbers have arrived."""
         self.after_backward()  # of a batch without a backward
         if self._pending and self._pending[-1].loss is None and loss is not None:
             self._pending[-1].keep_loss(loss)
