@@ -268,7 +268,11 @@ class FirstCalls:
                     recorded.ran.add(module)
                     recorded.recording.take_input(module, args, kwargs)
                 return
-            if _shows_nothing(module, (args, kwargs)) or torch._C._current_graph_task_id() != -1:
+            if torch._C._current_graph_task_id() != -1:
+                return
+            if _shows_nothing(module, (args, kwargs)):
+                if any(map(is_compiled, module.modules())):  # whose graphs would be guarded by these hooks
+                    self._uninstall_first([inner for inner in module.modules() if inner in self._handles])
                 return
             if self._on_found is not None and self._record is not None and not any(map(is_compiled, module.modules())):
                 recorded = self._begin(module)
@@ -445,9 +449,12 @@ class FirstCalls:
             for handle in handles:
                 handle.remove()
             self._looking = None
-        if reached is None or _shows_nothing(reached.module, (reached.args, reached.kwargs)):
+        if reached is None:
             return
         entry = reached.module
+        if _shows_nothing(entry, (reached.args, reached.kwargs)):
+            self._uninstall_first([inner for inner in entry.modules() if inner in self._handles])
+            return
         self._within_compiled.add(entry)
         self._uninstall_entries([entry])
         if entry in self._handles:

@@ -41,6 +41,7 @@ _NOT_ENTERED = (
 )  # fmt: skip
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, range, slice, types.ModuleType, types.CodeType)
 _LARGEST = 2**20  # items of a container, and numbers of an array, that are listed
+_MOST_ENTERED = 10_000  # items of a container that are looked into: data, not state, has more
 
 
 class KeptTensors(Mode):
@@ -221,7 +222,7 @@ class KeptState:
                 write(items)
 
         self._undo.append(undo)
-        for place, item in enumerate(items):
+        for place, item in enumerate(items if len(items) <= _MOST_ENTERED else ()):
             if not isinstance(item, _ATOMS):
                 self._meet(item, functools.partial(value.__setitem__, place) if hasattr(value, "insert") else None)
 
@@ -240,7 +241,7 @@ class KeptState:
         self._undo.append(lambda: None if is_same(read(), state) else write(state))
 
     def _list_array(self, value: Any) -> None:
-        if value.size > _LARGEST or not value.flags.writeable:
+        if value.size > 16 * _LARGEST or not value.flags.writeable:
             return
         content = value.copy()
 
@@ -284,7 +285,7 @@ class KeptState:
             self._meet(content, put)
         self._stack += [value.__defaults__, value.__kwdefaults__, vars(value)]
         if _is_users(value.__module__):
-            names = value.__code__.co_names
+            names = _names_in(value.__code__)
             self._list_names(value.__globals__, names)
             for name in names:
                 module = value.__globals__.get(name)
@@ -378,6 +379,12 @@ def _empty(slot: types.MemberDescriptorType, value: Any) -> None:
 def _is_data(name: str, item: Any) -> bool:
     """Whether an attribute of a class is neither Python's own nor a descriptor."""
     return not name.startswith("__") and not isinstance(item, types.FunctionType) and not hasattr(item, "__get__")
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """List the names that a function uses, also in its comprehensions and lambdas."""
+    nested = (part for part in code.co_consts if isinstance(part, types.CodeType))
+    return set(code.co_names).union(*map(_names_in, nested))
 
 
 def _functions_in(item: Any) -> list[Any]:

@@ -153,6 +153,30 @@ def test_lazy_modules_are_read_once_they_have_weights(path: Path) -> None:
     assert_complete(found)
 
 
+def test_a_compiled_model_with_lazy_weights_keeps_its_graphs(path: Path) -> None:
+    graphs = []
+    for is_watched in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LazyLinear(32), Model().eval())
+        run, (x, y) = torch.compile(model, backend="aot_eager"), batches(1)[0]
+        if is_watched:
+            optimizer = torch.optim.SGD(model[1].parameters(), 0.01)
+            heads = watch_heads(run, optimizer, every_n_steps=1, history=str(path))
+        for _ in range(3):
+            if is_watched:
+                with heads.step():
+                    loss_of(run, x, y).backward()
+                    optimizer.step()
+            else:
+                loss_of(run, x, y).backward()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    heads.finish()
+    assert graphs[0] == graphs[1]
+    assert records_of(path)
+
+
 class Scan(nn.Module):
     def __init__(self) -> None:
         super().__init__()
