@@ -76,6 +76,7 @@ class Core:
         flags: what else is true of its scores.
         scores: what weights are made of; `None` of a fused operation.
         normaliser: what makes them.
+        is_causal: whether that hides later keys; where it is a softmax this is not looked at.
     """
 
     step: Step
@@ -86,6 +87,12 @@ class Core:
     flags: frozenset[str] = frozenset()
     scores: View | None = None
     normaliser: str = "softmax"
+    is_causal: bool = False
+
+    @property
+    def anchor(self) -> Step:
+        """The step by which it is recognised in other forwards."""
+        return self.step if self.normaliser == "softmax" or self.score_step is None else self.score_step
 
 
 def core_of(labels: Labels, step: Step) -> Core | None:
@@ -102,7 +109,7 @@ def core_of(labels: Labels, step: Step) -> Core | None:
     if normaliser is None:
         return None
     core = _core_behind(labels, normaliser.step, normaliser.scores, normaliser.dim)
-    return None if core is None else replace(core, normaliser=normaliser.name)
+    return None if core is None else replace(core, normaliser=normaliser.name, is_causal=normaliser.is_causal)
 
 
 def _read(labels: Labels, view: View, what: str) -> Label:

@@ -297,7 +297,7 @@ class _Layers:
         self._claims, self._tape, self._model = claims, labels.tape, labels.tape.model
         behind = {owner for claim in claims for _, one in claim.outputs for owner in one.owners}
         self._weights = Weights(labels, behind)
-        self._ordinals = ordinals(labels.tape)
+        self._ordinals, self._counts = ordinals(labels.tape)
         self._layers: dict[tuple[object, ...], AttentionLayer] = {}
         self._sites: list[tuple[Site, object]] = []
         self._refused: dict[str, Refusal] = {}
@@ -312,7 +312,7 @@ class _Layers:
         for step, reason in refused:
             self._refuse(step.path or "", reason)
         merged: dict[object, list[Site]] = {}
-        for site, key in merged_sites(sorted(self._sites, key=lambda one: (one[0].path, one[0].ordinal))):
+        for site, key in merged_sites(sorted(self._sites, key=lambda one: (one[0].path, one[0].ordinal)), self._counts):
             merged.setdefault(key, []).append(site)
         layers = [replace(layer, sites=tuple(merged.get(key, ()))) for key, layer in self._layers.items()]
         return Survey(_with_own_names(layers), tuple(self._refused.values()))
@@ -336,18 +336,16 @@ class _Layers:
     def _note_sites(self, claim: Claim, key: object) -> None:
         first = 0
         for one in claim.members or [claim]:
-            ordinal = self._ordinals.get(one.core.step.number)
+            ordinal = self._ordinals.get(one.core.anchor.number)
             count = len(set(one.numbers[0].flatten().tolist()) - {-1})
             if ordinal is not None:
                 order = tuple(range(first, first + count)) if claim.members else ()
                 with suppress(Unreadable):
-                    self._sites.append((replace(site_of(one, ordinal), order=order), key))
+                    self._sites.append((replace(site_of(one, ordinal, self._tape.steps), order=order), key))
             first += count
 
     def _layer(self, claim: Claim, maps: dict[str, list[Map]], outputs: list[tuple[Step, Map]]) -> AttentionLayer:
         notes = [*claim.notes, *_caveats(claim.flags)]
-        if claim.core.normaliser != "softmax":
-            notes.append("the rows of its attention, which no softmax makes")
         kept = _kept(maps, claim.flags, notes)
         weights, of_heads = self._weights_of(claim, kept, notes)
         base = None

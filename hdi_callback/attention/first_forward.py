@@ -23,16 +23,19 @@ from hdi_callback.attention.calls import Call, running_calls
 from hdi_callback.attention.capture import Capture, Sample, given_to
 from hdi_callback.attention.find import Reading
 from hdi_callback.attention.layer import Survey
+from hdi_callback.attention.normalisers import OF_SCORES, scores_behind
 from hdi_callback.attention.padding import PaddingChoice, TokenMask, find_padding
 from hdi_callback.attention.reader import KINDS, PRODUCTS, Aside, CoreSample, Reader
 from hdi_callback.attention.registry import known_layers
 from hdi_callback.attention.releases import has_saving_hooks
 from hdi_callback.attention.sharding import is_sharded
 from hdi_callback.attention.sites import is_recognised, site_of
-from hdi_callback.attention.tape import Step, Tape
+from hdi_callback.attention.tape import BATCHED, Step, Tape, tensors_in
 from hdi_callback.guard import describe
 
 __all__ = ["FirstForward"]
+
+_NEAR = 6  # results between scores and their product with the values: weights, dropout, a cast
 
 
 @dataclass
@@ -48,11 +51,18 @@ class _Held:
     ordinal: int
     versions: list[int]
     products: dict[int, Tensor] = field(default_factory=dict)
-    width: int = 0
+    near: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
 
     def is_unchanged(self) -> bool:
         """Whether nothing was written into what it took and gave."""
         return self.versions == _versions((self.args, self.kwargs, self.out))
+
+    def near_by(self, step: Step | None) -> Tensor:
+        """Return what a step made, if nothing was written into it since."""
+        tensor, version = self.near[-1 if step is None else step.number]
+        if _versions(tensor) != [version]:
+            raise ValueError("it was written into")
+        return tensor
 
 
 class FirstForward:
@@ -72,8 +82,11 @@ class FirstForward:
         self._reading = Reading(self.tape)
         self._reader = Reader({}, [], self, 64)
         self._held: _Held | None = None
-        self._counts: Counter[str | None] = Counter()
-        self._at: dict[tuple[str, int], int] = {}  # where an attention ran -> the number of its step
+        self._counts: Counter[tuple[str | None, bool]] = Counter()
+        self._at: dict[tuple[tuple[str, bool], int], int] = {}  # `Site.place` and ordinal -> the number of its step
+        self._products: dict[int, int] = {}  # a product of batches -> its number in its module
+        # Behind a product of queries and keys: their number, its scores, and what was made of them last, by step.
+        self._numel, self._near = 0, dict[int, tuple[Tensor, int]]()
         self._inputs: dict[nn.Module, list[tuple[Tensor | Sample, int, TokenMask]]] = {}
         self._rows: dict[int, CoreSample] = {}
         self._outputs: dict[int, Sample] = {}
@@ -117,17 +130,51 @@ class FirstForward:
             self._reader._see(func, args, kwargs, out)
         if self._held is not None and func in PRODUCTS and step is not None:
             self._held.products[step.number] = out
-        if step is None or not is_recognised(step):
+        if step is None:
             return
+        is_product = step.op in BATCHED
+        begun = None
+        if is_product:
+            self._products[step.number] = self._next(step)
+            begun = scores_behind(self._reading.labels, step) if self._near else None
+        if begun is None and not is_recognised(step):
+            self._stay_near(step, args, out)
+            return
+        near, self._near, self._numel = self._near, {}, 0
         self._read_held()
-        ordinal = self._counts[step.path]
-        self._counts[step.path] += 1
-        if func in KINDS and step.path is not None and self._keeps() and torch._C._current_graph_task_id() == -1:
+        ordinal = self._next(step) if begun is None else self._products.get(begun.number, 0)
+        path = step.path if begun is None else begun.path
+        if path is None or not self._keeps() or torch._C._current_graph_task_id() != -1:
+            return
+        if begun is not None:
+            self._held = _Held(
+                step, func, (), {}, out, running_calls(), ordinal, _versions(out), {step.number: out}, near
+            )
+        elif func in KINDS:
             if KINDS[func] == "softmax":
                 args = (self._reader.unshifted(args[0]), *args[1:])
-            held = _Held(step, func, args, kwargs, out, running_calls(), ordinal, _versions((args, kwargs, out)))
-            self._at[step.path, ordinal] = step.number
-            self._held = held
+            self._held = _Held(step, func, args, kwargs, out, running_calls(), ordinal, _versions((args, kwargs, out)))
+        else:
+            return
+        self._at[(path, begun is not None), ordinal] = step.number
+
+    def _next(self, step: Step) -> int:
+        place = step.path, step.op in BATCHED
+        self._counts[place] += 1
+        return self._counts[place] - 1
+
+    def _stay_near(self, step: Step, args: Any, out: Any) -> None:
+        """Keep the scores that something else than a softmax may make weights of, and its last results."""
+        if step.op in BATCHED:
+            self._near, self._numel = {}, out.numel() if self._keeps() else 0
+        elif self._numel and (self._near or step.op not in OF_SCORES):
+            taken = list(zip(step.taken, tensors_in(args)))
+            made = [(view, tensor) for view, tensor in zip(step.made, tensors_in(out)) if view is not None]
+            for view, tensor in made if self._near else taken + made:
+                if view.is_float and tensor.numel() == self._numel and view.cell.step is not None:
+                    self._near[view.cell.step.number] = tensor, _versions(tensor)[0]
+            for number in list(self._near)[1:-_NEAR]:
+                del self._near[number]
 
     def _read_held(self) -> None:
         """Read the attention before: its product with the values has run."""
@@ -137,16 +184,22 @@ class FirstForward:
             return
         with Aside(), _quiet():
             self._reading.go_on(held.step.number)
-            claim = next((one for one in self._reading.claims if one.core.step is held.step), None)
+            steps = [(one, one.core.parts[0].step if held.near else one.core.step) for one in self._reading.claims]
+            claim = next((one for one, step in steps if step is held.step), None)
             try:
                 if claim is None:
                     return
-                site = site_of(claim, held.ordinal)
+                site = site_of(claim, held.ordinal, self.tape.steps)
                 stub: Any = SimpleNamespace(name=held.step.number, value_dim=claim.width)
                 if site.kind == "fused":
                     self._reader._read_fused(stub, site, held.func, held.args, held.kwargs, held.out)
                 else:
-                    self._reader._read_softmax(stub, site, held.args[0], held.out)
+                    if site.kind == "normaliser":
+                        assert claim.core.scores is not None
+                        scores = self._reader._rows_of_normaliser(site, held.near_by(claim.core.scores.cell.step))
+                        self._reader._read_weights(stub, site, scores, held.near_by(claim.core.step))
+                    else:
+                        self._reader._read_softmax(stub, site, held.args[0], held.out)
                     out = held.products.get(claim.core.parts[0].step.number)
                     if out is not None:
                         self._reader._hand_outputs(stub, site, out.mT if site.flipped else out)
@@ -159,7 +212,7 @@ class FirstForward:
 
     def wants_outputs(self, number: Any) -> bool:
         """Head outputs of a softmax are read at its product."""
-        return self._held is not None and KINDS[self._held.func] == "fused"
+        return self._held is not None and KINDS.get(self._held.func) == "fused"
 
     def padded_queries(self, number: Any, shape: tuple[int, int], hidden: Tensor | None) -> Tensor | None:
         """Find the queries that are padding."""
@@ -202,8 +255,8 @@ class FirstForward:
                     tap.hand_over(kept, mask if mask.padded is not None else self._mask_of(tap, mask))
         for layer in capture.read_layers:
             numbers = [
-                number for (path, at), number in self._at.items() for site in layer.sites
-                if site.path == path and at % site.period == site.ordinal and number in self._rows
+                number for (place, at), number in self._at.items() for site in layer.sites
+                if site.place == place and at % site.period == site.ordinal and number in self._rows
             ]  # fmt: skip
             for number in sorted(set(numbers)):
                 capture.take_rows(layer.name, self._rows[number])
@@ -213,7 +266,7 @@ class FirstForward:
 
     def forget(self) -> None:
         """Let go of all tensors now, and not when Python collects cycles."""
-        for one in (self._inputs, self._rows, self._outputs, self._masks, self._at, self.tape._cells):
+        for one in (self._inputs, self._rows, self._outputs, self._masks, self._at, self._near, self.tape._cells):
             one.clear()
         self.tape.steps = []
         self.tape._on_step = self._held = None
@@ -221,7 +274,7 @@ class FirstForward:
 
     def _mask_of(self, tap: Any, mask: TokenMask) -> TokenMask:
         for site in tap.layer.sites if tap.what == "outputs" else ():
-            number = self._at.get((site.path, site.ordinal))
+            number = self._at.get((site.place, site.ordinal))
             if number in self._masks and self._masks[number].padded is not None:
                 return self._masks[number]
         return mask

@@ -363,7 +363,7 @@ def _check(part: Part, claim: Claim) -> None:
         if role in maps and f"{role}: {GROUPED}" in flags:
             raise Unreadable(f"the {role} map of each head takes an input of its own: a group of channels")
         if {f"{role}: {TIMES}", f"{role}: sum"} <= flags:
-            raise Unreadable(f"its {role} is a product of two computed tensors")
+            raise Unreadable(f"its {role} is a product of two computed tensors (such as a map and the gain of DoRA)")
         if any(one.starts.shape[1] == 1 < label.features.shape[-1] for one in maps.get(role, [])):
             raise Unreadable(f"a map mixes the heads of its {role}")
     distinct = {role: len({tuple(row) for row in maps[role][0].starts.tolist()}) for role in maps}

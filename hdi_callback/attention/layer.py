@@ -445,14 +445,18 @@ def _is_off(rows: Rows) -> bool:
 
 @dataclass(frozen=True)
 class Site:
-    """Where a layer's attention runs in a forward: a softmax or a fused attention, as it is recognised again.
+    """Where a layer's attention runs in a forward, as it is recognised again.
+
+    A softmax and a fused attention are recognised as such. Another normaliser is any operation: it is counted from the
+    product of queries and keys on.
 
     Names of dims: ``"b"`` batch, ``"h"`` head, ``"q"`` query; ``"bh"`` is batch times heads, ``"hb"`` the reverse.
 
     Attributes:
         path: dotted name of the module whose forward runs it.
-        ordinal: its number among softmaxes and fused attentions of that module, modulo `period`.
-        kind: ``"fused"`` or ``"softmax"``.
+        ordinal: its number among softmaxes and fused attentions of that module, modulo `period`; of another normaliser
+            that of its product of queries and keys, among products of batches.
+        kind: ``"fused"``, ``"softmax"`` or ``"normaliser"``.
         heads: heads that it computes.
         rows: dims of the softmax but the one that it runs over; dims of the queries if it is fused.
         out: dims of what the product with the values gives, but the features.
@@ -460,6 +464,10 @@ class Site:
         flipped: the product gives features times queries.
         period: after so many, the same attentions come again, as often as it may be: loops, shared modules.
         order: number of each of the layer's heads among those computed here; ``()`` if it is the same.
+        scores: of a normaliser: which operation gives its scores, and the how manieth of that name behind the product
+            it is; 0 for the product itself.
+        weights: the same of what gives its weights.
+        is_causal: whether it hides later keys, perhaps by a mask on weights.
     """
 
     path: str
@@ -472,6 +480,14 @@ class Site:
     flipped: bool = False
     period: int = 1
     order: tuple[int, ...] = ()
+    scores: tuple[str, int] = ("", 0)
+    weights: tuple[str, int] = ("", 0)
+    is_causal: bool = False
+
+    @property
+    def place(self) -> tuple[str, bool]:
+        """What `ordinal` counts: the module, and whether products of batches in place of softmaxes."""
+        return self.path, self.kind == "normaliser"
 
 
 @dataclass(frozen=True, eq=False)

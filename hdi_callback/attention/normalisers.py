@@ -6,7 +6,7 @@ run again on scores that are made up; what adds up to one over a dimension, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from hdi_callback.attention.labels import Label, Labels, Unreadable
 from hdi_callback.attention.products import COPIES
-from hdi_callback.attention.replay import NotReplayedError, run_steps, steps_before
-from hdi_callback.attention.tape import DATA, Cell, Step, View, is_softmax_like
+from hdi_callback.attention.replay import DROPOUTS, NotReplayedError, run_steps, steps_before
+from hdi_callback.attention.tape import DATA, RANDOM, SHAPED_LIKE, Cell, Step, View, is_softmax_like
 
-__all__ = ["Normaliser", "normaliser_before"]
+__all__ = ["OF_SCORES", "Normaliser", "normaliser_before", "scores_behind"]
 
 # What scores pass before they are turned into weights: scale, bias, mask, a soft limit.
-_OF_SCORES = COPIES | {"add", "sub", "mul", "div", "masked_fill", "where", "tanh", "neg"}
+OF_SCORES = COPIES | {"add", "sub", "mul", "div", "masked_fill", "where", "tanh", "neg"}
 _MOST = 1 << 27  # numbers that are computed to try one
 _FAR = 60
 
@@ -36,12 +36,14 @@ class Normaliser:
         scores: what they are made of.
         dim: the dimension over which they add up to one.
         name: what it is, in words.
+        is_causal: whether it hides the keys behind a query.
     """
 
     step: Step
     scores: View
     dim: int
     name: str
+    is_causal: bool
 
 
 _Links = list[tuple[Step, View]]  # steps, each with what it takes of the scores
@@ -60,14 +62,23 @@ def normaliser_before(labels: Labels, product: Step) -> Normaliser | None:
     Raises:
         Unreadable: if it cannot be tried.
     """
+    found = (_tried(labels, start, links, product) for start, links in _ways_to(labels, product))
+    return next((one for one in found if one is not None), None)
+
+
+def scores_behind(labels: Labels, product: Step) -> Step | None:
+    """Return the product of queries and keys that a product with values may belong to, with a normaliser between."""
+    return next((start for start, _ in _ways_to(labels, product)), None)
+
+
+def _ways_to(labels: Labels, product: Step) -> Iterator[tuple[Step, _Links]]:
     factors = labels.products.of(product)
     if factors is None or factors.kind != "scores" or product.number in labels.installed:
-        return None
+        return
     for view in (factors.first, factors.second):
         start, links = _links_to(labels, view)
-        if start is not None and links and (found := _tried(labels, start, links, product)) is not None:
-            return found
-    return None
+        if start is not None and links:
+            yield start, links
 
 
 def _links_to(labels: Labels, view: View) -> tuple[Step | None, _Links]:
@@ -90,7 +101,7 @@ def _tried(labels: Labels, start: Step, links: _Links, product: Step) -> Normali
     tape = labels.tape
     made_of = {id(one.cell) for one in start.made if one is not None}
     for step in tape.steps[start.number + 1 : product.number]:
-        if any(id(view.cell) in made_of for view in step.taken):
+        if step.op not in SHAPED_LIKE and any(id(view.cell) in made_of for view in step.taken):
             made_of |= {id(one.cell) for one in step.made if one is not None}
     first = next((at for at, link in enumerate(links) if _leaves(*link, made_of)), None)
     if first is None:
@@ -115,17 +126,25 @@ def _tried(labels: Labels, start: Step, links: _Links, product: Step) -> Normali
         raise Unreadable(f"what makes weights of its scores cannot be tried: {error}") from None
     except Exception:  # it is something else
         return None
+    found: tuple[Step, int, list[Tensor]] | None = None
     for step, _ in links:
+        if found and (step.op in DROPOUTS or any(_is_drawn(view.cell) for view in step.taken)):
+            break
         out = next(one for one in step.made if one is not None)
+        if found and out.shape != scores.shape:
+            break
         weights = [storages[id(out.cell)].as_strided(out.shape, out.stride, out.offset) for storages in given]
-        dims = [dim for dim in range(-1, -len(out.shape) - 1, -1) if all(_adds_up(one, dim) for one in weights)]
-        if dims:
-            _carry_on(labels, links, step)
-            step.path, step.line, step.padding = product.path, product.line, product.padding
-            names = [_name(draw, one, dims[0]) if draw.shape == one.shape else "" for draw, one in zip(draws, weights)]
-            name = names[0] if names[0] == names[1] and names[0] else "weights that add up to one"
-            return Normaliser(step, scores, dims[0], name)
-    return None
+        dims = (dim for dim in range(-1, -len(out.shape) - 1, -1) if all(_adds_up(one, dim) for one in weights))
+        if (dim := next(dims, None)) is not None:
+            found = step, dim, weights  # some divide once more by the sum
+    if found is None:
+        return None
+    step, dim, weights = found
+    _carry_on(labels, links, step)
+    step.path, step.line, step.padding = product.path, product.line, product.padding
+    names = [_name(draw, one, dim) if draw.shape == one.shape else "" for draw, one in zip(draws, weights)]
+    name = names[0] if names[0] == names[1] and names[0] else "weights that add up to one"
+    return Normaliser(step, scores, dim, name, all(_is_causal(one, dim) for one in weights))
 
 
 def _is_leaf(scores: Cell, start: Step, made_of: set[int], named: dict[int, str], cell: Cell) -> bool:
@@ -140,7 +159,7 @@ def _is_leaf(scores: Cell, start: Step, made_of: set[int], named: dict[int, str]
 
 def _leaves(step: Step, main: View, made_of: set[int]) -> bool:
     """Whether an operation does more to scores than scale, shift and hide them."""
-    return step.op not in _OF_SCORES or any(view is not main and id(view.cell) in made_of for view in step.taken)
+    return step.op not in OF_SCORES or any(view is not main and id(view.cell) in made_of for view in step.taken)
 
 
 def _mixed(scores: View) -> Tensor:
@@ -182,6 +201,19 @@ def _adds_up(weights: Tensor, dim: int) -> bool:
     sums = weights.sum(dim)
     one = (sums - 1).abs() < 1e-3
     return bool((one | (sums.abs() < 1e-3) | sums.isnan()).all()) and bool(one.float().mean() > 0.5)
+
+
+def _is_drawn(cell: Cell | None) -> bool:
+    """Whether numbers are drawn at random, as dropout does, perhaps scaled in place."""
+    while cell is not None and not (cell.step is not None and cell.step.op in RANDOM | {"bernoulli"}):
+        cell = cell.before
+    return cell is not None
+
+
+def _is_causal(weights: Tensor, dim: int) -> bool:
+    rows = weights if dim == -1 or weights.dim() == 1 else weights.mT
+    is_square = dim >= -2 and rows.dim() > 1 and rows.shape[-2] == rows.shape[-1] > 2
+    return is_square and not bool(rows.triu(1).any())
 
 
 def _carry_on(labels: Labels, links: _Links, last: Step) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from hdi_callback.attention.flex import FLEX, FlexCall
 from hdi_callback.attention.layer import AttentionLayer, Site
 from hdi_callback.attention.releases import Mode
 from hdi_callback.attention.sharding import is_sharded
+from hdi_callback.attention.tape import BATCHED, op_name, tensors_in
 from hdi_callback.guard import describe
 
 __all__ = ["CoreSample", "Reader", "ReaderSink"]
@@ -43,6 +44,7 @@ KINDS = {
 }
 # Products with values, and the place of their two matrices.
 PRODUCTS = {aten.bmm.default: 0, aten.mm.default: 0, aten.baddbmm.default: 1, aten.addmm.default: 1}
+_ADDS_UP = 0.02  # weights in bfloat16 add up to one as exactly as that
 _SEEN = -5e3  # scores of keys that a mask hides are less
 _MOST_SEQUENCES = 4
 _PLAIN = Tensor.__torch_dispatch__
@@ -165,8 +167,10 @@ class Reader(Mode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._names, self._sink, self._max_rows = names, sink, max_rows
-        self._sites = {(site.path, site.ordinal): (layer, site) for layer in layers for site in layer.sites}
-        self._periods = {site.path: site.period for layer in layers for site in layer.sites}
+        sites = [(layer, site) for layer in layers for site in layer.sites]
+        self._sites = {(site.place, site.ordinal): (layer, site) for layer, site in sites}
+        self._periods = {site.place: site.period for _, site in sites}
+        self._has_normalisers = any(site.kind == "normaliser" for _, site in sites)
         self.begin()
 
     @classmethod
@@ -176,7 +180,7 @@ class Reader(Mode):
 
     def begin(self) -> None:
         """Begin another armed step."""
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[tuple[str, bool]] = Counter()
         self._places: dict[Any, tuple[Tensor, Tensor]] = {}
         self.forget()
 
@@ -185,6 +189,7 @@ class Reader(Mode):
         # The weights that are on their way to a product with values, by storage; kept alive, as addresses are reused.
         self._waiting: dict[int, tuple[AttentionLayer, Site, int, Tensor]] = {}
         self._shifted: tuple[Tensor, Tensor] | None = None
+        self._begun: list[_Begun] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation as it is, and look at it if it is one of attention."""
@@ -195,7 +200,8 @@ class Reader(Mode):
             out: Any = args[0].run()
         else:
             out = func(*args, **kwargs) if kwargs else func(*args)
-        if (func in KINDS or self._waiting) and all(one.__torch_dispatch__ is _PLAIN for one in types):
+        is_looked_at = func in KINDS or self._waiting or self._has_normalisers
+        if is_looked_at and all(one.__torch_dispatch__ is _PLAIN for one in types):
             try:
                 self._see(func, args, kwargs or {}, out)
             except Exception as error:  # of a kind of tensor that has no storage, or no strides
@@ -206,8 +212,11 @@ class Reader(Mode):
 
     def _see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         kind = KINDS.get(func)
+        if self._has_normalisers:
+            self._go_on(op_name(func), out)
         if kind is None:
-            self._follow(func, args, out)
+            if self._waiting:
+                self._follow(func, args, out)
         elif kind == _SHIFT:
             one, other = args[:2]
             is_of_rows = isinstance(other, Tensor) and other.dim() == one.dim() > 0
@@ -217,12 +226,7 @@ class Reader(Mode):
             self._shifted = None
 
     def _read(self, kind: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        path = running_module(self._names)
-        if path is None:
-            return
-        ordinal = self._counts[path] % self._periods.get(path, 1)
-        self._counts[path] += 1
-        layer, site = self._sites.get((path, ordinal), (None, None))
+        layer, site = self._next_site(is_product=False)
         if layer is None or site is None:
             return
         how = site
@@ -241,6 +245,69 @@ class Reader(Mode):
                     self._read_softmax(layer, how, args[0], out)
         except Exception as error:
             self._sink.fail(layer.name, f"its rows of attention cannot be read ({describe(error)})")
+
+    def _next_site(self, *, is_product: bool) -> tuple[AttentionLayer, Site] | tuple[None, None]:
+        """Return the site of an attention that begins in the module that runs now, and count it."""
+        path = running_module(self._names)
+        if path is None:
+            return None, None
+        place = path, is_product
+        ordinal = self._counts[place] % self._periods.get(place, 1)
+        self._counts[place] += 1
+        return self._sites.get((place, ordinal), (None, None))
+
+    def _go_on(self, name: str, out: Any) -> None:
+        """Follow each product of queries and keys to its scores and weights, counting operations by their names."""
+        tensor = next(tensors_in(out), None)
+        if tensor is None:
+            return
+        for begun in list(self._begun):
+            begun.counts[name] += 1
+            self._take(begun, (name, begun.counts[name]), tensor)
+        if name in BATCHED:
+            layer, site = self._next_site(is_product=True)
+            if layer is not None and site is not None:
+                self._begun.append(_Begun(layer, site))
+                self._take(self._begun[-1], ("", 0), tensor)
+
+    def _take(self, begun: _Begun, place: tuple[str, int], tensor: Tensor) -> None:
+        how = begun.site
+        try:
+            with Aside():
+                if place == how.scores:
+                    begun.scores = self._rows_of_normaliser(how, tensor)
+                elif place == how.weights:
+                    self._begun.remove(begun)
+                    self._read_weights(begun.layer, how, begun.scores, tensor)
+        except Exception as error:
+            self._sink.fail(begun.layer.name, f"its rows of attention cannot be read ({describe(error)})")
+
+    def _rows_of_normaliser(self, how: Site, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Copy some rows of scores, which may be written into before there are weights; and say which keys are hidden.
+
+        Returns:
+            ``(b, H, q, keys)``, and ``(batch, keys)``.
+        """
+        logits = _arranged(scores.movedim(how.keys, -1), how.rows, how)
+        sequences, queries = self._sample(logits.shape[0], logits.shape[2])
+        few = _copied(logits[sequences][:, :, queries])
+        if how.is_causal:
+            few = few.masked_fill(self._place(logits, queries, logits.shape[-1])[1], -math.inf)
+        return few, logits[:, 0].amax(1) <= _SEEN
+
+    def _read_weights(self, layer: AttentionLayer, how: Site, scores: Any, out: Tensor) -> None:
+        """Read weights that no softmax makes; a row that adds up neither to one nor to nothing becomes NaN."""
+        if scores is None:
+            raise ValueError("its scores were not met")
+        weights = _arranged(out.movedim(how.keys, -1), how.rows, how)
+        sequences, queries = self._sample(weights.shape[0], weights.shape[2])
+        few = _copied(weights[sequences][:, :, queries])
+        sums = few.sum(-1, keepdim=True)
+        few = few.masked_fill(((sums - 1).abs() > _ADDS_UP) & (sums.abs() > _ADDS_UP), math.nan)
+        if self._sink.wants_outputs(layer.name):
+            self._waiting[_memory(out)] = layer, how, out.numel() // out.shape[how.keys], out
+        sample = CoreSample(self._place(weights, queries, weights.shape[-1])[0], scores[0], few)
+        self._hand_over(layer, sample, weights, sequences, queries, scores[1])
 
     def _read_softmax(self, layer: AttentionLayer, how: Site, scores: Tensor, out: Tensor) -> None:
         scores = self.unshifted(scores)
@@ -333,7 +400,7 @@ class Reader(Mode):
 
     def _hand_outputs(self, layer: AttentionLayer, how: Site, out: Tensor) -> None:
         try:
-            outputs = _arranged(out, how.out if how.kind == _SOFTMAX else how.rows, how)
+            outputs = _arranged(out, how.rows if how.kind == _FUSED else how.out, how)
             self._sink.take_outputs(layer.name, outputs.transpose(1, 2)[..., : layer.value_dim])
         except Exception as error:
             self._sink.fail(layer.name, f"its head outputs cannot be read ({describe(error)})")
@@ -352,6 +419,16 @@ class Reader(Mode):
         each = max(1, self._max_rows // max(1, math.ceil(sequences / by_sequence)))
         by_query = max(1, math.ceil(queries / each))
         return slice(0, None, by_sequence), slice(by_query // 2, None, by_query)
+
+
+@dataclass(eq=False)
+class _Begun:
+    """A product of queries and keys, until weights are made of it by something else than a softmax."""
+
+    layer: AttentionLayer
+    site: Site
+    counts: Counter[str] = field(default_factory=Counter)
+    scores: tuple[Tensor, Tensor] | None = None
 
 
 class Aside:

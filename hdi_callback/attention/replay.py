@@ -15,9 +15,9 @@ from torch import Tensor
 
 from hdi_callback.attention.tape import RANDOM, WEIGHT, Cell, Step, View, mapped, written_tensors
 
-__all__ = ["NotReplayedError", "Recipe", "run_steps", "steps_before"]
+__all__ = ["DROPOUTS", "NotReplayedError", "Recipe", "run_steps", "steps_before"]
 
-_DROPOUTS = {"native_dropout", "_fused_dropout"}
+DROPOUTS = {"native_dropout", "_fused_dropout"}
 # It moves the range that it quantises to before it quantises, if its second argument says so.
 _OBSERVES = "_fused_moving_avg_obs_fq_helper"
 
@@ -89,7 +89,7 @@ def run_steps(
 def _outputs(step: Step, args: list[Any], kwargs: dict[str, Any]) -> list[Tensor | None]:
     if step.op == "bernoulli":  # dropout leaves all that it would divide by this number
         return [torch.full_like(args[0], step.given("p", 1.0))]
-    if step.op in _DROPOUTS:
+    if step.op in DROPOUTS:
         return [args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)]
     if step.op == _OBSERVES:
         args[1] = torch.zeros_like(args[1])

@@ -4,29 +4,35 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.cores import layout_of_fused
+from hdi_callback.attention.cores import Core, layout_of_fused
 from hdi_callback.attention.heads import Claim
 from hdi_callback.attention.layer import Site
 from hdi_callback.attention.planes import repeats, reshaped
 from hdi_callback.attention.products import Unreadable
-from hdi_callback.attention.tape import Step, Tape
+from hdi_callback.attention.tape import BATCHED, Step, Tape
 
 __all__ = ["merged_sites", "ordinals", "site_of"]
 
 
-def ordinals(tape: Tape) -> dict[int, int]:
-    """Number the softmaxes and fused attentions of each module, as a later forward meets them."""
+def ordinals(tape: Tape) -> tuple[dict[int, int], Counter[Any]]:
+    """Number the softmaxes and fused attentions of each module, and its products, as a later forward meets them.
+
+    Returns:
+        Step -> its number; and how many there are at each `Site.place`.
+    """
     found: dict[int, int] = {}
-    counts: Counter[str | None] = Counter()
+    counts: Counter[Any] = Counter()
     for step in tape.steps:
-        if is_recognised(step):
-            found[step.number] = counts[step.path]
-            counts[step.path] += 1
-    return found
+        if is_recognised(step) or step.op in BATCHED:
+            place = step.path, step.op in BATCHED
+            found[step.number] = counts[place]
+            counts[place] += 1
+    return found, counts
 
 
 def is_recognised(step: Step) -> bool:
@@ -34,8 +40,8 @@ def is_recognised(step: Step) -> bool:
     return layout_of_fused(step) == "b h q" or step.op in {"_softmax", "_safe_softmax"}
 
 
-def site_of(claim: Claim, ordinal: int) -> Site:
-    """Describe where an attention runs.
+def site_of(claim: Claim, ordinal: int, steps: list[Step]) -> Site:
+    """Describe where an attention runs, among the steps of its tape.
 
     Raises:
         Unreadable: if its heads and queries lie in no regular order.
@@ -61,7 +67,25 @@ def site_of(claim: Claim, ordinal: int) -> Site:
     rows = _dims(head_of[asked], query_of[asked], heads)
     out = _dims(number, query, heads)
     is_flipped = part.product is not None and part.product.is_flipped
-    return Site(step.path or "", ordinal, "softmax", heads, rows, out, claim.core.dim, is_flipped)
+    site = Site(step.path or "", ordinal, "softmax", heads, rows, out, claim.core.dim, is_flipped)
+    return site if claim.core.normaliser == "softmax" else _of_normaliser(site, claim.core, steps)
+
+
+def _of_normaliser(site: Site, core: Core, steps: list[Step]) -> Site:
+    start, scores = core.anchor, core.scores
+    weights = next(one for one in core.step.made if one is not None)
+    if start.op not in BATCHED or scores is None or scores.shape != weights.shape:
+        raise Unreadable("what makes weights of its scores changes their shape")
+
+    def behind(step: Step | None) -> tuple[str, int]:
+        if step is None or step is start:
+            return "", 0
+        return step.op, sum(one.op == step.op for one in steps[start.number + 1 : step.number + 1])
+
+    return replace(
+        site, path=start.path or "", kind="normaliser", scores=behind(scores.cell.step), weights=behind(core.step),
+        is_causal=core.is_causal,
+    )  # fmt: skip
 
 
 def _dims(head: Tensor, query: Tensor, heads: int) -> tuple[str, ...]:
@@ -91,21 +115,22 @@ def _dims(head: Tensor, query: Tensor, heads: int) -> tuple[str, ...]:
     return tuple(names)
 
 
-def merged_sites(sites: list[tuple[Site, object]]) -> list[tuple[Site, object]]:
+def merged_sites(sites: list[tuple[Site, object]], counts: Counter[Any]) -> list[tuple[Site, object]]:
     """Let attentions of one module that come again after a period be one: loops, shared modules, recomputation.
 
     Args:
         sites: each with what it computes, in the order of a forward.
+        counts: how many there are at each `Site.place`, others among them.
 
     Returns:
         The first of each, with their period.
     """
-    paths: dict[str, list[tuple[Site, object]]] = {}
+    places: dict[Any, list[tuple[Site, object]]] = {}
     for site, what in sites:
-        paths.setdefault(site.path, []).append((site, what))
+        places.setdefault(site.place, []).append((site, what))
     merged = []
-    for mine in paths.values():
-        count = mine[-1][0].ordinal + 1
+    for place, mine in places.items():
+        count = counts[place]
         at = {site.ordinal: (replace(site, ordinal=0), what) for site, what in mine}
         period = next(p for p in range(1, count + 1) if all(at.get(i) == at.get(i % p) for i in range(count)))
         merged += [(replace(site, period=period), what) for site, what in mine if site.ordinal < period]

@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from hdi_callback.attention.releases import Mode
 # What a cell is: of neither parameters nor data (buffers, zeros); a parameter itself; made of parameters alone; of what
 # the model is given. What is made of several is the last of them.
 CONSTANT, WEIGHT, MADE, DATA = range(4)
+BATCHED = {"bmm", "baddbmm"}  # products of many matrices at once
 RANDOM = {"randn", "rand", "randint", "randperm", "normal", "randn_like", "rand_like", "uniform"}  # data of its own
 SHAPED_LIKE = {"empty_like", "zeros_like", "ones_like", "full_like", "new_zeros", "new_empty", "new_ones",
                 "new_full"}  # fmt: skip
@@ -233,7 +235,7 @@ class Tape(Mode):
             if out is not NotImplemented:
                 return out
         flex = FlexCall(*args) if func is FLEX else None
-        name = _name(func) if flex is None else FUSED_FLEX
+        name = op_name(func) if flex is None else FUSED_FLEX
         taken, named = (args, kwargs) if flex is None else (args[:3], _of_flex(flex))
         try:
             with torch._C.DisableTorchFunction():  # modes of the user's see nothing of what is written down
@@ -338,7 +340,7 @@ class Tape(Mode):
         return cell.written
 
     def _place(self, op: str) -> tuple[str | None, str, dict[str, Tensor]]:
-        if not (is_softmax_like(op) or is_fused(op) or is_whole_layer(op) or op in {"bmm", "baddbmm"} or "::" in op):
+        if not (is_softmax_like(op) or is_fused(op) or is_whole_layer(op) or op in BATCHED or "::" in op):
             return None, "", {}
         module, line, padding = _running_module(self._paths)
         return (None if module is None else self._paths[module]), line, padding
@@ -376,7 +378,9 @@ def _padding_given(frame: Any) -> dict[str, Tensor]:
         }
 
 
-def _name(func: Any) -> str:
+@lru_cache(maxsize=1024)
+def op_name(func: Any) -> str:
+    """Return the name of an operation, the same for one that works in place."""
     packet = getattr(func, "overloadpacket", None)
     if packet is None:  # of operations that take functions
         return str(func.name()) if callable(getattr(func, "name", None)) else str(func)
@@ -441,12 +445,13 @@ def _views_in(value: Any) -> Iterator[View]:
             yield from _views_in(one)
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Return the tensors in lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for one in value:
-            yield from _tensors_in(one)
+            yield from tensors_in(one)
 
 
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -457,7 +462,7 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     written: list[Tensor] = []
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            written += _tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
+            written += tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
     return written
 
 

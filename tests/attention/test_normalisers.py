@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import entmax
@@ -9,10 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hdi_callback import check
+from hdi_callback import check, watch_heads
 from hdi_callback.attention.find import survey
+from hdi_callback.history import load_history
 from tests.attention.by_hand import B, C, D, T, between, truth_of_four
+from tests.attention.test_capture import captured
 
 ONE = "weights that add up to one"
 RELU, SQUARED = "ReLU over its sum", "squared ReLU over its sum"
@@ -106,3 +110,129 @@ def test_a_learned_order_of_entmax_is_taken_as_it_is():
     )
     layer = survey(module, lambda: module(torch.randn(B, T, C))).layers[0]
     assert layer.kind.endswith("entmax of order 1.5 in place of a softmax")
+
+
+# rows, against what products with the values received
+
+
+class Received(TorchDispatchMode):
+    """Keeps the first factors of products of batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors: list[Tensor] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.bmm.default:
+            self.factors.append(args[0].clone())
+        return func(*args, **(kwargs or {}))
+
+
+def received(module: nn.Module, x: Tensor) -> Tensor:
+    """Return what the product with the values receives without dropout, ``(B, heads, T, T)``."""
+    was_training = module.training
+    with Received() as seen, torch.no_grad():
+        module.eval()(x)
+    module.train(was_training)
+    return seen.factors[1].unflatten(0, (len(x), -1))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["all keys", "causal"])
+@pytest.mark.parametrize("name", NORMALISERS)
+def test_rows_are_what_the_product_with_the_values_receives(name, causal):
+    module, x = attention(NORMALISERS[name][0], causal=causal, dropout=0.1), torch.randn(B, T, C)
+    (found,) = captured(module, lambda: module(x)).values()
+    (rows,) = found.rows
+    assert torch.equal(rows["weights"], received(module, x))
+    assert torch.equal(rows["visible"], (~LATER if causal else torch.ones(T, T, dtype=torch.bool)).expand(B, 4, T, T))
+
+
+MASKED: dict[str, Callable[[Tensor], Tensor]] = {
+    "weights": lambda x: over_its_sum(x.relu().masked_fill(LATER, 0)),
+    "weights, by a factor": lambda x: over_its_sum(x.relu() * (~LATER).float()),
+    "weights, of a sigmoid": lambda x: over_its_sum(x.sigmoid().tril()),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_a_causal_mask_on_weights_in_place_of_scores_counts_as_one(name):
+    module, x = attention(MASKED[name]), torch.randn(B, T, C)
+    (found,) = captured(module, lambda: module(x)).values()
+    (rows,) = found.rows
+    assert torch.equal(rows["weights"], received(module, x))
+    assert torch.equal(rows["visible"], (~LATER).expand(B, 4, T, T))
+
+
+def test_rows_in_bfloat16_are_those_that_the_normaliser_gives():
+    module, x = attention(NORMALISERS["sparsemax"][0]), torch.randn(B, T, C)
+
+    def run() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return module(x)
+
+    (found,) = captured(module, run).values()
+    with Received() as seen:
+        run()
+    (rows,) = found.rows
+    assert torch.equal(rows["weights"].bfloat16(), seen.factors[1].unflatten(0, (B, 4)))
+
+
+class Blocks(nn.Module):
+    """Blocks that normalise in a module of their own, in other ways, one of them a softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        names = ("entmax", "squared ReLU", "sparsemax written out")
+        functions = [*(NORMALISERS[name][0] for name in names), lambda x: x.softmax(-1)]
+        self.blocks = nn.ModuleList(attention(function, causal=True, dropout=0.1) for function in functions)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def entropy_and_sink(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the closed forms under a causal mask: of queries that see two keys or more, per head."""
+    rows = weights[:, :, 1:].double()
+    plain = torch.where(rows > 0, -rows * rows.clamp_min(1e-300).log(), 0).sum(-1)
+    entropy = plain / torch.arange(2, rows.shape[-1] + 1).double().log()
+    return entropy.mean((0, 2)), rows.mean((0, 2)).amax(-1)
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled", "blocks compiled"])
+def test_entropy_and_sinks_are_measured_from_the_first_step_on(way, tmp_path):
+    torch._dynamo.reset()
+    model = Blocks()
+    run = torch.compile(model, backend="aot_eager") if way == "compiled" else model
+    for block in model.blocks if way == "blocks compiled" else ():
+        block.compile(backend="aot_eager")
+    optimizer, truth = torch.optim.SGD(model.parameters(), 0.5), []
+    with watch_heads(model, optimizer, every_n_steps=1, history=str(tmp_path / "history.jsonl")) as heads:
+        for _ in range(3):
+            x = torch.randn(B, T, C)
+            truth.append(entropy_and_sink(received(copy.deepcopy(model.blocks[0]), x)))
+            with heads.step():
+                run(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    *records, _ = load_history(str(tmp_path / "history.jsonl")).records
+    assert [record.step for record in records] == [0, 1, 2]
+    for record, (entropy, sink) in zip(records, truth):
+        assert list(record.layers) == [f"blocks.{number}" for number in range(4)]
+        for layer in record.layers.values():
+            assert {"attention_entropy", "attention_sink", "attention_logit", "head_covariance"} <= layer.values.keys()
+        first = record.layers["blocks.0"].values
+        assert first["attention_entropy"] == pytest.approx(float(entropy.mean()), abs=1e-5)
+        assert first["attention_sink"] == pytest.approx(float(sink.amax()), abs=1e-5)
+
+
+def test_a_row_that_adds_up_neither_to_one_nor_to_nothing_is_not_measured():
+    factor = torch.ones(())
+    module, x = attention(lambda x: over_its_sum(x.relu()) * factor), torch.randn(B, T, C)
+    layers = survey(module, lambda: module(x)).layers
+    factor.fill_(2)
+    (found,) = captured(module, lambda: module(x), layers).values()
+    (rows,) = found.rows
+    assert rows["weights"].isnan().all()
