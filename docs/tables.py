@@ -8,7 +8,9 @@ import re
 import sys
 from pathlib import Path
 
-from hdi_callback import check, interventions
+from hdi_callback import check
+from hdi_callback.dashboards.names import INTERVENTIONS
+from hdi_callback.dashboards.tags import MODEL_CURVES
 from hdi_callback.interventions import Intervention
 from hdi_callback.monitor import METRICS
 from hdi_callback.rules import RULES, Rule
@@ -34,13 +36,17 @@ def tables() -> dict[str, list[str]]:
     """Make every table, by the name of its page."""
     rules = [(f"`{rule.name}`", rule.level, rule.condition, rule.meaning, remedy(rule)) for rule in RULES]
     metrics = [(f"`{metric.name}`", metric.source, metric.summary) for metric in METRICS.values()]
+    curves = [(f"`{tag}`", curve.range, curve.meaning, curve.expect) for tag, curve in MODEL_CURVES.items()]
     return {
         "alerts.md": [
             table(("rule", "level", "raised when", "what it means", "what to do now"), rules),
             table(("intervention", "what it does", "acts on", "of the rules", "at most"), acts()),
         ],
         "check.md": [table(("bug and symptom", "code", "diagnosis", "reported in"), list(map(bug_row, BUGS)))],
-        "curves.md": [table(("metric", "read from", "meaning"), metrics)],
+        "curves.md": [
+            table(("tag", "range", "meaning", "what to expect"), curves),
+            table(("metric", "read from", "meaning"), metrics),
+        ],
     }
 
 
@@ -52,10 +58,7 @@ def remedy(rule: type[Rule]) -> str:
 def acts() -> list[tuple[str, ...]]:
     """Make a row for each intervention, with its defaults."""
     rows = []
-    for name in interventions.__all__:
-        kind = getattr(interventions, name)
-        if not (isinstance(kind, type) and issubclass(kind, Intervention) and "name" in vars(kind)):
-            continue  # a base class
+    for name, kind in INTERVENTIONS.items():
         own = inspect.signature(kind).parameters.get("on")
         level = (own or inspect.signature(Intervention).parameters["on"]).default
         answers = kind.rules is None or len(kind.rules) > 0

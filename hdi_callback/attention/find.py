@@ -20,10 +20,9 @@ from hdi_callback.attention.heads import IN, Claim, Map, columns_of, heads_of, m
 from hdi_callback.attention.labels import CENTRED, FILTERED, GAINED, GATED, NONLINEAR, NORMED, Labels, Unreadable
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Refusal, Site, Survey
 from hdi_callback.attention.own_inputs import own_forward
-from hdi_callback.attention.products import COPIES, Product
 from hdi_callback.attention.registry import known_layers
 from hdi_callback.attention.sites import merged_sites, ordinals, site_of
-from hdi_callback.attention.tape import DATA, Cell, Step, Tape
+from hdi_callback.attention.tape import DATA, Cell, Step, Tape, is_softmax_like
 from hdi_callback.attention.terms import Weights, origin
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarning
 
@@ -123,18 +122,16 @@ def _without_softmax(labels: Labels, claims: list[Claim], refused: list[tuple[St
     paths = {step.path for step, _ in refused} | {claim.path for claim in claims}
     found: dict[str | None, Step] = {}
     for step in labels.tape.steps:
-        product = (
-            labels.products.of(step) if step.path not in paths | set(found) and step.op in {"bmm", "baddbmm"} else None
-        )
-        if product is None or product.kind != "scores":
-            continue
-        inner = _product_near(labels, product.first.cell) or _product_near(labels, product.second.cell)
-        if inner is not None and all(labels.may_read(view) is not None for view in (inner.first, inner.second)):
-            found[step.path] = step
+        product = labels.products.of(step) if step.path not in paths | set(found) else None
+        if product is not None and product.kind == "scores":
+            sides = [(product.first.cell, product.second), (product.second.cell, product.first)]
+            if any(labels.may_read(other) and _is_of_two_computed(labels, cell) for cell, other in sides):
+                found[step.path] = step
     reason = "it multiplies three computed tensors without a softmax (linear, sigmoid, ReLU attention, a state space)"
     return [(step, reason) for step in found.values()]
 
 
+_FAR = 200  # tensors that are looked at for a product
 _SCATTERS = {"index_add", "scatter_add", "scatter_reduce", "index_reduce", "segment_reduce"}
 
 
@@ -163,17 +160,26 @@ def _is_of_products(step: Step) -> bool:
     return False
 
 
-def _product_near(labels: Labels, cell: Cell) -> Product | None:
-    """Find the product of two computed tensors that a tensor comes from, element by element."""
-    for _ in range(8):
-        product = labels.products.of(cell.step) if cell.step is not None else None
-        if product is not None or cell.step is None:
-            return product if product is not None and product.kind == "scores" else None
-        views = [view for view in cell.step.taken if view.is_float and view.cell.kind == DATA]
-        if not views or not (cell.step.is_pointwise or cell.step.op in COPIES):
-            return None
-        cell = views[0].cell
-    return None
+def _is_of_two_computed(labels: Labels, cell: Cell) -> bool:
+    """Whether a tensor comes from a matmul or outer product of two computed ones, with no map or softmax between."""
+    # What lies between may mix tokens: a mask, a sum or a cumulative sum, the loop of a recurrence.
+    todo, met = [cell], {cell}
+    for current in todo:  # it grows
+        step = current.step
+        product = labels.products.of(step) if step is not None else None
+        if step is None or is_softmax_like(step.op) or (product is not None and product.kind == "weight"):
+            continue
+        views = [view for view in step.taken if view.is_float and view.cell.kind == DATA and view.cell.is_mapped]
+        pair = [product.first, product.second] if product is not None and product.kind == "scores" else []
+        sizes = [view.numel for view in views]
+        if step.op == "mul" and len(views) == 2 and current.numel > max(sizes):
+            pair = views
+        if pair and all(labels.may_read(view) is not None for view in pair):
+            return True
+        fresh = [view.cell for view in views if view.cell not in met]
+        met.update(fresh)
+        todo += fresh if len(todo) < _FAR else []
+    return False
 
 
 def _joined(labels: Labels, claims: list[Claim]) -> tuple[list[Claim], list[tuple[Step, str]]]:

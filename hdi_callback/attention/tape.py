@@ -310,7 +310,8 @@ class Tape(Mode):
             self.read_out += [view.cell for view in taken]
         if (not written or op in RESHAPED_IN_PLACE) and not any(one is not None for one in fresh):
             return None  # a view
-        path, line, padding = self._place(op)
+        is_product = op == "sum" and any(view.cell.step is not None and view.cell.step.op == "mul" for view in taken)
+        path, line, padding = self._place("bmm" if is_product else op)
         step = Step(len(self.steps), op, func, views, named, path, line, taken, padding=padding)
         self.steps.append(step)
         for view in taken:

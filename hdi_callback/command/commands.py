@@ -250,44 +250,57 @@ def compare(first: str, second: str, step: int | None, build: str | None, config
 
 
 @hdi.command()
-@click.argument("name", nargs=-1, metavar="[RULE or METRIC]")
+@click.argument("name", nargs=-1, metavar="[NAME]")
 @_JSON
 def explain(name: tuple[str, ...], as_json: bool) -> int:
-    """Explain a rule or a metric, and what to do about it.
+    """Explain a curve, a picture, a rule, a metric or an intervention, and what to do about it.
 
-    Lists all rules if no name is given.
+    Lists every name if none is given.
 
     \b
     Examples:
       hdi explain worst-pair
-      hdi explain hdi_alignment
+      hdi explain hdi/closest_pair
+      hdi explain ReviveHeads
     """
+    from hdi_callback.dashboards.names import INTERVENTIONS, NAMES, look_up
     from hdi_callback.monitor.metrics import METRICS
-    from hdi_callback.rules import RULES, explain_rule
+    from hdi_callback.rules import RULES
     from hdi_callback.rules import explain as explain_one
 
     if not name:
-        known = [explain_rule(rule) for rule in RULES]
         if as_json:
-            print_json([asdict(one) for one in known])
+            print_json([asdict(one) for one in NAMES.values()])
             return NOTHING_UNUSUAL
-        click.echo("The rules, and when they raise an alert:\n")
-        conditions = [(one.name, re.split(r"[;:.] ", one.condition)[0]) for one in known]
-        print_rows(conditions, label=2 + max(len(one.name) for one in known))
-        click.echo("\nhdi explain RULE says what to do about it, hdi explain METRIC what it measures.")
+        for kind in dict.fromkeys(one.kind for one in NAMES.values()):
+            own = [one for one in NAMES.values() if one.kind == kind]
+            click.echo(f"{kind}:\n")
+            print_rows([(one.text, _clause(one.meaning)) for one in own], label=2 + max(len(one.text) for one in own))
+            click.echo()
+        click.echo("hdi explain NAME says more, and what to do.")
         return NOTHING_UNUSUAL
-    metric = METRICS.get(" ".join(name).lower())
-    if metric is not None:
+    found = look_up(" ".join(name))
+    title, code = f"{found.text} ({found.kind})", ""
+    data: dict[str, Any] = {"what it is": found.meaning}
+    if found.kind == "metric" or found.metric:
+        metric = METRICS[found.metric or found.text]
         judged = [rule.name for rule in RULES if metric.name in (*rule.needs, *rule.reads)]
-        data: dict[str, Any] = {
-            "what it is": metric.summary,
+        data |= {
             "read from": metric.source,
             "judged by": ", ".join(judged) or "no rule",
             "to draw it": f'HDICallback(metrics=["{metric.name}"])',
         }
-        title, code = f"{metric.name} (metric)", ""
-    else:
-        rule = explain_one(" ".join(name))
+    elif found.kind == "intervention":
+        intervention = INTERVENTIONS[found.text]
+        data["answers"] = ", ".join(intervention.rules or ()) or (
+            "every alert" if intervention.rules is None else "no alert: it looks at every reading"
+        )
+        data["at most"] = (
+            "as often as needed" if intervention.at_most is None else f"{intervention.at_most} times a run"
+        )
+        data["to use it"] = f"HDICallback(interventions=[{found.text}(...)])"
+    elif found.kind == "rule":
+        rule = explain_one(found.text)
         limits = [f"{limit}={default:g}: {meaning}" for limit, (default, meaning) in rule.limits.items()]
         data = {
             "raised when": rule.condition,
@@ -301,7 +314,7 @@ def explain(name: tuple[str, ...], as_json: bool) -> int:
             limit = next(iter(rule.limits))
             data["to try another"] = f"hdi alerts RUN --threshold {limit}=VALUE"
             data["to set one"] = f'HDICallback(thresholds={{"*": {{"{limit}": VALUE}}}})'
-        title, code = f"{rule.name} (rule)", rule.code
+        code = rule.code
     if as_json:
         print_json({"name": title, **data, "code": code})
     else:
@@ -310,6 +323,10 @@ def explain(name: tuple[str, ...], as_json: bool) -> int:
         if code:
             click.echo(f"\nTo paste, where Lightning trains:\n\n{code}")
     return NOTHING_UNUSUAL
+
+
+def _clause(sentence: str) -> str:
+    return re.split(r"[;:.] ", sentence.removeprefix("Raised when "))[0].rstrip(".")
 
 
 def _load(run: str) -> Any:

@@ -3,22 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from hdi_callback.record import Record
 
 ALERTS = "hdi/alerts"
 MAP, HEADS, EVIDENCE = "hdi/map", "hdi/heads", "hdi/evidence"
-"""The pictures; the last is drawn at an alert."""
+
+
+@dataclass(frozen=True)
+class ModelCurve:
+    """What a curve of the model means.
+
+    Attributes:
+        range: its values.
+        meaning: a clause.
+        expect: what is usual.
+    """
+
+    range: str
+    meaning: str
+    expect: str
+
+    @property
+    def sentence(self) -> str:
+        """All of it, as sentences."""
+        return f"{self.meaning[0].upper()}{self.meaning[1:]}; {self.range}. To expect: {self.expect}."
+
 
 MODEL_CURVES = {
-    "hdi/mean": "HDI, mean over the layers",
-    "hdi/min": "HDI of the lowest layer",
-    "hdi/closest_pair": "largest alignment of any two heads of a layer: 0 chance, 1 the same head",
-    "hdi/alignment": "mean alignment of the heads of the worst layer",
-    "hdi/covariance": "largest covariance of head outputs of any layer",
-    ALERTS: "active alerts, without notices",
+    "hdi/mean": ModelCurve(
+        "0 to 1",
+        "Head Diversity Index, mean over the layers",
+        "a fresh model starts at chance, 1 - d_k/d, and not at 1: with 12 heads at 0.917",
+    ),
+    "hdi/min": ModelCurve(
+        "0 to 1", "Head Diversity Index of the lowest layer", "as `hdi/mean`; the highest value is often that of step 0"
+    ),
+    "hdi/closest_pair": ModelCurve(
+        "at most 1: 0 is chance, 1 the same head",
+        "alignment of the two most similar heads of any layer",
+        "a slow rise; a jump to 1 is a copied head",
+    ),
+    "hdi/alignment": ModelCurve(
+        "at most 1: 0 is chance, 1 the same head",
+        "mean alignment of the heads of the worst layer",
+        "near 0 at the start, then a slow rise",
+    ),
+    "hdi/covariance": ModelCurve(
+        "any number, in units of the output squared",
+        "mean covariance of two heads' contributions, in the layer where it is largest",
+        "near 0 at the start",
+    ),
+    ALERTS: ModelCurve("a whole number", "number of active alerts; notices are not counted", "0"),
 }
 """Tag -> meaning."""
+
+PICTURES = {
+    MAP: "A row for each layer and a column for each reading, coloured by the alignment of the two closest heads, or "
+    "by the number that an active alert accuses.",
+    HEADS: "Alignment of every two heads of the worst layer.",
+    EVIDENCE: "The number that an alert accuses over the steps, the accused layer or heads in red.",
+}
+"""The pictures; the last is drawn at an alert."""
+
+AUDITED = {
+    "dead heads": "The weights of a head are all but zero for queries, keys, values or the output.",
+    "weights missing": "The file has no weights for a role of a layer, so that nothing can be said of it.",
+}
+"""Findings of audits, where a run has rules of their own or nothing of the kind."""
 
 LAYER_CURVES = {"hdi": "hdi", "hdi_worst_alignment": "worst_alignment", "head_covariance": "covariance"}
 """Metric -> its name in the tag of a layer."""

@@ -1,0 +1,108 @@
+"""Every name that a user sees, with its meaning: of rules, curves, pictures, metrics, interventions and audits."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from hdi_callback import interventions
+from hdi_callback.arguments import shown
+from hdi_callback.dashboards.tags import AUDITED, LAYER_CURVES, MODEL_CURVES, PICTURES
+from hdi_callback.errors import MisconfigurationError
+from hdi_callback.interventions import Intervention
+from hdi_callback.monitor.metrics import METRICS
+from hdi_callback.rules import RULES
+
+Kind = Literal["curve", "picture", "metric", "rule", "intervention", "finding of hdi audit"]
+INTERVENTIONS: dict[str, type[Intervention]] = {
+    name: kind
+    for name in interventions.__all__
+    if isinstance(kind := getattr(interventions, name), type)
+    and issubclass(kind, Intervention)
+    and "name" in vars(kind)
+}
+"""The interventions of this package by name; base classes have none."""
+
+
+@dataclass(frozen=True)
+class Name:
+    """A name that a user sees.
+
+    Attributes:
+        text: the name.
+        kind: what it names.
+        meaning: a sentence or two.
+        metric: of a curve of each layer, its metric.
+    """
+
+    text: str
+    kind: Kind
+    meaning: str
+    metric: str = ""
+
+
+def _all_names() -> dict[str, Name]:
+    names = [Name(rule.name, "rule", f"Raised when {rule.condition}. {rule.meaning}") for rule in RULES]
+    names += [Name(tag, "curve", curve.sentence) for tag, curve in MODEL_CURVES.items()]
+    names += [Name(tag, "picture", meaning) for tag, meaning in PICTURES.items()]
+    names += [Name(metric.name, "metric", metric.summary) for metric in METRICS.values()]
+    names += [Name(name, "intervention", (kind.__doc__ or "").split("\n")[0]) for name, kind in INTERVENTIONS.items()]
+    names += [Name(name, "finding of hdi audit", meaning) for name, meaning in AUDITED.items()]
+    return {name.text: name for name in names}
+
+
+NAMES = _all_names()
+"""Text -> name."""
+
+
+def describe_tag(tag: str) -> Name | None:
+    """Return the name behind a tag on a dashboard, whatever its prefix and layer; `None` if it is not one of ours.
+
+    Example:
+        >>> describe_tag("encoder/hdi/per_layer/covariance/blocks.0.attn").metric
+        'head_covariance'
+    """
+    own = re.search(r"(?:^|/)(hdi/.*)", tag)
+    tag = tag if own is None else own[1]
+    _, _, of_layer = tag.partition("hdi/per_layer/")
+    if of_layer:
+        short, _, layer = of_layer.partition("/")
+        metric = METRICS.get(next((name for name, drawn in LAYER_CURVES.items() if drawn == short), short))
+        return None if metric is None else Name(tag, "curve", f"{metric.summary} Of {layer or 'a layer'}.", metric.name)
+    return next(
+        (name for text, name in NAMES.items() if "/" in text and (tag == text or tag.startswith(f"{text}/"))), None
+    )
+
+
+def look_up(word: str) -> Name:
+    """Return the name that a user has written, in any case and with any blanks.
+
+    Args:
+        word: a tag, a metric, a rule or one of its limits, an intervention: ``"worst-pair"``, ``"hdi/min"``.
+
+    Returns:
+        The name.
+
+    Raises:
+        MisconfigurationError: if nothing is called so; the message suggests the closest name.
+
+    Example:
+        >>> look_up("hdi/min").kind, look_up("worst-pair").text, look_up("revive heads").text
+        ('curve', 'worst pair', 'ReviveHeads')
+    """
+    known = {_letters(limit): NAMES[rule.name] for rule in RULES for limit in rule.limits}
+    known |= {_letters(text): name for text, name in NAMES.items()}
+    known |= {_letters(text): NAMES[rule.name] for rule in RULES for text in (rule.__name__, rule.name)}
+    found = NAMES.get(word) or describe_tag(word) or known.get(_letters(word))
+    if found is None:
+        close = difflib.get_close_matches(_letters(word), known, 1)
+        hint = f" Did you mean {known[close[0]].text!r}?" if close else ""
+        raise MisconfigurationError(f"Nothing has the name {shown(word)}; `hdi explain` lists every name.{hint}")
+    return found
+
+
+def _letters(name: str) -> str:
+    """The letters of a name; a slash stays, as `hdi/alignment` is a curve and `hdi_alignment` a metric."""
+    return "".join(letter for letter in name.lower() if letter.isalnum() or letter == "/")
