@@ -58,11 +58,14 @@ def is_rehearsal() -> bool:
     """Return whether torch's pipelining runs a stage on tensors that it makes up, to learn their shapes."""
     stages = sys.modules.get("torch.distributed.pipelining.stage")
     frame: FrameType | None = None if stages is None or torch.compiler.is_compiling() else sys._getframe(1)
+    is_of_stage = False
     while frame is not None:
-        if frame.f_globals is vars(stages) and frame.f_code.co_name == "_forward_metadata_inference":
-            return True
+        if frame.f_globals is vars(stages):
+            if frame.f_code.co_name.endswith("_one_chunk"):  # forward or backward of a micro-batch, in every release
+                return False
+            is_of_stage = True
         frame = frame.f_back
-    return False
+    return is_of_stage
 
 
 def call_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:

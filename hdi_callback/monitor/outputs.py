@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -67,19 +67,28 @@ class OutputCovariance(SumSource):
         return (layer.num_heads * layer.value_dim) ** 2
 
 
+@dataclass(frozen=True)
+class FinitenessSums:
+    """On how many ranks heads were read, and have outputs that are not finite, ``(layers, H)``."""
+
+    ranks: Tensor
+    not_finite: Tensor
+
+
 class OutputFiniteness(SumSource):
     """Heads with outputs that are NaN or infinite."""
 
     name, reads, taken = FINITE_OUTPUTS, "outputs", ("outputs", "valid")
 
-    def sums(self, layers: Sequence[AttentionLayer], captured: Sequence[Captured]) -> list[NotFinite]:
-        return apart(NotFinite(outputs_not_finite(*_stacked([_outputs(one) for one in captured])).float()))
+    def sums(self, layers: Sequence[AttentionLayer], captured: Sequence[Captured]) -> list[FinitenessSums]:
+        not_finite = outputs_not_finite(*_stacked([_outputs(one) for one in captured])).float()
+        return apart(FinitenessSums(torch.ones_like(not_finite), not_finite))
 
-    def blank(self, layer: AttentionLayer, device: torch.device) -> NotFinite:
-        return NotFinite(torch.zeros(layer.num_heads, device=device))
+    def blank(self, layer: AttentionLayer, device: torch.device) -> FinitenessSums:
+        return FinitenessSums(*torch.zeros(2, layer.num_heads, device=device))
 
-    def finish(self, sums: NotFinite) -> NotFinite:
-        return NotFinite(sums.not_finite.clamp(max=1))
+    def finish(self, sums: FinitenessSums) -> NotFinite:
+        return NotFinite(torch.where(sums.ranks == 0, torch.nan, sums.not_finite.clamp(max=1)))
 
 
 class InputTokens(SumSource):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +24,6 @@ from hdi_callback.attention.sharding import _group_of_heads
 S = TypeVar("S")
 
 _AT_ONCE = 2**24  # numbers in one call: packing takes as much memory again
-_RUNS = count()  # monitors of this process that met the other ranks; alike on every rank, as all of them begin alike
 _SAME = 1e-9  # relative difference of checksums that rounding on other hardware may leave
 
 
@@ -60,7 +58,7 @@ class Ranks:
         self._flags: tuple[Tensor, torch.cuda.Event | None] | None = None  # layers that agree, on their way to the host
         if self.size == 1:
             return
-        self._prefix = f"hdi_callback/ranks/{next(_RUNS)}"
+        self._prefix = begun("ranks")
         self._part(why_alone or self._meet("begin", ""))
         if self.size > 1:
             self._compare_facts(facts)
@@ -146,7 +144,7 @@ class Ranks:
 
         No collective call: a rank that does not come may be waiting for us in one of the training's.
         """
-        store: Any = dist.distributed_c10d._get_default_store()
+        store = store_of_ranks()
         key = f"{self._prefix}/{what}"
         limit = _timeout() / 3
         verdict = ""
@@ -211,8 +209,20 @@ class Ranks:
 
 def _timeout() -> Any:
     """Return the timeout of the process group, as a `timedelta`."""
-    store: Any = dist.distributed_c10d._get_default_store()
-    return store.timeout
+    return store_of_ranks().timeout
+
+
+def store_of_ranks() -> Any:
+    """Return the store of the process group."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def begun(what: str) -> str:
+    """Return the prefix of notes of what this rank begins: its number in the store, alike as ranks begin alike.
+
+    It is counted in the store, not in the process: processes may have been in other groups before.
+    """
+    return f"hdi_callback/{what}/{store_of_ranks().add(f'hdi_callback/{what}/begun/{dist.get_rank()}', 1)}"
 
 
 def checksums_of(weights: Mapping[str, Tensor]) -> Tensor:

@@ -51,7 +51,7 @@ _LARGEST_KEPT = 2**31
 class NotFinite:
     """Heads with numbers that are NaN or infinite."""
 
-    not_finite: Tensor  # ``(layers, H)``, number of roles, or of ranks, where a head has some
+    not_finite: Tensor  # ``(layers, H)``, number of roles where a head has some, or 1 for outputs; NaN if unread
 
 
 @dataclass(frozen=True)

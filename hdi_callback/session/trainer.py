@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
@@ -13,6 +12,7 @@ from uuid import uuid4
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from hdi_callback.monitor.ranks import begun, store_of_ranks
 from hdi_callback.record import Record, Sink
 
 
@@ -63,18 +63,15 @@ class Trainer(Protocol):
         """
 
 
-_SESSIONS = count()  # sessions of this process that have begun; alike on every rank, as all of them begin alike
-_RUNS = count()
 _LONGEST_WAIT = 60.0  # seconds
 
 
 def shared_name() -> str:
     """Return a name that no other run has, the same on every rank; the store is asked, and no rank waits."""
-    name, key = uuid4().hex, f"hdi_callback/run/{next(_RUNS)}"
+    name = uuid4().hex
     if not (dist.is_available() and dist.is_initialized()):
         return name
-    store: Any = dist.distributed_c10d._get_default_store()
-    return str(store.compare_set(key, "", name).decode())
+    return str(store_of_ranks().compare_set(begun("run"), "", name).decode())
 
 
 def why_ranks_differ(settings: Mapping[str, Any]) -> str:
@@ -85,8 +82,8 @@ def why_ranks_differ(settings: Mapping[str, Any]) -> str:
     group, and waits for those of the others for a third of the group's timeout, and 60 seconds at most. The first rank
     that has seen enough leaves the verdict, which all ranks follow.
     """
-    store: Any = dist.distributed_c10d._get_default_store()
-    rank, size, key = dist.get_rank(), dist.get_world_size(), f"hdi_callback/{next(_SESSIONS)}"
+    store = store_of_ranks()
+    rank, size, key = dist.get_rank(), dist.get_world_size(), begun("sessions")
     names = [f"{key}/{one}" for one in range(size)]
     store.set(names[rank], json.dumps(settings))
     deadline = time.monotonic() + min(store.timeout.total_seconds() / 3, _LONGEST_WAIT)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
-from hdi_callback import MonitoringWarning, load_history, watch_heads
+from hdi_callback import HeadSession, MonitoringWarning, load_history, watch_heads
 from hdi_callback.errors import NothingToWatchError
 from tests.integrations.runs import CLASSES, HEADS, LENGTH, VOCABULARY, WIDTH
 
@@ -88,10 +88,13 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 class Training:
     """A model that is spread over the ranks, and the part of each batch that this rank trains on."""
 
-    def __init__(self, how: str, rank: int) -> None:
+    def __init__(self, how: str, rank: int, weights: dict[str, Tensor] | None = None) -> None:
         self.how, self.parts = how, 1  # among how many ranks a batch is shared out
         self.place = rank
         self.model: nn.Module = Classifier()
+        if weights is not None:
+            self.model.load_state_dict(weights)
+        self.inner = self.model
         self.schedule: ScheduleGPipe | None = None
         SPREAD[how](self, rank)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
@@ -128,11 +131,11 @@ def _alone(run: Training, rank: int) -> None:
 
 
 def _ddp(run: Training, rank: int) -> None:
-    run.parts, run.model = RANKS, nn.parallel.DistributedDataParallel(run.model)
+    run.parts, run.model = dist.get_world_size(), nn.parallel.DistributedDataParallel(run.model)
 
 
 def _fsdp2(run: Training, rank: int, mesh: Any = None) -> None:
-    run.parts = RANKS
+    run.parts = dist.get_world_size()
     for block in run.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(run.model, mesh=mesh)
@@ -230,9 +233,15 @@ def train(how: str, rank: int, folder: Path, is_watched: bool) -> dict[str, Any]
                 losses += run.step(*batch)
         if heads is not None:
             heads.finish()
-    outcome: dict[str, Any] = {"losses": losses, "weights": run.weights, "seconds": time.monotonic() - begin}
+    outcome = {} if heads is None else outcome_of(heads, caught)
+    return {**outcome, "losses": losses, "weights": run.weights, "seconds": time.monotonic() - begin}
+
+
+def outcome_of(heads: HeadSession, caught: list[warnings.WarningMessage]) -> dict[str, Any]:
+    """Return what was read and said."""
+    outcome: dict[str, Any] = {}
     outcome["messages"] = [str(one.message) for one in caught if issubclass(one.category, MonitoringWarning)]
-    if heads is not None and heads.history_path is not None:
+    if heads.history_path is not None:
         records = load_history(heads.history_path).records
         outcome["file"] = heads.history_path.name
         outcome["records"] = [
@@ -256,6 +265,30 @@ def _watched(how: str, rank: int, folder: Path) -> dict[str, Any]:
         return {"error": str(refusal)}
 
 
+PARTS = [(2, "DDP", 0, 2), (4, "FSDP2", 2, 4), (1, "one process", 4, STEPS)]
+"""Number of ranks, how the model is spread over them, first step and last."""
+
+
+def train_part(rank: int, folder: Path, how: str, first: int, last: int) -> dict[str, Any]:
+    """Go on from the checkpoint in a folder, if a step was made, and leave one there; return what was read and said."""
+    saved = torch.load(folder / "saved.pt") if first else {}
+    run = Training(how, rank, saved.get("model"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        heads = watch_heads(run.model, run.optimizer, 2, log_dir=folder)
+        heads.load_state_dict(saved.get("heads"))
+        for batch in batches()[first:last]:
+            with heads.step():
+                run.step(*batch)
+        state = heads.state_dict()
+        heads.close() if last < STEPS else heads.finish()
+    parameters = run.inner.state_dict().items()
+    model = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in parameters}
+    if rank == 0:
+        torch.save({"model": model, "heads": state}, folder / "saved.pt")
+    return outcome_of(heads, caught)
+
+
 def _work(rank: int, folder: str, ways: list[str]) -> None:
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=TIMEOUT)
@@ -264,6 +297,20 @@ def _work(rank: int, folder: str, ways: list[str]) -> None:
     for how in ways:
         unwatched = train(how, rank, Path(folder) / how, is_watched=False)
         outcomes[how] = {**_watched(how, rank, Path(folder) / how), "unwatched": unwatched}
+    _leave()
+    parts = []
+    for size, how, *steps in PARTS:
+        if rank < size:
+            if size > 1:
+                store = f"file://{folder}/store-{size}"
+                dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=limit)
+            parts.append(train_part(rank, Path(folder) / "resumed", how, *steps))
+            _leave()
+    outcomes["resumed"] = {"parts": parts}
     torch.save(outcomes, f"{folder}/rank-{rank}.pt")
-    dist.barrier()  # gloo aborts where one rank leaves while another still talks
-    dist.destroy_process_group()
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.barrier()  # gloo aborts where one rank leaves while another still talks
+        dist.destroy_process_group()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.session.four_ranks import BLOCKS, RANKS, SPREAD, STEPS, TIMEOUT, train, train_on_four
+from tests.session.four_ranks import BLOCKS, PARTS, RANKS, SPREAD, STEPS, TIMEOUT, train, train_on_four, train_part
 
 pytestmark = pytest.mark.ranks
 
@@ -31,7 +32,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, dict[str
 
 def assert_equal(layer: dict[str, float], reference: dict[str, float], without: tuple[str, ...] = ()) -> None:
     names = {name for name in reference if not name.startswith(without or ("-",))}
-    assert names <= layer.keys()
+    assert names == {name for name in layer if not name.startswith(without or ("-",))}
     for name in names:
         assert layer[name] == pytest.approx(reference[name], rel=1e-5, abs=1e-5), name
 
@@ -98,3 +99,17 @@ def test_the_first_fsdp_is_refused_by_name_on_every_rank(found: Any) -> None:
 def test_no_rank_waits_for_another(found: Any) -> None:
     assert len(found["DDP"]) == RANKS <= BLOCKS
     assert max(rank.get("seconds", 0) for ranks in found.values() for rank in ranks) < TIMEOUT / 3
+
+
+def test_a_checkpoint_is_resumed_on_other_numbers_of_ranks_as_on_one(found: Any, tmp_path: Path) -> None:
+    references = [train_part(0, tmp_path, "one process", *steps) for _, _, *steps in PARTS]
+    resumed = found["resumed"]
+    assert [len(rank["parts"]) for rank in resumed] == [3, 2, 1, 1]
+    for part, reference in zip(resumed[0]["parts"], references, strict=True):
+        assert [step for step, _ in part["records"]] == [step for step, _ in reference["records"]]
+        for (_, record), (_, other) in zip(part["records"], reference["records"], strict=True):
+            assert list(record) == list(other)
+            for name in other:
+                assert_equal(record[name], other[name])
+    assert [step for step, _ in part["records"]] == [0, 2, 4, STEPS]
+    assert not any(part["messages"] for rank in resumed for part in rank["parts"])
