@@ -172,7 +172,7 @@ MODEL = nn.TransformerEncoderLayer(16, 2)
     ],
     ids=lambda call: "_".join(call.__code__.co_names),
 )
-@pytest.mark.parametrize("odd", ODD, ids=repr)
+@pytest.mark.parametrize("odd", ODD, ids=[f"{type(odd).__name__}-{place}" for place, odd in enumerate(ODD)])
 def test_what_cannot_work_is_never_an_error_of_python_itself(call: Any, odd: Any) -> None:
     with pytest.raises(MisconfigurationError):
         call(odd)
