@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help demo test slow ranks lint types docs check theory zoo lower-bounds clean
+.PHONY: help demo test slow ranks lint types docs check theory zoo lower-bounds newest clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets.
@@ -45,12 +45,23 @@ check: lint types test slow ranks docs  ## Everything that continuous integratio
 theory: $(INSTALLED)  ## Try the claims of the paper, with verdicts; writes docs/claims/ (under 20 minutes; resumable).
 	$(BIN)/python -m examples.theory $(ARGS)
 
-# uv, as pip takes more than ten minutes to choose among so many versions.
-lower-bounds:  ## Run the quick tests against the oldest dependencies that pyproject.toml admits (Python 3.10 or 3.11).
+# uv, as pip takes more than ten minutes to choose among so many versions. UV_TORCH_BACKEND=cpu takes torch without CUDA.
+# transformers 4.46 loads random states of a checkpoint as torch before 2.6 let it: the variable of torch's own allows it.
+lower-bounds:  ## Try the oldest dependencies that pyproject.toml admits (Python 3.10, 3.11).
 	$(PYTHON) -m venv .venv-lower
 	.venv-lower/bin/python -m pip install --quiet uv
 	.venv-lower/bin/uv pip install --quiet --python .venv-lower/bin/python --constraint constraints-lower.txt --editable '.[dev]'
-	OMP_NUM_THREADS=1 .venv-lower/bin/python -m pytest -n auto --dist worksteal -m 'not slow and not ranks' tests $(ARGS)
+	TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 OMP_NUM_THREADS=1 .venv-lower/bin/python -m pytest -n auto --dist worksteal -m 'not slow and not ranks' tests $(ARGS)
+	OMP_NUM_THREADS=1 .venv-lower/bin/python -m pytest tests/regimes/test_untouched.py -k inductor
+	.venv-lower/bin/python examples/train_gpt.py --steps 60 --out .venv-lower/demo
+
+newest:  ## Try the newest releases of all dependencies.
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet uv
+	.venv-newest/bin/uv pip install --quiet --python .venv-newest/bin/python --upgrade --editable '.[dev]'
+	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest -n auto --dist worksteal -m 'not slow and not ranks' tests $(ARGS)
+	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest tests/regimes/test_untouched.py -k inductor
+	.venv-newest/bin/python examples/train_gpt.py --steps 60 --out .venv-newest/demo
 
 # Libraries whose models are read are installed without what they pin, which would replace torch.
 zoo:  ## Find the heads of a thousand architectures and judge them; writes docs/supported-models.md (an hour; several GB).
@@ -60,4 +71,4 @@ zoo:  ## Find the heads of a thousand architectures and judge them; writes docs/
 	OMP_NUM_THREADS=1 .venv-zoo/bin/python -m tests.zoo --output docs/supported-models.md $(ARGS)
 
 clean:  ## Remove the virtual environments and everything built.
-	rm -rf $(VENV) .venv-lower .venv-zoo docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-lower .venv-newest .venv-zoo docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
