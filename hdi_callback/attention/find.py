@@ -125,7 +125,7 @@ def _without_softmax(labels: Labels, claims: list[Claim], refused: list[tuple[St
         product = labels.products.of(step) if step.path not in paths | set(found) else None
         if product is not None and product.kind == "scores":
             sides = [(product.first.cell, product.second), (product.second.cell, product.first)]
-            if any(labels.may_read(other) and _is_of_two_computed(labels, cell) for cell, other in sides):
+            if any(labels.may_read(other) and _is_of_two_computed(labels, cell, step.path) for cell, other in sides):
                 found[step.path] = step
     reason = "it multiplies three computed tensors without a softmax (linear, sigmoid, ReLU attention, a state space)"
     return [(step, reason) for step in found.values()]
@@ -160,7 +160,7 @@ def _is_of_products(step: Step) -> bool:
     return False
 
 
-def _is_of_two_computed(labels: Labels, cell: Cell) -> bool:
+def _is_of_two_computed(labels: Labels, cell: Cell, path: str | None) -> bool:
     """Whether a tensor comes from a matmul or outer product of two computed ones, with no map or softmax between."""
     # What lies between may mix tokens: a mask, a sum or a cumulative sum, the loop of a recurrence.
     todo, met = [cell], {cell}
@@ -170,7 +170,9 @@ def _is_of_two_computed(labels: Labels, cell: Cell) -> bool:
         if step is None or is_softmax_like(step.op) or (product is not None and product.kind == "weight"):
             continue
         views = [view for view in step.taken if view.is_float and view.cell.kind == DATA and view.cell.is_mapped]
-        pair = [product.first, product.second] if product is not None and product.kind == "scores" else []
+        # One of another module is of an earlier layer, whose output is mixed here once more.
+        is_own = product is not None and product.kind == "scores" and step.path == path
+        pair = [product.first, product.second] if is_own and product is not None else []
         sizes = [view.numel for view in views]
         if step.op == "mul" and len(views) == 2 and current.numel > max(sizes):
             pair = views

@@ -280,3 +280,22 @@ def test_attention_without_a_softmax_is_named_once_with_its_module(mix):
 @pytest.mark.parametrize("mix", OTHERS, ids=lambda mix: mix.__name__)
 def test_what_gates_or_mixes_without_queries_keys_and_values_is_not_called_attention(mix):
     assert refused(mix) == []
+
+
+class Mixing(nn.Module):
+    """Four streams mixed by weights that a router computes from the first, as AltUp of Gemma 3n does."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(d, 16)
+
+    def forward(self, streams):
+        weights = torch.tanh(self.router(streams[..., 0])).unflatten(-1, (4, 4))
+        return streams + (streams.transpose(0, 1) @ weights.transpose(0, 1)).transpose(0, 1)
+
+
+def test_streams_that_are_mixed_layer_after_layer_are_no_attention():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), Mixing(), Mixing(), Mixing()), torch.randn(2, 6, d, 4)
+    read = survey(model, lambda: model(x))
+    assert (read.layers, read.refused) == ((), ())
