@@ -143,15 +143,17 @@ def test_a_checkpoint_that_is_resumed_in_another_folder_takes_its_readings_along
 
 
 KILLED = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
 from tests.integrations.runs import Training
 
 kind, folder, resume = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 
 def kill(step, model):
-    if step == 7:
-        os.kill(os.getpid(), signal.SIGKILL)
+    while step == 7:  # until the thread that writes the history has the reading of step 4 on the disk
+        if any('"step":4,' in file.read_text() for file in folder.rglob("history*.jsonl")):
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.01)
 
 if kind in ("loop", "accelerate"):
     import torch
@@ -172,7 +174,9 @@ def test_a_run_that_is_killed_after_it_was_resumed_goes_on_where_its_checkpoint_
     first = Training(folder, watch, steps=6, save_at=3).fit(kind)
     checkpoint = folder / "saved.pt" if isinstance(first.saved, dict) else first.saved
     command = [sys.executable, "-c", KILLED, kind, str(folder), str(checkpoint)]
-    killed = subprocess.run(command, check=False, env={**os.environ, "PYTHONPATH": os.getcwd()}, capture_output=True)
+    killed = subprocess.run(
+        command, check=False, env={**os.environ, "PYTHONPATH": os.getcwd()}, capture_output=True, timeout=300
+    )
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()[-2000:]
     path = getattr(first.watcher, "heads", first.watcher).history_path
     assert [record.step for record in load_history(path).records][:3] == [0, 2, 4]
