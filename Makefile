@@ -5,7 +5,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help demo test slow ranks lint types docs check theory zoo lower-bounds newest clean
+ROOM ?= core
+
+.PHONY: help demo quick test slow ranks lint types docs check theory zoo lower-bounds newest clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets.
@@ -22,6 +24,9 @@ demo: $(INSTALLED)  ## Train a small GPT on real text and watch its heads (Tenso
 
 test: $(INSTALLED)  ## Run the tests but the slow ones, on all cores.
 	$(PYTEST) -n auto --dist worksteal -m 'not slow and not ranks' --doctest-modules hdi_callback tests $(ARGS)
+
+quick: $(INSTALLED)  ## Run the tests of one room, in seconds: make quick ROOM=rules ARGS='-k jump'.
+	$(PYTEST) -q -x -m 'not slow and not ranks' tests/$(ROOM) $(ARGS)
 
 slow: $(INSTALLED)  ## Run the slow tests of one process.
 	$(PYTEST) -n auto --dist worksteal -m 'slow and not ranks' tests $(ARGS)
