@@ -7,7 +7,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 ROOM ?= core
 
-.PHONY: help demo quick test slow ranks lint types docs check theory zoo lower-bounds newest clean
+.PHONY: help demo quick test slow ranks trainers lint types docs check theory zoo lower-bounds newest clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets.
@@ -29,10 +29,14 @@ quick: $(INSTALLED)  ## Run the tests of one room, in seconds: make quick ROOM=r
 	$(PYTEST) -q -x -m 'not slow and not ranks' tests/$(ROOM) $(ARGS)
 
 slow: $(INSTALLED)  ## Run the slow tests of one process.
-	$(PYTEST) -n auto --dist worksteal -m 'slow and not ranks' tests $(ARGS)
+	$(PYTEST) -n auto --dist worksteal -m 'slow and not ranks' --ignore tests/integrations/test_trainers.py tests $(ARGS)
 
 ranks: $(INSTALLED)  ## Run the tests of several processes.
 	$(PYTEST) -m ranks tests $(ARGS)
+
+trainers: $(INSTALLED)  ## Train forty steps inside TRL, sentence-transformers and Fabric (installs six packages more).
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[trainers]'
+	$(PYTEST) tests/integrations/test_trainers.py $(ARGS)
 
 lint: $(INSTALLED)  ## Check style, formatting, and which room imports which.
 	$(BIN)/ruff check .
@@ -45,7 +49,7 @@ types: $(INSTALLED)  ## Check types strictly.
 docs: $(INSTALLED)  ## Build the documentation, warnings as errors.
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 
-check: lint types test slow ranks docs  ## Everything that continuous integration runs.
+check: lint types test slow ranks trainers docs  ## Everything that continuous integration runs.
 
 theory: $(INSTALLED)  ## Try the claims of the paper, with verdicts; writes docs/claims/ (under 20 minutes; resumable).
 	$(BIN)/python -m examples.theory $(ARGS)

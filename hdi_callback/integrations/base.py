@@ -10,6 +10,7 @@ from torch import nn
 
 from hdi_callback.dashboards import TensorBoard
 from hdi_callback.dashboards.layer_table import layers_text
+from hdi_callback.dashboards.tags import curves
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import Guard, guarded
 from hdi_callback.monitor import HeadDiversityMonitor
@@ -69,6 +70,16 @@ class Watcher:
         """The alerts that are active now."""
         alerts = None if self._session is None else self._session.alerts
         return () if alerts is None else alerts.active
+
+    @property
+    def _prefix(self) -> str:  # of tags
+        return ""
+
+    @property
+    def latest(self) -> dict[str, float]:
+        """The curves at the last reading whose numbers have arrived, on every rank: ``latest["hdi/min"]``."""
+        record = None if self._session is None else self._session.latest
+        return {} if record is None else curves(record, self._settings.metrics or (), self._prefix)
 
     @property
     def history_path(self) -> Path | None:

@@ -19,6 +19,7 @@ from hdi_callback.dashboards import Curves, TensorBoard, Wandb
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import guarded
 from hdi_callback.integrations.base import MISUSE, OwnTensorBoard, Watcher
+from hdi_callback.integrations.trackers import Log
 from hdi_callback.interventions import SaveCheckpoint
 from hdi_callback.record import Record, Sink
 from hdi_callback.session import Settings
@@ -36,6 +37,7 @@ def watch_heads(
     log_dir: Folder = "runs/heads",
     tensorboard: Any = None,
     wandb: Any = None,
+    log: Log | None = None,
     save_checkpoint: Callable[[str], Any] | None = None,
     **settings: Unpack[Options],
 ) -> HeadSession:
@@ -53,6 +55,8 @@ def watch_heads(
         log_dir: the folder of the run.
         tensorboard: a `torch.utils.tensorboard.SummaryWriter` of yours, or True for one in ``hdi`` under `log_dir`.
         wandb: a `wandb` run; the curves come with what you log yourself.
+        log: a function that takes each reading's curves, a dictionary, and its step: ``accelerator.log``,
+            ``fabric.log_dict``, ``mlflow.log_metrics``.
         save_checkpoint: how to save a checkpoint, for the intervention `SaveCheckpoint`: a function of a name, called
             on every rank; what it returns, or else the name, is kept as the place.
         settings: `metrics`, `include`, `exclude`, `max_tokens`, `padding`, `history`, `alerts`, `thresholds`,
@@ -80,6 +84,7 @@ def watch_heads(
     """
     chosen = Settings(every_n_steps=every_n_steps, **settings)
     torch_module("model", model)
+    function("log", log, "log=accelerator.log")
     function("save_checkpoint", save_checkpoint, "save_checkpoint=lambda name: torch.save(..., name + '.pt')")
     folder = file_path("log_dir", log_dir, "runs/a")
     if tensorboard is not None and not isinstance(tensorboard, bool) and not hasattr(tensorboard, "add_scalar"):
@@ -91,7 +96,7 @@ def watch_heads(
             "SaveCheckpoint needs a function that saves: write "
             "save_checkpoint=lambda name: torch.save(..., name + '.pt')."
         )
-    loop = _Loop(chosen, _torch_optimizers(optimizer), folder, tensorboard, wandb, save_checkpoint)
+    loop = _Loop(chosen, _torch_optimizers(optimizer), folder, tensorboard, wandb, log, save_checkpoint)
     return HeadSession(model, chosen, loop)
 
 
@@ -126,11 +131,6 @@ class HeadSession(Watcher):
     def global_step(self) -> int:
         """Optimizer steps taken so far."""
         return self._loop.step
-
-    @property
-    def latest(self) -> dict[str, float]:
-        """The curves at the last reading whose numbers have arrived, on every rank: ``heads.latest["hdi/min"]``."""
-        return self._loop.latest
 
     @property
     def should_stop(self) -> bool:
@@ -289,14 +289,14 @@ class _Loop:
         folder: Path,
         tensorboard: Any,
         wandb: Any,
+        log: Log | None,
         save_checkpoint: Callable[[str], Any] | None,
     ) -> None:
         self.optimizers, self.folder, self.step = optimizers, folder.absolute(), 0
         self.epoch: int | None = None
         self.is_stopped = False
-        self.latest: dict[str, float] = {}
         self._metrics = settings.metrics or ()
-        self._tensorboard, self._wandb, self._save = tensorboard, wandb, save_checkpoint
+        self._tensorboard, self._wandb, self._log, self._save = tensorboard, wandb, log, save_checkpoint
 
     @property
     def weights(self) -> list[Tensor]:
@@ -325,9 +325,9 @@ class _Loop:
         print(text)  # noqa: T201
 
     def sinks(self, past: Sequence[Record]) -> list[Sink]:
-        sinks: list[Sink] = [Curves(self._keep, self._metrics)]
         if not self.is_first_rank:
-            return sinks
+            return []
+        sinks: list[Sink] = [] if self._log is None else [Curves(self._log, self._metrics)]
         if self._tensorboard is True:
             sinks.append(OwnTensorBoard(self.folder / "hdi", self._metrics, past))
         elif self._tensorboard:
@@ -335,9 +335,6 @@ class _Loop:
         if self._wandb is not None:
             sinks.append(Wandb(self._wandb, self._metrics, past=past))
         return sinks
-
-    def _keep(self, values: dict[str, float], step: int) -> None:
-        self.latest = values
 
 
 def _torch_optimizers(given: Any) -> list[Optimizer]:

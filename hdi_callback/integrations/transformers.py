@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,12 @@ from typing import Any
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from hdi_callback.dashboards import Wandb
+from hdi_callback.arguments import function
+from hdi_callback.dashboards import Curves
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import guarded
-from hdi_callback.integrations.base import MISUSE, OwnTensorBoard, Watcher
+from hdi_callback.integrations.base import MISUSE, Watcher
+from hdi_callback.integrations.trackers import Log, tracker_sinks, trainers_callbacks
 from hdi_callback.record import Record, Sink
 from hdi_callback.session import Settings
 from hdi_callback.session.settings import Options, with_options_shown
@@ -33,14 +34,16 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
     """Watch the diversity of the attention heads of a model that a transformers `Trainer` trains.
 
     Reads, judges and intervenes as `HDICallback` does. The history is ``hdi/history.jsonl`` under the output
-    directory. Where ``report_to`` names them, TensorBoard gets a run ``runs/hdi`` beside the trainer's own, and the W&B
-    run of the trainer gets the curves and alerts. A checkpoint keeps what a resumed run needs in the trainer's state.
+    directory. Curves go where the trainer's go, into the run of TensorBoard, W&B, MLflow, Trackio, Comet, SwanLab,
+    DVCLive or ClearML that ``report_to`` names; a warning names one that gets none. A checkpoint keeps what a resumed
+    run needs in the trainer's state.
 
     The trainer does not notify its callbacks of exceptions: until `close` is called, or the next training begins,
     hooks may stay on the model.
 
     Args:
         every_n_steps: optimizer steps between readings.
+        log: a function that takes each reading's curves, a dictionary, and its step, beside what ``report_to`` names.
         settings: `metrics`, `include`, `exclude`, `max_tokens`, `padding`, `history`, `alerts`, `thresholds`,
             `pretrained`, `interventions` and `strict`, as `HDICallback` takes them; a history is written under the
             output directory.
@@ -55,8 +58,9 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
     state_key = "HDITrainerCallback"  # read by a Lightning trainer before it calls `setup`
 
     @with_options_shown
-    def __init__(self, every_n_steps: int = 50, **settings: Unpack[Options]) -> None:
+    def __init__(self, every_n_steps: int = 50, *, log: Log | None = None, **settings: Unpack[Options]) -> None:
         super().__init__(Settings(every_n_steps=every_n_steps, **settings))
+        self._log = function("log", log, "log=mlflow.log_metrics")
 
     def setup(self, *args: Any, **kwargs: Any) -> None:
         """Refuse the trainer of Lightning, which calls this first."""
@@ -74,7 +78,7 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Install the hooks, and resume from the checkpoint, if the trainer does."""
         self.close()
-        trainer = _Trainer(args, state, control, kwargs["optimizer"], self._settings)
+        trainer = _Trainer(args, state, control, kwargs["optimizer"], self._settings, self._log)
         self._start(kwargs["model"], trainer, self._settings)
         assert self._session is not None
         self._session.suspend()
@@ -126,6 +130,12 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
             state.save_to_json(str(file))
 
     @guarded("the last reading")
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Finish at the last log of a training, while the runs that the trainer reports to are open."""
+        if self._session is not None and "train_runtime" in (logs or {}):
+            self._session.finish()
+
+    @guarded("the last reading")
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read the final weights, publish everything, and remove all hooks."""
         if self._session is not None:
@@ -141,7 +151,10 @@ class _Trainer:
 
     door = "HDITrainerCallback"
 
-    def __init__(self, args: Any, state: Any, control: Any, optimizer: Any, settings: Settings) -> None:
+    def __init__(
+        self, args: Any, state: Any, control: Any, optimizer: Any, settings: Settings, log: Log | None
+    ) -> None:
+        self._log, self._callbacks = log, trainers_callbacks()
         self._args, self._state, self._control, self._metrics = args, state, control, settings.metrics or ()
         self._scaler = getattr(optimizer, "scaler", None)  # of accelerate's wrapper
         self.optimizers: list[Optimizer] = [getattr(optimizer, "optimizer", optimizer)]
@@ -180,12 +193,6 @@ class _Trainer:
     def sinks(self, past: Sequence[Record]) -> list[Sink]:
         if not self.is_first_rank:
             return []
-        sinks: list[Sink] = []
+        sinks: list[Sink] = [] if self._log is None else [Curves(self._log, self._metrics)]
         wanted = self._args.report_to or []
-        if "tensorboard" in wanted:
-            sinks.append(OwnTensorBoard(self.folder / "runs" / "hdi", self._metrics, past))
-        # The trainer starts its W&B run, and has imported the package then.
-        run = getattr(sys.modules.get("wandb"), "run", None) if "wandb" in wanted else None
-        if run is not None:
-            sinks.append(Wandb(run, self._metrics, past=past))
-        return sinks
+        return sinks + tracker_sinks(self._callbacks, wanted, self._metrics, past)

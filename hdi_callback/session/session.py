@@ -53,6 +53,7 @@ class Session:
         history: the history that is written; `None` before the first forward, if there is none, and on all ranks but
             the first.
         last_step: step of the last reading that was taken.
+        latest: the last record that was published.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Session:
         self.interventions: tuple[Intervention, ...] = ()
         self.history: History | None = None
         self.last_step: int | None = None
+        self.latest: Record | None = None
         self._settings, self._trainer, self._name = settings, trainer, name
         self._guard = guard
         self._folder = trainer.folder.absolute()  # the training may change its directory
@@ -340,6 +342,7 @@ class Session:
                 actions = () if self.monitor.join_ranks().difference else self._intervene(record)
                 record = replace(record, actions=actions)
         finally:  # also if the user's function ends the run
+            self.latest = record
             for sink in (self.history if intervenes else None, *self._sinks):
                 if sink is not None:
                     with self._showing(sink.name):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hdi_callback import HeadDiversityMonitor, MonitoringWarning, NothingToWatchError, Record, Rule, watch_heads
-from hdi_callback.dashboards import Console, Curves
+from hdi_callback.dashboards import Console
 from hdi_callback.history import History
 from hdi_callback.monitor import Reading, monitor
 from hdi_callback.record import Alert
@@ -43,7 +43,7 @@ STAGES: dict[str, tuple[Any, str, str, bool, bool]] = {
     "opening the history": (History, "__init__", "opening the history", True, False),
     "writing the history": (History, "write", "writing the history", True, False),
     "opening a dashboard": (Console, "open", "printing", True, True),
-    "writing to a dashboard": (Curves, "write", "logging", True, True),
+    "writing to a dashboard": (Console, "write", "printing", True, True),
     "closing a dashboard": (Console, "close", "printing", True, True),
 }
 

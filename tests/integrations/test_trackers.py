@@ -1,0 +1,109 @@
+"""Curves go where the trainer's go, and a run that gets none is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from hdi_callback import MonitoringWarning, watch_heads
+from tests.dashboards.wandb_files import read_wandb
+from tests.integrations.runs import Classifier, dataset
+
+transformers = pytest.importorskip("transformers")
+STEPS_READ = [0, 4, 8, 10]
+
+
+def train(folder: Path, report_to: list[str], *callbacks: Any, **watch: Any) -> None:
+    from hdi_callback import HDITrainerCallback
+
+    torch.manual_seed(0)
+    tokens, labels = dataset().tensors
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), max_steps=10, per_device_train_batch_size=4, use_cpu=True, report_to=report_to,
+        logging_steps=5, save_strategy="no", disable_tqdm=True, remove_unused_columns=False,
+    )  # fmt: skip
+    rows = [{"tokens": token, "labels": label} for token, label in zip(tokens, labels)]
+    watcher = HDITrainerCallback(every_n_steps=4, **watch)
+    transformers.Trainer(Classifier(), arguments, train_dataset=rows, callbacks=[watcher, *callbacks]).train()
+    assert watcher.latest["hdi/alerts"] == 0
+
+
+def test_curves_are_in_the_tensorboard_run_of_the_trainer_up_to_the_last_reading(tmp_path: Path) -> None:
+    train(tmp_path, ["tensorboard"])
+    (folder,) = {file.parent for file in tmp_path.rglob("events.*")}
+    events = EventAccumulator(str(folder)).Reload()
+    assert [point.step for point in events.Scalars("train/loss")] == [5, 10]
+    assert [point.step for point in events.Scalars("hdi/min")] == STEPS_READ
+
+
+def test_a_writer_that_the_user_gave_the_trainer_is_taken(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+    from transformers.integrations import TensorBoardCallback
+
+    train(tmp_path / "run", [], TensorBoardCallback(SummaryWriter(str(tmp_path / "own"))))
+    events = EventAccumulator(str(tmp_path / "own")).Reload()
+    assert [point.step for point in events.Scalars("hdi/min")] == STEPS_READ
+    assert not list((tmp_path / "run").rglob("events.*"))
+
+
+def test_the_wandb_run_of_the_trainer_gets_every_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(name, value)
+    train(tmp_path / "run", ["wandb"])
+    wandb.finish()
+    rows = read_wandb(tmp_path).history
+    assert [row["hdi/step"] for row in rows if "hdi/min" in row] == STEPS_READ
+
+
+def test_a_run_that_gets_no_curves_is_named_with_what_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "https://127.0.0.1:9")
+    with pytest.warns(MonitoringWarning, match=r"kubeflow gets no curves of heads: write HDITrainerCallback\(log="):
+        train(tmp_path, ["kubeflow"])
+
+
+def test_a_function_takes_the_curves_of_a_trainer(tmp_path: Path) -> None:
+    rows: list[tuple[int, float]] = []
+    train(tmp_path, [], log=lambda values, step: rows.append((step, values["hdi/min"])))
+    assert [step for step, _ in rows] == STEPS_READ
+
+
+def loop(model: Any, optimizer: Any, backward: Any, folder: Path, **watch: Any) -> None:
+    tokens, labels = dataset().tensors
+    with watch_heads(model, optimizer, every_n_steps=4, log_dir=folder, **watch) as heads:
+        for step in range(10):
+            with heads.step():
+                backward(model(tokens[step : step + 4], labels=labels[step : step + 4])["loss"])
+                optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_the_trackers_of_accelerate_take_the_curves_as_they_are(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, log_with="tensorboard", project_dir=str(tmp_path))
+    accelerator.init_trackers("run")
+    model = Classifier()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    loop(model, optimizer, accelerator.backward, tmp_path, log=accelerator.log)
+    accelerator.end_training()
+    events = EventAccumulator(str(tmp_path / "run")).Reload()
+    assert [point.step for point in events.Scalars("hdi/min")] == STEPS_READ
+
+
+def test_the_loggers_of_fabric_take_the_curves_as_they_are(tmp_path: Path) -> None:
+    from lightning.fabric import Fabric
+    from lightning.fabric.loggers import TensorBoardLogger
+
+    logger = TensorBoardLogger(tmp_path, name="run")
+    fabric = Fabric(accelerator="cpu", devices=1, loggers=logger)
+    model = Classifier()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+    loop(model, optimizer, fabric.backward, tmp_path, log=fabric.log_dict)
+    logger.finalize("success")
+    events = EventAccumulator(logger.log_dir).Reload()
+    assert [point.step for point in events.Scalars("hdi/min")] == STEPS_READ
