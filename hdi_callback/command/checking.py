@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import nn
+
 from hdi_callback.attention.own_inputs import own_forward
 from hdi_callback.audits.sources import open_target
 from hdi_callback.audits.weights import first_line
-from hdi_callback.checks import Check, check
 from hdi_callback.errors import MisconfigurationError
 
+Result = TypeVar("Result")
 _REMEDY = "write module:function that gives a model and a batch, or set example_input_array"
 
 
-def check_target(target: str, *, model: str | None, config: str | None) -> Check:
-    """Check a model that is named on the command line; a folder of transformers needs its config alone.
+def with_target(
+    target: str,
+    work: Callable[[nn.Module, Callable[[], object]], Result],
+    *,
+    model: str | None,
+    config: str | None,
+) -> Result:
+    """Return what work returns of a model that is named on the command line, and of its first forward that runs.
+
+    A folder of transformers needs its config alone.
 
     Raises:
         MisconfigurationError: if it cannot be opened, or has no forward that runs.
@@ -23,7 +36,7 @@ def check_target(target: str, *, model: str | None, config: str | None) -> Check
         if forward is None:
             continue
         try:
-            return check(opened.model, forward)
+            return work(opened.model, forward)
         except Exception as error:
             reason = f"its forward raised {type(error).__name__} ({first_line(error)})"
     raise MisconfigurationError(f"`{target}` cannot be checked: {reason}: {_REMEDY}.")
