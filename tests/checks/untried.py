@@ -166,12 +166,12 @@ class Report:
     source: str
     kind: Callable[[], nn.Module]
     twin: Callable[[], nn.Module]
-    batch: str = ""  # "padded left", "padded right", "labels" or "positions"
-    model: type[Decoder] = Decoder
-    right: type[Decoder] = Decoder
+    batch: str = ""  # "padded left", "padded right", "labels", "positions" or "source"
+    model: Callable[..., nn.Module] = Decoder
+    right: Callable[..., nn.Module] = Decoder
     first: bool = False  # whether it was told before any question was asked
 
-    def build(self, is_twin: bool = False) -> Decoder:
+    def build(self, is_twin: bool = False) -> nn.Module:
         torch.manual_seed(0)
         return (self.right if is_twin else self.model)(self.twin if is_twin else self.kind).eval()
 
@@ -187,6 +187,8 @@ class Report:
             given |= {"tokens": tokens.masked_fill(padding, 0), "padding_mask": padding}
         if self.batch == "labels":
             given["labels"] = tokens
+        if self.batch == "source":
+            given["source"] = tokens.roll(3, 1)
         if self.batch == "positions":
             given["position_ids"] = torch.arange(2, tokens.shape[1] + 2).expand(tokens.shape)
         return given
