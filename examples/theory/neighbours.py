@@ -439,7 +439,8 @@ def run(size: Size) -> Claim:
                 if silent
                 else f"with the exception of {', '.join(wrong)}, left out with a warning"
                 if wrong
-                else f"all {len(modules)}",
+                else f"The heads of {len(modules)} of the {len(modules)} designs that have several are found right; "
+                f"{len(found) - len(modules)} of the {len(found)} has one head, and so nothing to compare.",
             ),
         ],
         numbers=[Number("largest gap of a check", max(f.gap for f in found), of=f"{len(found)} designs")],

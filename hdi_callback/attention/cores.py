@@ -14,15 +14,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.labels import RESAMPLED, SHARED, TIMES, Label, Labels, Source, Unreadable
+from hdi_callback.attention.labels import RESAMPLED, SEVERAL, SHARED, TIMES, Label, Labels, Source, Unreadable, only_one
 from hdi_callback.attention.normalisers import normaliser_before
 from hdi_callback.attention.planes import repeats, reshaped, small, thin, unique_rows
-from hdi_callback.attention.products import Product, reduced_dims
-from hdi_callback.attention.tape import DATA, MADE, Cell, Step, View, is_fused, is_softmax_like
+from hdi_callback.attention.products import COPIES, Product, reduced_dims
+from hdi_callback.attention.tape import DATA, MADE, RANDOM, Cell, Step, View, is_fused, is_softmax_like
 
 __all__ = ["OVER_HEADS", "OVER_QUERIES", "Core", "Part", "core_of", "layout_of_fused"]
 
 OVER_QUERIES = "its softmax runs over queries, not over keys"
+ELEMENT_BY_ELEMENT = "its weights are multiplied with values element by element"
 OVER_HEADS = "its softmax runs over heads, or over sequences"
 _FAR = 400  # cells to walk back from a softmax
 _NEAR_MAP = 9  # the same, where a map mixes the scores of heads
@@ -172,7 +173,7 @@ def _core_behind(labels: Labels, step: Step, scores: View, dim: int | None) -> C
     if consumers and (mapped & own if own else mapped):
         raise Unreadable("a map with a parameter mixes the scores of heads in front of its softmax")
     if not own:
-        _refuse_other_scores(labels, step)
+        _refuse_other_scores(labels, step, scores, dim)
     if not consumers:
         return None
     dim %= len(scores.shape)
@@ -206,7 +207,7 @@ def softmax_dim(step: Step) -> int | None:
         return int(step.args[1]) % len(shape) if shape else None
     made = step.made[0]
     for user in made.cell.users if made is not None else ():
-        if user.op == "sum" and len(user.taken[0].shape) == len(shape):
+        if user.op == "sum" and len(user.taken[0].shape) == len(shape) and _divides(user):
             return reduced_dims(user)[0]
     before = step.taken[0].cell.step
     if before is not None and before.op == "_log_softmax":
@@ -218,11 +219,25 @@ def softmax_dim(step: Step) -> int | None:
     return None
 
 
-def _refuse_other_scores(labels: Labels, step: Step) -> None:
+def _divides(step: Step) -> bool:
+    """Whether something is divided by a sum, and not by its product with features, as in linear attention."""
+    todo = [step]
+    for current in todo:  # it grows
+        users = [user for made in current.made if made is not None for user in made.cell.users]
+        if any(user.op in {"div", "reciprocal", "log", "pow"} for user in users):
+            return True
+        todo += [user for user in users if len(todo) < _NEAR and (user.is_pointwise or user.op in COPIES)]
+    return False
+
+
+def _refuse_other_scores(labels: Labels, step: Step, scores: View, dim: int) -> None:
     """Refuse what weighs values by a softmax of something else than products of queries and keys."""
     try:
         consumers = [product for _, product in _products_behind(labels, step) if product.kind == "scores"]
-    except Unreadable:
+    except Unreadable as error:
+        label = labels.may_read(scores) if str(error) == ELEMENT_BY_ELEMENT else None
+        if label is not None and bool((only_one(label.tokens.movedim(dim, -1)) == SEVERAL).all()):
+            raise
         return
     if any(_is_read(labels, product.second) for product in consumers):
         raise Unreadable("its scores are no products of queries and keys")
@@ -427,6 +442,9 @@ def _factors(labels: Labels, source: Source, *, is_flipped: bool) -> tuple[Label
     assert product is not None
     first = _read(labels, product.first, "queries").reshaped(product.first_shape)
     second = _read(labels, product.second, "keys").reshaped(product.second_shape).mT
+    for view, label in ((product.first, first), (product.second, second)):
+        if not bool(small(label.features).any()) and any(one.op in RANDOM for one in labels.leading_to([view])):
+            raise Unreadable("its queries or keys are drawn at random: they are random features")
     n = source.shape[0]
     first, second = (one.expanded((n, *one.features.shape[1:])) for one in (first, second))
     return (second, first) if is_flipped else (first, second)
@@ -476,7 +494,7 @@ def _products_behind(labels: Labels, step: Step) -> list[tuple[Step, Product]]:
                 (found if product.kind == "scores" else of_constants).append((one, taken))
             continue
         if one.op == "mul" and not found and _multiplies_values(labels, one, seen):
-            raise Unreadable("its weights are multiplied with values element by element")
+            raise Unreadable(ELEMENT_BY_ELEMENT)
         for out in one.made:
             if out is not None and out.is_float:
                 seen.add(id(out.cell))

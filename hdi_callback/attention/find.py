@@ -14,15 +14,26 @@ import torch
 from torch import nn
 
 from hdi_callback.arguments import function, torch_module
-from hdi_callback.attention.cores import core_of, layout_of_fused
+from hdi_callback.attention.cores import ELEMENT_BY_ELEMENT, core_of, layout_of_fused
 from hdi_callback.attention.extra_forward import inner_model, nothing_remains
 from hdi_callback.attention.heads import IN, Claim, Map, columns_of, heads_of, maps_that_are_shared
-from hdi_callback.attention.labels import CENTRED, FILTERED, GAINED, GATED, NONLINEAR, NORMED, Labels, Unreadable
+from hdi_callback.attention.labels import (
+    CENTRED,
+    FILTERED,
+    GAINED,
+    GATED,
+    NONLINEAR,
+    NORMED,
+    SEVERAL,
+    Labels,
+    Unreadable,
+)
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Refusal, Site, Survey
 from hdi_callback.attention.own_inputs import own_forward
+from hdi_callback.attention.products import COPIES
 from hdi_callback.attention.registry import known_layers
 from hdi_callback.attention.sites import merged_sites, ordinals, site_of
-from hdi_callback.attention.tape import DATA, Cell, Step, Tape, is_softmax_like
+from hdi_callback.attention.tape import DATA, Cell, Step, Tape, View, is_softmax_like
 from hdi_callback.attention.terms import Weights, origin
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarning
 
@@ -85,6 +96,7 @@ def claims_of(tape: Tape, reading: Reading | None = None) -> tuple[Labels, list[
     labels, claims, refused = reading.labels, reading.claims, reading.refused
     refused += _without_softmax(labels, claims, refused)
     refused += _over_edges(labels)
+    refused += _element_by_element(labels, {step.path for step, _ in refused})
     labels.forget()
     for claim in claims:
         columns_of(labels, claim)
@@ -127,7 +139,8 @@ def _without_softmax(labels: Labels, claims: list[Claim], refused: list[tuple[St
             sides = [(product.first.cell, product.second), (product.second.cell, product.first)]
             if any(labels.may_read(other) and _is_of_two_computed(labels, cell, step.path) for cell, other in sides):
                 found[step.path] = step
-    reason = "it multiplies three computed tensors without a softmax (linear, sigmoid, ReLU attention, a state space)"
+    kinds = "linear, random-feature, sigmoid, ReLU attention, a state space"
+    reason = f"it multiplies three computed tensors without a softmax ({kinds})"
     return [(step, reason) for step in found.values()]
 
 
@@ -158,6 +171,51 @@ def _is_of_products(step: Step) -> bool:
             return False
         step = views[0].cell.step
     return False
+
+
+def _element_by_element(labels: Labels, refused: set[str | None]) -> list[tuple[Step, str]]:
+    """Name attention without queries: exponentials times values, over a sum of the same exponentials over tokens."""
+    found: dict[str | None, Step] = {}
+    for step in labels.tape.steps:
+        divided = step.taken[:2] if step.op == "div" and len(step.taken) == 2 else []
+        if not divided or any(view.cell.kind < DATA or not view.cell.is_mapped for view in divided):
+            continue
+        above, below = (_before(labels, view.cell) for view in divided)
+        factors = [view for one in above - below if one.op == "mul" and len(one.taken) == 2 for view in one.taken]
+        weights = _exponentials(below)
+        shared = set().union(*(_exponentials(_before(labels, view.cell)).keys() for view in factors)) & weights.keys()
+        if any(_mixes_tokens(labels, divided[1], weights[cell], below) for cell in shared):
+            first = min((weights[cell] for cell in shared), key=lambda one: one.number)
+            found.setdefault(first.path, first)
+    return [(step, f"{ELEMENT_BY_ELEMENT} (attention-free)") for path, step in found.items() if path not in refused]
+
+
+def _exponentials(steps: set[Step]) -> dict[Cell, Step]:
+    """Return the exponentials of computed tensors, by what they are taken of."""
+    return {step.taken[0].cell: step for step in steps if step.op in {"exp", "exp2"} and step.taken[0].cell.is_mapped}
+
+
+def _mixes_tokens(labels: Labels, view: View, exponential: Step, between: set[Step]) -> bool:
+    """Whether a tensor is a sum over tokens of exponentials that are each of one token."""
+    if any(not (step.is_pointwise or step.op in COPIES | {"sum", "amax"}) for step in between):
+        return True
+    labels_of = (labels.may_read(one) for one in (exponential.taken[0], view))
+    before, after = (label is not None and bool((label.tokens == SEVERAL).any()) for label in labels_of)
+    return after and not before
+
+
+def _before(labels: Labels, cell: Cell) -> set[Step]:
+    """Return the steps before a tensor, up to exponentials and linear maps of features."""
+    todo, steps = [cell], set[Step]()
+    for current in todo:  # it grows
+        step = current.step
+        product = labels.products.of(step) if step is not None else None
+        if step is None or step in steps or (product and product.kind == "weight" and not product.is_flipped):
+            continue
+        steps.add(step)
+        if not is_softmax_like(step.op) and len(todo) < _FAR:
+            todo += [view.cell for view in step.taken if view.is_float and view.cell.kind == DATA]
+    return steps
 
 
 def _is_of_two_computed(labels: Labels, cell: Cell, path: str | None) -> bool:

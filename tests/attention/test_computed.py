@@ -53,6 +53,18 @@ class Merged(nn.Linear):
         return F.linear(x, self.weight + 0.5 * self.B @ self.A, self.bias)
 
 
+class Directed(Merged):
+    """A gain times the direction of each row of a weight with its adapter (DoRA), as one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(C, 1) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight + 0.5 * self.B @ self.A
+        return F.linear(x, self.gain * weight / weight.norm(dim=1, keepdim=True).detach(), self.bias)
+
+
 class Equalised(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight * self.in_features**-0.5, self.bias)
@@ -99,6 +111,7 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 }
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "adapter merged in the forward": Merged,
+    "gain times the direction of an adapted weight": Directed,
     "equalised learning rate": lambda: Equalised(C, C),
     "behind a property": BehindAProperty,
 }

@@ -219,6 +219,21 @@ def test_peft_has_a_base_and_an_update():
     torch.testing.assert_close(layer.weight("key"), module.k.weight.unflatten(0, (H, D)))
 
 
+def test_dora_of_peft_is_refused_while_it_trains_and_read_once_merged():
+    peft = pytest.importorskip("peft")
+    module, x = CASES["separate_and_fused"]().module, torch.randn(2, 7, C)
+    config = peft.LoraConfig(r=3, use_dora=True, target_modules=["q", "k"], init_lora_weights=False)
+    model = peft.get_peft_model(module, config)
+    (refused,) = survey(model, lambda: model(x)).refused
+    assert "gain of DoRA" in refused.reason
+    model.merge_adapter()
+    layer = survey(model, lambda: model(x)).layers[0]
+    for role, projection in (("query", module.q), ("key", module.k)):
+        with torch.no_grad():
+            matrix = (projection(torch.eye(C)) - projection(torch.zeros(1, C))).mT
+        torch.testing.assert_close(layer.weight(role).detach(), matrix.unflatten(0, (H, D)))
+
+
 class OverEdges(nn.Module):
     """Attention over the edges of a graph, whose softmax is an exponential and a scattered sum."""
 

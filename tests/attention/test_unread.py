@@ -152,7 +152,46 @@ def fourier_mixed(s, q, k, v, x):
     return (torch.fft.fft(q @ k.mT).real) @ v
 
 
+def by_features(q, k, v):
+    return (q @ (k.mT @ v)) / (q @ k.sum(2)[..., None])
+
+
+def positive(x, directions):
+    return torch.exp(x @ directions.mT - x.square().sum(-1, keepdim=True) / 2)
+
+
+def performer_drawn(s, q, k, v, x):
+    directions = torch.randn(16, d)
+    return by_features(positive(q, directions), positive(k, directions), v)
+
+
+def performer_drawn_for_each_head(s, q, k, v, x):
+    directions = torch.randn(len(x), H, 16, d)
+    return by_features(positive(q, directions), positive(k, directions), v)
+
+
+def random_features_around_landmarks(s, q, k, v, x):
+    directions = q.unflatten(2, (4, 2)).mean(3) + torch.randn(len(x), H, 4, d)
+    return by_features(positive(q, directions), positive(k, directions), v)
+
+
+def performer_causal(s, q, k, v, x):
+    directions = torch.randn(16, d)
+    q, k = positive(q, directions), positive(k, directions)
+    mixed = torch.einsum("bhnm,bhne->bhnme", k, v).cumsum(2)
+    return torch.einsum("bhnm,bhnme->bhne", q, mixed) / (q * k.cumsum(2)).sum(-1, keepdim=True)
+
+
+def exponential_features(s, q, k, v, x):
+    return by_features(q.exp(), k.exp(), v)
+
+
 ATTENTION = [
+    performer_drawn,
+    performer_drawn_for_each_head,
+    random_features_around_landmarks,
+    performer_causal,
+    exponential_features,
     sigmoid_tril,
     relu_tril,
     relu_squared_over_n,
@@ -173,6 +212,47 @@ ATTENTION = [
     selective_scan,
     elu_cumsum_padded,
     fourier_mixed,
+]
+
+
+def attention_free(s, q, k, v, x):
+    mixing, weights = torch.arange(8.0).cos().outer(torch.arange(8.0)).exp(), k.exp()
+    return torch.sigmoid(q) * ((mixing @ (weights * v)) / (mixing @ weights))
+
+
+def attention_free_simple(s, q, k, v, x):
+    return torch.sigmoid(q) * (k.softmax(2) * v).sum(2, keepdim=True)
+
+
+def attention_free_causal(s, q, k, v, x):
+    return torch.sigmoid(q) * (k.exp() * v).cumsum(2) / k.exp().cumsum(2)
+
+
+def attention_free_local(s, q, k, v, x):
+    filters, weights = torch.ones(d, 1, 3), k.exp()
+
+    def mixed(y):
+        return F.conv1d(y.flatten(0, 1).mT, filters, padding=1, groups=d).mT.unflatten(0, (-1, H))
+
+    return torch.sigmoid(q) * (mixed(weights * v) / mixed(weights))
+
+
+def receptance_weighted(s, q, k, v, x):
+    above = below = 0
+    out = []
+    for t in range(x.shape[1]):
+        weight = torch.exp(k[:, :, t])
+        above, below = above * 0.9 + weight * v[:, :, t], below * 0.9 + weight
+        out.append(above / below)
+    return torch.sigmoid(q) * torch.stack(out, 2)
+
+
+WITHOUT_QUERIES = [
+    attention_free,
+    attention_free_simple,
+    attention_free_causal,
+    attention_free_local,
+    receptance_weighted,
 ]
 
 
@@ -243,7 +323,26 @@ def dot_gate(s, q, k, v, x):
     return torch.sigmoid((q * k).sum(-1, keepdim=True)) * v
 
 
+def softmax_gate_that_is_divided_late(s, q, k, v, x):
+    weights = q.exp()
+    return (weights * v) / weights.sum(-1, keepdim=True)
+
+
+def mixture_of_experts(s, q, k, v, x):
+    weights = s.g(x)[..., :3].exp()
+    experts = torch.stack([q, k, v], -1) * weights[:, None, :, None]
+    return experts.sum(-1) / weights.sum(-1)[:, None, :, None]
+
+
+def normalised_over_tokens(s, q, k, v, x):
+    weights = q.exp()
+    return weights / weights.sum(2, keepdim=True) + v
+
+
 OTHERS = [
+    softmax_gate_that_is_divided_late,
+    mixture_of_experts,
+    normalised_over_tokens,
     swiglu,
     gate,
     cumulative_mean,
@@ -275,6 +374,23 @@ def test_attention_without_a_softmax_is_named_once_with_its_module(mix):
     ((name, reason),) = refused(mix)
     assert name == "0"
     assert "three computed tensors without a softmax" in reason
+
+
+@pytest.mark.parametrize("mix", WITHOUT_QUERIES, ids=lambda mix: mix.__name__)
+def test_weights_that_multiply_values_element_by_element_are_named_as_not_read(mix):
+    ((name, reason),) = refused(mix)
+    assert name == "0"
+    assert "multiplied with values element by element" in reason
+
+
+def test_random_directions_in_place_of_queries_are_no_heads():
+    def mix(s, q, k, v, x):
+        keys = (k @ torch.randn(d, 16)).exp()
+        return q @ torch.ones(d, 16) @ ((keys / keys.sum(2, keepdim=True)).mT @ v)
+
+    ((name, reason),) = refused(mix)
+    assert name == "0"
+    assert "random features" in reason
 
 
 @pytest.mark.parametrize("mix", OTHERS, ids=lambda mix: mix.__name__)
