@@ -425,11 +425,9 @@ class _Layers:
             del weights["output"]
         name = place_of(self._model, claim, kept)
         module = self._model.get_submodule(name)
-        counts = {role: max(numbers) + 1 for role, numbers in of_heads.items()}
         return AttentionLayer(
-            name, module, num_heads=claim.heads, num_key_heads=counts["key"],
-            num_value_heads=counts.get("value", claim.heads), head_dim=weights["key"].width, value_dim=value_dim,
-            weights=weights, kind=_kind(claim, kept), key_of=of_heads["key"], value_of=of_heads.get("value", ()),
+            name, module, weights, kind=_kind(claim, kept), key_of=of_heads["key"], value_dim=value_dim,
+            value_of=of_heads.get("value", tuple(range(claim.heads))),
             normed=frozenset(role for role in IN if f"{role}: {NORMED}" in claim.flags),
             output_module=self._output_module(base, name), notes="; ".join(notes),
         )  # fmt: skip

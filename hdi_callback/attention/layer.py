@@ -147,7 +147,7 @@ class HeadWeight:
 
     Example:
         >>> linear = nn.Linear(16, 24, bias=False)  # query, key and value of head 0, then those of head 1
-        >>> keys = HeadWeight.from_rows(linear, "weight", heads=2, width=4, start=4, stride=12)
+        >>> keys = HeadWeight.from_blocks(linear, "weight", heads=2, width=4, start=4, stride=12)
         >>> torch.equal(keys.tensor()[1], linear.weight[16:20])
         True
     """
@@ -155,62 +155,27 @@ class HeadWeight:
     terms: tuple[Product, ...]
 
     @classmethod
-    def from_rows(
-        cls,
-        module: nn.Module,
-        name: str,
-        *,
-        heads: int,
-        width: int,
-        start: int = 0,
-        stride: int | None = None,
-        transposed: bool = False,
-    ) -> HeadWeight:
-        """Describe heads that are blocks of output features of a linear map, as those of queries, keys and values are.
+    def from_blocks(
+        cls, module: nn.Module, name: str, *, heads: int, width: int, start: int = 0, stride: int | None = None,
+        dim: int = 0
+    ) -> HeadWeight:  # fmt: skip
+        """Describe heads that are blocks of features of a projection.
 
         Args:
             module: the module that `name` starts from.
-            name: dotted name of a parameter ``(out_features, in_features)``.
+            name: dotted name of a parameter that is a matrix.
             heads: number of heads.
-            width: output features per head.
-            start: first output feature of the first head.
-            stride: output features from one head to the next, `width` by default.
-            transposed: the parameter is ``(in_features, out_features)``, as in GPT-2's ``Conv1D``.
+            width: features per head.
+            start: first feature of the first head.
+            stride: features from one head to the next, `width` by default.
+            dim: dimension of the parameter along which they lie. Of an ``nn.Linear`` 0 for queries, keys and values,
+                which are its output features, and 1 for an output projection; the reverse of GPT-2's ``Conv1D``.
 
         Returns:
-            Their weight, ``(heads, width, in_features)``.
+            Their weight, ``(heads, width, features of the other dimension)``.
         """
-        features = _features(heads, width, start, stride)
-        return cls.from_features(module, name, features, dim=1 if transposed else 0)
-
-    @classmethod
-    def from_columns(
-        cls,
-        module: nn.Module,
-        name: str,
-        *,
-        heads: int,
-        width: int,
-        start: int = 0,
-        stride: int | None = None,
-        transposed: bool = False,
-    ) -> HeadWeight:
-        """Describe heads that are blocks of input features of a linear map, as those of an output projection are.
-
-        Args:
-            module: the module that `name` starts from.
-            name: dotted name of a parameter ``(out_features, in_features)``.
-            heads: number of heads.
-            width: input features per head.
-            start: first input feature of the first head.
-            stride: input features from one head to the next, `width` by default.
-            transposed: the parameter is ``(in_features, out_features)``, as in GPT-2's ``Conv1D``.
-
-        Returns:
-            Their weight, ``(heads, width, out_features)``.
-        """
-        features = _features(heads, width, start, stride)
-        return cls.from_features(module, name, features, dim=0 if transposed else 1)
+        first = torch.arange(heads, device="cpu")[:, None] * (width if stride is None else stride) + start
+        return cls.from_features(module, name, first + torch.arange(width, device="cpu"), dim=dim)
 
     @classmethod
     def from_features(cls, module: nn.Module, name: str, features: Tensor, *, dim: int) -> HeadWeight:
@@ -414,11 +379,6 @@ def _in_evaluation(module: nn.Module) -> nn.Module:
     return quiet
 
 
-def _features(heads: int, width: int, start: int, stride: int | None) -> Tensor:
-    head, feature = torch.arange(heads, device="cpu"), torch.arange(width, device="cpu")
-    return start + head[:, None] * (width if stride is None else stride) + feature
-
-
 def _strides(starts: Tensor) -> tuple[int, int, int] | None:
     """The steps from head to head and from row to row, and the first number, if they are regular."""
     heads, width = starts.shape
@@ -497,15 +457,11 @@ class AttentionLayer:
     Attributes:
         name: dotted path of the module in the model.
         module: the module itself.
-        num_heads: number of query heads, H.
-        num_key_heads: number of distinct key heads, G; fewer than H under grouped-query attention.
-        num_value_heads: number of distinct value heads.
-        head_dim: width of a query and key head, d_k.
-        value_dim: width of a value head, d_v.
         weights: role -> weight of its heads; a role that no parameter makes is absent.
         kind: how the weights are laid out, in readable words.
         key_of: key head of each query head; neighbours share one by default.
         value_of: value head of each query head.
+        value_dim: width of a value head, d_v; that of the weights by default.
         normed: roles behind which a norm follows before attention.
         output_module: the module that is called with the head outputs side by side; `None` if there is none.
         sites: where its attention runs in a forward; ``()`` if that is not known.
@@ -514,24 +470,51 @@ class AttentionLayer:
 
     name: str
     module: nn.Module = field(repr=False)
-    num_heads: int
-    num_key_heads: int
-    num_value_heads: int
-    head_dim: int
-    value_dim: int
     weights: Mapping[str, HeadWeight] = field(repr=False)
     kind: str = ""
     key_of: tuple[int, ...] = field(default=(), repr=False)
     value_of: tuple[int, ...] = field(default=(), repr=False)
+    value_dim: int = 0
     normed: frozenset[str] = field(default=frozenset(), repr=False)
     output_module: nn.Module | None = field(default=None, repr=False)
     sites: tuple[Site, ...] = field(default=(), repr=False)
     notes: str = ""
 
     def __post_init__(self) -> None:
-        for name, count in (("key_of", self.num_key_heads), ("value_of", self.num_value_heads)):
+        if "key" not in self.weights or not set(self.weights) <= set(ROLES):
+            raise UnsupportedAttentionError(
+                f"it has weights of {list(self.weights)}: write a key, and of {list(ROLES)}"
+            )
+        heads = len(self.key_of) or self._first("query", "output", "key").heads
+        value_heads = self.weights["value"].heads if "value" in self.weights else heads
+        for name, count in (("key_of", self.num_key_heads), ("value_of", value_heads)):
             if not getattr(self, name):
-                object.__setattr__(self, name, tuple(head * count // self.num_heads for head in range(self.num_heads)))
+                object.__setattr__(self, name, tuple(head * count // heads for head in range(heads)))
+        if not self.value_dim:
+            object.__setattr__(self, "value_dim", self._first("value", "output", "key").width)
+
+    def _first(self, *roles: str) -> HeadWeight:
+        return next(self.weights[role] for role in roles if role in self.weights)
+
+    @property
+    def num_heads(self) -> int:
+        """Number of query heads, H."""
+        return len(self.key_of)
+
+    @property
+    def num_key_heads(self) -> int:
+        """Number of distinct key heads, G; fewer than H under grouped-query attention."""
+        return self.weights["key"].heads
+
+    @property
+    def num_value_heads(self) -> int:
+        """Number of distinct value heads."""
+        return max(self.value_of) + 1
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a query and key head, d_k."""
+        return self.weights["key"].width
 
     def weight(self, role: str) -> Tensor:
         """Read the weight of a role, head by head.
@@ -573,24 +556,21 @@ class AttentionLayer:
         }
 
     def contradiction(self) -> str | None:
-        """Say how counts, widths and weights contradict each other; `None` if they do not."""
+        """Return how the weights contradict each other, `None` if they do not."""
         expected = {
             "query": (self.num_heads, self.head_dim),
-            "key": (self.num_key_heads, self.head_dim),
             "value": (self.num_value_heads, self.value_dim),
             "output": (self.num_heads, self.value_dim),
         }
-        for role, weight in self.weights.items():
-            if role not in expected:
-                return f"there is no role {role!r}: write one of {list(ROLES)}"
-            if (weight.heads, weight.width) != expected[role]:
-                heads, width = expected[role]
+        for role, (heads, width) in expected.items():
+            weight = self.weights.get(role)
+            if weight is not None and (weight.heads, weight.width) != (heads, width):
                 return f"its {role} weight has {weight.heads} heads of {weight.width}, expected {heads} of {width}"
-        for name, count in (("key_of", self.num_key_heads), ("value_of", self.num_value_heads)):
-            found = getattr(self, name)
-            if len(found) != self.num_heads or set(found) != set(range(count)):
-                return f"its `{name}` gives {self.num_heads} heads the numbers {sorted(set(found))} of {count}"
-        return None if "key" in self.weights else "it has no key weight"
+        if len(self.value_of) != self.num_heads or set(self.key_of) != set(range(self.num_key_heads)):
+            return (
+                f"its `key_of` {self.key_of} and `value_of` {self.value_of} give not each head a key and a value head"
+            )
+        return None
 
 
 @dataclass(frozen=True)

@@ -38,11 +38,9 @@ def register_layout(module_type: type[nn.Module], function: Layout) -> None:
         ...         self.mix = nn.Linear(32, 96)
         ...         self.back = nn.Linear(32, 32)
         >>> def describe(name, module):
-        ...     key = HeadWeight.from_rows(module, "mix.weight", heads=4, width=8, start=32)
-        ...     output = HeadWeight.from_columns(module, "back.weight", heads=4, width=8)
-        ...     return AttentionLayer(
-        ...         name, module, num_heads=4, num_key_heads=4, num_value_heads=4, head_dim=8, value_dim=8,
-        ...         weights={"key": key, "output": output}, output_module=module.back)
+        ...     key = HeadWeight.from_blocks(module, "mix.weight", heads=4, width=8, start=32)
+        ...     output = HeadWeight.from_blocks(module, "back.weight", heads=4, width=8, dim=1)
+        ...     return AttentionLayer(name, module, {"key": key, "output": output}, output_module=module.back)
         >>> register_layout(Mine, describe)
         >>> known_layer("attention", Mine()).weight("key").shape
         torch.Size([4, 8, 32])
@@ -136,18 +134,13 @@ def _torch_attention(name: str, module: Any) -> AttentionLayer:
             parameter, start = "in_proj_weight", number * module.embed_dim
         else:
             parameter, start = f"{role[0]}_proj_weight", 0
-        weights[role] = HeadWeight.from_rows(module, parameter, heads=H, width=width, start=start)
-    weights["output"] = HeadWeight.from_columns(module, "out_proj.weight", heads=H, width=width)
+        weights[role] = HeadWeight.from_blocks(module, parameter, heads=H, width=width, start=start)
+    weights["output"] = HeadWeight.from_blocks(module, "out_proj.weight", heads=H, width=width, dim=1)
     packed = "packed" if module._qkv_same_embed_dim else "separate"
     return AttentionLayer(
         name,
         module,
-        num_heads=H,
-        num_key_heads=H,
-        num_value_heads=H,
-        head_dim=width,
-        value_dim=width,
-        weights=weights,
+        weights,
         kind=f"torch.nn.MultiheadAttention, {packed}",
         sites=(Site(name, 0, "fused", H),),  # `out_proj` is used, but not called: there is no output module
     )

@@ -111,11 +111,11 @@ def _factors(weight: HeadWeight) -> list[Any]:
 
 def _with_heads(layer: AttentionLayer, heads: list[Any]) -> AttentionLayer:
     """Describe a layer with the heads of all ranks."""
-    weights, of_heads, counts = {}, {}, {}
+    weights, of_heads = {}, {}
     for role, weight in layer.weights.items():
         mine = [tuple(part[1:] for part in head if part[0] == role) for head in heads]
         kept = list(dict.fromkeys(mine)) if role in ("key", "value") else mine
-        of_heads[role], counts[role] = tuple(kept.index(one) for one in mine), len(kept)
+        of_heads[role] = tuple(kept.index(one) for one in mine)
         at, terms = 0, []
         for term in weight.terms:
             factors = []
@@ -127,15 +127,9 @@ def _with_heads(layer: AttentionLayer, heads: list[Any]) -> AttentionLayer:
                 at += 1
             terms.append(replace(term, factors=tuple(factors)))
         weights[role] = replace(weight, terms=tuple(terms))
-    return replace(
-        layer,
-        num_heads=len(heads),
-        num_key_heads=counts.get("key", len(heads)),
-        num_value_heads=counts.get("value", len(heads)),
-        weights=weights,
-        key_of=of_heads.get("key", ()),
-        value_of=of_heads.get("value", ()),
-    )
+    every = tuple(range(len(heads)))
+    key_of, value_of = of_heads.get("key", every), of_heads.get("value", every)
+    return replace(layer, weights=weights, key_of=key_of, value_of=value_of)
 
 
 def gathered_heads(outputs: Mapping[str, tuple[AttentionLayer, Tensor | None]]) -> dict[str, Tensor | None]:

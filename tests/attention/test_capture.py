@@ -279,8 +279,8 @@ def test_heads_in_another_order_and_heads_side_by_side_features():
     module = Interleaved()
     features = torch.arange(12).view(4, 3).T
     weight = HeadWeight.from_features(module, "out.weight", features, dim=1)
-    key = HeadWeight.from_rows(module, "out.weight", heads=3, width=4)
-    layer = AttentionLayer("", module, 3, 3, 3, 4, 4, {"key": key, "output": weight}, output_module=module.out)
+    key = HeadWeight.from_blocks(module, "out.weight", heads=3, width=4)
+    layer = AttentionLayer("", module, {"key": key, "output": weight}, output_module=module.out)
     x = torch.randn(2, 5, 12)
     found = captured(module, lambda: module(x), [layer], padding=None)[""]
     assert torch.equal(found.outputs, x.view(10, 4, 3).mT)

@@ -21,7 +21,7 @@ def starts(heads: int, width: int, by_head: int, by_row: int = 1, first: int = 0
 
 def test_rows_of_a_packed_projection_are_a_live_view():
     linear = nn.Linear(16, 24)
-    weight = HeadWeight.from_rows(linear, "weight", heads=2, width=4, start=4, stride=12)
+    weight = HeadWeight.from_blocks(linear, "weight", heads=2, width=4, start=4, stride=12)
     assert torch.equal(weight.tensor()[1], linear.weight[16:20])
     with torch.no_grad():
         linear.weight[17] = 7
@@ -33,7 +33,7 @@ def test_rows_of_a_packed_projection_are_a_live_view():
 def test_columns_of_an_output_projection_are_its_input_features(transposed):
     module = nn.Module()
     module.register_parameter("weight", nn.Parameter(torch.randn(12, 20) if transposed else torch.randn(20, 12)))
-    weight = HeadWeight.from_columns(module, "weight", heads=3, width=4, transposed=transposed)
+    weight = HeadWeight.from_blocks(module, "weight", heads=3, width=4, dim=0 if transposed else 1)
     columns = module.weight if transposed else module.weight.T
     assert torch.equal(weight.tensor(), columns.view(3, 4, 20))
 
@@ -44,7 +44,7 @@ def test_three_dimensional_and_pointwise_parameters_are_read_by_the_same_numbers
     rows = Rows(module, ("kernel",), starts(3, 4, by_head=40), columns=10, stride=4)
     assert torch.equal(rows.tensor(), module.kernel.mT)
     convolution = nn.Conv2d(8, 6, 1)
-    weight = HeadWeight.from_rows(convolution, "weight", heads=2, width=3)
+    weight = HeadWeight.from_blocks(convolution, "weight", heads=2, width=3)
     assert torch.equal(weight.tensor(), convolution.weight.view(2, 3, 8))
 
 
@@ -104,14 +104,14 @@ def test_what_a_layer_norm_takes_off_is_taken_off(centred):
 
 def test_replaced_modules_count():
     model = nn.Sequential(nn.Linear(4, 4))
-    weight = HeadWeight.from_rows(model, "0.weight", heads=2, width=2)
+    weight = HeadWeight.from_blocks(model, "0.weight", heads=2, width=2)
     model[0] = nn.Linear(4, 4)
     assert torch.equal(weight.tensor().flatten(0, 1), model[0].weight)
 
 
 def test_a_weight_is_differentiable_and_can_be_written():
     linear = nn.Linear(6, 4)
-    weight = HeadWeight.from_rows(linear, "weight", heads=2, width=2)
+    weight = HeadWeight.from_blocks(linear, "weight", heads=2, width=2)
     weight.tensor()[1].sum().backward()
     assert torch.equal(linear.weight.grad, torch.tensor([0.0, 0, 1, 1])[:, None].expand(4, 6))
     fresh = torch.randn(2, 6)
@@ -139,7 +139,7 @@ def test_reading_a_parametrized_weight_runs_nothing_in_training_mode():
     linear = parametrizations.spectral_norm(nn.Linear(6, 6)).train()
     parametrize.register_parametrization(linear, "weight", Counting(), unsafe=True)
     vector = linear.parametrizations.weight[0]._u.clone()
-    weight = HeadWeight.from_rows(linear, "weight", heads=2, width=3)
+    weight = HeadWeight.from_blocks(linear, "weight", heads=2, width=3)
     count = int(linear.parametrizations.weight[1].count)
     found = weight.tensor()
     assert torch.equal(linear.parametrizations.weight[0]._u, vector)
@@ -155,7 +155,7 @@ def test_reading_a_parametrized_weight_runs_nothing_in_training_mode():
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_the_older_norms_of_weights_are_computed_anew():
     linear = nn.utils.weight_norm(nn.Linear(6, 4))
-    weight = HeadWeight.from_rows(linear, "weight", heads=2, width=2)
+    weight = HeadWeight.from_blocks(linear, "weight", heads=2, width=2)
     with torch.no_grad():
         linear.weight_g.mul_(3)
     expected = linear.weight_v * linear.weight_g / linear.weight_v.norm(dim=1, keepdim=True)
@@ -165,11 +165,11 @@ def test_the_older_norms_of_weights_are_computed_anew():
 def test_errors_say_what_to_write():
     linear = nn.Linear(6, 4)
     with pytest.raises(UnsupportedAttentionError, match=r"4 features of heads; 3 heads of 2 .* correct `heads`"):
-        HeadWeight.from_rows(linear, "weight", heads=3, width=2)
+        HeadWeight.from_blocks(linear, "weight", heads=3, width=2)
     with pytest.raises(UnsupportedAttentionError, match=r"no parameter `weigth`.*'weight'"):
-        HeadWeight.from_rows(linear, "weigth", heads=2, width=2)
+        HeadWeight.from_blocks(linear, "weigth", heads=2, width=2)
     with pytest.raises(UnsupportedAttentionError, match="expected that of a matrix"):
-        HeadWeight.from_rows(linear, "bias", heads=2, width=2)
+        HeadWeight.from_blocks(linear, "bias", heads=2, width=2)
     layer = known_layer("attention", nn.MultiheadAttention(8, 2))
     assert isinstance(layer, AttentionLayer)
     with pytest.raises(UnsupportedAttentionError, match="has no 'keys' weight"):
@@ -198,8 +198,8 @@ def test_an_attention_with_a_forward_of_its_own_is_not_known():
 
 def test_neighbours_share_key_heads_by_default():
     module = nn.Linear(8, 8)
-    key = HeadWeight.from_rows(module, "weight", heads=2, width=2)
-    layer = AttentionLayer("x", module, 4, 2, 2, 2, 2, {"key": key})
+    query, key = (HeadWeight.from_blocks(module, "weight", heads=heads, width=2) for heads in (4, 2))
+    layer = AttentionLayer("x", module, {"query": query, "key": key})
     assert layer.key_of == (0, 0, 1, 1)
 
 
@@ -218,8 +218,9 @@ class Mine(nn.Module):
 
 
 def describe(name, module, *, width=3, heads=4):
-    key = HeadWeight.from_rows(module, "mix.weight", heads=heads, width=width, start=12)
-    return AttentionLayer(name, module, 4, 4, 4, 3, 3, {"key": key}, output_module=module.back)
+    query = HeadWeight.from_blocks(module, "mix.weight", heads=4, width=width)
+    key = HeadWeight.from_blocks(module, "mix.weight", heads=heads, width=3, start=12)
+    return AttentionLayer(name, module, {"query": query, "key": key}, output_module=module.back)
 
 
 def test_a_layout_that_fits_is_used_for_subclasses_too(clean_registry):
@@ -231,7 +232,7 @@ def test_a_layout_that_fits_is_used_for_subclasses_too(clean_registry):
 def test_a_layout_that_does_not_fit_is_an_error_that_says_so(clean_registry):
     register_layout(Mine, lambda name, module: describe(name, module, width=2))
     with pytest.raises(
-        MisconfigurationError, match=r"does not fit `x`: its key weight has 4 heads of 2, expected 4 of 3"
+        MisconfigurationError, match=r"does not fit `x`: its query weight has 4 heads of 2, expected 4 of 3"
     ):
         known_layer("x", Mine())
     register_layout(Mine, lambda name, module: describe(name, module, heads=40))

@@ -205,7 +205,7 @@ def test_a_sharded_weight_is_gathered_and_differentiable(one_rank):
     linear = nn.Linear(6, 4)
     plain = linear.weight.detach().clone()
     fully_shard(linear, mesh=one_rank)
-    weight = HeadWeight.from_rows(linear, "weight", heads=2, width=2)
+    weight = HeadWeight.from_blocks(linear, "weight", heads=2, width=2)
     assert weight.is_sharded
     assert torch.equal(weight.tensor(), plain.view(2, 2, 6))
     weight.tensor().square().sum().backward()

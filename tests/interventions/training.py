@@ -34,16 +34,14 @@ class Attention(nn.Module):
 
     def layer(self, name: str) -> AttentionLayer:
         def rows(projection: str, count: int) -> HeadWeight:
-            return HeadWeight.from_rows(self, f"{projection}.weight", heads=count, width=self.head_dim)
+            return HeadWeight.from_blocks(self, f"{projection}.weight", heads=count, width=self.head_dim)
 
         weights = {
             "query": rows("q_proj", self.heads), "key": rows("k_proj", self.keys), "value": rows("v_proj", self.keys),
-            "output": HeadWeight.from_columns(self, "out_proj.weight", heads=self.heads, width=self.head_dim),
+            "output": HeadWeight.from_blocks(self, "out_proj.weight", heads=self.heads, width=self.head_dim, dim=1),
         }  # fmt: skip
         return AttentionLayer(
-            name, self, num_heads=self.heads, num_key_heads=self.keys, num_value_heads=self.keys,
-            head_dim=self.head_dim, value_dim=self.head_dim, weights=weights, kind="by hand",
-            output_module=self.out_proj,
+            name, self, weights=weights, kind="by hand", output_module=self.out_proj
         )  # fmt: skip
 
 
@@ -56,14 +54,13 @@ class Torch(nn.MultiheadAttention):
     def layer(self, name: str) -> AttentionLayer:
         packed = known_layer(name, nn.MultiheadAttention(self.embed_dim, self.num_heads))
         weights = {
-            role: HeadWeight.from_rows(self, "in_proj_weight", heads=self.num_heads, width=self.head_dim, start=start)
+            role: HeadWeight.from_blocks(self, "in_proj_weight", heads=self.num_heads, width=self.head_dim, start=start)
             for role, start in (("query", 0), ("key", self.embed_dim), ("value", 2 * self.embed_dim))
         }
-        weights["output"] = HeadWeight.from_columns(self, "out_proj.weight", heads=self.num_heads, width=self.head_dim)
-        return AttentionLayer(
-            name, self, num_heads=self.num_heads, num_key_heads=self.num_heads, num_value_heads=self.num_heads,
-            head_dim=self.head_dim, value_dim=self.head_dim, weights=weights, kind=packed.kind,
-        )  # fmt: skip
+        weights["output"] = HeadWeight.from_blocks(
+            self, "out_proj.weight", heads=self.num_heads, width=self.head_dim, dim=1
+        )
+        return AttentionLayer(name, self, weights=weights, kind=packed.kind)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x, x, x, need_weights=False)[0]
