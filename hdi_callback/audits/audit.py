@@ -23,6 +23,7 @@ from hdi_callback.audits.again import check_patterns
 from hdi_callback.audits.sources import NOT_STORED, Target, open_target
 from hdi_callback.audits.weights import first_line
 from hdi_callback.dashboards.layer_table import layers_text, name_heads
+from hdi_callback.dashboards.report import in_notebook
 from hdi_callback.dashboards.verdict import Verdict, verdict
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.history import RunHistory
@@ -98,6 +99,10 @@ class Audit:
             ],
             "not_audited": self.not_audited,
         }
+
+    def _repr_html_(self) -> str:
+        """Return the report, for a notebook."""
+        return in_notebook(self.as_run())
 
     def __repr__(self) -> str:
         """The table of layers, what was not audited, and the verdict."""

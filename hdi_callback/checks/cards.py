@@ -48,16 +48,19 @@ class Card:
     is_causal: bool | None
     lines: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def title(self) -> str:
+        """How many heads there are, and of which widths."""
+        if not self.heads:
+            return "heads not known"
+        each = self.heads // max(1, self.key_heads)
+        shared = "none" if each == 1 else f"{each} heads each"
+        return f"{self.heads} heads of width {self.head_dim} on {self.width or UNKNOWN}, keys shared by {shared}"
+
     def __str__(self) -> str:
         """The card as it is printed."""
-        if not self.heads:
-            title = "heads not known"
-        else:
-            each = self.heads // max(1, self.key_heads)
-            shared = "none" if each == 1 else f"{each} heads each"
-            title = f"{self.heads} heads of width {self.head_dim} on {self.width or UNKNOWN}, keys shared by {shared}"
         rows = [f"  {label:{_LABEL - 2}}{text}" for label, text in self.lines.items()]
-        return "\n".join([f"{self.layer:{_LABEL}}{'' if len(self.layer) < _LABEL else ' '}{title}", *rows])
+        return "\n".join([f"{self.layer:{_LABEL}}{'' if len(self.layer) < _LABEL else ' '}{self.title}", *rows])
 
 
 def card_of(one: Facts) -> Card:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -84,6 +85,21 @@ class Check:
             reasons.setdefault(reason, []).append(name.replace("_", " "))
         said += [f"Not asked: {', '.join(names)} ({reason})." for reason, names in reasons.items()]
         return "\n\n".join([*map(str, self.cards), "\n".join(said)])
+
+    def _repr_html_(self) -> str:
+        """Return what `str` says, for a notebook: the findings first, then a table for each card."""
+        ink = {"WRONG": "#b42318; font-weight: bold", "ODD": "#8a6100; font-weight: bold"}
+        lines = [
+            f'<p style="color: {ink.get(line.split()[0], "inherit")}">{escape(line)}'
+            for line in str(self).rpartition("\n\n")[2].splitlines()
+        ]
+        for card in self.cards:
+            rows = "".join(
+                f'<tr><th style="text-align: left">{label}</th><td style="text-align: left">{escape(text)}</td></tr>'
+                for label, text in card.lines.items()
+            )
+            lines.append(f"<p><b>{escape(card.layer)}</b>: {escape(card.title)}<table>{rows}</table>")
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain data."""

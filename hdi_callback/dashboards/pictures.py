@@ -15,6 +15,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -127,8 +128,27 @@ def draw_heads(
     return figure
 
 
+def of_layer(records: Sequence[Record], layer: str) -> list[Record]:
+    """Return the records with the numbers, alerts and actions of one layer alone."""
+    return [
+        replace(
+            record,
+            layers={name: numbers for name, numbers in record.layers.items() if name == layer},
+            alerts=tuple(alert for alert in record.alerts if layer in alert.where),
+            actions=tuple(action for action in record.actions if layer in action.layers),
+        )
+        for record in records
+    ]
+
+
+def losses_of(records: Sequence[Record]) -> dict[str, Curve]:
+    """Return the training loss at the readings as a curve."""
+    points = [(float(record.step), record.loss) for record in records if record.loss is not None]
+    return {"training loss": ([step for step, _ in points], [loss for _, loss in points])} if points else {}
+
+
 def draw_curves(records: Sequence[Record], losses: Mapping[str, Curve]) -> Figure | None:
-    """Draw the curves of a model, one panel below the other, with alerts and interventions marked."""
+    """Draw the curves of a model, or of its only layer, in panels, with alerts and interventions marked."""
     from matplotlib.figure import Figure
 
     steps = [record.step for record in records]
@@ -139,16 +159,18 @@ def draw_curves(records: Sequence[Record], losses: Mapping[str, Curve]) -> Figur
             reduce(finite) if (finite := list(filter(math.isfinite, at))) else math.nan for at in values[metric]
         ]
 
+    is_single = len({name for record in records for name in record.layers}) == 1
+    of_any, of_worst = ("", " of all pairs") if is_single else (" of any layer", " of the worst layer")
     panels: dict[str, dict[str, Curve]] = {
         "alignment": {
-            "closest pair of any layer": curve(WORST, max),
-            "mean of the worst layer": curve("hdi_alignment", max),
+            f"closest pair{of_any}": curve(WORST, max),
+            f"mean{of_worst}": curve("hdi_alignment", max),
         },
         "HDI": {
-            "lowest layer": curve("hdi", min),
-            "mean of the layers": curve("hdi", lambda at: math.fsum(at) / len(at)),
+            "HDI" if is_single else "lowest layer": curve("hdi", min),
+            "HDI" if is_single else "mean of the layers": curve("hdi", lambda at: math.fsum(at) / len(at)),
         },
-        "covariance": {"largest of any layer": curve("head_covariance", max)},
+        "covariance": {"two heads, mean" if is_single else "largest of any layer": curve("head_covariance", max)},
         "loss": dict(losses),
     }
     panels = {
@@ -284,7 +306,8 @@ def svg(figure: Figure, label: str) -> str:
     for panel in figure.axes:
         if panel.get_facecolor() == (1.0, 1.0, 1.0, 1.0):
             panel.patch.set_alpha(0)
-    figure.savefig(text, format="svg", dpi=120, metadata={"Date": None, "Creator": None})
+    with svg_style():
+        figure.savefig(text, format="svg", dpi=120, metadata={"Date": None, "Creator": None})
     drawn = text.getvalue()
     drawn = drawn[drawn.index("<svg") :].replace(_INK, "currentColor")
     drawn = re.sub(r"<metadata>.*?</metadata>", "", drawn, flags=re.DOTALL)

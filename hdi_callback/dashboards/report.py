@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import datetime
+import html
 import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hdi_callback.arguments import file_path, shown
 from hdi_callback.dashboards.evidence import draw_evidence, point_of
 from hdi_callback.dashboards.layer_table import closest_pair, compared, layer_rows, name_heads, name_layers
-from hdi_callback.dashboards.pictures import WORST, Curve, draw_curves, draw_heads, draw_map, map_metric, svg, svg_style
+from hdi_callback.dashboards.pictures import (
+    WORST,
+    Curve,
+    draw_curves,
+    draw_heads,
+    draw_map,
+    losses_of,
+    map_metric,
+    svg,
+    svg_style,
+)
 from hdi_callback.dashboards.verdict import Event, events, verdict
 from hdi_callback.errors import MisconfigurationError
-from hdi_callback.history import RunHistory
 from hdi_callback.record import LEVELS
+
+if TYPE_CHECKING:
+    from hdi_callback.history import RunHistory
 
 _MOST_EVENTS = 200
 _MOST_DRAWN = 12  # events with a picture
@@ -35,12 +48,9 @@ def write_report(run: RunHistory, path: str | os.PathLike[str] | None = None) ->
     Raises:
         MisconfigurationError: if it cannot be written.
     """
-    from jinja2 import Environment, PackageLoader, select_autoescape
-
-    if not isinstance(run, RunHistory):
+    if not hasattr(run, "matrix_steps"):
         raise MisconfigurationError(f"`run` must be a history, got {shown(run)}: write load_history({run!r:.60}).")
-    environment = Environment(loader=PackageLoader(__package__, "."), autoescape=select_autoescape(default=True))
-    page = environment.get_template("report.html").render(_contents(run))
+    page = page_of(run)
     stem = run.path.stem.replace("history", "report") if "history" in run.path.stem else "report"
     target = run.path.with_name(f"{stem}.html") if path is None else file_path("path", path, "report.html")
     try:
@@ -49,6 +59,19 @@ def write_report(run: RunHistory, path: str | os.PathLike[str] | None = None) ->
     except OSError as error:
         raise MisconfigurationError(f"`{target}` cannot be written ({error.strerror}): write another path.") from error
     return target
+
+
+def page_of(run: RunHistory) -> str:
+    """Return the report as the text of a page."""
+    from jinja2 import Environment, PackageLoader, select_autoescape
+
+    environment = Environment(loader=PackageLoader(__package__, "."), autoescape=select_autoescape(default=True))
+    return environment.get_template("report.html").render(_contents(run))
+
+
+def in_notebook(run: RunHistory) -> str:
+    """Return the report as an element of a notebook, whose styles and those of the page leave each other alone."""
+    return f'<iframe srcdoc="{html.escape(page_of(run))}" style="width: 100%; height: 640px; border: 0"></iframe>'
 
 
 def _contents(run: RunHistory) -> dict[str, Any]:
@@ -200,10 +223,7 @@ def _name(run: RunHistory) -> str:
 
 def _losses(run: RunHistory) -> dict[str, Curve]:
     """The training loss at the readings, and a validation loss from the TensorBoard files in the folder of the run."""
-    found: dict[str, Curve] = {}
-    known = [(float(record.step), record.loss) for record in run.records if record.loss is not None]
-    if known:
-        found["training loss"] = [step for step, _ in known], [loss for _, loss in known]
+    losses = losses_of(run.records)
     folder = run.path.parent.parent if run.path.parent.name == "hdi" else run.path.parent
     for place in sorted({file.parent for file in [*folder.glob("*tfevents*"), *folder.glob("runs/*/*tfevents*")]}):
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -213,6 +233,6 @@ def _losses(run: RunHistory) -> dict[str, Curve]:
         for tag in written.Tags()["scalars"]:
             if "loss" in tag.lower() and "val" in tag.lower():  # val_loss, eval/loss, validation loss
                 points = written.Scalars(tag)
-                found[tag] = [float(point.step) for point in points], [point.value for point in points]
-                return found
-    return found
+                losses[tag] = [float(point.step) for point in points], [point.value for point in points]
+                return losses
+    return losses

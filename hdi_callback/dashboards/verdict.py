@@ -11,7 +11,7 @@ from typing import Any, Literal
 from hdi_callback.dashboards.layer_table import closest_pair, compared, name_heads, name_layers
 from hdi_callback.monitor.metrics import OUTPUTS, ROWS
 from hdi_callback.monitor.sums import NOT_ARMED
-from hdi_callback.record import LEVELS, Alert, LayerRecord, Record
+from hdi_callback.record import LEVELS, Alert, LayerRecord, Record, Status
 
 State = Literal["alert", "clear", "nothing to judge"]
 
@@ -35,7 +35,7 @@ class Event:
 
     alert: Alert  # as it began, with the level and the sentence that it came to
     ended: int | None = None  # step at which it was over; `None` while it is active
-    end: str = ""  # how it ended: ``"resolved"`` or ``"not measured"``
+    end: Status | None = None  # how it ended: ``"resolved"`` or ``"not measured"``
 
     @property
     def state(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hdi_callback.arguments import file_path
+from hdi_callback.arguments import file_path, one_of
+from hdi_callback.dashboards.pictures import draw_curves, losses_of, of_layer, svg, svg_style
+from hdi_callback.dashboards.report import in_notebook
+from hdi_callback.dashboards.verdict import events, verdict
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.history.lines import from_text, matrices_folder, record_from_line
 from hdi_callback.monitor.metrics import check_metric
-from hdi_callback.record import Alert, Record
+from hdi_callback.record import Alert, LayerRecord, Record
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, repr=False)
@@ -55,6 +59,43 @@ class RunHistory:
             return ""
         others = ", ".join(map(str, self.others))
         return f"Reading {self.path}, the newest of {len(self.others) + 1}; the others: {others}."
+
+    @property
+    def alerts(self) -> tuple[Alert, ...]:
+        """The alerts of the run, one for each event: as it began, with the level and the sentence that it came to.
+
+        The status of one that is over is ``"resolved"`` or ``"not measured"``.
+        """
+        raised = events(self.records)
+        return tuple(replace(event.alert, status=event.end) if event.end else event.alert for event in raised)
+
+    def plot(self, layer: str | None = None) -> Figure:
+        """Draw the curves of the run, or those of one layer, with alerts and interventions marked.
+
+        Args:
+            layer: name of the layer; by default the extremes and means over all layers are drawn.
+
+        Returns:
+            A figure, which a notebook shows.
+
+        Raises:
+            MisconfigurationError: if there is no such layer, or nothing was measured.
+        """
+        names = [facts["name"] for facts in self.layers]
+        if layer is not None:
+            one_of("layer", layer, names)
+        with svg_style():
+            own = self.records if layer is None else of_layer(self.records, layer)
+            figure = draw_curves(own, losses_of(self.records))
+        if figure is None:
+            raise MisconfigurationError(f"There is nothing to draw: {verdict(self.records, self.layers)}")
+        drawn: Any = figure
+        drawn._repr_html_ = lambda: svg(figure, f"Curves of {layer or 'the model'} over the steps")
+        return figure
+
+    def _repr_html_(self) -> str:
+        """Return the report, for a notebook."""
+        return in_notebook(self)
 
     def series(self, metric: str) -> dict[str, list[float]]:
         """Return layer -> the values of a metric, one for each record, NaN where it was not measured.
@@ -95,8 +136,12 @@ class RunHistory:
                     found.setdefault(layer, {})[name] = torch.from_numpy(arrays[key].astype(np.float32))
         return found
 
-    def to_frame(self) -> pd.DataFrame:
+    def to_frame(self, *, heads: bool = False) -> pd.DataFrame:
         """Return a table with a row for each step and layer: step, epoch, time, loss, layer, and every metric.
+
+        Args:
+            heads: give each head a row, with its number, what it is (``"head"``, or ``"key head"`` under grouped
+                keys), and what was measured of it alone.
 
         Raises:
             MisconfigurationError: if pandas is not installed.
@@ -105,14 +150,27 @@ class RunHistory:
             import pandas as pd
         except ImportError as error:
             raise MisconfigurationError("`to_frame` needs pandas: pip install pandas.") from error
+        counts = {facts["name"]: facts.get("num_heads") for facts in self.layers}
         rows: list[dict[str, Any]] = [
             {"step": record.step, "epoch": record.epoch, "time": record.time, "loss": record.loss, "layer": name}
-            | layer.values
+            | values
             for record in self.records
             for name, layer in record.layers.items()
+            for values in (_rows_of_heads(layer, counts.get(name)) if heads else [layer.values])
         ]
         frame: pd.DataFrame = pd.DataFrame(rows, columns=None if rows else ["step", "epoch", "time", "loss", "layer"])
         return frame
+
+
+def _rows_of_heads(layer: LayerRecord, num_heads: int | None) -> list[dict[str, Any]]:
+    """Return a row for each head of a layer, and where heads share keys further rows for each key head."""
+    of_heads = {name: numbers for name, numbers in layer.heads.items() if not name.endswith("_pair")}
+    return [
+        {"unit": "head" if count == num_heads else "key head", "head": head}
+        | {name: numbers[head] for name, numbers in of_heads.items() if len(numbers) == count}
+        for count in sorted({len(numbers) for numbers in of_heads.values()}, reverse=True)
+        for head in range(count)
+    ]
 
 
 def load_history(run: str | os.PathLike[str]) -> RunHistory:

@@ -366,3 +366,39 @@ def test_the_frame_has_a_row_for_each_step_and_layer(tmp_path):
         [0, "attn", 0.5, 1.25],
         [10, "attn", 0.5, 1.25],
     ]
+
+
+def test_a_frame_of_heads_has_a_row_for_each_head_and_for_each_key_head_that_several_share(tmp_path):
+    pytest.importorskip("pandas")
+    facts = [{"name": "attn", "num_heads": 4, "num_key_heads": 2}]
+    heads = {"attention_ahead": [0.0, 0.25, 0.5, 0.75], "head_norm": [1.0, 2.0], "worst_alignment_pair": [0, 1]}
+    run = RunHistory(tmp_path / "history.jsonl", facts, [Record(5, {"attn": LayerRecord({"hdi": 0.5}, heads)})])
+    frame = run.to_frame(heads=True)
+    assert frame[frame.unit == "head"]["attention_ahead"].tolist() == heads["attention_ahead"]
+    assert frame[frame.unit == "key head"][["step", "layer", "head", "head_norm"]].to_numpy().tolist() == [
+        [5, "attn", 0, 1.0],
+        [5, "attn", 1, 2.0],
+    ]
+    assert frame[frame.unit == "key head"]["attention_ahead"].isna().all()
+
+
+def test_alerts_of_a_run_are_one_for_each_event_with_its_highest_level_and_how_it_ended(tmp_path):
+    worse = replace(ALERT, step=20, level="critical", message="worse", status="worse")
+    over = replace(ALERT, step=30, status="resolved")
+    records = [record_at(10, alerts=(ALERT,)), record_at(20, alerts=(worse,)), record_at(30, alerts=(over,))]
+    run = RunHistory(tmp_path / "history.jsonl", FACTS, records)
+    assert [(alert.step, alert.level, alert.message, alert.status) for alert in run.alerts] == [
+        (10, "critical", "worse", "resolved")
+    ]
+    assert run.alerts[0].is_over
+
+
+def test_a_plot_has_the_curves_of_one_layer_and_a_layer_of_no_name_is_an_error(tmp_path):
+    run = load_history(write(tmp_path / "history.jsonl", 0, 10).path)
+    figure = run.plot("attn")
+    drawn = {line.get_label(): list(line.get_ydata()) for panel in figure.axes for line in panel.lines}
+    assert drawn == {"HDI": [0.5, 0.5], "training loss": [1.25, 1.25]}
+    with pytest.raises(MisconfigurationError, match=r"`layer` must be .attn., got 'atn'\. Did you mean 'attn'"):
+        run.plot("atn")
+    with pytest.raises(MisconfigurationError, match="There is nothing to draw: Nothing to judge"):
+        RunHistory(tmp_path / "history.jsonl", FACTS, []).plot()
