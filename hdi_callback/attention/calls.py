@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import FrameType
@@ -25,12 +25,27 @@ class Call:
     arguments: Mapping[str, Any]
 
 
+def running_frames() -> Iterator[FrameType]:
+    """Return the frames of Python's stack, the caller's first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def module_of(frame: FrameType, modules: Container[nn.Module]) -> nn.Module | None:
+    """Return the module whose call or forward a frame is, if it is one of some modules."""
+    code = frame.f_code
+    is_call = (code in _CALLS or code.co_name == "forward") and code.co_argcount > 0
+    module = frame.f_locals.get(code.co_varnames[0]) if is_call else None
+    return module if isinstance(module, nn.Module) and module in modules else None
+
+
 def running_calls() -> list[Call]:
     """Return the running calls of modules, innermost first; of a compiled module that of the whole."""
     found: list[Call] = []
-    frame: FrameType | None = sys._getframe(1)
     inner = None
-    while frame is not None:
+    for frame in running_frames():
         code = frame.f_code
         if code in _CALLS and not (code is _WRAPPED and inner is _INNER):  # one call of one module
             local = frame.f_locals
@@ -39,33 +54,22 @@ def running_calls() -> list[Call]:
                 found.append(call_of(module, local["args"], local["kwargs"]))
         if code in _CALLS:
             inner = code
-        frame = frame.f_back
     return found
 
 
 def running_modules() -> set[nn.Module]:
     """Return the modules whose eager calls run: within a compiled module none does, but its wrapper's may."""
-    found: set[nn.Module] = set()
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _INNER:
-            found.add(frame.f_locals["self"])
-        frame = frame.f_back
-    return found
+    return {frame.f_locals["self"] for frame in running_frames() if frame.f_code is _INNER}
 
 
 def is_rehearsal() -> bool:
     """Return whether torch's pipelining runs a stage on tensors that it makes up, to learn their shapes."""
     stages = sys.modules.get("torch.distributed.pipelining.stage")
-    frame: FrameType | None = None if stages is None or torch.compiler.is_compiling() else sys._getframe(1)
-    is_of_stage = False
-    while frame is not None:
-        if frame.f_globals is vars(stages):
-            if frame.f_code.co_name.endswith("_one_chunk"):  # forward or backward of a micro-batch, in every release
-                return False
-            is_of_stage = True
-        frame = frame.f_back
-    return is_of_stage
+    if stages is None or torch.compiler.is_compiling():
+        return False
+    names = [frame.f_code.co_name for frame in running_frames() if frame.f_globals is vars(stages)]
+    # The forward or backward of a micro-batch, in every release.
+    return bool(names) and not any(name.endswith("_one_chunk") for name in names)
 
 
 def call_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
@@ -77,23 +81,9 @@ def call_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 def running_module(names: Mapping[nn.Module, str]) -> str | None:
-    """Return the name of the module whose forward runs now, the innermost that has one.
-
-    Args:
-        names: module -> name.
-
-    Returns:
-        The name; `None` if none of them runs.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code in _CALLS or code.co_name == "forward":
-            module = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-            if isinstance(module, nn.Module) and module in names:
-                return names[module]
-        frame = frame.f_back
-    return None
+    """Return the name of the innermost of some modules whose forward runs now, `None` if none does."""
+    running = (module_of(frame, names) for frame in running_frames())
+    return next((names[module] for module in running if module is not None), None)
 
 
 @lru_cache(maxsize=1024)

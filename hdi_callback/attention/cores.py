@@ -16,9 +16,18 @@ from torch import Tensor
 
 from hdi_callback.attention.labels import RESAMPLED, SEVERAL, SHARED, TIMES, Label, Labels, Source, Unreadable, only_one
 from hdi_callback.attention.normalisers import normaliser_before
+from hdi_callback.attention.operations import (
+    CHOICES,
+    COPIES,
+    EXPONENTIALS,
+    FUSED_BY_TOKENS,
+    RANDOM,
+    SOFTMAX_LIKE,
+    is_fused,
+)
 from hdi_callback.attention.planes import repeats, reshaped, small, thin, unique_rows
-from hdi_callback.attention.products import COPIES, Product, reduced_dims
-from hdi_callback.attention.tape import DATA, MADE, RANDOM, Cell, Step, View, is_fused, is_softmax_like
+from hdi_callback.attention.products import Product, reduced_dims
+from hdi_callback.attention.tape import DATA, MADE, Cell, Step, View
 
 __all__ = ["OVER_HEADS", "OVER_QUERIES", "Core", "Part", "core_of", "layout_of_fused"]
 
@@ -28,7 +37,6 @@ OVER_HEADS = "its softmax runs over heads, or over sequences"
 _FAR = 400  # cells to walk back from a softmax
 _NEAR_MAP = 9  # the same, where a map mixes the scores of heads
 _NEAR = 60  # steps to walk on from it
-_CHOICES = {"topk", "sort", "max", "argmax", "multinomial"}  # behind them the weights are a router's
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +112,7 @@ def core_of(labels: Labels, step: Step) -> Core | None:
     """  # noqa: DOC201
     if layout_of_fused(step):
         return _fused_core(labels, step)
-    if is_softmax_like(step.op):
+    if step.op in SOFTMAX_LIKE:
         return _core_behind(labels, step, step.taken[0], softmax_dim(step))
     normaliser = normaliser_before(labels, step)
     if normaliser is None:
@@ -126,17 +134,12 @@ def _read(labels: Labels, view: View, what: str) -> Label:
 
 # attention in one operation
 
-# Operations of packages, which take queries, keys and values as ``(batch, tokens, heads, width)``.
-_BY_TOKENS = {"flash_attn::_flash_attn_forward", "flash_attn_3::fwd", "_flash_attention_forward",
-              "_efficient_attention_forward", "xformers::efficient_attention_forward_cutlass",
-              "xformers_flash::flash_fwd", "xformers_flash3::flash_fwd"}  # fmt: skip
-
 
 def layout_of_fused(step: Step) -> str:
     """Say in which order a fused attention takes the dimensions of queries: ``""`` if it is none."""
     if is_fused(step.op):
         return "b h q"
-    return "b q h" if step.op in _BY_TOKENS and len(step.taken[0].shape) == 4 else ""
+    return "b q h" if step.op in FUSED_BY_TOKENS and len(step.taken[0].shape) == 4 else ""
 
 
 def _fused_core(labels: Labels, step: Step) -> Core:
@@ -203,7 +206,7 @@ def _core_behind(labels: Labels, step: Step, scores: View, dim: int | None) -> C
 def softmax_dim(step: Step) -> int | None:
     """Say over which dimension a softmax runs, also one that is written out: exponentials over their sum."""
     shape = step.taken[0].shape
-    if step.op not in {"exp", "exp2"}:
+    if step.op not in EXPONENTIALS:
         return int(step.args[1]) % len(shape) if shape else None
     made = step.made[0]
     for user in made.cell.users if made is not None else ():
@@ -481,7 +484,7 @@ def _products_behind(labels: Labels, step: Step) -> list[tuple[Step, Product]]:
     heapq.heapify(todo)
     while todo and len(done) < _NEAR:
         number, one = heapq.heappop(todo)
-        if number in done or number <= step.number or "backward" in one.op or one.op in _CHOICES:
+        if number in done or number <= step.number or "backward" in one.op or one.op in CHOICES:
             continue
         done.add(number)
         product = labels.products.of(one)

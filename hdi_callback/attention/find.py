@@ -29,11 +29,11 @@ from hdi_callback.attention.labels import (
     Unreadable,
 )
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Refusal, Site, Survey
+from hdi_callback.attention.operations import COPIES, EXPONENTIALS, SCATTERS, SOFTMAX_LIKE
 from hdi_callback.attention.own_inputs import own_forward
-from hdi_callback.attention.products import COPIES
 from hdi_callback.attention.registry import known_layers
 from hdi_callback.attention.sites import merged_sites, ordinals, site_of
-from hdi_callback.attention.tape import DATA, Cell, Step, Tape, View, is_softmax_like
+from hdi_callback.attention.tape import DATA, Cell, Step, Tape, View
 from hdi_callback.attention.terms import Weights, origin
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarning
 
@@ -145,7 +145,6 @@ def _without_softmax(labels: Labels, claims: list[Claim], refused: list[tuple[St
 
 
 _FAR = 200  # tensors that are looked at for a product
-_SCATTERS = {"index_add", "scatter_add", "scatter_reduce", "index_reduce", "segment_reduce"}
 
 
 def _over_edges(labels: Labels) -> list[tuple[Step, str]]:
@@ -153,11 +152,11 @@ def _over_edges(labels: Labels) -> list[tuple[Step, str]]:
     found: dict[str | None, Step] = {}
     for step in labels.tape.steps:
         exponentials = [view.cell.step for view in step.taken if view.cell.step is not None]
-        for exponential in exponentials if step.op in _SCATTERS else ():
+        for exponential in exponentials if step.op in SCATTERS else ():
             if exponential.op == "exp" and _is_of_products(exponential):
                 found.setdefault(exponential.path, exponential)
     reason = "its softmax runs over the edges of a graph (exponentials that are summed by `{}`)"
-    scatters = sorted({step.op for step in labels.tape.steps} & _SCATTERS)
+    scatters = sorted({step.op for step in labels.tape.steps} & SCATTERS)
     return [(step, reason.format("`, `".join(scatters))) for step in found.values()]
 
 
@@ -192,7 +191,7 @@ def _element_by_element(labels: Labels, refused: set[str | None]) -> list[tuple[
 
 def _exponentials(steps: set[Step]) -> dict[Cell, Step]:
     """Return the exponentials of computed tensors, by what they are taken of."""
-    return {step.taken[0].cell: step for step in steps if step.op in {"exp", "exp2"} and step.taken[0].cell.is_mapped}
+    return {step.taken[0].cell: step for step in steps if step.op in EXPONENTIALS and step.taken[0].cell.is_mapped}
 
 
 def _mixes_tokens(labels: Labels, view: View, exponential: Step, between: set[Step]) -> bool:
@@ -213,7 +212,7 @@ def _before(labels: Labels, cell: Cell) -> set[Step]:
         if step is None or step in steps or (product and product.kind == "weight" and not product.is_flipped):
             continue
         steps.add(step)
-        if not is_softmax_like(step.op) and len(todo) < _FAR:
+        if step.op not in SOFTMAX_LIKE and len(todo) < _FAR:
             todo += [view.cell for view in step.taken if view.is_float and view.cell.kind == DATA]
     return steps
 
@@ -225,7 +224,7 @@ def _is_of_two_computed(labels: Labels, cell: Cell, path: str | None) -> bool:
     for current in todo:  # it grows
         step = current.step
         product = labels.products.of(step) if step is not None else None
-        if step is None or is_softmax_like(step.op) or (product is not None and product.kind == "weight"):
+        if step is None or step.op in SOFTMAX_LIKE or (product is not None and product.kind == "weight"):
             continue
         views = [view for view in step.taken if view.is_float and view.cell.kind == DATA and view.cell.is_mapped]
         # One of another module is of an earlier layer, whose output is mixed here once more.

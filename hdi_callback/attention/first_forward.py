@@ -23,14 +23,15 @@ from hdi_callback.attention.calls import Call, running_calls
 from hdi_callback.attention.capture import Capture, Sample, given_to
 from hdi_callback.attention.find import Reading
 from hdi_callback.attention.layer import Survey
-from hdi_callback.attention.normalisers import OF_SCORES, scores_behind
+from hdi_callback.attention.normalisers import scores_behind
+from hdi_callback.attention.operations import BATCHED, OF_SCORES
 from hdi_callback.attention.padding import PaddingChoice, TokenMask, find_padding
 from hdi_callback.attention.reader import KINDS, PRODUCTS, Aside, CoreSample, Reader
 from hdi_callback.attention.registry import known_layers
 from hdi_callback.attention.releases import has_saving_hooks
 from hdi_callback.attention.sharding import is_sharded
 from hdi_callback.attention.sites import is_recognised, site_of
-from hdi_callback.attention.tape import BATCHED, Step, Tape, tensors_in
+from hdi_callback.attention.tape import Step, Tape, tensors_in
 from hdi_callback.guard import describe
 
 __all__ = ["FirstForward"]

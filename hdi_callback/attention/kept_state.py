@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_leaves
 
+from hdi_callback.attention.operations import RESHAPED_IN_PLACE
 from hdi_callback.attention.releases import Mode
 from hdi_callback.attention.sharding import is_sharded
-from hdi_callback.attention.tape import RESHAPED_IN_PLACE, written_tensors
+from hdi_callback.attention.tape import written_tensors
 from hdi_callback.guard import describe
 
 __all__ = ["KeptState", "KeptTensors"]

@@ -15,11 +15,25 @@ import bisect
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from hdi_callback.attention.operations import (
+    CUMULATIVE,
+    EMPTY,
+    INDEXED,
+    LINEAR,
+    MOVES,
+    NORMS,
+    POINTWISE,
+    QUANTISATIONS,
+    REDUCTIONS,
+    RESAMPLINGS,
+    SOFTMAXES,
+    WHOLE_LAYERS,
+    is_fused,
+)
 from hdi_callback.attention.planes import (
     Geometry,
     repeats,
@@ -31,29 +45,8 @@ from hdi_callback.attention.planes import (
     unique_rows,
     written_out,
 )
-from hdi_callback.attention.products import (
-    MOVES,
-    QUANTISATIONS,
-    Product,
-    Products,
-    Unreadable,
-    geometry,
-    reduced_dims,
-    runs_of,
-)
-from hdi_callback.attention.tape import (
-    CONSTANT,
-    DATA,
-    MADE,
-    WEIGHT,
-    Cell,
-    Step,
-    Tape,
-    View,
-    is_fused,
-    is_whole_layer,
-    mapped,
-)
+from hdi_callback.attention.products import Product, Products, Unreadable, geometry, reduced_dims, run_on, runs_of
+from hdi_callback.attention.tape import CONSTANT, DATA, MADE, WEIGHT, Cell, Step, Tape, View
 
 __all__ = ["SEVERAL", "Label", "Labels", "Source", "Unreadable"]
 
@@ -303,11 +296,11 @@ class Labels:
         product = self.products.of(step)
         if product is not None and product.sizes:
             cells = [view.cell for view in (product.first, product.second, *step.taken)]
-        elif (product is not None and product.kind == "scores") or is_fused(step.op) or is_whole_layer(step.op):
+        elif (product is not None and product.kind == "scores") or is_fused(step.op) or step.op in WHOLE_LAYERS:
             cells = []
         elif product is not None and product.kind in {"weight", "filter"} and step.number not in self.deep:
             cells = [product.first.cell] if product.kind == "filter" and _is_depthwise(step, product) else []
-        elif step.op in _EMPTY:
+        elif step.op in EMPTY:
             cells = []
         else:
             cells = [view.cell for view in step.taken if view.is_float and view.cell.kind not in {CONSTANT, WEIGHT}]
@@ -365,7 +358,7 @@ class Labels:
     # rules
 
     def _replayed(self, step: Step, place: int, out: View) -> Label | None:
-        if step.op in _EMPTY:
+        if step.op in EMPTY:
             return None
         product = self.products.of(step)
         if product is not None and not (product.sizes and self._is_weighing(product)):
@@ -387,13 +380,13 @@ class Labels:
             )
             flags = (NORMED, f"{CENTRED}{width}") if width > 1 else (NORMED,)
             return labels[0].flagged(*flags) if place == 0 and labels[0] is not None else None
-        if step.op in _SOFTMAXES:
+        if step.op in {*SOFTMAXES, "_log_softmax"}:
             return labels[0].flagged(NONLINEAR + step.op) if place == 0 and labels[0] is not None else None
-        if step.op in _REDUCTIONS:
+        if step.op in REDUCTIONS:
             return self._reduced(step, labels[0], out) if labels[0] is not None else None
-        if step.op in _RESAMPLINGS:
+        if step.op in RESAMPLINGS:
             return self._resampled(labels[0], out) if place == 0 and labels[0] is not None else None
-        if step.is_pointwise or step.op in _POINTWISE or step.op in _LINEAR:
+        if step.is_pointwise or step.op in POINTWISE or step.op in LINEAR:
             return self._pointwise(step, place, out, labels)
         raise Unreadable(step.op)
 
@@ -484,7 +477,7 @@ class Labels:
             return result.flagged(f"{CENTRED}{len(self.members(statistic))}")
         if step.op in {"mul", "div"} and len(wide) == 2 and NORMED not in result.flags:
             result = result if same(wide[0].features, wide[1].features) else result.flagged(TIMES)
-        is_plain = step.op in _LINEAR or self._has_statistics(result)
+        is_plain = step.op in LINEAR or self._has_statistics(result)
         return result if is_plain else result.flagged(NONLINEAR + step.op)
 
     def _has_statistics(self, label: Label) -> bool:
@@ -507,11 +500,11 @@ class Labels:
                     found = found.narrow(dim, 0, 1)
                 return found.double().contiguous()
 
-            planes.append(thin(_run(step, place, plane)).expand(out.shape))
+            planes.append(thin(run_on(step, place, plane)).expand(out.shape))
         return Label(planes[0], planes[1], flags)
 
     def _reduced(self, step: Step, label: Label, out: View) -> Label:
-        if step.op in _CUMULATIVE:
+        if step.op in CUMULATIVE:
             if not repeats(label.features, int(step.args[1]) % label.features.dim()):
                 raise Unreadable(f"features are summed up by {step.op}")
             return label
@@ -630,36 +623,6 @@ class Labels:
 
 # what operations do, by name
 
-# What they give does not depend on what they take.
-_EMPTY = {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_empty",
-          "new_ones", "new_full", "new_empty_strided", "fill", "zero", "bernoulli", "uniform", "normal", "empty",
-          "scalar_tensor", "arange", "zeros", "ones", "full", "_local_scalar_dense", "exponential", "random",
-          "randint_like"}  # fmt: skip
-_LINEAR = {"add", "sub", "rsub", "mul", "div", "neg", "clone", "_to_copy", "copy", "where", "masked_fill",
-           "native_dropout", "positive", "true_divide", "contiguous", "real", "imag", "complex", "polar",
-           "_conj_physical", "conj_physical", "lerp", "addcmul", "to", "lift_fresh_copy",
-           "_fused_dropout", "nan_to_num", "convert_element_type"}  # fmt: skip
-_POINTWISE = {"hardswish", "hardsigmoid", "hardtanh", "elu", "silu", "softplus", "mish", "selu", "leaky_relu", "gelu",
-              "_prelu_kernel", "addcdiv", "relu", "dropout", "logsigmoid", "log_sigmoid_forward", "log_sigmoid",
-              "view_as_complex_copy", "rrelu_with_noise"}  # fmt: skip
-_SOFTMAXES = {"_softmax", "_safe_softmax", "_log_softmax"}
-NORMS = {"native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit",
-         "cudnn_batch_norm", "_fused_rms_norm", "rms_norm", "_batch_norm_no_update",
-         "_native_batch_norm_legit_no_training", "layer_norm", "group_norm", "batch_norm",
-         "_batch_norm_with_update"}  # fmt: skip
-_CUMULATIVE = {"cumsum", "cumprod", "cummax", "logcumsumexp"}
-_REDUCTIONS = _CUMULATIVE | {"sum", "mean", "amax", "amin", "max", "min", "var", "std", "var_mean", "std_mean",
-                             "norm", "linalg_vector_norm", "logsumexp", "prod", "nansum", "any", "all",
-                             "median"}  # fmt: skip
-_RESAMPLINGS = {"avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool2d_with_indices", "max_pool3d_with_indices",
-                "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "upsample_bilinear2d",
-                "upsample_linear1d", "upsample_bicubic2d", "mkldnn_max_pool2d", "_upsample_bilinear2d_aa",
-                "adaptive_avg_pool2d", "adaptive_avg_pool1d", "max_pool1d_with_indices", "upsample_trilinear3d",
-                "upsample_nearest3d", "grid_sampler_2d", "_fft_r2c", "_fft_c2r", "_fft_c2c"}  # fmt: skip
-_INDEXED = {"index_select", "index", "gather", "take", "take_along_dim", "index_put", "_index_put_impl", "index_copy",
-            "scatter", "index_fill", "masked_select", "masked_scatter", "_unsafe_index", "_unsafe_index_put",
-            "embedding", "index_add", "repeat_interleave", "_unsafe_masked_index"}  # fmt: skip
-
 
 def _is_gain(view: View) -> bool:
     """Say whether a tensor is a parameter, or made of some, with more than one element."""
@@ -669,7 +632,7 @@ def _is_gain(view: View) -> bool:
 def _index(view: View, step: Step) -> Tensor:
     if view.value is not None:
         return view.value.cpu()
-    if step.op in _INDEXED:
+    if step.op in INDEXED:
         raise Unreadable(f"{step.op} with an index that has no values here (meta)")
     return torch.zeros(view.shape, dtype=torch.int64)
 
@@ -689,19 +652,6 @@ def _untouched(step: Step, planes: list[Tensor], out: View) -> tuple[int, ...]:
     return tuple(
         d for d in range(dims) if d not in moved and all(one.shape[d] > 1 and one.stride(d) == 0 for one in planes)
     )
-
-
-def _run(step: Step, place: int, plane: Any) -> Tensor:
-    """Run the operation of a step on planes."""
-    args, kwargs = mapped(step.args, plane), mapped(step.kwargs, plane)
-    kwargs = {
-        name: one for name, one in kwargs.items() if name not in {"dtype", "device", "layout", "pin_memory", "out"}
-    }
-    if step.op == "constant_pad_nd":
-        args = args[:2]
-    made = step.function(*args, **kwargs)
-    made = made[place] if isinstance(made, (tuple, list)) else made
-    return torch.as_tensor(made).long()
 
 
 def _last(plane: Tensor, dims: tuple[int, ...]) -> Tensor:

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 
 from hdi_callback.attention.labels import Label, Labels, Unreadable
-from hdi_callback.attention.products import COPIES
-from hdi_callback.attention.replay import DROPOUTS, NotReplayedError, run_steps, steps_before
-from hdi_callback.attention.tape import DATA, RANDOM, SHAPED_LIKE, Cell, Step, View, is_softmax_like
+from hdi_callback.attention.operations import DROPOUTS, OF_SCORES, RANDOM, SHAPED_LIKE, SOFTMAX_LIKE
+from hdi_callback.attention.replay import NotReplayedError, run_steps, steps_before
+from hdi_callback.attention.tape import DATA, Cell, Step, View
 
 __all__ = ["OF_SCORES", "Normaliser", "normaliser_before", "scores_behind"]
 
-# What scores pass before they are turned into weights: scale, bias, mask, a soft limit.
-OF_SCORES = COPIES | {"add", "sub", "mul", "div", "masked_fill", "where", "tanh", "neg"}
 _MOST = 1 << 27  # numbers that are computed to try one
 _FAR = 60
 
@@ -91,7 +89,7 @@ def _links_to(labels: Labels, view: View) -> tuple[Step | None, _Links]:
         product = labels.products.of(step)
         if product is not None and product.kind == "scores":
             return step, links
-        if product is None and not is_softmax_like(step.op):
+        if product is None and step.op not in SOFTMAX_LIKE:
             alike = [x for x in step.taken if x.is_float and x.cell.kind == DATA and x.numel == written.numel]
             todo += [(x, [(step, x), *links]) for x in alike]
     return None, []
@@ -128,7 +126,8 @@ def _tried(labels: Labels, start: Step, links: _Links, product: Step) -> Normali
         return None
     found: tuple[Step, int, list[Tensor]] | None = None
     for step, _ in links:
-        if found and (step.op in DROPOUTS or any(_is_drawn(view.cell) for view in step.taken)):
+        writers = (writer for view in step.taken for writer in view.cell.writers())
+        if found and (step.op in DROPOUTS or any(writer.op in RANDOM | {"bernoulli"} for writer in writers)):
             break
         out = next(one for one in step.made if one is not None)
         if found and out.shape != scores.shape:
@@ -201,13 +200,6 @@ def _adds_up(weights: Tensor, dim: int) -> bool:
     sums = weights.sum(dim)
     one = (sums - 1).abs() < 1e-3
     return bool((one | (sums.abs() < 1e-3) | sums.isnan()).all()) and bool(one.float().mean() > 0.5)
-
-
-def _is_drawn(cell: Cell | None) -> bool:
-    """Whether numbers are drawn at random, as dropout does, perhaps scaled in place."""
-    while cell is not None and not (cell.step is not None and cell.step.op in RANDOM | {"bernoulli"}):
-        cell = cell.before
-    return cell is not None
 
 
 def _is_causal(weights: Tensor, dim: int) -> bool:

@@ -5,44 +5,21 @@ from __future__ import annotations
 import bisect
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from hdi_callback.attention.operations import CONVOLUTIONS, COPIES, MATMULS, MOVES, OF_WEIGHTS
 from hdi_callback.attention.planes import Geometry, reshaped
 from hdi_callback.attention.replay import NotReplayedError, Recipe
 from hdi_callback.attention.tape import CONSTANT, DATA, MADE, WEIGHT, Cell, Step, Tape, View, mapped
 
-__all__ = ["Product", "Products", "Unreadable"]
+_OF_TENSORS = {"dtype", "device", "layout", "pin_memory", "out"}  # arguments that say where a result lies
 
-# Where the two factors are among the arguments.
-_MATRICES = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "linear": 0, "addmm": 1, "baddbmm": 1, "addmv": 1, "addbmm": 1,
-             "_addmm_activation": 1}  # fmt: skip
-_CONVOLUTIONS = {"convolution", "conv1d", "conv2d", "conv3d", "mkldnn_convolution", "_slow_conv2d_forward",
-                 "thnn_conv2d", "_conv_depthwise2d", "conv_depthwise3d", "slow_conv3d_forward"}  # fmt: skip
-# Data is moved and not changed: the operation itself is run on the numbers of elements, or on labels.
-MOVES = {"cat", "stack", "hstack", "vstack", "index_select", "index", "gather", "take", "take_along_dim", "roll",
-         "flip", "constant_pad_nd", "pad", "repeat", "slice_scatter", "select_scatter", "as_strided_scatter",
-         "diagonal_scatter", "index_put", "_index_put_impl", "index_copy", "scatter", "index_fill", "unfold_copy",
-         "im2col", "col2im", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "tril", "triu",
-         "repeat_interleave", "reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d",
-         "upsample_nearest1d", "upsample_nearest2d", "_upsample_nearest_exact2d", "masked_select", "masked_scatter",
-         "diag_embed", "rot90", "block_diag", "split_with_sizes_copy", "unbind_copy", "view_copy", "_unsafe_index",
-         "_unsafe_index_put", "unfold_backward", "chunk_cat", "embedding", "index_add",
-         "_unsafe_masked_index"}  # fmt: skip
-# A copy has the elements of what it was made from, and their values.
-COPIES = {"clone", "_to_copy", "copy", "contiguous", "to", "lift_fresh_copy", "convert_element_type", "positive"}
-# They give what they take, rounded.
-QUANTISATIONS = {"fake_quantize_per_tensor_affine_cachemask", "fake_quantize_per_channel_affine_cachemask",
-                 "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
-                 "_fused_moving_avg_obs_fq_helper"}  # fmt: skip
-# What they give is a weight as what they take is one, perhaps with dropout or a norm: the first tensor of that size.
-_CHANGES = {"add", "sub", "rsub", "mul", "div", "neg", "where", "masked_fill", "native_dropout", "true_divide",
-            "lerp", "nan_to_num", "_weight_norm_interface", "_fused_dropout", "real", "linalg_matrix_exp",
-            "linalg_householder_product", "_linalg_solve_ex", "linalg_solve_triangular", "linalg_inv_ex",
-            "linalg_qr"} | QUANTISATIONS  # fmt: skip
+__all__ = ["Product", "Products", "Unreadable"]
 
 
 class Unreadable(Exception):  # noqa: N818  a reason, not an error of anybody's
@@ -144,17 +121,17 @@ class Products:
         return self._known[step.number]
 
     def _recognised(self, step: Step) -> Product | None:
-        for view in step.taken if step.op in _MATRICES or step.op in _CONVOLUTIONS else ():
+        for view in step.taken if step.op in MATMULS or step.op in CONVOLUTIONS else ():
             if view.cell.kind == MADE and view.cell.parameter is None and self.is_weight(view):
                 self._number_what_is_computed(view)
-        if step.op in _CONVOLUTIONS and isinstance(step.args[1], View):
+        if step.op in CONVOLUTIONS and isinstance(step.args[1], View):
             kind: Literal["filter", "unknown filter"] = "filter" if self.is_weight(step.args[1]) else "unknown filter"
             return Product(kind, step.args[0], step.args[1])
         if step.op == "sum":
             return _written_out(step)
-        if step.op not in _MATRICES or len(step.taken) < 2:
+        if step.op not in MATMULS or len(step.taken) < 2:
             return None
-        first, second = step.args[_MATRICES[step.op] :][:2]
+        first, second = step.args[MATMULS[step.op] :][:2]
         first = _as_batch(first, is_row=step.op != "dot")
         second = _as_batch(second.mT if step.op == "linear" else second, is_row=False)
         if self.is_weight(second):
@@ -186,7 +163,7 @@ class Products:
             return None
         if step.op == "mm":  # an orthogonal map is one near the identity times a buffer
             return next((one for one in step.taken if self._is_of_linalg(one.cell)), None)
-        keeps = step.is_pointwise or step.op in COPIES | _CHANGES
+        keeps = step.is_pointwise or step.op in COPIES | OF_WEIGHTS
         if not keeps and step.op not in MOVES:
             return None
         views = [one for one in step.taken if (one.is_float or one.cell.parameter) and one.cell.kind in {WEIGHT, MADE}]
@@ -217,7 +194,7 @@ class Products:
                 made is not None
                 and written is not None
                 and len(todo) < 50
-                and (made.is_pointwise or made.op in _CHANGES)
+                and (made.is_pointwise or made.op in OF_WEIGHTS)
             ):
                 todo += [(view.cell, made.op) for view in made.taken if view.numel == written.numel and view.is_float]
         return ""
@@ -274,10 +251,7 @@ class Products:
                 return self.elements(one).double().clone()
             return torch.zeros(one.shape, dtype=torch.float64)
 
-        kwargs = {k: v for k, v in mapped(step.kwargs, numbers).items() if k not in {"dtype", "device", "layout"}}
-        made = step.function(*mapped(step.args, numbers), **kwargs)
-        made = made[step.made.index(cell.written)] if isinstance(made, (tuple, list)) else made
-        return torch.as_tensor(made).long()
+        return run_on(step, step.made.index(cell.written), numbers)
 
     def features(self, weight: View) -> Tensor:
         """Number the features ``(n, columns)`` that a weight ``(n, k, columns)`` makes, by the first of each."""
@@ -297,6 +271,14 @@ class Products:
             elif self.stride.get(owner, (0, -1))[1] < rows:
                 self.stride[owner] = stride, rows
         return first
+
+
+def run_on(step: Step, position: int, numbers: Callable[[View], Tensor]) -> Tensor:
+    """Return one output of an operation, run on whole numbers in place of its tensors."""
+    args, kwargs = mapped(step.args, numbers), mapped(step.kwargs, numbers)
+    kwargs = {name: value for name, value in kwargs.items() if name not in _OF_TENSORS}
+    out = step.function(*(args[:2] if step.op == "constant_pad_nd" else args), **kwargs)
+    return torch.as_tensor(out[position] if isinstance(out, (tuple, list)) else out).long()
 
 
 def _read_out(tape: Tape) -> set[str]:

@@ -13,13 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.tape import RANDOM, WEIGHT, Cell, Step, View, mapped, written_tensors
+from hdi_callback.attention.operations import DROPOUTS, OBSERVES, RANDOM
+from hdi_callback.attention.tape import WEIGHT, Cell, Step, View, mapped, written_tensors
 
 __all__ = ["DROPOUTS", "NotReplayedError", "Recipe", "run_steps", "steps_before"]
-
-DROPOUTS = {"native_dropout", "_fused_dropout"}
-# It moves the range that it quantises to before it quantises, if its second argument says so.
-_OBSERVES = "_fused_moving_avg_obs_fq_helper"
 
 
 class NotReplayedError(Exception):
@@ -91,7 +88,7 @@ def _outputs(step: Step, args: list[Any], kwargs: dict[str, Any]) -> list[Tensor
         return [torch.full_like(args[0], step.given("p", 1.0))]
     if step.op in DROPOUTS:
         return [args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)]
-    if step.op == _OBSERVES:
+    if step.op == OBSERVES:
         args[1] = torch.zeros_like(args[1])
     if step.function._schema.is_mutable:  # copies are written into
         args = [one.clone() if isinstance(one, Tensor) else one for one in args]

@@ -12,9 +12,10 @@ from torch import Tensor
 from hdi_callback.attention.cores import Core, layout_of_fused
 from hdi_callback.attention.heads import Claim
 from hdi_callback.attention.layer import Site
+from hdi_callback.attention.operations import BATCHED, SOFTMAXES
 from hdi_callback.attention.planes import repeats, reshaped
 from hdi_callback.attention.products import Unreadable
-from hdi_callback.attention.tape import BATCHED, Step, Tape
+from hdi_callback.attention.tape import Step, Tape
 
 __all__ = ["merged_sites", "ordinals", "site_of"]
 
@@ -37,7 +38,7 @@ def ordinals(tape: Tape) -> tuple[dict[int, int], Counter[Any]]:
 
 def is_recognised(step: Step) -> bool:
     """Say whether a forward that is watched recognises an operation."""
-    return layout_of_fused(step) == "b h q" or step.op in {"_softmax", "_safe_softmax"}
+    return layout_of_fused(step) == "b h q" or step.op in SOFTMAXES
 
 
 def site_of(claim: Claim, ordinal: int, steps: list[Step]) -> Site:

@@ -10,7 +10,6 @@ operations, random states and gradients stay as they are.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -24,23 +23,26 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hdi_callback.attention.calls import module_of, running_frames
 from hdi_callback.attention.flex import FLEX, FlexCall
+from hdi_callback.attention.operations import (
+    BATCHED,
+    FUSED_FLEX,
+    MASKS,
+    RANDOM,
+    RESHAPED_IN_PLACE,
+    SHAPED_LIKE,
+    SOFTMAX_LIKE,
+    WHOLE_LAYERS,
+    is_fused,
+)
 from hdi_callback.attention.releases import Mode
 
 # What a cell is: of neither parameters nor data (buffers, zeros); a parameter itself; made of parameters alone; of what
 # the model is given. What is made of several is the last of them.
 CONSTANT, WEIGHT, MADE, DATA = range(4)
-BATCHED = {"bmm", "baddbmm"}  # products of many matrices at once
-RANDOM = {"randn", "rand", "randint", "randperm", "normal", "randn_like", "rand_like", "uniform"}  # data of its own
-SHAPED_LIKE = {"empty_like", "zeros_like", "ones_like", "full_like", "new_zeros", "new_empty", "new_ones",
-                "new_full"}  # fmt: skip
-RESHAPED_IN_PLACE = {"t", "transpose", "squeeze", "unsqueeze", "as_strided", "detach", "swapaxes", "swapdims",
-                      "requires_grad", "resize", "set", "resize_as"}  # fmt: skip
-_MASKS = {"add", "sub", "mul", "where", "masked_fill", "div", "constant_pad_nd"}  # what scores are scaled and masked by
 _KEPT = 64  # of masks and factors so many queries and keys are kept, of the first 8 sequences and heads
 _PADDING = ("pad", "attention_mask", "key_mask")  # arguments with such names say which tokens are padding
-_CALL = nn.Module._call_impl.__code__
-FUSED_FLEX = "_scaled_dot_product_flex_attention"  # FlexAttention on a tape
 
 
 @dataclass(eq=False, repr=False)
@@ -57,6 +59,14 @@ class Cell:
     before: Cell | None = None  # the content that it was written over
     is_mapped: bool = False  # whether a parameter takes part in it
     users: list[Step] = field(default_factory=list)
+
+    def writers(self) -> Iterator[Step]:
+        """Return what wrote into its storage, the latest first."""
+        cell: Cell | None = self
+        while cell is not None:
+            if cell.step is not None:
+                yield cell.step
+            cell = cell.before
 
     def __repr__(self) -> str:
         made = self.parameter or ("an input" if self.step is None else f"{self.step.number} {self.step.op}")
@@ -128,21 +138,6 @@ class Step:
     def is_pointwise(self) -> bool:
         """Whether torch says that each element depends on that of the same place alone."""
         return torch.Tag.pointwise in getattr(self.function, "tags", ())
-
-
-def is_softmax_like(op: str) -> bool:
-    """Say whether an operation may be the softmax of an attention."""
-    return op in {"_softmax", "_safe_softmax", "exp", "exp2"}
-
-
-def is_fused(op: str) -> bool:
-    """Say whether torch computes attention in this one operation."""
-    return op.startswith("_scaled_dot_product") and not op.endswith("backward")
-
-
-def is_whole_layer(op: str) -> bool:
-    """Say whether torch computes an attention layer with its projections in this one operation."""
-    return op in {"_native_multi_head_attention", "_transformer_encoder_layer_fwd"}
 
 
 class Tape(Mode):
@@ -341,7 +336,7 @@ class Tape(Mode):
         return cell.written
 
     def _place(self, op: str) -> tuple[str | None, str, dict[str, Tensor]]:
-        if not (is_softmax_like(op) or is_fused(op) or is_whole_layer(op) or op in BATCHED or "::" in op):
+        if not (op in SOFTMAX_LIKE or is_fused(op) or op in WHOLE_LAYERS or op in BATCHED or "::" in op):
             return None, "", {}
         module, line, padding = _running_module(self._paths)
         return (None if module is None else self._paths[module]), line, padding
@@ -349,20 +344,18 @@ class Tape(Mode):
 
 def _running_module(paths: dict[nn.Module, str]) -> tuple[nn.Module | None, str, dict[str, Tensor]]:
     """Say which module of the model runs now, on which line, and what masks it was given, from the call stack."""
-    frame: Any = sys._getframe(1)
     line, found = "", None
     padding: dict[str, Tensor] = {}
-    while frame is not None:
+    for frame in running_frames():
         code = frame.f_code
-        if code is _CALL or code.co_name == "forward":
-            module = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-            if isinstance(module, nn.Module) and module in paths:
-                padding = {**_padding_given(frame), **padding}
-                if found is None:
-                    found, line = module, line or f"{code.co_filename}:{frame.f_lineno}"
-        if not line and "torch" not in code.co_filename.replace("\\", "/").split("/") and code.co_filename != __file__:
+        module = module_of(frame, paths)
+        if module is not None:
+            padding = {**_padding_given(frame), **padding}
+            if found is None:
+                found, line = module, line or f"{code.co_filename}:{frame.f_lineno}"
+        is_torch = "torch" in code.co_filename.replace("\\", "/").split("/")
+        if not (line or is_torch or code.co_filename == __file__):
             line = f"{code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
     return found, line, padding
 
 
@@ -416,7 +409,7 @@ def _is_composite(func: Any) -> bool:
 
 def _value(tensor: Tensor, op: str, cell: Cell, *, is_float: bool) -> Tensor | None:
     """Keep the values of indices and numbers, and the beginning of those of masks and factors."""
-    is_mask = op in _MASKS or is_fused(op)
+    is_mask = op in MASKS or is_fused(op)
     is_number = cell.numel == 1 and not cell.is_mapped
     if not is_number and ((is_float and not is_mask) or (is_mask and cell.is_mapped)):
         return None

@@ -14,19 +14,16 @@ import torch
 from torch import Tensor
 
 from hdi_callback.attention.heads import Map, column_numbers
-from hdi_callback.attention.labels import NORMS, Labels, Unreadable
+from hdi_callback.attention.labels import Labels, Unreadable
 from hdi_callback.attention.layer import HeadWeight, Product, Rows, owner_of
+from hdi_callback.attention.operations import BETWEEN, KEEPS, NORMS
 from hdi_callback.attention.planes import small
-from hdi_callback.attention.products import COPIES
 from hdi_callback.attention.products import Product as TapeProduct
 from hdi_callback.attention.tape import DATA, WEIGHT, Cell, Step, Tape, View
 
 __all__ = ["Weights", "origin"]
 
 _FAR = 40  # steps between two maps
-_KEEPS = COPIES | {"native_dropout", "_fused_dropout", "dropout"}  # what leaves features as they are
-_BETWEEN = _KEEPS | NORMS | {"mul", "div", "pow", "mean", "rsqrt", "sqrt", "add", "reciprocal", "square", "sum",
-                             "linalg_vector_norm", "clamp_min", "neg", "sub"}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,7 +238,7 @@ class Weights:
         scale, cell = 1.0, step.made[0].cell if step.made[0] is not None else None
         for _ in range(_FAR):
             users = [one for one in cell.users if one.number > step.number] if cell is not None else []
-            user = next((one for one in users if one.op in _KEEPS | {"mul", "div", "add", "sub"}), None)
+            user = next((one for one in users if one.op in KEEPS | {"mul", "div", "add", "sub"}), None)
             if user is None or user.made[0] is None:
                 return scale
             mine = next(at for at, view in enumerate(user.taken) if view.cell is cell)
@@ -286,15 +283,8 @@ def origin(view: View) -> object:
 
 def _keeps(step: Step) -> bool:
     """Say whether an operation leaves features as they are: a copy, or dropout."""
-    return step.op in _KEEPS or (step.op == "mul" and any(_is_noise(view.cell) for view in step.taken))
-
-
-def _is_noise(cell: Cell | None) -> bool:
-    while cell is not None:
-        if cell.step is not None and cell.step.op == "bernoulli":
-            return True
-        cell = cell.before
-    return False
+    writers = (one for view in step.taken for one in view.cell.writers())
+    return step.op in KEEPS or (step.op == "mul" and any(one.op == "bernoulli" for one in writers))
 
 
 def _path_to_product(labels: Labels, cell: Cell) -> tuple[TapeProduct, list[Step]] | None:
@@ -317,7 +307,7 @@ def _path_to_product(labels: Labels, cell: Cell) -> tuple[TapeProduct, list[Step
                 return None
             found = product
             continue
-        if product is not None or step.op not in _BETWEEN:
+        if product is not None or step.op not in BETWEEN:
             return None
         between.append(step)
         todo += [view.cell for view in step.taken if view.is_float and view.cell.kind == DATA]

@@ -17,12 +17,12 @@ from hdi_callback.attention.cores import Core, core_of
 from hdi_callback.attention.find import place_of
 from hdi_callback.attention.heads import IN, Claim, Map
 from hdi_callback.attention.labels import Label, Labels, Unreadable
+from hdi_callback.attention.operations import SHAPED_LIKE, SOFTMAXES
 from hdi_callback.attention.planes import small, unique_rows
-from hdi_callback.attention.tape import DATA, SHAPED_LIKE, Cell, Step
+from hdi_callback.attention.tape import DATA, Cell, Step
 from hdi_callback.checks.positions import cosines_of, pairs_of
 from hdi_callback.checks.scores import (
     KEPT,
-    SOFTMAXES,
     Change,
     Link,
     changes_of,

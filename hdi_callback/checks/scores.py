@@ -11,12 +11,12 @@ from torch import Tensor
 
 from hdi_callback.attention.cores import Core
 from hdi_callback.attention.labels import Labels
+from hdi_callback.attention.operations import SOFTMAXES
 from hdi_callback.attention.tape import Cell, Step, Tape, View
 
 KEPT = 64  # of masks and tables the tape keeps so many queries and keys
 HIDDEN = -90.0  # a key is hidden by a score below it: exp(-90) = 1e-39
 _FAR = 200  # cells to walk back
-SOFTMAXES = {"_softmax", "_safe_softmax"}
 _COPIES = {"clone", "_to_copy", "copy"}
 _HIDES_NOTHING = torch.zeros((), dtype=torch.bool)
 
