@@ -1,0 +1,114 @@
+"""The small transformer of the held-out trainings, and what a fault may do to it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def rotated(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    angles = torch.arange(x.shape[-2])[:, None] * 50.0 ** (-torch.arange(half) / half)
+    left, right = x[..., :half], x[..., half:]
+    return torch.cat([left * angles.cos() - right * angles.sin(), left * angles.sin() + right * angles.cos()], -1)
+
+
+class Attention(nn.Module):
+    """Attention with rotary positions, with cosine scores and a bias as in SwinV2, or with neither.
+
+    Attributes:
+        is_causal: whether later tokens are hidden; a fault may change it while the model trains.
+        factor: on the scores; 1 but for faults.
+        drop: share of the attention that is dropped; 0 but for faults.
+    """
+
+    def __init__(self, width: int, heads: int, *, is_causal: bool, kind: str = "plain") -> None:
+        super().__init__()
+        self.num_heads, self.is_causal, self.kind = heads, is_causal, kind
+        self.factor, self.drop = 1.0, 0.0
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
+        if kind == "cosine":
+            self.logit_scale = nn.Parameter(torch.full((heads, 1, 1), 10.0).log())
+            self.bias_table = nn.Parameter(0.02 * torch.randn(heads, 64))
+
+    def forward(self, x: Tensor, visible: Tensor | None = None) -> Tensor:
+        q, k, v = (
+            project(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.kind == "rotary":
+            q, k = rotated(q), rotated(k)
+        length = x.shape[1]
+        if self.kind == "cosine":
+            scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * self.logit_scale.clamp(max=4.6).exp()
+            places = (torch.arange(length)[:, None] - torch.arange(length)).abs()
+            scores = scores + 16 * torch.sigmoid(self.bias_table[:, places])
+            heads = scores.mul(self.factor).softmax(-1) @ v
+        else:
+            mask = torch.zeros(length, length)
+            if self.is_causal:
+                mask = mask.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
+            if visible is not None:
+                mask = mask.masked_fill(~visible[:, None, None, :], -torch.inf)
+            scale = self.factor * q.shape[-1] ** -0.5
+            heads = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=self.drop, scale=scale)
+        return self.out_proj(heads.transpose(1, 2).flatten(2))
+
+
+class Experts(nn.Module):
+    """Four experts, of which each token goes to one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, 4)
+        self.experts = nn.ModuleList(_mlp(width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        chosen = weights.argmax(-1)
+        outputs = torch.stack([expert(x) for expert in self.experts], -2)
+        index = chosen[..., None, None].expand(*chosen.shape, 1, x.shape[-1])
+        return outputs.gather(-2, index).squeeze(-2) * weights.gather(-1, chosen[..., None])
+
+
+def _mlp(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+
+class Net(nn.Module):
+    """Embedding or projection, blocks with a norm before each part, and a linear layer.
+
+    Args:
+        inputs: number of tokens; negative for that many real features.
+        outputs: number of classes.
+        places: longest input with learned positions, 0 for none.
+    """
+
+    def __init__(
+        self, inputs: int, outputs: int, *, width: int = 32, heads: int = 4, layers: int = 2, places: int = 64,
+        is_causal: bool = False, kind: str = "plain", has_experts: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.embed: nn.Module = nn.Embedding(inputs, width) if inputs > 0 else nn.Linear(-inputs, width)
+        self.places = nn.Parameter(0.02 * torch.randn(places, width)) if places else None
+        self.attention = nn.ModuleList(Attention(width, heads, is_causal=is_causal, kind=kind) for _ in range(layers))
+        self.mlp = nn.ModuleList(Experts(width) if has_experts else _mlp(width) for _ in range(layers))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2 * layers + 1))
+        self.head = nn.Linear(width, outputs)
+
+    def forward(self, x: Tensor, visible: Tensor | None = None) -> Tensor:
+        x = self.embed(x)
+        if self.places is not None:
+            x = x + self.places[: x.shape[1]]
+        for number, (attention, mlp) in enumerate(zip(self.attention, self.mlp)):
+            x = x + attention(self.norms[2 * number](x), visible)
+            x = x + mlp(self.norms[2 * number + 1](x))
+        return self.head(self.norms[-1](x))
+
+
+def head_rows(layer: Attention, role: str) -> Tensor:
+    """Return the weights of the heads of a layer as a view: (heads, width, features)."""
+    projection = getattr(layer, f"{role}_proj")
+    weight = getattr(projection, "base_layer", projection).weight  # below an adapter
+    return (weight.T if role == "out" else weight).unflatten(0, (layer.num_heads, -1))
