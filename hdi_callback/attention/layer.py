@@ -553,7 +553,20 @@ class AttentionLayer:
             "normed": sorted(self.normed),
             "trains": any(parameter.requires_grad for parameter in parameters),
             "all_train": all(parameter.requires_grad for parameter in parameters),
+            "parameters": {name: parameter.dim() for name, parameter in self.further_parameters().items()},
         }
+
+    def further_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters besides the weights of heads, as adapters, gains and biases, but for that of keys.
+
+        A constant that the bias of keys adds to the scores of a query is ignored by the softmax.
+        """
+        plain = {role: rows for role, weight in self.weights.items() if (rows := weight.plain) is not None}
+        weights = {id(one) for role in plain for one in self.weights[role].parameters()}
+        if "key" in plain and not (plain["query"].names == plain["key"].names if "query" in plain else False):
+            owner, _ = owner_of(plain["key"].module, plain["key"].names[0])
+            weights.add(id(getattr(owner, "bias", None)))
+        return {name: one for name, one in self.module.named_parameters() if id(one) not in weights}
 
     def contradiction(self) -> str | None:
         """Return how the weights contradict each other, `None` if they do not."""

@@ -100,7 +100,7 @@ def alert_text(alert: Alert) -> str:
     """Return an alert as a person reads it: what happened, and what to do about it.
 
     Example:
-        >>> print(alert_text(Alert(450, "frozen heads", "warning", {"attn": (3,)}, "attn: head 3 has not moved.",
+        >>> print(alert_text(Alert(450, "frozen weights", "warning", {"attn": (3,)}, "attn: head 3 has not moved.",
         ...                        "Look at requires_grad.")))
         hdi_callback warning, step 450: attn: head 3 has not moved.
           Look at requires_grad.

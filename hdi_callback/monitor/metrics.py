@@ -20,11 +20,12 @@ MOVEMENT = "movement of weights"
 ROWS = "attention rows"
 NORMS = "norms of queries and keys"
 TOKENS = "input tokens"
+PARAMETERS = "movement of other parameters"
 TRAINING = "training"
 
 WEIGHT_SOURCES = (KEYS, QK, OV, FINITENESS, MOVEMENT)
 FORWARD_SOURCES = (OUTPUTS, FINITE_OUTPUTS, ROWS, NORMS, TOKENS)
-SOURCES = (*WEIGHT_SOURCES, *FORWARD_SOURCES)
+SOURCES = (*WEIGHT_SOURCES, *FORWARD_SOURCES, PARAMETERS)
 """What a reading measures, in the order in which it does; `TRAINING` is asked of the layers, beside them."""
 
 Read = Callable[[Any], Tensor]
@@ -167,6 +168,18 @@ _METRICS = (
     Metric("query_norm", NORMS, lambda n: n.query.mean(-1), "Mean norm of the queries as they enter the scores."),
     Metric("key_norm", NORMS, lambda n: n.key.mean(-1), "Mean norm of the keys as they enter the scores."),
     Metric("trains", TRAINING, lambda t: t.trains, "1 if a parameter of the layer requires a gradient, else 0."),
+    Metric(
+        "parameters_still",
+        PARAMETERS,
+        lambda p: p.still.nansum(-1).masked_fill(~p.is_known, float("nan")),
+        "Number of adapters, gains and biases of a layer that are to train and are what they were at the last reading.",
+    ),
+    Metric(
+        "others_move",
+        PARAMETERS,
+        lambda p: p.others_move.masked_fill(~p.is_known, float("nan")),
+        "1 if parameters outside all watched layers have changed since the last reading, else 0.",
+    ),
     Metric("token_rank", TOKENS, lambda t: t.rank, "Effective rank of a layer's centred input tokens."),
     Metric("token_cosine", TOKENS, lambda t: t.cosine, "Mean cosine of two of these tokens: 1 if all point alike."),
 )
@@ -210,7 +223,12 @@ HEADS: dict[str, Detail] = {
     "circuit_ov_norm": Detail(OV, lambda c: c.norm),
     "weights_not_finite": Detail(FINITENESS, lambda f: f.not_finite),
     "head_movement": Detail(MOVEMENT, lambda m: m.movement),
+    "query_movement": Detail(MOVEMENT, lambda m: m.by_role[..., 0, :]),
+    "key_movement": Detail(MOVEMENT, lambda m: m.by_role[..., 1, :]),
+    "value_movement": Detail(MOVEMENT, lambda m: m.by_role[..., 2, :]),
+    "output_movement": Detail(MOVEMENT, lambda m: m.by_role[..., 3, :]),
     "head_unchanged": Detail(MOVEMENT, lambda m: m.unchanged),
+    "parameter_still": Detail(PARAMETERS, lambda p: p.still),
     "outputs_not_finite": Detail(FINITE_OUTPUTS, lambda c: c.not_finite),
     "attention_entropy": Detail(ROWS, lambda r: r.entropy),
     "attention_sink": Detail(ROWS, lambda r: r.sink),
@@ -218,7 +236,8 @@ HEADS: dict[str, Detail] = {
     "attention_logit": Detail(ROWS, lambda r: r.logit),
     "attention_ahead": Detail(ROWS, lambda r: r.ahead),
 }
-"""What `LayerRecord.heads` holds: one entry per head, or the two heads of a pair, -1 where there is none.
+"""What `LayerRecord.heads` holds: one entry per head, or the two heads of a pair, -1 where there is none; of
+`parameter_still` one per parameter in `AttentionLayer.facts`.
 
 `worst_pair` is the pair of `hdi_worst_pair`, by overlap; `worst_alignment_pair` that of `hdi_worst_alignment`, by
 overlap against chance: dashboards call it the closest pair.
@@ -244,6 +263,7 @@ WHY_NOT = {
     OV: "there are fewer than two live heads, or the weights are not finite",
     FINITENESS: "the weights were not read",
     TRAINING: "the layer was not asked",
+    PARAMETERS: "there is no earlier reading to compare with in this process",
     MOVEMENT: "there is no earlier reading to compare with in this process, or a weight was zero or is not finite",
     FINITE_OUTPUTS: "the outputs were not read on a rank",
     OUTPUTS: "there were fewer than two tokens without padding, or outputs are zero, not finite or not read on a rank",

@@ -32,6 +32,7 @@ from hdi_callback.monitor.metrics import (
     MEASURED,
     METRICS,
     NORMS,
+    PARAMETERS,
     ROWS,
     TOKENS,
     TRAINING,
@@ -42,7 +43,7 @@ from hdi_callback.monitor.ranks import Ranks, number_of_ranks
 from hdi_callback.monitor.reading import Absent, Reading, Result
 from hdi_callback.monitor.rows import AttentionRows, QueryKeyNorms, take_rows
 from hdi_callback.monitor.sums import SumSource, measure_sums
-from hdi_callback.monitor.weights import Trains, WeightReader
+from hdi_callback.monitor.weights import ParameterReader, Trains, WeightReader
 
 
 class HeadDiversityMonitor:
@@ -107,8 +108,8 @@ class HeadDiversityMonitor:
         self._exclude = strings("exclude", exclude, "patterns of layer names") or ()
         self._max_tokens = whole_number("max_tokens", max_tokens, least=2, example=2048)
         self._strict = flag("strict", strict)
-        sources = {METRICS[name].source for name in self.metrics}
-        self._weights = WeightReader({KEYS, *sources})
+        self._sources = sources = {METRICS[name].source for name in self.metrics}
+        self._weights, self._parameters = WeightReader({KEYS, *sources}), ParameterReader()
         self._forwards = _forward_sources(sources, with_rank="token_rank" in self.metrics)
         self._capture: Capture | None = None
         self._ranks: Ranks | None = None
@@ -240,6 +241,9 @@ class HeadDiversityMonitor:
         names = tuple(layer.name for layer in self.layers)
         trains = [any(parameter.requires_grad for parameter in layer.module.parameters()) for layer in self.layers]
         results = [*results, Result(TRAINING, names, Trains(torch.tensor(trains, device="cpu")))]
+        if PARAMETERS in self._sources:
+            with absent.unless([PARAMETERS], names):
+                results += self._parameters.measure(step, self._model, self.layers)
         return Reading(step, names, results, absent, epoch=epoch, metrics=self.metrics)
 
     def _take(self, absent: Absent) -> Mapping[str, Captured]:

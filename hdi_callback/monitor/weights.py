@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hdi_callback.attention.layer import ROLES, AttentionLayer
+from hdi_callback.attention.sharding import is_sharded
 from hdi_callback.core import (
     CircuitSums,
     HeadMovement,
@@ -24,7 +25,7 @@ from hdi_callback.core import (
     not_finite,
     whiten_layers,
 )
-from hdi_callback.monitor.metrics import FINITENESS, KEYS, MOVEMENT, OV, QK, WEIGHT_SOURCES
+from hdi_callback.monitor.metrics import FINITENESS, KEYS, MOVEMENT, OV, PARAMETERS, QK, WEIGHT_SOURCES
 from hdi_callback.monitor.ranks import checksums_of
 from hdi_callback.monitor.reading import Absent, Result
 
@@ -43,6 +44,9 @@ _AT_ONCE_ON_CPU = 2**19
 _LARGEST_ON_DEVICE = 2**28
 """Bytes of weights that stay on a device until the next reading; further ones go to the host."""
 
+_OTHERS = 8
+"""Parameters outside all layers that are looked at."""
+
 _LARGEST_KEPT = 2**31
 """Bytes of weights that are kept until the next reading; the movement of further layers is absent."""
 
@@ -59,6 +63,71 @@ class Trains:
     """Whether layers train."""
 
     trains: Tensor  # ``(layers,)``, true where a parameter requires a gradient
+
+
+@dataclass(frozen=True)
+class ParameterChanges:
+    """What changed since the last reading besides the weights of heads; NaN without a last one."""
+
+    still: Tensor  # ``(layers, parameters)``, of `further_parameters`: 1 unchanged, 0 changed, NaN not to train
+    is_known: Tensor  # ``(layers,)``, whether there was an earlier reading
+    others_move: Tensor  # ``(layers,)``, whether parameters of the model outside these layers have changed
+
+
+class ParameterReader:
+    """Tell parameters that have changed since the last reading, by sums of their bits, so that none is kept."""
+
+    def __init__(self) -> None:
+        self._step: int | None = None
+        self._last: dict[str, Tensor] = {}
+        self._next: dict[str, Tensor] = {}
+
+    def measure(self, step: int, model: nn.Module, layers: Sequence[AttentionLayer]) -> list[Result]:
+        """Return which parameters of each layer, and whether some outside of them, have changed."""
+        self._last, self._next = {} if step == self._step else self._next, {}
+        self._step = step
+        own = {id(one) for layer in layers for one in layer.module.parameters()}
+        outside = [one for one in model.parameters() if id(one) not in own and _can_be_summed(one)]
+        others = self._unchanged("", outside[:: 1 + len(outside) // _OTHERS])
+        moves = (others == 0).any().float()
+        groups: dict[Any, tuple[list[str], list[Tensor]]] = {}
+        for layer in layers:
+            still = self._unchanged(layer.name, list(layer.further_parameters().values()))
+            names, same = groups.setdefault((len(still), still.device), ([], []))
+            names.append(layer.name)
+            same.append(still)
+        return [
+            Result(PARAMETERS, tuple(names), ParameterChanges(torch.stack(same), *self._of_all(names, moves)))
+            for names, same in groups.values()
+        ]
+
+    def _of_all(self, names: Sequence[str], moves: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tensor([bool(self._last)] * len(names), device="cpu"), moves.expand(len(names))
+
+    def _unchanged(self, key: str, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """Return 1 for a parameter as it was, 0 for one that has changed, NaN where that is not known."""
+        sums = [_sum_of_bits(one) for one in parameters]
+        now = torch.stack([total.to(sums[0].device) for total in sums]) if sums else torch.zeros(0)
+        self._next[key] = now
+        before = self._last.get(key, now[:0])
+        if before.shape != now.shape:
+            return torch.full(now.shape, torch.nan, device=now.device)
+        # A sum of no parameter that is to train is minus one.
+        return (now == before).float().masked_fill(now == -1, torch.nan)
+
+
+def _can_be_summed(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is to train and whole on this rank."""
+    return parameter.requires_grad and not is_sharded(parameter) and parameter.numel() > 0
+
+
+@torch.no_grad()
+def _sum_of_bits(parameter: nn.Parameter) -> Tensor:
+    """Return the sum of the bits of each number as integers, which a change of any of them changes."""
+    if not _can_be_summed(parameter):
+        return torch.full((), -1, dtype=torch.int64, device=parameter.device)
+    whole_numbers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return parameter.detach().contiguous().view(whole_numbers[parameter.element_size()]).sum(dtype=torch.int64)
 
 
 class WeightReader:
@@ -115,8 +184,8 @@ class WeightReader:
         return weights
 
     def _measure_group(self, group: Sequence[tuple[AttentionLayer, dict[str, Tensor]]], absent: Absent) -> list[Result]:
-        names = tuple(layer.name for layer, _ in group)
-        layer = group[0][0]
+        layers = [layer for layer, _ in group]
+        names = tuple(layer.name for layer in layers)
         results: list[Result] = []
         with absent.unless(self.sources, names):
             stacks = _Stacks([weights for _, weights in group])
@@ -131,7 +200,7 @@ class WeightReader:
             ):
                 wanted = [source for source in sources if source in able]
                 with absent.unless(wanted, names):
-                    results += measure(wanted, names, layer, stacks) if wanted else []
+                    results += measure(wanted, names, layers, stacks) if wanted else []
         return sorted(results, key=lambda result: self.sources.index(result.source))
 
 
@@ -176,9 +245,10 @@ class _Stacks:
 
 
 def _measure_circuits(
-    wanted: Collection[str], names: tuple[str, ...], layer: AttentionLayer, stacks: _Stacks
+    wanted: Collection[str], names: tuple[str, ...], layers: Sequence[AttentionLayer], stacks: _Stacks
 ) -> list[Result]:
     """Measure likeness of the circuits, of both in one call where all weights are alike."""
+    layer = layers[0]
     tasks: list[tuple[tuple[str, ...], Tensor | None, tuple[str, ...], Sequence[int]]] = [
         ((QK,), stacks.of.get("query"), ("key",), layer.key_of),
         ((OV,), stacks.of.get("output"), ("value",), layer.value_of),
@@ -196,18 +266,18 @@ def _measure_circuits(
 
 
 def _measure_keys(
-    wanted: Collection[str], names: tuple[str, ...], layer: AttentionLayer, stacks: _Stacks
+    wanted: Collection[str], names: tuple[str, ...], layers: Sequence[AttentionLayer], stacks: _Stacks
 ) -> list[Result]:
     width = stacks.of["key"].shape[-1]
     return [Result(KEYS, names, diversity_sums(stacks.whitened("key")), lambda sums: diversity_of(sums, width))]
 
 
 def _measure_finiteness(
-    wanted: Collection[str], names: tuple[str, ...], layer: AttentionLayer, stacks: _Stacks
+    wanted: Collection[str], names: tuple[str, ...], layers: Sequence[AttentionLayer], stacks: _Stacks
 ) -> list[Result]:
     """Count the roles of each head that are not finite; keys and values of a group belong to all of its heads."""
+    layer, by_role = layers[0], []
     shared = {"key": layer.key_of, "value": layer.value_of}
-    by_role = []
     for roles, stack in stacks.whole.items():
         for role, bad in zip(roles, not_finite(stack)):
             is_shared = bad.shape[-1] != layer.num_heads
@@ -240,18 +310,36 @@ class _LastWeights:
         self._kept, self._next = self._next, {}
 
     def measure_movement(
-        self, wanted: Collection[str], names: tuple[str, ...], layer: AttentionLayer, stacks: _Stacks
+        self, wanted: Collection[str], names: tuple[str, ...], layers: Sequence[AttentionLayer], stacks: _Stacks
     ) -> list[Result]:
-        """Compare weights that no heads share with those of the last reading, and keep them; NaN without a last one."""
-        own = {roles: stack for roles, stack in stacks.whole.items() if stack.shape[2] == layer.num_heads}
-        before = [self._kept.get((names, roles)) for roles in own]
-        for roles, stack in own.items():
+        """Compare the weights of each role with those of the last reading, and keep them; NaN without a last one."""
+        layer, L = layers[0], len(layers)
+        before = [self._kept.get((names, roles)) for roles in stacks.whole]
+        for roles, stack in stacks.whole.items():
             self._keep((names, roles), stack)
-        if any(last is None or last.shape != stack.shape for last, stack in zip(before, own.values())):
-            unknown = torch.full((len(names), layer.num_heads), torch.nan)
-            return [Result(MOVEMENT, names, HeadMovement(unknown, unknown))]
-        sums = movement_sums(list(own.values()), [last for last in before if last is not None])
-        return [Result(MOVEMENT, names, sums, _movement)]
+        own = [
+            place
+            for place, role in enumerate(ROLES)
+            if role in stacks.of and stacks.of[role].shape[1] == layer.num_heads
+        ]
+        if (
+            any(last is None or last.shape != stack.shape for last, stack in zip(before, stacks.whole.values()))
+            or not own
+        ):
+            unknown = torch.full((L, layer.num_heads), torch.nan)
+            by_role = unknown[:, None].expand(-1, len(ROLES), -1)
+            return [Result(MOVEMENT, names, HeadMovement(unknown, unknown, by_role))]
+        shared = {"key": layer.key_of, "value": layer.value_of}
+        of_role: dict[str, list[Tensor]] = {}
+        for (roles, stack), last in zip(stacks.whole.items(), before):
+            sums = movement_sums(stack, cast(Tensor, last))
+            for role, *parts in zip(roles, *vars(sums).values()):
+                is_shared = stack.shape[2] != layer.num_heads
+                of_role[role] = [part[:, list(shared[role])] for part in parts] if is_shared else parts
+        absent = [torch.zeros_like(part) for part in next(iter(of_role.values()))]
+        parts = [torch.stack(part, 1) for part in zip(*(of_role.get(role, absent) for role in ROLES))]
+        trains = torch.tensor([[_trains(layer, role) for role in ROLES] for layer in layers], device="cpu")
+        return [Result(MOVEMENT, names, MovementSums(*parts), lambda sums: movement_of(sums, own, trains))]
 
     def _keep(self, key: tuple[tuple[str, ...], tuple[str, ...]], stack: Tensor) -> None:
         self._bytes += stack.numel() * stack.element_size()
@@ -264,10 +352,9 @@ class _LastWeights:
         self._next[key] = stack
 
 
-def _movement(sums: MovementSums) -> HeadMovement:
-    moved = movement_of(sums)
-    # Nothing is equal to NaN, but of weights without a finite past nothing is known.
-    return HeadMovement(moved.movement, moved.unchanged.masked_fill(moved.movement.isnan(), torch.nan))
+def _trains(layer: AttentionLayer, role: str) -> bool:
+    """Whether a parameter of a role requires a gradient."""
+    return role in layer.weights and any(one.requires_grad for one in layer.weights[role].parameters())
 
 
 def _layers_at_once(weights: Iterable[Tensor]) -> int:

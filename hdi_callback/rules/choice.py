@@ -21,14 +21,14 @@ from hdi_callback.rules.attention import (
 )
 from hdi_callback.rules.limits import Limits
 from hdi_callback.rules.rule import Rule
-from hdi_callback.rules.weights import FrozenHeads, NotFinite, RoundedAway, VanishingWeights, WeightJump
+from hdi_callback.rules.weights import FrozenWeights, NotFinite, RoundedAway, VanishingWeights, WeightJump
 
 RULES: tuple[type[Rule], ...] = (
     NotFinite,
     OneKey,
     LaterTokens,
     SharpFromStart,
-    FrozenHeads,
+    FrozenWeights,
     RoundedAway,
     WorstPair,
     WeightJump,

@@ -18,7 +18,7 @@ from hdi_callback.rules.events import Events, Found, Key, Report
 from hdi_callback.rules.initialisation import has_been_trained
 from hdi_callback.rules.limits import Thresholds, check_thresholds, limits_of
 from hdi_callback.rules.rule import Finding, Rule, paste
-from hdi_callback.rules.series import Row, Series
+from hdi_callback.rules.series import STILL, Row, Series
 
 PATIENCE = 5
 """Readings in a row at which an active finding cannot be judged, after which it ends as "not measured"."""
@@ -92,9 +92,7 @@ class Alerts:
         """Return the alerts that begin, get worse or end at a reading; readings come in the order of steps."""
         report = Report(record.step)
         is_best_loss = self._note_loss(record.loss)
-        others_move = any(
-            (move or 0) > 0 for layer in record.layers.values() for move in layer.heads.get("head_movement", ())
-        )
+        others_move = any(map(_moves, record.layers.values()))
         pretrained = self._pretrained_layers(record)
         for name, layer in record.layers.items():
             row = Row.from_record(record.step, layer)
@@ -223,6 +221,13 @@ class Alerts:
         if self._open[key].missed >= PATIENCE:
             del self._open[key]
             report.ended[key] = why or "its metric is not measured any more"
+
+
+def _moves(layer: LayerRecord) -> bool:
+    """Whether something of a layer, or outside all layers, has moved since the reading before."""
+    moves = [move for name in STILL.values() if name != "parameter_still" for move in layer.heads.get(name, ())]
+    still = layer.heads.get("parameter_still", ())
+    return any((move or 0) > 0 for move in moves) or 0 in still or layer.values.get("others_move", 0) > 0
 
 
 def _plain(finding: Any, rule: Rule) -> Finding:

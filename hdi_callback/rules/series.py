@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +17,13 @@ KEPT = 64
 
 EARLY = 5
 """Number of values of each metric that are kept from the beginning."""
+
+APART = 5
+"""Fewest steps between readings that are kept, so that a window of readings is one of steps as well."""
+
+STILL = {"query": "query_movement", "key": "key_movement", "value": "value_movement", "output": "output_movement",
+         "parameter": "parameter_still"}  # fmt: skip
+"""What may stand still -> where a reading has it: movement, or for further parameters whether they stood still."""
 
 RECENT = 10
 """Number of readings back from which messages say where a curve comes from."""
@@ -30,6 +37,7 @@ class Row:
     values: Mapping[str, float]
     heads: Mapping[str, list[Any]] = field(default_factory=dict)
     matrices: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
+    before: int | None = None  # step of the reading before
 
     @classmethod
     def from_record(cls, step: int, layer: LayerRecord) -> Row:
@@ -43,7 +51,7 @@ class Row:
 
 
 class Series:
-    """The readings of one layer so far: the first, the latest 64, and the first five values of each metric.
+    """The readings of one layer so far: the first, the latest 64 of those five steps apart, and the first five values.
 
     Attributes:
         layer: name of the layer.
@@ -52,8 +60,9 @@ class Series:
         rows: the latest readings; only the last has numbers of single heads and matrices.
         early: metric -> its first five values, that of the latest reading not among them.
         is_pretrained: whether the weights were trained before this run.
-        still: head -> step since which its weights have not moved.
-        others_move: whether at the latest reading the weights of some layer had moved.
+        still: (role or "parameter", its place) -> step since which it has not moved though it is to, and at how many
+            readings that was seen.
+        others_move: whether at the latest reading any weight of the model had moved.
         written: head -> step at which an intervention has written its weights.
         is_best_loss: whether the training loss is at its best so far.
     """
@@ -63,7 +72,7 @@ class Series:
         self.first = Row(first.step, first.values, first.heads)
         self.rows: deque[Row] = deque(maxlen=KEPT)
         self.early: dict[str, list[float]] = {}
-        self.still: dict[int, int] = {}
+        self.still: dict[tuple[str, int], tuple[int, int]] = {}
         self.others_move = False
         self.written: dict[int, int] = {}
         self.is_best_loss = False
@@ -76,14 +85,25 @@ class Series:
                 values = self.early.setdefault(metric, [])
                 if len(values) < EARLY:
                     values.append(value)
-            for head, move in enumerate(row.per_head("head_movement")):
-                if move == 0:
-                    self.still.setdefault(head, last.step)
-                else:
-                    self.still.pop(head, None)
+            self._note_still(last, row)
             pairs = {name: heads for name, heads in last.heads.items() if name.endswith("_pair")}
-            self.rows[-1] = Row(last.step, last.values, pairs)
+            self.rows[-1] = replace(last, heads=pairs, matrices={})
+            if len(self.rows) > 1 and last.step - self.rows[-2].step < APART:
+                self.rows.pop()
+            row = replace(row, before=last.step)
         self.rows.append(row)
+
+    def _note_still(self, last: Row, row: Row) -> None:
+        """Note what has not moved between two readings though it was to train at both."""
+        for what, name in STILL.items():
+            before = last.per_head(name)
+            for place, value in enumerate(row.per_head(name)):
+                key, was_to_train = (what, place), not before[place:] or not math.isnan(before[place])
+                if value == (what == "parameter"):
+                    since, count = self.still.get(key, (last.step if was_to_train else row.step, 0))
+                    self.still[key] = since, count + 1
+                else:
+                    self.still.pop(key, None)
 
     @property
     def latest(self) -> Row:
@@ -143,9 +163,12 @@ class Series:
         """Return the readings as plain data."""
         return {
             "first": {"step": self.first.step, "values": dict(self.first.values), "heads": dict(self.first.heads)},
-            "rows": [{"step": row.step, "values": dict(row.values), "heads": dict(row.heads)} for row in self.rows],
+            "rows": [
+                {"step": row.step, "values": dict(row.values), "heads": dict(row.heads), "before": row.before}
+                for row in self.rows
+            ],
             "early": {metric: [*values] for metric, values in self.early.items()},
-            "still": [[head, step] for head, step in self.still.items()],
+            "still": [[*key, *seen] for key, seen in self.still.items()],
             "written": [[head, step] for head, step in self.written.items()],
             "is_pretrained": self.is_pretrained,
         }
@@ -156,5 +179,6 @@ class Series:
         series = cls(layer, facts, Row(**state["first"]), is_pretrained=state["is_pretrained"])
         series.rows.extend(Row(**row) for row in state["rows"])
         series.early = {name: [*values] for name, values in state["early"].items()}
-        series.still, series.written = dict(state["still"]), dict(state["written"])
+        series.still = {(what, place): (since, count) for what, place, since, count in state["still"]}
+        series.written = dict(state["written"])
         return series

@@ -1,4 +1,4 @@
-"""Rules on weights: *weights not finite*, *weight jump*, *frozen heads*, *rounded away*, *vanishing weights*."""
+"""Rules on weights: *weights not finite*, *weight jump*, *frozen weights*, *rounded away*, *vanishing weights*."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import statistics
 from typing import ClassVar
 
 from hdi_callback.rules.rule import Finding, Rule
-from hdi_callback.rules.series import Row, Series
+from hdi_callback.rules.series import APART, STILL, Row, Series
 from hdi_callback.rules.words import listed
 
 NOT_FINITE = {"weights_not_finite": "weights", "outputs_not_finite": "outputs"}
+PLURAL = {"query": "queries", "key": "keys", "value": "values", "output": "outputs"}
+ROLES = tuple(PLURAL)
 RECENTLY = 5
 """Readings during which a head that an intervention has written may move far."""
 
@@ -76,7 +78,7 @@ class WeightJump(Rule):
         before = f"; its slowest head by {100 * max(past):.2g} % at most between any two readings before"
         return Finding(
             "the weights of {heads} jumped",
-            f"they changed by {100 * largest:.0f} % between steps {steps[-2]} and {steps[-1]}{before}",
+            f"they changed by {100 * largest:.0f} % between steps {series.latest.before} and {steps[-1]}{before}",
             () if len(heads) == len(now) else heads,
             value=largest,
             threshold=limit,
@@ -84,42 +86,66 @@ class WeightJump(Rule):
         )
 
 
-class FrozenHeads(Rule):
-    """The weights of heads do not change between readings, while others do."""
+class FrozenWeights(Rule):
+    """Weights that are to train do not change between readings."""
 
-    name = "frozen heads"
-    needs = ("head_movement_min",)
+    name = "frozen weights"
+    needs = ("parameters_still",)
+    reads = ("head_movement_min",)
     limits = ("frozen",)
     condition = (
-        "the weights of a head that should train stand still at three readings in a row, while others move. Layers "
-        "without a parameter that requires a gradient are left out, and so are heads of zeros in pretrained weights"
+        "queries, keys, values or outputs of a head, or an adapter, a gain or a bias of the layer, require a gradient "
+        "and stand still to the last bit at three readings in a row and for 20 steps; a notice where they are gains or "
+        "biases. Not the bias of keys, which softmax ignores, nor heads of zeros in pretrained weights"
     )
-    meaning = "They are frozen by mistake, missing from the optimizer, all zero, or their updates round away."
-    action = "look at `requires_grad`, at the parameters that the optimizer was given, and at the type of the weights"
+    meaning = "They are missing from the optimizer, get no gradient, are all zero, or their updates round away."
+    action = (
+        "look at the parameters that the optimizer was given, at whether gradients arrive (adapters under reentrant "
+        "checkpointing get none), and at the type of the weights"
+    )
+    steps = 20
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        steps, least = series.curve("head_movement_min")
-        readings = int(self.at("frozen"))
-        if len(least) < readings or max(least[-readings:]) > 0 or not series.trains:
-            return None
-        moves = series.latest.per_head("head_movement")
-        still = tuple(head for head, move in enumerate(moves) if move == 0)
-        zero = tuple(head for head in still if _is_zero(series.latest, head))
+        now, readings = series.latest.step, self.at("frozen")
+        still = {
+            key: since
+            for key, (since, count) in series.still.items()
+            if count >= readings and now - since >= self.steps
+        }
+        roles_of: dict[int, list[str]] = {}
+        for what, place in still:
+            if what != "parameter":
+                roles_of.setdefault(place, []).append(what)
+        zero = {head for head in roles_of if _is_zero(series.latest, head)}
         if series.is_pretrained:
-            still, zero = tuple(head for head in still if head not in zero), ()
-        is_all = len(still) == len(moves)
-        if not still or not (series.others_move if is_all else any(move > 0 for move in moves)):
+            roles_of = {head: roles for head, roles in roles_of.items() if head not in zero}
+        parameters = dict(enumerate(series.facts.get("parameters", {}).items()))
+        names = [parameters.get(place, ("a parameter", 2)) for what, place in still if what == "parameter"]
+        if not roles_of and not names:
             return None
-        are_zero = still == zero and not is_all
-        last = max(series.still[head] for head in still)
+        asked = [role for role in ROLES if any(move >= 0 for move in series.latest.per_head(STILL[role]))]
+        roles = [role for role in asked if any(role in own for own in roles_of.values())]
+        more = [f"{len(names) - 3} more"] if len(names) > 3 else []
+        quoted = listed([f"`{name}`" for name, _ in names[:3]] + more) if names else ""
+        verb = "does" if len(names) == 1 else "do"
+        are_zero = bool(roles_of) and zero == roles_of.keys()
+        if roles_of:
+            of = "weights" if roles == asked else listed([PLURAL[role] for role in roles])
+            what = f"the {of} of {{heads}} {'are zero and ' if are_zero else ''}do not move"
+        else:
+            what = f"{quoted} of {{layer}} {verb} not move"
+        moves = "other weights do" if series.others_move else "nothing else that is to train does either"
+        further = f"; nor {verb} {quoted}" if roles_of and names else ""
+        last = max(since for (kind, place), since in still.items() if kind == "parameter" or place in roles_of)
         return Finding(
-            f"the weights of {{heads}} {'are zero and ' if are_zero else ''}do not move",
-            f"not since step {last}, while those of other {'layers' if is_all else 'heads'} do",
-            still,
+            what,
+            f"not since step {last}, while {moves}{further}",
+            tuple(sorted(roles_of)),
             value=0.0,
             threshold=0.0,
-            metric="head_movement_min",
-            since=next(step for step in steps if step > last),
+            metric="head_movement_min" if roles_of else "parameters_still",
+            level="warning" if roles_of or any(dims > 1 for _, dims in names) else "notice",
+            since=last,
             action="look at their initialisation: no gradient arrives where all weights of a head are zero"
             if are_zero
             else None,
@@ -130,39 +156,30 @@ class RoundedAway(Rule):
     """Hardly any weight of a layer's heads changes between readings, to the last bit: updates round away."""
 
     name = "rounded away"
-    needs = ("head_unchanged", "head_movement_min")
+    needs = ("head_unchanged",)
     limits = ("unchanged",)
     condition = (
-        "0.9 of the weights of every head are bit-identical to those of the reading before, at three readings in a "
-        "row. A layer that alone stands still is left to *frozen heads*; readings less than five steps apart are "
-        "judged only where no weight at all has changed"
+        "0.9 of the weights of every head are bit-identical to those of five steps, or of the reading before, at three "
+        "readings in a row. What does not change at all is left to *frozen weights*"
     )
     meaning = "Updates are too small for the type of the weights, as with bfloat16 and a small learning rate."
     action = (
         "keep the weights, or the optimizer's copy of them, in float32, or raise the learning rate; with such a copy "
         "already there, updates only come later"
     )
-    readings, apart = 3, 5
+    readings = 3
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
+        rows = [row for row in series.rows if "head_unchanged" in row.values][-self.readings :]
         shares, limit = series.latest.per_head("head_unchanged"), self.at("unchanged")
-        steps, largest = series.curve("head_unchanged")
-        latest = largest[-self.readings :]
-        if len(latest) < self.readings or min(latest) < limit or not series.trains:
+        if len(rows) < self.readings or not shares or not series.trains or not min(shares) < 1:
             return None
-        if not shares or not min(shares) >= limit:
+        largest = [row.values["head_unchanged"] for row in rows[:-1]]
+        if any(_within_five_steps(share, row) < limit for share, row in zip([*largest, min(shares)], rows)):
             return None
-        before = series.rows[-2].step if len(series.rows) > 1 else series.first.step
-        if active is None and min(shares) < 1 and series.latest.step - before < self.apart:
-            return None
-        if active is None and min(shares) == 1 and min(largest) >= limit:
-            return None  # frozen from the start: on purpose, or a case of frozen heads
-        if min(latest) == min(shares) == 1 and series.others_move:  # only this layer is still: a case of frozen heads
-            return None
-        share = 100 * min(shares)
         return Finding(
             "the weights of {heads} hardly change",
-            f"{share:.0f} % of them are bit-identical between steps {before} and {steps[-1]}",
+            f"{100 * min(shares):.0f} % of them are bit-identical between steps {rows[-1].before} and {rows[-1].step}",
             value=min(shares),
             threshold=limit,
             metric="head_unchanged",
@@ -221,3 +238,9 @@ class VanishingWeights(Rule):
 def _is_zero(row: Row, head: int) -> bool:
     """Whether both circuits of a head are known to be zero."""
     return [row.per_head(name)[head : head + 1] for name in ("circuit_qk_norm", "circuit_ov_norm")] == [[0.0], [0.0]]
+
+
+def _within_five_steps(share: float, row: Row) -> float:
+    """Return at least which share of weights is what it was five steps ago, from that of readings closer together."""
+    steps = APART if row.before is None else row.step - row.before
+    return 1 - (1 - share) * APART / min(APART, steps)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hdi_callback.core import movement_of, movement_sums
+from hdi_callback.core import MovementSums, movement_of, movement_sums
 from tests.core.test_subspaces import gaussian
 
 
 def head_movement(now, before):
-    return movement_of(movement_sums([weight[None] for weight in now], [weight[None] for weight in before]))
+    """Compare the heads of roles, each a tensor ``(..., heads, width, features)``."""
+    sums = [vars(movement_sums(*pair)).values() for pair in zip(now, before)]
+    return movement_of(MovementSums(*(torch.stack(parts, -2) for parts in zip(*sums))), range(len(now)))
 
 
 def test_movement_is_relative_and_zero_for_a_frozen_head():
@@ -53,3 +55,11 @@ def test_a_share_of_unchanged_weights_is_counted_to_the_last_bit():
     now = before.clone()
     now[1, :2] *= 1 + 1e-9
     assert head_movement([now], [before]).unchanged.tolist() == [1, 0.5]
+
+
+def test_a_moving_role_does_not_hide_one_that_stands_still():
+    query, output = gaussian(2, 4, 3, 8), gaussian(2, 4, 3, 8, seed=1)
+    moved = head_movement([query, 1.01 * output], [query, output])
+    assert (moved.movement > 0).all()
+    assert (moved.by_role[:, 0] == 0).all()
+    assert torch.allclose(moved.by_role[:, 1], torch.full((2, 4), 0.01, dtype=torch.float64))

@@ -79,7 +79,7 @@ def test_the_heads_of_frozen_weights_are_drawn_by_their_own_movement():
         Record(step, {"a": LayerRecord({"head_movement_min": min(move)}, {"head_movement": move})})
         for step, move in enumerate(moves)
     ]
-    alert = Alert(2, "frozen heads", "warning", {"a": (1,)}, "", value=0.0, threshold=0.0, metric="head_movement_min")
+    alert = Alert(2, "frozen weights", "warning", {"a": (1,)}, "", value=0.0, threshold=0.0, metric="head_movement_min")
     _, panel = draw_evidence(alert, [point_of(record) for record in records]).axes
     np.testing.assert_allclose(of_colour(panel, ACCUSED), [[0.02, 0.0, 0.0]], rtol=1e-6)
 

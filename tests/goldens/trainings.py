@@ -47,7 +47,7 @@ OF_HEADS = [
     "head_unchanged",
 ]  # fmt: skip
 RULES = [
-    "mean alignment", "worst pair", "merged scores", "weights not finite", "weight jump", "frozen heads",
+    "mean alignment", "worst pair", "merged scores", "weights not finite", "weight jump", "frozen weights",
     "rounded away", "vanishing weights", "sharp from the start", "flat attention", "logit growth",
     "sudden sharpening", "sudden flattening", "later tokens", "one key", "tokens alike",
 ]  # fmt: skip

@@ -24,7 +24,7 @@ from hdi_callback.monitor.ranks import Ranks
 from hdi_callback.monitor.reading import Absent
 from hdi_callback.monitor.rows import AttentionRows, NormSums, QueryKeyNorms
 from hdi_callback.monitor.sums import measure_sums
-from hdi_callback.monitor.weights import WeightReader
+from hdi_callback.monitor.weights import ParameterReader, WeightReader
 from tests.monitor.models import Model
 
 X = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0))
@@ -74,6 +74,8 @@ def test_measuring_waits_for_nothing_before_the_record():
         )  # fmt: skip
     absent, reader = Absent(), WeightReader(SOURCES)
     results = [*reader.measure(0, layers, absent), *reader.measure(1, layers, absent)]
+    parameters = ParameterReader()
+    results += [*parameters.measure(0, model, layers), *parameters.measure(1, model, layers)]
     for source in (
         OutputCovariance(),
         OutputFiniteness(),

@@ -12,7 +12,8 @@ from hdi_callback.record import Record
 from tests.monitor.models import HEADS as H
 from tests.monitor.models import Model, inputs_of, naive, of_outputs, of_rows
 
-COUNTS = {"weights_not_finite": 0.0, "outputs_not_finite": 0.0, "head_unchanged": 0.0, "trains": 1.0}
+COUNTS = {"weights_not_finite": 0.0, "outputs_not_finite": 0.0, "head_unchanged": 0.0, "trains": 1.0,
+          "parameters_still": 0.0, "others_move": 0.0}  # fmt: skip
 CHANCE_OF_ENERGY = {"hdi_energy_alignment", "hdi_energy_worst_alignment"}
 
 
@@ -88,7 +89,7 @@ def test_rows_are_the_attention_that_transformers_reports():
 
 def test_what_is_kept_of_heads_and_pairs_has_their_shape():
     layer = read(Model(1), torch.randn(2, 5, 32)).layers["layers.0"]
-    assert set(layer.heads) == set(HEADS) - {"head_movement", "head_unchanged"}
+    assert set(layer.heads) == {name for name, detail in HEADS.items() if "movement of" not in detail.source}
     assert set(layer.matrices) == set(MATRICES)
     of_keys = {"overlap", "pair_alignment", "energy_pair_alignment"}
     for name, matrix in layer.matrices.items():
@@ -183,3 +184,28 @@ def test_the_catalogue_is_of_one_piece():
     assert WHY_NOT.keys() >= {metric.source for metric in METRICS.values()}
     assert set(MEASURED) == METRICS.keys() - {"token_rank"}
     assert all(metric.summary.endswith(".") for metric in METRICS.values())
+
+
+def test_a_parameter_stands_still_where_no_bit_of_it_has_changed():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.MultiheadAttention(32, 4, batch_first=True), nn.Linear(32, 1))
+    attention, x = model[0], torch.randn(2, 5, 32)
+    attention.q_bias, attention.frozen = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2), requires_grad=False)
+    with HeadDiversityMonitor(model, forward=lambda: attention(x, x, x)) as monitor, torch.no_grad():
+        records = [monitor.measure(0).record()]
+        attention.in_proj_bias[5] += 1e-3
+        records.append(monitor.measure(1).record())
+        model[1].weight[0, 0] += 1e-3
+        attention.q_bias.zero_()
+        records.append(monitor.measure(2).record())
+    (facts,) = [layer.facts() for layer in monitor.layers]
+    assert facts["parameters"] == {"q_bias": 1, "frozen": 1, "in_proj_bias": 1, "out_proj.bias": 1}
+    first, *later = [record.layers["0"] for record in records]
+    assert "parameters_still" not in first.values
+    still = [dict(zip(facts["parameters"], layer.heads["parameter_still"])) for layer in later]
+    assert [[name for name, value in each.items() if value == 1] for each in still] == [
+        ["q_bias", "out_proj.bias"],
+        ["in_proj_bias", "out_proj.bias"],
+    ]
+    assert [layer.values["parameters_still"] for layer in later] == [2.0, 2.0]
+    assert [layer.values["others_move"] for layer in later] == [0.0, 1.0]

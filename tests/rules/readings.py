@@ -16,7 +16,8 @@ EVERY = 50
 
 def facts(name: str = LAYER, heads: int = 4, keys: int | None = None, **others: Any) -> dict[str, Any]:
     keys = heads if keys is None else keys
-    return {"name": name, "num_heads": heads, "num_key_heads": keys, "head_dim": 8, "width": 64, "normed": []} | others
+    return {"name": name, "num_heads": heads, "num_key_heads": keys, "head_dim": 8, "width": 64, "normed": [],
+            "parameters": {"lora_B.weight": 2, "norm.weight": 1}} | others  # fmt: skip
 
 
 def quiet(**values: float) -> dict[str, float]:
@@ -48,6 +49,7 @@ def run(
     *,
     losses: Sequence[float | None] | None = None,
     begin: int = 0,
+    every: int = EVERY,
     **options: Any,
 ) -> list[tuple[Alert, ...]]:
     """Judge readings of one layer, or of several, and give the alerts of each."""
@@ -56,7 +58,7 @@ def run(
     for place, reading in enumerate(readings):
         layers = {LAYER: reading} if isinstance(reading, LayerRecord) else dict(reading)
         loss = None if losses is None else losses[place]
-        given.append(alerts.judge(Record(begin + EVERY * place, layers, loss=loss)))
+        given.append(alerts.judge(Record(begin + every * place, layers, loss=loss)))
     return given
 
 

@@ -214,9 +214,9 @@ EVERY_SENTENCE = {
         "the weights of head 2 of {layer} jumped: they changed by 30 % between steps 250 and 300; its slowest head by "
         "1 % at most between any two readings before",
     ),
-    "frozen heads": (
+    "frozen weights": (
         [moves(0.01, 0.01, 0.01, 0.01)] + [moves(0.0, 0.01, 0.0, 0.01)] * 3,
-        "the weights of heads 0 and 2 of {layer} do not move: not since step 0, while those of other heads do",
+        "the weights of heads 0 and 2 of {layer} do not move: not since step 0, while other weights do",
     ),
     "rounded away": (
         [moves(0.1, 0.1, 0.1, 0.1, unchanged=0.1)] + [moves(1e-5, 1e-5, 1e-5, 1e-5, unchanged=0.95)] * 3,

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from hdi_callback.rules import RULES, Alerts, default_rules
+from hdi_callback.rules.series import STILL
 from tests.rules.readings import LAYER, closest, curve, facts, layer, quiet, raised, run
 
 
@@ -34,11 +35,22 @@ def circuits(value: float, *pairs, norms=(1.0,) * 4) -> object:
 
 
 def moves(*heads: float, unchanged: float | None = None, **values: float) -> object:
-    found = {"head_movement_min": min(heads), **values}
-    arrays = {"head_movement": list(heads)}
+    found = {"head_movement_min": min(heads), "parameters_still": 0.0, **values}
+    arrays = {"head_movement": list(heads)} | {name: list(heads) for name in STILL.values() if "movement" in name}
     if unchanged is not None:
         found["head_unchanged"], arrays["head_unchanged"] = unchanged, [unchanged] * len(heads)
     return layer(found, arrays)
+
+
+def roles(**of_role: list[float]) -> object:
+    """One reading of the movement of some roles, NaN of the others."""
+    lists = {name: of_role.get(role, [math.nan] * 4) for role, name in STILL.items() if role != "parameter"}
+    return layer({"parameters_still": 0.0}, lists)
+
+
+def further(*still: float) -> object:
+    """One reading of an adapter and of a gain, 1 where they stand still."""
+    return layer({"parameters_still": 1.0}, {"parameter_still": list(still)})
 
 
 def norms(qk, ov=(1.0,) * 4) -> object:
@@ -50,7 +62,7 @@ def entropy(*values: float, **fixed: float):
 
 
 NOTHING: list[object] = []
-STILL = (0.01, 0.01, 0.01, 0.01)
+STEADY = (0.01, 0.01, 0.01, 0.01)
 CASES = {
     # --- heads that are alike
     "a pair at the limit": ([pair(0.1), pair(0.81)], [(1, "worst pair", "warning", (1, 3))]),
@@ -80,21 +92,26 @@ CASES = {
         [(1, "weights not finite", "critical", (2,))]),
     "an output that is not finite": ([layer({"outputs_not_finite": 4.0}, {"outputs_not_finite": [1, 1, 1, 1]})],
         [(0, "weights not finite", "critical", (0, 1, 2, 3))]),
-    "one head jumps": ([moves(*STILL)] * 6 + [moves(0.01, 0.01, 0.3, 0.01)], [(6, "weight jump", "warning", (2,))]),
-    "all heads jump": ([moves(*STILL)] * 6 + [moves(0.2, 0.3, 0.2, 0.2)], [(6, "weight jump", "warning", ())]),
-    "a jump after too few readings": ([moves(*STILL)] * 4 + [moves(0.2, 0.3, 0.2, 0.2)], NOTHING),
-    "a jump below the limit": ([moves(*STILL)] * 6 + [moves(0.04, 0.04, 0.04, 0.04)], NOTHING),
+    "one head jumps": ([moves(*STEADY)] * 6 + [moves(0.01, 0.01, 0.3, 0.01)], [(6, "weight jump", "warning", (2,))]),
+    "all heads jump": ([moves(*STEADY)] * 6 + [moves(0.2, 0.3, 0.2, 0.2)], [(6, "weight jump", "warning", ())]),
+    "a jump after too few readings": ([moves(*STEADY)] * 4 + [moves(0.2, 0.3, 0.2, 0.2)], NOTHING),
+    "a jump below the limit": ([moves(*STEADY)] * 6 + [moves(0.04, 0.04, 0.04, 0.04)], NOTHING),
     "a jump no larger than before": ([moves(0.2, 0.2, 0.2, 0.2)] * 6 + [moves(0.7, 0.7, 0.7, 0.7)], NOTHING),
-    "a head stands still": ([moves(*STILL)] + [moves(0.0, 0.01, 0.01, 0.01)] * 3,
-        [(3, "frozen heads", "warning", (0,))]),
-    "a head stands still twice": ([moves(*STILL)] + [moves(0.0, 0.01, 0.01, 0.01)] * 2, NOTHING),
-    "a head of a layer that does not train stands still": (
-        [moves(0.0, 0.01, 0.01, 0.01, trains=0.0)] * 5, NOTHING),
-    "all heads stand still, with nothing else": ([moves(0.0, 0.0, 0.0, 0.0)] * 5, NOTHING),
-    "updates round away": ([moves(*STILL, unchanged=0.1)] + [moves(1e-5, 1e-5, 1e-5, 1e-5, unchanged=0.95)] * 3,
+    "a head stands still": ([moves(*STEADY)] + [moves(0.0, 0.01, 0.01, 0.01)] * 3,
+        [(3, "frozen weights", "warning", (0,))]),
+    "a head stands still twice": ([moves(*STEADY)] + [moves(0.0, 0.01, 0.01, 0.01)] * 2, NOTHING),
+    "queries stand still under moving outputs": (
+        [moves(*STEADY)] + [roles(query=[0.0] * 4, output=[0.01] * 4)] * 3,
+        [(3, "frozen weights", "warning", (0, 1, 2, 3))]),
+    "roles that are not to train": ([roles(query=[math.nan] * 4, output=[0.01] * 4)] * 5, NOTHING),
+    "all heads stand still, with nothing else": ([moves(0.0, 0.0, 0.0, 0.0)] * 4,
+        [(3, "frozen weights", "warning", (0, 1, 2, 3))]),
+    "an adapter stands still": ([further(1.0, 0.0)] * 4, [(3, "frozen weights", "warning", ())]),
+    "a gain stands still": ([further(0.0, 1.0)] * 4, [(3, "frozen weights", "notice", ())]),
+    "further parameters that are not to train": ([further(math.nan, 0.0)] * 5, NOTHING),
+    "updates round away": ([moves(*STEADY, unchanged=0.1)] + [moves(1e-5, 1e-5, 1e-5, 1e-5, unchanged=0.95)] * 3,
         [(3, "rounded away", "warning", ())]),
-    "updates that mostly arrive": ([moves(*STILL, unchanged=0.1)] + [moves(*STILL, unchanged=0.89)] * 4, NOTHING),
-    "a layer that never moved": ([moves(0.0, 0.0, 0.0, 0.0, unchanged=1.0)] * 5, NOTHING),
+    "updates that mostly arrive": ([moves(*STEADY, unchanged=0.1)] + [moves(*STEADY, unchanged=0.89)] * 4, NOTHING),
     "a circuit fades": ([norms([1, 1, 1, 1]), norms([1, 0.09, 1, 1])], [(1, "vanishing weights", "warning", (1,))]),
     "an OV circuit fades": ([norms([1] * 4), norms([1] * 4, [1, 1, 1, 0.05])],
         [(1, "vanishing weights", "warning", (3,))]),
@@ -214,22 +231,41 @@ def test_a_norm_behind_the_queries_takes_their_size_away():
 
 def test_heads_of_zeros_are_told_as_such():
     sizes = {name: [0, 1, 1, 1] for name in ("circuit_qk_norm", "circuit_ov_norm")}
-    zero = layer({"head_movement_min": 0.0}, {"head_movement": [0.0, 0.1, 0.1, 0.1], **sizes})
-    (alert,) = run([zero] * 3)[2]
+    zero = layer(moves(0.0, 0.1, 0.1, 0.1).values, moves(0.0, 0.1, 0.1, 0.1).heads | sizes)
+    (alert,) = run([zero] * 4)[3]
     assert alert.message == (
-        f"the weights of head 0 of {LAYER} are zero and do not move: not since step 0, while those of other heads do"
+        f"the weights of head 0 of {LAYER} are zero and do not move: not since step 0, while other weights do"
     )
-    assert raised(run([zero] * 5, pretrained=True)) == []
+    assert raised(run([zero] * 6, pretrained=True)) == []
+
+
+def test_a_layer_that_is_unfrozen_has_three_readings_and_twenty_steps_to_move():
+    asleep = roles()
+    assert raised(run([asleep] * 5 + [moves(0.0, 0.0, 0.0, 0.0), moves(*STEADY)])) == []
+    readings = [asleep] * 5 + [moves(0.0, 0.0, 0.0, 0.0)] * 30
+    for every, place in {1: 25, 3: 12, 10: 7, 50: 7}.items():
+        ((first, *alert),) = raised(run(readings, every=every))
+        assert (first, alert) == (place, ["frozen weights", "warning", (0, 1, 2, 3)]), every
+
+
+def test_parameters_that_stand_still_are_named():
+    names = {"q_proj.lora_A.default.weight": 2, "q_norm.weight": 1}
+    (alert,) = run([further(1.0, 0.0)] * 4, layers=[facts(parameters=names)])[3]
+    assert alert.message == (
+        f"`q_proj.lora_A.default.weight` of {LAYER} does not move: not since step 0, while other weights do"
+    )
+    nothing = layer({"parameters_still": 2.0, "others_move": 0.0}, {"parameter_still": [1.0, 1.0]})
+    (alert,) = run([nothing] * 4, layers=[facts(parameters=names)])[3]
+    assert alert.message.endswith("`q_norm.weight` of blocks.0.attn do not move: not since step 0, while nothing else "
+                                  "that is to train does either")  # fmt: skip
 
 
 def test_a_whole_layer_that_stands_still_while_others_move_is_frozen():
-    still, moving = moves(0.0, 0.0, 0.0, 0.0), moves(*STILL)
+    still, moving = moves(0.0, 0.0, 0.0, 0.0), moves(*STEADY)
     given = run([{"a": moving, "b": moving}] + [{"a": still, "b": moving}] * 3, layers=[facts("a"), facts("b")])
     ((alert,),) = [alerts for alerts in given if alerts]
-    assert (alert.rule, alert.where, alert.since) == ("frozen heads", {"a": (0, 1, 2, 3)}, 50)
-    assert (
-        "the weights of all 4 heads of a do not move: not since step 0, while those of other layers do" in alert.message
-    )
+    assert (alert.rule, alert.where, alert.since) == ("frozen weights", {"a": (0, 1, 2, 3)}, 0)
+    assert alert.message == "the weights of all 4 heads of a do not move: not since step 0, while other weights do"
 
 
 def test_heads_that_score_alike_are_a_notice_while_the_loss_is_at_its_best_and_a_warning_once_it_is_not():
@@ -269,17 +305,17 @@ def test_scores_that_grow_over_a_thousand_readings_are_reported():
 
 
 def test_weights_that_have_stood_still_for_long_are_not_said_to_move_again():
-    given = run([moves(*STILL, unchanged=0.1)] * 3 + [moves(0.0, 0.0, 0.0, 0.0, unchanged=1.0)] * 100)
+    given = run([moves(*STEADY, unchanged=0.1)] * 3 + [moves(0.0, 0.0, 0.0, 0.0, unchanged=1.0)] * 100)
     assert [(place, one.rule, one.status) for place, found in enumerate(given) for one in found] == [
-        (5, "rounded away", "new")
+        (5, "frozen weights", "new")
     ]
 
 
 def test_heads_that_freeze_one_after_the_other_have_not_moved_since_the_last_of_them_did():
-    given = run([moves(*STILL)] + [moves(0.0, 0.01, 0.01, 0.01)] * 80 + [moves(0.0, 0.0, 0.01, 0.01)])
+    given = run([moves(*STEADY)] + [moves(0.0, 0.01, 0.01, 0.01)] * 80 + [moves(0.0, 0.0, 0.01, 0.01)] * 3)
     assert [(place, one.where[LAYER]) for place, found in enumerate(given) for one in found] == [
         (3, (0,)),
-        (81, (0, 1)),
+        (83, (0, 1)),
     ]
-    assert "heads 0 and 1" in given[81][0].message
-    assert "not since step 4000, while" in given[81][0].message
+    assert "heads 0 and 1" in given[83][0].message
+    assert "not since step 4000, while" in given[83][0].message

@@ -66,9 +66,8 @@ def page(results: Sequence[Result]) -> str:
         group = [result for result in healthy if result["task"] == task]
         rules = Counter(alert["rule"] for result in group for alert in alarms(result))
         names = ", ".join(f"{rule} {count}" for rule, count in rules.most_common())
-        lines.append(
-            f"| {task} | {sum(map(is_told, group))}/{len(group)} | {sum(map(is_told_by_loss, group))}/{len(group)} | {names} |"
-        )
+        told, by_loss = sum(map(is_told, group)), sum(map(is_told_by_loss, group))
+        lines.append(f"| {task} | {told}/{len(group)} | {by_loss}/{len(group)} | {names} |")
     return "\n".join(lines) + "\n"
 
 
