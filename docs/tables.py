@@ -84,9 +84,12 @@ def bug_row(bug: Bug) -> tuple[str, ...]:
 
 
 def page_with_tables(name: str) -> str:
-    """Give a page with its tables as the classes say them now."""
-    made = iter(tables()[name])
-    return TABLE.sub(lambda _: next(made), (FOLDER / name).read_text(encoding="utf-8"))
+    """Return a page with its tables as the classes say them now; each must have its place there."""
+    text, current = (FOLDER / name).read_text(encoding="utf-8"), tables()[name]
+    places = TABLE.findall(text)
+    assert len(places) == len(current), f"{name} has {len(places)} places for {len(current)} tables"
+    remaining = iter(current)
+    return TABLE.sub(lambda _: next(remaining), text)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from tests.monitor.models import Model, inputs_of, naive, of_outputs, of_rows
 
 COUNTS = {"weights_not_finite": 0.0, "outputs_not_finite": 0.0, "head_unchanged": 0.0, "trains": 1.0,
           "parameters_still": 0.0, "others_move": 0.0}  # fmt: skip
-CHANCE_OF_ENERGY = {"hdi_energy_alignment", "hdi_energy_worst_alignment"}
+CHANCE_OF_ENERGY = {"hdi_energy_alignment", "hdi_energy_worst_alignment"}  # another test asserts these
 
 
 def read(model: nn.Module, *batches: torch.Tensor, **options) -> Record:
@@ -47,6 +47,7 @@ def test_every_metric_is_what_its_definition_says(eager):
     assert list(record.layers) == ["layers.0", "layers.1"]
     for layer, own in zip(record.layers.values(), expected):
         own |= COUNTS
+        assert own.keys() | CHANCE_OF_ENERGY >= METRICS.keys(), "a metric that nothing outside of the package computes"
         unknown = {"query_norm", "key_norm"} if eager else set()
         assert layer.values.keys() == METRICS.keys() - unknown
         for name in own.keys() - unknown - {"_energy"}:
