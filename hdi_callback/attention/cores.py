@@ -14,7 +14,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.labels import RESAMPLED, SEVERAL, SHARED, TIMES, Label, Labels, Source, Unreadable, only_one
+from hdi_callback.attention.labels import (
+    RESAMPLED,
+    SEVERAL,
+    SHARED,
+    TIMES,
+    FeatureRange,
+    Label,
+    Labels,
+    Unreadable,
+    only_one,
+)
 from hdi_callback.attention.normalisers import normaliser_before
 from hdi_callback.attention.operations import (
     CHOICES,
@@ -29,7 +39,7 @@ from hdi_callback.attention.planes import repeats, reshaped, small, thin, unique
 from hdi_callback.attention.products import Product, reduced_dims
 from hdi_callback.attention.tape import DATA, MADE, Cell, Step, View
 
-__all__ = ["OVER_HEADS", "OVER_QUERIES", "Core", "Part", "core_of", "layout_of_fused"]
+__all__ = ["OVER_HEADS", "OVER_QUERIES", "Core", "ValueProduct", "core_of", "layout_of_fused"]
 
 OVER_QUERIES = "its softmax runs over queries, not over keys"
 ELEMENT_BY_ELEMENT = "its weights are multiplied with values element by element"
@@ -40,7 +50,7 @@ _NEAR = 60  # steps to walk on from it
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class ValueProduct:
     """Weights of one softmax, times values.
 
     Attributes:
@@ -61,7 +71,7 @@ class Part:
 
     def placed(self, plane: Tensor) -> Tensor:
         """Give a plane ``(n, queries, width)`` the shape in which the output lies."""
-        out = self.step.made[0]
+        out = self.step.outputs[0]
         assert out is not None
         if self.product is not None:
             return self.product.placed(plane, out)
@@ -79,7 +89,7 @@ class Core:
         step: the softmax, or the fused operation.
         parts: its products with values; one, as a rule.
         score_step: the product of queries and keys; `None` of a fused operation.
-        asked: which query each row of the softmax is of, counted over all matrices of `score_step`, in the shape of
+        query_of: which query each row of the softmax is of, counted over all matrices of `score_step`, in the shape of
             the softmax without `dim`; `None` of a fused operation.
         dim: the dimension that the softmax runs over.
         flags: what else is true of its scores.
@@ -89,9 +99,9 @@ class Core:
     """
 
     step: Step
-    parts: tuple[Part, ...]
+    parts: tuple[ValueProduct, ...]
     score_step: Step | None = None
-    asked: Tensor | None = None
+    query_of: Tensor | None = None
     dim: int = -1
     flags: frozenset[str] = frozenset()
     scores: View | None = None
@@ -113,7 +123,7 @@ def core_of(labels: Labels, step: Step) -> Core | None:
     if layout_of_fused(step):
         return _fused_core(labels, step)
     if step.op in SOFTMAX_LIKE:
-        return _core_behind(labels, step, step.taken[0], softmax_dim(step))
+        return _core_behind(labels, step, step.inputs[0], softmax_dim(step))
     normaliser = normaliser_before(labels, step)
     if normaliser is None:
         return None
@@ -139,12 +149,12 @@ def layout_of_fused(step: Step) -> str:
     """Say in which order a fused attention takes the dimensions of queries: ``""`` if it is none."""
     if is_fused(step.op):
         return "b h q"
-    return "b q h" if step.op in FUSED_BY_TOKENS and len(step.taken[0].shape) == 4 else ""
+    return "b q h" if step.op in FUSED_BY_TOKENS and len(step.inputs[0].shape) == 4 else ""
 
 
 def _fused_core(labels: Labels, step: Step) -> Core:
     given = []
-    for view, what in zip(step.taken[:3], ("queries", "keys", "values")):
+    for view, what in zip(step.inputs[:3], ("queries", "keys", "values")):
         if layout_of_fused(step) == "b q h":
             (b, q, h, w), (sb, sq, sh, sw) = view.shape, view.stride
             view = view.seen_as((b, h, q, w), (sb, sh, sq, sw))
@@ -153,7 +163,7 @@ def _fused_core(labels: Labels, step: Step) -> Core:
     groups = len(query.features)
     if len(key.features) != groups:
         key, value = (_repeated(one, groups // len(one.features)) for one in (key, value))
-    return Core(step, (Part(query, key, value, step),))
+    return Core(step, (ValueProduct(query, key, value, step),))
 
 
 def _repeated(label: Label, times: int) -> Label:
@@ -205,17 +215,17 @@ def _core_behind(labels: Labels, step: Step, scores: View, dim: int | None) -> C
 
 def softmax_dim(step: Step) -> int | None:
     """Say over which dimension a softmax runs, also one that is written out: exponentials over their sum."""
-    shape = step.taken[0].shape
+    shape = step.inputs[0].shape
     if step.op not in EXPONENTIALS:
         return int(step.args[1]) % len(shape) if shape else None
-    made = step.made[0]
+    made = step.outputs[0]
     for user in made.cell.users if made is not None else ():
-        if user.op == "sum" and len(user.taken[0].shape) == len(shape) and _divides(user):
+        if user.op == "sum" and len(user.inputs[0].shape) == len(shape) and _divides(user):
             return reduced_dims(user)[0]
-    before = step.taken[0].cell.step
+    before = step.inputs[0].cell.step
     if before is not None and before.op == "_log_softmax":
         return int(before.args[1]) % len(shape)
-    for view in before.taken if before is not None and before.op == "sub" else ():
+    for view in before.inputs if before is not None and before.op == "sub" else ():
         if view.cell.step is not None and view.cell.step.op in {"logsumexp", "add", "log"}:
             sizes = [d for d in range(len(view.shape)) if view.shape[d] == 1 != shape[d]]
             return sizes[0] if sizes else None
@@ -226,7 +236,7 @@ def _divides(step: Step) -> bool:
     """Whether something is divided by a sum, and not by its product with features, as in linear attention."""
     todo = [step]
     for current in todo:  # it grows
-        users = [user for made in current.made if made is not None for user in made.cell.users]
+        users = [user for made in current.outputs if made is not None for user in made.cell.users]
         if any(user.op in {"div", "reciprocal", "log", "pow"} for user in users):
             return True
         todo += [user for user in users if len(todo) < _NEAR and (user.is_pointwise or user.op in COPIES)]
@@ -267,7 +277,7 @@ def _score_steps(labels: Labels, cell: Cell) -> Iterator[Step]:
             if product is not None and product.kind == "scores":
                 yield one.step
             elif product is None or product.kind == "constant":
-                todo += [view.cell for view in one.step.taken if view.is_float and view.cell.kind >= MADE]
+                todo += [view.cell for view in one.step.inputs if view.is_float and view.cell.kind >= MADE]
         if one.before is not None:
             todo.append(one.before)
 
@@ -289,25 +299,25 @@ def _mapped_scores(labels: Labels, cell: Cell, *, beside: bool) -> set[Step]:
         elif product is not None and product.kind in {"weight", "filter"}:
             todo.append((product.first.cell, True, far + 1))
         else:
-            views = [view for view in one.step.taken if view.is_float and view.cell.kind >= MADE]
+            views = [view for view in one.step.inputs if view.is_float and view.cell.kind >= MADE]
             todo += [(view.cell, is_mapped, far + 1) for view in (views if beside else views[:1])]
     return found
 
 
-def _own_source(labels: Labels, label: Label, sources: list[Source]) -> Source:
+def _own_source(labels: Labels, label: Label, sources: list[FeatureRange]) -> FeatureRange:
     """Choose the product of queries and keys among those that scores are a sum of.
 
     Both factors depend on what the model is given, and not on positions alone; scores of a layer before are
     added, and so come from an earlier step.
     """  # noqa: DOC201, DOC501
 
-    def strength(source: Source) -> int:
+    def strength(source: FeatureRange) -> int:
         product = labels.products.of(source.step) if source.step is not None else None
         return 0 if product is None else min(product.first.cell.kind, product.second.cell.kind)
 
     strongest = max(map(strength, sources))
     strong = [source for source in sources if strength(source) == strongest]
-    own = [source for source in strong if source.step is None or source.step.number not in labels.asked] or strong
+    own = [source for source in strong if source.step is None or source.step.number not in labels.score_steps] or strong
     short = small(label.features)
     for number in short[short < -1].unique().tolist():
         if (
@@ -318,7 +328,7 @@ def _own_source(labels: Labels, label: Label, sources: list[Source]) -> Source:
     return own[-1]
 
 
-def _slots(labels: Labels, features: Tensor, source: Source) -> Tensor:
+def _slots(labels: Labels, features: Tensor, source: FeatureRange) -> Tensor:
     """Say which row of a source's scores each element is; -1 for none."""
     short = small(features)
     slots = torch.where((short >= source.start) & (short < source.end), short - source.start, -1)
@@ -330,7 +340,7 @@ def _slots(labels: Labels, features: Tensor, source: Source) -> Tensor:
     return slots.expand(features.shape)
 
 
-def _side(labels: Labels, label: Label, dim: int, source: Source) -> tuple[bool, Tensor | None]:
+def _side(labels: Labels, label: Label, dim: int, source: FeatureRange) -> tuple[bool, Tensor | None]:
     """Say whether keys are the rows of a product, and number rows anew where several products share queries."""
     slots = _slots(labels, label.features, source)
     try:
@@ -349,7 +359,7 @@ def _side(labels: Labels, label: Label, dim: int, source: Source) -> tuple[bool,
         return not _runs_over_columns(slots, label.tokens, dim, source), renumbered
 
 
-def _runs_over_columns(slots: Tensor, tokens: Tensor, dim: int, source: Source) -> bool:
+def _runs_over_columns(slots: Tensor, tokens: Tensor, dim: int, source: FeatureRange) -> bool:
     """Say whether a dimension runs over the columns of a product; otherwise over its rows."""
     _, rows, columns = source.shape
     if not bool((small(tokens) > 0).any()):
@@ -383,7 +393,9 @@ def _pairs(plane: Tensor, dim: int) -> list[Tensor]:
     return [plane.narrow(dim, start, size - 1).flatten() for start in (0, 1)]
 
 
-def _numbered(slots: Tensor, tokens: Tensor, source: Source, is_flipped: bool, renumbered: Tensor | None) -> Tensor:
+def _numbered(
+    slots: Tensor, tokens: Tensor, source: FeatureRange, is_flipped: bool, renumbered: Tensor | None
+) -> Tensor:
     """Number queries: by the rows of the product, or by its columns."""
     if renumbered is not None:
         slots = torch.where(slots < 0, -1, renumbered[slots.clamp(min=0)])
@@ -394,9 +406,9 @@ def _numbered(slots: Tensor, tokens: Tensor, source: Source, is_flipped: bool, r
 
 
 def _part(
-    labels: Labels, consumer: tuple[Step, Product], sources: list[Source], source: Source, *,
+    labels: Labels, consumer: tuple[Step, Product], sources: list[FeatureRange], source: FeatureRange, *,
     is_flipped: bool, renumbered: Tensor | None
-) -> Part:  # fmt: skip
+) -> ValueProduct:  # fmt: skip
     """Read a product of weights and values: which queries ask, with which keys and values."""
     step, product = consumer
     _, rows, columns = source.shape
@@ -416,10 +428,10 @@ def _part(
     if bool((small(units) < 0).any()):  # keys of other products beside
         beside = (units < 0).all(1)[..., None]
         value = Label(torch.where(beside, 0, value.features), value.tokens, value.flags)
-    return Part(query, key, value, step, product, unit)
+    return ValueProduct(query, key, value, step, product, unit)
 
 
-def _refuse_several_softmaxes(labels: Labels, behind: Label, sources: list[Source]) -> None:
+def _refuse_several_softmaxes(labels: Labels, behind: Label, sources: list[FeatureRange]) -> None:
     """Refuse weights that are put together of those of several softmaxes, place by place."""
     short = small(behind.features)
     for number in short[short < -1].unique().tolist():
@@ -439,7 +451,7 @@ def _one_unit(units: Tensor) -> Tensor:
     return unit
 
 
-def _factors(labels: Labels, source: Source, *, is_flipped: bool) -> tuple[Label, Label]:
+def _factors(labels: Labels, source: FeatureRange, *, is_flipped: bool) -> tuple[Label, Label]:
     """Read what asks and what is asked: ``(n, rows, width)`` each."""
     product = labels.products.of(source.step) if source.step is not None else None
     assert product is not None
@@ -474,7 +486,7 @@ def _picked(plane: Tensor, slot: Tensor, row: Tensor) -> Tensor:
 
 def _products_behind(labels: Labels, step: Step) -> list[tuple[Step, Product]]:
     """Walk on from a softmax to its products with values; the weights are the first factor of each."""
-    made = step.made[0]
+    made = step.outputs[0]
     if made is None:
         return []
     found: list[tuple[Step, Product]] = []
@@ -498,7 +510,7 @@ def _products_behind(labels: Labels, step: Step) -> list[tuple[Step, Product]]:
             continue
         if one.op == "mul" and not found and _multiplies_values(labels, one, seen):
             raise Unreadable(ELEMENT_BY_ELEMENT)
-        for out in one.made:
+        for out in one.outputs:
             if out is not None and out.is_float:
                 seen.add(id(out.cell))
                 for user in out.cell.users:
@@ -516,8 +528,8 @@ def _with_weights_first(product: Product, seen: set[int]) -> Product | None:
 
 
 def _multiplies_values(labels: Labels, step: Step, seen: set[int]) -> bool:
-    out = step.made[0]
+    out = step.outputs[0]
     if out is None or any(labels.products.of(user) is not None for user in out.cell.users):
         return False  # it is half of a product
-    others = [view for view in step.taken if id(view.cell) not in seen and view.cell.kind == DATA]
+    others = [view for view in step.inputs if id(view.cell) not in seen and view.cell.kind == DATA]
     return any(_is_read(labels, view) for view in others)

@@ -16,7 +16,7 @@ from torch import nn
 from hdi_callback.arguments import function, torch_module
 from hdi_callback.attention.cores import ELEMENT_BY_ELEMENT, core_of, layout_of_fused
 from hdi_callback.attention.extra_forward import inner_model, nothing_remains
-from hdi_callback.attention.heads import IN, Claim, Map, columns_of, heads_of, maps_that_are_shared
+from hdi_callback.attention.heads import IN, FoundAttention, Projection, columns_of, heads_of, maps_that_are_shared
 from hdi_callback.attention.labels import (
     CENTRED,
     FILTERED,
@@ -40,6 +40,9 @@ from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarni
 __all__ = ["OnRead", "claims_of", "find_attention", "place_of", "read_tape", "survey"]
 
 
+Reasons = list[tuple[Step, str]]  # of what cannot be read
+
+
 # from a tape to claims
 
 
@@ -54,8 +57,8 @@ class Reading:
 
     def __init__(self, tape: Tape) -> None:
         self.labels = Labels(tape)
-        self.claims: list[Claim] = []
-        self.refused: list[tuple[Step, str]] = []
+        self.claims: list[FoundAttention] = []
+        self.refused: Reasons = []
         self._next = 0
 
     @torch.no_grad()
@@ -81,7 +84,7 @@ class Reading:
 
 
 @torch.no_grad()
-def claims_of(tape: Tape, reading: Reading | None = None) -> tuple[Labels, list[Claim], list[tuple[Step, str]]]:
+def claims_of(tape: Tape, reading: Reading | None = None) -> tuple[Labels, list[FoundAttention], Reasons]:
     """Read each attention on a tape.
 
     Args:
@@ -105,7 +108,7 @@ def claims_of(tape: Tape, reading: Reading | None = None) -> tuple[Labels, list[
     return labels, claims, refused + more + further
 
 
-def _claim(labels: Labels, step: Step) -> Claim | None:
+def _claim(labels: Labels, step: Step) -> FoundAttention | None:
     core = core_of(labels, step)
     if core is None:
         return None
@@ -116,20 +119,20 @@ def _claim(labels: Labels, step: Step) -> Claim | None:
         if core is None:
             return None
     claim = heads_of(labels, core)
-    labels.asked |= {core.score_step.number} if core.score_step is not None else set()
+    labels.score_steps |= {core.score_step.number} if core.score_step is not None else set()
     return claim
 
 
 def _looks_like_attention(step: Step) -> bool:
     """Say whether an operation of a package takes what may be queries, keys and values."""
-    if "::" not in step.op or layout_of_fused(step) or len(step.taken) < len(IN):
+    if "::" not in step.op or layout_of_fused(step) or len(step.inputs) < len(IN):
         return False
-    query, key, value = step.taken[: len(IN)]
+    query, key, value = step.inputs[: len(IN)]
     are_data = all(one.is_float and one.cell.kind == DATA and len(one.shape) >= 3 for one in (query, key, value))
     return are_data and query.shape[-1] == key.shape[-1] and query.cell.is_mapped and key.cell.is_mapped
 
 
-def _without_softmax(labels: Labels, claims: list[Claim], refused: list[tuple[Step, str]]) -> list[tuple[Step, str]]:
+def _without_softmax(labels: Labels, claims: list[FoundAttention], refused: Reasons) -> Reasons:
     """Name what multiplies three computed tensors without a softmax: linear and sigmoid attention, state spaces."""
     paths = {step.path for step, _ in refused} | {claim.path for claim in claims}
     found: dict[str | None, Step] = {}
@@ -147,11 +150,11 @@ def _without_softmax(labels: Labels, claims: list[Claim], refused: list[tuple[St
 _FAR = 200  # tensors that are looked at for a product
 
 
-def _over_edges(labels: Labels) -> list[tuple[Step, str]]:
+def _over_edges(labels: Labels) -> Reasons:
     """Name attention over the edges of a graph: exponentials of products of queries and keys, summed by scattering."""
     found: dict[str | None, Step] = {}
     for step in labels.tape.steps:
-        exponentials = [view.cell.step for view in step.taken if view.cell.step is not None]
+        exponentials = [view.cell.step for view in step.inputs if view.cell.step is not None]
         for exponential in exponentials if step.op in SCATTERS else ():
             if exponential.op == "exp" and _is_of_products(exponential):
                 found.setdefault(exponential.path, exponential)
@@ -163,7 +166,7 @@ def _over_edges(labels: Labels) -> list[tuple[Step, str]]:
 def _is_of_products(step: Step) -> bool:
     """Whether a step takes sums of products, element by element, of two computed tensors."""
     for _ in range(8):
-        views = [view for view in step.taken if view.is_float and view.cell.is_mapped]
+        views = [view for view in step.inputs if view.is_float and view.cell.is_mapped]
         if step.op == "mul" and len(views) == 2:
             return all(view.cell.kind == DATA for view in views)
         if not views or views[0].cell.step is None or not (step.is_pointwise or step.op == "sum"):
@@ -172,15 +175,15 @@ def _is_of_products(step: Step) -> bool:
     return False
 
 
-def _element_by_element(labels: Labels, refused: set[str | None]) -> list[tuple[Step, str]]:
+def _element_by_element(labels: Labels, refused: set[str | None]) -> Reasons:
     """Name attention without queries: exponentials times values, over a sum of the same exponentials over tokens."""
     found: dict[str | None, Step] = {}
     for step in labels.tape.steps:
-        divided = step.taken[:2] if step.op == "div" and len(step.taken) == 2 else []
+        divided = step.inputs[:2] if step.op == "div" and len(step.inputs) == 2 else []
         if not divided or any(view.cell.kind < DATA or not view.cell.is_mapped for view in divided):
             continue
         above, below = (_before(labels, view.cell) for view in divided)
-        factors = [view for one in above - below if one.op == "mul" and len(one.taken) == 2 for view in one.taken]
+        factors = [view for one in above - below if one.op == "mul" and len(one.inputs) == 2 for view in one.inputs]
         weights = _exponentials(below)
         shared = set().union(*(_exponentials(_before(labels, view.cell)).keys() for view in factors)) & weights.keys()
         if any(_mixes_tokens(labels, divided[1], weights[cell], below) for cell in shared):
@@ -191,14 +194,14 @@ def _element_by_element(labels: Labels, refused: set[str | None]) -> list[tuple[
 
 def _exponentials(steps: set[Step]) -> dict[Cell, Step]:
     """Return the exponentials of computed tensors, by what they are taken of."""
-    return {step.taken[0].cell: step for step in steps if step.op in EXPONENTIALS and step.taken[0].cell.is_mapped}
+    return {step.inputs[0].cell: step for step in steps if step.op in EXPONENTIALS and step.inputs[0].cell.is_mapped}
 
 
 def _mixes_tokens(labels: Labels, view: View, exponential: Step, between: set[Step]) -> bool:
     """Whether a tensor is a sum over tokens of exponentials that are each of one token."""
     if any(not (step.is_pointwise or step.op in COPIES | {"sum", "amax"}) for step in between):
         return True
-    labels_of = (labels.may_read(one) for one in (exponential.taken[0], view))
+    labels_of = (labels.may_read(one) for one in (exponential.inputs[0], view))
     before, after = (label is not None and bool((label.tokens == SEVERAL).any()) for label in labels_of)
     return after and not before
 
@@ -213,7 +216,7 @@ def _before(labels: Labels, cell: Cell) -> set[Step]:
             continue
         steps.add(step)
         if step.op not in SOFTMAX_LIKE and len(todo) < _FAR:
-            todo += [view.cell for view in step.taken if view.is_float and view.cell.kind == DATA]
+            todo += [view.cell for view in step.inputs if view.is_float and view.cell.kind == DATA]
     return steps
 
 
@@ -226,7 +229,7 @@ def _is_of_two_computed(labels: Labels, cell: Cell, path: str | None) -> bool:
         product = labels.products.of(step) if step is not None else None
         if step is None or step.op in SOFTMAX_LIKE or (product is not None and product.kind == "weight"):
             continue
-        views = [view for view in step.taken if view.is_float and view.cell.kind == DATA and view.cell.is_mapped]
+        views = [view for view in step.inputs if view.is_float and view.cell.kind == DATA and view.cell.is_mapped]
         # One of another module is of an earlier layer, whose output is mixed here once more.
         is_own = product is not None and product.kind == "scores" and step.path == path
         pair = [product.first, product.second] if is_own and product is not None else []
@@ -241,9 +244,9 @@ def _is_of_two_computed(labels: Labels, cell: Cell, path: str | None) -> bool:
     return False
 
 
-def _joined(labels: Labels, claims: list[Claim]) -> tuple[list[Claim], list[tuple[Step, str]]]:
+def _joined(labels: Labels, claims: list[FoundAttention]) -> tuple[list[FoundAttention], Reasons]:
     """Put heads together that are computed one after the other, and enter one product side by side."""
-    groups: dict[tuple[Any, ...], list[Claim]] = {}
+    groups: dict[tuple[Any, ...], list[FoundAttention]] = {}
     for claim in claims:
         if claim.outputs:
             kinds = sorted((role, len(maps), maps[0].starts.shape[1]) for role, maps in claim.maps.items())
@@ -264,7 +267,7 @@ def _joined(labels: Labels, claims: list[Claim]) -> tuple[list[Claim], list[tupl
     return [claim for claim in claims if id(claim) not in gone], refused
 
 
-def _join(group: list[Claim]) -> None:
+def _join(group: list[FoundAttention]) -> None:
     """Put the heads of some claims into the first of them."""
     first = group[0]
     first.members = [copy(one) for one in group]
@@ -280,9 +283,9 @@ def _join(group: list[Claim]) -> None:
     first.flags = set().union(*(one.flags for one in group))
 
 
-def _summed(labels: Labels, claims: list[Claim]) -> list[Claim]:
+def _summed(labels: Labels, claims: list[FoundAttention]) -> list[FoundAttention]:
     """Put heads together that are modules of their own, with the same inputs, and an output map each that is summed."""
-    groups: dict[tuple[Any, ...], list[Claim]] = {}
+    groups: dict[tuple[Any, ...], list[FoundAttention]] = {}
     for claim in claims:
         maps = [one for role in IN for one in claim.maps.get(role, [])]
         inputs = frozenset(
@@ -302,9 +305,7 @@ def _summed(labels: Labels, claims: list[Claim]) -> list[Claim]:
     return kept
 
 
-def _without_single_heads(
-    claims: list[Claim], refused: list[tuple[Step, str]]
-) -> tuple[list[Claim], list[tuple[Step, str]]]:
+def _without_single_heads(claims: list[FoundAttention], refused: Reasons) -> tuple[list[FoundAttention], Reasons]:
     """Refuse a single head of a module, of which others are refused."""
     paths = {step.path for step, _ in refused}
     gone = [claim for claim in claims if claim.heads == 1 and claim.path in paths]
@@ -312,7 +313,7 @@ def _without_single_heads(
     return kept, [(claim.core.step, "other heads of it cannot be read") for claim in gone]
 
 
-def _role_with_inputs_of_heads(labels: Labels, group: list[Claim]) -> str:
+def _role_with_inputs_of_heads(labels: Labels, group: list[FoundAttention]) -> str:
     for role in IN:
         owners = {owner for claim in group for one in claim.maps.get(role, []) for owner in one.owners}
         given = [frozenset(origin(product.first) for product in labels.products_of[one].values()) for one in owners]
@@ -321,7 +322,7 @@ def _role_with_inputs_of_heads(labels: Labels, group: list[Claim]) -> str:
     return ""
 
 
-def _together(maps: list[Map]) -> Map:
+def _together(maps: list[Projection]) -> Projection:
     owners = tuple(owner for one in maps for owner in one.owners)
     names = tuple(
         one.names[head] if len(one.names) > 1 else one.names[0] for one in maps for head in range(len(one.starts))
@@ -333,7 +334,7 @@ def _together(maps: list[Map]) -> Map:
 # from claims to layers
 
 
-OnRead = Callable[[Labels, list[Claim], list[tuple[Step, str]]], None]
+OnRead = Callable[[Labels, list[FoundAttention], Reasons], None]
 
 
 def read_tape(tape: Tape, on_read: OnRead | None = None, reading: Reading | None = None) -> Survey:
@@ -358,7 +359,7 @@ def read_tape(tape: Tape, on_read: OnRead | None = None, reading: Reading | None
 class _Layers:
     """Turn claims into layers."""
 
-    def __init__(self, labels: Labels, claims: list[Claim]) -> None:
+    def __init__(self, labels: Labels, claims: list[FoundAttention]) -> None:
         self._claims, self._tape, self._model = claims, labels.tape, labels.tape.model
         behind = {owner for claim in claims for _, one in claim.outputs for owner in one.owners}
         self._weights = Weights(labels, behind)
@@ -367,7 +368,7 @@ class _Layers:
         self._sites: list[tuple[Site, object]] = []
         self._refused: dict[str, Refusal] = {}
 
-    def survey(self, refused: list[tuple[Step, str]]) -> Survey:
+    def survey(self, refused: Reasons) -> Survey:
         """Make a layer of each different claim; claims with the same rows are calls of one layer."""
         for claim in self._claims:
             try:
@@ -386,7 +387,7 @@ class _Layers:
         module = self._model.get_submodule(path)
         self._refused.setdefault(f"{path}: {reason}", Refusal(path, reason, type(module).__name__))
 
-    def _add(self, claim: Claim) -> None:
+    def _add(self, claim: FoundAttention) -> None:
         streams = [claim.maps, *claim.streams]
         for place, maps in enumerate(streams):
             outputs = [
@@ -398,7 +399,7 @@ class _Layers:
             if place == 0:
                 self._note_sites(claim, key)
 
-    def _note_sites(self, claim: Claim, key: object) -> None:
+    def _note_sites(self, claim: FoundAttention, key: object) -> None:
         first = 0
         for one in claim.members or [claim]:
             ordinal = self._ordinals.get(one.core.anchor.number)
@@ -409,7 +410,9 @@ class _Layers:
                     self._sites.append((replace(site_of(one, ordinal, self._tape.steps), order=order), key))
             first += count
 
-    def _layer(self, claim: Claim, maps: dict[str, list[Map]], outputs: list[tuple[Step, Map]]) -> AttentionLayer:
+    def _layer(
+        self, claim: FoundAttention, maps: dict[str, list[Projection]], outputs: list[tuple[Step, Projection]]
+    ) -> AttentionLayer:
         notes = [*claim.notes, *_caveats(claim.flags)]
         kept = _kept(maps, claim.flags, notes)
         weights, of_heads = self._weights_of(claim, kept, notes)
@@ -432,7 +435,7 @@ class _Layers:
         )  # fmt: skip
 
     def _weights_of(
-        self, claim: Claim, kept: dict[str, list[Map]], notes: list[str]
+        self, claim: FoundAttention, kept: dict[str, list[Projection]], notes: list[str]
     ) -> tuple[dict[str, HeadWeight], dict[str, tuple[int, ...]]]:
         """Make the weights of queries, keys and values, and say which of them each head has."""
         weights: dict[str, HeadWeight] = {}
@@ -452,7 +455,7 @@ class _Layers:
             of_heads[role] = numbers
         return weights, of_heads
 
-    def _output_module(self, base: Map | None, name: str) -> nn.Module | None:
+    def _output_module(self, base: Projection | None, name: str) -> nn.Module | None:
         """Find the module that is called with the heads side by side; a parameter of the layer's own has none."""
         owners = {one.rpartition(".")[0] for one in base.names} if base is not None else set()
         owner = owners.pop() if len(owners) == 1 else name
@@ -461,7 +464,7 @@ class _Layers:
         return None if is_layer or isinstance(module, _NEVER_CALLED) else module
 
 
-def place_of(model: nn.Module, claim: Claim, maps: dict[str, list[Map]]) -> str:
+def place_of(model: nn.Module, claim: FoundAttention, maps: dict[str, list[Projection]]) -> str:
     """Choose the module that a layer is called by: the one that runs the attention, if it has the parameters."""
     owners = [name.rpartition(".")[0] for mine in maps.values() for one in mine for name in one.names]
     path = claim.core.step.path or ""
@@ -478,7 +481,7 @@ def place_of(model: nn.Module, claim: Claim, maps: dict[str, list[Map]]) -> str:
 _NEVER_CALLED = (nn.modules.linear.NonDynamicallyQuantizableLinear, nn.MultiheadAttention)
 
 
-def _kept(maps: dict[str, list[Map]], flags: set[str], notes: list[str]) -> dict[str, list[Map]]:
+def _kept(maps: dict[str, list[Projection]], flags: set[str], notes: list[str]) -> dict[str, list[Projection]]:
     """Choose the maps that tell heads apart, with the same features of queries and keys."""
     if "key" not in maps:
         raise Unreadable("its keys come from no linear map")
@@ -496,7 +499,7 @@ def _kept(maps: dict[str, list[Map]], flags: set[str], notes: list[str]) -> dict
     return kept
 
 
-def _distinguishing(maps: list[Map], flags: set[str], role: str) -> list[Map]:
+def _distinguishing(maps: list[Projection], flags: set[str], role: str) -> list[Projection]:
     """Leave maps that tell heads apart; of what all heads share, as rotary parts of latent attention are, none."""
     if len(maps) == 1 or f"{role}: sum" in flags:
         return maps
@@ -525,14 +528,14 @@ def _caveats(flags: set[str]) -> list[str]:
     return found
 
 
-def _centred(maps: list[Map], flags: set[str], role: str) -> str:
+def _centred(maps: list[Projection], flags: set[str], role: str) -> str:
     """Say over which rows a norm behind a map takes the mean away: of a head, of all heads, or of none."""
     widths = [int(flag.rpartition(" ")[2]) for flag in flags if flag.startswith(f"{role}: {CENTRED}")]
     H, width = maps[0].starts.shape
     return "head" if width in widths else "all" if H * width in widths else ""
 
 
-def _different(maps: list[Map], heads: int) -> tuple[list[Map], tuple[int, ...]]:
+def _different(maps: list[Projection], heads: int) -> tuple[list[Projection], tuple[int, ...]]:
     """Leave each different head once; say which is whose."""
     names = [tuple((one.owners[head], *one.starts[head].tolist()) for one in maps) for head in range(heads)]
     order = list(dict.fromkeys(names))
@@ -541,7 +544,7 @@ def _different(maps: list[Map], heads: int) -> tuple[list[Map], tuple[int, ...]]
     )
 
 
-def _kind(claim: Claim, maps: dict[str, list[Map]]) -> str:
+def _kind(claim: FoundAttention, maps: dict[str, list[Projection]]) -> str:
     names = list(
         dict.fromkeys(name.removesuffix(".weight") for mine in maps.values() for one in mine for name in one.names)
     )

@@ -169,8 +169,8 @@ class FirstForward:
         if step.op in BATCHED:
             self._near, self._numel = {}, out.numel() if self._keeps() else 0
         elif self._numel and (self._near or step.op not in OF_SCORES):
-            taken = list(zip(step.taken, tensors_in(args)))
-            made = [(view, tensor) for view, tensor in zip(step.made, tensors_in(out)) if view is not None]
+            taken = list(zip(step.inputs, tensors_in(args)))
+            made = [(view, tensor) for view, tensor in zip(step.outputs, tensors_in(out)) if view is not None]
             for view, tensor in made if self._near else taken + made:
                 if view.is_float and tensor.numel() == self._numel and view.cell.step is not None:
                     self._near[view.cell.step.number] = tensor, _versions(tensor)[0]

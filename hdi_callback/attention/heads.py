@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.cores import Core, Part
-from hdi_callback.attention.labels import GROUPED, TIMES, Label, Labels, Source, filter_features
+from hdi_callback.attention.cores import Core, ValueProduct
+from hdi_callback.attention.labels import GROUPED, TIMES, FeatureRange, Label, Labels, filter_features
 from hdi_callback.attention.planes import repeats, reshaped, small, thin, unique_rows
 from hdi_callback.attention.products import Product, Unreadable
 from hdi_callback.attention.tape import DATA, Step, View
 
-__all__ = ["Claim", "Map", "column_numbers", "columns_of", "heads_of", "maps_that_are_shared"]
+__all__ = ["FoundAttention", "Projection", "column_numbers", "columns_of", "heads_of", "maps_that_are_shared"]
 
 IN = ("query", "key", "value")
 _FAR = 60  # steps to walk on from an attention to its output projection
@@ -30,7 +30,7 @@ Vector = dict[int, tuple[tuple[int, int], ...]]  # of one token: parameter -> (p
 
 
 @dataclass(frozen=True, eq=False)
-class Map:
+class Projection:
     """Rows (of an output: columns) of each head in one parameter.
 
     Attributes:
@@ -54,20 +54,20 @@ class Map:
         """What tells it from other maps."""
         return self.names, tuple(self.starts.flatten().tolist()), self.count
 
-    def of_heads(self, heads: Sequence[int]) -> Map:
+    def of_heads(self, heads: Sequence[int]) -> Projection:
         """Give the rows of some heads."""
         names = self.names if len(self.names) == 1 else tuple(self.names[head] for head in heads)
-        return Map(names, tuple(self.owners[head] for head in heads), self.starts[list(heads)], self.stride, self.count,
-                   self.places)  # fmt: skip
+        owners = tuple(self.owners[head] for head in heads)
+        return replace(self, names=names, owners=owners, starts=self.starts[list(heads)])
 
-    def at(self, places: Sequence[int]) -> Map:
+    def at(self, places: Sequence[int]) -> Projection:
         """Give the rows that lie at some places of the head."""
         kept = [self.places.index(place) for place in places]
-        return Map(self.names, self.owners, self.starts[:, kept], self.stride, self.count, tuple(places))
+        return replace(self, starts=self.starts[:, kept], places=tuple(places))
 
 
 @dataclass(eq=False, repr=False)
-class Claim:
+class FoundAttention:
     """What was read of an attention.
 
     Attributes:
@@ -89,22 +89,22 @@ class Claim:
 
     core: Core
     heads: int
-    maps: dict[str, list[Map]]
+    maps: dict[str, list[Projection]]
     flags: set[str]
     notes: list[str]
     numbers: list[Tensor] = field(default_factory=list)
     width: int = 0
-    source: Source | None = None
-    outputs: list[tuple[Step, Map]] = field(default_factory=list)
-    streams: list[dict[str, list[Map]]] = field(default_factory=list)
+    source: FeatureRange | None = None
+    outputs: list[tuple[Step, Projection]] = field(default_factory=list)
+    streams: list[dict[str, list[Projection]]] = field(default_factory=list)
     stream_of: Tensor | None = None
     stream_of_output: list[int] = field(default_factory=list)
-    members: list[Claim] = field(default_factory=list)
+    members: list[FoundAttention] = field(default_factory=list)
     takers: list[tuple[Step, Product]] = field(default_factory=list)
 
     def __repr__(self) -> str:
         names = {role: [name for part in parts for name in part.names] for role, parts in self.maps.items()}
-        return f"<Claim of {self.heads} heads in `{self.path}`: {names}>"
+        return f"<FoundAttention of {self.heads} heads in `{self.path}`: {names}>"
 
     @property
     def path(self) -> str | None:
@@ -126,7 +126,7 @@ class _Found:
     which: Tensor  # different query of each
 
 
-def heads_of(labels: Labels, core: Core) -> Claim:
+def heads_of(labels: Labels, core: Core) -> FoundAttention:
     """Read the heads of an attention.
 
     Raises:
@@ -140,7 +140,7 @@ def heads_of(labels: Labels, core: Core) -> Claim:
             raise Unreadable("several heads share queries and keys")
         for head in one.heads:
             heads.setdefault(_name_of_asking(head), head)
-    claim = Claim(core, len(heads), {}, set(core.flags).union(*(one.flags for one in found)), [])
+    claim = FoundAttention(core, len(heads), {}, set(core.flags).union(*(one.flags for one in found)), [])
     streams = _streams(list(heads.values()))
     first, *claim.streams = (_maps_of(labels, claim, list(heads.values()), stream) for stream in streams)
     claim.maps = first
@@ -156,7 +156,7 @@ def heads_of(labels: Labels, core: Core) -> Claim:
     return claim
 
 
-def _heads_of_part(labels: Labels, part: Part) -> _Found:
+def _heads_of_part(labels: Labels, part: ValueProduct) -> _Found:
     given = {"query": part.query, "key": part.key, "value": part.value}
     n, queries, width = part.query.features.shape
     flags = {f"{role}: {flag}" for role, label in given.items() for flag in label.flags}
@@ -294,8 +294,8 @@ def _streams(heads: list[_Head]) -> list[int]:
 # from heads to maps
 
 
-def _maps_of(labels: Labels, claim: Claim, heads: list[_Head], stream: int) -> dict[str, list[Map]]:
-    maps: dict[str, list[Map]] = {}
+def _maps_of(labels: Labels, claim: FoundAttention, heads: list[_Head], stream: int) -> dict[str, list[Projection]]:
+    maps: dict[str, list[Projection]] = {}
     for role in IN:
         mine = []
         for head in heads:
@@ -307,7 +307,7 @@ def _maps_of(labels: Labels, claim: Claim, heads: list[_Head], stream: int) -> d
     return maps
 
 
-def _maps_of_role(labels: Labels, claim: Claim, role: str, heads: list[Vector]) -> list[Map]:
+def _maps_of_role(labels: Labels, claim: FoundAttention, role: str, heads: list[Vector]) -> list[Projection]:
     owners = list(dict.fromkeys(owner for vector in heads for owner in vector))
     computed = [owner for owner in owners if labels.source_of(owner) is not None]
     for owner in computed:
@@ -330,8 +330,8 @@ def _maps_of_role(labels: Labels, claim: Claim, role: str, heads: list[Vector]) 
 
 
 def _map(
-    labels: Labels, claim: Claim, role: str, of_heads: list[tuple[int, tuple[tuple[int, int], ...]]]
-) -> Map | None:
+    labels: Labels, claim: FoundAttention, role: str, of_heads: list[tuple[int, tuple[tuple[int, int], ...]]]
+) -> Projection | None:
     owners = tuple(owner for owner, _ in of_heads)
     names = tuple(labels.tape.names[owner] for owner in owners)
     names = names[:1] if len(set(names)) == 1 else names
@@ -347,10 +347,10 @@ def _map(
             raise Unreadable(f"the rows of `{labels.tape.names[owner]}` lie in no regular order")
     stride, count = labels.products.stride[owners[0]]
     places = tuple(place for place, _ in of_heads[0][1])
-    return Map(names, owners, torch.tensor(features), stride, count, places)
+    return Projection(names, owners, torch.tensor(features), stride, count, places)
 
 
-def _check(part: Part, claim: Claim) -> None:
+def _check(part: ValueProduct, claim: FoundAttention) -> None:
     """Refuse what is no attention of heads after all."""
     maps, flags = claim.maps, claim.flags
     given = {"query": part.query, "key": part.key, "value": part.value}
@@ -379,8 +379,12 @@ def _check(part: Part, claim: Claim) -> None:
 
 
 def _values_of_parts(
-    labels: Labels, claim: Claim, parts: Sequence[Part], found: list[_Found], heads: dict[tuple[object, ...], _Head]
-) -> list[tuple[Part, Tensor, int]]:
+    labels: Labels,
+    claim: FoundAttention,
+    parts: Sequence[ValueProduct],
+    found: list[_Found],
+    heads: dict[tuple[object, ...], _Head],
+) -> list[tuple[ValueProduct, Tensor, int]]:
     """Give parts with the heads of their queries, and where in the heads' values theirs begin.
 
     A product with further values of the same parameter stands beside the first; one of another parameter is left out.
@@ -400,7 +404,7 @@ def _values_of_parts(
     return kept
 
 
-def _beside(labels: Labels, claim: Claim, found: _Found, width: int) -> Map | None:
+def _beside(labels: Labels, claim: FoundAttention, found: _Found, width: int) -> Projection | None:
     """Put further values of the heads beside the first, if they are of the same parameter."""
     first = claim.maps.get("value", [])
     other = _maps_of_role(labels, claim, "value", [next(iter(head["value"].values()), {}) for head in found.heads])
@@ -411,7 +415,7 @@ def _beside(labels: Labels, claim: Claim, found: _Found, width: int) -> Map | No
     return replace(first[0], starts=starts, places=places)
 
 
-def _install(labels: Labels, claim: Claim, parts: list[tuple[Part, Tensor, int]]) -> None:
+def _install(labels: Labels, claim: FoundAttention, parts: list[tuple[ValueProduct, Tensor, int]]) -> None:
     """Let what a core gives carry the numbers of its heads."""
     width = max(part.value.features.shape[-1] + offset for part, _, offset in parts)
     claim.width, claim.numbers = width, [number for _, number, _ in parts]
@@ -425,13 +429,13 @@ def _install(labels: Labels, claim: Claim, parts: list[tuple[Part, Tensor, int]]
         labels.installed[part.step.number] = Label(placed, at)
 
 
-def columns_of(labels: Labels, claim: Claim) -> None:
+def columns_of(labels: Labels, claim: FoundAttention) -> None:
     """Follow what an attention gives to the products with parameters that take it."""
     seen: set[int] = set()
     todo: list[tuple[int, Step]] = []
     first = min(part.step.number for part in claim.core.parts)
     for part in claim.core.parts:
-        out = part.step.made[0]
+        out = part.step.outputs[0]
         if out is not None:
             seen.add(id(out.cell))
             todo += [(user.number, user) for user in out.cell.users]
@@ -450,17 +454,17 @@ def columns_of(labels: Labels, claim: Claim) -> None:
         if step.op in {"add", "sub"} and _adds_something_else(labels, claim, step, seen):
             claim.flags.add("output: something is added before a map")
             continue
-        for made in step.made:
+        for made in step.outputs:
             if made is not None and made.is_float:
                 seen.add(id(made.cell))
                 for user in made.cell.users:
                     heapq.heappush(todo, (user.number, user))
 
 
-def _adds_something_else(labels: Labels, claim: Claim, step: Step, seen: set[int]) -> bool:
+def _adds_something_else(labels: Labels, claim: FoundAttention, step: Step, seen: set[int]) -> bool:
     """Say whether a residual is added; other attention, and what comes of the layer's own maps, is none."""
     own = {owner for maps in claim.maps.values() for one in maps for owner in one.owners}
-    for view in step.taken:
+    for view in step.inputs:
         if (
             not view.is_float
             or view.cell.kind != DATA
@@ -479,7 +483,7 @@ def _adds_something_else(labels: Labels, claim: Claim, step: Step, seen: set[int
     return False
 
 
-def _claim_columns(labels: Labels, claim: Claim, step: Step, product: Product) -> None:
+def _claim_columns(labels: Labels, claim: FoundAttention, step: Step, product: Product) -> None:
     if step.number in labels.deep:
         return
     claim.takers.append((step, product))
@@ -512,13 +516,13 @@ def _claim_columns(labels: Labels, claim: Claim, step: Step, product: Product) -
     starts = torch.tensor([list(of_heads[head]) for head in range(claim.heads)])
     owners = tuple(labels.owner(int(row[0])) for row in starts)
     names = tuple(labels.tape.names[owner] for owner in owners)
-    found = Map(names[:1] if len(set(names)) == 1 else names, owners, starts, turned[1], columns.shape[2])
+    found = Projection(names[:1] if len(set(names)) == 1 else names, owners, starts, turned[1], columns.shape[2])
     if all(known.key != found.key for _, known in claim.outputs):
         claim.outputs.append((step, found))
         claim.stream_of_output.append(_stream_of(claim, label.tokens))
 
 
-def _stream_of(claim: Claim, tokens: Tensor) -> int:
+def _stream_of(claim: FoundAttention, tokens: Tensor) -> int:
     """Say of which stream the tokens of an output are."""
     if claim.stream_of is None:
         return 0
@@ -543,7 +547,7 @@ def column_numbers(labels: Labels, weight: View) -> tuple[list[list[int]], int] 
 
 
 def _columns_by_head(
-    labels: Labels, claim: Claim, features: Tensor, turned: list[list[int]]
+    labels: Labels, claim: FoundAttention, features: Tensor, turned: list[list[int]]
 ) -> dict[int, list[int]] | None:
     source = claim.source
     assert source is not None
@@ -611,7 +615,7 @@ def maps_that_are_shared(labels: Labels, core: Core) -> set[int]:
 def _steps_leading_to(labels: Labels, core: Core) -> list[Step]:
     views = []
     for part in core.parts:
-        views += part.step.taken[:3] if part.product is None else [part.product.second]
+        views += part.step.inputs[:3] if part.product is None else [part.product.second]
     if core.score_step is not None:
         product = labels.products.of(core.score_step)
         views += [product.first, product.second] if product is not None else []
@@ -654,7 +658,7 @@ def _takes_a_part(labels: Labels, x: View) -> bool:
             return columns > x.shape[-1]
         if product is not None:
             return written.shape[-1] >= x.shape[-1] and x.shape[0] * x.shape[1] > 1 and written.shape[0] > 1
-        views = [view for view in cell.step.taken if view.is_float and view.cell.kind == DATA]
+        views = [view for view in cell.step.inputs if view.is_float and view.cell.kind == DATA]
         if not views:
             return False
         cell = views[0].cell

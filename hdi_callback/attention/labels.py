@@ -6,7 +6,7 @@ which it was written. An operation without a rule makes what depends on it unrea
 
 A feature is one output of such a product (a row of an `nn.Linear`'s weight), named by the number of its first element
 among those of all parameters, which begin at `Tape.first`. Its owner is that parameter, by its place in `Tape.names`,
-or from `_OF_SOURCES` on a `Source`.
+or from `_OF_SOURCES` on a `FeatureRange`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from hdi_callback.attention.planes import (
 from hdi_callback.attention.products import Product, Products, Unreadable, geometry, reduced_dims, run_on, runs_of
 from hdi_callback.attention.tape import CONSTANT, DATA, MADE, WEIGHT, Cell, Step, Tape, View
 
-__all__ = ["SEVERAL", "Label", "Labels", "Source", "Unreadable"]
+__all__ = ["SEVERAL", "FeatureRange", "Label", "Labels", "Unreadable"]
 
 NOTHING, SEVERAL = 0, -1  # of a token; as features, numbers below -1 are sets
 _OF_SOURCES = 10**6  # owners from here on are sources
@@ -68,8 +68,8 @@ class Label:
     """Labels of a tensor, in its shape.
 
     Attributes:
-        features: 0 for none; the number of the first element of the parameter's row, or one of a `Source`; below -1 a
-            set of those.
+        features: 0 for none; the number of the first element of the parameter's row, or one of a `FeatureRange`; below
+            -1 a set of those.
         tokens: 0 for none, the number of the token, or `SEVERAL`.
         flags: what else happened to it.
     """
@@ -120,7 +120,7 @@ class _Unknown:
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class FeatureRange:
     """What has feature numbers of its own: rows of scores, features of what an attention gives."""
 
     kind: str
@@ -136,7 +136,7 @@ class Labels:
     Attributes:
         deep: products whose map all heads share, which keep the labels of what they take.
         installed: step -> labels that are known otherwise: those of an attention's output.
-        asked: steps that multiply queries and keys of attentions that were read: layers behind may add their scores.
+        score_steps: steps that multiply queries and keys of attentions that were read; later layers may add to them.
         moving: parameters whose products depend on what the model is given, and not on positions alone.
         products_of: parameter -> its products, as far as they were read.
     """
@@ -148,8 +148,8 @@ class Labels:
         self.installed: dict[int, Label] = {}
         self.moving: set[int] = set()
         self.products_of: dict[int, dict[int, Product]] = {}  # by the number of the step
-        self.sources: list[Source] = []
-        self.asked: set[int] = set()
+        self.sources: list[FeatureRange] = []
+        self.score_steps: set[int] = set()
         self._of_inputs = of_inputs
         self._starts: list[int] = []
         self._next = _FIRST_OF_SOURCES
@@ -200,18 +200,18 @@ class Labels:
         sets = numbers[: bisect.bisect_left(numbers, -1)]
         return found.union(*({self.owner(member) for member in self.members(one)} for one in sets))
 
-    def source_of(self, owner: int) -> Source | None:
+    def source_of(self, owner: int) -> FeatureRange | None:
         """Give the source with the number of an owner."""
         return self.sources[owner - _OF_SOURCES] if owner >= _OF_SOURCES else None
 
-    def sources_in(self, features: Tensor, kind: str) -> list[Source]:
+    def sources_in(self, features: Tensor, kind: str) -> list[FeatureRange]:
         """List the sources of a plane, in the order of their steps."""
         found = [self.source_of(owner) for owner in self.owners(features)]
         return sorted((one for one in found if one is not None and one.kind == kind), key=lambda one: one.start)
 
-    def new_source(self, kind: str, count: int, step: Step | None, shape: tuple[int, ...]) -> Source:
+    def new_source(self, kind: str, count: int, step: Step | None, shape: tuple[int, ...]) -> FeatureRange:
         """Give numbers to features that come from no parameter."""
-        source = Source(kind, self._next, self._next + count, step, shape)
+        source = FeatureRange(kind, self._next, self._next + count, step, shape)
         self._starts.append(self._next)
         self.sources.append(source)
         self._next += count
@@ -295,7 +295,7 @@ class Labels:
             return []
         product = self.products.of(step)
         if product is not None and product.sizes:
-            cells = [view.cell for view in (product.first, product.second, *step.taken)]
+            cells = [view.cell for view in (product.first, product.second, *step.inputs)]
         elif (product is not None and product.kind == "scores") or is_fused(step.op) or step.op in WHOLE_LAYERS:
             cells = []
         elif product is not None and product.kind in {"weight", "filter"} and step.number not in self.deep:
@@ -303,7 +303,7 @@ class Labels:
         elif step.op in EMPTY:
             cells = []
         else:
-            cells = [view.cell for view in step.taken if view.is_float and view.cell.kind not in {CONSTANT, WEIGHT}]
+            cells = [view.cell for view in step.inputs if view.is_float and view.cell.kind not in {CONSTANT, WEIGHT}]
         return [*cells, cell.before] if cell.before is not None else cells
 
     def leading_to(self, views: Iterable[View]) -> Iterator[Step]:
@@ -325,10 +325,10 @@ class Labels:
         before = self._memo[cell.before] if cell.before is not None else None
         is_whole = view.numel * view.itemsize >= cell.numel * cell.itemsize
         try:
-            if step.number in self.installed and view is step.made[0]:
+            if step.number in self.installed and view is step.outputs[0]:
                 label: Label | None = self.installed[step.number]
             else:
-                label = self._replayed(step, step.made.index(view), view)
+                label = self._replayed(step, step.outputs.index(view), view)
         except Unreadable as error:
             return _Unknown(str(error))
         except Exception as error:  # what labels cannot follow is unknown, and said
@@ -368,15 +368,17 @@ class Labels:
                 else self._multiplied(step, product, out)
             )
         if step.op in QUANTISATIONS:
-            return self.read(step.taken[0]) if place == 0 else None
-        labels = [self.read(view) if view.cell.kind != WEIGHT else None for view in step.taken]
+            return self.read(step.inputs[0]) if place == 0 else None
+        labels = [self.read(view) if view.cell.kind != WEIGHT else None for view in step.inputs]
         if all(one is None for one in labels):
             return None
         if step.op in MOVES:
             return self._moved(step, place, out, labels)
         if step.op in NORMS:
             width = (
-                math.prod(step.given("normalized_shape", ())) if step.op in {"native_layer_norm", "layer_norm"} else 1
+                math.prod(step.argument("normalized_shape", ()))
+                if step.op in {"native_layer_norm", "layer_norm"}
+                else 1
             )
             flags = (NORMED, f"{CENTRED}{width}") if width > 1 else (NORMED,)
             return labels[0].flagged(*flags) if place == 0 and labels[0] is not None else None
@@ -470,7 +472,7 @@ class Labels:
             result = self.union(result, one)
         if result is None:
             return None
-        if step.op in {"mul", "div"} and NORMED not in result.flags and any(_is_gain(view) for view in step.taken):
+        if step.op in {"mul", "div"} and NORMED not in result.flags and any(_is_gain(view) for view in step.inputs):
             result = result.flagged(GAINED)
         if step.op == "sub" and len(wide) == 2 and self._has_statistics(wide[1]):
             statistic = next(one for one in small(wide[1].features).unique().tolist() if self.is_statistic(one))
@@ -484,7 +486,7 @@ class Labels:
         return any(self.is_statistic(one) for one in small(label.features).unique().tolist())
 
     def _moved(self, step: Step, place: int, out: View, labels: list[Label | None]) -> Label:
-        known = {id(view): label for view, label in zip(step.taken, labels)}
+        known = {id(view): label for view, label in zip(step.inputs, labels)}
         flags = frozenset().union(*(one.flags for one in labels if one is not None))
         planes = []
         for name in ("features", "tokens"):
@@ -617,7 +619,7 @@ class Labels:
         self._note(step, product, features)
         wide = features.reshape(1, -1, *[1] * (len(out.shape) - 2)).expand(out.shape)
         flags = {FILTERED} if math.prod(weight.shape[2:]) > 1 else set()
-        flags |= {GROUPED} if step.given("groups", 1) > 1 else set()
+        flags |= {GROUPED} if step.argument("groups", 1) > 1 else set()
         return Label(wide, _new_tokens(out.shape, 2), frozenset(flags))
 
 
@@ -646,7 +648,7 @@ def _untouched(step: Step, planes: list[Tensor], out: View) -> tuple[int, ...]:
         moved = {one % dims for one in (given if isinstance(given, tuple) else (given,))} if given != () else None
     elif step.op == "constant_pad_nd":
         moved = {dims - 1 - i // 2 for i, one in enumerate(step.args[1]) if one}
-    views = [one for one in step.taken if one.is_float]
+    views = [one for one in step.inputs if one.is_float]
     if moved is None or any(len(one.shape) != dims for one in views):
         return ()
     return tuple(
@@ -688,13 +690,13 @@ def _new_tokens(shape: tuple[int, ...], channels: int) -> Tensor:
 
 
 def _is_depthwise(step: Step, product: Product) -> bool:
-    groups = step.given("groups", 1)
+    groups = step.argument("groups", 1)
     return isinstance(groups, int) and groups > 1 and groups == product.first.shape[1]
 
 
 def filter_features(step: Step, weight: View) -> View:
     """Let the filters of a convolution be a matrix ``(1, what each takes, filters)``."""
-    along = 1 if step.given("transposed", default=False) else 0
+    along = 1 if step.argument("transposed", default=False) else 0
     count = weight.shape[along]
     shape = (1, weight.numel // count, count)
     return weight.seen_as(shape, (0, 1, weight.stride[along]))

@@ -19,7 +19,7 @@ from hdi_callback.errors import UnsupportedAttentionError
 Role = Literal["query", "key", "value", "output"]
 ROLES: tuple[Role, ...] = ("query", "key", "value", "output")
 
-__all__ = ["ROLES", "AttentionLayer", "HeadWeight", "Product", "Refusal", "Role", "Rows", "Site", "Survey"]
+__all__ = ["ROLES", "AttentionLayer", "HeadWeight", "Refusal", "Role", "Rows", "Site", "Survey", "Term"]
 
 
 # --- where the weight of a head lies
@@ -111,7 +111,7 @@ class Rows:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Product:
+class Term:
     """A product of rows, ``scale * first @ second @ ...``: one factor for a plain projection, two for a low rank.
 
     Attributes:
@@ -152,7 +152,7 @@ class HeadWeight:
         True
     """
 
-    terms: tuple[Product, ...]
+    terms: tuple[Term, ...]
 
     @classmethod
     def from_blocks(
@@ -203,7 +203,7 @@ class HeadWeight:
                 f"said to reach up to feature {int(features.max())}: correct `heads`, `width`, `start` or `stride`."
             )
         by_feature, by_column = (shape[1], 1) if dim == 0 else (1, shape[1])
-        return cls((Product((Rows(module, (name,), features * by_feature, shape[1 - dim], by_column),)),))
+        return cls((Term((Rows(module, (name,), features * by_feature, shape[1 - dim], by_column),)),))
 
     @property
     def heads(self) -> int:

@@ -90,26 +90,28 @@ def _links_to(labels: Labels, view: View) -> tuple[Step | None, _Links]:
         if product is not None and product.kind == "scores":
             return step, links
         if product is None and step.op not in SOFTMAX_LIKE:
-            alike = [x for x in step.taken if x.is_float and x.cell.kind == DATA and x.numel == written.numel]
+            alike = [x for x in step.inputs if x.is_float and x.cell.kind == DATA and x.numel == written.numel]
             todo += [(x, [(step, x), *links]) for x in alike]
     return None, []
 
 
 def _tried(labels: Labels, start: Step, links: _Links, product: Step) -> Normaliser | None:
     tape = labels.tape
-    made_of = {id(one.cell) for one in start.made if one is not None}
+    made_of = {id(one.cell) for one in start.outputs if one is not None}
     for step in tape.steps[start.number + 1 : product.number]:
-        if step.op not in SHAPED_LIKE and any(id(view.cell) in made_of for view in step.taken):
-            made_of |= {id(one.cell) for one in step.made if one is not None}
+        if step.op not in SHAPED_LIKE and any(id(view.cell) in made_of for view in step.inputs):
+            made_of |= {id(one.cell) for one in step.outputs if one is not None}
     first = next((at for at, link in enumerate(links) if _leaves(*link, made_of)), None)
     if first is None:
         return None
-    last = next(one for one in links[-1][0].made if one is not None)
+    last = next(one for one in links[-1][0].outputs if one is not None)
     try:
         for at in range(first, -1, -1):  # nothing but the scores may lead to weights
             scores, named = links[at][1], dict[int, str]()
             steps = steps_before(last.cell, partial(_is_leaf, scores.cell, start, made_of, named))
-            if not any(view.cell.step is start and view.cell is not scores.cell for one in steps for view in one.taken):
+            if not any(
+                view.cell.step is start and view.cell is not scores.cell for one in steps for view in one.inputs
+            ):
                 break
         else:
             return None
@@ -126,10 +128,10 @@ def _tried(labels: Labels, start: Step, links: _Links, product: Step) -> Normali
         return None
     found: tuple[Step, int, list[Tensor]] | None = None
     for step, _ in links:
-        writers = (writer for view in step.taken for writer in view.cell.writers())
+        writers = (writer for view in step.inputs for writer in view.cell.writers())
         if found and (step.op in DROPOUTS or any(writer.op in RANDOM | {"bernoulli"} for writer in writers)):
             break
-        out = next(one for one in step.made if one is not None)
+        out = next(one for one in step.outputs if one is not None)
         if found and out.shape != scores.shape:
             break
         weights = [storages[id(out.cell)].as_strided(out.shape, out.stride, out.offset) for storages in given]
@@ -153,12 +155,12 @@ def _is_leaf(scores: Cell, start: Step, made_of: set[int], named: dict[int, str]
         return True
     if id(cell) in made_of or cell.kind != DATA:
         return False
-    return any(view.cell is cell and view.value is not None for user in cell.users for view in user.taken)
+    return any(view.cell is cell and view.value is not None for user in cell.users for view in user.inputs)
 
 
 def _leaves(step: Step, main: View, made_of: set[int]) -> bool:
     """Whether an operation does more to scores than scale, shift and hide them."""
-    return step.op not in OF_SCORES or any(view is not main and id(view.cell) in made_of for view in step.taken)
+    return step.op not in OF_SCORES or any(view is not main and id(view.cell) in made_of for view in step.inputs)
 
 
 def _mixed(scores: View) -> Tensor:
@@ -212,7 +214,7 @@ def _carry_on(labels: Labels, links: _Links, last: Step) -> None:
     """Let each tensor on the way from scores to weights have the labels of the scores."""
     for step, main in links:
         label = labels.read(main)
-        out = step.made[0]
+        out = step.outputs[0]
         if label is None or out is None:
             return
         labels.installed[step.number] = Label(label.features, label.tokens, label.flags).expanded(out.shape)

@@ -121,7 +121,7 @@ class Products:
         return self._known[step.number]
 
     def _recognised(self, step: Step) -> Product | None:
-        for view in step.taken if step.op in MATMULS or step.op in CONVOLUTIONS else ():
+        for view in step.inputs if step.op in MATMULS or step.op in CONVOLUTIONS else ():
             if view.cell.kind == MADE and view.cell.parameter is None and self.is_weight(view):
                 self._number_what_is_computed(view)
         if step.op in CONVOLUTIONS and isinstance(step.args[1], View):
@@ -129,7 +129,7 @@ class Products:
             return Product(kind, step.args[0], step.args[1])
         if step.op == "sum":
             return _written_out(step)
-        if step.op not in MATMULS or len(step.taken) < 2:
+        if step.op not in MATMULS or len(step.inputs) < 2:
             return None
         first, second = step.args[MATMULS[step.op] :][:2]
         first = _as_batch(first, is_row=step.op != "dot")
@@ -162,11 +162,11 @@ class Products:
         if step is None or cell.written is None or step.op == "embedding":
             return None
         if step.op == "mm":  # an orthogonal map is one near the identity times a buffer
-            return next((one for one in step.taken if self._is_of_linalg(one.cell)), None)
+            return next((one for one in step.inputs if self._is_of_linalg(one.cell)), None)
         keeps = step.is_pointwise or step.op in COPIES | OF_WEIGHTS
         if not keeps and step.op not in MOVES:
             return None
-        views = [one for one in step.taken if (one.is_float or one.cell.parameter) and one.cell.kind in {WEIGHT, MADE}]
+        views = [one for one in step.inputs if (one.is_float or one.cell.parameter) and one.cell.kind in {WEIGHT, MADE}]
         if step.op in MOVES:
             return views[0] if len(views) == 1 or (all(one.cell.parameter for one in views) and views) else None
         views = [one for one in views if one.numel == cell.written.numel]
@@ -185,7 +185,7 @@ class Products:
 
     def changed_by(self, step: Step) -> str:
         """Say of which parameter, and by what, a factor of a product is made that depends on more than parameters."""
-        todo = [(view.cell, "") for view in step.taken if view.cell.kind == DATA]
+        todo = [(view.cell, "") for view in step.inputs if view.cell.kind == DATA]
         for cell, op in todo:  # it grows
             if cell.parameter is not None and op:
                 return f"`{cell.parameter}` by {op} with something that is no parameter"
@@ -196,7 +196,7 @@ class Products:
                 and len(todo) < 50
                 and (made.is_pointwise or made.op in OF_WEIGHTS)
             ):
-                todo += [(view.cell, made.op) for view in made.taken if view.numel == written.numel and view.is_float]
+                todo += [(view.cell, made.op) for view in made.inputs if view.numel == written.numel and view.is_float]
         return ""
 
     def parameter_of(self, view: View) -> int:
@@ -251,7 +251,7 @@ class Products:
                 return self.elements(one).double().clone()
             return torch.zeros(one.shape, dtype=torch.float64)
 
-        return run_on(step, step.made.index(cell.written), numbers)
+        return run_on(step, step.outputs.index(cell.written), numbers)
 
     def features(self, weight: View) -> Tensor:
         """Number the features ``(n, columns)`` that a weight ``(n, k, columns)`` makes, by the first of each."""
@@ -290,18 +290,18 @@ def _read_out(tape: Tape) -> set[str]:
             continue
         seen.add(id(cell))
         found.update((cell.parameter,) if cell.parameter is not None else ())
-        todo += [view.cell for view in cell.step.taken] if cell.step is not None else []
+        todo += [view.cell for view in cell.step.inputs] if cell.step is not None else []
     return found
 
 
 def _written_out(step: Step) -> Product | None:
     """Recognise a product that is written as ``(a * b).sum(dim)``: what both have is the batch, the rest its sides."""
-    taken = step.taken[0]
+    taken = step.inputs[0]
     made = taken.cell.step
-    if made is None or made.op != "mul" or taken.cell.written is None or len(made.taken) < 2:
+    if made is None or made.op != "mul" or taken.cell.written is None or len(made.inputs) < 2:
         return None
     written, summed = taken.cell.written, reduced_dims(step)
-    views = [_broadcast(view, len(taken.shape)) for view in made.taken[:2]]
+    views = [_broadcast(view, len(taken.shape)) for view in made.inputs[:2]]
     if (
         (written.shape, written.stride) != (taken.shape, taken.stride)
         or len(summed) != 1
@@ -337,8 +337,8 @@ def _written_out(step: Step) -> Product | None:
 
 def reduced_dims(step: Step) -> tuple[int, ...]:
     """Say over which dims an operation sums, or takes the largest."""
-    shape = step.taken[0].shape
-    given = step.given("dim")
+    shape = step.inputs[0].shape
+    given = step.argument("dim")
     if given is None or given == () or isinstance(given, bool):
         return tuple(range(len(shape)))
     return tuple(one % len(shape) for one in ((given,) if isinstance(given, int) else given))

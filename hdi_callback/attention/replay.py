@@ -50,10 +50,10 @@ def steps_before(root: Cell, is_leaf: Callable[[Cell], bool], most: int = 2000) 
             continue
         if step.op in RANDOM:
             raise NotReplayedError(f"it draws random numbers ({step.op})")
-        if any(view.itemsize != view.cell.itemsize for view in step.taken):
+        if any(view.itemsize != view.cell.itemsize for view in step.inputs):
             raise NotReplayedError(f"{step.op} takes a tensor in another type")
         steps[step.number] = step
-        todo += [view.cell for view in step.taken]
+        todo += [view.cell for view in step.inputs]
         if len(steps) > most:
             raise NotReplayedError(f"it is computed by more than {most} operations")
     return [steps[number] for number in sorted(steps)]
@@ -78,14 +78,14 @@ def run_steps(
 
         args = mapped(step.args, tensor)
         kwargs = {name: convert(name, one) for name, one in mapped(step.kwargs, tensor).items()}
-        for made, out in zip(step.made, _outputs(step, args, kwargs), strict=True):
+        for made, out in zip(step.outputs, _outputs(step, args, kwargs), strict=True):
             if made is not None and out is not None:
                 storages[id(made.cell)] = _stored(made, out, storages)
 
 
 def _outputs(step: Step, args: list[Any], kwargs: dict[str, Any]) -> list[Tensor | None]:
     if step.op == "bernoulli":  # dropout leaves all that it would divide by this number
-        return [torch.full_like(args[0], step.given("p", 1.0))]
+        return [torch.full_like(args[0], step.argument("p", 1.0))]
     if step.op in DROPOUTS:
         return [args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)]
     if step.op == OBSERVES:
@@ -96,7 +96,7 @@ def _outputs(step: Step, args: list[Any], kwargs: dict[str, Any]) -> list[Tensor
     out = step.function(*args, **kwargs)
     written = written_tensors(step.function, tuple(args), kwargs)
     outs = list(out) if isinstance(out, (tuple, list)) else [out]
-    return [*outs[: len(step.made) - len(written)], *written]
+    return [*outs[: len(step.outputs) - len(written)], *written]
 
 
 def _stored(made: View, out: Tensor, storages: Mapping[int, Tensor]) -> Tensor:
@@ -178,7 +178,7 @@ class Recipe:
             return True
 
         steps = steps_before(root, is_leaf)
-        cells = [view.cell for step in steps for view in step.taken]
+        cells = [view.cell for step in steps for view in step.inputs]
         if parameters & read_out:
             raise NotReplayedError("a number is read out of a parameter that it is computed from")
         if any(cell.step is None and id(cell) not in names for cell in cells):
@@ -211,8 +211,8 @@ class _Alone:
 
     def step(self, old: Step) -> Step:
         args, kwargs = mapped(old.args, self.view), mapped(old.kwargs, self.view)
-        made = [None if one is None else self.view(one) for one in old.made]
-        for one in old.made:
+        made = [None if one is None else self.view(one) for one in old.outputs]
+        for one in old.outputs:
             if one is not None and one.cell.before is not None:
                 self.cell(one.cell).before = self.cell(one.cell.before)
         return Step(old.number, old.op, old.function, tuple(args), kwargs, None, "", [], made)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.attention.cores import Core, layout_of_fused
-from hdi_callback.attention.heads import Claim
+from hdi_callback.attention.heads import FoundAttention
 from hdi_callback.attention.layer import Site
 from hdi_callback.attention.operations import BATCHED, SOFTMAXES
 from hdi_callback.attention.planes import repeats, reshaped
@@ -41,7 +41,7 @@ def is_recognised(step: Step) -> bool:
     return layout_of_fused(step) == "b h q" or step.op in SOFTMAXES
 
 
-def site_of(claim: Claim, ordinal: int, steps: list[Step]) -> Site:
+def site_of(claim: FoundAttention, ordinal: int, steps: list[Step]) -> Site:
     """Describe where an attention runs, among the steps of its tape.
 
     Raises:
@@ -50,11 +50,11 @@ def site_of(claim: Claim, ordinal: int, steps: list[Step]) -> Site:
     step, heads = claim.core.step, claim.heads
     part, number = claim.core.parts[0], claim.numbers[0]
     query = torch.arange(number.shape[1]).expand_as(number)
-    if claim.core.asked is None or part.units is None:
-        shape = step.taken[0].shape[:-1]
+    if claim.core.query_of is None or part.units is None:
+        shape = step.inputs[0].shape[:-1]
         dims = _dims(reshaped(number, shape), reshaped(query, shape), heads)
         return Site(step.path or "", ordinal, "fused", heads, dims, dims)
-    asked, units = claim.core.asked, part.units
+    asked, units = claim.core.query_of, part.units
     if bool((asked < 0).any()):
         raise Unreadable("rows without scores")
     count = int(max(asked.max(), units.max())) + 1
@@ -74,7 +74,7 @@ def site_of(claim: Claim, ordinal: int, steps: list[Step]) -> Site:
 
 def _of_normaliser(site: Site, core: Core, steps: list[Step]) -> Site:
     start, scores = core.anchor, core.scores
-    weights = next(one for one in core.step.made if one is not None)
+    weights = next(one for one in core.step.outputs if one is not None)
     if start.op not in BATCHED or scores is None or scores.shape != weights.shape:
         raise Unreadable("what makes weights of its scores changes their shape")
 

@@ -117,15 +117,15 @@ class Step:
     kwargs: dict[str, Any]
     path: str | None  # the module that ran, of operations that may be attention
     line: str  # where its forward called it
-    taken: list[View]
-    made: list[View | None] = field(default_factory=list)
+    inputs: list[View]
+    outputs: list[View | None] = field(default_factory=list)
     padding: dict[str, Tensor] = field(default_factory=dict)  # masks of tokens that the forwards around it were given
 
     def __repr__(self) -> str:
         where = f" in `{self.path}`" if self.path is not None else ""
-        return f"<Step {self.number} {self.op}{where}: {[view.shape for view in self.taken]}>"
+        return f"<Step {self.number} {self.op}{where}: {[view.shape for view in self.inputs]}>"
 
-    def given(self, name: str, default: Any = None) -> Any:
+    def argument(self, name: str, default: Any = None) -> Any:
         """Give an argument by its name."""
         schema = getattr(self.function, "_schema", None)
         for position, argument in enumerate(schema.arguments if schema is not None else ()):
@@ -315,8 +315,8 @@ class Tape(Mode):
         kind = DATA if op in RANDOM else CONSTANT if op in SHAPED_LIKE else MADE if kind == WEIGHT else kind
         is_new = not written or any(one is not None for one in fresh)  # some give a tensor and write into others
         for tensor in fresh if is_new else ():
-            step.made.append(None if tensor is None else self._new_content(tensor, step, kind, is_change=False))
-        step.made += [self._new_content(tensor, step, kind, is_change=True) for tensor in written]
+            step.outputs.append(None if tensor is None else self._new_content(tensor, step, kind, is_change=False))
+        step.outputs += [self._new_content(tensor, step, kind, is_change=True) for tensor in written]
         return step
 
     def _is_fresh(self, tensor: Tensor, given: set[int]) -> bool:
@@ -328,7 +328,7 @@ class Tape(Mode):
         if key is None:
             return None
         before = self._cells[key][1] if is_change and key in self._cells else None
-        is_mapped = any(view.cell.is_mapped for view in step.taken)
+        is_mapped = any(view.cell.is_mapped for view in step.inputs)
         kind = max(kind, before.kind if before else CONSTANT)
         cell = Cell(_numel(tensor), tensor.element_size(), kind, step=step, before=before, is_mapped=is_mapped)
         self._hold(key, tensor, cell)

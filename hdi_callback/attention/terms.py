@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.heads import Map, column_numbers
+from hdi_callback.attention.heads import Projection, column_numbers
 from hdi_callback.attention.labels import Labels, Unreadable
-from hdi_callback.attention.layer import HeadWeight, Product, Rows, owner_of
+from hdi_callback.attention.layer import HeadWeight, Rows, Term, owner_of
 from hdi_callback.attention.operations import BETWEEN, KEEPS, NORMS
 from hdi_callback.attention.planes import small
-from hdi_callback.attention.products import Product as TapeProduct
+from hdi_callback.attention.products import Product
 from hdi_callback.attention.tape import DATA, WEIGHT, Cell, Step, Tape, View
 
 __all__ = ["Weights", "origin"]
@@ -30,8 +30,8 @@ _FAR = 40  # steps between two maps
 class _Inner:
     """A map in front of another."""
 
-    map: Map
-    taken: View
+    map: Projection
+    input: View
     gain: str
     scale: float
     centred: str
@@ -49,7 +49,9 @@ class Weights:
         self._labels, self._model = labels, labels.tape.model
         self._behind = behind
 
-    def of(self, maps: Sequence[Map], role: str, shared: frozenset[object], path: str, centred: str = "") -> HeadWeight:
+    def of(
+        self, maps: Sequence[Projection], role: str, shared: frozenset[object], path: str, centred: str = ""
+    ) -> HeadWeight:
         """Give the weight of a role that one map makes, or several that are summed.
 
         Args:
@@ -77,25 +79,25 @@ class Weights:
             terms.append(replace(term, scale=term.scale * scale))
         return HeadWeight(tuple(terms))
 
-    def output(self, outputs: Sequence[tuple[Step, Map]]) -> tuple[HeadWeight, Map]:
+    def output(self, outputs: Sequence[tuple[Step, Projection]]) -> tuple[HeadWeight, Projection]:
         """Give the weight behind the heads, and the map that is its base: others may update what that gives, as LoRA.
 
         Raises:
             Unreadable: if there is none, or an update that is no sum of products.
         """  # noqa: DOC201
-        chosen: tuple[list[Product], Map] | None = None
+        chosen: tuple[list[Term], Projection] | None = None
         for step, base in outputs:
             updates = [self._update(step, *other) for other in outputs if other[1] is not base]
-            terms = [Product((self._rows(base),)), *(one for one in updates if one is not None)]
+            terms = [Term((self._rows(base),)), *(one for one in updates if one is not None)]
             if chosen is None or len(terms) > len(chosen[0]):
                 chosen = terms, base
         if chosen is None:
             raise Unreadable("")
         return HeadWeight(tuple(chosen[0])), chosen[1]
 
-    def _update(self, base: Step, step: Step, one: Map) -> Product | None:
+    def _update(self, base: Step, step: Step, one: Projection) -> Term | None:
         """Follow what a map of the heads gives, perhaps through a second map, to a sum with what a base gives."""
-        factors, scale, out = [self._rows(one)], 1.0, step.made[0]
+        factors, scale, out = [self._rows(one)], 1.0, step.outputs[0]
         for _ in range(_FAR):
             user = next((user for user in out.cell.users if user.number > step.number), None) if out else None
             product = None if user is None else self._labels.products.of(user)
@@ -105,19 +107,19 @@ class Weights:
                 if product.kind != "weight" or product.first.cell is not out.cell or len(factors) > 1:
                     return None
                 factors.append(self._rows_of(product))
-            elif user.op in {"add", "sub"} and len(user.taken) > 1:
-                other = next(view for view in user.taken if view.cell is not out.cell)
-                is_second = user.taken[1].cell is out.cell
-                sign = float(user.given("alpha", 1)) * (-1 if user.op == "sub" else 1) if is_second else 1.0
-                return Product(tuple(factors), scale * sign) if self._is_given_by(other.cell, base) else None
+            elif user.op in {"add", "sub"} and len(user.inputs) > 1:
+                other = next(view for view in user.inputs if view.cell is not out.cell)
+                is_second = user.inputs[1].cell is out.cell
+                sign = float(user.argument("alpha", 1)) * (-1 if user.op == "sub" else 1) if is_second else 1.0
+                return Term(tuple(factors), scale * sign) if self._is_given_by(other.cell, base) else None
             elif user.op in {"mul", "div"} and not _keeps(user):
                 scale *= _number(user)
             elif not _keeps(user):
                 return None
-            out = user.made[0]
+            out = user.outputs[0]
         return None
 
-    def _rows_of(self, product: TapeProduct) -> Rows:
+    def _rows_of(self, product: Product) -> Rows:
         """Give the rows of a second map, which all heads share."""
         found = column_numbers(self._labels, product.second)
         owner = self._labels.products.parameter_of(product.second)
@@ -125,7 +127,7 @@ class Weights:
             raise Unreadable(", of which an update is computed otherwise")
         (starts,), stride = found
         names = (self._labels.tape.names[owner],)
-        return self._rows(Map(names, (owner,), torch.tensor([starts]), stride, product.second.shape[-1]))
+        return self._rows(Projection(names, (owner,), torch.tensor([starts]), stride, product.second.shape[-1]))
 
     def _is_given_by(self, cell: Cell, base: Step) -> bool:
         """Say whether a tensor is what a product gave, perhaps with other updates added."""
@@ -135,10 +137,10 @@ class Weights:
             if step is base:
                 return True
             if step is not None and (_keeps(step) or step.op in {"add", "sub"}):
-                todo += [view.cell for view in step.taken if view.is_float]
+                todo += [view.cell for view in step.inputs if view.is_float]
         return False
 
-    def inputs(self, one: Map, *, far: bool = False) -> frozenset[object]:
+    def inputs(self, one: Projection, *, far: bool = False) -> frozenset[object]:
         """Say what a map takes, and what the maps in front of it take."""
         given: set[object] = set()
         for owner in set(one.owners):
@@ -148,11 +150,11 @@ class Weights:
                 inner = self._in_front(taken)
                 if inner is None:
                     break
-                taken = inner.taken
+                taken = inner.input
                 given.add(origin(taken))
         return frozenset(given)
 
-    def _product(self, one: Map, shared: frozenset[object], path: str, centred: str) -> Product:
+    def _product(self, one: Projection, shared: frozenset[object], path: str, centred: str) -> Term:
         """Put a map together with those in front of it, up to what is shared."""
         factors, scale, gain, means = [one], 1.0, [""], [centred]
         while not self.inputs(factors[-1]) <= shared and len(factors) < 4:
@@ -163,9 +165,9 @@ class Weights:
             factors.append(inner.map)
             gain.append("")
             means.append(inner.centred)
-        return Product(tuple(self._rows(*each) for each in zip(factors, gain, means)), scale)
+        return Term(tuple(self._rows(*each) for each in zip(factors, gain, means)), scale)
 
-    def _rows(self, one: Map, gain: str = "", centred: str = "") -> Rows:
+    def _rows(self, one: Projection, gain: str = "", centred: str = "") -> Rows:
         labels = self._labels
         recipes = {name: labels.tape.recipes[name] for name in one.names if name in labels.tape.recipes}
         for recipe in recipes.values():
@@ -182,7 +184,7 @@ class Weights:
 
     # maps in front of maps
 
-    def _all_in_front(self, one: Map, path: str) -> _Inner | None:
+    def _all_in_front(self, one: Projection, path: str) -> _Inner | None:
         """Find the map in front of all heads' maps."""
         inner = {owner: self._in_front(self._taken(owner)) for owner in dict.fromkeys(one.owners)}
         found = [inner[owner] for owner in one.owners]
@@ -227,7 +229,9 @@ class Weights:
             return None
         stride, count = self._labels.products.stride[owner]
         names = (self._labels.tape.names[owner],)
-        return _Inner(Map(names, (owner,), torch.tensor([row]), stride, count), product.first, gain, scale, centred)
+        return _Inner(
+            Projection(names, (owner,), torch.tensor([row]), stride, count), product.first, gain, scale, centred
+        )
 
     def _taken(self, owner: int) -> View:
         return next(iter(self._labels.products_of[owner].values())).first
@@ -235,23 +239,23 @@ class Weights:
     def _scale_behind(self, number: int) -> float:
         """Give the numbers that what a map gives is multiplied with, before it is added to something."""
         step = self._labels.tape.steps[number]
-        scale, cell = 1.0, step.made[0].cell if step.made[0] is not None else None
+        scale, cell = 1.0, step.outputs[0].cell if step.outputs[0] is not None else None
         for _ in range(_FAR):
             users = [one for one in cell.users if one.number > step.number] if cell is not None else []
             user = next((one for one in users if one.op in KEEPS | {"mul", "div", "add", "sub"}), None)
-            if user is None or user.made[0] is None:
+            if user is None or user.outputs[0] is None:
                 return scale
-            mine = next(at for at, view in enumerate(user.taken) if view.cell is cell)
-            data = [view for view in user.taken if view.cell.kind == DATA and view.is_float]
+            mine = next(at for at, view in enumerate(user.inputs) if view.cell is cell)
+            data = [view for view in user.inputs if view.cell.kind == DATA and view.is_float]
             if user.op in {"add", "sub"} and (len(data) > 1):
                 if mine == 1:
-                    scale *= float(user.given("alpha", 1)) * (-1 if user.op == "sub" else 1)
+                    scale *= float(user.argument("alpha", 1)) * (-1 if user.op == "sub" else 1)
                 return scale
             if user.op in {"mul", "div"}:
-                if _gain_of([user], user.made[0].shape[-1]):
+                if _gain_of([user], user.outputs[0].shape[-1]):
                     raise Unreadable("what a map gives is multiplied with something that is no plain number")
                 scale *= _number(user)
-            cell, step = user.made[0].cell, user
+            cell, step = user.outputs[0].cell, user
         return scale
 
 
@@ -274,7 +278,7 @@ def origin(view: View) -> object:
     cell = view.cell
     offset, numel = view.offset, view.numel
     while cell.step is not None and _keeps(cell.step) and cell.before is None and cell.written is not None:
-        inner = next((one for one in cell.step.taken if one.is_float and one.numel == cell.written.numel), None)
+        inner = next((one for one in cell.step.inputs if one.is_float and one.numel == cell.written.numel), None)
         if inner is None or numel != cell.written.numel:
             break
         cell, offset, numel = inner.cell, inner.offset, inner.numel
@@ -283,13 +287,13 @@ def origin(view: View) -> object:
 
 def _keeps(step: Step) -> bool:
     """Say whether an operation leaves features as they are: a copy, or dropout."""
-    writers = (one for view in step.taken for one in view.cell.writers())
+    writers = (one for view in step.inputs for one in view.cell.writers())
     return step.op in KEEPS or (step.op == "mul" and any(one.op == "bernoulli" for one in writers))
 
 
-def _path_to_product(labels: Labels, cell: Cell) -> tuple[TapeProduct, list[Step]] | None:
+def _path_to_product(labels: Labels, cell: Cell) -> tuple[Product, list[Step]] | None:
     """Walk back to the only product with a parameter that a tensor comes from, through norms and the like."""
-    found: TapeProduct | None = None
+    found: Product | None = None
     todo, seen = [cell], set[int]()
     between: list[Step] = []
     while todo:
@@ -310,7 +314,7 @@ def _path_to_product(labels: Labels, cell: Cell) -> tuple[TapeProduct, list[Step
         if product is not None or step.op not in BETWEEN:
             return None
         between.append(step)
-        todo += [view.cell for view in step.taken if view.is_float and view.cell.kind == DATA]
+        todo += [view.cell for view in step.inputs if view.is_float and view.cell.kind == DATA]
         if one.before is not None and step.op not in {"mul", "div", "add", "native_dropout"}:
             return None
     return None if found is None else (found, between)
@@ -330,7 +334,7 @@ def _scale_of(steps: Sequence[Step]) -> float:
 def _gain_of(steps: Sequence[Step], width: int) -> str:
     """Name the vector that features are multiplied with between two maps."""
     for step in steps:
-        given = [step.given("weight")] if step.op in NORMS else step.taken if step.op == "mul" else []
+        given = [step.argument("weight")] if step.op in NORMS else step.inputs if step.op == "mul" else []
         for view in given:
             if isinstance(view, View) and view.cell.kind == WEIGHT and view.numel == width and view.cell.parameter:
                 return view.cell.parameter

@@ -11,7 +11,7 @@ from torch import nn
 
 from hdi_callback.arguments import function, torch_module
 from hdi_callback.attention.find import survey
-from hdi_callback.attention.heads import Claim
+from hdi_callback.attention.heads import FoundAttention
 from hdi_callback.attention.labels import Labels
 from hdi_callback.attention.own_inputs import own_forward
 from hdi_callback.attention.tape import Step
@@ -143,7 +143,7 @@ def check(model: nn.Module, forward: Callable[[], object] | None = None) -> Chec
 
 def examine(
     labels: Labels,
-    claims: list[Claim],
+    claims: list[FoundAttention],
     refused: list[tuple[Step, str]],
     is_chosen: Callable[[str], bool] | None = None,
 ) -> Check:

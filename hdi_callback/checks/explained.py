@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from torch import nn
 
 from hdi_callback.attention.find import survey
-from hdi_callback.attention.heads import Claim
+from hdi_callback.attention.heads import FoundAttention
 from hdi_callback.attention.labels import Labels, Unreadable
 from hdi_callback.attention.planes import small
 from hdi_callback.attention.tape import Step, View
@@ -31,11 +31,11 @@ def explained(model: nn.Module, forward: Callable[[], object], name: str) -> str
     """
     listings: dict[str, list[str]] = {}
 
-    def read(labels: Labels, claims: list[Claim], refused: list[tuple[Step, str]]) -> None:
+    def read(labels: Labels, claims: list[FoundAttention], refused: list[tuple[Step, str]]) -> None:
         for claim in claims:
             listings.setdefault(claim.path or "", []).append(_of_claim(labels, claim))
         for step, _ in refused:
-            listing = _lines(labels, [step, *labels.leading_to(step.taken)])
+            listing = _lines(labels, [step, *labels.leading_to(step.inputs)])
             listings.setdefault(step.path or "", []).append("\n".join(listing))
 
     for refusal in survey(model, forward, read).refused:
@@ -45,10 +45,10 @@ def explained(model: nn.Module, forward: Callable[[], object], name: str) -> str
     return f"No attention ran in `{name}`; it ran in: {', '.join(f'`{path}`' for path in listings) or 'no module'}."
 
 
-def _of_claim(labels: Labels, claim: Claim) -> str:
+def _of_claim(labels: Labels, claim: FoundAttention) -> str:
     core = claim.core
     steps = [core.step, *([] if core.score_step is None else [core.score_step]), *(part.step for part in core.parts)]
-    views = [view for step in steps if step is not core.step or core.score_step is None for view in step.taken]
+    views = [view for step in steps if step is not core.step or core.score_step is None for view in step.inputs]
     lines = _lines(labels, [*steps, *labels.leading_to(views), *(step for step, _ in claim.outputs)])
     maps = [*claim.maps.items(), ("output", [columns for _, columns in claim.outputs])]
     heads = [
@@ -64,7 +64,7 @@ def _of_claim(labels: Labels, claim: Claim) -> str:
 def _lines(labels: Labels, steps: Iterable[Step]) -> list[str]:
     ordered = sorted({step.number: step for step in steps}.items())
     shapes = [
-        f"{' '.join(map(_shape, step.taken))} -> {' '.join(_shape(view) for view in step.made if view is not None)}"
+        f"{' '.join(map(_shape, step.inputs))} -> {' '.join(_shape(view) for view in step.outputs if view is not None)}"
         for _, step in ordered
     ]
     names = max((len(step.op) for _, step in ordered), default=0)
@@ -81,7 +81,7 @@ def _shape(view: View) -> str:
 
 def _origin(labels: Labels, step: Step) -> str:
     """Return of which features the result of an operation is, or why that is not known."""
-    view = next((view for view in step.made if view is not None), None)
+    view = next((view for view in step.outputs if view is not None), None)
     try:
         label = None if view is None else labels.read(view)
     except Unreadable as error:

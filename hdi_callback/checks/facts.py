@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hdi_callback.attention.cores import Core, core_of
 from hdi_callback.attention.find import place_of
-from hdi_callback.attention.heads import IN, Claim, Map
+from hdi_callback.attention.heads import IN, FoundAttention, Projection
 from hdi_callback.attention.labels import Label, Labels, Unreadable
 from hdi_callback.attention.operations import SHAPED_LIKE, SOFTMAXES
 from hdi_callback.attention.planes import small, unique_rows
@@ -136,10 +136,10 @@ class Facts:
         return self.scale is not None and self.width > 0 and math.isclose(self.scale, self.width**-0.5, rel_tol=0.01)
 
 
-def facts_of(labels: Labels, claims: list[Claim], refused: list[tuple[Step, str]]) -> list[Facts]:
+def facts_of(labels: Labels, claims: list[FoundAttention], refused: list[tuple[Step, str]]) -> list[Facts]:
     """Collect facts about each attention that was read, or whose softmax was met, in the order of the forward."""
     found: list[Facts] = []
-    every: list[tuple[Step, Claim | str]] = [*((claim.core.step, claim) for claim in claims), *refused]
+    every: list[tuple[Step, FoundAttention | str]] = [*((claim.core.step, claim) for claim in claims), *refused]
     for step, what in sorted(every, key=lambda one: one[0].number):
         try:
             facts = _of_refused(labels, step, what) if isinstance(what, str) else _of_claim(labels, what)
@@ -150,7 +150,7 @@ def facts_of(labels: Labels, claims: list[Claim], refused: list[tuple[Step, str]
     return found
 
 
-def _of_claim(labels: Labels, claim: Claim) -> Facts:
+def _of_claim(labels: Labels, claim: FoundAttention) -> Facts:
     facts = _of_core(labels, claim.core)
     rows = {role: tuple(_rows(labels, one, claim) for one in claim.maps[role]) for role in IN if role in claim.maps}
     if claim.outputs:
@@ -187,7 +187,7 @@ def _of_step(labels: Labels, step: Step) -> Facts:
     line = "" if "/torch/nn/" in line else line.rpartition("/")[2]  # without folders, and nothing of torch's own
     module = labels.tape.model.get_submodule(path)
     window = getattr(module, "sliding_window", None)
-    taken = (view for each in labels.tape.steps for view in each.taken)
+    taken = (view for each in labels.tape.steps for view in each.inputs)
     given = (view.shape for view in taken if view.cell.kind == DATA and view.cell.step is None and len(view.shape) > 1)
     window = window if type(window) is int and window > 1 else 0
     return Facts(path, line, "", module.training, next(given, ()), is_renormalised(labels.tape, step), window)
@@ -200,7 +200,7 @@ def _of_core(labels: Labels, core: Core) -> Facts:
     behind: list[Link] | None = []
     if part.product is None:
         changes = changes_of_fused(step)
-        dropout: float | None = float(step.given("dropout_p", 0.0) or 0.0)
+        dropout: float | None = float(step.argument("dropout_p", 0.0) or 0.0)
     else:
         scores = None if core.scores is None else walk_back(core.scores.cell, lambda one: one is core.score_step)
         behind = walk_back(part.product.first.cell, lambda one: one is step)
@@ -231,7 +231,7 @@ def _of_core(labels: Labels, core: Core) -> Facts:
 # rows of parameters
 
 
-def _rows(labels: Labels, one: Map, claim: Claim) -> HeadRows:
+def _rows(labels: Labels, one: Projection, claim: FoundAttention) -> HeadRows:
     name = labels.tape.names[one.owners[0]]
     tape = labels.tape
     recipe = tape.recipes.get(name)
@@ -249,18 +249,18 @@ def _last_name(parameter: str) -> str:
     return parameter.removesuffix(".weight").rpartition(".")[2]
 
 
-def _numbers(offset: Tensor, one: Map) -> Tensor:
+def _numbers(offset: Tensor, one: Projection) -> Tensor:
     """Number rows by where in a parameter they start."""
     if one.stride == 1:
         return offset // one.count
     return offset // (one.count * one.stride) * one.stride + offset % one.stride
 
 
-def _unread(labels: Labels, one: Map) -> tuple[int, ...]:
+def _unread(labels: Labels, one: Projection) -> tuple[int, ...]:
     """List the rows of a parameter whose products nothing takes."""
     unread: set[int] | None = None
     for number in labels.products_of.get(one.owners[0], {}):
-        made = labels.tape.steps[number].made[0]
+        made = labels.tape.steps[number].outputs[0]
         label = labels.may_read(made) if made is not None else None
         taken = _taken(labels, made.cell) if made is not None else None
         if label is None or taken is None:
@@ -277,15 +277,15 @@ def _taken(labels: Labels, cell: Cell, depth: int = 4) -> set[int] | None:
     for user in cell.users:
         if user.op in SHAPED_LIKE:
             continue
-        if any(out is None or out.cell.before is cell for out in user.made):  # written in place
+        if any(out is None or out.cell.before is cell for out in user.outputs):  # written in place
             return None
-        for view in (one for one in user.taken if one.cell is cell):
+        for view in (one for one in user.inputs if one.cell is cell):
             label = labels.may_read(view)
             if label is None:
                 return None
             found |= _features(labels, label)
     if len(cell.users) == 1 and (user := cell.users[0]).is_pointwise and depth:  # a bias, say, and then a slice
-        out = user.made[0]
+        out = user.outputs[0]
         return _taken(labels, out.cell, depth - 1) if out is not None else None
     return found or None
 
@@ -295,7 +295,7 @@ def _features(labels: Labels, label: Label) -> set[int]:
     return {member for number in numbers for member in labels.members(number)}
 
 
-def _equal_heads(labels: Labels, claim: Claim) -> tuple[tuple[int, int], ...]:
+def _equal_heads(labels: Labels, claim: FoundAttention) -> tuple[tuple[int, int], ...]:
     """Find heads that have equal rows of queries, and of keys."""
     tape, parts = labels.tape, []
     for role in ("query", "key"):
@@ -346,7 +346,7 @@ def _cut_across(labels: Labels, label: Label, batch: tuple[int, ...]) -> tuple[s
     return module, tuple((tokens[:rows] - tokens[0]).tolist())
 
 
-def _mixed(labels: Labels, claim: Claim) -> tuple[tuple[int, int], ...]:
+def _mixed(labels: Labels, claim: FoundAttention) -> tuple[tuple[int, int], ...]:
     """Give the head and token of each part of the first row of an output projection, if it mixes tokens of a head."""
     source = claim.source
     if source is None or claim.heads < 2 or not claim.numbers or claim.outputs:
@@ -366,13 +366,13 @@ def _mixed(labels: Labels, claim: Claim) -> tuple[tuple[int, int], ...]:
     return ()
 
 
-def _unused_heads(labels: Labels, claim: Claim) -> tuple[int, ...]:
+def _unused_heads(labels: Labels, claim: FoundAttention) -> tuple[int, ...]:
     """List heads whose output nothing takes."""
     source, taken = claim.source, set[int]()
     if source is None or claim.outputs:  # a map takes all of them
         return ()
     for part in claim.core.parts:
-        made = part.step.made[0]
+        made = part.step.outputs[0]
         found = _taken(labels, made.cell) if made is not None and part.step.number in labels.installed else None
         if found is None:
             return ()

@@ -44,7 +44,7 @@ def cosines_of(labels: Labels, core: Core, starts: Tensor) -> Tensor | None:
         such table.
     """
     product = labels.products.of(core.score_step) if core.score_step is not None else None
-    sides = core.step.taken[:2] if product is None else [product.first, product.second]
+    sides = core.step.inputs[:2] if product is None else [product.first, product.second]
     for step in labels.leading_to(sides):
         found = _cosines(labels, step, starts) if step.op == "mul" else None
         if found is not None:
@@ -53,10 +53,10 @@ def cosines_of(labels: Labels, core: Core, starts: Tensor) -> Tensor | None:
 
 
 def _cosines(labels: Labels, step: Step, starts: Tensor) -> Tensor | None:
-    main = next((view for view in step.taken if view.cell.is_mapped and view.is_float), None)
-    table = next((view.value for view in step.taken if view.value is not None and view.numel > 1), None)
+    main = next((view for view in step.inputs if view.cell.is_mapped and view.is_float), None)
+    table = next((view.value for view in step.inputs if view.value is not None and view.numel > 1), None)
     label = labels.may_read(main) if main is not None else None
-    made = step.made[0]
+    made = step.outputs[0]
     if made is None or label is None or table is None or table.is_complex() or label.features.shape != made.shape:
         return None
     whole = [1] * (len(made.shape) - table.dim()) + list(table.shape)

@@ -48,7 +48,7 @@ class Link:
     @property
     def others(self) -> list[View]:
         """What the step takes beside; numbers do not count."""
-        return [view for view in self.step.taken if view is not self.main and view.numel > 1]
+        return [view for view in self.step.inputs if view is not self.main and view.numel > 1]
 
 
 def walk_back(cell: Cell, is_end: Callable[[Step], bool]) -> list[Link] | None:
@@ -61,7 +61,7 @@ def walk_back(cell: Cell, is_end: Callable[[Step], bool]) -> list[Link] | None:
             continue
         if is_end(one.step):
             return behind
-        for view in one.step.taken:
+        for view in one.step.inputs:
             if view.is_float and view.cell not in seen:
                 seen.add(view.cell)
                 todo.append((view.cell, [Link(one.step, view), *behind]))
@@ -76,10 +76,10 @@ def scale_of(labels: Labels, core: Core, scores: list[Link]) -> float | None:
     product = labels.products.of(core.score_step) if core.score_step is not None else None
     factors: list[float | None]
     if core.score_step is None or product is None:
-        given, width = core.step.given("scale"), core.parts[0].query.features.shape[-1]
-        factors, sides = [width**-0.5 if given is None else float(given)], core.step.taken[:2]
+        given, width = core.step.argument("scale"), core.parts[0].query.features.shape[-1]
+        factors, sides = [width**-0.5 if given is None else float(given)], core.step.inputs[:2]
     else:
-        alpha = float(core.score_step.given("alpha", 1))  # of baddbmm
+        alpha = float(core.score_step.argument("alpha", 1))  # of baddbmm
         factors, sides = [alpha, *map(_factor, scores)], [product.first, product.second]
 
     def is_map(step: Step) -> bool:
@@ -119,13 +119,13 @@ def changes_of(links: list[Link]) -> list[Change]:
 
 def changes_of_fused(step: Step) -> list[Change]:
     """List the masks that a fused attention is given."""
-    given = step.given("attn_mask", step.given("attn_bias"))
+    given = step.argument("attn_mask", step.argument("attn_bias"))
     found = _added("attn_mask", given) if isinstance(given, View) else []
-    if (name := step.given("score_mod")) is not None:  # of FlexAttention
-        bias = step.given("score_bias").value.cpu()
+    if (name := step.argument("score_mod")) is not None:  # of FlexAttention
+        bias = step.argument("score_bias").value.cpu()
         found.append(Change(f"score_mod `{name}`", bias <= HIDDEN, bias))
-    if step.given("is_causal", default=False):
-        queries, keys = (min(view.shape[-2], KEPT) for view in step.taken[:2])
+    if step.argument("is_causal", default=False):
+        queries, keys = (min(view.shape[-2], KEPT) for view in step.inputs[:2])
         found.append(Change("is_causal", torch.ones(queries, keys, dtype=torch.bool).triu(1)))
     return found
 
@@ -168,8 +168,8 @@ def _added(op: str, view: View, depth: int = 8) -> list[Change]:
     if not depth:
         return [Change(op, None, bias=view.shape)]
     if step.op == "add":
-        return [change for part in step.taken if part.numel > 1 for change in _added(op, part, depth - 1)]
-    links = [Link(step, one) for one in step.taken if one.is_float and one.cell.is_mapped]
+        return [change for part in step.inputs if part.numel > 1 for change in _added(op, part, depth - 1)]
+    links = [Link(step, one) for one in step.inputs if one.is_float and one.cell.is_mapped]
     if len(links) != 1 or (step.op == "mul" and links[0].others):
         return [Change(op, None, bias=view.shape)]
     return [*_added(op, links[0].main, depth - 1), *_changes(links[0])]
@@ -205,9 +205,9 @@ def hidden_by(changes: Sequence[Change]) -> Tensor | None:
 
 def is_by_rows(core: Core) -> bool:
     """Say whether scores lie as ``(..., queries, keys)`` where the softmax runs, as masks are read."""
-    if core.asked is None or core.asked.dim() == 0:
+    if core.query_of is None or core.query_of.dim() == 0:
         return True
-    return core.dim == -1 and bool((core.asked.diff(dim=-1) == 1).all())
+    return core.dim == -1 and bool((core.query_of.diff(dim=-1) == 1).all())
 
 
 # behind the softmax
@@ -222,18 +222,18 @@ def dropout_behind(links: list[Link]) -> float:
             cell: Cell | None = view.cell
             while cell is not None:  # a tensor that is filled with 0 and 1, and divided, in place
                 if cell.step is not None and cell.step.op == "bernoulli":
-                    return 1 - float(cell.step.given("p", math.nan))
+                    return 1 - float(cell.step.argument("p", math.nan))
                 cell = cell.before
     return 0.0
 
 
 def is_renormalised(tape: Tape, softmax: Step) -> bool:
     """Say whether weights are divided by sums of themselves, a few steps behind the softmax."""
-    cells = {view.cell for view in softmax.made if view is not None}
+    cells = {view.cell for view in softmax.outputs if view is not None}
     for step in tape.steps[softmax.number + 1 : softmax.number + 20]:
-        mine = [view for view in step.taken if view.cell in cells]
+        mine = [view for view in step.inputs if view.cell in cells]
         if step.op == "div" and len(mine) > 1:
             return True
         if mine and (step.is_pointwise or step.op == "sum" or step.op in _COPIES):
-            cells |= {view.cell for view in step.made if view is not None}
+            cells |= {view.cell for view in step.outputs if view is not None}
     return False

@@ -22,7 +22,7 @@ def labels_of(function):
     model = nn.Linear(4, ROWS, bias=False)
     with torch.no_grad(), Tape(model) as tape:
         function(model(torch.randn(TOKENS, 4))).exp()
-    return Labels(tape).read(tape.steps[-1].taken[0]), tape.number("weight")
+    return Labels(tape).read(tape.steps[-1].inputs[0]), tape.number("weight")
 
 
 def rows(label, first):
@@ -149,7 +149,7 @@ def test_labels_of_scores_take_no_memory_of_their_size():
     with torch.no_grad(), Tape(module) as tape:
         module(x)
     step = next(one for one in tape.steps if one.op == "_softmax")
-    label = Labels(tape).read(step.taken[0])
+    label = Labels(tape).read(step.inputs[0])
     assert label.features.shape == (1, H, 512, 512)
     assert small(label.features).numel() == H * 512
     assert small(label.tokens).numel() == 512

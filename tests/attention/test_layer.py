@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Product, Refusal, Rows
+from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Refusal, Rows, Term
 from hdi_callback.attention.registry import _REGISTERED, known_layer, known_layers, register_layout
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionError
 
@@ -58,7 +58,7 @@ def test_irregular_rows_are_read_one_by_one():
 def test_each_head_may_have_a_parameter_of_its_own():
     maps = nn.ModuleList(nn.Linear(6, 3) for _ in range(4))
     names = tuple(f"{head}.weight" for head in range(4))
-    weight = HeadWeight((Product((Rows(maps, names, starts(4, 3, by_head=0, by_row=6), 6),)),))
+    weight = HeadWeight((Term((Rows(maps, names, starts(4, 3, by_head=0, by_row=6), 6),)),))
     assert torch.equal(weight.tensor(), torch.stack([one.weight for one in maps]))
     assert len(weight.parameters()) == 4
 
@@ -69,7 +69,7 @@ def test_a_product_of_a_map_of_each_head_and_one_that_all_share_with_the_gain_be
     nn.init.normal_(norm.weight)
     inner = Rows(module, ("down.weight",), starts(1, 5, by_head=0, by_row=12), 12)
     outer = Rows(module, ("up.weight",), starts(2, 4, by_head=20, by_row=5), 5, gain="norm.weight")
-    weight = HeadWeight((Product((outer, inner)),))
+    weight = HeadWeight((Term((outer, inner)),))
     expected = (up.weight * norm.weight) @ down.weight
     assert torch.allclose(weight.tensor(), expected.view(2, 4, 12), atol=1e-6)
     weight.tensor().square().sum().backward()
@@ -81,11 +81,11 @@ def test_a_sum_of_a_base_and_an_update_of_low_rank_ends_when_the_adapter_is_merg
         {"base": nn.Linear(6, 8), "a": nn.Linear(6, 2, bias=False), "b": nn.Linear(2, 8, bias=False)}
     )
     adapter.merged = False
-    update = Product(
+    update = Term(
         (Rows(adapter, ("b.weight",), starts(2, 4, 8, 2), 2), Rows(adapter, ("a.weight",), starts(1, 2, 0, 6), 6)),
         scale=2.0,
     )
-    base = Product((Rows(adapter, ("base.weight",), starts(2, 4, 24, 6), 6),))
+    base = Term((Rows(adapter, ("base.weight",), starts(2, 4, 24, 6), 6),))
     weight = HeadWeight((base, update))
     whole = adapter["base"].weight + 2 * adapter["b"].weight @ adapter["a"].weight
     assert torch.allclose(weight.tensor(), whole.view(2, 4, 6), atol=1e-6)
@@ -146,7 +146,7 @@ def test_reading_a_parametrized_weight_runs_nothing_in_training_mode():
     assert int(linear.parametrizations.weight[1].count) == count
     linear.eval()
     assert torch.equal(found.flatten(0, 1), linear.weight)
-    original = HeadWeight((Product((Rows(linear, ("parametrizations.weight.original",), starts(2, 3, 18, 6), 6),)),))
+    original = HeadWeight((Term((Rows(linear, ("parametrizations.weight.original",), starts(2, 3, 18, 6), 6),)),))
     assert torch.equal(original.tensor(), found)
     with pytest.raises(UnsupportedAttentionError, match="computed when it is used"):
         weight.write(0, torch.zeros(3, 6))

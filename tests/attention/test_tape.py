@@ -58,8 +58,8 @@ def test_a_view_is_no_step_and_shares_its_cell():
         model(x).view(2, 4, 6).transpose(0, 1)[1:].exp()
     assert [step.op for step in tape.steps] == ["mm", "exp"]
     product, exponential = tape.steps
-    assert exponential.taken[0].cell is product.made[0].cell
-    assert exponential.taken[0].offset == 6
+    assert exponential.inputs[0].cell is product.outputs[0].cell
+    assert exponential.inputs[0].offset == 6
 
 
 def test_a_write_in_place_gives_a_storage_a_new_content():
@@ -67,8 +67,8 @@ def test_a_write_in_place_gives_a_storage_a_new_content():
     x = torch.randn(2, C)
     with torch.no_grad(), Tape(model) as tape:
         model(x)[:, :6].add_(1)
-    cell = tape.steps[-1].made[0].cell
-    assert cell.before is tape.steps[0].made[0].cell
+    cell = tape.steps[-1].outputs[0].cell
+    assert cell.before is tape.steps[0].outputs[0].cell
     assert cell.written.shape == (2, 6)
 
 
@@ -78,7 +78,7 @@ def test_kinds_say_what_a_tensor_depends_on():
     with torch.no_grad(), Tape(model) as tape:
         torch.arange(3) + 1
         model(x)
-    kinds = {step.op: [view.cell.kind for view in step.taken] for step in tape.steps}
+    kinds = {step.op: [view.cell.kind for view in step.inputs] for step in tape.steps}
     assert kinds["add"] == [CONSTANT]
     assert kinds["mm"] == [DATA, WEIGHT]
 
@@ -137,7 +137,7 @@ def test_what_a_debugger_shows_of_a_forward_is_a_line_each():
     with torch.no_grad(), Tape(module) as tape:
         module(*inputs)
     labels, claims, _ = claims_of(tape)
-    view = next(view for step in tape.steps for view in step.taken)
+    view = next(view for step in tape.steps for view in step.inputs)
     shown = [*tape.steps, *claims, view, view.cell, labels.read(view)]
     assert all(len(repr(each)) < 500 and "\n" not in repr(each) for each in shown)
     softmax = next(step for step in tape.steps if step.op == "_softmax")
