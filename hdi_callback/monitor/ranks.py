@@ -2,16 +2,19 @@
 
 A meeting is a note in the store of the process group, in which nobody waits for longer than a third of the group's
 timeout; sums then go through a group of our own. So no call of ours can meet one of the training's. Where ranks are at
-different steps, hold layers of different weights, or do not come, each measures alone from then on.
+different steps, hold layers of different weights, do not come or are gone, each measures alone from then on.
 
 A rank whose own work failed puts NaN in its place and makes the same calls, so that nobody waits for it.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +23,7 @@ from torch import Tensor
 
 from hdi_callback.attention.layer import ROLES, AttentionLayer
 from hdi_callback.attention.sharding import _group_of_heads
+from hdi_callback.guard import describe
 
 S = TypeVar("S")
 
@@ -43,7 +47,7 @@ class Ranks:
         size: number of ranks that measure together.
         device: where sums are exchanged.
         difference: why ranks measure alone, as a clause; empty if they do not.
-        is_sharded: whether some rank would need the others to read a weight.
+        is_sharded: whether this rank needs others to read a weight.
         is_first: whether no earlier rank holds the same layers.
     """
 
@@ -53,38 +57,38 @@ class Ranks:
         self.is_sharded = any(layer["is_sharded"] for layer in facts)
         self._names = [layer["name"] for layer in facts]
         self._readings = 0
-        self._group: Any = None
         self._agree: Tensor | None = None  # whether the sums of this reading may be added up
         self._flags: tuple[Tensor, torch.cuda.Event | None] | None = None  # layers that agree, on their way to the host
         if self.size == 1:
             return
-        self._prefix = begun("ranks")
-        self._part(why_alone or self._meet("begin", ""))
+        with self._or_alone():
+            self._limit = timeout_of_ranks() / 3
+            self._prefix = begun("ranks")
+        self._meet("the comparison of layers", why_alone)
         if self.size > 1:
-            self._compare_facts(facts)
+            with self._or_alone():  # ranks have just met, so all of them come
+                self._compare_facts(facts)
 
     def _compare_facts(self, facts: Sequence[Mapping[str, Any]]) -> None:
-        """Make the group and compare layers: ranks have just met, so all of them come."""
+        """Make the group and compare layers."""
         is_on_host = "nccl" not in dist.get_backend()
         # A group on the host raises at its timeout, and nobody else has waited for as long; one of NCCL ends the run.
-        self._group = dist.new_group(timeout=_timeout() / 3 if is_on_host else None)
+        self._group = dist.new_group(timeout=timedelta(seconds=self._limit) if is_on_host else None)
         if not is_on_host:
             self.device = torch.device("cuda", torch.cuda.current_device())
         of_ranks: list[Any] = [None] * self.size
         dist.all_gather_object(of_ranks, facts, group=self._group)
-        self.is_sharded = any(layer["is_sharded"] for listed in of_ranks for layer in listed)
-        other = next((rank for rank, listed in enumerate(of_ranks) if listed != of_ranks[0]), None)
-        if other is not None:
+        different = [rank for rank, listed in enumerate(of_ranks) if listed != of_ranks[0]]
+        if different:
             self.is_first = of_ranks.index(facts) == dist.get_rank()
-            self._part(f"rank {other} holds other attention layers than rank 0")
+            self._part(f"rank {different[0]} holds other attention layers than rank 0")
 
     def begin(self, step: int, why_alone: str = "") -> None:
         """Meet the other ranks for the reading at a step; they measure alone if some are not at this step."""
         self.settle()
         self._agree = None
         self._readings += 1
-        if self.size > 1:
-            self._part(why_alone or self._meet(f"reading {self._readings}", f"step {step}"))
+        self._meet(f"reading {self._readings}", why_alone, step=step)
 
     def compare(self, checksums: Mapping[str, Tensor]) -> None:
         """Compare the weights of all layers over the ranks: a collective call, of fixed size.
@@ -99,10 +103,10 @@ class Ranks:
         unread = torch.full((len(ROLES),), -torch.inf, dtype=torch.float64, device=self.device)
         own = torch.stack([checksums.get(name, unread).to(self.device) for name in self._names] or [unread])
         absent = own == -torch.inf
-        largest = torch.stack([own, torch.where(absent, own, -own)])
-        self._all_reduce(largest, dist.ReduceOp.MAX)
-        top, low = largest[0], -largest[1]
-        agree = (top - low <= _SAME * torch.maximum(top.abs(), low.abs())).all(-1)
+        top, negative = self._all_reduced(torch.stack([own, torch.where(absent, own, -own)]), dist.ReduceOp.MAX)
+        if self.size == 1:
+            return
+        agree = (top + negative <= _SAME * torch.maximum(top.abs(), negative.abs())).all(-1)
         self._agree = agree.all()
         if self.device.type == "cpu":
             self._flags = agree, None
@@ -125,49 +129,40 @@ class Ranks:
             name = self._names[agree.tolist().index(False)]
             self._part(f"`{name}` does not have the same weights on all ranks")
 
-    def from_first(self, what: str, value: Any) -> Any:
+    def from_first(self, purpose: str, value: Any) -> Any:
         """Return the value of the first rank, plain data, on every rank that comes; its own where ranks have parted."""
-        if self.size > 1:
-            self._part(self._meet(what, ""))
-        if self.size == 1:
-            return value
-        held = [value]
-        dist.broadcast_object_list(held, src=0, group=self._group)
-        return held[0]
+        self._meet(purpose)
+        values = [value]
+        with self._or_alone():
+            if self.size > 1:
+                dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
 
     def _part(self, why: str) -> None:
-        if why:
+        if why and self.size > 1:
             self.size, self.difference, self._agree = 1, why, None
 
-    def _meet(self, what: str, header: str) -> str:
-        """Return why the ranks do not all come to the same, as a clause, alike on every rank; empty if they do.
-
-        No collective call: a rank that does not come may be waiting for us in one of the training's.
-        """
-        store = store_of_ranks()
-        key = f"{self._prefix}/{what}"
-        limit = _timeout() / 3
-        verdict = ""
-        first = store.compare_set(f"{key}/header", "", f"here {header}").decode().removeprefix("here ")
-        if first != header:
-            verdict = f"at {what}, one rank is at {first} and another at {header}"
-        elif store.add(f"{key}/came", 1) < self.size:
-            deadline, pause = time.monotonic() + limit.total_seconds(), 0.0005
-            while not store.check([f"{key}/verdict"]) and time.monotonic() < deadline:
-                time.sleep(pause)
-                pause = min(0.02, 1.5 * pause)
-            verdict = f"some rank did not come to {what} within {limit.total_seconds():.0f} seconds"
-        else:
-            verdict = "alike"
-        decided: str = store.compare_set(f"{key}/verdict", "", verdict).decode()
-        return "" if decided == "alike" else decided
-
-    def _all_reduce(self, tensor: Tensor, operation: Any) -> None:
+    @contextmanager
+    def _or_alone(self) -> Iterator[None]:
+        """Measure alone from now on if an exchange fails: nobody waits again for a rank, or a store, that is gone."""
         try:
-            dist.all_reduce(tensor, op=operation, group=self._group)
-        except Exception:  # a rank is gone: nobody waits for it again
-            self._part("a rank has left")
-            raise
+            yield
+        except Exception as error:
+            self._part(f"a rank, or the store of the ranks, is gone ({describe(error).partition('. ')[0]})")
+
+    def _meet(self, purpose: str, why_alone: str = "", **header: Any) -> None:
+        self._part(why_alone)
+        if self.size > 1:
+            with self._or_alone():
+                self._part(why_apart(f"{self._prefix}/{purpose}", header, self._limit))
+
+    def _all_reduced(self, tensor: Tensor, operation: Any) -> Tensor:
+        """Return a tensor reduced over the ranks; as it is where ranks have parted."""
+        reduced = tensor.clone()
+        with self._or_alone():
+            if self.size > 1:
+                dist.all_reduce(reduced, op=operation, group=self._group)
+        return reduced if self.size > 1 else tensor
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Add up tensors over the ranks; of the same shapes, in the same order, on every rank."""
@@ -183,33 +178,65 @@ class Ranks:
         Returns:
             The sums over all ranks.
         """
-        if self.size == 1:
-            return list(records)
-        added = iter(self.sum([tensor for one in records for tensor in _fields(one, largest=False).values()]))
-        tops = [tensor for one in records for tensor in _fields(one, largest=True).values()]
-        largest = iter(self._reduce(tops, dist.ReduceOp.MAX))
+        added = iter(self.sum([tensor for record in records for tensor in _fields(record, largest=False).values()]))
+        tops = [tensor for record in records for tensor in _fields(record, largest=True).values()]
+        largest = iter(self._reduce(tops, dist.ReduceOp.MAX) if self.size > 1 else tops)
         together: list[S] = []
-        for one in records:
-            values = {name: next(added) for name in _fields(one, largest=False)}
-            values |= {name: next(largest) for name in _fields(one, largest=True)}
-            together.append(replace(one, **values))  # type: ignore[type-var]
+        for record in records:
+            values = {name: next(added) for name in _fields(record, largest=False)}
+            values |= {name: next(largest) for name in _fields(record, largest=True)}
+            together.append(replace(record, **values))  # type: ignore[type-var]
         return together
 
     def _reduce(self, tensors: Sequence[Tensor], operation: Any) -> list[Tensor]:
         reduced: list[Tensor] = []
         for part in _parts(tensors):
             packed = torch.cat([tensor.detach().reshape(-1).to(self.device, torch.float64) for tensor in part])
-            own_sums = packed.clone()
-            self._all_reduce(packed, operation)
-            packed = packed if self._agree is None else torch.where(self._agree, packed, own_sums)
-            pieces = torch.split(packed, [tensor.numel() for tensor in part])
+            total = self._all_reduced(packed, operation)
+            total = total if self._agree is None else torch.where(self._agree, total, packed)
+            pieces = torch.split(total, [tensor.numel() for tensor in part])
             reduced += [piece.view(own.shape).to(own.device, own.dtype) for piece, own in zip(pieces, part)]
         return reduced
 
 
-def _timeout() -> Any:
-    """Return the timeout of the process group, as a `timedelta`."""
-    return store_of_ranks().timeout
+def why_apart(key: str, header: Mapping[str, Any], limit: float) -> str:
+    """Return why the ranks do not all come with the same header, as a clause, alike on every rank; empty if they do.
+
+    No collective call: a rank that does not come may be waiting for us in one of the training's.
+
+    Args:
+        key: prefix of the notes of this meeting in the store; its last part names it.
+        header: plain data that ranks must have alike.
+        limit: the longest wait, in seconds.
+    """
+    store, rank, size = store_of_ranks(), dist.get_rank(), dist.get_world_size()
+    first_rank, first = json.loads(store.compare_set(f"{key}/header", "", json.dumps([rank, header])))
+    header = json.loads(json.dumps(header))
+    purpose, verdict = key.rpartition("/")[-1], "alike"
+    store.set(f"{key}/{rank}", "here")
+    if first != header:
+        name = next(name for name in header if header[name] != first.get(name))
+        both = sorted([(first_rank, first.get(name)), (rank, header[name])])
+        verdict = f"at {purpose}, `{name}` is " + " and ".join(f"{value} on rank {number}" for number, value in both)
+    elif store.add(f"{key}/came", 1) < size:
+        deadline, pause = time.monotonic() + limit, 0.0005
+        while not store.check([f"{key}/verdict"]) and time.monotonic() < deadline:
+            time.sleep(pause)
+            pause = min(0.02, 1.5 * pause)
+        if not store.check([f"{key}/verdict"]):
+            missing = [number for number in range(size) if not store.check([f"{key}/{number}"])]
+            listed = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
+            verdict = f"rank {listed} of {size} did not come to {purpose} within {limit:.0f} seconds"
+    decided: str = store.compare_set(f"{key}/verdict", "", verdict).decode()
+    return "" if decided == "alike" else decided
+
+
+def timeout_of_ranks() -> float:
+    """Return the timeout of the process group, in seconds; a store of the user's own has another."""
+    group = dist.distributed_c10d._get_default_group()
+    options: list[Any] = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
+    timeouts = [option._timeout for option in options if hasattr(option, "_timeout")]
+    return float(min(timeouts, default=store_of_ranks().timeout).total_seconds())
 
 
 def store_of_ranks() -> Any:
@@ -217,12 +244,12 @@ def store_of_ranks() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def begun(what: str) -> str:
+def begun(kind: str) -> str:
     """Return the prefix of notes of what this rank begins: its number in the store, alike as ranks begin alike.
 
     It is counted in the store, not in the process: processes may have been in other groups before.
     """
-    return f"hdi_callback/{what}/{store_of_ranks().add(f'hdi_callback/{what}/begun/{dist.get_rank()}', 1)}"
+    return f"hdi_callback/{kind}/{store_of_ranks().add(f'hdi_callback/{kind}/begun/{dist.get_rank()}', 1)}"
 
 
 def checksums_of(weights: Mapping[str, Tensor]) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +10,7 @@ from uuid import uuid4
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from hdi_callback.monitor.ranks import begun, store_of_ranks
+from hdi_callback.monitor.ranks import begun, store_of_ranks, timeout_of_ranks, why_apart
 from hdi_callback.record import Record, Sink
 
 
@@ -78,28 +76,8 @@ def why_ranks_differ(settings: Mapping[str, Any]) -> str:
     """Return why the ranks do not all watch alike, as sentences; empty if they do.
 
     A rank without a monitor never comes here, and goes on to the next collective call of the training, in which it
-    waits for the others. So this makes no collective call: each rank leaves its settings in the store of the process
-    group, and waits for those of the others for a third of the group's timeout, and 60 seconds at most. The first rank
-    that has seen enough leaves the verdict, which all ranks follow.
+    waits for the others. So each waits for a third of the group's timeout, and 60 seconds at most.
     """
-    store = store_of_ranks()
-    rank, size, key = dist.get_rank(), dist.get_world_size(), begun("sessions")
-    names = [f"{key}/{one}" for one in range(size)]
-    store.set(names[rank], json.dumps(settings))
-    deadline = time.monotonic() + min(store.timeout.total_seconds() / 3, _LONGEST_WAIT)
-    while not store.check(names) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    missing = [one for one in range(size) if not store.check([names[one]])]
-    if missing:
-        listed = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
-        verdict = f"rank {listed} of {size} has no monitor, or began too late. Add the callback on every rank."
-    else:
-        found = [json.loads(store.get(name)) for name in names]
-        verdict = next((_difference(found[0], other, one) for one, other in enumerate(found) if other != found[0]), "")
-    decided = store.compare_set(f"{key}/verdict", "", verdict or "alike").decode()
-    return "" if decided == "alike" else decided
-
-
-def _difference(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> str:
-    name = next(name for name in first if first[name] != other.get(name))
-    return f"`{name}` is {first[name]} on rank 0 and {other.get(name)} on rank {rank}. Give every rank the same."
+    limit = min(timeout_of_ranks() / 3, _LONGEST_WAIT)
+    why = why_apart(f"{begun('sessions')}/the start of watching", settings, limit)
+    return f"{why}. Every rank needs the callback, with the same arguments." if why else ""
