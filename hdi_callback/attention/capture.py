@@ -230,7 +230,7 @@ class Capture:
             with nothing_remains(self._model, inputs, on_lost=self._calls.warn_of_lost):
                 taps = ((inner, tap) for inner, tap in self.taps if inner in within)
                 handles += [inner.register_forward_pre_hook(tap, with_kwargs=True) for inner, tap in taps]
-                with nullcontext() if reader is None else reader:
+                with self._calls.writing(module), nullcontext() if reader is None else reader:
                     module(*inputs[0], **inputs[1])
         except Exception as error:
             for layer in self._layers.values():

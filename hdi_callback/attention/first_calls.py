@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
@@ -114,6 +114,9 @@ class FirstCalls:
         self._due: set[nn.Module] = set()
         self.is_called = False
         self.on_called: Callable[[], None] | None = None
+        self.tapes: list[Tape] = []  # calls of this armed step that were written down
+        self._unwritten: set[nn.Module] = set()  # entries whose call is to be
+        self._writing: tuple[Tape, int] | None = None  # and the thread in which it runs
         self._on_again: OnAgain | None = None
         self._on_compiled: Callable[[nn.Module], None] | None = None
         self._is_resting = self._is_reporting = False
@@ -144,6 +147,21 @@ class FirstCalls:
         return {module for entry in self._with_compiled | self._within_compiled for module in entry.modules()}
 
     # --- armed steps
+
+    def write_down(self) -> None:
+        """Write down the next call of each module that is called from outside, into `tapes`; after `wait`."""
+        self.tapes, self._unwritten = [], set(self._entries)
+
+    @contextmanager
+    def writing(self, module: nn.Module) -> Iterator[None]:
+        """Write down what runs once more of a call, if that is to be."""
+        if module not in self._unwritten:
+            yield
+            return
+        with Tape(inner_model(self._model)) as tape:
+            yield
+        self._unwritten.discard(module)
+        self.tapes.append(tape)
 
     def wait(self, on_again: OnAgain | None, on_compiled: Callable[[nn.Module], None] | None = None) -> None:
         """Let a function run compiled calls of an armed step once more; `None` ends it.
@@ -187,7 +205,7 @@ class FirstCalls:
                 before, after = Hook(self, "_before_armed_call"), Hook(self, "_after_armed_call")
                 self._entries[entry] = (
                     entry.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-                    entry.register_forward_hook(after),
+                    entry.register_forward_hook(after, always_call=True),
                 )
 
     def _uninstall_entries(self, entries: Iterable[nn.Module] | None = None) -> None:
@@ -212,10 +230,29 @@ class FirstCalls:
         if module in self._with_compiled or any(map(is_compiled, module.modules())):
             self._with_compiled.add(module)
             self._again(module, args, kwargs, is_recorded=torch.is_grad_enabled())
+        elif module in self._unwritten and self._writing is None and torch.is_grad_enabled():
+            self._unwritten.discard(module)
+            tape = Tape(inner_model(self._model))
+            self._writing = tape, threading.get_ident()
+            tape.__enter__()
 
+    @_harmless
     def _after_armed_call(self, module: nn.Module, args: Any, output: Any) -> None:
+        tape = self._stop_writing()
+        if sys.exc_info()[0] is not None and output is None:
+            return
+        if tape is not None:
+            self.tapes.append(tape)
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and not is_extra():
             self._note_call()
+
+    def _stop_writing(self) -> Tape | None:
+        writing = self._writing
+        if writing is None or writing[1] != threading.get_ident():
+            return None
+        self._writing = None
+        take_off(writing[0])
+        return writing[0]
 
     def _note_call(self) -> None:
         self.is_called = True
@@ -414,6 +451,7 @@ class FirstCalls:
         """Make way for a compiled call: dynamo has not looked at it yet."""
         if is_extra() or self._is_resting:
             return
+        self._stop_writing()  # compilation would not bear a mode
         recorded = self._recorded
         if recorded is not None:
             if recorded.thread == threading.get_ident() and recorded.is_on:  # its compilation would not bear a mode

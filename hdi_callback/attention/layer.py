@@ -95,6 +95,11 @@ class Rows:
         parameter = _whole_tensor(self.module, name) if recipe is None else recipe(partial(_stored, self.module))
         if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
             raise UnsupportedAttentionError(f"`{name}` is quantised ({parameter.dtype}): its rows cannot be read.")
+        return self.of(parameter, starts)
+
+    def of(self, parameter: Tensor, starts: Tensor | None = None) -> Tensor:
+        """Take ``(heads, width, columns)`` of a tensor that lies as the parameter does, such as its gradient."""
+        starts = self.starts if starts is None else starts
         strides = self._regular if starts is self.starts else _strides(starts)
         if strides is None:
             at = starts[..., None] + torch.arange(self.columns, device="cpu") * self.stride

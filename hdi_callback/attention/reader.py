@@ -25,7 +25,7 @@ from hdi_callback.attention.layer import AttentionLayer, Site
 from hdi_callback.attention.operations import BATCHED
 from hdi_callback.attention.releases import Mode
 from hdi_callback.attention.sharding import is_sharded
-from hdi_callback.attention.tape import op_name, tensors_in
+from hdi_callback.attention.tape import Tape, op_name, tensors_in
 from hdi_callback.guard import describe
 
 __all__ = ["CoreSample", "Reader", "ReaderSink"]
@@ -197,8 +197,11 @@ class Reader(Mode):
         if types and any(is_sharded(one) for one in types):
             return NotImplemented  # a DTensor asks for operations on the part of this rank, which come here
         if func is FLEX:
-            args = (FlexCall(*args),)
-            out: Any = args[0].run()
+            call = FlexCall(*args)
+            modes = torch._C._len_torch_dispatch_stack()
+            is_taped = modes > 0 and isinstance(torch._C._get_dispatch_stack_at(modes - 1), Tape)
+            out: Any = func(*args) if is_taped else call.run()
+            args = (call,)
         else:
             out = func(*args, **kwargs) if kwargs else func(*args)
         is_looked_at = func in KINDS or self._waiting or self._has_normalisers

@@ -11,10 +11,7 @@ from torch import nn
 
 from hdi_callback.arguments import function, torch_module
 from hdi_callback.attention.find import survey
-from hdi_callback.attention.heads import FoundAttention
-from hdi_callback.attention.labels import Labels
 from hdi_callback.attention.own_inputs import own_forward
-from hdi_callback.attention.tape import Step
 from hdi_callback.checks.cards import Card, card_of, joined_name
 from hdi_callback.checks.diagnoses import DIAGNOSES, Verdict
 from hdi_callback.checks.facts import Facts, facts_of
@@ -138,22 +135,13 @@ def check(model: nn.Module, forward: Callable[[], object] | None = None) -> Chec
     forward = own_forward(model) if forward is None else forward
     if not facts or forward is None:
         return Check()
-    return _judge(facts, answers=ask_model(model, forward, facts))
+    return examine(facts, answers=ask_model(model, forward, facts))
 
 
 def examine(
-    labels: Labels,
-    claims: list[FoundAttention],
-    refused: list[tuple[Step, str]],
-    is_chosen: Callable[[str], bool] | None = None,
-) -> Check:
-    """Make cards and findings of what was read of a forward, of the layers that are chosen by their names."""
-    return _judge(facts_of(labels, claims, refused), is_chosen)
-
-
-def _judge(
     every: Sequence[Facts], is_chosen: Callable[[str], bool] | None = None, answers: Answers | None = None
 ) -> Check:
+    """Make cards and findings of the facts of a forward, of the layers that are chosen by their names."""
     chosen = [each for each in every if is_chosen is None or is_chosen(each.path)]
     cards: dict[str, list[Card]] = {}  # of equal layers
     layers: dict[Diagnosis, list[str]] = {}  # of which the same is said

@@ -357,7 +357,6 @@ def padding(one: Facts, among: Sequence[Facts]) -> Found:
             "the mask marks queries and not keys: a query loses all keys or none, and padding is seen; write "
             "mask[:, None, None, :]"
         )
-    hidden = one.hidden.all(-2)  # of all queries
     hides_none_anywhere = all(other.hidden is not None and not bool(other.hidden.any()) for other in among)
     for name, mask in one.padding.items():
         is_of_keys = mask.shape[1] == min(one.keys, KEPT) and len(mask) > 1
@@ -368,9 +367,9 @@ def padding(one: Facts, among: Sequence[Facts]) -> Found:
                 f"the forward is given {name}, and no key is hidden by it: padding is attended to; hide its keys "
                 "before the softmax"
             )
-        rows = hidden.reshape(len(hidden), -1, hidden.shape[-1])[:, 0] if hidden.dim() > 1 else hidden[None]
-        is_inverted = "pad" in name and rows.shape == mask.shape and torch.equal(rows, ~mask)
-        if is_inverted and bool(rows.all(1).any()):
+        rows = one.hidden_keys
+        is_inverted = rows is not None and "pad" in name and torch.equal(rows, ~mask)
+        if rows is not None and is_inverted and bool(rows.all(1).any()):
             return "wrong", (
                 f"keys are hidden where {name} is False, and a sequence without padding has no key left: the mask of "
                 "padding is inverted"

@@ -30,6 +30,7 @@ from hdi_callback.checks.scores import (
     dropout_behind,
     hidden_by,
     is_by_rows,
+    is_curve,
     is_renormalised,
     scale_of,
     walk_back,
@@ -95,6 +96,7 @@ class Facts:
     keys: int = 0
     scale: float | None = None  # of products of queries and keys
     changes: tuple[Change, ...] = ()  # of scores before the softmax
+    curves: tuple[str, ...] = ()  # what bends scores, point by point: a soft cap
     hidden: Tensor | None = None  # which keys, ``(..., queries, keys)``
     normaliser: str = "softmax"  # what makes weights of scores
     softmaxes: int = 1  # that run one after the other
@@ -121,6 +123,32 @@ class Facts:
             return ~self.hidden.expand(*self.hidden.shape[:-2], count, count).reshape(-1, count, count)
         except RuntimeError:
             return None
+
+    @cached_property
+    def distances(self) -> Tensor | None:
+        """By the distance from query to key, of how many pairs of tokens the key is seen.
+
+        ``(heads, 2 tokens - 1)``, the latest keys first: shares of 0 to 1, the same for each head if it has one row.
+        Keys that no query sees are padding, and left out; NaN where no pair is left. `None` if masks are not known.
+        """
+        count = min(self.queries, KEPT)
+        if self.hidden is None or self.queries != self.keys or count < 2:
+            return None
+        hidden = self.hidden.expand(*self.hidden.shape[:-2], count, count)
+        seen = ~hidden.reshape(-1, hidden.shape[-3] if hidden.dim() > 3 else 1, count, count)
+        real = seen.any(-2).any(1)
+        pairs = (real[:, None, :, None] & real[:, None, None, :]).expand_as(seen)
+        both = torch.stack([seen & pairs, pairs]).double()
+        sums = [both.diagonal(at, -2, -1).sum((1, -1)) for at in range(count - 1, -count, -1)]
+        return torch.stack([share[0] / share[1] for share in sums], -1)
+
+    @cached_property
+    def hidden_keys(self) -> Tensor | None:
+        """Which keys are hidden from all queries, ``(sequences, keys)``, one row if it is the same in all of them."""
+        if self.hidden is None:
+            return None
+        hidden = self.hidden.all(-2)
+        return hidden.reshape(len(hidden), -1, hidden.shape[-1])[:, 0] if hidden.dim() > 1 else hidden[None]
 
     @cached_property
     def is_causal(self) -> bool | None:
@@ -217,6 +245,7 @@ def _of_core(labels: Labels, core: Core) -> Facts:
         keys=part.key.features.shape[1],
         scale=None if scores is None else scale_of(labels, core, scores),
         changes=tuple(changes),
+        curves=tuple(link.step.op for link in scores or () if is_curve(link.step)),
         hidden=hidden_by(changes) if softmaxes == 1 else None,  # what one hides the next one shows
         normaliser=core.normaliser,
         softmaxes=softmaxes,

@@ -146,6 +146,12 @@ def _changes(link: Link) -> list[Change]:
     return [] if hides_nothing else [Change(step.op, None)]
 
 
+def is_curve(step: Step) -> bool:
+    """Whether a step bends scores, as a soft cap does."""
+    straight = {"add", "sub", "mul", "div", "neg", "masked_fill", "where", *_COPIES}
+    return step.is_pointwise and step.op not in straight
+
+
 def _filled(op: str, mask: Tensor | None, value: object) -> Change:
     number = _number(value)
     if mask is None or number is None:
@@ -161,7 +167,8 @@ def _added(op: str, view: View, depth: int = 8) -> list[Change]:
         if value is None:
             return [Change(op, None)]
         sign = -1 if op == "sub" else 1
-        return [Change(op, ~value if value.dtype == torch.bool else sign * value <= HIDDEN, value)]
+        is_mask = value.dtype == torch.bool
+        return [Change(op, ~value if is_mask else sign * value <= HIDDEN, value if is_mask else sign * value)]
     step = view.cell.step
     if step is None or not (step.is_pointwise or step.op in _COPIES):
         return [Change(op, _HIDES_NOTHING, bias=view.shape)]
@@ -222,7 +229,7 @@ def dropout_behind(links: list[Link]) -> float:
             cell: Cell | None = view.cell
             while cell is not None:  # a tensor that is filled with 0 and 1, and divided, in place
                 if cell.step is not None and cell.step.op == "bernoulli":
-                    return 1 - float(cell.step.argument("p", math.nan))
+                    return round(1 - float(cell.step.argument("p", math.nan)), 9)
                 cell = cell.before
     return 0.0
 

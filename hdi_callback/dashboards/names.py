@@ -12,10 +12,11 @@ from hdi_callback.arguments import shown
 from hdi_callback.dashboards.tags import AUDITED, LAYER_CURVES, MODEL_CURVES, PICTURES
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.interventions import Intervention
+from hdi_callback.monitor import contract
 from hdi_callback.monitor.metrics import METRICS
 from hdi_callback.rules import RULES
 
-Kind = Literal["curve", "picture", "metric", "rule", "intervention", "finding of hdi audit"]
+Kind = Literal["curve", "picture", "metric", "rule", "alert", "intervention", "finding of hdi audit"]
 INTERVENTIONS: dict[str, type[Intervention]] = {
     name: kind
     for name in interventions.__all__
@@ -45,6 +46,7 @@ class Name:
 
 def _all_names() -> dict[str, Name]:
     names = [Name(rule.name, "rule", f"Raised when {rule.condition}. {rule.meaning}") for rule in RULES]
+    names += [Name(contract.NAME, "alert", contract.MEANING)]
     names += [Name(tag, "curve", curve.sentence) for tag, curve in MODEL_CURVES.items()]
     names += [Name(tag, "picture", meaning) for tag, meaning in PICTURES.items()]
     names += [Name(metric.name, "metric", metric.summary) for metric in METRICS.values()]

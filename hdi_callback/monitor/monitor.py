@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -23,9 +24,11 @@ from hdi_callback.attention.layer import AttentionLayer, Refusal, Survey
 from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.attention.registry import known_layers
 from hdi_callback.attention.sharding import IN_PIECES, is_in_first_fsdp
-from hdi_callback.checks import examine
+from hdi_callback.attention.tape import Tape
+from hdi_callback.checks import Facts, examine, facts_of
 from hdi_callback.errors import HDIWarning, MisconfigurationError, NothingToWatchError
 from hdi_callback.guard import Guard, guarded, warn, without_modes
+from hdi_callback.monitor.contract import Contract, without_gradient
 from hdi_callback.monitor.metrics import (
     FORWARD_SOURCES,
     KEYS,
@@ -44,6 +47,7 @@ from hdi_callback.monitor.reading import Absent, Reading, Result
 from hdi_callback.monitor.rows import AttentionRows, QueryKeyNorms, take_rows
 from hdi_callback.monitor.sums import SumSource, measure_sums
 from hdi_callback.monitor.weights import ParameterReader, Trains, WeightReader
+from hdi_callback.record import Alert
 
 
 class HeadDiversityMonitor:
@@ -118,6 +122,9 @@ class HeadDiversityMonitor:
         self._first_forwards: list[FirstForward] = []  # of this armed step
         self._read: list[Any] = []  # of forwards, and not yet checked: warnings are off while a forward is read
         self._said: set[str] = set()  # of findings
+        self._contract = Contract(self._is_chosen)
+        self._facts: list[Facts] = []  # of first forwards, which the contract has not taken yet
+        self._is_compared = False  # whether the reading that begins is compared with the contract
         self._left_out: set[str] = set()  # by `include` and `exclude`
         self._is_armed, self._training_only, self._has_warned_of_padding = False, True, False
         if layers is not None or forward is not None:
@@ -169,6 +176,9 @@ class HeadDiversityMonitor:
             self._first_calls.is_called, self._first_calls.on_called = False, None
         if self._capture is not None:
             self._capture.arm(training_only=training_only)
+            self._is_compared = self._contract.is_due()
+            if self._is_compared and self._first_calls is not None:
+                self._first_calls.write_down()
 
     def disarm(self) -> None:
         """Capture nothing, and forget what was captured; to be called before forwards that are not to be captured."""
@@ -235,16 +245,26 @@ class HeadDiversityMonitor:
             captured = self._take(absent)
             for source in self._forwards:
                 results += measure_sums(source, self.layers, captured, ranks, absent)
-            return self._reading(step, epoch, results, absent)
+            return self._reading(step, epoch, results, absent, self._compared(step))
 
-    def _reading(self, step: int, epoch: int | None, results: list[Result], absent: Absent) -> Reading:
+    def _compared(self, step: int) -> Callable[[], tuple[Alert, ...]]:
+        """Return what compares this reading with the contract of the run, on the host."""
+        read: list[Facts | Tape] = [*self._facts]
+        if self._is_compared and self._first_calls is not None:
+            read += self._first_calls.tapes
+        self._facts, self._is_compared = [], False
+        return partial(self._contract.compare, step, read, without_gradient(self.layers)) if read else tuple
+
+    def _reading(
+        self, step: int, epoch: int | None, results: list[Result], absent: Absent, compare: Callable[[], Any]
+    ) -> Reading:
         names = tuple(layer.name for layer in self.layers)
         trains = [any(parameter.requires_grad for parameter in layer.module.parameters()) for layer in self.layers]
         results = [*results, Result(TRAINING, names, Trains(torch.tensor(trains, device="cpu")))]
         if PARAMETERS in self._sources:
             with absent.unless([PARAMETERS], names):
                 results += self._parameters.measure(step, self._model, self.layers)
-        return Reading(step, names, results, absent, epoch=epoch, metrics=self.metrics)
+        return Reading(step, names, results, absent, epoch=epoch, metrics=self.metrics, alerts=compare)
 
     def _take(self, absent: Absent) -> Mapping[str, Captured]:
         """Take what was captured; nothing if no forward was armed."""
@@ -318,7 +338,9 @@ class HeadDiversityMonitor:
     def _check(self) -> None:
         """Say what is wrong or odd about the attention of the forwards that were read; it ends no training."""
         read, self._read = self._read, []
-        checks = [examine(labels, claims, refused, self._is_chosen) for labels, claims, refused in read]
+        facts = [facts_of(*each) for each in read]
+        self._facts += [each for listed in facts for each in listed]
+        checks = [examine(listed, self._is_chosen) for listed in facts]
         found = [str(one) for each in checks for one in each.findings]
         new = [text for text in found if text not in self._said]
         self._said.update(new)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.monitor.metrics import HEADS, MATRICES, METRICS, ON_REQUEST, WHOLE, WHY_NOT
-from hdi_callback.record import LayerRecord, Record
+from hdi_callback.record import Alert, LayerRecord, Record
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ class Reading:
         absent: layer -> source -> why it was not measured.
         epoch: epoch of the reading, if the trainer has epochs.
         metrics: names of the metrics that are entered beside those of `MEASURED`.
+        alerts: gives alerts that the reading brings itself.
     """
 
     def __init__(
@@ -92,11 +93,12 @@ class Reading:
         absent: Mapping[str, Mapping[str, str]],
         epoch: int | None = None,
         metrics: Collection[str] = (),
+        alerts: Callable[[], tuple[Alert, ...]] = tuple,
     ) -> None:
         self.step, self.epoch, self.layers, self.time = step, epoch, tuple(layers), clock.time()
         self._left_out = ON_REQUEST.difference(metrics)
         self._absent = {layer: dict(reasons) for layer, reasons in absent.items()}
-        self._results = list(results)
+        self._results, self._alerts = list(results), alerts
         self._places: list[dict[str, _Place]] = []  # of each result
         self._hosts: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._events: list[torch.cuda.Event] = []
@@ -154,7 +156,7 @@ class Reading:
                     columns = _read(result.source, result.finish(sums), self._left_out)
             for row, name in enumerate(result.layers):
                 _enter(layers[name], result.source, [(column, column.numbers[row]) for column in columns])
-        return Record(self.step, layers, epoch=self.epoch, time=self.time)
+        return Record(self.step, layers, epoch=self.epoch, time=self.time, alerts=self._alerts())
 
     def _arrived(self, place: _Place) -> Tensor:
         size = math.prod(place.shape)

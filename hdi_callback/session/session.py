@@ -317,7 +317,8 @@ class Session:
             record = replace(self._marked(taken.step, error), **facts)
         if self.alerts is not None:
             with self._guard("judging head diversity"):
-                record = replace(record, alerts=self.alerts.judge(record), active=self.alerts.active)
+                alerts = (*record.alerts, *self.alerts.judge(record))
+                record = replace(record, alerts=alerts, active=self.alerts.active)
         if history is not None:
             with self._guard(history.name):
                 history.write(record)

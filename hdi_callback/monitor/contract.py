@@ -1,0 +1,309 @@
+"""The contract of a run: what attention computed in its first forward, read again at each tenth reading and compared.
+
+What is compared are facts that do not depend on the batch: probabilities, numbers, distances, rows of parameters. A
+change is told with before and after, once the next reading has confirmed it; what changes from reading to reading is
+taken for a schedule, and named once. A fact that could not be read is no change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdi_callback.attention.find import claims_of, name_without_wrappers
+from hdi_callback.attention.layer import AttentionLayer
+from hdi_callback.attention.tape import Tape
+from hdi_callback.checks import Facts, facts_of, joined_name, shown_rows
+from hdi_callback.checks.facts import PLURAL
+from hdi_callback.checks.scores import KEPT
+from hdi_callback.guard import describe, warn
+from hdi_callback.monitor.ranks import number_of_ranks
+from hdi_callback.record import Alert
+
+__all__ = ["EVERY", "MEANING", "NAME", "Contract", "without_gradient"]
+
+EVERY = 10
+"""Readings from one comparison to the next."""
+
+NAME = "contract change"
+MEANING = (
+    "Raised when attention computes something else than in the first forward: what queries see, dropout, scale, "
+    "positions, biases, or the rows that heads are made of. Read at each tenth reading, confirmed by the next; a "
+    "notice of what changes from reading to reading."
+)
+_ACTION = "find what changed it: code, a configuration, a callback, or batches of another kind"
+_ROUNDING = 0.02  # of rotary tables in bf16
+
+Key = tuple[str, int, str]
+"""A layer, which of its calls in one forward, and a term."""
+Clauses = dict[str, tuple[int, ...]]
+"""What has changed -> the heads of which it has; none for the whole layer."""
+
+
+class Contract:
+    """What each attention computes, as it was last read.
+
+    Args:
+        is_chosen: whether a layer is watched.
+    """
+
+    def __init__(self, is_chosen: Callable[[str], bool]) -> None:
+        self._is_chosen = is_chosen
+        self._terms: dict[Key, tuple[Any, int]] = {}  # value, and the step at which it was read
+        self._pending: dict[Key, tuple[Any, int]] = {}  # changes that wait for the next reading
+        self._scheduled: set[Key] = set()
+        self._readings = 0
+        self._has_failed = False
+
+    def is_due(self) -> bool:
+        """Return whether the forward of the reading that begins is to be written down."""
+        self._readings += 1
+        return not self._has_failed and (self._readings % EVERY == 0 or bool(self._pending))
+
+    def compare(
+        self, step: int, read: Iterable[Facts | Tape], no_gradient: Mapping[str, Mapping[str, Tensor]]
+    ) -> tuple[Alert, ...]:
+        """Return alerts of what has changed since each layer was last read.
+
+        Args:
+            step: optimizer steps taken so far.
+            read: facts of forwards, or calls of the model that were written down.
+            no_gradient: what `without_gradient` gave.
+        """
+        changes: dict[tuple[str, str], Clauses] = {}  # of a layer
+        try:
+            with torch.device("cpu"):
+                listed = [[item] if isinstance(item, Facts) else facts_of(*claims_of(item)) for item in read]
+                terms = self._terms_of([each for facts in listed for each in facts], no_gradient)
+                for layer, when, clauses in self._changes(step, terms):
+                    changes.setdefault((layer, when), {}).update(clauses)
+        except Exception as error:
+            self._has_failed = True
+            warn(f"Comparing what attention computes with the first forward failed ({describe(error)}).")
+        events: dict[tuple[str, ...], dict[str, tuple[int, ...]]] = {}
+        for (layer, when), clauses in changes.items():
+            heads = tuple(sorted({head for each in clauses.values() for head in each}))
+            events.setdefault((when, *clauses), {})[layer] = heads if all(clauses.values()) else ()
+        return tuple(
+            Alert(step, NAME, "notice" if when == _BY_SCHEDULE else "warning", where,
+                  f"attention in {joined_name(list(where))} {when}: {'; '.join(clauses)}", _ACTION, since=step)
+            for (when, *clauses), where in events.items()
+        )  # fmt: skip
+
+    def _terms_of(self, facts: Sequence[Facts], no_gradient: Mapping[str, Mapping[str, Tensor]]) -> dict[Key, Any]:
+        terms: dict[Key, Any] = {}
+        calls: Counter[str] = Counter()
+        for each in facts:
+            layer = name_without_wrappers(each.path)
+            values = {term: read(each) for term, (read, _) in _TERMS.items()} if self._is_chosen(layer) else {}
+            terms |= {(layer, calls[layer], term): value for term, value in values.items() if value is not None}
+            calls[layer] += 1
+        for layer, roles in no_gradient.items():
+            # If all of it gets none, it was dropped, or this is no backward.
+            heads = {role: tuple(dead.nonzero().flatten().tolist()) for role, dead in roles.items() if bool(dead.any())}
+            terms[layer, 0, "gradients"] = {} if all(bool(dead.all()) for dead in roles.values()) else heads
+            self._terms.setdefault((layer, 0, "gradients"), ({}, 0))
+        return terms
+
+    def _changes(self, step: int, terms: Mapping[Key, Any]) -> Iterator[tuple[str, str, Clauses]]:
+        """Yield layer, time and clauses of each change that the reading after it confirms, or that goes on."""
+        for key, value in terms.items():
+            before, at = self._terms.setdefault(key, (value, step))
+            tell = _TERMS[key[2]][1]
+            change = {} if key in self._scheduled else tell(before, value)
+            if change and key not in self._pending:
+                self._pending[key] = value, step
+                continue
+            pending, first = self._pending.pop(key, (value, step))
+            self._terms[key] = value, step
+            if change and tell(pending, value):
+                self._scheduled.add(key)
+            own = {clause.replace(f" {key[0]}.", " "): heads for clause, heads in change.items()}
+            if own:
+                when = _BY_SCHEDULE if key in self._scheduled else f"has changed between steps {at} and {first}"
+                yield key[0], when, own
+
+
+_BY_SCHEDULE = "changes from reading to reading, as by a schedule"
+
+
+@torch.no_grad()
+def without_gradient(layers: Iterable[AttentionLayer]) -> dict[str, dict[str, Tensor]]:
+    """Return layer -> role -> which heads have rows that are trained, not zero, and get exactly no gradient.
+
+    After a backward; nothing waits for the device.
+    """
+    dead: dict[str, dict[str, Tensor]] = {}
+    for layer in layers:
+        for role, weight in layer.weights.items():
+            rows, parameters = weight.plain, weight.parameters()
+            if rows is None or len(rows.names) != 1 or weight.is_sharded or not parameters[0].requires_grad:
+                continue
+            gradient, is_zero = parameters[0].grad, ~rows.tensor().flatten(1).any(1)
+            if gradient is not None:
+                dead.setdefault(layer.name, {})[role] = ~(rows.of(gradient).flatten(1).any(1) | is_zero)
+            elif number_of_ranks() == 1:  # else another rank may have it
+                dead.setdefault(layer.name, {})[role] = ~is_zero
+    return dead
+
+
+# terms that are compared, and how a change of each is told
+
+
+def _tell_value(what: str) -> Callable[[Any, Any], Clauses]:
+    def tell(before: Any, after: Any) -> Clauses:
+        is_same = math.isclose(before, after, rel_tol=1e-3) if isinstance(after, float) else before == after
+        old, new = (f"{value:.4g}" if isinstance(value, float) else value or "nothing" for value in (before, after))
+        return {} if is_same else {f"{what} {new}, and {old} before": ()}
+
+    return tell
+
+
+def _weights(each: Facts) -> str | None:
+    if each.reason:
+        return each.reason.removeprefix("its ") if "softmax runs over" in each.reason else None
+    return "a softmax of a softmax" if each.softmaxes > 1 else each.normaliser
+
+
+def _rows(each: Facts) -> dict[str, list[tuple[str, Tensor]]] | None:
+    rows = {role: [(made.name, made.rows) for made in each.rows.get(role, ())] for role in (*PLURAL, "output")}
+    return rows if each.rows else None
+
+
+def _tell_rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> Clauses:
+    clauses: Clauses = {}
+    for role, old in before.items():
+        new, what = after[role], f"{PLURAL[role]} are made by" if role in PLURAL else "heads enter"
+        was, now = (" + ".join(name.removesuffix(".weight") for name, _ in maps) for maps in (old, new))
+        if was != now and old and (new or role in PLURAL):
+            clauses[f"{what} {now or 'no parameter, perhaps by the call before'}, and {was} before"] = ()
+        for (_, rows), (_, others) in zip(old, new) if was == now else ():
+            if rows.shape == others.shape and not torch.equal(rows, others):
+                heads = tuple((rows != others).any(1).nonzero().flatten().tolist())
+                moved, still = (shown_rows(each[heads[0]]) for each in (others, rows))
+                clauses[f"{what} {now} in another order: head {heads[0]} is {moved}, and {still} before"] = heads
+    return clauses
+
+
+def _tell_seen(before: Tensor, after: Tensor) -> Clauses:
+    tokens = min(before.shape[1], after.shape[1]) // 2
+    shares = torch.broadcast_tensors(*(
+        each[:, each.shape[1] // 2 - tokens : each.shape[1] // 2 + tokens + 1] for each in (before, after)
+    ))  # fmt: skip
+    clauses: dict[str, list[int]] = {}
+    for head, (was, now) in enumerate(zip(*shares)):
+        if (was[tokens] == 1) != (now[tokens] == 1) and min(was[tokens], now[tokens]) < 0.5:
+            clauses.setdefault(f"{'now' if was[tokens] < 1 else 'no longer'} sees the token itself", []).append(head)
+        later = [share[:tokens][~share[:tokens].isnan()] for share in (was, now)]
+        if bool(later[0].any()) != bool(later[1].any()) and not bool(((later[0] > 0) & (later[0] < 1)).any()):
+            clauses.setdefault(f"{'now' if bool(later[1].any()) else 'no longer'} sees later tokens", []).append(head)
+        behind = [share[tokens + 1 :] for share in (was, now)]
+        behind = [share[~(behind[0] + behind[1]).isnan()] for share in behind]
+        is_of_documents = any(bool(((share > 0) & (share < 1)).any()) for share in behind)  # each batch has others
+        widths = [int(share.sum()) + 1 for share in behind]
+        if widths[0] != widths[1] and not is_of_documents:
+            old, new = (f"{width} tokens" if width <= len(behind[0]) else "all tokens before" for width in widths)
+            clauses.setdefault(f"sees {new}, and {old} till then", []).append(head)
+    count = len(shares[0])
+    each = {text: () if len(heads) == count else tuple(heads) for text, heads in clauses.items()}
+    return {f"{f'head {_listed(heads)}' if heads else 'each head'} {text}": heads for text, heads in each.items()}
+
+
+def _hides_padding(each: Facts) -> str | None:
+    masks = [mask for mask in each.padding.values() if mask.shape[1] == min(each.keys, KEPT) and len(mask) > 1]
+    masks = [mask for mask in masks if bool(mask.any()) and not bool(mask.all())]
+    if not masks or each.hidden_keys is None:
+        return None
+    is_hidden = any(torch.equal(each.hidden_keys, side) for mask in masks for side in (mask, ~mask))
+    return "hidden" if is_hidden else None if bool(each.hidden_keys.any()) else "seen"
+
+
+def _turns(each: Facts) -> dict[str, Tensor] | None:
+    """Return by role the cosine of the angle from one token to the next, which does not depend on where they start."""
+    turns = {}
+    for role, table in each.cosines.items():
+        here, around = table[0, 1:-1], table[0, :-2] + table[0, 2:]
+        turns[role] = (around / (2 * here)).where(here.abs() > 0.3, torch.nan).nanmedian(0).values
+    return turns or None
+
+
+def _tell_turns(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Clauses:
+    for role in before.keys() & after.keys():
+        old, new = before[role], after[role]
+        if old.shape == new.shape and float((old - new).abs().nan_to_num(0).max()) > _ROUNDING:
+            return {"rotary positions turn by other angles from token to token: another base, or another scaling": ()}
+    return {}
+
+
+def _shift(each: Facts) -> str | None:
+    """Return by how many tokens queries are turned more than keys."""
+    if len(each.cosines) < 2 or each.queries != each.keys:
+        return None
+    query, key = (each.cosines[role][0, : each.queries] for role in ("query", "key"))
+    for shift in sorted(range(-4, 5), key=abs):
+        ahead, behind = max(0, shift), max(0, -shift)
+        gaps = (query[behind : len(query) - ahead] - key[ahead : len(key) - behind]).abs()
+        if len(gaps) > 2 and float(gaps.isnan().float().mean()) < 1 and float(gaps.nan_to_num(0).max()) < _ROUNDING:
+            return f"{shift} tokens"
+    return None
+
+
+def _bias(each: Facts) -> Tensor | None:
+    """Return the constant that is added to scores, ``(..., queries, keys)``, NaN where a key is hidden."""
+    if each.reason or any(change.hides is None for change in each.changes):
+        return None
+    total = torch.zeros(1, min(each.queries, KEPT), min(each.keys, KEPT))
+    for change in each.changes:
+        is_added = change.op in {"add", "sub", "attn_mask"} or change.op.startswith("score_mod")
+        if is_added and change.value is not None and change.hides is not None and change.value.is_floating_point():
+            value = change.value.float().masked_fill(change.hides, torch.nan)
+            if value.dim() > 3 and float((value - value[:1]).abs().nan_to_num(0).max()) > 0:
+                return None  # of the data
+            total = total + (value[0] if value.dim() > 3 else value)
+    return total
+
+
+def _tell_bias(before: Tensor, after: Tensor) -> Clauses:
+    queries, keys = (min(before.shape[at], after.shape[at]) for at in (-2, -1))
+    old, new = torch.broadcast_tensors(*(each[..., :queries, :keys] for each in (before, after)))
+    gaps = old - new
+    gaps = (gaps - gaps.nanmedian(-1, keepdim=True).values).abs().nan_to_num(0).amax(0)  # no row moves as a whole
+    if float(gaps.max()) <= 1e-3 * (1 + float(old.abs().nan_to_num(0).max())):
+        return {}
+    query, key = divmod(int(gaps.argmax()), keys)
+    now, was = (float(each[0, query, key]) for each in (new, old))
+    return {f"the bias of token {query} for token {key} is {now:.3g}, and {was:.3g} before": ()}
+
+
+def _tell_gradients(before: Mapping[str, tuple[int, ...]], after: Mapping[str, tuple[int, ...]]) -> Clauses:
+    new = {role: heads for role, heads in after.items() if set(heads) - set(before.get(role, ()))}
+    return {f"{PLURAL.get(role, 'outputs')} of head {_listed(heads)} get exactly no gradient": heads
+            for role, heads in new.items()}  # fmt: skip
+
+
+def _listed(heads: Sequence[int]) -> str:
+    return ", ".join(map(str, heads))
+
+
+_TERMS: dict[str, tuple[Callable[[Facts], Any], Callable[[Any, Any], Clauses]]] = {
+    "dropout": (lambda each: each.dropout if each.is_training else None, _tell_value("dropout is")),
+    "scale": (lambda each: each.scale, _tell_value("scores are scaled by")),
+    "weights": (_weights, _tell_value("what makes weights of scores is")),
+    "rows": (_rows, _tell_rows),
+    "seen": (lambda each: each.distances, _tell_seen),
+    "padding": (_hides_padding, _tell_value("padding is")),
+    "rotated": (
+        lambda each: None if each.reason else " and ".join(PLURAL[role] for role in PLURAL if each.pairs.get(role)),
+        _tell_value("positions turn"),
+    ),
+    "turns": (_turns, _tell_turns),
+    "shift": (_shift, _tell_value("queries are turned more than keys by")),
+    "curves": (lambda each: None if each.reason else ", ".join(each.curves), _tell_value("scores are bent by")),
+    "bias": (_bias, _tell_bias),
+    "gradients": (lambda each: None, _tell_gradients),
+}

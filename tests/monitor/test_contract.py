@@ -1,0 +1,131 @@
+"""What attention computes is read again while it trains; a change is told with before and after, and nothing else."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from hdi_callback import HeadDiversityMonitor
+from hdi_callback.monitor import contract
+from tests.monitor.changes import CHANGES, HEALTHY, SCHEDULES, START, Model, Ways, batch
+
+
+@pytest.fixture(autouse=True)
+def _each_third_reading(monkeypatch):
+    monkeypatch.setattr(contract, "EVERY", 3)
+
+
+def train(change, steps=30, every=3, compiled=False):
+    """Train and return the alerts of the contract, with the losses."""
+    torch.manual_seed(0)
+    ways = Ways(**change.ways)
+    model = Model(ways)
+    run = torch.compile(model, backend="eager") if compiled else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    alerts, losses = [], []
+    with HeadDiversityMonitor(model) as monitor:
+        for step in range(steps):
+            if step >= START:
+                change.act(ways, step)
+            if step % every == 0:
+                monitor.arm()
+            loss = run(batch(step, padded=change.padded, lengths=change.lengths))
+            loss.backward()
+            if step % every == 0:
+                alerts += monitor.measure(step).record().alerts
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return alerts, losses
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_told_once_with_before_and_after(name):
+    alerts, _ = train(CHANGES[name])
+    if not CHANGES[name].tells:
+        assert alerts == []
+        return
+    (alert,) = alerts
+    assert CHANGES[name].tells in alert.message
+    assert (alert.rule, alert.level, alert.step) == ("contract change", "warning", 21)
+    assert "between steps 9 and 18:" in alert.message
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_nothing_is_told_of_batches_lengths_padding_and_positions_that_change(name):
+    assert train(HEALTHY[name])[0] == []
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_changes_from_reading_to_reading_is_a_notice_that_names_it_once(name):
+    (alert,) = train(SCHEDULES[name])[0]
+    assert alert.level == "notice"
+    assert SCHEDULES[name].tells in alert.message
+    assert "from reading to reading" in alert.message
+
+
+def test_a_change_that_is_gone_at_the_next_reading_is_not_told():
+    def at_once(ways, step):
+        ways.scale = 4.0 if step == 18 else 1.0
+
+    change = CHANGES["scores four times as large"]
+    assert train(type(change)({}, at_once))[0] == []
+
+
+def test_a_head_that_changes_is_named():
+    (alert,) = train(CHANGES["one head does not see the token itself"])[0]
+    assert alert.where == {"layers.1": (3,)}
+
+
+def test_training_is_equal_to_the_bit_where_calls_are_written_down(monkeypatch):
+    change = CHANGES["dropout at 0.9"]
+    _, watched = train(change)
+    monkeypatch.setattr(contract.Contract, "is_due", lambda self: False)
+    alerts, plain = train(change)
+    assert watched == plain
+    assert alerts == []
+
+
+@pytest.mark.parametrize("name", ["dropout at 0.9", "no token sees itself", "keys and values swapped"])
+def test_a_change_is_told_of_compiled_models(name):
+    torch._dynamo.reset()
+    (alert,) = train(CHANGES[name], compiled=True)[0]
+    assert CHANGES[name].tells in alert.message
+
+
+def test_adapters_that_get_no_gradient_are_told_at_the_first_readings():
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = Model(Ways())
+
+        def forward(self, tokens):
+            for layer in self.model.layers:
+                layer.ways.detached = True
+            return self.model(tokens)
+
+    model = Adapted()
+    messages = []
+    with HeadDiversityMonitor(model) as monitor:
+        for step in range(3):
+            monitor.arm()
+            model(batch(step)).backward()
+            messages += [alert.message for alert in monitor.measure(step).record().alerts]
+    assert messages == [
+        "attention in model.layers.0-1 has changed between steps 0 and 0: queries of head 0, 1, 2, 3 get exactly no "
+        "gradient"
+    ]
+
+
+def test_a_comparison_that_fails_is_one_warning_and_training_goes_on(monkeypatch):
+    def fail(*_):
+        raise ValueError("of a kind that nobody has thought of")
+
+    monkeypatch.setitem(contract._TERMS, "scale", (fail, contract._tell_value("")))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert train(CHANGES["scores four times as large"])[0] == []
+    assert sum("Comparing what attention computes" in str(each.message) for each in caught) == 1
