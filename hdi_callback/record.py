@@ -21,7 +21,7 @@ class LayerRecord:
     Attributes:
         values: metric -> number; what could not be measured is missing here and has its reason in `absent`.
         heads: name -> a list with one entry per head, or the two heads of a pair.
-        matrices: name -> ``(H, H)`` over pairs of heads, on the CPU.
+        matrices: name -> ``(H, H)`` over pairs of heads, and ``"attention_pattern"`` -> ``(H, 32, 32)``, on the CPU.
         absent: metric, or the source of several -> why it was not measured.
     """
 

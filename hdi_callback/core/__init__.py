@@ -29,11 +29,12 @@ from hdi_callback.core.diversity import (
 )
 from hdi_callback.core.fresh import Folding, attention_agreement, fold_head, folding_error, fresh_head
 from hdi_callback.core.movement import HeadMovement, MovementSums, movement_of, movement_sums, not_finite
-from hdi_callback.core.rows import RowMetrics, RowSums, attention_rows, row_metrics
+from hdi_callback.core.rows import PATTERN, RowMetrics, RowSums, attention_rows, row_metrics
 from hdi_callback.core.tokens import TokenSpread, TokenSums, token_metrics, token_spread
 from hdi_callback.core.whitening import WhitenedHeads, whiten_layers
 
 __all__ = [
+    "PATTERN",
     "CircuitSimilarity",
     "CircuitSums",
     "CovarianceSums",

@@ -17,6 +17,9 @@ from torch.nn import functional as F
 from hdi_callback.core.pairs import live_pairs, mean_over_pairs
 from hdi_callback.errors import ShapeError
 
+PATTERN = 32
+"""Rows and columns of `RowMetrics.pattern`."""
+
 _PIECE = 2048  # products that are added one after the other: of longer sums float32 keeps five digits
 
 
@@ -36,6 +39,8 @@ class RowMetrics:
         logit: ``(H,)``, the largest score of a sampled query.
         keys: mean number of visible keys, over queries that see one of several keys.
         ahead: ``(H,)``, mean attention to keys behind the query: 0 under a causal mask.
+        pattern: ``(H, 32, 32)``, mean attention from queries in a part of the sequence to keys in a part of it; of up
+            to 32 keys a part is one token. NaN in rows of which no query was sampled.
     """
 
     queries: Tensor
@@ -47,6 +52,7 @@ class RowMetrics:
     logit: Tensor
     keys: Tensor
     ahead: Tensor
+    pattern: Tensor
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,8 @@ class RowSums:
     visible: Tensor  # ``()``, sum of the numbers of keys that they see, mean over heads
     placed: Tensor  # ``()``, number of them whose positions among the keys are known
     ahead: Tensor  # ``(H,)``, sum of their attention to later keys
+    pattern: Tensor  # ``(H, 32, 32)``, sum of the attention from queries in a part of the sequence to keys in one
+    in_part: Tensor  # ``(32,)``, number of queries that count in each part of the sequence
 
     MAXIMA: ClassVar[frozenset[str]] = frozenset({"logit"})
 
@@ -145,17 +153,25 @@ def attention_rows(
     if positions is not None:
         later = seen & seeing[..., None, :, None] & (torch.arange(keys, device=wide.device) > positions[:, None])
         ahead = torch.where(later, wide, 0).sum((1, 3, 4))
+    of_sequences = a.sum(1)
+    pattern, in_part = wide.new_zeros(count, H, PATTERN, PATTERN), wide.new_zeros(count, PATTERN)
+    if positions is not None:
+        of_queries, of_keys = (_in_parts(at, keys, wide) for at in (positions, torch.arange(keys, device=wide.device)))
+        pattern = of_queries.mT @ of_sequences @ of_keys
+        in_part = counts.sum((1, 2)).to(wide.dtype) @ of_queries
     number_seeing = seeing.sum((1, 2)).to(wide.dtype)
     sums = RowSums(
         queries=counts.sum((1, 2, 3)).to(wide.dtype),
         entropy=torch.where(counts, entropy, 0).sum((1, 3)),
-        columns=a.sum((1, 3)),
+        columns=of_sequences.sum(2),
         centred=_inner_products(centred),
         logit=_largest(None if logits is None else arranged(logits), seen, wide),
         seeing=number_seeing,
         visible=torch.where(seeing, sees.mean(-2), 0).sum((1, 2)),
         placed=number_seeing * float(positions is not None),
         ahead=ahead,
+        pattern=pattern,
+        in_part=in_part,
     )
     return sums if layers else RowSums(**{item.name: getattr(sums, item.name)[0] for item in fields(sums)})
 
@@ -186,7 +202,14 @@ def row_metrics(sums: RowSums) -> RowMetrics:
         logit=torch.where(sums.logit == -torch.inf, torch.nan, sums.logit),
         keys=sums.visible / sums.seeing,
         ahead=sums.ahead / sums.placed[..., None],
+        pattern=sums.pattern / sums.in_part[..., None, :, None],
     )
+
+
+def _in_parts(places: Tensor, length: int, like: Tensor) -> Tensor:
+    """Return ``(places, 32)``, 1 at the part of the sequence in which each place is."""
+    parts = (places * PATTERN // length if length > PATTERN else places).clamp(max=PATTERN - 1)
+    return (parts[:, None] == torch.arange(PATTERN, device=like.device)).to(like.dtype)
 
 
 def _seen(weights: Tensor, visible: Tensor | None, logits: Tensor | None) -> Tensor:

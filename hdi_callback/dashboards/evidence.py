@@ -1,15 +1,17 @@
-"""The evidence of an alert: the number that it accuses, over the steps, beside those that it does not."""
+"""The evidence of an alert: the number that it accuses, over the steps, beside those that it does not; patterns."""
 
 from __future__ import annotations
 
 import math
 import textwrap
 from array import array
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import Tensor
 
 from hdi_callback.dashboards.layer_table import name_layers
 from hdi_callback.monitor.metrics import METRICS
@@ -35,6 +37,7 @@ ACCUSED, OTHERS, LIMIT = "#d1242f", "#8a8f96", "#c25100"
 _JUDGED = frozenset(metric for rule in RULES for metric in (*rule.needs, *rule.reads))
 _OF_HEADS = {metric: metric for metric in _JUDGED} | {"head_movement_min": "head_movement"}
 _MOST_PANELS = 6
+_MOST_PATTERNS = 3  # heads
 _MOST_LINES = 16  # of what is not accused; more are drawn as the range between the least and the largest
 _LETTERS = 10
 
@@ -61,17 +64,46 @@ def point_of(record: Record) -> Point:
     return Point(record.step, values, heads)
 
 
-def draw_evidence(alert: Alert, points: Sequence[Point], width: float = 4.4) -> Figure | None:
+class Patterns:
+    """The patterns of attention of the last readings, of which an alert shows those around its beginning."""
+
+    def __init__(self) -> None:
+        self._readings: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=8)
+
+    def add(self, record: Record) -> None:
+        """Take the patterns of a reading, in little memory."""
+        patterns = {name: layer.matrices.get("attention_pattern") for name, layer in record.layers.items()}
+        of_layers = {name: pattern.half() for name, pattern in patterns.items() if pattern is not None}
+        if of_layers:
+            self._readings.append((record.step, of_layers))
+
+    def around(self, alert: Alert) -> dict[int, Tensor]:
+        """Return step -> patterns ``(H, 32, 32)`` of the first accused layer: before the alert began, and at it.
+
+        There are none of an alert on key heads, as a pattern is of a head of queries.
+        """
+        layer = alert.layers[0] if alert.layers and alert.unit == "heads" else ""
+        until = [(step, of_layers) for step, of_layers in self._readings if step <= alert.step]
+        read = {step: of_layers[layer] for step, of_layers in until if layer in of_layers}
+        before = max((step for step in read if step < _onset(alert)), default=min(read, default=0))
+        return {step: pattern for step, pattern in read.items() if step in {before, max(read)}}
+
+
+def draw_evidence(
+    alert: Alert, points: Sequence[Point], patterns: Mapping[int, Tensor] | None = None, width: float = 4.4
+) -> Figure | None:
     """Draw the accused number over the steps with the others in grey, its limit, and where it began.
 
     Args:
         alert: the alert.
         points: the readings up to it.
+        patterns: step -> patterns of attention of the first accused layer, see `Patterns.around`.
         width: in inches.
 
     Returns:
-        A figure with a panel of the layers and, where heads are accused and were measured one by one, a panel for each
-        of them; `None` if the alert names no number that was read.
+        A figure with a panel of the layers; where heads are accused and were measured one by one, a panel for each of
+        them; and patterns of the heads that are accused, or stand out most. `None` if the alert names no number that
+        was read.
     """
     from matplotlib.figure import Figure
 
@@ -86,8 +118,9 @@ def draw_evidence(alert: Alert, points: Sequence[Point], width: float = 4.4) -> 
     layer, heads, by_head = accused[0], alert.where[accused[0]], _curves_of_heads(alert, points, accused[0])
     panels = heads[:_MOST_PANELS] if by_head and len(heads) < len(by_head) else ()
     rows = math.ceil(len(panels) / 3)
-    figure = Figure(figsize=(width, 2.9 + 1.25 * rows), layout="constrained")
-    grid = figure.add_gridspec(1 + rows, 3, height_ratios=[2.3, *[1] * rows])
+    of_steps = sorted((patterns or {}).items())
+    figure = Figure(figsize=(width, 2.9 + 1.25 * rows + 1.4 * len(of_steps)), layout="constrained")
+    grid = figure.add_gridspec(1 + rows + len(of_steps), 3, height_ratios=[2.3, *[1] * rows, *[1.1] * len(of_steps)])
     panel = figure.add_subplot(grid[0, :])
     _draw_panel(
         panel, alert, steps, [curves[name] for name in accused], [curves[n] for n in curves if n not in accused]
@@ -106,9 +139,32 @@ def draw_evidence(alert: Alert, points: Sequence[Point], width: float = 4.4) -> 
         more = f" (+{len(heads) - len(panels)})" if place == len(panels) - 1 and len(heads) > len(panels) else ""
         small.set_title(f"{alert.unit.removesuffix('s')} {head}{more}", fontsize=_LETTERS, loc="left")
         small.locator_params(nbins=2)
-    if panels:
-        figure.supxlabel(f"heads of {_shortened(layer)};\ngrey: its other heads", fontsize=_LETTERS)
+    if of_steps:
+        shown = heads[:_MOST_PATTERNS] or _most_accused(by_head, len(of_steps[-1][1]))
+        for row, (step, of_heads) in enumerate(of_steps, 1 + rows):
+            for column, head in enumerate(head for head in shown if head < len(of_heads)):
+                _draw_pattern(figure.add_subplot(grid[row, column]), of_heads[head], f"head {head}, step {step}")
+    lines = "\n".join(["grey: its other heads"] * bool(panels) + ["patterns: a query each row"] * bool(of_steps))
+    if lines:
+        figure.supxlabel(f"heads of {_shortened(layer)};\n{lines}", fontsize=_LETTERS)
     return figure
+
+
+def _most_accused(by_head: list[list[float]], count: int) -> list[int]:
+    """Return the heads of which the accused number is largest at the alert; the first where it is not of heads."""
+    last = [curve[-1] if math.isfinite(curve[-1]) else 0.0 for curve in by_head] or [0.0] * count
+    return sorted(sorted(range(len(last)), key=lambda head: -last[head])[:_MOST_PATTERNS])
+
+
+def _draw_pattern(panel: Any, pattern: Tensor, title: str) -> None:
+    """Draw the attention of one head: brighter is more, each row by itself; parts without a query are left out."""
+    table = pattern.float().numpy()
+    table = table[np.isfinite(table).all(-1)]
+    keys = np.flatnonzero(table.sum(0))
+    shares = np.sqrt(table / table.max(-1, keepdims=True).clip(1e-6))[:, : keys[-1] + 1 if len(keys) else 1]
+    panel.imshow(shares, cmap="cividis", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+    panel.set(xticks=[], yticks=[])
+    panel.set_title(title, fontsize=_LETTERS - 1, loc="left")
 
 
 def _curves_of_heads(alert: Alert, points: Sequence[Point], layer: str) -> list[list[float]]:
@@ -116,8 +172,7 @@ def _curves_of_heads(alert: Alert, points: Sequence[Point], layer: str) -> list[
     key = _OF_HEADS.get(alert.metric or "", "")
     rows = [point.heads.get(key, {}).get(layer) for point in points]
     count = max((len(row) for row in rows if row is not None), default=0)
-    heads = alert.where[layer]
-    if not count or not heads or max(heads) >= count:
+    if not count or max(alert.where[layer], default=0) >= count:
         return []
     return [[row[head] if row is not None and head < len(row) else math.nan for row in rows] for head in range(count)]
 

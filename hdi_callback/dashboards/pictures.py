@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from hdi_callback.dashboards.evidence import ALIKE, READINGS, Point, draw_evidence, point_of
+from hdi_callback.dashboards.evidence import ALIKE, READINGS, Patterns, Point, draw_evidence, point_of
 from hdi_callback.dashboards.layer_table import closest_pair, compared, name_layers, number_in
 from hdi_callback.dashboards.tags import EVIDENCE, HEADS, MAP
 from hdi_callback.dashboards.verdict import becomes_warning, events
@@ -222,6 +222,7 @@ class Pictures:
         self._marked: list[Alert] = []
         self._compared: dict[str, str] = {}
         self._points: deque[Point] = deque(maxlen=READINGS)
+        self._patterns = Patterns()
         for record in past:
             self._add(record)
 
@@ -237,7 +238,7 @@ class Pictures:
         drawn = {
             f"{EVIDENCE}/{alert.rule.replace(' ', '_')}": pixels(figure)
             for alert in reversed(urgent)  # the first of a rule, where there are several
-            if (figure := draw_evidence(alert, [*self._points])) is not None
+            if (figure := draw_evidence(alert, [*self._points], self._patterns.around(alert))) is not None
         }
         is_due = record.is_last or (len(self._steps) > 1 and began >= self._next)
         if not is_due or not self._worst:
@@ -267,6 +268,7 @@ class Pictures:
 
     def _add(self, record: Record) -> None:
         self._points.append(point_of(record))
+        self._patterns.add(record)
         values = record.values(WORST)
         for name in values:
             self._worst.setdefault(name, array("f", [math.nan] * len(self._steps)))

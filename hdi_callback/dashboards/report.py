@@ -130,7 +130,13 @@ def _evidence(run: RunHistory, raised: Sequence[Event]) -> list[dict[str, str]]:
     points = [point_of(record) for record in run.records] if serious else []
     with svg_style():
         for alert in sorted(serious, key=lambda alert: alert.step):
-            figure = draw_evidence(alert, points)
+            of_layer = run.matrices(alert.step).get(next(iter(alert.where), ""), {})
+            patterns = {
+                int(name.removeprefix("attention_pattern_")): pattern
+                for name, pattern in of_layer.items()
+                if name.startswith("attention_pattern_")
+            }
+            figure = draw_evidence(alert, points, patterns)
             if figure is not None:
                 text = f"step {alert.step}, {alert.level}: {alert.rule}"
                 shown.append({"picture": svg(figure, f"Evidence of {text}"), "text": text})

@@ -63,7 +63,8 @@ PICTURES = {
     MAP: "A row for each layer and a column for each reading, coloured by the alignment of the two closest heads, or "
     "by the number that an active alert accuses.",
     HEADS: "Alignment of every two heads of the worst layer.",
-    EVIDENCE: "The number that an alert accuses over the steps, the accused layer or heads in red.",
+    EVIDENCE: "The number that an alert accuses over the steps, the accused layer or heads in red; below it the "
+    "patterns of attention of some of these heads before it began, and at the alert.",
 }
 """The pictures; the last is drawn at an alert."""
 

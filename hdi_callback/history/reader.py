@@ -122,7 +122,9 @@ class RunHistory:
             step: one of `matrix_steps`.
 
         Returns:
-            Layer -> name -> ``(H, H)``, with three digits; empty if none are kept.
+            Layer -> name -> ``(H, H)``, with three digits; empty if none are kept. Of a layer that a new alert accuses
+            also ``"attention_pattern_140"`` -> ``(H, 32, 32)``: its patterns of attention at step 140, before the
+            alert, and at its own.
         """
         found: dict[str, dict[str, Tensor]] = {}
         for record in self.records:

@@ -13,6 +13,7 @@ from uuid import uuid4
 import numpy as np
 
 import hdi_callback
+from hdi_callback.dashboards.evidence import Patterns
 from hdi_callback.guard import warn
 from hdi_callback.history.lines import from_text, matrices_folder, record_to_line, to_text
 from hdi_callback.record import Alert, Record
@@ -67,6 +68,7 @@ class History:
         self._active: tuple[Alert, ...] | None = None
         self._count = 0  # readings of this process
         self._is_torn = False
+        self._patterns = Patterns()
         if resume_step is None:
             self._begin()
         else:
@@ -85,6 +87,7 @@ class History:
         self._append(to_text(line))
         self._active = record.active
         has_news = any(alert.status in {"new", "worse"} for alert in record.alerts)
+        self._patterns.add(record)
         if self._count % _MATRICES_EVERY == 0 or has_news or record.is_last:
             self._write_matrices(record)
         self._count += 1
@@ -193,12 +196,16 @@ class History:
             self._size, self._is_torn = size, True
 
     def _write_matrices(self, record: Record) -> None:
-        """Write all matrices of a record to one file."""
+        """Write all matrices of a record to one file; patterns of attention only of what new alerts accuse."""
         found = {
             f"{layer}/{name}": matrix.numpy().astype(np.float16)
             for layer, numbers in record.layers.items()
             for name, matrix in numbers.matrices.items()
+            if name != "attention_pattern"
         }
+        for alert in record.alerts:
+            for step, pattern in self._patterns.around(alert).items():
+                found[f"{alert.layers[0]}/attention_pattern_{step}"] = pattern.numpy()
         if not found:
             return
         folder = matrices_folder(self.path)

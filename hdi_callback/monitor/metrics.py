@@ -254,6 +254,7 @@ MATRICES: dict[str, Detail] = {
     "circuit_qk": Detail(QK, lambda c: c.cosine),
     "circuit_ov": Detail(OV, lambda c: c.cosine),
     "attention_alike": Detail(ROWS, lambda r: r.alike),
+    "attention_pattern": Detail(ROWS, lambda r: r.pattern),
 }
 """What `LayerRecord.matrices` holds."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hdi_callback.attention.capture import Captured
 from hdi_callback.attention.layer import AttentionLayer
-from hdi_callback.core import RowMetrics, RowSums, attention_rows, row_metrics
+from hdi_callback.core import PATTERN, RowMetrics, RowSums, attention_rows, row_metrics
 from hdi_callback.monitor.metrics import NORMS, ROWS
 from hdi_callback.monitor.ranks import Ranks
 from hdi_callback.monitor.reading import apart
@@ -76,7 +76,7 @@ class AttentionRows(SumSource):
         return row_metrics(sums)
 
     def size(self, layer: AttentionLayer) -> int:
-        return layer.num_heads * (POSITIONS_OVER_RANKS + 2 * layer.num_heads)
+        return layer.num_heads * (POSITIONS_OVER_RANKS + PATTERN**2 + 2 * layer.num_heads)
 
 
 class QueryKeyNorms(SumSource):

@@ -113,6 +113,26 @@ def test_sequences_of_different_length_add_up():
     assert torch.equal(merged.columns[:, 5:], longer.columns[:, 5:])
 
 
+@given(st.integers(2, 80), st.integers(1, 3), st.integers(0, 10**6))
+@SEARCH
+def test_a_pattern_is_the_mean_attention_between_parts_of_the_sequence(length, sequences, seed):
+    rows, visible, logits = attention(sequences, 2, length, length, seed)
+    positions = torch.arange(length)
+    found = read(rows, visible, logits=logits, positions=positions).pattern
+    part = [at if length <= 32 else at * 32 // length for at in range(length)]
+    expected, queries = np.zeros((2, 32, 32)), np.zeros(32)
+    for b in range(sequences):
+        for i in range(length):
+            keys = [j for j in range(length) if visible[b, 0, i, j]]
+            if len(keys) > 1:
+                queries[part[i]] += 1
+                for j in keys:
+                    expected[:, part[i], part[j]] += rows[b, :, i, j].double().numpy()
+    with np.errstate(invalid="ignore", divide="ignore"):
+        expected /= queries[:, None]
+    assert np.allclose(found.double().numpy(), expected, atol=1e-6, equal_nan=True)
+
+
 def test_uniform_rows_average_over_everything_and_are_not_alike():
     n = torch.arange(1, 41)
     causal = torch.ones(40, 40, dtype=torch.bool).tril()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.colors import to_hex
 
-from hdi_callback.dashboards.evidence import ACCUSED, OTHERS, draw_evidence, point_of
+from hdi_callback.dashboards.evidence import ACCUSED, OTHERS, Patterns, draw_evidence, point_of
 from hdi_callback.dashboards.pictures import Pictures, map_metric
 from hdi_callback.dashboards.report import write_report
 from hdi_callback.dashboards.tags import EVIDENCE, HEADS, MAP
@@ -71,6 +73,57 @@ def test_heads_that_are_accused_have_a_panel_each_with_the_others_in_grey():
         (curve,) = of_colour(panel, ACCUSED)
         np.testing.assert_allclose(curve, [0.0] * 8 + [0.3 + 0.1 * head], rtol=1e-6)
         assert len(of_colour(panel, OTHERS)) == 2
+
+
+def with_patterns(records: list[Record]) -> list[Record]:
+    """Rows in which a query sees itself alone, from the fault on the next one; every other query is sampled."""
+    patterns = [torch.eye(32).roll(shift, 1).expand(4, 32, 32).clone() for shift in (0, 1)]
+    for place, record in enumerate(records[:-1]):
+        pattern = patterns[place >= 8]
+        pattern[:, 1::2] = math.nan
+        record.layers[NAMES[1]].matrices["attention_pattern"] = pattern
+    return records
+
+
+def test_the_pattern_of_each_accused_head_is_drawn_before_the_alert_began_and_at_it():
+    *records, _ = with_patterns(leaking())
+    kept = Patterns()
+    for record in records:
+        kept.add(record)
+    (alert,) = records[8].alerts
+    assert list(kept.around(alert)) == [70, 80], "the reading before step 75, at which it began, and that of the alert"
+    figure = draw_evidence(alert, [point_of(record) for record in records], kept.around(alert))
+    pictures = {panel.get_title(loc="left"): panel.images[0].get_array() for panel in figure.axes if panel.images}
+    assert list(pictures) == ["head 1, step 70", "head 2, step 70", "head 1, step 80", "head 2, step 80"]
+    before, after = (torch.eye(32).roll(shift, 1)[::2].numpy() for shift in (0, 1))
+    for title, table in pictures.items():
+        expected = before if "70" in title else after
+        np.testing.assert_array_equal(table, expected[:, : table.shape[1]], title)
+
+
+def test_heads_that_stand_out_most_are_shown_where_a_whole_layer_is_accused_and_none_of_key_heads():
+    *records, _ = with_patterns(leaking(heads=(1, 3)))
+    kept = Patterns()
+    for record in records:
+        kept.add(record)
+    (alert,) = records[8].alerts
+    of_layer = replace(alert, where={NAMES[1]: ()})
+    figure = draw_evidence(of_layer, [point_of(record) for record in records], kept.around(of_layer))
+    titles = [panel.get_title(loc="left") for panel in figure.axes if panel.images]
+    assert titles[:3] == ["head 0, step 70", "head 1, step 70", "head 3, step 70"]
+    assert kept.around(replace(alert, unit="key heads")) == {}
+
+
+def test_a_history_keeps_the_patterns_of_what_an_alert_accuses_and_the_report_draws_them(tmp_path):
+    run = write(tmp_path / "hdi" / "history.jsonl", facts_of(3, 4), iter(with_patterns(leaking())))
+    of_layers = run.matrices(80)
+    assert {name: set(matrices) for name, matrices in of_layers.items()} == {
+        NAMES[1]: {"attention_pattern_70", "attention_pattern_80"}
+    }
+    assert torch.equal(of_layers[NAMES[1]]["attention_pattern_70"][0, ::2], torch.eye(32)[::2])
+    page = write_report(run).read_text()
+    assert "head 1, step 70" in page
+    assert "head 2, step 80" in page
 
 
 def test_the_heads_of_frozen_weights_are_drawn_by_their_own_movement():

@@ -94,7 +94,7 @@ def test_what_is_kept_of_heads_and_pairs_has_their_shape():
     assert set(layer.matrices) == set(MATRICES)
     of_keys = {"overlap", "pair_alignment", "energy_pair_alignment"}
     for name, matrix in layer.matrices.items():
-        assert matrix.shape == ((2, 2) if name in of_keys else (H, H))
+        assert matrix.shape == ((2, 2) if name in of_keys else (H, 32, 32) if name == "attention_pattern" else (H, H))
         assert matrix.dtype == torch.float32
         assert matrix.device.type == "cpu"
     assert layer.heads["worst_pair"] == [0, 1]
