@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -97,11 +98,25 @@ def test_links_files_and_targets_of_a_page_exist(page):
         assert target in TARGETS, target
 
 
-def test_tables_are_those_of_the_classes():
-    specification = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "tables.py")
+def script(name: str) -> ModuleType:
+    specification = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     module = importlib.util.module_from_spec(specification)
-    sys.modules["tables"] = module
+    sys.modules[name] = module
     specification.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_the_gallery_shows_what_rules_say_of_the_recorded_trainings_now():
+    gallery = script("gallery")
+    alerts = gallery.first_alerts()
+    assert gallery.page(alerts) == (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
+    assert len(alerts) == 16
+    assert all((ROOT / "docs" / gallery.picture(name)).exists() for name in alerts)
+
+
+def test_tables_are_those_of_the_classes():
+    module = script("tables")
     for page in module.tables():
         assert (ROOT / "docs" / page).read_text(encoding="utf-8") == module.page_with_tables(page)
 

@@ -197,6 +197,11 @@ def _draw_panel(
     panel.axvline(_onset(alert), color=ACCUSED, linestyle=":", linewidth=1.4)
     height = at_alert[0] if at_alert else 0.0
     panel.scatter([alert.step], [height], marker="v", s=46, color=ACCUSED, edgecolors="white", linewidths=0.8, zorder=3)
+    low, high = panel.get_ylim()
+    if high - low < 1e-3 * abs(high):  # a constant fills no axis with its rounding
+        panel.set_ylim(min(0.0, 1.1 * low), max(0.0, 1.1 * high))
+    if len(steps) == 1:
+        panel.set_xticks(steps)
     panel.tick_params(labelsize=_LETTERS - 1)
     panel.spines[["top", "right"]].set_visible(False)
 

@@ -181,7 +181,7 @@ _METRICS = (
         "1 if parameters outside all watched layers have changed since the last reading, else 0.",
     ),
     Metric("token_rank", TOKENS, lambda t: t.rank, "Effective rank of a layer's centred input tokens."),
-    Metric("token_cosine", TOKENS, lambda t: t.cosine, "Mean cosine of two of these tokens: 1 if all point alike."),
+    Metric("token_cosine", TOKENS, lambda t: t.cosine, "Mean cosine of two input tokens: 1 if all point alike."),
 )
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _METRICS}

@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import subprocess
-from html import unescape
+from html import escape, unescape
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +66,27 @@ def test_verdict_and_map_are_on_the_first_screen_and_no_text_is_cut_off(page, tm
     assert found["strange"] == [], "drawings have the ink of the page, but for the red names of alerts"
     assert found["verdict"] < 500
     assert found["map"] < 900
+
+
+def test_no_table_is_cut_or_scrolls_on_a_phone_of_400_pixels(page, tmp_path):
+    """Chromium has no window below 500 pixels, so that the page stands in a frame."""
+    script = """<script>
+    const tables = [...document.querySelectorAll("table")].filter((table) => table.offsetParent);
+    const isCut = (table) => table.getBoundingClientRect().right > window.innerWidth;
+    const cut = tables.filter(isCut).map((table) => table.innerText);
+    parent.postMessage(JSON.stringify({number: tables.length, width: window.innerWidth, cut}), "*");
+    </script>"""
+    framed = page.read_text().replace("</body>", f"{script}</body>")
+    frame = tmp_path / "frame.html"
+    frame.write_text(
+        f'<pre id="found"></pre><iframe srcdoc="{escape(framed)}" style="width: 400px; border: 0"></iframe>'
+        "<script>onmessage = (event) => { document.getElementById('found').textContent = event.data; };</script>"
+    )
+    seen = chromium(tmp_path, frame, "--dump-dom", "--virtual-time-budget=5000")
+    found = json.loads(unescape(re.search(r'<pre id="found">(.*?)</pre>', seen, re.DOTALL)[1]))
+    assert found["width"] == 400
+    assert found["number"] >= 3
+    assert found["cut"] == []
 
 
 @pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
