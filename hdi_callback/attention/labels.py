@@ -6,7 +6,7 @@ which it was written. An operation without a rule makes what depends on it unrea
 
 A feature is one output of such a product (a row of an `nn.Linear`'s weight), named by the number of its first element
 among those of all parameters, which begin at `Tape.first`. Its owner is that parameter, by its place in `Tape.names`,
-or from `_OF_SOURCES` on a `FeatureRange`.
+or from `RANGES_FROM` on a `FeatureRange`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import bisect
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -46,13 +47,13 @@ from hdi_callback.attention.planes import (
     written_out,
 )
 from hdi_callback.attention.products import Product, Products, Unreadable, geometry, reduced_dims, run_on, runs_of
-from hdi_callback.attention.tape import CONSTANT, DATA, MADE, WEIGHT, Cell, Step, Tape, View
+from hdi_callback.attention.tape import CONSTANT, DATA, MADE, WEIGHT, Cell, Step, Tape, View, walk_back
 
 __all__ = ["SEVERAL", "FeatureRange", "Label", "Labels", "Unreadable"]
 
 NOTHING, SEVERAL = 0, -1  # of a token; as features, numbers below -1 are sets
-_OF_SOURCES = 10**6  # owners from here on are sources
-_FIRST_OF_SOURCES = 1 << 48  # behind the elements of all parameters
+RANGES_FROM = 10**6  # owners from here on are sources
+_FIRST_OF_RANGES = 1 << 48  # behind the elements of all parameters
 
 # What labels say beside features and tokens.
 NORMED, GATED, GAINED, TIMES, SHARED, RESAMPLED, FILTERED, GROUPED, WEIGHED = (
@@ -65,37 +66,31 @@ CENTRED = "centred over "  # and how many features
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Label:
-    """Labels of a tensor, in its shape.
+    """Labels of a tensor, in its shape: which feature of which parameter each element is, and of which token."""
 
-    Attributes:
-        features: 0 for none; the number of the first element of the parameter's row, or one of a `FeatureRange`; below
-            -1 a set of those.
-        tokens: 0 for none, the number of the token, or `SEVERAL`.
-        flags: what else happened to it.
-    """
-
+    # The id of the first element of the parameter's row, or one of a `FeatureRange`; below -1 a set; 0 for none.
     features: Tensor
-    tokens: Tensor
-    flags: frozenset[str] = frozenset()
+    tokens: Tensor  # the number of the token, or `SEVERAL`; 0 for none
+    flags: frozenset[str] = frozenset()  # what else happened to it
 
     def __repr__(self) -> str:
         return f"<Label {tuple(self.features.shape)}: {sorted(self.flags)}>"
 
     def reshaped(self, shape: tuple[int, ...]) -> Label:
-        """Give the labels another shape."""
+        """Return the labels in another shape."""
         return Label(reshaped(self.features, shape), reshaped(self.tokens, shape), self.flags)
 
     def expanded(self, shape: tuple[int, ...]) -> Label:
-        """Repeat the labels up to a shape."""
+        """Return the labels expanded to a shape."""
         return Label(self.features.expand(shape), self.tokens.expand(shape), self.flags)
 
     def flagged(self, *flags: str) -> Label:
-        """Say more of the labels."""
+        """Return a copy with further flags."""
         return Label(self.features, self.tokens, self.flags | set(flags))
 
     @property
     def is_activated(self) -> bool:
-        """Whether an activation lies behind a map."""
+        """Whether an activation follows a projection."""
         return any(flag.startswith(NONLINEAR) for flag in self.flags)
 
     @property
@@ -106,7 +101,7 @@ class Label:
 
 @dataclass(frozen=True, eq=False)
 class _Written:
-    """Labels of a cell, through the geometry in which they were written."""
+    """Labels of a storage's content, in the geometry in which they were written."""
 
     label: Label
     geometry: Geometry
@@ -114,14 +109,14 @@ class _Written:
 
 @dataclass(frozen=True)
 class _Unknown:
-    """Why a cell has no labels that could be known."""
+    """Why a content has no labels."""
 
     reason: str
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureRange:
-    """What has feature numbers of its own: rows of scores, features of what an attention gives."""
+    """A range of feature ids that belong to no parameter: score rows, attention outputs, model inputs."""
 
     kind: str
     start: int
@@ -131,50 +126,42 @@ class FeatureRange:
 
 
 class Labels:
-    """Replay parts of a tape on labels.
-
-    Attributes:
-        deep: products whose map all heads share, which keep the labels of what they take.
-        installed: step -> labels that are known otherwise: those of an attention's output.
-        score_steps: steps that multiply queries and keys of attentions that were read; later layers may add to them.
-        moving: parameters whose products depend on what the model is given, and not on positions alone.
-        products_of: parameter -> its products, as far as they were read.
-    """
+    """Replay parts of a tape on labels."""
 
     def __init__(self, tape: Tape, *, of_inputs: bool = False) -> None:
         self.tape = tape
         self.products = Products(tape)
-        self.deep: set[int] = set()
-        self.installed: dict[int, Label] = {}
-        self.moving: set[int] = set()
-        self.products_of: dict[int, dict[int, Product]] = {}  # by the number of the step
-        self.sources: list[FeatureRange] = []
-        self.score_steps: set[int] = set()
+        self.deep: set[int] = set()  # steps whose weight all heads share: labels pass through, and do not start there
+        self.installed: dict[int, Label] = {}  # step -> labels that are known otherwise: those of an attention's output
+        self.moving: set[int] = set()  # parameters applied to data, not only to positions
+        self.products_of: dict[int, dict[int, Product]] = {}  # parameter -> step -> product with it, as far as read
+        self.ranges: list[FeatureRange] = []
+        self.score_steps: set[int] = set()  # that multiply queries and keys; later layers may add to their scores
         self._of_inputs = of_inputs
         self._starts: list[int] = []
-        self._next = _FIRST_OF_SOURCES
+        self._next = _FIRST_OF_RANGES
         self._sets: list[tuple[frozenset[int], bool]] = []
         self._numbers: dict[tuple[frozenset[int], bool], int] = {}
         self._memo: dict[Cell, _Written | _Unknown | None] = {}
 
     def forget(self) -> None:
-        """Read all labels anew, as something about them has changed."""
+        """Drop all labels, as something about them has changed."""
         self._memo.clear()
 
     # numbers of features, and sets of them
 
     def members(self, number: int) -> frozenset[int]:
-        """Give the features of a number, which may be that of a set."""
+        """Return the features of an id, which may be that of a set."""
         if number < -1:
             return self._sets[-2 - number][0]
         return frozenset((number,)) if number > 0 else frozenset()
 
     def is_statistic(self, number: int) -> bool:
-        """Say whether a number is that of a sum, mean or norm over features."""
+        """Whether an id is that of a sum, mean or norm over features."""
         return number < -1 and self._sets[-2 - number][1]
 
     def number(self, members: frozenset[int], *, statistic: bool = False) -> int:
-        """Give a set of features a number."""
+        """Return the id of a set of features."""
         if len(members) <= 1:
             return next(iter(members), 0)
         key = members, statistic
@@ -184,47 +171,43 @@ class Labels:
         return self._numbers[key]
 
     def owner(self, number: int) -> int:
-        """Say which parameter, or source, a feature is of; -1 for none."""
+        """Return the parameter, or feature range, that a feature is of; -1 for none."""
         if number <= 0:
             return -1
-        if number < _FIRST_OF_SOURCES:
+        if number < _FIRST_OF_RANGES:
             return bisect.bisect_right(self.tape.first, number) - 1
-        return _OF_SOURCES + bisect.bisect_right(self._starts, number) - 1
+        return RANGES_FROM + bisect.bisect_right(self._starts, number) - 1
 
     def owners(self, features: Tensor) -> set[int]:
-        """Say which parameters and sources are in a plane."""
+        """Return the parameters and feature ranges in a plane."""
         numbers = small(features).unique().tolist()
         own = numbers[bisect.bisect_right(numbers, 0) :]
-        end = bisect.bisect_left(own, _FIRST_OF_SOURCES)
-        found = {*runs_of(own[:end], self.tape.first), *(_OF_SOURCES + one for one in runs_of(own[end:], self._starts))}
+        end = bisect.bisect_left(own, _FIRST_OF_RANGES)
+        owners = {*runs_of(own[:end], self.tape.first), *(RANGES_FROM + at for at in runs_of(own[end:], self._starts))}
         sets = numbers[: bisect.bisect_left(numbers, -1)]
-        return found.union(*({self.owner(member) for member in self.members(one)} for one in sets))
+        return owners.union(*({self.owner(member) for member in self.members(number)} for number in sets))
 
     def source_of(self, owner: int) -> FeatureRange | None:
-        """Give the source with the number of an owner."""
-        return self.sources[owner - _OF_SOURCES] if owner >= _OF_SOURCES else None
+        """Return the feature range that an owner is, `None` for a parameter."""
+        return self.ranges[owner - RANGES_FROM] if owner >= RANGES_FROM else None
 
     def sources_in(self, features: Tensor, kind: str) -> list[FeatureRange]:
-        """List the sources of a plane, in the order of their steps."""
-        found = [self.source_of(owner) for owner in self.owners(features)]
-        return sorted((one for one in found if one is not None and one.kind == kind), key=lambda one: one.start)
+        """Return the feature ranges of a kind in a plane, in the order of their steps."""
+        ranges = [self.source_of(owner) for owner in self.owners(features)]
+        return sorted((item for item in ranges if item is not None and item.kind == kind), key=lambda item: item.start)
 
     def new_source(self, kind: str, count: int, step: Step | None, shape: tuple[int, ...]) -> FeatureRange:
-        """Give numbers to features that come from no parameter."""
+        """Return a new range of ids, for features that come from no parameter."""
         source = FeatureRange(kind, self._next, self._next + count, step, shape)
         self._starts.append(self._next)
-        self.sources.append(source)
+        self.ranges.append(source)
         self._next += count
         return source
 
     # reading
 
     def read(self, view: View) -> Label | None:
-        """Give the labels of a tensor; `None` if it has none.
-
-        Raises:
-            Unreadable: if it depends on something that labels cannot follow.
-        """  # noqa: DOC201
+        """Return the labels of a tensor, `None` if it has none; raise `Unreadable` if they cannot be followed."""
         if not view.is_float:
             return None
         written = self._of(view.cell)
@@ -251,15 +234,15 @@ class Labels:
     def _read(self, label: Label, own: Geometry, wanted: Geometry, numel: int) -> Label:
         planes = []
         for plane in (label.features, label.tokens):
-            seen = seen_through(plane, own, wanted)
-            if seen is None:
+            view = seen_through(plane, own, wanted)
+            if view is None:
                 flat = written_out(plane, own, numel)
-                seen = thin(flat.as_strided(wanted.shape, wanted.stride, wanted.offset))
-            planes.append(seen)
+                view = thin(flat.as_strided(wanted.shape, wanted.stride, wanted.offset))
+            planes.append(view)
         return Label(planes[0], planes[1], label.flags)
 
     def may_read(self, view: View) -> Label | None:
-        """Give the labels of a tensor, if it has some that can be known."""
+        """Return the labels of a tensor if they can be followed, else `None`."""
         try:
             return self.read(view)
         except Unreadable:
@@ -268,14 +251,13 @@ class Labels:
     def _of(self, cell: Cell) -> _Written | _Unknown | None:
         todo = [] if cell in self._memo else [cell]
         while todo:  # no recursion: tapes are long
-            one = todo[-1]
-            if one in self._memo:
-                todo.pop()
-                continue
-            needed = [other for other in self.needs(one) if other not in self._memo]
+            current = todo[-1]
+            needed = [] if current in self._memo else [cell for cell in self.needs(current) if cell not in self._memo]
             if not needed:
-                self._memo[one] = self._of_root(one) if one.step is None else self._evaluated(one, one.step)
                 todo.pop()
+                if current not in self._memo:
+                    step = current.step
+                    self._memo[current] = self._of_root(current) if step is None else self._evaluated(current, step)
             todo += needed
         return self._memo[cell]
 
@@ -289,7 +271,7 @@ class Labels:
         return _Written(Label(features, tokens), geometry(view))
 
     def needs(self, cell: Cell) -> list[Cell]:
-        """List the cells on whose labels those of a cell depend."""
+        """Return the contents on whose labels those of a content depend."""
         step = cell.step
         if step is None or step.number in self.installed:
             return []
@@ -307,16 +289,10 @@ class Labels:
         return [*cells, cell.before] if cell.before is not None else cells
 
     def leading_to(self, views: Iterable[View]) -> Iterator[Step]:
-        """Walk over all steps that the labels of some tensors depend on."""
-        todo, seen = [view.cell for view in views], set()
-        while todo:
-            cell = todo.pop()
-            if id(cell) in seen:
-                continue
-            seen.add(id(cell))
+        """Return all steps that the labels of some tensors depend on."""
+        for cell in walk_back([view.cell for view in views], self.needs):
             if cell.step is not None:
                 yield cell.step
-            todo += self.needs(cell)
 
     def _evaluated(self, cell: Cell, step: Step) -> _Written | _Unknown | None:
         view = cell.written
@@ -341,7 +317,7 @@ class Labels:
 
     @staticmethod
     def _written_over(before: _Written, label: Label | None, cell: Cell, view: View) -> _Written:
-        """Write into a part of what has labels already."""
+        """Return labels of a content of which a part is overwritten."""
         planes = []
         for old, new in (
             (before.label.features, None if label is None else label.features),
@@ -370,7 +346,7 @@ class Labels:
         if step.op in QUANTISATIONS:
             return self.read(step.inputs[0]) if place == 0 else None
         labels = [self.read(view) if view.cell.kind != WEIGHT else None for view in step.inputs]
-        if all(one is None for one in labels):
+        if all(label is None for label in labels):
             return None
         if step.op in MOVES:
             return self._moved(step, place, out, labels)
@@ -393,67 +369,65 @@ class Labels:
         raise Unreadable(step.op)
 
     def _is_weighing(self, product: Product) -> bool:
-        """Say whether a product that is written as a sum is a mean with weights, and not one of queries and keys."""
+        """Whether a product that is written as a sum is a weighted mean, and not one of queries and keys."""
         labels = [self.read(view) for view in (product.first, product.second)]
-        return any(one is None or one.is_activated for one in labels)
+        return any(label is None or label.is_activated for label in labels)
 
-    def union(self, one: Label | None, other: Label | None) -> Label | None:
-        """Put together the labels of what is added, or otherwise combined element by element."""
-        if one is None or other is None:
-            return one or other
-        features, is_norm = self._union_of_features(one, other)
-        flags = one.flags | other.flags
-        if is_norm is not None:
-            flags = is_norm.flags | {NORMED}
-        return Label(features, self._union_of_tokens(one, other), flags)
+    def union(self, label: Label | None, summand: Label | None) -> Label | None:
+        """Return the labels of a sum, or of another combination element by element."""
+        if label is None or summand is None:
+            return label or summand
+        features, normed = self._union_of_features(label, summand)
+        flags = label.flags | summand.flags if normed is None else normed.flags | {NORMED}
+        return Label(features, self._union_of_tokens(label, summand), flags)
 
-    def _union_of_features(self, one: Label, other: Label) -> tuple[Tensor, Label | None]:
-        shape = one.features.shape
-        first, second = _small_together(one.features, other.features)
+    def _union_of_features(self, label: Label, summand: Label) -> tuple[Tensor, Label | None]:
+        shape = label.features.shape
+        first, second = _small_together(label.features, summand.features)
         features = torch.where(first == 0, second, first)
         apart = (first != second) & (first != 0) & (second != 0)
         statistic_of = None
         if bool(apart.any()):
-            left, at_left = torch.unique(first[apart], return_inverse=True)
-            right, at_right = torch.unique(second[apart], return_inverse=True)
-            count = right.numel()
+            lefts, at_left = torch.unique(first[apart], return_inverse=True)
+            rights, at_right = torch.unique(second[apart], return_inverse=True)
+            count = rights.numel()
             pairs, back = torch.unique(at_left * count + at_right, return_inverse=True)
             numbers, are_statistics = [], True
-            for one_number, other_number in zip(left[pairs // count].tolist(), right[pairs % count].tolist()):
-                number, is_statistic = self._joined(one_number, other_number)
+            for number_left, number_right in zip(lefts[pairs // count].tolist(), rights[pairs % count].tolist()):
+                number, is_statistic = self._joined(number_left, number_right)
                 numbers.append(number)
                 are_statistics &= is_statistic
             features = features.masked_scatter(apart, torch.tensor(numbers)[back])
             if are_statistics:  # a norm, written out
-                statistic_of = other if self.is_statistic(int(first[apart][0])) else one
+                statistic_of = summand if self.is_statistic(int(first[apart][0])) else label
         return features.expand(shape), statistic_of
 
-    def _joined(self, one: int, other: int) -> tuple[int, bool]:
-        """Join two numbers; a feature and a norm over it are that feature."""
-        first, second = self.members(one), self.members(other)
-        if self.is_statistic(other) and first <= second and not (self.is_statistic(one) and first == second):
-            return one, True
-        if self.is_statistic(one) and second <= first:
-            return other, True
+    def _joined(self, number: int, summand: int) -> tuple[int, bool]:
+        """Return the id of two features together, and whether one is a norm over the other: then it is that feature."""
+        first, second = self.members(number), self.members(summand)
+        if self.is_statistic(summand) and first <= second and not (self.is_statistic(number) and first == second):
+            return number, True
+        if self.is_statistic(number) and second <= first:
+            return summand, True
         return self.number(first | second), False
 
-    def _union_of_tokens(self, one: Label, other: Label) -> Tensor:
-        """Tokens that differ are several, if the features are of one parameter; else, of positions say, the first's."""
-        shape = one.tokens.shape
-        first, second = _small_together(one.tokens, other.tokens)
+    def _union_of_tokens(self, label: Label, summand: Label) -> Tensor:
+        """Return `SEVERAL` where tokens differ if features are of one parameter, else (positions) the first."""
+        shape = label.tokens.shape
+        first, second = _small_together(label.tokens, summand.tokens)
         tokens = torch.where((first == NOTHING) | ((first == SEVERAL) & (second > 0)), second, first)
         differ = (first > 0) & (second > 0) & (first != second)
         if not bool(differ.any()):
             return tokens.expand(shape)
-        of_first, of_second = self.owners(one.features), self.owners(other.features)
+        of_first, of_second = self.owners(label.features), self.owners(summand.features)
         if len(of_first) == len(of_second) == 1:
             return (tokens.masked_fill(differ, SEVERAL) if of_first == of_second else tokens).expand(shape)
-        alike = self._main_owner(one.features.expand(shape)) == self._main_owner(other.features.expand(shape))
+        alike = self._main_owner(label.features.expand(shape)) == self._main_owner(summand.features.expand(shape))
         return torch.where(differ.expand(shape) & alike, SEVERAL, tokens.expand(shape))
 
     def _main_owner(self, features: Tensor) -> Tensor:
         unique, back = torch.unique(small(features), return_inverse=True)
-        owners = [self.owner(max(self.members(one), default=0)) for one in unique.tolist()]
+        owners = [self.owner(max(self.members(number), default=0)) for number in unique.tolist()]
         return torch.tensor(owners, dtype=torch.int64)[back].expand(features.shape)
 
     def _pointwise(self, step: Step, place: int, out: View, labels: list[Label | None]) -> Label | None:
@@ -461,21 +435,19 @@ class Labels:
             return None
         if step.op == "copy":  # what was there is gone
             labels = labels[1:]
-        wide = [one.expanded(out.shape) for one in labels if one is not None]
-        gates = [one for one in wide if one.is_activated and not self._has_statistics(one)]
+        wide = [label.expanded(out.shape) for label in labels if label is not None]
+        gates = [label for label in wide if label.is_activated and not self._has_statistics(label)]
         if step.op == "mul" and 0 < len(gates) < len(wide):
-            wide = [one.flagged(GATED) for one in wide if one not in gates]
-        if step.op == "complex" and len({frozenset(self.owners(one.features)) for one in wide}) > 1:
+            wide = [label.flagged(GATED) for label in wide if label not in gates]
+        if step.op == "complex" and len({frozenset(self.owners(label.features)) for label in wide}) > 1:
             raise Unreadable("complex numbers, of which two maps make the parts")
-        result: Label | None = None
-        for one in wide:
-            result = self.union(result, one)
+        result = reduce(self.union, wide, None)
         if result is None:
             return None
         if step.op in {"mul", "div"} and NORMED not in result.flags and any(_is_gain(view) for view in step.inputs):
             result = result.flagged(GAINED)
         if step.op == "sub" and len(wide) == 2 and self._has_statistics(wide[1]):
-            statistic = next(one for one in small(wide[1].features).unique().tolist() if self.is_statistic(one))
+            statistic = next(filter(self.is_statistic, small(wide[1].features).unique().tolist()))
             return result.flagged(f"{CENTRED}{len(self.members(statistic))}")
         if step.op in {"mul", "div"} and len(wide) == 2 and NORMED not in result.flags:
             result = result if same(wide[0].features, wide[1].features) else result.flagged(TIMES)
@@ -483,24 +455,23 @@ class Labels:
         return result if is_plain else result.flagged(NONLINEAR + step.op)
 
     def _has_statistics(self, label: Label) -> bool:
-        return any(self.is_statistic(one) for one in small(label.features).unique().tolist())
+        return any(map(self.is_statistic, small(label.features).unique().tolist()))
 
     def _moved(self, step: Step, place: int, out: View, labels: list[Label | None]) -> Label:
-        known = {id(view): label for view, label in zip(step.inputs, labels)}
-        flags = frozenset().union(*(one.flags for one in labels if one is not None))
+        label_of = {id(view): label for view, label in zip(step.inputs, labels)}
+        flags = frozenset().union(*(label.flags for label in labels if label is not None))
         planes = []
         for name in ("features", "tokens"):
-            kept = [getattr(one, name) for one in labels if one is not None]
-            narrow = _untouched(step, kept, out)
+            narrow = _untouched(step, [getattr(label, name) for label in labels if label is not None], out)
 
             def plane(view: View, name: str = name, narrow: tuple[int, ...] = narrow) -> Tensor:
                 if not view.is_float:
                     return _index(view, step)
-                label = known.get(id(view))
-                found = torch.zeros((), dtype=torch.int64).expand(view.shape) if label is None else getattr(label, name)
+                label = label_of.get(id(view))
+                ids = torch.zeros((), dtype=torch.int64).expand(view.shape) if label is None else getattr(label, name)
                 for dim in narrow:
-                    found = found.narrow(dim, 0, 1)
-                return found.double().contiguous()
+                    ids = ids.narrow(dim, 0, 1)
+                return ids.double().contiguous()
 
             planes.append(thin(run_on(step, place, plane)).expand(out.shape))
         return Label(planes[0], planes[1], flags)
@@ -516,7 +487,7 @@ class Labels:
         return Label(reshaped(features, out.shape), reshaped(tokens, out.shape), label.flags)
 
     def joined(self, features: Tensor) -> Tensor:
-        """Join the features along the last dimension: statistics of them, where they differ."""
+        """Return features of a sum over the last dimension: the feature if all agree, else a statistic over the set."""
         short = small(features)
         shape = features.shape[:-1]
         if short.shape[-1] == 1:
@@ -530,20 +501,20 @@ class Labels:
         return first.expand(shape)
 
     def all_members(self, row: Iterable[int]) -> frozenset[int]:
-        """Give all features of some numbers."""
-        return frozenset().union(*(self.members(one) for one in set(row)))
+        """Return all features of some ids."""
+        return frozenset().union(*map(self.members, set(row)))
 
     @staticmethod
     def _resampled(label: Label, out: View) -> Label:
-        """Features stay; tokens are new, whatever is between them."""
+        """Return labels with the same features, and tokens that are numbered anew."""
         before = label.features.shape
         channels = 2 if len(out.shape) > 2 and tuple(out.shape[:2]) == tuple(before[:2]) else len(out.shape) - 1
         flat = thin(reshaped(label.features, (*before[:channels], -1)))
-        kept = flat.gather(-1, (flat != NOTHING).int().argmax(-1, keepdim=True))  # not of padding
-        if not bool(((flat == kept) | (flat == NOTHING)).all()):
+        features = flat.gather(-1, (flat != NOTHING).int().argmax(-1, keepdim=True))  # not of padding
+        if not bool(((flat == features) | (flat == NOTHING)).all()):
             raise Unreadable("tokens with different features are pooled together")
-        kept = kept[..., 0]
-        features = reshaped(kept, (*kept.shape, *[1] * (len(out.shape) - kept.dim()))).expand(out.shape)
+        features = features[..., 0]
+        features = reshaped(features, (*features.shape, *[1] * (len(out.shape) - features.dim()))).expand(out.shape)
         return Label(features, _new_tokens(out.shape, channels), label.flags | {RESAMPLED})
 
     # products
@@ -602,9 +573,9 @@ class Labels:
         return Label(features, tokens)
 
     def plain(self, features: Tensor) -> Tensor:
-        """Let sets be no statistics any more."""
+        """Return the same features, with sets that are no statistics."""
         unique, back = torch.unique(small(features), return_inverse=True)
-        numbers = [self.number(self.members(one)) if one < -1 else one for one in unique.tolist()]
+        numbers = [self.number(self.members(number)) if number < -1 else number for number in unique.tolist()]
         return torch.tensor(numbers, dtype=torch.int64)[back].expand(features.shape)
 
     def _convolved(self, step: Step, product: Product, out: View) -> Label:
@@ -627,7 +598,7 @@ class Labels:
 
 
 def _is_gain(view: View) -> bool:
-    """Say whether a tensor is a parameter, or made of some, with more than one element."""
+    """Whether a tensor is a parameter, or made of some, with more than one element."""
     return view.cell.kind in {WEIGHT, MADE} and view.cell.is_mapped and view.numel > 1
 
 
@@ -640,49 +611,49 @@ def _index(view: View, step: Step) -> Tensor:
 
 
 def _untouched(step: Step, planes: list[Tensor], out: View) -> tuple[int, ...]:
-    """List dims that an operation leaves as they are, and along which all that it moves repeats."""
+    """Return dims that an operation leaves as they are, and along which all its inputs are expanded."""
     moved: set[int] | None = None
     dims = len(out.shape)
     if step.op in {"cat", "roll", "flip"}:
-        given = step.args[2 if step.op == "roll" else 1] if len(step.args) > (2 if step.op == "roll" else 1) else 0
-        moved = {one % dims for one in (given if isinstance(given, tuple) else (given,))} if given != () else None
+        argument = step.args[2 if step.op == "roll" else 1] if len(step.args) > (2 if step.op == "roll" else 1) else 0
+        moved = (
+            {d % dims for d in (argument if isinstance(argument, tuple) else (argument,))} if argument != () else None
+        )
     elif step.op == "constant_pad_nd":
-        moved = {dims - 1 - i // 2 for i, one in enumerate(step.args[1]) if one}
-    views = [one for one in step.inputs if one.is_float]
-    if moved is None or any(len(one.shape) != dims for one in views):
+        moved = {dims - 1 - i // 2 for i, width in enumerate(step.args[1]) if width}
+    if moved is None or any(len(view.shape) != dims for view in step.inputs if view.is_float):
         return ()
-    return tuple(
-        d for d in range(dims) if d not in moved and all(one.shape[d] > 1 and one.stride(d) == 0 for one in planes)
-    )
+    unmoved = (d for d in range(dims) if d not in moved)
+    return tuple(d for d in unmoved if all(plane.shape[d] > 1 and plane.stride(d) == 0 for plane in planes))
 
 
 def _last(plane: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Put some dims together, in the last place."""
+    """Return a plane with some dims flattened into its last."""
     moved = plane.movedim(dims, tuple(range(-len(dims), 0)))
-    kept = moved.shape[: -len(dims)]
+    leading = moved.shape[: -len(dims)]
     for dim in range(-len(dims), 0):
         if moved.stride(dim) == 0 and moved.shape[dim] > 1:
             moved = moved.narrow(dim, 0, 1)
-    return reshaped(moved, (*kept, moved.shape[-len(dims) :].numel()))
+    return reshaped(moved, (*leading, moved.shape[-len(dims) :].numel()))
 
 
 def only_one(tokens: Tensor) -> Tensor:
-    """Give the token along the last dimension, if there is only one."""
+    """Return the token along the last dimension if there is one, else `SEVERAL`."""
     short = small(tokens)
     first = short[..., 0]
     return torch.where((short == first[..., None]).all(-1), first, SEVERAL).expand(tokens.shape[:-1])
 
 
-def _small_together(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Leave one of what repeats in both."""
-    for dim, size in enumerate(one.shape):
-        if size > 1 and one.stride(dim) == other.stride(dim) == 0:
-            one, other = one.narrow(dim, 0, 1), other.narrow(dim, 0, 1)
-    return one, other
+def _small_together(plane: Tensor, summand: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both planes with size 1 along the dimensions that are expanded in both."""
+    for dim, size in enumerate(plane.shape):
+        if size > 1 and plane.stride(dim) == summand.stride(dim) == 0:
+            plane, summand = plane.narrow(dim, 0, 1), summand.narrow(dim, 0, 1)
+    return plane, summand
 
 
 def _new_tokens(shape: tuple[int, ...], channels: int) -> Tensor:
-    """Number places: sequences times what follows the channels."""
+    """Return new numbers of tokens: sequences times the positions after the channels."""
     inner = math.prod(shape[channels:])
     places = torch.arange(inner).reshape(*[1] * channels, *shape[channels:])
     batch = torch.arange(shape[0]).reshape(-1, *[1] * (len(shape) - 1)) * inner
@@ -695,7 +666,7 @@ def _is_depthwise(step: Step, product: Product) -> bool:
 
 
 def filter_features(step: Step, weight: View) -> View:
-    """Let the filters of a convolution be a matrix ``(1, what each takes, filters)``."""
+    """Return the filters of a convolution as a matrix ``(1, inputs of each, filters)``."""
     along = 1 if step.argument("transposed", default=False) else 0
     count = weight.shape[along]
     shape = (1, weight.numel // count, count)

@@ -10,7 +10,7 @@ operations, random states and gradients stay as they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -71,6 +71,17 @@ class Cell:
     def __repr__(self) -> str:
         made = self.parameter or ("an input" if self.step is None else f"{self.step.number} {self.step.op}")
         return f"<Cell of {self.numel} elements: {made}>"
+
+
+def walk_back(cells: Iterable[Cell], inputs: Callable[[Cell], Iterable[Cell]]) -> Iterator[Cell]:
+    """Return contents and what they depend on, each once; `inputs` says what to follow."""
+    todo, met = list(cells), set[Cell]()
+    while todo:
+        cell = todo.pop()
+        if cell not in met:
+            met.add(cell)
+            yield cell
+            todo += inputs(cell)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
