@@ -6,10 +6,10 @@ that share keys. Nothing here knows what a head is.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from hdi_callback.attention.operations import (
 )
 from hdi_callback.attention.planes import repeats, reshaped, small, thin, unique_rows
 from hdi_callback.attention.products import Product, reduced_dims
-from hdi_callback.attention.tape import DATA, MADE, Cell, Step, View
+from hdi_callback.attention.tape import DATA, MADE, Cell, Step, View, WalkOn, walk_back
 
 __all__ = ["OVER_HEADS", "OVER_QUERIES", "Core", "ValueProduct", "core_of", "layout_of_fused"]
 
@@ -51,26 +51,17 @@ _NEAR = 60  # steps to walk on from it
 
 @dataclass(frozen=True, eq=False)
 class ValueProduct:
-    """Weights of one softmax, times values.
+    """One matmul of attention weights with values, with the queries and keys behind those weights."""
 
-    Attributes:
-        query: labels ``(n, queries, width)``.
-        key: labels ``(n, keys, width)``.
-        value: labels ``(n, keys, width)``.
-        step: the product with the values, or the fused operation.
-        product: the same; `None` of a fused operation.
-        units: ``(n, queries)``, which row of the scores each row of the weights is; below 0 for none.
-    """
-
-    query: Label
-    key: Label
-    value: Label
-    step: Step
-    product: Product | None = None
-    units: Tensor | None = None
+    query: Label  # ``(n, queries, width)``
+    key: Label  # ``(n, keys, width)``
+    value: Label  # ``(n, keys, width)``
+    step: Step  # the product with the values, or the fused operation
+    product: Product | None = None  # the same; `None` of a fused operation
+    units: Tensor | None = None  # ``(n, queries)``, the row of the scores of each row of weights; below 0: none
 
     def placed(self, plane: Tensor) -> Tensor:
-        """Give a plane ``(n, queries, width)`` the shape in which the output lies."""
+        """Return a plane ``(n, queries, width)`` in the shape of the output."""
         out = self.step.outputs[0]
         assert out is not None
         if self.product is not None:
@@ -83,30 +74,19 @@ class ValueProduct:
 
 @dataclass(frozen=True, eq=False)
 class Core:
-    """An attention, as it runs.
+    """An attention, as it runs."""
 
-    Attributes:
-        step: the softmax, or the fused operation.
-        parts: its products with values; one, as a rule.
-        score_step: the product of queries and keys; `None` of a fused operation.
-        query_of: which query each row of the softmax is of, counted over all matrices of `score_step`, in the shape of
-            the softmax without `dim`; `None` of a fused operation.
-        dim: the dimension that the softmax runs over.
-        flags: what else is true of its scores.
-        scores: what weights are made of; `None` of a fused operation.
-        normaliser: what makes them.
-        is_causal: whether that hides later keys; where it is a softmax this is not looked at.
-    """
-
-    step: Step
-    parts: tuple[ValueProduct, ...]
-    score_step: Step | None = None
+    step: Step  # the softmax, or the fused operation
+    parts: tuple[ValueProduct, ...]  # its products with values; one, as a rule
+    score_step: Step | None = None  # the product of queries and keys; `None` of a fused operation
+    # Which query each row of the softmax is of, counted over all matrices of `score_step`, in the shape of the softmax
+    # without `dim`; `None` of a fused operation.
     query_of: Tensor | None = None
-    dim: int = -1
-    flags: frozenset[str] = frozenset()
-    scores: View | None = None
-    normaliser: str = "softmax"
-    is_causal: bool = False
+    dim: int = -1  # that the softmax runs over
+    flags: frozenset[str] = frozenset()  # what else is true of its scores
+    scores: View | None = None  # what weights are made of; `None` of a fused operation
+    normaliser: str = "softmax"  # what makes them
+    is_causal: bool = False  # whether that hides later keys; not looked at where it is a softmax
 
     @property
     def anchor(self) -> Step:
@@ -115,11 +95,7 @@ class Core:
 
 
 def core_of(labels: Labels, step: Step) -> Core | None:
-    """Read the attention of a step; `None` if it is none.
-
-    Raises:
-        Unreadable: if it is attention that cannot be read.
-    """  # noqa: DOC201
+    """Return the attention of a step, `None` if it is none; raise `Unreadable` if it cannot be read."""
     if layout_of_fused(step):
         return _fused_core(labels, step)
     if step.op in SOFTMAX_LIKE:
@@ -131,11 +107,11 @@ def core_of(labels: Labels, step: Step) -> Core | None:
     return None if core is None else replace(core, normaliser=normaliser.name, is_causal=normaliser.is_causal)
 
 
-def _read(labels: Labels, view: View, what: str) -> Label:
+def _read(labels: Labels, view: View, role: str) -> Label:
     try:
         label = labels.read(view)
     except Unreadable as error:
-        raise Unreadable(f"its {what} depend on an operation that is not followed: {error}") from None
+        raise Unreadable(f"its {role} depend on an operation that is not followed: {error}") from None
     if label is None:
         nothing = torch.zeros((), dtype=torch.int64).expand(view.shape)
         return Label(nothing, nothing)
@@ -146,23 +122,23 @@ def _read(labels: Labels, view: View, what: str) -> Label:
 
 
 def layout_of_fused(step: Step) -> str:
-    """Say in which order a fused attention takes the dimensions of queries: ``""`` if it is none."""
+    """Return in which order a fused attention takes the dimensions of queries, ``""`` if it is none."""
     if is_fused(step.op):
         return "b h q"
     return "b q h" if step.op in FUSED_BY_TOKENS and len(step.inputs[0].shape) == 4 else ""
 
 
 def _fused_core(labels: Labels, step: Step) -> Core:
-    given = []
-    for view, what in zip(step.inputs[:3], ("queries", "keys", "values")):
+    factors = []
+    for view, role in zip(step.inputs[:3], ("queries", "keys", "values")):
         if layout_of_fused(step) == "b q h":
             (b, q, h, w), (sb, sq, sh, sw) = view.shape, view.stride
             view = view.seen_as((b, h, q, w), (sb, sh, sq, sw))
-        given.append(_read(labels, view, what).reshaped((math.prod(view.shape[:-2]), *view.shape[-2:])))
-    query, key, value = given
+        factors.append(_read(labels, view, role).reshaped((math.prod(view.shape[:-2]), *view.shape[-2:])))
+    query, key, value = factors
     groups = len(query.features)
     if len(key.features) != groups:
-        key, value = (_repeated(one, groups // len(one.features)) for one in (key, value))
+        key, value = (_repeated(label, groups // len(label.features)) for label in (key, value))
     return Core(step, (ValueProduct(query, key, value, step),))
 
 
@@ -177,7 +153,7 @@ _MIXED = "heads are mixed, or cut in pieces, between its softmax and its values"
 
 
 def _core_behind(labels: Labels, step: Step, scores: View, dim: int | None) -> Core | None:
-    """Read the attention of what makes weights of scores over a dimension."""
+    """Return the attention of what makes weights of scores over a dimension."""
     if scores.cell.kind < MADE or dim is None:
         return None
     own = set(_score_steps(labels, scores.cell))
@@ -197,8 +173,8 @@ def _core_behind(labels: Labels, step: Step, scores: View, dim: int | None) -> C
     if not sources:
         return None
     source = _own_source(labels, label, sources)
-    for other in sources:
-        _slots(labels, label.features, other)
+    for summand in sources:
+        _slots(labels, label.features, summand)
     is_flipped, renumbered = _side(labels, label, dim, source)  # flipped: keys are the rows of the product
     parts = []
     for consumer in consumers:
@@ -207,19 +183,19 @@ def _core_behind(labels: Labels, step: Step, scores: View, dim: int | None) -> C
         except Unreadable:  # noqa: PERF203
             if not parts:
                 raise
-    asked = _numbered(_slots(labels, label.features, source), label.tokens, source, is_flipped, renumbered)
+    query_of = _numbered(_slots(labels, label.features, source), label.tokens, source, is_flipped, renumbered)
     flags = {"scores are a sum of several products"} if len(sources) > 1 else set()
     flags |= label.flags & {SHARED, TIMES}
-    return Core(step, tuple(parts), source.step, asked.amax(dim), dim - len(scores.shape), frozenset(flags), scores)
+    return Core(step, tuple(parts), source.step, query_of.amax(dim), dim - len(scores.shape), frozenset(flags), scores)
 
 
 def softmax_dim(step: Step) -> int | None:
-    """Say over which dimension a softmax runs, also one that is written out: exponentials over their sum."""
+    """Return the dimension that a softmax runs over, also one that is written out: exponentials over their sum."""
     shape = step.inputs[0].shape
     if step.op not in EXPONENTIALS:
         return int(step.args[1]) % len(shape) if shape else None
-    made = step.outputs[0]
-    for user in made.cell.users if made is not None else ():
+    out = step.outputs[0]
+    for user in out.cell.users if out is not None else ():
         if user.op == "sum" and len(user.inputs[0].shape) == len(shape) and _divides(user):
             return reduced_dims(user)[0]
     before = step.inputs[0].cell.step
@@ -236,7 +212,7 @@ def _divides(step: Step) -> bool:
     """Whether something is divided by a sum, and not by its product with features, as in linear attention."""
     todo = [step]
     for current in todo:  # it grows
-        users = [user for made in current.outputs if made is not None for user in made.cell.users]
+        users = [user for out in current.outputs if out is not None for user in out.cell.users]
         if any(user.op in {"div", "reciprocal", "log", "pow"} for user in users):
             return True
         todo += [user for user in users if len(todo) < _NEAR and (user.is_pointwise or user.op in COPIES)]
@@ -257,7 +233,7 @@ def _refuse_other_scores(labels: Labels, step: Step, scores: View, dim: int) -> 
 
 
 def _is_read(labels: Labels, view: View) -> bool:
-    """Say whether a tensor comes from a map, or from what cannot be followed."""
+    """Whether a tensor comes from a projection, or from what cannot be followed."""
     try:
         return labels.read(view) is not None
     except Unreadable:
@@ -265,51 +241,49 @@ def _is_read(labels: Labels, view: View) -> bool:
 
 
 def _score_steps(labels: Labels, cell: Cell) -> Iterator[Step]:
-    """Walk back from a softmax to products of two computed tensors."""
-    todo, seen = [cell], set[int]()
-    while todo and len(seen) < _FAR:
-        one = todo.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if one.step is not None:
-            product = labels.products.of(one.step)
-            if product is not None and product.kind == "scores":
-                yield one.step
-            elif product is None or product.kind == "constant":
-                todo += [view.cell for view in one.step.inputs if view.is_float and view.cell.kind >= MADE]
-        if one.before is not None:
-            todo.append(one.before)
+    """Return the products of two computed tensors that a softmax depends on, with no projection between."""
+
+    def inputs(cell: Cell) -> list[Cell]:
+        before = [cell.before] if cell.before is not None else []
+        product = labels.products.of(cell.step) if cell.step is not None else None
+        if cell.step is None or (product is not None and product.kind != "constant"):
+            return before
+        return [view.cell for view in cell.step.inputs if view.is_float and view.cell.kind >= MADE] + before
+
+    for current in islice(walk_back([cell], inputs), _FAR):
+        product = labels.products.of(current.step) if current.step is not None else None
+        if current.step is not None and product is not None and product.kind == "scores":
+            yield current.step
 
 
 def _mapped_scores(labels: Labels, cell: Cell, *, beside: bool) -> set[Step]:
-    """Find products of two computed tensors that a map with a parameter takes, a few steps before the softmax.
+    """Return the products of two computed tensors that a projection takes, a few steps before the softmax.
 
     Where such products also come to the softmax without a map, what is added to them is followed as well.
-    """  # noqa: DOC201
-    found: set[Step] = set()
+    """
+    mapped: set[Step] = set()
     todo = [(cell, False, 0)]
     while todo:
-        one, is_mapped, far = todo.pop()
-        if one.step is None or one.step.number in labels.installed or far > _NEAR_MAP:
+        current, is_mapped, far = todo.pop()
+        if current.step is None or current.step.number in labels.installed or far > _NEAR_MAP:
             continue
-        product = labels.products.of(one.step)
+        product = labels.products.of(current.step)
         if product is not None and product.kind == "scores":
-            found |= {one.step} if is_mapped else set()
+            mapped |= {current.step} if is_mapped else set()
         elif product is not None and product.kind in {"weight", "filter"}:
             todo.append((product.first.cell, True, far + 1))
         else:
-            views = [view for view in one.step.inputs if view.is_float and view.cell.kind >= MADE]
+            views = [view for view in current.step.inputs if view.is_float and view.cell.kind >= MADE]
             todo += [(view.cell, is_mapped, far + 1) for view in (views if beside else views[:1])]
-    return found
+    return mapped
 
 
 def _own_source(labels: Labels, label: Label, sources: list[FeatureRange]) -> FeatureRange:
-    """Choose the product of queries and keys among those that scores are a sum of.
+    """Return the product of queries and keys among those that scores are a sum of.
 
     Both factors depend on what the model is given, and not on positions alone; scores of a layer before are
     added, and so come from an earlier step.
-    """  # noqa: DOC201, DOC501
+    """  # noqa: DOC501
 
     def strength(source: FeatureRange) -> int:
         product = labels.products.of(source.step) if source.step is not None else None
@@ -320,28 +294,26 @@ def _own_source(labels: Labels, label: Label, sources: list[FeatureRange]) -> Fe
     own = [source for source in strong if source.step is None or source.step.number not in labels.score_steps] or strong
     short = small(label.features)
     for number in short[short < -1].unique().tolist():
-        if (
-            len({labels.owner(member) for member in labels.members(number)} & {labels.owner(one.start) for one in own})
-            > 1
-        ):
+        owners = {labels.owner(member) for member in labels.members(number)}
+        if len(owners & {labels.owner(source.start) for source in own}) > 1:
             raise Unreadable("its scores are a sum of several products of queries and keys")
     return own[-1]
 
 
 def _slots(labels: Labels, features: Tensor, source: FeatureRange) -> Tensor:
-    """Say which row of a source's scores each element is; -1 for none."""
+    """Return which row of a product's scores each element is of; -1 for none."""
     short = small(features)
     slots = torch.where((short >= source.start) & (short < source.end), short - source.start, -1)
-    for one in short[short < -1].unique().tolist():
-        mine = [member for member in labels.members(one) if source.start <= member < source.end]
-        if len(mine) > 1:
+    for number in short[short < -1].unique().tolist():
+        own = [member for member in labels.members(number) if source.start <= member < source.end]
+        if len(own) > 1:
             raise Unreadable("the scores of several heads, or of several queries, are mixed")
-        slots[short == one] = mine[0] - source.start if mine else -1
+        slots[short == number] = own[0] - source.start if own else -1
     return slots.expand(features.shape)
 
 
 def _side(labels: Labels, label: Label, dim: int, source: FeatureRange) -> tuple[bool, Tensor | None]:
-    """Say whether keys are the rows of a product, and number rows anew where several products share queries."""
+    """Return whether keys are the rows of QK^T, and new numbers of rows where windows repeat a query."""
     slots = _slots(labels, label.features, source)
     try:
         return not _runs_over_columns(slots, label.tokens, dim, source), None
@@ -351,7 +323,7 @@ def _side(labels: Labels, label: Label, dim: int, source: FeatureRange) -> tuple
         if product is None:
             raise
         first = _read(labels, product.first, "queries").reshaped(product.first_shape)
-        wide = torch.cat([one.expand(n, -1, -1) for one in (first.features, first.tokens)], -1)
+        wide = torch.cat([plane.expand(n, -1, -1) for plane in (first.features, first.tokens)], -1)
         _, alike = unique_rows(wide.flatten(0, 1))
         at = torch.full((int(alike.max()) + 1,), n * rows).scatter_reduce(0, alike, torch.arange(n * rows), "amin")
         renumbered = at[alike]
@@ -360,16 +332,16 @@ def _side(labels: Labels, label: Label, dim: int, source: FeatureRange) -> tuple
 
 
 def _runs_over_columns(slots: Tensor, tokens: Tensor, dim: int, source: FeatureRange) -> bool:
-    """Say whether a dimension runs over the columns of a product; otherwise over its rows."""
+    """Whether a dimension runs over the columns of a product; otherwise it runs over its rows."""
     _, rows, columns = source.shape
     if not bool((small(tokens) > 0).any()):
         raise Unreadable("scores of several tokens are pooled")
     if slots.shape[dim] == 1:
         return columns == 1 or rows > 1
     slot_pairs, token_pairs = _pairs(slots, dim), _pairs(tokens, dim)
-    slot_pairs = [one[(slot_pairs[0] >= 0) & (slot_pairs[1] >= 0)] for one in slot_pairs]
-    token_pairs = [one[(token_pairs[0] > 0) & (token_pairs[1] > 0)] for one in token_pairs]
-    same_slot, same_token = (one[0] == one[1] for one in (slot_pairs, token_pairs))
+    slot_pairs = slot_pairs[:, (slot_pairs >= 0).all(0)]
+    token_pairs = token_pairs[:, (token_pairs > 0).all(0)]
+    same_slot, same_token = (pairs[0] == pairs[1] for pairs in (slot_pairs, token_pairs))
     if not same_slot.numel() or (bool(same_slot.all()) and not bool(same_token.all())):
         return True
     of_one_matrix = slot_pairs[0] // rows == slot_pairs[1] // rows
@@ -382,21 +354,21 @@ def _runs_over_columns(slots: Tensor, tokens: Tensor, dim: int, source: FeatureR
     raise Unreadable(OVER_HEADS if over_heads else "its softmax runs over heads, or over queries and keys together")
 
 
-def _pairs(plane: Tensor, dim: int) -> list[Tensor]:
-    """Give neighbours along a dimension."""
-    for other in range(plane.dim()):
-        if other != dim and plane.stride(other) == 0 and plane.shape[other] > 1:
-            plane = plane.narrow(other, 0, 1)
+def _pairs(plane: Tensor, dim: int) -> Tensor:
+    """Return neighbours along a dimension, ``(2, pairs)``."""
+    for across in range(plane.dim()):
+        if across != dim and plane.stride(across) == 0 and plane.shape[across] > 1:
+            plane = plane.narrow(across, 0, 1)
     if plane.stride(dim) == 0:
         plane = plane.narrow(dim, 0, 2)
     size = plane.shape[dim]
-    return [plane.narrow(dim, start, size - 1).flatten() for start in (0, 1)]
+    return torch.stack([plane.narrow(dim, start, size - 1).flatten() for start in (0, 1)])
 
 
 def _numbered(
     slots: Tensor, tokens: Tensor, source: FeatureRange, is_flipped: bool, renumbered: Tensor | None
 ) -> Tensor:
-    """Number queries: by the rows of the product, or by its columns."""
+    """Return the numbers of queries: by the rows of the product, or by its columns."""
     if renumbered is not None:
         slots = torch.where(slots < 0, -1, renumbered[slots.clamp(min=0)])
     if is_flipped:
@@ -409,7 +381,7 @@ def _part(
     labels: Labels, consumer: tuple[Step, Product], sources: list[FeatureRange], source: FeatureRange, *,
     is_flipped: bool, renumbered: Tensor | None
 ) -> ValueProduct:  # fmt: skip
-    """Read a product of weights and values: which queries ask, with which keys and values."""
+    """Return a product of weights and values, with the queries and keys of these weights."""
     step, product = consumer
     _, rows, columns = source.shape
     behind = _read(labels, product.first, "weights behind the softmax").reshaped(product.first_shape)
@@ -420,9 +392,8 @@ def _part(
     units = _numbered(slots, behind.tokens, source, is_flipped, renumbered)
     units = units.expand(product.shape[0], -1, -1)
     unit = _one_unit(units)
-    asking, asked = _factors(labels, source, is_flipped=is_flipped)
-    rows = columns if is_flipped else rows
-    query, key = _rows_of(asking, asked, unit, rows)
+    queries, keys = _factors(labels, source, is_flipped=is_flipped)
+    query, key = _rows_of(queries, keys, unit, columns if is_flipped else rows)
     value = _read(labels, product.second, "values")
     value = value.reshaped(product.second_shape).expanded((product.shape[0], *product.second_shape[1:]))
     if bool((small(units) < 0).any()):  # keys of other products beside
@@ -432,16 +403,16 @@ def _part(
 
 
 def _refuse_several_softmaxes(labels: Labels, behind: Label, sources: list[FeatureRange]) -> None:
-    """Refuse weights that are put together of those of several softmaxes, place by place."""
+    """Refuse weights that are combined element by element from those of several softmaxes."""
     short = small(behind.features)
     for number in short[short < -1].unique().tolist():
-        of = {labels.source_of(labels.owner(member)) for member in labels.members(number)}
-        if any(one is not None and one.kind == "scores" and one not in sources for one in of):
+        ranges = {labels.source_of(labels.owner(member)) for member in labels.members(number)}
+        if any(item is not None and item.kind == "scores" and item not in sources for item in ranges):
             raise Unreadable("its weights are put together with those of another softmax")
 
 
 def _one_unit(units: Tensor) -> Tensor:
-    """Give the query of each row of weights, which must be one."""
+    """Return the query of each row of weights, which must be one."""
     unit = units[..., 0] if repeats(units, -1) else units.amax(-1)
     if not repeats(units, -1) and not bool(((units == unit[..., None]) | (units < 0)).all()):
         by_column = units.amax(-2, keepdim=True)
@@ -452,84 +423,67 @@ def _one_unit(units: Tensor) -> Tensor:
 
 
 def _factors(labels: Labels, source: FeatureRange, *, is_flipped: bool) -> tuple[Label, Label]:
-    """Read what asks and what is asked: ``(n, rows, width)`` each."""
+    """Return the labels of queries and of keys, ``(n, rows, width)`` each."""
     product = labels.products.of(source.step) if source.step is not None else None
     assert product is not None
     first = _read(labels, product.first, "queries").reshaped(product.first_shape)
     second = _read(labels, product.second, "keys").reshaped(product.second_shape).mT
     for view, label in ((product.first, first), (product.second, second)):
-        if not bool(small(label.features).any()) and any(one.op in RANDOM for one in labels.leading_to([view])):
+        if not bool(small(label.features).any()) and any(step.op in RANDOM for step in labels.leading_to([view])):
             raise Unreadable("its queries or keys are drawn at random: they are random features")
     n = source.shape[0]
-    first, second = (one.expanded((n, *one.features.shape[1:])) for one in (first, second))
+    first, second = (label.expanded((n, *label.features.shape[1:])) for label in (first, second))
     return (second, first) if is_flipped else (first, second)
 
 
-def _rows_of(asking: Label, asked: Label, unit: Tensor, rows: int) -> tuple[Label, Label]:
-    """Give the queries of each row of weights, and their keys."""
-    n = len(asking.features)
+def _rows_of(queries: Label, keys: Label, unit: Tensor, rows: int) -> tuple[Label, Label]:
+    """Return the queries of each row of weights, and their keys."""
+    n = len(queries.features)
     if tuple(unit.shape) == (n, rows) and torch.equal(unit.flatten(), torch.arange(n * rows)):
-        return asking, asked
+        return queries, keys
     index = unit.clamp(min=0)
     slot, row = index // rows, index % rows
-    features = torch.where((unit < 0)[..., None], 0, _picked(asking.features, slot, row))
-    query = Label(thin(features), thin(_picked(asking.tokens, slot, row)), asking.flags)
+    features, tokens = (
+        plane[:, 0][slot] if plane.stride(1) == 0 else plane[slot, row] for plane in (queries.features, queries.tokens)
+    )
+    query = Label(thin(torch.where((unit < 0)[..., None], 0, features)), thin(tokens), queries.flags)
     of = slot.amax(-1)
-    return query, Label(asked.features[of], asked.tokens[of], asked.flags)
+    return query, Label(keys.features[of], keys.tokens[of], keys.flags)
 
 
-def _picked(plane: Tensor, slot: Tensor, row: Tensor) -> Tensor:
-    if plane.stride(1) == 0:
-        return plane[:, 0][slot]
-    return plane[slot, row]
-
-
-def _products_behind(labels: Labels, step: Step) -> list[tuple[Step, Product]]:
-    """Walk on from a softmax to its products with values; the weights are the first factor of each."""
-    made = step.outputs[0]
-    if made is None:
-        return []
-    found: list[tuple[Step, Product]] = []
-    of_constants: list[tuple[Step, Product]] = []  # of places, say
-    seen, done = {id(made.cell)}, set[int]()
-    todo = [(one.number, one) for one in made.cell.users]
-    heapq.heapify(todo)
-    while todo and len(done) < _NEAR:
-        number, one = heapq.heappop(todo)
-        if number in done or number <= step.number or "backward" in one.op or one.op in CHOICES:
+def _products_behind(labels: Labels, softmax: Step) -> list[tuple[Step, Product]]:
+    """Return the products of a softmax with values; the weights are the first factor of each."""
+    with_values: list[tuple[Step, Product]] = []
+    with_constants: list[tuple[Step, Product]] = []  # of positions, say
+    walk = WalkOn([out.cell for out in softmax.outputs[:1] if out is not None], most=_NEAR)
+    for step in walk:
+        if step.number <= softmax.number or "backward" in step.op or step.op in CHOICES:
             continue
-        done.add(number)
-        product = labels.products.of(one)
-        if product is not None:
-            taken = _with_weights_first(product, seen)
-            if taken is not None and product.kind in {"weight", "filter"}:
-                if not found:
-                    raise Unreadable("a map with a parameter mixes its weights behind the softmax")
-            elif taken is not None:
-                (found if product.kind == "scores" else of_constants).append((one, taken))
-            continue
-        if one.op == "mul" and not found and _multiplies_values(labels, one, seen):
-            raise Unreadable(ELEMENT_BY_ELEMENT)
-        for out in one.outputs:
-            if out is not None and out.is_float:
-                seen.add(id(out.cell))
-                for user in out.cell.users:
-                    heapq.heappush(todo, (user.number, user))
-    return found or of_constants
+        product = labels.products.of(step)
+        if product is None:
+            if step.op == "mul" and not with_values and _multiplies_values(labels, step, walk.met):
+                raise Unreadable(ELEMENT_BY_ELEMENT)
+            walk.follow(step)
+        elif (turned := _with_weights_first(product, walk.met)) is not None:
+            if product.kind not in {"weight", "filter"}:
+                (with_values if product.kind == "scores" else with_constants).append((step, turned))
+            elif not with_values:
+                raise Unreadable("a map with a parameter mixes its weights behind the softmax")
+    return with_values or with_constants
 
 
-def _with_weights_first(product: Product, seen: set[int]) -> Product | None:
-    if id(product.first.cell) in seen:
+def _with_weights_first(product: Product, weights: set[Cell]) -> Product | None:
+    if product.first.cell in weights:
         return product
-    if id(product.second.cell) not in seen:
+    if product.second.cell not in weights:
         return None
     first, second = product.second.mT, product.first.mT
     return replace(product, first=first, second=second, is_flipped=not product.is_flipped)
 
 
-def _multiplies_values(labels: Labels, step: Step, seen: set[int]) -> bool:
+def _multiplies_values(labels: Labels, step: Step, weights: set[Cell]) -> bool:
     out = step.outputs[0]
     if out is None or any(labels.products.of(user) is not None for user in out.cell.users):
         return False  # it is half of a product
-    others = [view for view in step.inputs if id(view.cell) not in seen and view.cell.kind == DATA]
-    return any(_is_read(labels, view) for view in others)
+    factors = [view for view in step.inputs if view.cell not in weights and view.cell.kind == DATA]
+    return any(_is_read(labels, view) for view in factors)

@@ -9,6 +9,7 @@ operations, random states and gradients stay as they are.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -82,6 +83,40 @@ def walk_back(cells: Iterable[Cell], inputs: Callable[[Cell], Iterable[Cell]]) -
             met.add(cell)
             yield cell
             todo += inputs(cell)
+
+
+class WalkOn:
+    """The steps that use some contents, in their order; those after a step only if it is followed.
+
+    Attributes:
+        met: the contents so far.
+    """
+
+    def __init__(self, cells: Iterable[Cell], most: int) -> None:
+        self.met: set[Cell] = set()
+        self._todo: list[tuple[int, Step]] = []
+        self._most = most
+        for cell in cells:
+            self._add(cell)
+
+    def __iter__(self) -> Iterator[Step]:
+        done = set[int]()
+        while self._todo and len(done) < self._most:
+            number, step = heapq.heappop(self._todo)
+            if number not in done:
+                done.add(number)
+                yield step
+
+    def follow(self, step: Step) -> None:
+        """Go on to what uses the outputs of a step."""
+        for view in step.outputs:
+            if view is not None and view.is_float:
+                self._add(view.cell)
+
+    def _add(self, cell: Cell) -> None:
+        self.met.add(cell)
+        for user in cell.users:
+            heapq.heappush(self._todo, (user.number, user))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
