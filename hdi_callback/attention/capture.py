@@ -30,6 +30,7 @@ from hdi_callback.attention.hooks import Hook
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight
 from hdi_callback.attention.padding import PaddingChoice, TokenMask, find_padding
 from hdi_callback.attention.reader import CoreSample, Reader
+from hdi_callback.attention.releases import has_saving_hooks
 from hdi_callback.attention.sharding import gathered_heads, is_sharded
 from hdi_callback.guard import describe, without_modes
 
@@ -99,6 +100,7 @@ class Capture:
         self._inputs = {layer.name: _Tap(layer, self, "inputs", max_tokens) for layer in layers if inputs}
         self._taken_rows: dict[str, list[Any]] = {}
         self._samples: list[tuple[str, CoreSample]] = []  # of rows, that are not numbers yet
+        self._numel = 0
         self._failed: dict[str, dict[str, str]] = {}
         self._entered: set[int] = set()  # modules within which the reader was, outside of a backward
         self._handles: dict[nn.Module, list[RemovableHandle]] = {}  # of eager calls
@@ -113,7 +115,13 @@ class Capture:
         self.read_layers = [layer for layer in layers if self._may_read(layer)]
         self._reader = Reader(self._names, self.read_layers, self, max_rows) if self.read_layers else None
         self._entries = {id(module): module for layer in self.read_layers for module in self._entries_of(layer)}
-        self._inside = 0
+        self._within = {
+            key: {one.name for one in self.read_layers if not set(self._entries_of(one)).isdisjoint(module.modules())}
+            for key, module in self._entries.items()
+        }
+        self._inside, self._is_mode_on, self._readings = 0, False, 0
+        self._without_mode: set[str] = set()  # layers whose module was last entered without the mode
+        self._padding_of_call: dict[tuple[str, tuple[int, ...]], TokenMask] = {}  # of the innermost entered module
 
     # --- steps
 
@@ -127,6 +135,10 @@ class Capture:
         self._forget()
         if self._reader is not None:
             self._reader.begin()
+            self._without_mode.clear()
+            if self._readings % _SHOWN_EVERY == 0:
+                self._reader.look_again()
+        self._readings += 1
         if not self._is_suspended:
             self._install()
         self._calls.wait(self._run_again, self._give_up)
@@ -247,7 +259,8 @@ class Capture:
         """Take everything off a call that was taken for eager, as it is about to run compiled code."""
         if self._inside and self._reader is not None:
             self._inside = 0
-            take_off(self._reader)
+            if self._is_mode_on:
+                take_off(self._reader)
             self._reader.forget()
         self._uninstall(within=entry)
         within = set(entry.modules())
@@ -266,6 +279,7 @@ class Capture:
             self._taken_rows.pop(name, None)
             self._failed.pop(name, None)
         self._samples = [(name, sample) for name, sample in self._samples if name not in names]
+        self._numel = sum(sample.numel for _, sample in self._samples)
         if modules is None:
             self._entered.clear()
 
@@ -326,11 +340,15 @@ class Capture:
         return why is None and (self._rows is not None or layer.output_module is None)
 
     def _entries_of(self, layer: AttentionLayer) -> list[nn.Module]:
-        """The modules within which a layer's attention runs: its own, or those that its sites name."""
+        """Return the modules in which a layer's attention runs: its own, one around it and its output, or its sites'."""
         own = self._names.get(layer.module)
         paths = [site.path for site in layer.sites]
         if own is not None and all(path == own or path.startswith(f"{own}.") or not own for path in paths):
-            return [layer.module]
+            around = self._by_name.get(own.rpartition(".")[0])
+            parts = set() if around is None else set(around.modules())
+            is_beside = layer.output_module in parts and layer.output_module not in set(layer.module.modules())
+            is_called = around is not self._model and type(around).forward is not nn.Module.forward  # type: ignore[union-attr]
+            return [around] if is_beside and is_called else [layer.module]  # type: ignore[list-item]
         return [self._by_name[path] for path in paths if path in self._by_name]
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -342,18 +360,39 @@ class Capture:
                 return
             if is_within_compiled_call():
                 return
-            self._reader.__enter__()
+            layers = self._within[id(module)]
+            is_saved = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and not has_saving_hooks()
+            self._is_mode_on = not (is_saved and self._reader.is_shown(layers))
+            if self._is_mode_on:
+                self._without_mode -= layers
+                self._reader.__enter__()
+            else:
+                self._without_mode |= layers
         self._inside += 1
+        self._padding_of_call.clear()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._inside == 0 or id(module) not in self._entries:
             return
         self._inside -= 1
-        if output is None and sys.exc_info()[0] is not None:
+        self._padding_of_call.clear()
+        if self._is_mode_on and output is None and sys.exc_info()[0] is not None:
             self._is_broken = True  # it raised under the mode: never again
         if self._inside == 0 and self._reader is not None:
-            self._reader.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            if self._is_mode_on:
+                self._reader.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._reader.forget()
+
+    def read_behind(self, layer: AttentionLayer, outputs: Tensor) -> None:
+        """Read the attention behind head outputs from what autograd saves, where the mode is off."""
+        if self._reader is not None:
+            try:
+                if layer.name in self._without_mode:
+                    self._reader.read_behind(layer, outputs)
+                elif self._inside:
+                    self._reader.show(layer, outputs)
+            except Exception as error:
+                self.fail(layer.name, f"its rows of attention cannot be read ({describe(error)})")
 
     def _counts_now(self, module: nn.Module) -> bool:
         """Whether the call of a module that begins now is captured."""
@@ -379,6 +418,15 @@ class Capture:
         tap.hidden_keys = hidden_keys if hidden_keys is not None and tuple(hidden_keys.shape) == shape else None
         return tap.find(shape).padded
 
+    def find_padding(self, shape: tuple[int, ...], layer: str, hidden_keys: Tensor | None) -> TokenMask:
+        """Find the padding among tokens of a shape: masks are looked for once in a call of an attention's module."""
+        known = self._padding_of_call.get((layer, shape))
+        if known is None or (known.padded is None and hidden_keys is not None):
+            known = find_padding(shape, self._padding, layer=layer, hidden_keys=hidden_keys)
+            if self._inside:
+                self._padding_of_call[layer, shape] = known
+        return known
+
     def has_entered(self, layer: AttentionLayer) -> None:
         """Note that a layer was captured, so that what runs again within the backward is not."""
         self._entered |= {id(one) for one in self._entries_of(layer)}
@@ -400,15 +448,15 @@ class Capture:
         """Keep sampled rows until there are many: layers that are alike become numbers in one call."""
         if self._rows is not None:
             self._samples.append((layer, sample))
-            at_once = _ROWS_AT_ONCE_ON_CPU if sample.positions.is_cpu else _ROWS_AT_ONCE
-            if sum(one.numel for _, one in self._samples) > at_once:
+            self._numel += sample.numel
+            if self._numel > (_ROWS_AT_ONCE_ON_CPU if sample.positions.is_cpu else _ROWS_AT_ONCE):
                 self._make_rows()
 
     def _make_rows(self) -> None:
         groups: dict[Any, list[tuple[str, CoreSample]]] = {}
         for layer, sample in self._samples:
             groups.setdefault(sample.kind, []).append((layer, sample))
-        self._samples = []
+        self._samples, self._numel = [], 0
         with without_modes():
             for group in groups.values():
                 try:
@@ -442,7 +490,10 @@ class Capture:
             reasons.setdefault("outputs", reason)
 
 
-_ROWS_AT_ONCE = 2**22  # numbers in samples that are kept until their layers are measured together
+_SHOWN_EVERY = 10
+"""After so many readings the mode reads once more, and shows anew what autograd saves."""
+
+_ROWS_AT_ONCE = 2**26  # numbers in samples that are kept until their layers are measured together
 _ROWS_AT_ONCE_ON_CPU = 2**18  # whose cache would not hold more
 
 _TURNED_UP = "compiled code turned up within its call: from the next reading on its first sequences are read"
@@ -486,7 +537,6 @@ class _Tap:
                 except Exception as error:
                     self.failure = f"its {self.what} cannot be captured ({describe(error)})"
 
-    @torch.no_grad()
     def _keep_recorded(self, taken: Tensor, *, is_recorded: bool) -> None:
         """Keep tokens of a forward that counts; of one that autograd does not record what is known of its padding."""
         if taken.device.type == "meta":
@@ -497,6 +547,8 @@ class _Tap:
             if is_outside:
                 self._remember_padding(taken)
         elif is_outside or not self.has_outside:
+            if self.what == "outputs":
+                self.capture.read_behind(self.layer, taken)
             self.keep(self._features_last(taken))
 
     def keep(self, tokens: Tensor) -> None:
@@ -546,8 +598,7 @@ class _Tap:
         """Find the padding among tokens of a shape."""
         if torch._C._current_graph_task_id() != -1 and shape in self._padding_seen:
             return self._padding_seen[shape]  # of the modules around, only some run again
-        choice = self.capture._padding
-        return find_padding(shape, choice, layer=self.layer.name, hidden_keys=self.hidden_keys)
+        return self.capture.find_padding(shape, self.layer.name, self.hidden_keys)
 
     def joined(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the tokens of all forwards, and which of them are no padding."""

@@ -141,7 +141,7 @@ def is_compiled(module: nn.Module) -> bool:
     """Return whether calls of a module run as compiled graphs, as far as the module shows it."""
     if isinstance(module, torch.jit.ScriptModule):
         return False
-    is_wrapper = isinstance(getattr(module, "_orig_mod", None), nn.Module)
+    is_wrapper = "_orig_mod" in module._modules
     forward = vars(module).get("forward", type(module).forward)
     return is_wrapper or module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 

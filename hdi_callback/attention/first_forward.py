@@ -26,7 +26,7 @@ from hdi_callback.attention.layer import Survey
 from hdi_callback.attention.normalisers import scores_behind
 from hdi_callback.attention.operations import BATCHED, OF_SCORES
 from hdi_callback.attention.padding import PaddingChoice, TokenMask, find_padding
-from hdi_callback.attention.reader import KINDS, PRODUCTS, Aside, CoreSample, Reader
+from hdi_callback.attention.reader import KINDS, PRODUCTS, Aside, CoreSample, Reader, received_by
 from hdi_callback.attention.registry import known_layers
 from hdi_callback.attention.releases import has_saving_hooks
 from hdi_callback.attention.sharding import is_sharded
@@ -193,7 +193,8 @@ class FirstForward:
                 site = site_of(claim, held.ordinal, self.tape.steps)
                 stub: Any = SimpleNamespace(name=held.step.number, value_dim=claim.width)
                 if site.kind == "fused":
-                    self._reader._read_fused(stub, site, held.func, held.args, held.kwargs, held.out)
+                    received = received_by(held.func, held.args, held.kwargs)
+                    self._reader._read_fused(stub, site, received, held.out)
                 else:
                     if site.kind == "normaliser":
                         assert claim.core.scores is not None

@@ -33,6 +33,7 @@ _OF_PADDING = {
 # True or 1 where there is a token:
 _OF_TOKENS = {"attention_mask", "decoder_attention_mask", "input_mask", "token_mask", "valid_mask"}
 _OF_DECODER = {"decoder_attention_mask", "decoder_padding_mask", "tgt_key_padding_mask"}
+_OF_ANY = _OF_PADDING | _OF_TOKENS
 _LONGEST_PREFIX = 8  # tokens of a class, of registers, that masks may leave out
 
 
@@ -103,11 +104,13 @@ def _masks(calls: Sequence[Call], layer: str) -> list[tuple[str, Tensor, str]]:
     found = []
     for call in calls:
         names = call.arguments.keys()
+        if names.isdisjoint(_OF_ANY):
+            continue
         has_two_sides = any(name.startswith(("decoder_", "tgt")) for name in names) and bool(
             names & {"input_ids", "attention_mask", "src", "src_key_padding_mask", "inputs_embeds"}
         )
         for name, value in call.arguments.items():
-            if name not in _OF_PADDING | _OF_TOKENS or not isinstance(value, Tensor):
+            if name not in _OF_ANY or not isinstance(value, Tensor):
                 continue
             of_other_side = has_two_sides and is_decoder != (name in _OF_DECODER)
             if of_other_side or value.dim() not in (1, 2) or value.is_nested or _is_of_other_keys(name, call):

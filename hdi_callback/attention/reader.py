@@ -4,13 +4,16 @@ Under a slim dispatch mode the attention that was found is recognised again, by 
 there. Queries and keys are taken at the operation, with the mask, scale and groups that it received: a few rows are
 copied. Shapes are all that is looked at: no waiting for a device, no random number, no tensor of the forward is kept,
 and what is computed here is seen by no mode and no autograd. An error ends in the reasons of its layer.
+
+A mode costs as much as a small layer. Autograd saves what a fused attention received, in the node behind its outputs:
+once a forward under the mode has shown that this is the same memory, it is read there, and the mode stays off.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol
@@ -45,6 +48,16 @@ KINDS = {
 }
 # Products with values, and the place of their two matrices.
 PRODUCTS = {aten.bmm.default: 0, aten.mm.default: 0, aten.baddbmm.default: 1, aten.addmm.default: 1}
+# Nodes of autograd that may lie between a fused attention and the projection of its outputs: views and copies.
+_VIEWS = {
+    f"{name}Backward0"
+    for name in (
+        "Alias", "Clone", "Permute", "ReshapeAlias", "Slice", "ToCopy", "Transpose", "UnsafeView", "Unsqueeze", "View"
+    )
+}  # fmt: skip
+_SAVED_TENSORS = ("query", "key", "attn_mask", "attn_bias")
+_SETTINGS = ("scale", "is_causal")
+_MOST_VIEWS = 256  # shapes of queries and keys whose views are kept
 _ADDS_UP = 0.02  # weights in bfloat16 add up to one as exactly as that
 _SEEN = -5e3  # scores of keys that a mask hides are less
 _MOST_SEQUENCES = 4
@@ -172,6 +185,10 @@ class Reader(Mode):
         self._sites = {(site.place, site.ordinal): (layer, site) for layer, site in sites}
         self._periods = {site.place: site.period for _, site in sites}
         self._has_normalisers = any(site.kind == "normaliser" for _, site in sites)
+        # Of layers: how to read what the node behind their outputs saves, and what the last fused attention received.
+        self._shown: dict[str, Site] = {}
+        self._received: dict[str, tuple[Site, tuple[Any, ...]]] = {}
+        self._views: dict[Any, _SampledViews] = {}
         self.begin()
 
     @classmethod
@@ -179,10 +196,19 @@ class Reader(Mode):
         """Let torch.compile go on with what runs under this mode, then and later."""
         return True
 
+    def look_again(self) -> None:
+        """Let the mode read the next forward, and show anew what the nodes of autograd save."""
+        self._shown.clear()
+
+    def is_shown(self, layers: set[str]) -> bool:
+        """Whether the nodes behind the outputs of layers save what their attention receives."""
+        return layers <= self._shown.keys()
+
     def begin(self) -> None:
         """Begin another armed step."""
         self._counts: Counter[tuple[str, bool]] = Counter()
         self._places: dict[Any, tuple[Tensor, Tensor]] = {}
+        self._received.clear()
         self.forget()
 
     def forget(self) -> None:
@@ -244,7 +270,10 @@ class Reader(Mode):
                 if kind == _FLEX:
                     self._read_flex(layer, how, args[0], out[0])
                 elif kind == _FUSED:
-                    self._read_fused(layer, how, func, args, kwargs, out)
+                    received = received_by(func, args, kwargs)
+                    self._read_fused(layer, how, received, out)
+                    if len(layer.sites) == site.period == 1 and not self._sink.wants_outputs(layer.name):
+                        self._received[layer.name] = how, _identity(received)
                 else:
                     self._read_softmax(layer, how, args[0], out)
         except Exception as error:
@@ -296,7 +325,7 @@ class Reader(Mode):
         sequences, queries = self._sample(logits.shape[0], logits.shape[2])
         few = _copied(logits[sequences][:, :, queries])
         if how.is_causal:
-            few = few.masked_fill(self._place(logits, queries, logits.shape[-1])[1], -math.inf)
+            few = few.masked_fill(self._place_in(logits, queries)[1], -math.inf)
         return few, logits[:, 0].amax(1) <= _SEEN
 
     def _read_weights(self, layer: AttentionLayer, how: Site, scores: Any, out: Tensor) -> None:
@@ -310,8 +339,8 @@ class Reader(Mode):
         few = few.masked_fill(((sums - 1).abs() > _ADDS_UP) & (sums.abs() > _ADDS_UP), math.nan)
         if self._sink.wants_outputs(layer.name):
             self._waiting[_memory(out)] = layer, how, out.numel() // out.shape[how.keys], out
-        sample = CoreSample(self._place(weights, queries, weights.shape[-1])[0], scores[0], few)
-        self._hand_over(layer, sample, weights, sequences, queries, scores[1])
+        sample = CoreSample(self._place_in(weights, queries)[0], scores[0], few)
+        self._hand_over(layer, sample, _batch_and_queries(weights), sequences, queries, scores[1])
 
     def _read_softmax(self, layer: AttentionLayer, how: Site, scores: Tensor, out: Tensor) -> None:
         scores = self.unshifted(scores)
@@ -321,65 +350,100 @@ class Reader(Mode):
         hidden = logits[:, 0].amax(1) <= _SEEN
         sequences, queries = self._sample(logits.shape[0], logits.shape[2])
         few, of_few = (_copied(one[sequences][:, :, queries]) for one in (logits, weights))
-        sample = CoreSample(self._place(logits, queries, logits.shape[-1])[0], few, of_few)
-        self._hand_over(layer, sample, logits, sequences, queries, hidden)
+        sample = CoreSample(self._place_in(logits, queries)[0], few, of_few)
+        self._hand_over(layer, sample, _batch_and_queries(logits), sequences, queries, hidden)
 
     def unshifted(self, scores: Tensor) -> Tensor:
         """Give scores as they were before the largest was taken off."""
         is_shifted = self._shifted is not None and _memory(self._shifted[0]) == _memory(scores)
         return self._shifted[1] if is_shifted else scores  # type: ignore[index]
 
-    def _read_fused(self, layer: AttentionLayer, how: Site, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        names, defaults = _arguments(func)
-        given = defaults | dict(zip(names, args)) | kwargs
-        query, key, mask = given["query"], given["key"], given.get("attn_mask", given.get("attn_bias"))
-        scale = query.shape[-1] ** -0.5 if given["scale"] is None else given["scale"]
-        *batch, num_queries, _ = query.shape
-        q = _arranged(query, how.rows, how)
-        groups = how.heads // (math.prod(key.shape[:-2]) // q.shape[0])
-        k = _arranged(key, how.rows, replace(how, heads=how.heads // groups, order=()))
-        sequences, queries = self._sample(q.shape[0], num_queries)
+    def show(self, layer: AttentionLayer, outputs: Tensor) -> None:
+        """Compare what the mode has read of a layer with what autograd saved behind its outputs, for the next time."""
+        if layer.name in self._received:
+            how, identity = self._received.pop(layer.name)
+            saved = _saved_behind(outputs)
+            if saved is not None and _identity(saved) == identity:
+                self._shown[layer.name] = how
+
+    def read_behind(self, layer: AttentionLayer, outputs: Tensor) -> None:
+        """Read what autograd saved of the fused attention behind its outputs, where the mode was off."""
+        how, saved = self._shown.get(layer.name), _saved_behind(outputs)
+        if how is None or saved is None:
+            self._shown.pop(layer.name, None)
+            raise ValueError("the attention behind its outputs has changed; it is looked for again at the next reading")
+        self._read_fused(layer, how, saved, None)
+
+    def _read_fused(self, layer: AttentionLayer, how: Site, received: Mapping[str, Any], out: Any) -> None:
+        query, key, mask = received["query"], received["key"], received.get("attn_mask", received.get("attn_bias"))
+        views = self._sampled_views(query, key, how)
+        sequences, queries = views.sequences, views.queries
         hidden = None
-        positions, is_later = self._place(q, queries, key.shape[-2])
-        if how.order and groups > 1:
-            raise ValueError("grouped heads in another order")
+        positions, is_later = self._place(views.shape[1], queries, key.shape[-2], query.device)
         if mask is not None:
-            mask = _arranged(mask.expand(*batch, num_queries, key.shape[-2]), how.rows, how)
+            mask = _arranged(mask.expand(*query.shape[:-1], key.shape[-2]), how.rows, how)
             of_first = mask[:, 0]
             hidden = (~of_first if mask.dtype == torch.bool else of_first <= _SEEN).all(1)
             mask = mask[sequences][:, :, queries].clone()
         sample = CoreSample(
             positions,
-            query=_copied(q[sequences][:, :, queries]),
-            key=_copied(k[sequences]),
-            scale=scale,
+            query=_copied(views.query(query)),
+            key=_copied(views.key(key)),
+            scale=query.shape[-1] ** -0.5 if received["scale"] is None else received["scale"],
             mask=mask,
-            later=is_later if given.get("is_causal") else None,
+            later=is_later if received.get("is_causal") else None,
         )
-        self._hand_over(layer, sample, q, sequences, queries, hidden)
+        self._hand_over(layer, sample, views.shape, sequences, queries, hidden)
         if self._sink.wants_outputs(layer.name):
             self._hand_outputs(layer, how, out[0] if isinstance(out, (tuple, list)) else out)
+
+    def _sampled_views(self, query: Tensor, key: Tensor, how: Site) -> _SampledViews:
+        """Return how to view the sampled rows of queries and keys; found once for each geometry."""
+        geometry = query.shape, query.stride(), key.shape, key.stride(), how
+        if geometry not in self._views:
+            whole = _arranged(query, how.rows, how)
+            groups = how.heads // (math.prod(key.shape[:-2]) // whole.shape[0])
+            if how.order and groups > 1:
+                raise ValueError("grouped heads in another order")
+            of_keys = replace(how, heads=how.heads // groups, order=())
+            sequences, queries = self._sample(whole.shape[0], query.shape[-2])
+            if len(self._views) == _MOST_VIEWS:
+                self._views.clear()
+            self._views[geometry] = _SampledViews(
+                (whole.shape[0], whole.shape[2]),
+                sequences,
+                queries,
+                _replayed(query, lambda x: _arranged(x, how.rows, how)[sequences][:, :, queries]),
+                _replayed(key, lambda x: _arranged(x, how.rows, of_keys)[sequences]),
+            )
+        return self._views[geometry]
 
     def _read_flex(self, layer: AttentionLayer, how: Site, call: FlexCall, out: Tensor) -> None:
         query = call.query
         sequences, queries = self._sample(query.shape[0], query.shape[2])
-        positions = self._place(query, queries, call.key.shape[2])[0]
+        positions = self._place(query.shape[2], queries, call.key.shape[2], query.device)[0]
         sample = CoreSample(
             positions,
             logits=call.logits(positions)[sequences].float(),
             query=_copied(query[sequences][:, :, queries]),
             key=_copied(call.key.expand(len(query), *call.key.shape[1:])[sequences]),
         )
-        self._hand_over(layer, sample, query, sequences, queries, None)
+        self._hand_over(layer, sample, _batch_and_queries(query), sequences, queries, None)
         if self._sink.wants_outputs(layer.name):
             self._sink.take_outputs(layer.name, out.transpose(1, 2)[..., : layer.value_dim])
 
     def _hand_over(
-        self, layer: AttentionLayer, sample: CoreSample, whole: Tensor, sequences: slice, queries: slice, hidden: Any
+        self,
+        layer: AttentionLayer,
+        sample: CoreSample,
+        shape: tuple[int, int],
+        sequences: slice,
+        queries: slice,
+        hidden: Any,
     ) -> None:
-        padded = self._sink.padded_queries(layer.name, (whole.shape[0], whole.shape[2]), hidden)
+        padded = self._sink.padded_queries(layer.name, shape, hidden)
         if padded is not None:
-            sample = replace(sample, padded=padded[sequences][:, queries].to(whole.device))
+            sample = replace(sample, padded=padded[sequences][:, queries].to(sample.positions.device))
         self._sink.take_rows(layer.name, sample)
 
     def _follow(self, func: Any, args: Any, out: Any) -> None:
@@ -409,13 +473,16 @@ class Reader(Mode):
         except Exception as error:
             self._sink.fail(layer.name, f"its head outputs cannot be read ({describe(error)})")
 
-    def _place(self, whole: Tensor, queries: slice, keys: int) -> tuple[Tensor, Tensor]:
+    def _place(self, size: int, queries: slice, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Positions of sampled queries, and which keys are later; layers of a step share them."""
-        key = whole.shape[2], queries.start, queries.step, keys, whole.device
+        key = size, queries.start, queries.step, keys, device
         if key not in self._places:
-            positions = torch.arange(whole.shape[2], device=whole.device)[queries]
-            self._places[key] = positions, torch.arange(keys, device=whole.device) > positions[:, None]
+            positions = torch.arange(size, device=device)[queries]
+            self._places[key] = positions, torch.arange(keys, device=device) > positions[:, None]
         return self._places[key]
+
+    def _place_in(self, scores: Tensor, queries: slice) -> tuple[Tensor, Tensor]:
+        return self._place(scores.shape[2], queries, scores.shape[3], scores.device)
 
     def _sample(self, sequences: int, queries: int) -> tuple[slice, slice]:
         """Take some sequences and queries at fixed strides, the same at each step: others would look like changes."""
@@ -423,6 +490,26 @@ class Reader(Mode):
         each = max(1, self._max_rows // max(1, math.ceil(sequences / by_sequence)))
         by_query = max(1, math.ceil(queries / each))
         return slice(0, None, by_sequence), slice(by_query // 2, None, by_query)
+
+
+@dataclass(frozen=True)
+class _SampledViews:
+    """How queries and keys of one geometry are viewed: the rows that are sampled of them."""
+
+    shape: tuple[int, int]  # sequences and queries
+    sequences: slice
+    queries: slice
+    query: Callable[[Tensor], Tensor]
+    key: Callable[[Tensor], Tensor]
+
+
+def _replayed(x: Tensor, view: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a function that views tensors of the geometry of `x` in one call; `view` itself where it copies."""
+    seen = view(x)
+    if _memory(seen) != _memory(x):
+        return view
+    size, stride, offset = seen.size(), seen.stride(), seen.storage_offset() - x.storage_offset()
+    return lambda x: x.as_strided(size, stride, x.storage_offset() + offset)
 
 
 @dataclass(eq=False)
@@ -450,6 +537,12 @@ class Aside:
         del self._autocast
 
 
+def received_by(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return what an operation was given, by the names of its arguments."""
+    names, defaults = _arguments(func)
+    return {**defaults, **dict(zip(names, args)), **kwargs}
+
+
 @lru_cache(maxsize=64)
 def _arguments(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Names of the arguments of an operation, and their defaults."""
@@ -457,6 +550,36 @@ def _arguments(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
     return tuple(one.name for one in arguments), {
         one.name: one.default_value for one in arguments if one.has_default_value()
     }
+
+
+def _saved_behind(outputs: Tensor) -> dict[str, Any] | None:
+    """Return what autograd saved of the fused attention behind its outputs; `None` if views do not lead to one.
+
+    Nothing is read that went through hooks, as those of checkpointing: they would run.
+    """
+    node: Any = outputs.grad_fn
+    while node is not None and node.name() in _VIEWS:
+        node = node.next_functions[0][0]
+    if node is None or not node.name().startswith("ScaledDotProduct"):
+        return None
+    raw = {name: getattr(node, f"_raw_saved_{name}", None) for name in _SAVED_TENSORS}
+    names = [name for name, saved in raw.items() if saved is not None]
+    if any(getattr(raw[name], "unpack_hook", True) is not None for name in names):
+        return None
+    return {name: getattr(node, f"_saved_{name}") for name in (*names, *_SETTINGS)}
+
+
+def _identity(received: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what tells whether two fused attentions received the same memory and settings."""
+    values = [received.get(name) for name in (*_SAVED_TENSORS, *_SETTINGS)]
+    return tuple(
+        (value.data_ptr(), value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value
+        for value in values
+    )
+
+
+def _batch_and_queries(rows: Tensor) -> tuple[int, int]:
+    return rows.shape[0], rows.shape[2]
 
 
 def _copied(x: Tensor) -> Tensor:

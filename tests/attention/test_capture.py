@@ -17,6 +17,7 @@ from hdi_callback.attention.capture import Capture, Captured
 from hdi_callback.attention.find import survey
 from hdi_callback.attention.first_calls import FirstCalls
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Site
+from hdi_callback.attention.reader import Reader
 from hdi_callback.attention.registry import known_layers
 from tests.attention.models import Model, batches, is_equal, train
 
@@ -131,6 +132,93 @@ def test_rows_and_outputs_are_those_of_eager_transformers(name, attention):
         assert torch.equal(valid if one.valid is None else one.valid, valid)
         assert visible.flatten(0).sum() == valid.sum() * layer.num_heads
         assert not one.reasons
+
+
+def taken_of(capture: Capture, run) -> dict[str, Captured]:
+    """Capture one forward with a capture that goes on."""
+    capture.arm()
+    run()
+    return capture.take()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_rows_that_autograd_saved_are_those_that_the_mode_reads(name, monkeypatch):
+    model, batch = of_transformers(name, "sdpa").eval(), batch_of(name)
+    layers = survey(model, lambda: model(**batch)).layers
+    capture, operations = capture_of(model, layers), []
+    by_mode = Reader.__torch_dispatch__
+    monkeypatch.setattr(Reader, "__torch_dispatch__", lambda *args: operations.append(0) or by_mode(*args))
+    first = taken_of(capture, lambda: model(**batch))
+    assert operations
+    operations.clear()
+    second = taken_of(capture, lambda: model(**batch))
+    assert not operations
+    assert {name: vars(one)["reasons"] for name, one in second.items()} == {layer.name: {} for layer in layers}
+    for layer in layers:
+        ((before,), (after,)) = first[layer.name].rows, second[layer.name].rows
+        assert all(is_equal(before[key], after[key]) for key in before)
+        assert torch.equal(first[layer.name].outputs, second[layer.name].outputs)
+        assert is_equal(first[layer.name].valid, second[layer.name].valid)
+    for _ in range(8):
+        taken_of(capture, lambda: model(**batch))
+    assert not operations
+    taken_of(capture, lambda: model(**batch))
+    assert operations  # what is shown is shown anew after some readings
+
+
+def test_saved_tensors_that_go_through_hooks_of_the_users_are_left_to_them():
+    model, batch, unpacked = of_transformers("gpt2", "sdpa").eval(), batch_of("gpt2"), []
+    capture = capture_of(model, survey(model, lambda: model(**batch)).layers)
+    attention = model.transformer.h[0].attn
+    first = taken_of(capture, lambda: model(**batch))
+
+    def pack(tensor):
+        return tensor
+
+    def unpack(tensor):
+        unpacked.append(0)
+        return tensor
+
+    for inner in (model, attention):
+
+        def forward(*args, forward=inner.forward, **kwargs):
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                return forward(*args, **kwargs)
+
+        inner.forward = forward
+        second = taken_of(capture, lambda: model(**batch))
+        assert not unpacked
+        for name, one in first.items():
+            assert torch.equal(one.outputs, second[name].outputs)
+            if second[name].rows:
+                assert torch.equal(one.rows[0]["weights"], second[name].rows[0]["weights"])
+        absent = [name for name, one in second.items() if not one.rows]
+        assert absent == ([] if inner is model else ["transformer.h.0.attn"])  # hooks that nobody sees from outside
+        del inner.forward
+
+
+def test_attention_that_is_no_longer_fused_is_absent_once_and_then_read_by_the_mode():
+    class Switched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out, self.is_fused = nn.Linear(12, 36), nn.Linear(12, 12), True
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (one.unflatten(-1, (3, 4)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+            out = F.scaled_dot_product_attention(q, k, v) if self.is_fused else (q @ k.mT / 2).softmax(-1) @ v
+            return self.out(out.transpose(1, 2).flatten(2))
+
+    torch.manual_seed(0)
+    model, x = Switched(), torch.randn(2, 7, 12)
+    capture = capture_of(model, survey(model, lambda: model(x)).layers)
+    fused = [taken_of(capture, lambda: model(x))[""] for _ in range(2)]
+    model.is_fused = False
+    absent, written = [taken_of(capture, lambda: model(x))[""] for _ in range(2)]
+    assert not absent.rows
+    assert "looked for again at the next reading" in absent.reasons["rows"]
+    assert not written.reasons
+    for one in (fused[1], written):
+        assert torch.allclose(one.rows[0]["weights"], fused[0].rows[0]["weights"], atol=1e-6)
 
 
 def test_the_largest_scores_are_those_of_eager_attention():
