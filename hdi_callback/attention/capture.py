@@ -340,7 +340,7 @@ class Capture:
         return why is None and (self._rows is not None or layer.output_module is None)
 
     def _entries_of(self, layer: AttentionLayer) -> list[nn.Module]:
-        """Return the modules in which a layer's attention runs: its own, one around it and its output, or its sites'."""
+        """Return the modules in which the attention of a layer runs; with its output, where one around holds both."""
         own = self._names.get(layer.module)
         paths = [site.path for site in layer.sites]
         if own is not None and all(path == own or path.startswith(f"{own}.") or not own for path in paths):

@@ -412,9 +412,10 @@ class FirstCalls:
         """Read the attention of the first sequences of a call, and note what has not run in it."""
         own = inner_model(self._model)
         inputs, _ = first_sequences((args, kwargs), SEQUENCES)
-        ran: set[nn.Module] = set()
+        self._ran: set[nn.Module] = set()
         unseen = self._unseen.setdefault(module, set(filter(_may_be_called, module.modules())))
-        handles = [inner.register_forward_pre_hook(lambda inner, _: ran.add(inner)) for inner in unseen]
+        # Not a closure, whose variables would be put back with everything that the forward can reach.
+        handles = [inner.register_forward_pre_hook(Hook(self, "_note_run")) for inner in unseen]
         self._has_failed = True
         try:
             with nothing_remains(own, inputs, on_lost=self.warn_of_lost):
@@ -430,7 +431,10 @@ class FirstCalls:
         finally:
             for handle in handles:
                 handle.remove()
-            unseen -= ran
+            unseen -= self._ran
+
+    def _note_run(self, module: nn.Module, args: Any) -> None:
+        self._ran.add(module)
 
     def _look_for_late(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Look again while modules of an attention's class have not run yet: dropped layers, parts that come later."""

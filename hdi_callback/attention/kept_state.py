@@ -24,12 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.utils._pytree import tree_leaves
 
 from hdi_callback.attention.operations import RESHAPED_IN_PLACE
 from hdi_callback.attention.releases import Mode
 from hdi_callback.attention.sharding import is_sharded
-from hdi_callback.attention.tape import written_tensors
+from hdi_callback.attention.tape import tensors_in, written_tensors
 from hdi_callback.guard import describe
 
 __all__ = ["KeptState", "KeptTensors"]
@@ -73,9 +72,9 @@ class KeptTensors(Mode):
             self._keep(tensor)
         out = func(*args, **kwargs)
         if not written:
-            before = {_address(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
-            made = {_address(tensor) for tensor in tree_leaves(out) if isinstance(tensor, Tensor)}
-            self._fresh |= made - before
+            self._fresh |= set(map(_address, tensors_in(out))).difference(
+                map(_address, tensors_in((args, *kwargs.values())))
+            )
         return out
 
     def put_back(self) -> None:
@@ -322,7 +321,7 @@ class KeptState:
         self._stack += value.__bases__
 
     def _list_attributes(self, value: Any) -> None:
-        kind = type(value)
+        kind: Any = type(value)
         if not isinstance(value, (nn.Module, Tensor)) and _is_not_entered(kind.__module__):
             return
         attributes = getattr(value, "__dict__", None)
@@ -332,9 +331,8 @@ class KeptState:
             self._list_tensor(value)
             return
         self._stack.append(kind)
-        for slot in [slot for base in kind.__mro__ for slot in vars(base).values()]:
-            if isinstance(slot, types.MemberDescriptorType) and not _is_not_entered(slot.__objclass__.__module__):
-                self._list_slot(value, slot)
+        for slot in _slots_of(kind):
+            self._list_slot(value, slot)
 
     def _list_tensor(self, value: Tensor) -> None:
         """List what no operation shows: the memory that `.data` names, the gradient, and hooks."""
@@ -377,6 +375,13 @@ def _empty(slot: types.MemberDescriptorType, value: Any) -> None:
         slot.__delete__(value)
 
 
+@functools.lru_cache(maxsize=4096)
+def _slots_of(kind: Any) -> list[types.MemberDescriptorType]:
+    slots = [slot for base in kind.__mro__ for slot in vars(base).values()]
+    slots = [slot for slot in slots if isinstance(slot, types.MemberDescriptorType)]
+    return [slot for slot in slots if not _is_not_entered(slot.__objclass__.__module__)]
+
+
 def _is_data(name: str, item: Any) -> bool:
     """Whether an attribute of a class is neither Python's own nor a descriptor."""
     return not name.startswith("__") and not isinstance(item, types.FunctionType) and not hasattr(item, "__get__")
@@ -408,10 +413,15 @@ def _reset(value: set[Any], items: list[Any]) -> None:
 
 def _statistics(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """List the running statistics that a batch norm is given: it writes into them, and its schema does not say so."""
-    arguments = getattr(getattr(func, "_schema", None), "arguments", ())
-    named = {argument.name: kwargs.get(argument.name) for argument in arguments}
-    named |= {argument.name: value for argument, value in zip(arguments, args)}
-    return [named[name] for name in ("running_mean", "running_var") if isinstance(named.get(name), Tensor)]
+    places = _places_of_statistics(func)
+    given = [args[place] if place < len(args) else kwargs.get(name) for name, place in places]
+    return [tensor for tensor in given if isinstance(tensor, Tensor)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _places_of_statistics(func: Any) -> list[tuple[str, int]]:
+    names = [argument.name for argument in getattr(getattr(func, "_schema", None), "arguments", ())]
+    return [(name, place) for place, name in enumerate(names) if name in ("running_mean", "running_var")]
 
 
 def _place(generator: types.GeneratorType[Any, Any, Any]) -> Any:

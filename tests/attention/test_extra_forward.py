@@ -489,6 +489,22 @@ def test_a_layer_that_runs_later_in_a_compiled_model_is_found_when_it_runs(call)
     assert seen == [NAMES[:1], NAMES[:1], NAMES, NAMES]
 
 
+@pytest.mark.parametrize("call", [compiled, in_place, blocks])
+def test_a_compiled_model_all_of_whose_layers_have_run_is_looked_at_once(call, monkeypatch):
+    torch._dynamo.reset()
+    looks = []
+    survey = FirstCalls._survey
+    monkeypatch.setattr(FirstCalls, "_survey", lambda *args: looks.append(0) or survey(*args))
+    model = Model()
+    run = call(model) if call is not compiled else torch.compile(model, backend="aot_eager")
+    with HeadDiversityMonitor(run) as monitor:
+        for step, (x, _) in enumerate(batches(3)):
+            monitor.arm()
+            run(x)
+            monitor.measure(step)
+    assert len(looks) == 1
+
+
 def test_a_scripted_part_of_a_model_is_no_obstacle():
     model, (x, _) = Model(), batches(1)[0]
     model.head = torch.jit.script(nn.Linear(32, 3))
