@@ -26,7 +26,7 @@ _MODULES = {
     "integrations.lightning": "HDICallback",
     "integrations.loop": "HeadSession watch_heads",
     "integrations.transformers": "HDITrainerCallback",
-    "interventions": "Call Intervention QKClip ReviveHeads SaveCheckpoint ScaleLearningRate StopTraining",
+    "interventions": "Call Intervention QKClip ReviveHeads SaveCheckpoint StopTraining",
     "monitor": "METRICS HeadDiversityMonitor Reading",
     "record": "Action Alert LayerRecord Record Sink",
     "rules": "Finding Rule",
@@ -80,7 +80,6 @@ if TYPE_CHECKING:  # the same once more, for type checkers and editors
         QKClip as QKClip,
         ReviveHeads as ReviveHeads,
         SaveCheckpoint as SaveCheckpoint,
-        ScaleLearningRate as ScaleLearningRate,
         StopTraining as StopTraining,
     )
     from hdi_callback.monitor import (

@@ -8,14 +8,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hdi_callback.arguments import file_path, whole_number
 from hdi_callback.attention import AttentionLayer
 from hdi_callback.audits.audit import measure_weights, missing_weights, open_layers
 from hdi_callback.audits.sources import Target
-from hdi_callback.core import head_diversity
 from hdi_callback.dashboards.layer_table import closest_pair, compared, name_heads, name_layers, table_lines
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.history import RunHistory, load_history
@@ -23,7 +21,6 @@ from hdi_callback.record import Record
 from hdi_callback.rules.words import listed
 
 _COMPARED = ("hdi", "hdi_alignment", "hdi_worst_alignment", "hdi_energy_alignment")
-_ROUNDING = 1e-3  # of matrices in a history, and of products of weights
 _HEADINGS = ("layer", "pair in A", "in B", "aligned in A", "in B", "changed most")
 _SAME = 1e-6  # change of an alignment
 _MOST_ROWS = 20  # layers in the table
@@ -39,9 +36,6 @@ class LayerComparison:
         after: the same of the second.
         pair_before: the closest two heads in the first.
         pair_after: the closest two heads in the second.
-        moved: how far each key head moved. Of checkpoints it is 1 - alignment of the head with its earlier self: 0 not
-            at all, 1 as far as an independent head. Of runs it is the mean change of its alignments with the other
-            heads, as a history has no weights; empty where one has no matrices.
         unit: what is compared: ``"heads"``, or ``"key heads"`` where several heads share their keys.
         changes: role -> how far the weights of each head of a checkpoint are from those of the first, as a share of
             their norm; 0 if they are equal bit by bit. Empty for runs.
@@ -53,7 +47,6 @@ class LayerComparison:
     after: Mapping[str, float]
     pair_before: tuple[int, ...] = ()
     pair_after: tuple[int, ...] = ()
-    moved: tuple[float, ...] = ()
     unit: str = "heads"
     changes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     broken: tuple[str, ...] = ()
@@ -64,16 +57,12 @@ class LayerComparison:
 
     @property
     def size(self) -> float:
-        """How much has changed, to rank layers: what is broken first, then weights, then alignments, then heads."""
+        """How much has changed, to rank layers: what is broken first, then by weights, of runs by alignments."""
         shares = [share for of_role in self.changes.values() for share in of_role if share == share]
         alignments = [abs(self.change(metric)) for metric in _COMPARED[1:]]
         if self.broken:
             return math.inf
-        if shares:
-            return max(shares)
-        return max((change for change in alignments if change == change), default=0.0) + 1e-3 * max(
-            self.moved, default=0.0
-        )
+        return max(shares or (change for change in alignments if change == change), default=0.0)
 
     @property
     def most_changed(self) -> tuple[str, int, float] | None:
@@ -85,12 +74,6 @@ class LayerComparison:
             if 0 < share < math.inf
         ]
         return max(every, key=lambda change: change[2], default=None)
-
-    @property
-    def most_moved(self) -> int | None:
-        """The head that moved most; `None` if none did, or it is not known."""
-        furthest = max(self.moved, default=0.0)
-        return self.moved.index(furthest) if furthest > _ROUNDING else None
 
 
 @dataclass(frozen=True, repr=False)
@@ -157,8 +140,6 @@ class Comparison:
         if top.most_changed is not None:
             role, head, share = top.most_changed
             clauses.insert(0, f"the {role} weights of head {head} by {share:.3g} of their norm")
-        elif top.most_moved is not None:
-            clauses.append(f"{name_heads([top.most_moved], unit=top.unit)} moved most")
         return f"{top.name} changed most: {'; '.join(clauses)}."
 
     @property
@@ -176,13 +157,11 @@ class Comparison:
         for layer in self.layers[:_MOST_ROWS]:
             pairs = ("-".join(map(str, pair)) or "-" for pair in (layer.pair_before, layer.pair_after))
             numbers = (_decimal(side.get("hdi_worst_alignment")) for side in (layer.before, layer.after))
-            head, most = layer.most_moved, layer.most_changed
-            changed = "-" if head is None else f"{head} ({layer.moved[head]:.2f})"
-            if self.is_of_weights:
-                changed = "-" if most is None else f"{most[0]} {most[1]} ({most[2]:.2f})"
-            rows.append([layer.name, *pairs, *numbers, changed])
+            most = layer.most_changed
+            rows.append([layer.name, *pairs, *numbers, "-" if most is None else f"{most[0]} {most[1]} ({most[2]:.2f})"])
         lines = [f"A  {self.first}", f"B  {self.second}", ""]
-        lines += table_lines(_HEADINGS, rows) if rows else []
+        shown = len(_HEADINGS) - (not self.is_of_weights)
+        lines += table_lines(_HEADINGS[:shown], [row[:shown] for row in rows]) if rows else []
         if len(self.layers) > _MOST_ROWS:
             lines.append(f"{len(self.layers) - _MOST_ROWS} more layers changed less.")
         for side, names in (("A", self.only_in_first), ("B", self.only_in_second)):
@@ -231,53 +210,44 @@ def compare(
         whole_number("step", step, least=0, example=1000)
     runs = [_is_run(source) for source in (first, second)]
     if all(runs):
-        return _compare_runs(load_history(first), load_history(second), step)  # type: ignore[arg-type]
+        return _compare_runs([load_history(first), load_history(second)], step)  # type: ignore[arg-type]
     if any(runs):
         run, other = (first, second) if runs[0] else (second, first)
         named = type(other).__name__ if isinstance(other, nn.Module) else other
         raise MisconfigurationError(f"`{run}` is a run and `{named}` is not: compare two runs, or two models.")
-    sides = []
-    facts: list[Mapping[str, Any]] = []
+    targets, layers, records = [], [], []
+    units: dict[str, str] = {}
     reasons: dict[str, str] = {}
     for source in (first, second):
-        target, layers, refused = open_layers(source, model=model, config=config)
-        record = measure_weights(target, layers, step=1)
-        sides.append((target.name, {layer.name: layer for layer in layers}, record, target))
-        facts += [layer.facts() for layer in layers]
+        target, of_target, refused = open_layers(source, model=model, config=config)
+        targets.append(target)
+        layers.append({layer.name: layer for layer in of_target})
+        records.append(measure_weights(target, of_target, step=1))
+        units |= {layer.name: compared(layer.facts()) for layer in of_target}
         reasons |= refused
-    (name, ours, before, target_of_first), (other_name, theirs, after, target_of_second) = sides
-    moved: dict[str, list[float]] = {}
     changes: dict[str, dict[str, tuple[float, ...]]] = {}
     broken: dict[str, list[str]] = {}
-    for layer in (layer for layer in ours if layer in theirs):
-        for role in dict.fromkeys([*ours[layer].weights, *theirs[layer].weights]):
-            weights = _weight(target_of_first, ours[layer], role), _weight(target_of_second, theirs[layer], role)
-            why_not = next((weight for weight in weights if isinstance(weight, str)), "")
-            first_weight, second_weight = weights
-            if not isinstance(first_weight, Tensor) or not isinstance(second_weight, Tensor):
-                reasons[f"{role} of {layer}"] = why_not
-            elif first_weight.shape != second_weight.shape:
-                shapes = tuple(first_weight.shape), tuple(second_weight.shape)
-                reasons[f"{role} of {layer}"] = f"its weights are {shapes[0]} in A and {shapes[1]} in B"
+    for name in (name for name in layers[0] if name in layers[1]):
+        for role in dict.fromkeys(role for of_target in layers for role in of_target[name].weights):
+            weights = [_weight(target, of_target[name], role) for target, of_target in zip(targets, layers)]
+            before, after = weights
+            if not isinstance(before, Tensor) or not isinstance(after, Tensor):
+                reasons[f"{role} of {name}"] = next(weight for weight in weights if isinstance(weight, str))
+            elif before.shape != after.shape:
+                shapes = f"{tuple(before.shape)} in A and {tuple(after.shape)} in B"
+                reasons[f"{role} of {name}"] = f"its weights are {shapes}"
             else:
-                changes.setdefault(layer, {})[role] = _shares(first_weight, second_weight)
-                broken.setdefault(layer, []).extend(_broken(role, first_weight, second_weight))
-                if role == "key" and not broken[layer]:
-                    moved[layer] = _moved(first_weight, second_weight)
-    found = _compare_records(name, before, other_name, after, facts, moved, reasons, changes)
-    layers_of_both = tuple(
-        replace(layer, changes=changes.get(layer.name, {}), broken=tuple(broken.get(layer.name, ())))
-        for layer in found.layers
-    )
-    in_order = tuple(sorted(layers_of_both, key=lambda layer: -layer.size))
+                changes.setdefault(name, {})[role] = _shares(before, after)
+                broken.setdefault(name, []).extend(_broken(role, before, after))
     of_heads = {
         id(parameter)
-        for layer in ours.values()
-        if layer.name in changes
-        for weight in layer.weights.values()
+        for name in changes
+        for weight in layers[0][name].weights.values()
         for parameter in weight.parameters()
     }
-    return replace(found, layers=in_order, others=_others(target_of_first, target_of_second, of_heads))
+    names = [target.name for target in targets]
+    comparison = _compare_records(names, records, units, changes, broken, reasons)
+    return replace(comparison, others=_others(targets[0], targets[1], of_heads))
 
 
 def _weight(target: Target, layer: AttentionLayer, role: str) -> Tensor | str:
@@ -339,28 +309,21 @@ def _is_run(source: Any) -> bool:
     return path.is_file() and path.suffix == ".jsonl"
 
 
-def _compare_runs(a: RunHistory, b: RunHistory, step: int | None) -> Comparison:
-    before, after = _reading(a, step), _reading(b, step)
-    ours, theirs = a.matrices(before.step), b.matrices(after.step)
-    moved = {
-        name: _changed(ours[name]["pair_alignment"], theirs[name]["pair_alignment"])
-        for name in ours
-        if "pair_alignment" in ours[name] and "pair_alignment" in theirs.get(name, {})
-    }
-    found = _compare_records(str(a.path), before, str(b.path), after, a.layers, moved, {})
+def _compare_runs(runs: Sequence[RunHistory], step: int | None) -> Comparison:
+    records = [_reading(run, step) for run in runs]
+    units = {facts["name"]: compared(facts) for run in runs for facts in run.layers}
     broken = {
-        name: tuple(
+        name: [
             f"weights of {record.layers[name].values['weights_not_finite']:g} heads are not finite in {side}"
-            for side, record in (("A", before), ("B", after))
-            if record.layers[name].values.get("weights_not_finite")
-        )
-        for name in (layer.name for layer in found.layers)
+            for side, record in zip("AB", records)
+            if name in record.layers and record.layers[name].values.get("weights_not_finite")
+        ]
+        for name in records[0].layers
     }
-    layers = sorted(
-        (replace(layer, broken=broken[layer.name]) for layer in found.layers), key=lambda layer: -layer.size
-    )
-    is_equal = all(before.layers[layer.name].values == after.layers[layer.name].values for layer in layers)
-    return replace(found, layers=tuple(layers), equal_numbers=is_equal)
+    comparison = _compare_records([str(run.path) for run in runs], records, units, {}, broken, {})
+    before, after = (record.layers for record in records)
+    is_equal = all(before[layer.name].values == after[layer.name].values for layer in comparison.layers)
+    return replace(comparison, equal_numbers=is_equal)
 
 
 def _reading(run: RunHistory, step: int | None) -> Record:
@@ -370,48 +333,28 @@ def _reading(run: RunHistory, step: int | None) -> Record:
     return records[-1]
 
 
-def _moved(before: Tensor, after: Tensor) -> list[float]:
-    """How far each head moved: ``(H, d_k, d)`` twice -> 1 - alignment of each head with its earlier self."""
-    both = head_diversity(torch.stack([before.float(), after.float()], 1))  # one pair of heads for each head
-    return [max(0.0, round(1 - float(value), 4)) for value in both.subspace.alignment]
-
-
-def _changed(before: Tensor, after: Tensor) -> list[float]:
-    """How much the alignments of each head with the others changed, ``(H, H)`` twice."""
-    # Where one head becomes a copy of another, both have a new alignment with each other; only the copy has new ones
-    # with all the rest.
-    if before.shape != after.shape:
-        return []
-    H = before.shape[-1]
-    change = (after - before).nan_to_num(0).abs().fill_diagonal_(0)
-    return [float(value) / max(H - 1, 1) for value in change.sum(-1)]
-
-
 def _compare_records(
-    first: str,
-    a: Record,
-    second: str,
-    b: Record,
-    facts: Sequence[Mapping[str, Any]],
-    moved: Mapping[str, Sequence[float]],
+    names: Sequence[str],
+    records: Sequence[Record],
+    units: Mapping[str, str],
+    changes: Mapping[str, Mapping[str, tuple[float, ...]]],
+    broken: Mapping[str, Sequence[str]],
     reasons: Mapping[str, str],
-    of_weights: Collection[str] = (),
 ) -> Comparison:
-    units = {one["name"]: compared(one) for one in facts}
+    first, second = records
     layers: list[LayerComparison] = []
-    without = dict(reasons)
-    for name in (name for name in a.layers if name in b.layers):
-        before, after = _compared(a, name), _compared(b, name)
-        has_both = "hdi_alignment" in before and "hdi_alignment" in after
-        if not has_both and not moved.get(name) and name not in of_weights:
-            without.setdefault(name, "no two of its heads were compared in both")
+    not_compared = dict(reasons)
+    for name in (name for name in first.layers if name in second.layers):
+        before, after = _compared(first, name), _compared(second, name)
+        if name not in changes and not ("hdi_alignment" in before and "hdi_alignment" in after):
+            not_compared.setdefault(name, "no two of its heads were compared in both")
             continue
-        pairs = closest_pair(a, name), closest_pair(b, name)
-        layers.append(LayerComparison(name, before, after, *pairs, tuple(moved.get(name, ())), units[name]))
+        pairs, of_roles = (closest_pair(first, name), closest_pair(second, name)), changes.get(name, {})
+        layers.append(LayerComparison(name, before, after, *pairs, units[name], of_roles, tuple(broken.get(name, ()))))
     layers.sort(key=lambda layer: -layer.size)
-    only_in_first = tuple(name for name in a.layers if name not in b.layers)
-    only_in_second = tuple(name for name in b.layers if name not in a.layers)
-    return Comparison(first, second, tuple(layers), only_in_first, only_in_second, without)
+    only_in_first = tuple(name for name in first.layers if name not in second.layers)
+    only_in_second = tuple(name for name in second.layers if name not in first.layers)
+    return Comparison(names[0], names[1], tuple(layers), only_in_first, only_in_second, not_compared)
 
 
 def _compared(record: Record, layer: str) -> dict[str, float]:

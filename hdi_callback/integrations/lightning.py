@@ -145,14 +145,6 @@ class HDICallback(Watcher, pl.Callback):
         if self._session is not None:
             self._session.after_backward()
 
-    @guarded("watching heads")
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
-        """Let interventions act on the gradients."""
-        if self._session is not None:
-            self._session.before_optimizer_step(optimizer)
-
     @guarded("watching heads", passes=MISUSE)
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -238,12 +230,6 @@ class _Trainer:
     @property
     def optimizers(self) -> Sequence[Optimizer]:
         return self._trainer.optimizers
-
-    def loss_scale(self, optimizer: Optimizer) -> float:
-        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
-        # Such optimizers divide by the scale themselves, inside their step.
-        takes_scaled = getattr(optimizer, "_step_supports_amp_scaling", False)
-        return float(scaler.get_scale()) if scaler is not None and takes_scaled else 1.0
 
     def stop(self) -> None:
         self._trainer.should_stop = True

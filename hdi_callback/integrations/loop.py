@@ -172,10 +172,10 @@ class HeadSession(Watcher):
 
     @guarded("watching a step", passes=MISUSE)
     def before_optimizer_step(self) -> None:
-        """Read now, and let interventions act on the gradients; otherwise done as an optimizer begins its step.
+        """Read now; otherwise done as an optimizer begins its step.
 
         Call it after the backward where there is no optimizer that torch knows, or its step is compiled, as nothing can
-        be read within a graph. Gradients must have been unscaled; under accumulation call it in the last part only.
+        be read within a graph; under accumulation in the last part only.
         """
         self._versions = [weight._version for weight in self._loop.weights]
         self._prepare()
@@ -259,8 +259,6 @@ class HeadSession(Watcher):
             self._session.before_closure()
         else:
             self._session.after_backward()
-        for optimizer in self._loop.optimizers:
-            self._session.before_optimizer_step(optimizer)
         self._is_prepared = True
 
     # Called by the optimizers; a compiled step traces them.
@@ -309,10 +307,6 @@ class _Loop:
     def is_first_rank(self) -> bool:
         distributed = torch.distributed
         return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
-
-    def loss_scale(self, optimizer: Optimizer) -> float:
-        # A fused optimizer divides the scale out itself; for others it has been divided out.
-        return float(getattr(optimizer, "grad_scale", None) or 1)
 
     def stop(self) -> None:
         self.is_stopped = True

@@ -101,11 +101,9 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
 
     @guarded("watching heads", passes=MISUSE)
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Read while the weights are still those of the forward; let interventions act on the gradients."""
+        """Read while the weights are still those of the forward."""
         if self._session is not None:
             self._session.after_backward()
-            for optimizer in self._session.optimizers:
-                self._session.before_optimizer_step(optimizer)
 
     @guarded("watching heads", passes=MISUSE)
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -156,7 +154,6 @@ class _Trainer:
     ) -> None:
         self._log, self._callbacks = log, trainers_callbacks()
         self._args, self._state, self._control, self._metrics = args, state, control, settings.metrics or ()
-        self._scaler = getattr(optimizer, "scaler", None)  # of accelerate's wrapper
         self.optimizers: list[Optimizer] = [getattr(optimizer, "optimizer", optimizer)]
 
     @property
@@ -174,11 +171,6 @@ class _Trainer:
     @property
     def epoch(self) -> int | None:
         return None if self._state.epoch is None else int(self._state.epoch)
-
-    def loss_scale(self, optimizer: Optimizer) -> float:
-        # The trainer has unscaled the gradients if it has clipped.
-        is_scaled = self._scaler is not None and not self._args.max_grad_norm > 0
-        return float(self._scaler.get_scale()) if is_scaled and self._scaler is not None else 1.0
 
     def stop(self) -> None:
         self._control.should_training_stop = True

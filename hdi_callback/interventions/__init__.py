@@ -3,7 +3,7 @@
 from hdi_callback.interventions.intervention import Intervention
 from hdi_callback.interventions.qk_clip import QKClip
 from hdi_callback.interventions.revive_heads import ReviveHeads
-from hdi_callback.interventions.run import Call, SaveCheckpoint, ScaleLearningRate, StopTraining
+from hdi_callback.interventions.run import Call, SaveCheckpoint, StopTraining
 from hdi_callback.interventions.training import Training
 
 __all__ = [
@@ -12,7 +12,6 @@ __all__ = [
     "QKClip",
     "ReviveHeads",
     "SaveCheckpoint",
-    "ScaleLearningRate",
     "StopTraining",
     "Training",
 ]

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch.optim import Optimizer
-
 from hdi_callback.arguments import flag, one_of, strings, whole_number
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.interventions.training import Training
@@ -144,9 +142,6 @@ class Intervention(ABC):
     def on_reading(self, record: Record) -> Sequence[Action | None]:
         """Act on a reading, whatever its alerts."""
         return ()
-
-    def before_optimizer_step(self, optimizer: Optimizer) -> None:  # noqa: B027
-        """Act on the gradients: after the backward, the reduction over ranks and any unscaling, before clipping."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a resumed run, as plain data."""

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from hdi_callback.dashboards import Console
 from hdi_callback.errors import HDIError, NothingToWatchError
@@ -94,11 +93,6 @@ class Session:
         self._number_of_layers = 0  # that rules, history and dashboards know
         self._has_checked_ranks = self._is_open = self._is_closed = self._is_alone = False
 
-    @property
-    def optimizers(self) -> Sequence[Optimizer]:
-        """The optimizers of the run."""
-        return self._trainer.optimizers
-
     # The events of a training, in the order in which they come.
 
     def before_forward(self) -> None:
@@ -143,12 +137,6 @@ class Session:
     def _measure_within(self) -> None:
         with self._guard("measuring head diversity", passes=(HDIError,)), without_modes():
             self.after_backward()
-
-    def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Let interventions act on the gradients."""
-        for intervention in self.interventions:
-            with self._guard(f"the intervention {intervention.name}"):
-                intervention.before_optimizer_step(optimizer)
 
     def after_step(self, loss: Any = None) -> tuple[Record, ...]:
         """Publish the readings whose numbers have arrived."""
@@ -431,7 +419,9 @@ class Session:
         if settings.alerts is None:
             return
         self.alerts = Alerts(settings.alerts, settings.thresholds, facts, settings.pretrained, self._trainer.door)
-        training = Training(self._trainer, self.monitor.layers, self.alerts.expect_change)
+        training = Training(
+            self._trainer, {layer.name: layer for layer in self.monitor.layers}, self.alerts.expect_change
+        )
         for intervention in settings.interventions or ():
             intervention.bind(training)
             self.interventions += (intervention,)

@@ -41,9 +41,6 @@ class Trainer(Protocol):
     def optimizers(self) -> Sequence[Optimizer]:
         """The optimizers of the run, without wrappers."""
 
-    def loss_scale(self, optimizer: Optimizer) -> float:
-        """Return the factor on the gradients before a step, 1 where they have been unscaled."""
-
     def stop(self) -> None:
         """End the training after this step."""
 

@@ -16,7 +16,6 @@ from hdi_callback.interventions import (
     QKClip,
     ReviveHeads,
     SaveCheckpoint,
-    ScaleLearningRate,
     StopTraining,
 )
 from tests.interventions.training import Model, Open, alert, copy_head, reading
@@ -118,7 +117,6 @@ MISUSE = {
     "rules as one string": (lambda: SaveCheckpoint(rules="worst pair"), r"write \['worst pair'\]"),
     "at_most": (lambda: SaveCheckpoint(at_most=0), "at least 1"),
     "dry_run": (lambda: StopTraining(dry_run=1), "True or False"),
-    "a factor above one": (lambda: ScaleLearningRate(2.0), "at most 1"),
     "no function": (lambda: Call("print"), "must take an Alert"),
     "an error above one": (lambda: ReviveHeads(max_output_error=2), "of at least 0, at most 1"),
     "a seed": (lambda: ReviveHeads(seed=-1), "at least 0"),
@@ -145,8 +143,6 @@ def train(model, optimizer, training, *interventions, steps=6, active=(), begin=
         training.step = step
         optimizer.zero_grad()
         model.loss(step).backward()
-        for one in interventions:
-            one.before_optimizer_step(optimizer)
         optimizer.step()
         training.step = step + 1
         if step % 2 == 0:
@@ -156,43 +152,6 @@ def train(model, optimizer, training, *interventions, steps=6, active=(), begin=
     return actions
 
 
-def test_the_learning_rate_is_lower_while_an_alert_is_active_and_schedulers_do_not_see_it():
-    torch.manual_seed(0)
-    model, by_hand = Model(), None
-    by_hand = copy.deepcopy(model)
-    optimizer, other = (torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, by_hand))
-    scale, training = ScaleLearningRate(0.5), Open(model, optimizer)
-    scale.bind(training)
-    actions = train(model, optimizer, training, scale, steps=8, active=lambda step: [alert()] if 2 <= step < 6 else [])
-    for step in range(8):
-        other.param_groups[0]["lr"] = 5e-3 if 3 <= step <= 6 else 1e-2
-        other.zero_grad()
-        by_hand.loss(step).backward()
-        other.step()
-    assert all(torch.equal(one, its) for one, its in zip(model.parameters(), by_hand.parameters()))
-    assert optimizer.param_groups[0]["lr"] == 1e-2
-    assert [(action.step, action.message) for action in actions] == [
-        (3, "multiplied the learning rate of the run by 0.5, for an alert in blocks.0"),
-        (7, "restored the learning rate, as to an alert in blocks.0"),
-    ]
-    scale.unbind()
-    assert not optimizer._optimizer_step_pre_hooks
-
-
-def test_a_step_that_fails_leaves_the_learning_rate_as_it_was():
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scale = ScaleLearningRate(0.5)
-    scale.bind(Open(model, optimizer))
-    scale.handle(reading(alert()))
-    with pytest.raises(ZeroDivisionError):
-        optimizer.step(lambda: 1 / 0)
-    scale.handle(reading())
-    model.loss(0).backward()
-    optimizer.step()
-    assert optimizer.param_groups[0]["lr"] == 0.1
-
-
 # --- all of them
 
 
@@ -200,7 +159,6 @@ EVERY = {
     "StopTraining": lambda **options: StopTraining(on="warning", **options),
     "SaveCheckpoint": SaveCheckpoint,
     "Call": lambda **options: Call(lambda alert: 1 / 0, **options),
-    "ScaleLearningRate": ScaleLearningRate,
     "ReviveHeads": lambda **options: ReviveHeads(max_output_error=1, **options),
     "QKClip": lambda **options: QKClip(limit=0.1, **options),
 }

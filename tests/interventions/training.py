@@ -91,13 +91,10 @@ class Model(nn.Module):
 class Open:
     """A training that remembers what was done to it."""
 
-    def __init__(self, model: Model, *optimizers: torch.optim.Optimizer, scale: float = 1.0) -> None:
-        self.layers, self.optimizers = model.layers(), list(optimizers)
-        self.scale, self.step = scale, 0
+    def __init__(self, model: Model, *optimizers: torch.optim.Optimizer) -> None:
+        self.trainer, self.layers, self.optimizers = self, model.layers(), list(optimizers)
+        self.step = 0
         self.is_stopped, self.saved, self.expected = False, [], []
-
-    def loss_scale(self, optimizer) -> float:
-        return self.scale
 
     def stop(self) -> None:
         self.is_stopped = True

@@ -212,9 +212,6 @@ def test_an_intervention_that_fails_costs_one_warning(kind: str, tmp_path: Path)
         def on_reading(self, record: Record) -> None:
             broken()
 
-        def before_optimizer_step(self, optimizer: Any) -> None:
-            broken()
-
         def on_alert(self, alert: Alert) -> None:
             broken()
 
