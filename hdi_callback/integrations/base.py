@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,7 @@ MISUSE = (MisconfigurationError,)
 class Watcher:
     """The session of one callback, and the state that it resumes from.
 
-    Everything that a trainer calls is `guarded`, so that nothing that goes wrong here reaches the training. Where no
-    session could be started, the events of the training find none, and do nothing.
-
-    Args:
-        settings: the settings of the run.
+    Everything that a trainer calls is `guarded`, so that nothing that goes wrong here reaches the training.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -42,6 +38,13 @@ class Watcher:
         self._guard = Guard()
         self._session = None
         self._session = Session(model, settings, trainer, name=name, guard=self._guard)
+
+    @guarded("watching heads", passes=MISUSE)
+    def _tell(self, *events: Callable[[Session], object]) -> None:
+        """Tell the session of events of the training; there is none where it could not be started."""
+        if self._session is not None:
+            for event in events:
+                event(self._session)
 
     def _resume(self) -> None:
         """Give the state of a checkpoint to the session, once the trainer knows its step."""
@@ -101,14 +104,9 @@ class Watcher:
         """Take the state of a checkpoint, before the first step."""
         self._restored = state_dict
 
-    @guarded("closing the session")
     def close(self) -> None:
-        """Publish what was measured and remove all hooks, after a training that an exception ended.
-
-        Calling it again does nothing.
-        """
-        if self._session is not None:
-            self._session.close()
+        """Publish what was measured and remove all hooks, after a training that an exception ended."""
+        self._tell(Session.close)
 
 
 class OwnTensorBoard(TensorBoard):

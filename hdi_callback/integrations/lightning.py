@@ -23,7 +23,7 @@ from hdi_callback.integrations import LIGHTNING_WAS_LOADED
 from hdi_callback.integrations.base import MISUSE, Watcher
 from hdi_callback.interventions import Intervention
 from hdi_callback.record import Record, Sink
-from hdi_callback.session import Settings
+from hdi_callback.session import Session, Settings
 from hdi_callback.session.settings import ChosenAlerts, History, Padding, Thresholds
 
 
@@ -131,19 +131,13 @@ class HDICallback(Watcher, pl.Callback):
         """Resume from the checkpoint, if the trainer does."""
         self._resume()
 
-    @guarded("watching heads", passes=MISUSE)
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, *args: Any) -> None:
         """Capture the forward that follows when a reading is due."""
-        if self._session is not None:
-            self._session.before_forward()
+        self._tell(Session.before_forward)
 
-    @guarded("watching heads", passes=MISUSE)
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_after_backward(self, *args: Any) -> None:
         """Read while the weights are still those of the forward, and the activations are gone."""
-        if self._session is not None:
-            self._session.after_backward()
+        self._tell(Session.after_backward)
 
     @guarded("watching heads", passes=MISUSE)
     def on_train_batch_end(
@@ -163,30 +157,23 @@ class HDICallback(Watcher, pl.Callback):
             shown = {tag: points[tag] for tag in (f"{self._prefix}hdi/mean", f"{self._prefix}hdi/min") if tag in points}
             pl_module.log_dict(shown, prog_bar=True, logger=False)
 
-    @guarded("watching heads")
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, *args: Any) -> None:
         """Leave evaluation alone."""
-        if self._session is not None:
-            self._session.flush()
-            self._session.suspend()
+        self._tell(Session.flush, Session.suspend)
 
-    @guarded("watching heads")
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, *args: Any) -> None:
         """Watch again."""
-        if self._session is not None:
-            self._session.resume()
+        self._tell(Session.resume)
 
-    @guarded("the last reading")
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, *args: Any) -> None:
         """Read the final weights, publish everything, and remove all hooks."""
-        if self._session is not None:
-            self._session.finish()
+        self._tell(Session.finish)
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, *args: Any) -> None:
         """Publish what was measured, and remove all hooks."""
         self.close()
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def teardown(self, *args: Any, **kwargs: Any) -> None:
         """Remove all hooks."""
         self.close()
 

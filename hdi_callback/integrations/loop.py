@@ -22,7 +22,7 @@ from hdi_callback.integrations.base import MISUSE, OwnTensorBoard, Watcher
 from hdi_callback.integrations.trackers import Log
 from hdi_callback.interventions import SaveCheckpoint
 from hdi_callback.record import Record, Sink
-from hdi_callback.session import Settings
+from hdi_callback.session import Session, Settings
 from hdi_callback.session.settings import Options, with_options_shown
 
 Folder = str | os.PathLike[str]
@@ -162,11 +162,14 @@ class HeadSession(Watcher):
         Yields:
             Nothing.
         """
-        self._enter_step(epoch)
+        self._loop.epoch, self.loss, self._versions = epoch, None, None
+        self._is_inside, self._is_prepared, self._has_stepped = True, False, False
+        self._tell(Session.resume, Session.before_forward)
         try:
             yield
         except BaseException:
-            self._abandon_step()
+            self._is_inside = False
+            self._tell(Session.abandon, Session.suspend)
             raise
         self._leave_step()
 
@@ -224,22 +227,6 @@ class HeadSession(Watcher):
         self._resume()
 
     @guarded("watching a step", passes=MISUSE)
-    def _enter_step(self, epoch: int | None) -> None:
-        self._loop.epoch, self.loss = epoch, None
-        self._is_inside, self._is_prepared, self._has_stepped = True, False, False
-        self._versions = None
-        if self._session is not None:
-            self._session.resume()
-            self._session.before_forward()
-
-    @guarded("watching a step")
-    def _abandon_step(self) -> None:
-        self._is_inside = False
-        if self._session is not None:
-            self._session.abandon()
-            self._session.suspend()
-
-    @guarded("watching a step", passes=MISUSE)
     def _leave_step(self) -> None:
         self._is_inside = False
         # A compiled step calls no hook: it was announced, and has written into the weights.
@@ -248,17 +235,12 @@ class HeadSession(Watcher):
         )
         if self._has_stepped or is_announced:
             self._loop.step += 1
-        if self._session is not None:
-            self._session.suspend()
-            self._session.after_step(self.loss)
+        self._tell(Session.suspend, lambda session: session.after_step(self.loss))
 
     def _prepare(self, *, has_closure: bool = False) -> None:
         if self._session is None or not self._is_inside or self._is_prepared:
             return
-        if has_closure:
-            self._session.before_closure()
-        else:
-            self._session.after_backward()
+        self._tell(Session.before_closure if has_closure else Session.after_backward)
         self._is_prepared = True
 
     # Called by the optimizers; a compiled step traces them.

@@ -16,7 +16,7 @@ from hdi_callback.guard import guarded
 from hdi_callback.integrations.base import MISUSE, Watcher
 from hdi_callback.integrations.trackers import Log, tracker_sinks, trainers_callbacks
 from hdi_callback.record import Record, Sink
-from hdi_callback.session import Settings
+from hdi_callback.session import Session, Settings
 from hdi_callback.session.settings import Options, with_options_shown
 
 try:
@@ -86,34 +86,23 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
             self._restored = (state.stateful_callbacks or {}).get(_KEY)
             self._resume()
 
-    @guarded("watching heads", passes=MISUSE)
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Capture the forward that follows when a reading is due."""
-        if self._session is not None:
-            self._session.resume()
-            self._session.before_forward()
+        self._tell(Session.resume, Session.before_forward)
 
-    @guarded("watching heads", passes=MISUSE)
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read after the first backward, where gradients are accumulated."""
-        if self._session is not None:
-            self._session.after_backward()
+        self._tell(Session.after_backward)
 
-    @guarded("watching heads", passes=MISUSE)
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read while the weights are still those of the forward."""
-        if self._session is not None:
-            self._session.after_backward()
+        self._tell(Session.after_backward)
 
-    @guarded("watching heads", passes=MISUSE)
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Publish the readings whose numbers have arrived."""
-        if self._session is not None:
-            self._session.suspend()
-            self._session.after_step()
-            self._keep_state(state, control)
+        self._tell(Session.suspend, Session.after_step)
+        self._keep_state(state, control)
 
-    @guarded("watching heads")
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the state, if the trainer saves a checkpoint now."""
         self._keep_state(state, control)
@@ -127,18 +116,16 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
             state.stateful_callbacks[_KEY] = self.state_dict()
             state.save_to_json(str(file))
 
-    @guarded("the last reading")
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Finish at the last log of a training, while the runs that the trainer reports to are open."""
-        if self._session is not None and "train_runtime" in (logs or {}):
-            self._session.finish()
+        if "train_runtime" in (logs or {}):
+            self._tell(Session.finish)
 
-    @guarded("the last reading")
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read the final weights, publish everything, and remove all hooks."""
-        if self._session is not None:
-            self._session.finish()
+        self._tell(Session.finish)
 
+    @guarded("keeping the state of head diversity")
     def _keep_state(self, state: Any, control: Any) -> None:
         if self._session is not None and (control.should_save or _KEY not in state.stateful_callbacks):
             state.stateful_callbacks[_KEY] = self.state_dict()

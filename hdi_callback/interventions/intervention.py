@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hdi_callback.arguments import flag, one_of, strings, whole_number
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.interventions.training import Training
 from hdi_callback.record import LEVELS, Action, Alert, Level, Record
-
-
-@dataclass(frozen=True)
-class _Answered:
-    """An alert that was answered: when it began, its rule, and what it named."""
-
-    step: int
-    rule: str
-    where: tuple[tuple[str, tuple[int, ...]], ...]
-
-    @classmethod
-    def from_alert(cls, alert: Alert) -> _Answered:
-        return cls(alert.step, alert.rule, tuple(sorted(alert.where.items())))
 
 
 class Intervention(ABC):
@@ -71,7 +58,7 @@ class Intervention(ABC):
         if at_most is not None:
             self.at_most = whole_number(f"at_most of {self.name}", at_most, least=1, example=1)
         self.count = 0
-        self._answered: set[_Answered] = set()
+        self._answered: set[str] = set()  # alerts: when they began, their rules, and what they named
         self._training: Training | None = None
 
     @property
@@ -113,7 +100,7 @@ class Intervention(ABC):
         actions = list(self.on_reading(record))
         actions += [self.on_resolved(alert) for alert in record.alerts if alert.is_over and self.answers(alert)]
         for alert in record.active:
-            key = _Answered.from_alert(alert)
+            key = json.dumps([alert.step, alert.rule, sorted(alert.where.items())])
             if key in self._answered or not self.answers(alert):
                 continue
             if self.at_most is not None and self.count >= self.at_most:
@@ -145,16 +132,11 @@ class Intervention(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a resumed run, as plain data."""
-        answered = [[one.step, one.rule, [list(item) for item in one.where]] for one in self._answered]
-        return {"count": self.count, "answered": sorted(answered, key=str)}
+        return {"count": self.count, "answered": sorted(self._answered)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`."""
-        self.count = state["count"]
-        self._answered = {
-            _Answered(step, rule, tuple((layer, tuple(heads)) for layer, heads in where))
-            for step, rule, where in state["answered"]
-        }
+        self.count, self._answered = state["count"], set(state["answered"])
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the training, so that callbacks can be copied and sent to other processes."""
