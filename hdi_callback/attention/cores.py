@@ -14,6 +14,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from hdi_callback.attention import operations as ops
 from hdi_callback.attention.labels import (
     RESAMPLED,
     SEVERAL,
@@ -26,15 +27,6 @@ from hdi_callback.attention.labels import (
     only_one,
 )
 from hdi_callback.attention.normalisers import normaliser_before
-from hdi_callback.attention.operations import (
-    CHOICES,
-    COPIES,
-    EXPONENTIALS,
-    FUSED_BY_TOKENS,
-    RANDOM,
-    SOFTMAX_LIKE,
-    is_fused,
-)
 from hdi_callback.attention.planes import repeats, reshaped, small, thin, unique_rows
 from hdi_callback.attention.products import Product, reduced_dims
 from hdi_callback.attention.tape import DATA, MADE, Cell, Step, View, WalkOn, walk_back
@@ -98,7 +90,7 @@ def core_of(labels: Labels, step: Step) -> Core | None:
     """Return the attention of a step, `None` if it is none; raise `Unreadable` if it cannot be read."""
     if layout_of_fused(step):
         return _fused_core(labels, step)
-    if step.op in SOFTMAX_LIKE:
+    if step.op in ops.SOFTMAX_LIKE:
         return _core_behind(labels, step, step.inputs[0], softmax_dim(step))
     normaliser = normaliser_before(labels, step)
     if normaliser is None:
@@ -123,9 +115,9 @@ def _read(labels: Labels, view: View, role: str) -> Label:
 
 def layout_of_fused(step: Step) -> str:
     """Return in which order a fused attention takes the dimensions of queries, ``""`` if it is none."""
-    if is_fused(step.op):
+    if ops.is_fused(step.op):
         return "b h q"
-    return "b q h" if step.op in FUSED_BY_TOKENS and len(step.inputs[0].shape) == 4 else ""
+    return "b q h" if step.op in ops.FUSED_BY_TOKENS and len(step.inputs[0].shape) == 4 else ""
 
 
 def _fused_core(labels: Labels, step: Step) -> Core:
@@ -192,7 +184,7 @@ def _core_behind(labels: Labels, step: Step, scores: View, dim: int | None) -> C
 def softmax_dim(step: Step) -> int | None:
     """Return the dimension that a softmax runs over, also one that is written out: exponentials over their sum."""
     shape = step.inputs[0].shape
-    if step.op not in EXPONENTIALS:
+    if step.op not in ops.EXPONENTIALS:
         return int(step.args[1]) % len(shape) if shape else None
     out = step.outputs[0]
     for user in out.cell.users if out is not None else ():
@@ -215,7 +207,7 @@ def _divides(step: Step) -> bool:
         users = [user for out in current.outputs if out is not None for user in out.cell.users]
         if any(user.op in {"div", "reciprocal", "log", "pow"} for user in users):
             return True
-        todo += [user for user in users if len(todo) < _NEAR and (user.is_pointwise or user.op in COPIES)]
+        todo += [user for user in users if len(todo) < _NEAR and (user.is_pointwise or user.op in ops.COPIES)]
     return False
 
 
@@ -429,7 +421,7 @@ def _factors(labels: Labels, source: FeatureRange, *, is_flipped: bool) -> tuple
     first = _read(labels, product.first, "queries").reshaped(product.first_shape)
     second = _read(labels, product.second, "keys").reshaped(product.second_shape).mT
     for view, label in ((product.first, first), (product.second, second)):
-        if not bool(small(label.features).any()) and any(step.op in RANDOM for step in labels.leading_to([view])):
+        if not bool(small(label.features).any()) and any(step.op in ops.RANDOM for step in labels.leading_to([view])):
             raise Unreadable("its queries or keys are drawn at random: they are random features")
     n = source.shape[0]
     first, second = (label.expanded((n, *label.features.shape[1:])) for label in (first, second))
@@ -457,7 +449,7 @@ def _products_behind(labels: Labels, softmax: Step) -> list[tuple[Step, Product]
     with_constants: list[tuple[Step, Product]] = []  # of positions, say
     walk = WalkOn([out.cell for out in softmax.outputs[:1] if out is not None], most=_NEAR)
     for step in walk:
-        if step.number <= softmax.number or "backward" in step.op or step.op in CHOICES:
+        if step.number <= softmax.number or "backward" in step.op or step.op in ops.CHOICES:
             continue
         product = labels.products.of(step)
         if product is None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hdi_callback.arguments import function, torch_module
+from hdi_callback.attention import operations as ops
 from hdi_callback.attention.cores import ELEMENT_BY_ELEMENT, core_of, layout_of_fused
 from hdi_callback.attention.extra_forward import inner_model, nothing_remains
 from hdi_callback.attention.heads import IN, FoundAttention, Projection, columns_of, heads_of, maps_that_are_shared
@@ -30,7 +31,6 @@ from hdi_callback.attention.labels import (
     Unreadable,
 )
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Refusal, Site, Survey
-from hdi_callback.attention.operations import COPIES, EXPONENTIALS, SCATTERS, SOFTMAX_LIKE
 from hdi_callback.attention.own_inputs import own_forward
 from hdi_callback.attention.registry import known_layers
 from hdi_callback.attention.sites import merged_sites, ordinals, site_of
@@ -142,11 +142,11 @@ def _over_edges(labels: Labels) -> Reasons:
     first: dict[str | None, Step] = {}
     for step in labels.tape.steps:
         exponentials = [view.cell.step for view in step.inputs if view.cell.step is not None]
-        for exponential in exponentials if step.op in SCATTERS else ():
+        for exponential in exponentials if step.op in ops.SCATTERS else ():
             if exponential.op == "exp" and _is_of_products(exponential):
                 first.setdefault(exponential.path, exponential)
     reason = "its softmax runs over the edges of a graph (exponentials that are summed by `{}`)"
-    scatters = sorted({step.op for step in labels.tape.steps} & SCATTERS)
+    scatters = sorted({step.op for step in labels.tape.steps} & ops.SCATTERS)
     return [(step, reason.format("`, `".join(scatters))) for step in first.values()]
 
 
@@ -182,12 +182,14 @@ def _element_by_element(labels: Labels, refused: set[str | None]) -> Reasons:
 
 def _exponentials(steps: set[Step]) -> dict[Cell, Step]:
     """Return the exponentials of computed tensors, by what they are taken of."""
-    return {step.inputs[0].cell: step for step in steps if step.op in EXPONENTIALS and step.inputs[0].cell.is_mapped}
+    return {
+        step.inputs[0].cell: step for step in steps if step.op in ops.EXPONENTIALS and step.inputs[0].cell.is_mapped
+    }
 
 
 def _mixes_tokens(labels: Labels, view: View, exponential: Step, between: set[Step]) -> bool:
     """Whether a tensor is a sum over tokens of exponentials that are each of one token."""
-    if any(not (step.is_pointwise or step.op in COPIES | {"sum", "amax"}) for step in between):
+    if any(not (step.is_pointwise or step.op in ops.COPIES | {"sum", "amax"}) for step in between):
         return True
     labels_of = map(labels.may_read, (exponential.inputs[0], view))
     before, after = (label is not None and bool((label.tokens == SEVERAL).any()) for label in labels_of)
@@ -202,7 +204,7 @@ def _before(labels: Labels, cell: Cell) -> set[Step]:
         return product is not None and product.kind == "weight" and not product.is_flipped
 
     def inputs(cell: Cell) -> list[Cell]:
-        if cell.step is None or cell.step.op in SOFTMAX_LIKE or is_map(cell.step):
+        if cell.step is None or cell.step.op in ops.SOFTMAX_LIKE or is_map(cell.step):
             return []
         return [view.cell for view in cell.step.inputs if view.is_float and view.cell.kind == DATA]
 
@@ -217,7 +219,7 @@ def _is_of_two_computed(labels: Labels, cell: Cell, path: str | None) -> bool:
     for current in todo:  # it grows
         step = current.step
         product = labels.products.of(step) if step is not None else None
-        if step is None or step.op in SOFTMAX_LIKE or (product is not None and product.kind == "weight"):
+        if step is None or step.op in ops.SOFTMAX_LIKE or (product is not None and product.kind == "weight"):
             continue
         views = [view for view in step.inputs if view.is_float and view.cell.kind == DATA and view.cell.is_mapped]
         # One of another module is of an earlier layer, whose output is mixed here once more.

@@ -20,21 +20,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.operations import (
-    CUMULATIVE,
-    EMPTY,
-    INDEXED,
-    LINEAR,
-    MOVES,
-    NORMS,
-    POINTWISE,
-    QUANTISATIONS,
-    REDUCTIONS,
-    RESAMPLINGS,
-    SOFTMAXES,
-    WHOLE_LAYERS,
-    is_fused,
-)
+from hdi_callback.attention import operations as ops
 from hdi_callback.attention.planes import (
     Geometry,
     repeats,
@@ -278,11 +264,11 @@ class Labels:
         product = self.products.of(step)
         if product is not None and product.sizes:
             cells = [view.cell for view in (product.first, product.second, *step.inputs)]
-        elif (product is not None and product.kind == "scores") or is_fused(step.op) or step.op in WHOLE_LAYERS:
+        elif (product is not None and product.kind == "scores") or ops.is_fused(step.op) or step.op in ops.WHOLE_LAYERS:
             cells = []
         elif product is not None and product.kind in {"weight", "filter"} and step.number not in self.deep:
             cells = [product.first.cell] if product.kind == "filter" and _is_depthwise(step, product) else []
-        elif step.op in EMPTY:
+        elif step.op in ops.EMPTY:
             cells = []
         else:
             cells = [view.cell for view in step.inputs if view.is_float and view.cell.kind not in {CONSTANT, WEIGHT}]
@@ -334,7 +320,7 @@ class Labels:
     # rules
 
     def _replayed(self, step: Step, place: int, out: View) -> Label | None:
-        if step.op in EMPTY:
+        if step.op in ops.EMPTY:
             return None
         product = self.products.of(step)
         if product is not None and not (product.sizes and self._is_weighing(product)):
@@ -343,14 +329,14 @@ class Labels:
                 if "filter" in product.kind
                 else self._multiplied(step, product, out)
             )
-        if step.op in QUANTISATIONS:
+        if step.op in ops.QUANTISATIONS:
             return self.read(step.inputs[0]) if place == 0 else None
         labels = [self.read(view) if view.cell.kind != WEIGHT else None for view in step.inputs]
         if all(label is None for label in labels):
             return None
-        if step.op in MOVES:
+        if step.op in ops.MOVES:
             return self._moved(step, place, out, labels)
-        if step.op in NORMS:
+        if step.op in ops.NORMS:
             width = (
                 math.prod(step.argument("normalized_shape", ()))
                 if step.op in {"native_layer_norm", "layer_norm"}
@@ -358,13 +344,13 @@ class Labels:
             )
             flags = (NORMED, f"{CENTRED}{width}") if width > 1 else (NORMED,)
             return labels[0].flagged(*flags) if place == 0 and labels[0] is not None else None
-        if step.op in {*SOFTMAXES, "_log_softmax"}:
+        if step.op in {*ops.SOFTMAXES, "_log_softmax"}:
             return labels[0].flagged(NONLINEAR + step.op) if place == 0 and labels[0] is not None else None
-        if step.op in REDUCTIONS:
+        if step.op in ops.REDUCTIONS:
             return self._reduced(step, labels[0], out) if labels[0] is not None else None
-        if step.op in RESAMPLINGS:
+        if step.op in ops.RESAMPLINGS:
             return self._resampled(labels[0], out) if place == 0 and labels[0] is not None else None
-        if step.is_pointwise or step.op in POINTWISE or step.op in LINEAR:
+        if step.is_pointwise or step.op in ops.POINTWISE or step.op in ops.LINEAR:
             return self._pointwise(step, place, out, labels)
         raise Unreadable(step.op)
 
@@ -451,7 +437,7 @@ class Labels:
             return result.flagged(f"{CENTRED}{len(self.members(statistic))}")
         if step.op in {"mul", "div"} and len(wide) == 2 and NORMED not in result.flags:
             result = result if same(wide[0].features, wide[1].features) else result.flagged(TIMES)
-        is_plain = step.op in LINEAR or self._has_statistics(result)
+        is_plain = step.op in ops.LINEAR or self._has_statistics(result)
         return result if is_plain else result.flagged(NONLINEAR + step.op)
 
     def _has_statistics(self, label: Label) -> bool:
@@ -477,7 +463,7 @@ class Labels:
         return Label(planes[0], planes[1], flags)
 
     def _reduced(self, step: Step, label: Label, out: View) -> Label:
-        if step.op in CUMULATIVE:
+        if step.op in ops.CUMULATIVE:
             if not repeats(label.features, int(step.args[1]) % label.features.dim()):
                 raise Unreadable(f"features are summed up by {step.op}")
             return label
@@ -605,7 +591,7 @@ def _is_gain(view: View) -> bool:
 def _index(view: View, step: Step) -> Tensor:
     if view.value is not None:
         return view.value.cpu()
-    if step.op in INDEXED:
+    if step.op in ops.INDEXED:
         raise Unreadable(f"{step.op} with an index that has no values here (meta)")
     return torch.zeros(view.shape, dtype=torch.int64)
 

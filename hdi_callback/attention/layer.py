@@ -31,28 +31,19 @@ class Rows:
 
     Element ``(h, i, j)`` is element ``starts[h, i] + j * stride`` of the parameter, counted as `Tensor.flatten` does.
     So packed, transposed, three-dimensional and pointwise convolutional weights need no case of their own.
-
-    Attributes:
-        module: the module that the names start from.
-        names: dotted name of the parameter, or one for each head; resolved anew at every reading, so that replaced
-            modules and parametrizations count.
-        starts: ``(heads, width)``, the first element of each row, on the CPU; one head if all share it.
-        columns: elements of a row.
-        stride: elements from one column to the next: 1 along the rows of an `nn.Linear`.
-        gain: dotted name of a vector that the columns are multiplied with: the gain of a norm between two maps.
-        centred: ``"head"`` or ``"all"`` where a LayerNorm follows, which takes off the mean of a head's features, or of
-            all heads': the mean of those rows is subtracted.
-        recipes: how weights among the names are computed from parameters.
     """
 
-    module: nn.Module
+    module: nn.Module  # that the names start from
+    # Dotted name of the parameter, or one for each head; resolved anew at every reading, so that replaced modules and
+    # parametrizations count.
     names: tuple[str, ...]
-    starts: Tensor
-    columns: int
-    stride: int = 1
-    gain: str = ""
+    starts: Tensor  # ``(heads, width)``, the first element of each row, on the CPU; one head if all share it
+    columns: int  # elements of a row
+    stride: int = 1  # elements from one column to the next: 1 along the rows of an `nn.Linear`
+    gain: str = ""  # dotted name of a vector that the columns are multiplied with: the gain of a norm between two maps
+    # "head" or "all" where a LayerNorm follows, which subtracts the mean of a head's features, or of all heads'.
     centred: str = ""
-    recipes: Mapping[str, Recipe] = field(default_factory=dict)
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)  # of the names: how they are computed from parameters
 
     @property
     def heads(self) -> int:
@@ -67,23 +58,23 @@ class Rows:
     def tensor(self) -> Tensor:
         """Read ``(heads, width, columns)``: a live view where the rows are one regular slice of one parameter."""
         if len(self.names) == 1:
-            found = self._read(self.names[0], self.starts)
+            rows = self._read(self.names[0], self.starts)
         else:
-            each = [self._read(name, one[None]) for name, one in zip(self.names, self.starts, strict=True)]
-            found = torch.cat(each)
+            starts = self.starts.split(1)
+            rows = torch.cat([self._read(name, start) for name, start in zip(self.names, starts, strict=True)])
         if self.centred:
-            found = found - found.mean(1 if self.centred == "head" else (0, 1), keepdim=True)
+            rows = rows - rows.mean(1 if self.centred == "head" else (0, 1), keepdim=True)
         if self.gain:
-            found = found * _whole_tensor(self.module, self.gain).to(found.dtype)
-        return found
+            rows = rows * _whole_tensor(self.module, self.gain).to(rows.dtype)
+        return rows
 
     def index(self, head: int) -> Tensor:
-        """Number the elements of a head in its flattened parameter: ``(width, columns)``."""
+        """Return the numbers of a head's elements in its flattened parameter: ``(width, columns)``."""
         return self.starts[head][:, None] + torch.arange(self.columns, device="cpu") * self.stride
 
     def owners(self) -> list[tuple[nn.Module, str]]:
-        """Resolve the modules that hold the parameters, with the names of the parameters there."""
-        names = [name for one in self.names for name in self.parameters_of(one)]
+        """Return the modules that hold the parameters, with the names of the parameters there."""
+        names = [parameter for name in self.names for parameter in self.parameters_of(name)]
         return [owner_of(self.module, name) for name in (*names, *([self.gain] if self.gain else []))]
 
     def parameters_of(self, name: str) -> tuple[str, ...]:
@@ -117,18 +108,13 @@ class Rows:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Term:
-    """A product of rows, ``scale * first @ second @ ...``: one factor for a plain projection, two for a low rank.
+    """A product of rows, ``scale * first @ second @ ...``: one factor for a plain projection, two for a low rank."""
 
-    Attributes:
-        factors: the last takes the layer's input. A factor of one head is shared by all heads.
-        scale: a number, such as LoRA's ``alpha / r``.
-    """
-
-    factors: tuple[Rows, ...]
-    scale: float = 1.0
+    factors: tuple[Rows, ...]  # the last takes the layer's input; one of a single head is shared by all heads
+    scale: float = 1.0  # such as LoRA's ``alpha / r``
 
     def tensor(self) -> Tensor | None:
-        """Multiply: ``(heads, width, in_features)``; `None` while an adapter is merged into its base, or disabled."""
+        """Return ``(heads, width, in_features)``; `None` while an adapter is merged into its base, or disabled."""
         if len(self.factors) > 1 and any(_is_off(rows) for rows in self.factors):
             return None
         if len(self.factors) == 1 and self.scale == 1.0:
@@ -245,24 +231,16 @@ class HeadWeight:
         Returns:
             ``(heads, width, in_features)``, differentiable; a live view where it is one slice of one parameter.
         """
-        found = [one for term in self.terms if (one := term.tensor()) is not None]
-        total = reduce(torch.add, found)
+        total = reduce(torch.add, [summand for term in self.terms if (summand := term.tensor()) is not None])
         return total if total.shape[0] == self.heads else total.expand(self.heads, -1, -1)
 
     def parameters(self) -> list[nn.Parameter]:
-        """List the parameters that the weight is made of, each once."""
+        """Return the parameters that the weight is made of, each once."""
         owners = [owner for term in self.terms for rows in term.factors for owner in rows.owners()]
-        found = [one for owner, name in owners for one in _underlying(owner, name)]
-        return list({id(one): one for one in found}.values())
+        return list(dict.fromkeys(parameter for owner, name in owners for parameter in _underlying(owner, name)))
 
     def index(self, head: int) -> tuple[nn.Parameter, Tensor]:
-        """Find the elements of a head in its parameter, and so in the state that an optimizer keeps of it.
-
-        Args:
-            head: number of the head.
-
-        Returns:
-            The parameter, and ``(width, in_features)`` numbers of elements as `Tensor.put_` takes them.
+        """Return the parameter of a head, and ``(width, in_features)`` numbers of elements as `Tensor.put_` takes them.
 
         Raises:
             UnsupportedAttentionError: if the weight is not a part of one parameter that is whole on this rank.
@@ -279,15 +257,7 @@ class HeadWeight:
 
     @torch.no_grad()
     def write(self, head: int, rows: Tensor) -> None:
-        """Replace the weight of a head in place.
-
-        Args:
-            head: number of the head.
-            rows: ``(width, in_features)``.
-
-        Raises:
-            UnsupportedAttentionError: see `index`.
-        """
+        """Replace the weight of a head in place by rows ``(width, in_features)``."""
         parameter, index = self.index(head)
         parameter.put_(index, rows.to(parameter))
 
@@ -296,7 +266,7 @@ class HeadWeight:
 
 
 def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Follow a dotted name to the module that holds the parameter; of a parametrized one to the module around."""
+    """Return the module that holds a parameter, of a parametrized one the module around, and its name there."""
     path = name.split(".")
     if "parametrizations" in path:
         path = [*path[: path.index("parametrizations")], path[path.index("parametrizations") + 1]]
@@ -304,14 +274,7 @@ def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def shape_of(module: nn.Module, name: str) -> torch.Size:
-    """Return the whole shape of a parameter, without gathering it.
-
-    Args:
-        module: the module that the name starts from.
-        name: dotted name.
-
-    Returns:
-        The shape, that of all ranks together.
+    """Return the shape of a parameter over all ranks, without gathering it.
 
     Raises:
         UnsupportedAttentionError: if there is no such parameter, or none before the first forward.
@@ -322,17 +285,17 @@ def shape_of(module: nn.Module, name: str) -> torch.Size:
         owner, last = module, ""
     parameter = owner._parameters.get(last)
     if parameter is None and last and (stored := _underlying(owner, last)):
-        return max((one.shape for one in stored), key=lambda shape: (len(shape), shape.numel()))
+        return max((parameter.shape for parameter in stored), key=lambda shape: (len(shape), shape.numel()))
     if parameter is None or is_lazy(parameter):
         raise UnsupportedAttentionError(
             f"{type(module).__name__} has no parameter `{name}`, or none before its first forward; it has "
-            f"{[known for known, _ in module.named_parameters()][:8]}."
+            f"{[name for name, _ in module.named_parameters()][:8]}."
         )
     return parameter.shape
 
 
 def _whole_tensor(module: nn.Module, name: str) -> Tensor:
-    """Read a parameter, gathered if ranks share it; where it is computed, what evaluation would use."""
+    """Return a parameter, gathered if ranks share it; where it is computed, what evaluation would use."""
     owner, last = owner_of(module, name)
     parameter = owner._parameters.get(last)
     if parameter is not None:
@@ -341,20 +304,20 @@ def _whole_tensor(module: nn.Module, name: str) -> Tensor:
     if isinstance(parametrized, nn.ModuleDict) and last in parametrized:
         quiet: Any = _in_evaluation(parametrized[last])
         return whole(quiet.forward())
-    for hook in owner._forward_pre_hooks.values():  # torch's older ways to compute a weight
-        own: Any = hook
-        kind = (type(own).__module__.removeprefix("torch.nn.utils."), getattr(own, "name", None))
+    hooks: list[Any] = list(owner._forward_pre_hooks.values())
+    for hook in hooks:  # torch's older ways to compute a weight
+        kind = (type(hook).__module__.removeprefix("torch.nn.utils."), getattr(hook, "name", None))
         if kind == ("weight_norm", last):
-            return whole(own.compute_weight(owner))
+            return whole(hook.compute_weight(owner))
         if kind == ("spectral_norm", last):
-            return whole(own.compute_weight(owner, do_power_iteration=False))
-        if kind[0] == "prune" and own._tensor_name == last:
-            return whole(own.apply_mask(owner))
+            return whole(hook.compute_weight(owner, do_power_iteration=False))
+        if kind[0] == "prune" and hook._tensor_name == last:
+            return whole(hook.apply_mask(owner))
     raise UnsupportedAttentionError(f"{type(owner).__name__} has no parameter `{name}` any more.")
 
 
 def _stored(module: nn.Module, name: str) -> Tensor:
-    """Read a parameter or buffer that is stored, also one that a parametrization takes."""
+    """Return a parameter or buffer that is stored, also one that a parametrization takes."""
     path, _, last = name.rpartition(".")
     owner = module.get_submodule(path)
     for stored in (owner._parameters, owner._buffers):
@@ -364,28 +327,29 @@ def _stored(module: nn.Module, name: str) -> Tensor:
 
 
 def _underlying(owner: nn.Module, name: str) -> list[nn.Parameter]:
-    """The parameters that a weight is computed from; itself if it is one."""
+    """Return the parameters that a weight is computed from; itself if it is one."""
     if (own := owner._parameters.get(name)) is not None:
         return [own]
     parametrized = owner._modules.get("parametrizations")
     if isinstance(parametrized, nn.ModuleDict) and name in parametrized:
         return list(parametrized[name].parameters())
-    return [one for known, one in owner._parameters.items() if one is not None and known.startswith(f"{name}_")]
+    stored = owner._parameters.items()
+    return [parameter for key, parameter in stored if parameter is not None and key.startswith(f"{name}_")]
 
 
 def _in_evaluation(module: nn.Module) -> nn.Module:
-    """Copy a module, but not its parameters: training mode would iterate, draw or count, and hooks are the user's."""
+    """Return a copy of a module in evaluation, without hooks, with its parameters: training would iterate or draw."""
     quiet = copy.copy(module)
     quiet.__dict__ = {**module.__dict__, "training": False}
     for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         quiet.__dict__[name] = type(module.__dict__[name])()
-    quiet._buffers = {name: None if one is None else one.clone() for name, one in module._buffers.items()}
-    quiet._modules = {name: None if one is None else _in_evaluation(one) for name, one in module._modules.items()}
+    quiet._buffers = {name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
+    quiet._modules = {name: None if part is None else _in_evaluation(part) for name, part in module._modules.items()}
     return quiet
 
 
 def _strides(starts: Tensor) -> tuple[int, int, int] | None:
-    """The steps from head to head and from row to row, and the first number, if they are regular."""
+    """Return the strides from head to head and from row to row and the first number, if they are regular."""
     heads, width = starts.shape
     by_head = int(starts[1, 0] - starts[0, 0]) if heads > 1 else 0
     by_row = int(starts[0, 1] - starts[0, 0]) if width > 1 else 0
@@ -416,35 +380,22 @@ class Site:
     product of queries and keys on.
 
     Names of dims: ``"b"`` batch, ``"h"`` head, ``"q"`` query; ``"bh"`` is batch times heads, ``"hb"`` the reverse.
-
-    Attributes:
-        path: dotted name of the module whose forward runs it.
-        ordinal: its number among softmaxes and fused attentions of that module, modulo `period`; of another normaliser
-            that of its product of queries and keys, among products of batches.
-        kind: ``"fused"``, ``"softmax"`` or ``"normaliser"``.
-        heads: heads that it computes.
-        rows: dims of the softmax but the one that it runs over; dims of the queries if it is fused.
-        out: dims of what the product with the values gives, but the features.
-        keys: the dim that the softmax runs over.
-        flipped: the product gives features times queries.
-        period: after so many, the same attentions come again, as often as it may be: loops, shared modules.
-        order: number of each of the layer's heads among those computed here; ``()`` if it is the same.
-        scores: of a normaliser: which operation gives its scores, and the how manieth of that name behind the product
-            it is; 0 for the product itself.
-        weights: the same of what gives its weights.
-        is_causal: whether it hides later keys, perhaps by a mask on weights.
     """
 
-    path: str
+    path: str  # dotted name of the module whose forward runs it
+    # Its number among softmaxes and fused attentions of that module, modulo `period`; of another normaliser that of its
+    # product of queries and keys, among products of batches.
     ordinal: int
-    kind: str
-    heads: int
-    rows: tuple[str, ...] = ("b", "h", "q")
-    out: tuple[str, ...] = ("b", "h", "q")
-    keys: int = -1
-    flipped: bool = False
-    period: int = 1
-    order: tuple[int, ...] = ()
+    kind: str  # "fused", "softmax" or "normaliser"
+    heads: int  # that it computes
+    rows: tuple[str, ...] = ("b", "h", "q")  # dims of the softmax but the one that it runs over; of queries if fused
+    out: tuple[str, ...] = ("b", "h", "q")  # dims of what the product with the values returns, but the features
+    keys: int = -1  # the dim that the softmax runs over
+    flipped: bool = False  # the product returns features times queries
+    period: int = 1  # after so many the same attentions come again: loops, shared modules
+    order: tuple[int, ...] = ()  # number of each of the layer's heads among those computed here; ``()`` if the same
+    # Of a normaliser: which operation returns its scores, and the how manieth of that name after the product it is (0
+    # for the product itself); the same of what returns its weights; whether it hides later keys, perhaps by a mask.
     scores: tuple[str, int] = ("", 0)
     weights: tuple[str, int] = ("", 0)
     is_causal: bool = False
@@ -567,11 +518,12 @@ class AttentionLayer:
         A constant that the bias of keys adds to the scores of a query is ignored by the softmax.
         """
         plain = {role: rows for role, weight in self.weights.items() if (rows := weight.plain) is not None}
-        weights = {id(one) for role in plain for one in self.weights[role].parameters()}
+        weights = {id(parameter) for role in plain for parameter in self.weights[role].parameters()}
         if "key" in plain and not (plain["query"].names == plain["key"].names if "query" in plain else False):
             owner, _ = owner_of(plain["key"].module, plain["key"].names[0])
             weights.add(id(getattr(owner, "bias", None)))
-        return {name: one for name, one in self.module.named_parameters() if id(one) not in weights}
+        own = self.module.named_parameters()
+        return {name: parameter for name, parameter in own if id(parameter) not in weights}
 
     def contradiction(self) -> str | None:
         """Return how the weights contradict each other, `None` if they do not."""
@@ -585,25 +537,17 @@ class AttentionLayer:
             if weight is not None and (weight.heads, weight.width) != (heads, width):
                 return f"its {role} weight has {weight.heads} heads of {weight.width}, expected {heads} of {width}"
         if len(self.value_of) != self.num_heads or set(self.key_of) != set(range(self.num_key_heads)):
-            return (
-                f"its `key_of` {self.key_of} and `value_of` {self.value_of} give not each head a key and a value head"
-            )
+            return f"its `key_of` {self.key_of} and `value_of` {self.value_of} do not name heads for each query head"
         return None
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """An attention that is not watched.
+    """An attention that is not watched."""
 
-    Attributes:
-        name: dotted path of the module.
-        reason: why, as a clause.
-        module_type: the module's class.
-    """
-
-    name: str
-    reason: str
-    module_type: str = ""
+    name: str  # dotted path of the module
+    reason: str  # why, as a clause
+    module_type: str = ""  # the module's class
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hdi_callback.attention import operations as ops
 from hdi_callback.attention.labels import Label, Labels, Unreadable
-from hdi_callback.attention.operations import DROPOUTS, OF_SCORES, RANDOM, SHAPED_LIKE, SOFTMAX_LIKE
 from hdi_callback.attention.replay import NotReplayedError, run_steps, steps_before
 from hdi_callback.attention.tape import DATA, Cell, Step, View
 
-__all__ = ["OF_SCORES", "Normaliser", "normaliser_before", "scores_behind"]
+__all__ = ["Normaliser", "normaliser_before", "scores_behind"]
 
 _MOST = 1 << 27  # numbers that are computed to try one
 _FAR = 60
@@ -27,41 +27,25 @@ _FAR = 60
 
 @dataclass(frozen=True, eq=False)
 class Normaliser:
-    """What makes weights of scores.
+    """What makes weights of scores."""
 
-    Attributes:
-        step: what gives the weights.
-        scores: what they are made of.
-        dim: the dimension over which they add up to one.
-        name: what it is, in words.
-        is_causal: whether it hides the keys behind a query.
-    """
-
-    step: Step
-    scores: View
-    dim: int
-    name: str
-    is_causal: bool
+    step: Step  # what returns the weights
+    scores: View  # what they are made of
+    dim: int  # the dimension over which they add up to one
+    name: str  # what it is, in words
+    is_causal: bool  # whether it hides the keys after a query
 
 
 _Links = list[tuple[Step, View]]  # steps, each with what it takes of the scores
 
 
 def normaliser_before(labels: Labels, product: Step) -> Normaliser | None:
-    """Find what makes weights of scores in front of a product with values; `None` if there is no such thing.
+    """Return what makes weights of scores before a product with values, `None` if nothing does.
 
-    Args:
-        labels: of the tape; those of scores are carried on to the weights.
-        product: the product.
-
-    Returns:
-        What was found.
-
-    Raises:
-        Unreadable: if it cannot be tried.
+    Labels of the scores are carried on to the weights. What cannot be tried raises `Unreadable`.
     """
-    found = (_tried(labels, start, links, product) for start, links in _ways_to(labels, product))
-    return next((one for one in found if one is not None), None)
+    tried = (_tried(labels, start, links, product) for start, links in _ways_to(labels, product))
+    return next((normaliser for normaliser in tried if normaliser is not None), None)
 
 
 def scores_behind(labels: Labels, product: Step) -> Step | None:
@@ -80,87 +64,97 @@ def _ways_to(labels: Labels, product: Step) -> Iterator[tuple[Step, _Links]]:
 
 
 def _links_to(labels: Labels, view: View) -> tuple[Step | None, _Links]:
-    """Walk back, element by element, to a product of two computed tensors."""
+    """Return the product of two computed tensors that a tensor comes from, and the operations between."""
     todo: list[tuple[View, _Links]] = [(view, [])]
-    for one, links in todo:  # it grows
-        step, written = one.cell.step, one.cell.written
+    for current, links in todo:  # it grows
+        step, written = current.cell.step, current.cell.written
         if step is None or written is None or len(todo) > _FAR or step.number in labels.installed:
             continue
         product = labels.products.of(step)
         if product is not None and product.kind == "scores":
             return step, links
-        if product is None and step.op not in SOFTMAX_LIKE:
+        if product is None and step.op not in ops.SOFTMAX_LIKE:
             alike = [x for x in step.inputs if x.is_float and x.cell.kind == DATA and x.numel == written.numel]
             todo += [(x, [(step, x), *links]) for x in alike]
     return None, []
 
 
 def _tried(labels: Labels, start: Step, links: _Links, product: Step) -> Normaliser | None:
-    tape = labels.tape
-    made_of = {id(one.cell) for one in start.outputs if one is not None}
-    for step in tape.steps[start.number + 1 : product.number]:
-        if step.op not in SHAPED_LIKE and any(id(view.cell) in made_of for view in step.inputs):
-            made_of |= {id(one.cell) for one in step.outputs if one is not None}
-    first = next((at for at, link in enumerate(links) if _leaves(*link, made_of)), None)
+    of_scores = {view.cell for view in start.outputs if view is not None}
+    for step in labels.tape.steps[start.number + 1 : product.number]:
+        if step.op not in ops.SHAPED_LIKE and any(view.cell in of_scores for view in step.inputs):
+            of_scores |= {view.cell for view in step.outputs if view is not None}
+    first = next((at for at, link in enumerate(links) if _leaves(*link, of_scores)), None)
     if first is None:
         return None
-    last = next(one for one in links[-1][0].outputs if one is not None)
     try:
-        for at in range(first, -1, -1):  # nothing but the scores may lead to weights
-            scores, named = links[at][1], dict[int, str]()
-            steps = steps_before(last.cell, partial(_is_leaf, scores.cell, start, made_of, named))
-            if not any(
-                view.cell.step is start and view.cell is not scores.cell for one in steps for view in one.inputs
-            ):
-                break
-        else:
-            return None
-        links = links[at:]
-        if len(steps) * scores.numel > _MOST:
-            raise NotReplayedError("its scores are too many: let the first batch be smaller")
-        state = {**dict(tape.model.named_parameters()), **dict(tape.model.named_buffers())}
-        known = {cell: state[name].detach().flatten().cpu() for cell, name in named.items()}
-        draws = [draw(scores) for draw in (_mixed, _positive)]
-        given = [_run(steps, scores, draw, known) for draw in draws]
+        trial = _trial(labels, start, links, first, of_scores)
     except NotReplayedError as error:
         raise Unreadable(f"what makes weights of its scores cannot be tried: {error}") from None
     except Exception:  # it is something else
         return None
-    found: tuple[Step, int, list[Tensor]] | None = None
+    if trial is None:
+        return None
+    links, draws, storages_of_draws = trial
+    scores = links[0][1]
+    last: tuple[Step, int, list[Tensor]] | None = None
     for step, _ in links:
         writers = (writer for view in step.inputs for writer in view.cell.writers())
-        if found and (step.op in DROPOUTS or any(writer.op in RANDOM | {"bernoulli"} for writer in writers)):
+        is_dropout = step.op in ops.DROPOUTS or any(writer.op in ops.RANDOM | {"bernoulli"} for writer in writers)
+        out = step.output
+        if last and (is_dropout or out.shape != scores.shape):
             break
-        out = next(one for one in step.outputs if one is not None)
-        if found and out.shape != scores.shape:
-            break
-        weights = [storages[id(out.cell)].as_strided(out.shape, out.stride, out.offset) for storages in given]
-        dims = (dim for dim in range(-1, -len(out.shape) - 1, -1) if all(_adds_up(one, dim) for one in weights))
+        weights = [
+            storages[id(out.cell)].as_strided(out.shape, out.stride, out.offset) for storages in storages_of_draws
+        ]
+        dims = (dim for dim in range(-1, -len(out.shape) - 1, -1) if all(_adds_up(plane, dim) for plane in weights))
         if (dim := next(dims, None)) is not None:
-            found = step, dim, weights  # some divide once more by the sum
-    if found is None:
+            last = step, dim, weights  # some divide once more by the sum
+    if last is None:
         return None
-    step, dim, weights = found
+    step, dim, weights = last
     _carry_on(labels, links, step)
     step.path, step.line, step.padding = product.path, product.line, product.padding
-    names = [_name(draw, one, dim) if draw.shape == one.shape else "" for draw, one in zip(draws, weights)]
-    name = names[0] if names[0] == names[1] and names[0] else "weights that add up to one"
-    return Normaliser(step, scores, dim, name, all(_is_causal(one, dim) for one in weights))
+    names = {_name(draw, rows, dim) if draw.shape == rows.shape else "" for draw, rows in zip(draws, weights)}
+    name = names.pop() if len(names) == 1 else ""
+    is_causal = all(_is_causal(rows, dim) for rows in weights)
+    return Normaliser(step, scores, dim, name or "weights that add up to one", is_causal)
 
 
-def _is_leaf(scores: Cell, start: Step, made_of: set[int], named: dict[int, str], cell: Cell) -> bool:
+def _trial(
+    labels: Labels, start: Step, links: _Links, first: int, of_scores: set[Cell]
+) -> tuple[_Links, list[Tensor], list[dict[int, Tensor]]] | None:
+    """Return the operations from scores to weights, scores that are drawn, and what each operation makes of these."""
+    last, model = links[-1][0].output, labels.tape.model
+    for at in range(first, -1, -1):  # nothing but the scores may lead to weights
+        scores, stored = links[at][1], dict[int, str]()
+        steps = steps_before(last.cell, partial(_is_leaf, scores.cell, start, of_scores, stored))
+        inputs = (view.cell for step in steps for view in step.inputs)
+        if not any(cell.step is start and cell is not scores.cell for cell in inputs):
+            break
+    else:
+        return None
+    if len(steps) * scores.numel > _MOST:
+        raise NotReplayedError("its scores are too many: let the first batch be smaller")
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    contents = {cell: state[name].detach().flatten().cpu() for cell, name in stored.items()}
+    draws = [draw(scores) for draw in (_mixed, _positive)]
+    return links[at:], draws, [_run(steps, scores, draw, contents) for draw in draws]
+
+
+def _is_leaf(scores: Cell, start: Step, of_scores: set[Cell], stored: dict[int, str], cell: Cell) -> bool:
     if cell.step is None and (name := cell.parameter or cell.buffer) is not None:
-        named[id(cell)] = name
+        stored[id(cell)] = name
     if cell is scores or cell.step is start:
         return True
-    if id(cell) in made_of or cell.kind != DATA:
+    if cell in of_scores or cell.kind != DATA:
         return False
     return any(view.cell is cell and view.value is not None for user in cell.users for view in user.inputs)
 
 
-def _leaves(step: Step, main: View, made_of: set[int]) -> bool:
+def _leaves(step: Step, main: View, of_scores: set[Cell]) -> bool:
     """Whether an operation does more to scores than scale, shift and hide them."""
-    return step.op not in OF_SCORES or any(view is not main and id(view.cell) in made_of for view in step.inputs)
+    return step.op not in ops.OF_SCORES or any(view is not main and view.cell in of_scores for view in step.inputs)
 
 
 def _mixed(scores: View) -> Tensor:
@@ -171,15 +165,15 @@ def _positive(scores: View) -> Tensor:
     return torch.rand(scores.shape, generator=torch.Generator().manual_seed(1)) + 0.1
 
 
-def _run(steps: list[Step], scores: View, draw: Tensor, known: dict[int, Tensor]) -> dict[int, Tensor]:
+def _run(steps: list[Step], scores: View, draw: Tensor, contents: dict[int, Tensor]) -> dict[int, Tensor]:
     flat = torch.zeros(scores.cell.numel)
     flat.as_strided(scores.shape, scores.stride, scores.offset).copy_(draw)
-    storages = {**known, id(scores.cell): flat}
-    run_steps(steps, storages, _known, lambda name, value: _on_cpu(name, value))
+    storages = {**contents, id(scores.cell): flat}
+    run_steps(steps, storages, _value_of, _on_cpu)
     return storages
 
 
-def _known(view: View) -> Tensor:
+def _value_of(view: View) -> Tensor:
     """Return what a mask or a number was, as far as the tape has kept it."""
     value = view.value
     if value is None:
@@ -200,8 +194,8 @@ def _adds_up(weights: Tensor, dim: int) -> bool:
     if weights.shape[dim] < 2 or not weights.is_floating_point() or bool((weights < -1e-5).any()):
         return False
     sums = weights.sum(dim)
-    one = (sums - 1).abs() < 1e-3
-    return bool((one | (sums.abs() < 1e-3) | sums.isnan()).all()) and bool(one.float().mean() > 0.5)
+    is_one = (sums - 1).abs() < 1e-3
+    return bool((is_one | (sums.abs() < 1e-3) | sums.isnan()).all()) and bool(is_one.float().mean() > 0.5)
 
 
 def _is_causal(weights: Tensor, dim: int) -> bool:
@@ -211,7 +205,7 @@ def _is_causal(weights: Tensor, dim: int) -> bool:
 
 
 def _carry_on(labels: Labels, links: _Links, last: Step) -> None:
-    """Let each tensor on the way from scores to weights have the labels of the scores."""
+    """Label each tensor on the way from scores to weights as the scores are."""
     for step, main in links:
         label = labels.read(main)
         out = step.outputs[0]

@@ -24,12 +24,12 @@ class Geometry:
     offset: int
 
     def scaled(self, factor: int) -> Geometry:
-        """Count in elements that are smaller by a factor, of which the last dimension has so many."""
-        return Geometry((*self.shape, factor), (*(one * factor for one in self.stride), 1), self.offset * factor)
+        """Return the geometry in elements that are smaller by a factor, so many along a new last dimension."""
+        return Geometry((*self.shape, factor), (*(step * factor for step in self.stride), 1), self.offset * factor)
 
 
 def small(plane: Tensor) -> Tensor:
-    """Leave one of what repeats."""
+    """Return a plane with every expanded (stride 0) dimension narrowed to size 1."""
     for dim, (size, stride) in enumerate(zip(plane.shape, plane.stride())):
         if stride == 0 and size > 1:
             plane = plane.narrow(dim, 0, 1)
@@ -37,7 +37,7 @@ def small(plane: Tensor) -> Tensor:
 
 
 def thin(plane: Tensor) -> Tensor:
-    """Find along which dimensions a plane repeats, and keep it once."""
+    """Return a plane with dimensions whose entries are all equal expanded, so that they take no memory."""
     shape, plane = plane.shape, small(plane)
     for dim in range(plane.dim()):
         if plane.shape[dim] > 1 and bool((plane == plane.narrow(dim, 0, 1)).all()):
@@ -46,30 +46,30 @@ def thin(plane: Tensor) -> Tensor:
 
 
 def reshaped(plane: Tensor, shape: Sequence[int]) -> Tensor:
-    """Reshape a plane, without writing out what repeats where that can be."""
+    """Return a reshaped plane, with expanded dimensions kept where that can be."""
     if -1 in shape:
-        rest = plane.numel() // -math.prod(shape)
-        shape = [rest if size == -1 else size for size in shape]
+        size_left = plane.numel() // -math.prod(shape)
+        shape = [size_left if size == -1 else size for size in shape]
     if tuple(plane.shape) == tuple(shape):
         return plane
     try:
         return plane.view(shape)
     except RuntimeError:
         pass
-    kept = list(shape)
+    sizes = list(shape)
     for old, new in _blocks(plane.shape, shape):
         if all(plane.shape[dim] == 1 or plane.stride(dim) == 0 for dim in old):
             for dim in old:
                 plane = plane.narrow(dim, 0, 1)
-            kept[new.start : new.stop] = [1] * len(new)
-    return thin(plane.reshape(kept)).expand(tuple(shape))
+            sizes[new.start : new.stop] = [1] * len(new)
+    return thin(plane.reshape(sizes)).expand(tuple(shape))
 
 
 def _blocks(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range]]:
-    """Cut two shapes of as many elements into dimensions that become each other, such as batch and heads one."""
+    """Return blocks of dimensions of two shapes that become each other, such as batch and heads one dimension."""
     at = to = 0
     while at < len(old) and to < len(new):
-        begin, other, size, wanted = at, to, old[at], new[to]
+        begin, start, size, wanted = at, to, old[at], new[to]
         while size != wanted:
             if size < wanted:
                 at += 1
@@ -78,48 +78,48 @@ def _blocks(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, ran
                 to += 1
                 wanted *= new[to]
         at, to = at + 1, to + 1
-        yield range(begin, at), range(other, to)
+        yield range(begin, at), range(start, to)
 
 
 def repeats(plane: Tensor, dim: int) -> bool:
-    """Say whether a plane is the same all along a dimension."""
+    """Whether a plane is the same all along a dimension."""
     return plane.shape[dim] == 1 or plane.stride(dim) == 0 or bool((plane == plane.narrow(dim, 0, 1)).all())
 
 
-def same(one: Tensor, other: Tensor) -> bool:
-    """Say whether two planes of one shape are equal."""
-    return bool((small(one) == small(other)).all())
+def same(first: Tensor, second: Tensor) -> bool:
+    """Whether two planes of one shape are equal."""
+    return bool((small(first) == small(second)).all())
 
 
 def unique_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Give the different rows of a matrix, and which of them each row is."""
+    """Return the different rows of a matrix, and which of them each row is."""
     short = small(rows) if rows.shape[0] > 1 and rows.stride(0) == 0 else rows
     generator = torch.Generator().manual_seed(0)
     factors = torch.randint(1, 2**62, rows.shape[1:], generator=generator)
     code = (short[:, : rows.shape[1]] * factors).sum(1)  # sorting rows would take long; a sum tells them apart
-    unique, which = torch.unique(code, return_inverse=True)
-    first = torch.zeros(len(unique), dtype=torch.int64).scatter_(0, which, torch.arange(len(which)))
-    return short[first].expand(-1, rows.shape[1]), which.expand(len(rows))
+    unique, number = torch.unique(code, return_inverse=True)
+    first = torch.zeros(len(unique), dtype=torch.int64).scatter_(0, number, torch.arange(len(number)))
+    return short[first].expand(-1, rows.shape[1]), number.expand(len(rows))
 
 
 def seen_through(plane: Tensor, written: Geometry, view: Geometry) -> Tensor | None:
-    """Read a plane that was written in one geometry through another, as a view; `None` where it has to be written out.
+    """Return a plane that was written in one geometry through another, as a view; `None` where none can be.
 
     An element of the view lies at ``offset + sum of place * stride``. Each of its dimensions walks along one
     dimension of what was written, or, where it is longer, on along the next larger one.
-    """  # noqa: DOC201
+    """
     dims = sorted(
         ((size, step, by) for size, step, by in zip(written.shape, written.stride, plane.stride()) if size > 1),
-        key=lambda one: one[1],
+        key=lambda dim: dim[1],
     )
     if any(step == 0 for _, step, _ in dims):
         return None
     reached: list[int] = []
-    left = view.offset - written.offset
+    offset = view.offset - written.offset
     for _, step, _ in reversed(dims):
-        at, left = divmod(left, step)
+        at, offset = divmod(offset, step)
         reached.insert(0, at)
-    if left or any(at < 0 for at in reached):
+    if offset or any(at < 0 for at in reached):
         return None
     begin = int(plane.storage_offset()) + sum(at * by for at, (_, _, by) in zip(reached, dims))
     pieces = [_walk(size, step, dims, reached) for size, step in zip(view.shape, view.stride)]
@@ -129,12 +129,12 @@ def seen_through(plane: Tensor, written: Geometry, view: Geometry) -> Tensor | N
 
 
 def _walk(size: int, step: int, dims: list[tuple[int, int, int]], reached: list[int]) -> list[tuple[int, int]] | None:
-    """Say along which dims, smallest first, a dimension of a view walks: how many places each, and by what stride."""
+    """Return along which dims, smallest first, a dimension of a view walks: how many elements, by what stride."""
     if size == 1 or step == 0:
         return [(size, 0)]
     pieces: list[tuple[int, int]] = []
     while size > 1:
-        at = max((i for i, one in enumerate(dims) if one[1] <= step), default=None)
+        at = max((i for i, dim in enumerate(dims) if dim[1] <= step), default=None)
         if at is None or step % dims[at][1]:
             return None
         length, own, by = dims[at]
@@ -142,13 +142,13 @@ def _walk(size: int, step: int, dims: list[tuple[int, int, int]], reached: list[
         if (size - 1) * each + reached[at] < length:
             reached[at] += (size - 1) * each
             return [*pieces, (size, each * by)]
-        count, rest = divmod(length, each)
-        if rest or count < 2 or size % count or (reached[at] and reached[at] >= each):
+        count, remainder = divmod(length, each)
+        if remainder or count < 2 or size % count or (reached[at] and reached[at] >= each):
             return None
         reached[at] += (count - 1) * each
         pieces.append((count, each * by))
         size, step = size // count, own * length
-        if size > 1 and not any(one[1] == step for one in dims):
+        if size > 1 and not any(dim[1] == step for dim in dims):
             return None
     return pieces
 
@@ -160,12 +160,12 @@ def _put_together(plane: Tensor, begin: int, pieces: list[list[tuple[int, int]]]
         for count, by in [(1, 0)] if repeated else reversed(piece):
             sizes.append(count)
             strides.append(by)
-    kept = [1 if all(by == 0 for _, by in piece) else size for piece, size in zip(pieces, shape)]
-    return plane.as_strided(sizes, strides, begin).reshape(kept).expand(shape)
+    small_shape = [1 if all(by == 0 for _, by in piece) else size for piece, size in zip(pieces, shape)]
+    return plane.as_strided(sizes, strides, begin).reshape(small_shape).expand(shape)
 
 
 def written_out(plane: Tensor, written: Geometry, numel: int) -> Tensor:
-    """Give the plane of a whole storage, element by element."""
+    """Return the plane of a whole storage, element by element."""
     flat = torch.zeros(numel, dtype=torch.int64)
     flat.as_strided(written.shape, written.stride, written.offset).copy_(plane)
     return flat

@@ -23,8 +23,8 @@ def register_layout(module_type: type[nn.Module], function: Layout) -> None:
 
     Args:
         module_type: the class; subclasses are described in the same way, unless they have a layout of their own.
-        function: takes the dotted path and the module, and gives an `AttentionLayer`; `None` where the class has no
-            heads to watch, so that its attention is read from a forward as that of any other module.
+        function: takes the dotted path and the module, and returns an `AttentionLayer`; or `None` where the class has
+            no heads to watch, so that its attention is read from a forward as that of any other module.
 
     Raises:
         MisconfigurationError: if `module_type` is not a class of modules, or `function` not a function.
@@ -57,34 +57,14 @@ def register_layout(module_type: type[nn.Module], function: Layout) -> None:
 
 
 def known_layers(model: nn.Module) -> list[AttentionLayer | Refusal]:
-    """Describe the attention of a model that is known without a forward.
-
-    Args:
-        model: the model.
-
-    Returns:
-        Layers, and what of the known kinds cannot be read, in model order.
-
-    Raises:
-        MisconfigurationError: if a registered layout contradicts itself or the shapes of the module.
-    """
-    found = []
-    for name, module in model.named_modules():
-        # An adapter around torch's attention changes the weights within each forward.
-        if not name.endswith("base_layer") and (known := known_layer(name, module)) is not None:
-            found.append(known)
-    return found
+    """Return the attention of a model that is known without a forward, or why it is not read, in model order."""
+    # An adapter around torch's attention changes the weights within each forward.
+    modules = ((name, module) for name, module in model.named_modules() if not name.endswith("base_layer"))
+    return [layer for name, module in modules if (layer := known_layer(name, module)) is not None]
 
 
 def known_layer(name: str, module: nn.Module) -> AttentionLayer | Refusal | None:
-    """Describe a module by a registered layout, or as torch's own attention.
-
-    Args:
-        name: dotted path of the module.
-        module: the module.
-
-    Returns:
-        The layer, or why a module of a known kind has none; `None` if its kind is not known.
+    """Return the layer of a module with a registered layout or of torch's attention, or why it has none; else `None`.
 
     Raises:
         MisconfigurationError: if a registered layout contradicts itself or the shapes of the module.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.attention.operations import DROPOUTS, OBSERVES, RANDOM
-from hdi_callback.attention.tape import WEIGHT, Cell, Step, View, mapped, written_tensors
+from hdi_callback.attention.tape import WEIGHT, Cell, Step, View, mapped, walk_back, written_tensors
 
 __all__ = ["DROPOUTS", "NotReplayedError", "Recipe", "run_steps", "steps_before"]
 
@@ -24,36 +24,28 @@ class NotReplayedError(Exception):
 
 
 def steps_before(root: Cell, is_leaf: Callable[[Cell], bool], most: int = 2000) -> list[Step]:
-    """List the steps that write what a cell depends on, in their order.
-
-    Args:
-        root: the cell.
-        is_leaf: whether a cell is an input of the part; cells without a step are inputs anyway.
-        most: the largest number of steps.
-
-    Returns:
-        The steps.
+    """Return the steps that write what a content depends on, in their order, up to the leaves.
 
     Raises:
-        NotReplayedError: if there are more, or one draws random numbers.
+        NotReplayedError: if there are more than `most`, or one draws random numbers.
     """
-    todo, steps = [root], dict[int, Step]()
-    seen: set[int] = set()
-    while todo:
-        cell = todo.pop()
-        if id(cell) in seen or is_leaf(cell):
-            continue
-        seen.add(id(cell))
-        todo += [cell.before] if cell.before is not None else []
+
+    def inputs(cell: Cell) -> list[Cell]:
+        if is_leaf(cell):
+            return []
+        before = [cell.before] if cell.before is not None else []
+        return before + ([view.cell for view in cell.step.inputs] if cell.step is not None else [])
+
+    steps = dict[int, Step]()
+    for cell in walk_back([root], inputs):
         step = cell.step
-        if step is None or step.number in steps:
+        if step is None or is_leaf(cell):
             continue
         if step.op in RANDOM:
             raise NotReplayedError(f"it draws random numbers ({step.op})")
         if any(view.itemsize != view.cell.itemsize for view in step.inputs):
             raise NotReplayedError(f"{step.op} takes a tensor in another type")
         steps[step.number] = step
-        todo += [view.cell for view in step.inputs]
         if len(steps) > most:
             raise NotReplayedError(f"it is computed by more than {most} operations")
     return [steps[number] for number in sorted(steps)]
@@ -62,13 +54,13 @@ def steps_before(root: Cell, is_leaf: Callable[[Cell], bool], most: int = 2000) 
 def run_steps(
     steps: list[Step], storages: dict[int, Tensor], leaf: Callable[[View], Tensor], convert: Callable[[str, Any], Any]
 ) -> None:
-    """Run steps again.
+    """Run steps again, in their order.
 
     Args:
-        steps: in their order.
-        storages: flat contents of cells, by their `id`; those that are written are added.
-        leaf: gives a tensor whose cell is not among them.
-        convert: gives another argument in place of a named one, such as a device.
+        steps: the steps.
+        storages: flat contents, by the `id` of their cells; those that are written are added.
+        leaf: returns a tensor whose content is not among them.
+        convert: returns another value in place of a named argument, such as a device.
     """
     for step in steps:
 
@@ -77,10 +69,10 @@ def run_steps(
             return leaf(view) if flat is None else flat.as_strided(view.shape, view.stride, view.offset)
 
         args = mapped(step.args, tensor)
-        kwargs = {name: convert(name, one) for name, one in mapped(step.kwargs, tensor).items()}
-        for made, out in zip(step.outputs, _outputs(step, args, kwargs), strict=True):
-            if made is not None and out is not None:
-                storages[id(made.cell)] = _stored(made, out, storages)
+        kwargs = {name: convert(name, value) for name, value in mapped(step.kwargs, tensor).items()}
+        for view, out in zip(step.outputs, _outputs(step, args, kwargs), strict=True):
+            if view is not None and out is not None:
+                storages[id(view.cell)] = _stored(view, out, storages)
 
 
 def _outputs(step: Step, args: list[Any], kwargs: dict[str, Any]) -> list[Tensor | None]:
@@ -91,38 +83,33 @@ def _outputs(step: Step, args: list[Any], kwargs: dict[str, Any]) -> list[Tensor
     if step.op == OBSERVES:
         args[1] = torch.zeros_like(args[1])
     if step.function._schema.is_mutable:  # copies are written into
-        args = [one.clone() if isinstance(one, Tensor) else one for one in args]
-        kwargs = {name: one.clone() if isinstance(one, Tensor) else one for name, one in kwargs.items()}
+        args = [value.clone() if isinstance(value, Tensor) else value for value in args]
+        kwargs = {name: value.clone() if isinstance(value, Tensor) else value for name, value in kwargs.items()}
     out = step.function(*args, **kwargs)
     written = written_tensors(step.function, tuple(args), kwargs)
     outs = list(out) if isinstance(out, (tuple, list)) else [out]
     return [*outs[: len(step.outputs) - len(written)], *written]
 
 
-def _stored(made: View, out: Tensor, storages: Mapping[int, Tensor]) -> Tensor:
-    """Return the flat content of a cell, with what a step has written into it."""
-    cell = made.cell
-    is_whole = made.numel == cell.numel and made.offset == 0
-    if is_whole and torch.empty(made.shape, device="meta").stride() == made.stride:
+def _stored(view: View, out: Tensor, storages: Mapping[int, Tensor]) -> Tensor:
+    """Return a flat content, with what a step has written into it."""
+    cell = view.cell
+    is_whole = view.numel == cell.numel and view.offset == 0
+    if is_whole and torch.empty(view.shape, device="meta").stride() == view.stride:
         return out.reshape(-1)
     before = None if cell.before is None else storages.get(id(cell.before))
     if before is None and not is_whole and cell.before is not None:
         raise NotReplayedError("a tensor is written in parts")
     flat = out.new_zeros(cell.numel) if before is None else before.to(out.dtype)
-    return flat.as_strided_scatter(out.reshape(made.shape), made.shape, made.stride, made.offset)
+    return flat.as_strided_scatter(out.reshape(view.shape), view.shape, view.stride, view.offset)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Recipe:
-    """How a weight is computed from parameters and buffers: as the forward did when it was written down.
+    """How a weight is computed from parameters and buffers: as the forward did when it was written down."""
 
-    Attributes:
-        parameters: dotted names of the parameters that take part.
-        key: what tells it from other recipes; the same in each call of a module.
-    """
-
-    parameters: tuple[str, ...]
-    key: str
+    parameters: tuple[str, ...]  # dotted names of those that take part
+    key: str  # what tells it from other recipes; the same in each call of a module
     _steps: list[Step]
     _names: Mapping[int, str]  # the `id` of a cell -> dotted name of the parameter or buffer that it is
     _root: Cell
@@ -131,14 +118,7 @@ class Recipe:
         return self.key
 
     def __call__(self, read: Callable[[str], Tensor]) -> Tensor:
-        """Compute the weight, flat, as its elements lie in memory.
-
-        Args:
-            read: gives a parameter or buffer by its name.
-
-        Returns:
-            The weight as it is now, differentiable.
-        """
+        """Return the weight as it is now, flat, differentiable; `read` returns a parameter or buffer by its name."""
         storages = {cell: _flat(read(name)) for cell, name in self._names.items()}
         device = next(iter(storages.values())).device
 
@@ -151,18 +131,12 @@ class Recipe:
 
     @classmethod
     def of(cls, root: Cell, read_out: Set[str] = frozenset()) -> Recipe:
-        """Make the recipe of a cell that is made of parameters alone.
+        """Return the recipe of a content that is made of parameters alone; raise `NotReplayedError` if there is none.
 
         A buffer that is changed on the way is read as it is now, and not changed again: the vectors of a spectral
-        norm and the ranges of a quantisation are those that the last forward used.
-
-        Args:
-            root: the cell.
-            read_out: parameters of which the forward has read numbers, which would be stale.
-
-        Raises:
-            NotReplayedError: if it cannot be computed again.
-        """  # noqa: DOC201
+        norm and the ranges of a quantisation are those that the last forward used. Of the parameters in `read_out` the
+        forward has read numbers, which would be stale.
+        """  # noqa: DOC501
         names: dict[int, str] = {}
         parameters: set[str] = set()
 
@@ -184,7 +158,7 @@ class Recipe:
         if any(cell.step is None and id(cell) not in names for cell in cells):
             raise NotReplayedError("it takes a tensor that is neither a parameter nor a buffer")
         alone = _Alone()
-        steps = [alone.step(one) for one in steps]
+        steps = list(map(alone.step, steps))
         numbers = {id(cell): names.get(id(old), str(at)) for at, (old, cell) in enumerate(alone.cells.values())}
 
         def named(view: View) -> object:
@@ -196,7 +170,7 @@ class Recipe:
 
 
 class _Alone:
-    """Copies steps without what uses them, so that a recipe does not hold the whole tape."""
+    """Copies steps without what uses them, so that a recipe does not keep the whole tape alive."""
 
     def __init__(self) -> None:
         self.cells: dict[int, tuple[Cell, Cell]] = {}
@@ -211,11 +185,11 @@ class _Alone:
 
     def step(self, old: Step) -> Step:
         args, kwargs = mapped(old.args, self.view), mapped(old.kwargs, self.view)
-        made = [None if one is None else self.view(one) for one in old.outputs]
-        for one in old.outputs:
-            if one is not None and one.cell.before is not None:
-                self.cell(one.cell).before = self.cell(one.cell.before)
-        return Step(old.number, old.op, old.function, tuple(args), kwargs, None, "", [], made)
+        outputs = [None if view is None else self.view(view) for view in old.outputs]
+        for view in old.outputs:
+            if view is not None and view.cell.before is not None:
+                self.cell(view.cell).before = self.cell(view.cell.before)
+        return Step(old.number, old.op, old.function, tuple(args), kwargs, None, "", [], outputs)
 
 
 def _refuse(_: View) -> Tensor:

@@ -21,32 +21,24 @@ __all__ = ["merged_sites", "ordinals", "site_of"]
 
 
 def ordinals(tape: Tape) -> tuple[dict[int, int], Counter[Any]]:
-    """Number the softmaxes and fused attentions of each module, and its products, as a later forward meets them.
-
-    Returns:
-        Step -> its number; and how many there are at each `Site.place`.
-    """
-    found: dict[int, int] = {}
+    """Return step -> its number among the softmaxes, or matmuls, of its module; and their counts, by `Site.place`."""
+    numbers: dict[int, int] = {}
     counts: Counter[Any] = Counter()
     for step in tape.steps:
         if is_recognised(step) or step.op in BATCHED:
             place = step.path, step.op in BATCHED
-            found[step.number] = counts[place]
+            numbers[step.number] = counts[place]
             counts[place] += 1
-    return found, counts
+    return numbers, counts
 
 
 def is_recognised(step: Step) -> bool:
-    """Say whether a forward that is watched recognises an operation."""
+    """Whether a forward that is watched recognises an operation."""
     return layout_of_fused(step) == "b h q" or step.op in SOFTMAXES
 
 
 def site_of(claim: FoundAttention, ordinal: int, steps: list[Step]) -> Site:
-    """Describe where an attention runs, among the steps of its tape.
-
-    Raises:
-        Unreadable: if its heads and queries lie in no regular order.
-    """  # noqa: DOC201
+    """Return where an attention runs, among the steps of its tape; raise `Unreadable` if that is not regular."""
     step, heads = claim.core.step, claim.heads
     part, number = claim.core.parts[0], claim.numbers[0]
     query = torch.arange(number.shape[1]).expand_as(number)
@@ -54,18 +46,17 @@ def site_of(claim: FoundAttention, ordinal: int, steps: list[Step]) -> Site:
         shape = step.inputs[0].shape[:-1]
         dims = _dims(reshaped(number, shape), reshaped(query, shape), heads)
         return Site(step.path or "", ordinal, "fused", heads, dims, dims)
-    asked, units = claim.core.query_of, part.units
-    if bool((asked < 0).any()):
+    query_of, units = claim.core.query_of, part.units
+    if bool((query_of < 0).any()):
         raise Unreadable("rows without scores")
-    count = int(max(asked.max(), units.max())) + 1
-    head_of, query_of = torch.full((count,), -1), torch.full((count,), -1)
-    for one, unit in zip(claim.numbers, [part.units for part in claim.core.parts]):
-        if unit is None or one.shape != unit.shape:
-            continue
-        known = unit >= 0
-        head_of[unit[known]] = one[known]
-        query_of[unit[known]] = torch.arange(unit.shape[1]).expand_as(unit)[known]
-    rows = _dims(head_of[asked], query_of[asked], heads)
+    count = int(max(query_of.max(), units.max())) + 1
+    head_of, place_of = torch.full((count,), -1), torch.full((count,), -1)
+    for numbers, unit in zip(claim.numbers, [part.units for part in claim.core.parts]):
+        if unit is not None and numbers.shape == unit.shape:
+            has_scores = unit >= 0
+            head_of[unit[has_scores]] = numbers[has_scores]
+            place_of[unit[has_scores]] = torch.arange(unit.shape[1]).expand_as(unit)[has_scores]
+    rows = _dims(head_of[query_of], place_of[query_of], heads)
     out = _dims(number, query, heads)
     is_flipped = part.product is not None and part.product.is_flipped
     site = Site(step.path or "", ordinal, "softmax", heads, rows, out, claim.core.dim, is_flipped)
@@ -74,14 +65,14 @@ def site_of(claim: FoundAttention, ordinal: int, steps: list[Step]) -> Site:
 
 def _of_normaliser(site: Site, core: Core, steps: list[Step]) -> Site:
     start, scores = core.anchor, core.scores
-    weights = next(one for one in core.step.outputs if one is not None)
+    weights = core.step.output
     if start.op not in BATCHED or scores is None or scores.shape != weights.shape:
         raise Unreadable("what makes weights of its scores changes their shape")
 
     def behind(step: Step | None) -> tuple[str, int]:
         if step is None or step is start:
             return "", 0
-        return step.op, sum(one.op == step.op for one in steps[start.number + 1 : step.number + 1])
+        return step.op, [between.op for between in steps[start.number + 1 : step.number + 1]].count(step.op)
 
     return replace(
         site, path=start.path or "", kind="normaliser", scores=behind(scores.cell.step), weights=behind(core.step),
@@ -90,7 +81,7 @@ def _of_normaliser(site: Site, core: Core, steps: list[Step]) -> Site:
 
 
 def _dims(head: Tensor, query: Tensor, heads: int) -> tuple[str, ...]:
-    """Name the dims of a grid that says of each row its head and its query."""
+    """Return the names of the dims of two grids, the head and the query of each row."""
     names = []
     for dim, size in enumerate(head.shape):
         by_head, by_query = not repeats(head, dim), not repeats(query, dim)
@@ -117,22 +108,21 @@ def _dims(head: Tensor, query: Tensor, heads: int) -> tuple[str, ...]:
 
 
 def merged_sites(sites: list[tuple[Site, object]], counts: Counter[Any]) -> list[tuple[Site, object]]:
-    """Let attentions of one module that come again after a period be one: loops, shared modules, recomputation.
+    """Return the first of attentions of one module that come again after a period, with their period.
+
+    So loops, shared modules and recomputation are one attention each.
 
     Args:
-        sites: each with what it computes, in the order of a forward.
-        counts: how many there are at each `Site.place`, others among them.
-
-    Returns:
-        The first of each, with their period.
+        sites: each with its layer, in the order of a forward.
+        counts: how many there are at each `Site.place`, those of other layers among them.
     """
     places: dict[Any, list[tuple[Site, object]]] = {}
-    for site, what in sites:
-        places.setdefault(site.place, []).append((site, what))
+    for site, layer in sites:
+        places.setdefault(site.place, []).append((site, layer))
     merged = []
-    for place, mine in places.items():
+    for place, items in places.items():
         count = counts[place]
-        at = {site.ordinal: (replace(site, ordinal=0), what) for site, what in mine}
+        at = {site.ordinal: (replace(site, ordinal=0), layer) for site, layer in items}
         period = next(p for p in range(1, count + 1) if all(at.get(i) == at.get(i % p) for i in range(count)))
-        merged += [(replace(site, period=period), what) for site, what in mine if site.ordinal < period]
+        merged += [(replace(site, period=period), layer) for site, layer in items if site.ordinal < period]
     return merged

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,19 +24,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hdi_callback.attention import operations as ops
 from hdi_callback.attention.calls import module_of, running_frames
 from hdi_callback.attention.flex import FLEX, FlexCall
-from hdi_callback.attention.operations import (
-    BATCHED,
-    FUSED_FLEX,
-    MASKS,
-    RANDOM,
-    RESHAPED_IN_PLACE,
-    SHAPED_LIKE,
-    SOFTMAX_LIKE,
-    WHOLE_LAYERS,
-    is_fused,
-)
 from hdi_callback.attention.releases import Mode
 
 # What a cell is: of neither parameters nor data (buffers, zeros); a parameter itself; made of parameters alone; of what
@@ -70,12 +60,12 @@ class Cell:
             cell = cell.before
 
     def __repr__(self) -> str:
-        made = self.parameter or ("an input" if self.step is None else f"{self.step.number} {self.step.op}")
-        return f"<Cell of {self.numel} elements: {made}>"
+        source = self.parameter or ("an input" if self.step is None else f"{self.step.number} {self.step.op}")
+        return f"<Cell of {self.numel} elements: {source}>"
 
 
 def walk_back(cells: Iterable[Cell], inputs: Callable[[Cell], Iterable[Cell]]) -> Iterator[Cell]:
-    """Return contents and what they depend on, each once; `inputs` says what to follow."""
+    """Return contents and all that `inputs` finds before them, each once."""
     todo, met = list(cells), set[Cell]()
     while todo:
         cell = todo.pop()
@@ -135,7 +125,7 @@ class View:
         return f"<View {self.shape} of {self.cell!r}>"
 
     def seen_as(self, shape: tuple[int, ...], stride: tuple[int, ...], offset: int | None = None) -> View:
-        """Give the same memory in another geometry."""
+        """Return the same memory in another geometry."""
         at = self.offset if offset is None else offset
         return View(self.cell, shape, stride, at, self.itemsize, self.is_float)
 
@@ -172,7 +162,7 @@ class Step:
         return f"<Step {self.number} {self.op}{where}: {[view.shape for view in self.inputs]}>"
 
     def argument(self, name: str, default: Any = None) -> Any:
-        """Give an argument by its name."""
+        """Return an argument by its name."""
         schema = getattr(self.function, "_schema", None)
         for position, argument in enumerate(schema.arguments if schema is not None else ()):
             if argument.name == name:
@@ -181,37 +171,35 @@ class Step:
         return self.kwargs.get(name, default)
 
     @property
+    def output(self) -> View:
+        """Its first tensor."""
+        return next(view for view in self.outputs if view is not None)
+
+    @property
     def is_pointwise(self) -> bool:
         """Whether torch says that each element depends on that of the same place alone."""
         return torch.Tag.pointwise in getattr(self.function, "tags", ())
 
 
 class Tape(Mode):
-    """Write down a forward of a model, around which it is entered.
-
-    Attributes:
-        steps: what was written down.
-        errors: what could not be written down, in words; the forward itself never fails of it.
-    """
+    """Writes down a forward of a model, around which it is entered."""
 
     def __init__(self, model: nn.Module, on_step: Callable[..., None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.model, self._on_step = model, on_step
         self.steps: list[Step] = []
-        self.errors: list[str] = []
+        self.errors: list[str] = []  # what could not be written down, in words; the forward itself never fails of it
         self.names: list[str] = []  # of parameters, in the order of their first numbers
         self.places: dict[str, int] = {}
         self.first: list[int] = []  # the number of the first element of each: all elements have numbers of their own
         self.end = 1
-        self.local: dict[
-            str, tuple[tuple[int, ...], tuple[int, ...]]
-        ] = {}  # sharded: this rank's shape, where it begins
+        # Of sharded parameters this rank's shape, and where it begins.
+        self.local: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self.read_out: list[Cell] = []  # of which the forward has read numbers, as `Tensor.item` does
         self.recipes: dict[str, Any] = {}  # a weight that is computed -> its `Recipe`, or why there is none
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        self._cells: dict[
-            int, tuple[StorageWeakRef, Cell]
-        ] = {}  # a storage's address is not used again while it is held
+        # A storage's address is not used again while it is held.
+        self._cells: dict[int, tuple[StorageWeakRef, Cell]] = {}
         self._paths = {module: name for name, module in model.named_modules()}
         for name, parameter in model.named_parameters():
             self._add(name, parameter, WEIGHT)
@@ -225,7 +213,7 @@ class Tape(Mode):
                 self._add(path, cached, WEIGHT)
 
     def number(self, parameter: str) -> int:
-        """Give the number of a parameter's first element."""
+        """Return the number of a parameter's first element."""
         return self.first[self.places[parameter]]
 
     def _add(self, name: str, tensor: Tensor, kind: int) -> None:
@@ -268,26 +256,24 @@ class Tape(Mode):
         kwargs = kwargs or {}
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # DTensor asks for operations on the part of this rank, which come here
-        if torch.is_inference_mode_enabled() and _is_composite(
-            func
-        ):  # else they would come as one, other than in training
+        if torch.is_inference_mode_enabled() and _is_composite(func):  # in training they come in parts
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
         flex = FlexCall(*args) if func is FLEX else None
-        name = op_name(func) if flex is None else FUSED_FLEX
-        taken, named = (args, kwargs) if flex is None else (args[:3], _of_flex(flex))
+        name = op_name(func) if flex is None else ops.FUSED_FLEX
+        inputs, options = (args, kwargs) if flex is None else (args[:3], _of_flex(flex))
         try:
             with torch._C.DisableTorchFunction():  # modes of the user's see nothing of what is written down
-                views = self._viewed(taken, name), self._viewed(named, name)
+                views = self._viewed(inputs, name), self._viewed(options, name)
         except Exception as error:
             self.errors.append(f"{name}: {type(error).__name__}: {error}")
             return func(*args, **kwargs)
         out = func(*args, **kwargs) if flex is None else flex.run()
         try:
             with torch._C.DisableTorchFunction():
-                step = self._write(func, name, taken, named, *views, out)
+                step = self._write(func, name, inputs, options, *views, out)
                 if self._on_step is not None:
                     self._on_step(step, func, args, kwargs, out)
         except Exception as error:
@@ -295,13 +281,13 @@ class Tape(Mode):
         return out
 
     def _viewed(self, value: Any, op: str) -> Any:
-        """Put views in place of tensors."""
+        """Return a value with views in place of tensors."""
         if isinstance(value, Tensor):
             return self._view(value, op)
         if isinstance(value, (list, tuple)):
-            return tuple(self._viewed(one, op) for one in value)
+            return tuple(self._viewed(item, op) for item in value)
         if isinstance(value, dict):
-            return {name: self._viewed(one, op) for name, one in value.items()}
+            return {name: self._viewed(item, op) for name, item in value.items()}
         return value
 
     def _view(self, tensor: Tensor, op: str = "") -> View | None:
@@ -321,7 +307,7 @@ class Tape(Mode):
         return View(cell, shape, stride, int(tensor.storage_offset()), tensor.element_size(), is_float, value)
 
     def _put_together(self, key: int, tensor: Tensor) -> Cell | None:
-        """Recognise a parameter that lies elsewhere while its module runs, as FSDP puts it together."""
+        """Return the cell of a parameter that lies elsewhere while its module runs, as FSDP gathers it."""
         module = _running_module(self._paths)[0]
         for name, parameter in module.named_parameters(recurse=False) if module is not None else ():
             path = f"{self._paths[module]}.{name}".lstrip(".")
@@ -333,41 +319,41 @@ class Tape(Mode):
                     self._of_this_rank(path, parameter)
                 else:
                     self.local[path] = tuple(parameter.shape), (0,) * parameter.dim()
-                known = self._cells.get(key, (None, None))[1]
-                if known is not None and known.parameter == path:
-                    return known
+                cell = self._cells.get(key, (None, None))[1]
+                if cell is not None and cell.parameter == path:
+                    return cell
                 return Cell(_numel(tensor), tensor.element_size(), WEIGHT, path, is_mapped=True)
         return None
 
     def _write(
-        self, func: Any, op: str, args: tuple[Any, ...], kwargs: Any, views: tuple[Any, ...], named: Any, out: Any
+        self, func: Any, op: str, args: tuple[Any, ...], kwargs: Any, views: tuple[Any, ...], options: Any, out: Any
     ) -> Step | None:
-        taken = [*_views_in(views), *_views_in(tuple(named.values()))]
+        inputs = [*_items_in(views, View), *_items_in(tuple(options.values()), View)]
         written = written_tensors(func, args, kwargs)
-        given = {id(view.cell) for view in taken}
-        made = [one if isinstance(one, Tensor) else None for one in (out if isinstance(out, (tuple, list)) else (out,))]
-        fresh = [one if one is not None and self._is_fresh(one, given) else None for one in made]
+        cells = {id(view.cell) for view in inputs}
+        outs = out if isinstance(out, (tuple, list)) else (out,)
+        fresh = [item if isinstance(item, Tensor) and self._is_fresh(item, cells) else None for item in outs]
         if op == "_local_scalar_dense":
-            self.read_out += [view.cell for view in taken]
-        if (not written or op in RESHAPED_IN_PLACE) and not any(one is not None for one in fresh):
+            self.read_out += [view.cell for view in inputs]
+        is_new = any(tensor is not None for tensor in fresh)  # some return a tensor and write into others
+        if (not written or op in ops.RESHAPED_IN_PLACE) and not is_new:
             return None  # a view
-        is_product = op == "sum" and any(view.cell.step is not None and view.cell.step.op == "mul" for view in taken)
+        is_product = op == "sum" and any(view.cell.step is not None and view.cell.step.op == "mul" for view in inputs)
         path, line, padding = self._place("bmm" if is_product else op)
-        step = Step(len(self.steps), op, func, views, named, path, line, taken, padding=padding)
+        step = Step(len(self.steps), op, func, views, options, path, line, inputs, padding=padding)
         self.steps.append(step)
-        for view in taken:
+        for view in inputs:
             view.cell.users.append(step)
-        kind = max((view.cell.kind for view in taken), default=CONSTANT)
-        kind = DATA if op in RANDOM else CONSTANT if op in SHAPED_LIKE else MADE if kind == WEIGHT else kind
-        is_new = not written or any(one is not None for one in fresh)  # some give a tensor and write into others
-        for tensor in fresh if is_new else ():
+        kind = max((view.cell.kind for view in inputs), default=CONSTANT)
+        kind = DATA if op in ops.RANDOM else CONSTANT if op in ops.SHAPED_LIKE else MADE if kind == WEIGHT else kind
+        for tensor in fresh if is_new or not written else ():
             step.outputs.append(None if tensor is None else self._new_content(tensor, step, kind, is_change=False))
         step.outputs += [self._new_content(tensor, step, kind, is_change=True) for tensor in written]
         return step
 
-    def _is_fresh(self, tensor: Tensor, given: set[int]) -> bool:
+    def _is_fresh(self, tensor: Tensor, cells: set[int]) -> bool:
         key = _key(tensor)
-        return key is not None and (key not in self._cells or id(self._cells[key][1]) not in given)
+        return key is not None and (key not in self._cells or id(self._cells[key][1]) not in cells)
 
     def _new_content(self, tensor: Tensor, step: Step, kind: int, *, is_change: bool) -> View | None:
         key = _key(tensor)
@@ -382,39 +368,41 @@ class Tape(Mode):
         return cell.written
 
     def _place(self, op: str) -> tuple[str | None, str, dict[str, Tensor]]:
-        if not (op in SOFTMAX_LIKE or is_fused(op) or op in WHOLE_LAYERS or op in BATCHED or "::" in op):
+        if not (
+            op in ops.SOFTMAX_LIKE or ops.is_fused(op) or op in ops.WHOLE_LAYERS or op in ops.BATCHED or "::" in op
+        ):
             return None, "", {}
         module, line, padding = _running_module(self._paths)
         return (None if module is None else self._paths[module]), line, padding
 
 
 def _running_module(paths: dict[nn.Module, str]) -> tuple[nn.Module | None, str, dict[str, Tensor]]:
-    """Say which module of the model runs now, on which line, and what masks it was given, from the call stack."""
-    line, found = "", None
+    """Return which module of the model runs now, on which line, and its masks, from the call stack."""
+    line, innermost = "", None
     padding: dict[str, Tensor] = {}
     for frame in running_frames():
         code = frame.f_code
         module = module_of(frame, paths)
         if module is not None:
             padding = {**_padding_given(frame), **padding}
-            if found is None:
-                found, line = module, line or f"{code.co_filename}:{frame.f_lineno}"
+            if innermost is None:
+                innermost, line = module, line or f"{code.co_filename}:{frame.f_lineno}"
         is_torch = "torch" in code.co_filename.replace("\\", "/").split("/")
         if not (line or is_torch or code.co_filename == __file__):
             line = f"{code.co_filename}:{frame.f_lineno}"
-    return found, line, padding
+    return innermost, line, padding
 
 
 def _padding_given(frame: Any) -> dict[str, Tensor]:
-    """List arguments of a forward that say which tokens ``(batch, tokens)`` are padding."""
+    """Return arguments of a forward that say which tokens ``(batch, tokens)`` are padding."""
     code, values = frame.f_code, frame.f_locals
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    named = {name: values.get(name) for name in names if any(word in name for word in _PADDING)}
+    masks = {name: values.get(name) for name in names if any(word in name for word in _PADDING)}
     with _disable_current_modes():
         return {
-            name: one.detach()[:8, :_KEPT].bool()
-            for name, one in named.items()
-            if type(one) is Tensor and one.dim() == 2 and not one.is_floating_point() and not one.is_meta
+            name: mask.detach()[:8, :_KEPT].bool()
+            for name, mask in masks.items()
+            if type(mask) is Tensor and mask.dim() == 2 and not mask.is_floating_point() and not mask.is_meta
         }
 
 
@@ -433,16 +421,16 @@ def _of_flex(flex: FlexCall) -> dict[str, Any]:
     """Return the arguments of FlexAttention as those of another fused attention: the mask is evaluated on a grid."""
     sizes = min(8, len(flex.query)), min(8, flex.query.shape[1])
     places = (torch.arange(min(_KEPT, tensor.shape[2]), device=flex.query.device) for tensor in (flex.query, flex.key))
-    named: dict[str, Any] = {"scale": flex.scale}
+    options: dict[str, Any] = {"scale": flex.scale}
     with torch.no_grad(), _disable_current_modes():
         queries, keys = places
         mask = flex.visible(queries, keys, batch=sizes[0], heads=sizes[1])
         if not bool(mask.all()):
-            named["attn_mask"] = mask.clone()
+            options["attn_mask"] = mask.clone()
         if flex.changes_scores:  # what it makes of a score of zero
-            named["score_mod"] = flex.changes_scores
-            named["score_bias"] = flex.changed(torch.zeros(*mask.shape, device=mask.device), queries)
-    return named
+            options["score_mod"] = flex.changes_scores
+            options["score_bias"] = flex.changed(torch.zeros(*mask.shape, device=mask.device), queries)
+    return options
 
 
 def _is_composite(func: Any) -> bool:
@@ -454,8 +442,8 @@ def _is_composite(func: Any) -> bool:
 
 
 def _value(tensor: Tensor, op: str, cell: Cell, *, is_float: bool) -> Tensor | None:
-    """Keep the values of indices and numbers, and the beginning of those of masks and factors."""
-    is_mask = op in MASKS or is_fused(op)
+    """Return a copy of an index or number, or of the beginning of a mask or factor; else `None`."""
+    is_mask = op in ops.MASKS or ops.is_fused(op)
     is_number = cell.numel == 1 and not cell.is_mapped
     if not is_number and ((is_float and not is_mask) or (is_mask and cell.is_mapped)):
         return None
@@ -477,25 +465,24 @@ def _numel(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes() // max(1, tensor.element_size())
 
 
-def _views_in(value: Any) -> Iterator[View]:
-    if isinstance(value, View):
+_Item = TypeVar("_Item", Tensor, View)
+
+
+def _items_in(value: Any, kind: type[_Item]) -> Iterator[_Item]:
+    if isinstance(value, kind):
         yield value
     elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _views_in(one)
+        for item in value:
+            yield from _items_in(item, kind)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Return the tensors in lists and tuples."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from tensors_in(one)
+    return _items_in(value, Tensor)
 
 
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """List the tensors that an operation writes into."""
+    """Return the tensors that an operation writes into."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
@@ -507,11 +494,11 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def mapped(value: Any, function: Callable[[View], Any]) -> Any:
-    """Put something in place of each view of a step's arguments."""
+    """Return a step's arguments with something in place of each view."""
     if isinstance(value, View):
         return function(value)
     if isinstance(value, (tuple, list)):
-        return [mapped(one, function) for one in value]
+        return [mapped(item, function) for item in value]
     if isinstance(value, dict):
-        return {name: mapped(one, function) for name, one in value.items()}
+        return {name: mapped(item, function) for name, item in value.items()}
     return value
