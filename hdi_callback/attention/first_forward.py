@@ -21,7 +21,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from hdi_callback.attention.calls import Call, running_calls
 from hdi_callback.attention.capture import Capture, Sample, given_to
-from hdi_callback.attention.find import Reading
+from hdi_callback.attention.dtensors import is_sharded
+from hdi_callback.attention.find import Reading, put_together, read_tape
 from hdi_callback.attention.layer import Survey
 from hdi_callback.attention.normalisers import scores_behind
 from hdi_callback.attention.operations import BATCHED, OF_SCORES
@@ -29,7 +30,6 @@ from hdi_callback.attention.padding import PaddingChoice, TokenMask, find_paddin
 from hdi_callback.attention.reader import KINDS, PRODUCTS, Aside, CoreSample, Reader, received_by
 from hdi_callback.attention.registry import known_layers
 from hdi_callback.attention.releases import has_saving_hooks
-from hdi_callback.attention.sharding import is_sharded
 from hdi_callback.attention.sites import is_recognised, site_of
 from hdi_callback.attention.tape import Step, Tape, tensors_in
 from hdi_callback.guard import describe
@@ -241,8 +241,6 @@ class FirstForward:
 
     def survey(self, on_read: Any) -> Survey:
         """Read the heads."""
-        from hdi_callback.attention.find import put_together, read_tape
-
         self._read_held()
         with Aside(), _quiet():
             return put_together(

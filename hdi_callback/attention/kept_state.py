@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.operations import RESHAPED_IN_PLACE
 from hdi_callback.attention.releases import Mode
-from hdi_callback.attention.sharding import is_sharded
 from hdi_callback.attention.tape import tensors_in, written_tensors
 from hdi_callback.guard import describe
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hdi_callback.attention.dtensors import is_sharded, whole
 from hdi_callback.attention.replay import Recipe
-from hdi_callback.attention.sharding import is_sharded, whole
 from hdi_callback.errors import UnsupportedAttentionError
 
 Role = Literal["query", "key", "value", "output"]

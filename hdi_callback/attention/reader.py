@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hdi_callback.attention.calls import running_module
+from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.flex import FLEX, FlexCall
 from hdi_callback.attention.layer import AttentionLayer, Site
 from hdi_callback.attention.operations import BATCHED
 from hdi_callback.attention.releases import Mode
-from hdi_callback.attention.sharding import is_sharded
 from hdi_callback.attention.tape import Tape, op_name, tensors_in
 from hdi_callback.guard import describe
 

@@ -1,64 +1,19 @@
-"""Parameters and heads that are spread over ranks: FSDP2 and tensor parallelism, both as DTensors.
-
-Gathering is a collective call: every rank that holds a part gathers the same things in the same order. DTensors are
-recognised by their attributes, so that nothing of `torch.distributed` is imported in vain.
-"""
+"""Heads that are spread over ranks by tensor parallelism: each rank computes some of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hdi_callback.errors import UnsupportedAttentionError
+from hdi_callback.attention.dtensors import is_sharded
+from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Survey
 
-if TYPE_CHECKING:
-    from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Survey
-
-__all__ = ["IN_PIECES", "gathered_heads", "is_in_first_fsdp", "is_sharded", "over_all_ranks", "whole"]
-
-IN_PIECES = "Its weights are kept in pieces by DeepSpeed's ZeRO-3 or the first FSDP: use `fully_shard` (FSDP2)."
-
-
-def is_sharded(tensor: Any) -> bool:
-    """Return whether a tensor, or a class of tensors, is a DTensor, of which other ranks may hold a part."""
-    return hasattr(tensor, "full_tensor") and hasattr(tensor, "placements")
-
-
-def is_in_first_fsdp(model: nn.Module) -> bool:
-    """Return whether `FullyShardedDataParallel` holds weights, which come and go within each of its calls."""
-    return any("_fsdp_wrapped_module" in module._modules for module in model.modules())
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Gather a tensor of which other ranks hold a part: a collective call, and differentiable.
-
-    Args:
-        tensor: any tensor.
-
-    Returns:
-        All of it; the tensor itself if it is not spread.
-
-    Raises:
-        UnsupportedAttentionError: of parameters that DeepSpeed or the first FSDP keep in pieces that are no DTensors.
-    """
-    if hasattr(tensor, "ds_id") or hasattr(tensor, "_is_flat_param"):
-        raise UnsupportedAttentionError(IN_PIECES)
-    if not is_sharded(tensor):
-        return tensor
-    parts: Any = tensor
-    device = parts.device_mesh.device_type
-    if parts.device.type != device:  # offloaded to the host, where the mesh cannot talk
-        parts = parts.to(device)
-    gathered: Tensor = parts.full_tensor()
-    return gathered
-
-
-# --- tensor parallelism: each rank computes some of the heads
+__all__ = ["gathered_heads", "group_of_heads", "over_all_ranks"]
 
 
 def over_all_ranks(survey: Survey, model: nn.Module) -> Survey:
@@ -143,7 +98,7 @@ def gathered_heads(outputs: Mapping[str, tuple[AttentionLayer, Tensor | None]]) 
     """
     groups: dict[Any, list[str]] = {}
     for name, (layer, _) in outputs.items():
-        group = _group_of_heads(layer)
+        group = group_of_heads(layer)
         if group is not None:
             groups.setdefault(group, []).append(name)
     found: dict[str, Tensor | None] = {}
@@ -165,7 +120,7 @@ def gathered_heads(outputs: Mapping[str, tuple[AttentionLayer, Tensor | None]]) 
     return found
 
 
-def _group_of_heads(layer: AttentionLayer) -> Any:
+def group_of_heads(layer: AttentionLayer) -> Any:
     """The ranks over which the output projection's input features are spread; `None` if they are not."""
     weight = layer.weights.get("output")
     if weight is None or layer.output_module is None:

@@ -16,6 +16,7 @@ from typing_extensions import Self
 
 from hdi_callback.arguments import flag, function, strings, torch_module, whole_number
 from hdi_callback.attention.capture import Capture, Captured
+from hdi_callback.attention.dtensors import IN_PIECES, is_in_first_fsdp
 from hdi_callback.attention.extra_forward import inner_model
 from hdi_callback.attention.find import name_without_wrappers, put_together, survey
 from hdi_callback.attention.first_calls import FirstCalls
@@ -23,7 +24,6 @@ from hdi_callback.attention.first_forward import FirstForward
 from hdi_callback.attention.layer import AttentionLayer, Refusal, Survey
 from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.attention.registry import known_layers
-from hdi_callback.attention.sharding import IN_PIECES, is_in_first_fsdp
 from hdi_callback.attention.tape import Tape
 from hdi_callback.checks import Facts, examine, facts_of
 from hdi_callback.errors import HDIWarning, MisconfigurationError, NothingToWatchError

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hdi_callback.attention.layer import ROLES, AttentionLayer
-from hdi_callback.attention.sharding import _group_of_heads
+from hdi_callback.attention.sharding import group_of_heads
 from hdi_callback.guard import describe
 
 S = TypeVar("S")
@@ -275,7 +275,7 @@ def _mixed(numbers: Tensor) -> Tensor:
 
 def repeats_tokens(layer: AttentionLayer) -> bool:
     """Whether an earlier rank has the same tokens, as ranks have that share the heads of a layer among them."""
-    group = _group_of_heads(layer) if any(site.heads != layer.num_heads for site in layer.sites) else None
+    group = group_of_heads(layer) if any(site.heads != layer.num_heads for site in layer.sites) else None
     return group is not None and dist.get_rank(group) > 0
 
 

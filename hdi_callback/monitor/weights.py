@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.layer import ROLES, AttentionLayer
-from hdi_callback.attention.sharding import is_sharded
 from hdi_callback.core import (
     CircuitSums,
     HeadMovement,

@@ -19,10 +19,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 from hdi_callback.attention.capture import Capture
+from hdi_callback.attention.dtensors import whole
 from hdi_callback.attention.find import survey
 from hdi_callback.attention.first_calls import FirstCalls
 from hdi_callback.attention.layer import HeadWeight
-from hdi_callback.attention.sharding import whole
 from hdi_callback.errors import UnsupportedAttentionError
 
 W, H, G, D = 24, 4, 2, 6
