@@ -21,6 +21,7 @@ from hdi_callback.attention.labels import (
     SHARED,
     TIMES,
     FeatureRange,
+    Flag,
     Label,
     Labels,
     Unreadable,
@@ -75,7 +76,7 @@ class Core:
     # without `dim`; `None` of a fused operation.
     query_of: Tensor | None = None
     dim: int = -1  # that the softmax runs over
-    flags: frozenset[str] = frozenset()  # what else is true of its scores
+    flags: frozenset[Flag] = frozenset()  # what else is true of its scores
     scores: View | None = None  # what weights are made of; `None` of a fused operation
     normaliser: str = "softmax"  # what makes them
     is_causal: bool = False  # whether that hides later keys; not looked at where it is a softmax
@@ -176,7 +177,7 @@ def _core_behind(labels: Labels, step: Step, scores: View, dim: int | None) -> C
             if not parts:
                 raise
     query_of = _numbered(_slots(labels, label.features, source), label.tokens, source, is_flipped, renumbered)
-    flags = {"scores are a sum of several products"} if len(sources) > 1 else set()
+    flags = {Flag("scores are a sum of several products")} if len(sources) > 1 else set()
     flags |= label.flags & {SHARED, TIMES}
     return Core(step, tuple(parts), source.step, query_of.amax(dim), dim - len(scores.shape), frozenset(flags), scores)
 

@@ -27,6 +27,8 @@ from hdi_callback.attention.labels import (
     NONLINEAR,
     NORMED,
     SEVERAL,
+    SUM,
+    Flag,
     Labels,
     Unreadable,
 )
@@ -417,7 +419,7 @@ class _Layers:
         return AttentionLayer(
             name, module, weights, kind=_kind(claim, chosen), key_of=of_heads["key"], value_dim=value_dim,
             value_of=of_heads.get("value", tuple(range(claim.heads))),
-            normed=frozenset(role for role in IN if f"{role}: {NORMED}" in claim.flags),
+            normed=frozenset(role for role in IN if NORMED.of(role) in claim.flags),
             output_module=self._output_module(base, name), notes="; ".join(notes),
         )  # fmt: skip
 
@@ -473,7 +475,7 @@ def _modules_of(maps: dict[str, list[Projection]]) -> list[str]:
 
 
 def _distinguishing_maps(
-    maps: dict[str, list[Projection]], flags: set[str], notes: list[str]
+    maps: dict[str, list[Projection]], flags: set[Flag], notes: list[str]
 ) -> dict[str, list[Projection]]:
     """Return the projections that tell heads apart, with the same features of queries and keys."""
     if "key" not in maps:
@@ -482,7 +484,7 @@ def _distinguishing_maps(
     places = chosen["key"][0].places
     if "query" in maps:
         query = [item for item in maps["query"] if set(places) <= set(item.places)]
-        if "query: sum" not in flags and len(query) != 1:
+        if SUM.of("query") not in flags and len(query) != 1:
             raise Unreadable("its queries and keys are put together in different ways")
         if any(len(item.places) > len(places) for item in query):
             notes.append("features of queries that meet no keys of heads")
@@ -492,9 +494,9 @@ def _distinguishing_maps(
     return chosen
 
 
-def _distinguishing(maps: list[Projection], flags: set[str], role: str) -> list[Projection]:
+def _distinguishing(maps: list[Projection], flags: set[Flag], role: str) -> list[Projection]:
     """Return projections that tell heads apart, but not what all heads share (rotary parts of latent attention)."""
-    if len(maps) == 1 or f"{role}: sum" in flags:
+    if len(maps) == 1 or SUM.of(role) in flags:
         return maps
     apart = [item for item in maps if len({tuple(row) for row in item.starts.tolist()}) > 1]
     if len(apart) != 1:
@@ -509,23 +511,23 @@ _CAVEATS = {
 }
 
 
-def _caveats(flags: set[str]) -> list[str]:
+def _caveats(flags: set[Flag]) -> list[str]:
     """Return what lies between projections and attention that weights do not show, in words."""
     notes = []
-    for flag in sorted(flags):
-        role, _, kind = flag.partition(": ")
-        if role in IN and kind.startswith(NONLINEAR) and kind.removeprefix(NONLINEAR) != "clamp":
-            notes.append(f"{kind.removeprefix(NONLINEAR)}, through which its {role} passes")
-        elif role in IN and kind in _CAVEATS:
-            notes.append(_CAVEATS[kind].format(role))
+    for kind, detail, role in sorted((flag for flag in flags if flag.role in IN), key=str):
+        if kind == NONLINEAR and detail != "clamp":
+            notes.append(f"{detail}, through which its {role} passes")
+        elif Flag(kind) in _CAVEATS:
+            notes.append(_CAVEATS[Flag(kind)].format(role))
     return notes
 
 
-def _centred(maps: list[Projection], flags: set[str], role: str) -> str:
+def _centred(maps: list[Projection], flags: set[Flag], role: str) -> str:
     """Return over which rows a norm subtracts the mean: of a ``"head"``, of ``"all"`` heads, or of none."""
-    widths = [int(flag.rpartition(" ")[2]) for flag in flags if flag.startswith(f"{role}: {CENTRED}")]
     H, width = maps[0].starts.shape
-    return "head" if width in widths else "all" if H * width in widths else ""
+    return next(
+        (name for name, over in (("head", width), ("all", H * width)) if Flag(CENTRED, over, role) in flags), ""
+    )
 
 
 def _different(maps: list[Projection], heads: int) -> tuple[list[Projection], tuple[int, ...]]:

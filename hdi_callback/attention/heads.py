@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from hdi_callback.attention.cores import Core, ValueProduct
-from hdi_callback.attention.labels import GROUPED, RANGES_FROM, TIMES, FeatureRange, Label, Labels, filter_features
+from hdi_callback.attention.labels import (
+    GROUPED,
+    RANGES_FROM,
+    SUM,
+    TIMES,
+    FeatureRange,
+    Flag,
+    Label,
+    Labels,
+    filter_features,
+)
 from hdi_callback.attention.planes import repeats, reshaped, small, thin, unique_rows
 from hdi_callback.attention.products import Product, Unreadable
 from hdi_callback.attention.tape import DATA, Cell, Step, View, WalkOn
@@ -64,7 +74,7 @@ class FoundAttention:
     core: Core  # as it runs
     heads: int  # how many there are
     maps: dict[str, list[Projection]]  # role -> projections that are summed: one, as a rule
-    flags: set[str]  # what else happens to queries, keys, values and output
+    flags: set[Flag]  # what else happens to queries, keys, values and output
     notes: list[str]  # what is left out, in words
     numbers: list[Tensor] = field(default_factory=list)  # of each product: ``(n, queries)``, the head of each; or -1
     width: int = 0  # of a head's values
@@ -96,7 +106,7 @@ class _HeadsOfPart:
     part: ValueProduct
     heads: list[_Head]
     number: Tensor
-    flags: set[str]
+    flags: set[Flag]
     owners: list[frozenset[int]]  # of each different query
     different: Tensor  # which of these each query is
 
@@ -130,11 +140,11 @@ def heads_of(labels: Labels, core: Core) -> FoundAttention:
 def _heads_of_part(labels: Labels, part: ValueProduct) -> _HeadsOfPart:
     label_of = {"query": part.query, "key": part.key, "value": part.value}
     n, queries, width = part.query.features.shape
-    flags = {f"{role}: {flag}" for role, label in label_of.items() for flag in label.flags}
+    flags = {flag.of(role) for role, label in label_of.items() for flag in label.flags}
     vectors, different = {}, {}
     for role, label in label_of.items():
         different[role], vectors[role], is_sum = _vectors(labels, label.features)
-        flags |= {f"{role}: sum"} if is_sum else set()
+        flags |= {SUM.of(role)} if is_sum else set()
     heads: dict[tuple[object, ...], _Head] = {}
     number = torch.full((n, queries), -1)
     # Matrices with the same different queries, keys and values have the same heads.
@@ -275,14 +285,14 @@ def _maps_of_role(labels: Labels, claim: FoundAttention, role: str, heads: list[
         source = labels.source_of(owner)
         if source is not None and source.step is not None and (why := labels.products.changed_by(source.step)):
             raise Unreadable(f"its weight is computed from {why}")
-        claim.flags.add(f"{role}: computed by {source.kind if source else ''}")
+        claim.flags.add(Flag("computed by", source.kind if source else "", role))
     heads = [{owner: places for owner, places in vector.items() if owner not in computed} for vector in heads]
-    if f"{role}: sum" in claim.flags:
+    if SUM.of(role) in claim.flags:
         still = [owner for owner in owners if owner not in labels.moving]  # maps of positions alone
         if not all(set(vector) <= set(still) for vector in heads):
             heads = [{o: places for o, places in vector.items() if o not in still} for vector in heads]
     if len({len(vector) for vector in heads}) > 1:
-        claim.flags.add(f"{role}: some heads have more maps than others")
+        claim.flags.add(Flag("some heads have more maps than others", role=role))
         return []
     if len({frozenset(vector) for vector in heads}) == 1:  # else each head has parameters of its own
         heads = [{owner: vector[owner] for owner in heads[0]} for vector in heads]
@@ -297,7 +307,7 @@ def _map(
     names = tuple(labels.tape.names[owner] for owner in owners)
     names = names[:1] if len(set(names)) == 1 else names
     if len({len(places) for _, places in of_heads}) > 1:
-        claim.flags.add(f"{role}: heads of several widths in {names[0]}")
+        claim.flags.add(Flag("heads of several widths in", names[0], role))
         return None
     features = [tuple(feature for _, feature in places) for _, places in of_heads]
     distinct = set(map(frozenset, features))
@@ -321,9 +331,9 @@ def _check(part: ValueProduct, claim: FoundAttention) -> None:
         if role in maps and is_single and bool((tokens > 0).all()):
             raise Unreadable(f"its {role} positions are not tokens")
     for role, label in label_of.items():
-        if role in maps and f"{role}: {GROUPED}" in flags:
+        if role in maps and GROUPED.of(role) in flags:
             raise Unreadable(f"the {role} map of each head takes an input of its own: a group of channels")
-        if {f"{role}: {TIMES}", f"{role}: sum"} <= flags:
+        if {TIMES.of(role), SUM.of(role)} <= flags:
             raise Unreadable(f"its {role} is a product of two computed tensors (such as a map and the gain of DoRA)")
         if any(projection.starts.shape[1] == 1 < label.features.shape[-1] for projection in maps.get(role, [])):
             raise Unreadable(f"a map mixes the heads of its {role}")
@@ -332,7 +342,7 @@ def _check(part: ValueProduct, claim: FoundAttention) -> None:
     if claim.heads > 1 and most < claim.heads:
         raise Unreadable("several heads share queries and keys")
     if "query" not in maps and "key" not in maps:
-        reasons = f" ({'; '.join(sorted(flags))})" if flags else ""
+        reasons = f" ({'; '.join(sorted(map(str, flags)))})" if flags else ""
         raise Unreadable(f"neither its queries nor its keys come from a linear map{reasons}")
 
 
@@ -397,7 +407,7 @@ def columns_of(labels: Labels, claim: FoundAttention) -> None:
             if product.kind in {"weight", "filter"} and product.first.cell in walk.met:
                 _claim_columns(labels, claim, step, product)
         elif step.op in {"add", "sub"} and _adds_something_else(labels, claim, step, walk.met):
-            claim.flags.add("output: something is added before a map")
+            claim.flags.add(Flag("something is added before a map", role="output"))
         else:
             walk.follow(step)
 
@@ -425,7 +435,7 @@ def _claim_columns(labels: Labels, claim: FoundAttention, step: Step, product: P
     try:
         label = labels.read(product.first)
     except Unreadable as error:
-        claim.flags.add(f"output: not followed ({error})")
+        claim.flags.add(Flag("not followed:", str(error), "output"))
         return
     if label is None:
         return
@@ -433,14 +443,14 @@ def _claim_columns(labels: Labels, claim: FoundAttention, step: Step, product: P
     features = label.features
     if product.kind == "filter":
         if math.prod(columns.shape[2:]) > 1:
-            claim.flags.add("output: a filter over several tokens")
+            claim.flags.add(Flag("a filter over several tokens", role="output"))
             return
         columns = filter_features(step, columns)
         is_grid = features.dim() > 2
         features = reshaped(thin(features.movedim(1, -1)), (1, -1, features.shape[1])) if is_grid else features[None]
     turned = column_numbers(labels, columns)
     if turned is None:
-        claim.flags.add("output: columns in no regular order")
+        claim.flags.add(Flag("columns in no regular order", role="output"))
         return
     of_heads = _columns_by_head(labels, claim, features, turned[0])
     if of_heads is None:
@@ -493,17 +503,17 @@ def _columns_by_head(
                 own = [at - source.start for at in labels.members(number) if source.start <= at < source.end]
                 heads = {at // width for at in own}
                 if len(heads) > 1:
-                    claim.flags.add("output: several heads are summed or mixed before the map")
+                    claim.flags.add(Flag("several heads are summed or mixed before the map", role="output"))
                     return None
                 for head in heads:
                     of_heads.setdefault(head, {}).setdefault(numbers[column], min(own) % width)
     if not of_heads:
         return None
     if len(of_heads) != claim.heads or len(set(map(len, of_heads.values()))) > 1:
-        claim.flags.add("output: a map of some heads only")
+        claim.flags.add(Flag("a map of some heads only", role="output"))
         return None
     if len(set().union(*of_heads.values())) != sum(map(len, of_heads.values())):
-        claim.flags.add("output: heads share columns")
+        claim.flags.add(Flag("heads share columns", role="output"))
         return None
     return {head: sorted(columns, key=columns.__getitem__) for head, columns in of_heads.items()}
 

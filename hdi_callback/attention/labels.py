@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,13 +42,27 @@ NOTHING, SEVERAL = 0, -1  # of a token; as features, numbers below -1 are sets
 RANGES_FROM = 10**6  # owners from here on are sources
 _FIRST_OF_RANGES = 1 << 48  # behind the elements of all parameters
 
-# What labels say beside features and tokens.
-NORMED, GATED, GAINED, TIMES, SHARED, RESAMPLED, FILTERED, GROUPED, WEIGHED = (
-    "normed", "gated", "gain", "product of two", "through a map that heads share", "tokens resampled",
-    "filter over several tokens", "filters of groups", "times a constant",
+
+class Flag(NamedTuple):
+    """What else happens to queries, keys, values or the output of an attention."""
+
+    kind: str
+    detail: str | int = ""
+    role: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.role}: {self.kind} {self.detail}".removeprefix(": ").rstrip()
+
+    def of(self, role: str) -> Flag:
+        """Return the same of a role."""
+        return self._replace(role=role)
+
+
+NORMED, GATED, GAINED, TIMES, SHARED, RESAMPLED, FILTERED, GROUPED, WEIGHED, SUM = map(
+    Flag, ("normed", "gated", "gain", "product of two", "through a map that heads share", "tokens resampled",
+           "filter over several tokens", "filters of groups", "times a constant", "sum"),
 )  # fmt: skip
-NONLINEAR = "nonlinear: "  # and the operation
-CENTRED = "centred over "  # and how many features
+NONLINEAR, CENTRED = "nonlinear:", "centred over"  # kinds; their details are the operation, and how many features
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -57,10 +72,10 @@ class Label:
     # The id of the first element of the parameter's row, or one of a `FeatureRange`; below -1 a set; 0 for none.
     features: Tensor
     tokens: Tensor  # the number of the token, or `SEVERAL`; 0 for none
-    flags: frozenset[str] = frozenset()  # what else happened to it
+    flags: frozenset[Flag] = frozenset()  # what else happened to it
 
     def __repr__(self) -> str:
-        return f"<Label {tuple(self.features.shape)}: {sorted(self.flags)}>"
+        return f"<Label {tuple(self.features.shape)}: {sorted(map(str, self.flags))}>"
 
     def reshaped(self, shape: tuple[int, ...]) -> Label:
         """Return the labels in another shape."""
@@ -70,14 +85,14 @@ class Label:
         """Return the labels expanded to a shape."""
         return Label(self.features.expand(shape), self.tokens.expand(shape), self.flags)
 
-    def flagged(self, *flags: str) -> Label:
+    def flagged(self, *flags: Flag) -> Label:
         """Return a copy with further flags."""
         return Label(self.features, self.tokens, self.flags | set(flags))
 
     @property
     def is_activated(self) -> bool:
         """Whether an activation follows a projection."""
-        return any(flag.startswith(NONLINEAR) for flag in self.flags)
+        return any(flag.kind == NONLINEAR for flag in self.flags)
 
     @property
     def mT(self) -> Label:  # noqa: N802  as of a tensor
@@ -342,10 +357,10 @@ class Labels:
                 if step.op in {"native_layer_norm", "layer_norm"}
                 else 1
             )
-            flags = (NORMED, f"{CENTRED}{width}") if width > 1 else (NORMED,)
+            flags = (NORMED, Flag(CENTRED, width)) if width > 1 else (NORMED,)
             return labels[0].flagged(*flags) if place == 0 and labels[0] is not None else None
         if step.op in {*ops.SOFTMAXES, "_log_softmax"}:
-            return labels[0].flagged(NONLINEAR + step.op) if place == 0 and labels[0] is not None else None
+            return labels[0].flagged(Flag(NONLINEAR, step.op)) if place == 0 and labels[0] is not None else None
         if step.op in ops.REDUCTIONS:
             return self._reduced(step, labels[0], out) if labels[0] is not None else None
         if step.op in ops.RESAMPLINGS:
@@ -434,11 +449,11 @@ class Labels:
             result = result.flagged(GAINED)
         if step.op == "sub" and len(wide) == 2 and self._has_statistics(wide[1]):
             statistic = next(filter(self.is_statistic, small(wide[1].features).unique().tolist()))
-            return result.flagged(f"{CENTRED}{len(self.members(statistic))}")
+            return result.flagged(Flag(CENTRED, len(self.members(statistic))))
         if step.op in {"mul", "div"} and len(wide) == 2 and NORMED not in result.flags:
             result = result if same(wide[0].features, wide[1].features) else result.flagged(TIMES)
         is_plain = step.op in ops.LINEAR or self._has_statistics(result)
-        return result if is_plain else result.flagged(NONLINEAR + step.op)
+        return result if is_plain else result.flagged(Flag(NONLINEAR, step.op))
 
     def _has_statistics(self, label: Label) -> bool:
         return any(map(self.is_statistic, small(label.features).unique().tolist()))

@@ -120,7 +120,7 @@ def _scale(one: Facts) -> str:
         return f"scale {UNKNOWN}"
     if math.isclose(one.scale, 1):
         return "not scaled"
-    normed = " behind a norm" if any(flag.endswith(NORMED) for flag in one.flags) else ""
+    normed = " behind a norm" if any(flag.kind == NORMED.kind for flag in one.flags) else ""
     return f"scaled by {one.scale:.4g}{f' = 1/sqrt({one.width})' if one.is_usual_scale else ''}{normed}"
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hdi_callback.attention.cores import OVER_HEADS, OVER_QUERIES
 from hdi_callback.attention.heads import IN
-from hdi_callback.attention.labels import CENTRED, NORMED
+from hdi_callback.attention.labels import CENTRED, NORMED, Flag
 from hdi_callback.checks.facts import PLURAL, Facts, HeadRows, shown_rows
 from hdi_callback.checks.scores import KEPT, Change
 
@@ -205,7 +205,7 @@ def batch_for_sequence(one: Facts, _: Sequence[Facts]) -> Found:
 
 def scale(one: Facts, _: Sequence[Facts]) -> Found:
     """Scores are not scaled by 1 / sqrt(width)."""
-    is_normed = any(flag.endswith(NORMED) for flag in one.flags) or one.normaliser != "softmax"
+    is_normed = any(flag.kind == NORMED.kind for flag in one.flags) or one.normaliser != "softmax"
     if one.scale is None or one.width < 2 or is_normed or one.is_usual_scale:
         return None
     if one.scale == 1 and any(len(change.bias) > 2 for change in one.changes):  # T5's
@@ -450,7 +450,7 @@ def shared_bias(one: Facts, _: Sequence[Facts]) -> Found:
 def norm_over_heads(one: Facts, _: Sequence[Facts]) -> Found:
     """One norm runs over the features of all heads."""
     width = one.heads * one.width
-    normed = [PLURAL[role] for role in ("query", "key") if f"{role}: {CENTRED}{width}" in one.flags]
+    normed = [PLURAL[role] for role in ("query", "key") if Flag(CENTRED, width, role) in one.flags]
     if one.heads < 2 or not normed:
         return None
     return "odd", (
@@ -461,7 +461,7 @@ def norm_over_heads(one: Facts, _: Sequence[Facts]) -> Found:
 
 def norm_of_values(one: Facts, _: Sequence[Facts]) -> Found:
     """Keys and values are normed, and queries are not."""
-    normed = [role for role in ("query", "key", "value") if f"{role}: {NORMED}" in one.flags]
+    normed = [role for role in ("query", "key", "value") if NORMED.of(role) in one.flags]
     if normed != ["key", "value"]:
         return None
     return (

@@ -57,7 +57,7 @@ def _of_claim(labels: Labels, claim: FoundAttention) -> str:
         for role, parts in maps
         for found in parts
     ]
-    flags = [f"on the way: {', '.join(sorted(claim.flags))}"] if claim.flags else []
+    flags = [f"on the way: {', '.join(sorted(map(str, claim.flags)))}"] if claim.flags else []
     return "\n".join([*lines, f"{claim.heads} heads", *heads, *flags, *claim.notes])
 
 
@@ -93,4 +93,4 @@ def _origin(labels: Labels, step: Step) -> str:
     names = [
         f"`{parameters[owner]}`" if (source := labels.source_of(owner)) is None else source.kind for owner in owners
     ]
-    return ", ".join(dict.fromkeys(names)) + (f" ({', '.join(sorted(label.flags))})" if label.flags else "")
+    return ", ".join(dict.fromkeys(names)) + (f" ({', '.join(sorted(map(str, label.flags)))})" if label.flags else "")

@@ -16,7 +16,7 @@ from torch import Tensor
 from hdi_callback.attention.cores import Core, core_of
 from hdi_callback.attention.find import place_of
 from hdi_callback.attention.heads import IN, FoundAttention, Projection
-from hdi_callback.attention.labels import Label, Labels, Unreadable
+from hdi_callback.attention.labels import SUM, Flag, Label, Labels, Unreadable
 from hdi_callback.attention.operations import SHAPED_LIKE, SOFTMAXES
 from hdi_callback.attention.planes import small, unique_rows
 from hdi_callback.attention.tape import DATA, Cell, Step
@@ -83,7 +83,7 @@ class Facts:
     heads: int = 0  # 0 if they cannot be told
     features: int = 0  # that its maps take
     rows: Mapping[str, tuple[HeadRows, ...]] = field(default_factory=dict)  # by role: of each map that is summed
-    flags: frozenset[str] = frozenset()  # what was seen on the way from maps to scores
+    flags: frozenset[Flag] = frozenset()  # what was seen on the way from maps to scores
     equal_heads: tuple[tuple[int, int], ...] = ()  # pairs whose queries, and keys, have equal rows
     unused_heads: tuple[int, ...] = ()  # whose output nothing takes
     mixed: tuple[tuple[int, int], ...] = ()  # (head, token) in the first row of the output projection, if in disorder
@@ -185,7 +185,7 @@ def _of_claim(labels: Labels, claim: FoundAttention) -> Facts:
         rows["output"] = tuple(_rows(labels, one, claim) for _, one in claim.outputs)
     asking = {role: claim.maps[role][0] for role in ("query", "key") if role in claim.maps}
     cosines = {role: cosines_of(labels, claim.core, one.starts) for role, one in asking.items()}
-    is_sum = bool({"query: sum", "key: sum"} & claim.flags)  # of which each part may have a scale of its own
+    is_sum = bool({SUM.of("query"), SUM.of("key")} & claim.flags)  # of which each part may have a scale of its own
     return replace(
         facts,
         path=place_of(labels.tape.model, claim, claim.maps),
