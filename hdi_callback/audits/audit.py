@@ -8,16 +8,14 @@ import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from hdi_callback.arguments import function, strings
+from hdi_callback.arguments import function
 from hdi_callback.attention import AttentionLayer, Survey, survey
 from hdi_callback.attention.extra_forward import nothing_remains
-from hdi_callback.attention.own_inputs import own_forward
 from hdi_callback.attention.registry import known_layers
 from hdi_callback.audits.again import check_patterns
 from hdi_callback.audits.sources import NOT_STORED, Target, open_target
@@ -114,10 +112,7 @@ def audit(
     target: nn.Module | str | os.PathLike[str],
     *,
     model: str | Callable[..., Any] | None = None,
-    config: str | os.PathLike[str] | None = None,
     forward: Callable[[], Any] | None = None,
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] | None = None,
     thresholds: Mapping[str, Mapping[str, float | None]] | None = None,
 ) -> Audit:
     """Judge the heads of a model or a checkpoint.
@@ -131,10 +126,7 @@ def audit(
             it, a checkpoint or a state dict together with `model`, or ``"module:function"`` that gives a model, or a
             model and a batch.
         model: the class or function that builds the model of a checkpoint, or its name (``"package.module:Class"``).
-        config: the ``config.json`` of a safetensors file, or its folder, if it lies elsewhere.
         forward: for a model: a function without arguments that runs it, such as ``lambda: model(batch)``.
-        include: patterns of layer names (``"encoder.*"``); only layers that match one of them.
-        exclude: patterns of layer names to leave out.
         thresholds: limits of the default rules, as `HDICallback` takes them: pattern of layer names -> limits.
 
     Returns:
@@ -150,12 +142,9 @@ def audit(
         >>> [(facts["name"], facts["num_heads"]) for facts in found.layers], found.verdict.state
         ([('0.self_attn', 4)], 'clear')
     """
-    include = strings("include", include, "patterns of layer names")
-    exclude = strings("exclude", exclude, "patterns of layer names")
     function("forward", forward, "lambda: model(batch)")
     Alerts("default", thresholds)  # checks the limits
-    opened, layers, refused = open_layers(target, model=model, config=config, forward=forward)
-    layers = _chosen(layers, include, exclude)
+    opened, layers, refused = open_layers(target, model=model, forward=forward)
     facts = tuple(layer.facts() for layer in layers)
     check_patterns(thresholds or (), [layer.name for layer in layers])
     # Rules pass over what pretrained weights had from the start, and an audit asks about just that.
@@ -175,14 +164,14 @@ def audit(
 
 
 def open_layers(
-    target: Any, *, model: Any = None, config: Any = None, forward: Callable[[], Any] | None = None
+    target: Any, *, model: Any = None, forward: Callable[[], Any] | None = None
 ) -> tuple[Target, list[AttentionLayer], dict[str, str]]:
     """Open a model as `audit` does; return it, its layers, and name -> reason of attention that is not read."""
-    opened = open_target(target, model=model, config=config, device="meta")
+    opened = open_target(target, model=model, device="meta")
     layers, refused = find_layers(opened, forward)
     if not layers and any(parameter.is_meta for parameter in opened.model.parameters()):
         # A forward that asks for values, as experts of a mixture may, has to be run in memory.
-        opened = open_target(target, model=model, config=config).load()
+        opened = open_target(target, model=model).load()
         layers, refused = find_layers(opened)
     return opened.load(), layers, refused
 
@@ -193,10 +182,9 @@ def find_layers(
     """Return the layers that the first runnable forward shows, and name -> reason of attention that is not read."""
     model = type(target.model).__name__
     reason = ""
-    for run in [forward] if forward is not None else [*target.forwards, own_forward(target.model)]:
+    for run in [forward] if forward is not None else target.forwards or [None]:
         if run is None and not known_layers(target.model):
-            reason = reason or f"its attention is read from a forward, and no batch is known: {_REMEDY}"
-            break
+            return [], {model: f"its attention is read from a forward, and no batch is known: {_REMEDY}"}
         found = _survey(target.model, run)
         if isinstance(found, Survey):
             refused = {one.name or model: one.reason for one in found.refused}
@@ -251,18 +239,6 @@ def missing_weights(target: Target, layer: AttentionLayer, roles: Sequence[str] 
     named = dict.fromkeys(names.get(id(one), "") for one in on_meta)
     reasons = [f"`{name}`: {target.missing[name]}" for name in named if name in target.missing]
     return "; ".join(reasons) or ("its weights are on the meta device, which holds no numbers" if on_meta else "")
-
-
-def _chosen(
-    layers: list[AttentionLayer], include: Sequence[str] | None, exclude: Sequence[str] | None
-) -> list[AttentionLayer]:
-    check_patterns((*(include or ()), *(exclude or ())), [layer.name for layer in layers])
-    return [
-        layer
-        for layer in layers
-        if (include is None or any(fnmatchcase(layer.name, pattern) for pattern in include))
-        and not any(fnmatchcase(layer.name, pattern) for pattern in exclude or ())
-    ]
 
 
 def _why_not(facts: Mapping[str, Any], numbers: LayerRecord) -> str:

@@ -184,7 +184,6 @@ def compare(
     *,
     step: int | None = None,
     model: str | Callable[..., Any] | None = None,
-    config: str | os.PathLike[str] | None = None,
 ) -> Comparison:
     """Compare the layers and heads of two checkpoints, or two runs.
 
@@ -193,7 +192,6 @@ def compare(
         second: the same; either both are runs, or neither is.
         step: compare runs at their last reading up to this step; by default at the last one.
         model: see `audit`.
-        config: see `audit`.
 
     Returns:
         The layers of both, most changed first.
@@ -219,7 +217,7 @@ def compare(
     units: dict[str, str] = {}
     reasons: dict[str, str] = {}
     for source in (first, second):
-        target, of_target, refused = open_layers(source, model=model, config=config)
+        target, of_target, refused = open_layers(source, model=model)
         targets.append(target)
         layers.append({layer.name: layer for layer in of_target})
         records.append(measure_weights(target, of_target, step=1))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hdi_callback.attention.extra_forward import inner_model
+from hdi_callback.attention.own_inputs import own_forward
 from hdi_callback.audits.weights import first_line, load_plain, map_folder, map_safetensors, without_wrappers
 from hdi_callback.errors import MisconfigurationError
 
@@ -51,8 +52,9 @@ class Target:
 
     @property
     def forwards(self) -> list[Callable[[], Any]]:
-        """Functions without arguments that run the model, one for each batch."""
-        return [partial(run_batch, self.model, batch) for batch in self.batches]
+        """Functions without arguments that run the model: on each batch, and on inputs that it brings itself."""
+        own = own_forward(self.model)
+        return [*(partial(run_batch, self.model, batch) for batch in self.batches), *([own] if own else [])]
 
     def load(self) -> Target:
         """Give the model the weights of the files: parameters become views of mapped files, and nothing is copied."""
@@ -71,7 +73,6 @@ def open_target(
     target: nn.Module | str | os.PathLike[str],
     *,
     model: str | Callable[..., Any] | None = None,
-    config: str | os.PathLike[str] | None = None,
     device: str = "cpu",
     needs_weights: bool = True,
 ) -> Target:
@@ -86,7 +87,12 @@ def open_target(
     if path.is_dir():
         return _open_folder(path, path, device, needs_weights=needs_weights)
     if path.is_file() and path.suffix == ".safetensors" and model is None:
-        return _open_folder(_config_folder(path, config), path, device)
+        if not (path.parent / "config.json").is_file():
+            raise MisconfigurationError(
+                f"`{path}` needs its model, and there is no config.json beside it: put it there, or write --model "
+                "module:function that builds the model."
+            )
+        return _open_folder(path.parent, path, device)
     if path.is_file():
         return _open_file(path, model)
     if ":" in text and not path.exists():
@@ -95,17 +101,6 @@ def open_target(
 
 
 # --- transformers
-
-
-def _config_folder(path: Path, config: str | os.PathLike[str] | None) -> Path:
-    folder = path.parent if config is None else Path(config).expanduser()
-    folder = folder.parent if folder.is_file() else folder
-    if not (folder / "config.json").is_file():
-        raise MisconfigurationError(
-            f"`{path}` needs its model, and there is no config.json in `{folder}`: write --config FOLDER, or --model "
-            "module:function that builds the model."
-        )
-    return folder
 
 
 def _open_folder(folder: Path, weights: Path, device: str, *, needs_weights: bool = True) -> Target:
@@ -197,16 +192,8 @@ def _renamed_as_before(model: Any, stored: Mapping[str, Tensor], own: Mapping[st
 
 
 def made_up_batches(model: Any, device: str | torch.device = "cpu") -> tuple[dict[str, Any], ...]:
-    """Make up batches for a model of transformers: a few tokens, an image, or a second of sound.
-
-    Args:
-        model: the model.
-        device: where the batches are made.
-
-    Returns:
-        Keywords of its forward, tried one after the other: on the meta device some models look at the values of a mask,
-        and others, where there is none, at those of the positions. Empty if its main input is of another kind.
-    """
+    """Return batches for a model of transformers: a few tokens, an image, or a second of sound; none for others."""
+    # On the meta device some models look at the values of a mask, and others, where there is none, at the positions.
     config, takes, main = model.config, inspect.signature(model.forward).parameters, model.main_input_name
     vision = getattr(config, "vision_config", config)
     with torch.device(device):
@@ -328,10 +315,7 @@ def _taken(build: Callable[..., Any], arguments: Any) -> dict[str, Any]:
 
 
 def _batches_of(model: Any) -> tuple[Any, ...]:
-    """Batches that a model itself names: Lightning's `example_input_array`, or made up for one of transformers."""
-    example = getattr(model, "example_input_array", None)
-    if example is not None:
-        return (example,)
+    """Make up batches for a model of transformers; others bring inputs of their own, or none."""
     if hasattr(model, "main_input_name") and hasattr(model, "config"):
         return made_up_batches(model, next(model.parameters()).device)
     return ()

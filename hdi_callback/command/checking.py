@@ -7,7 +7,6 @@ from typing import TypeVar
 
 from torch import nn
 
-from hdi_callback.attention.own_inputs import own_forward
 from hdi_callback.audits.sources import open_target
 from hdi_callback.audits.weights import first_line
 from hdi_callback.errors import MisconfigurationError
@@ -21,7 +20,6 @@ def with_target(
     work: Callable[[nn.Module, Callable[[], object]], Result],
     *,
     model: str | None,
-    config: str | None,
 ) -> Result:
     """Return what work returns of a model that is named on the command line, and of its first forward that runs.
 
@@ -30,13 +28,11 @@ def with_target(
     Raises:
         MisconfigurationError: if it cannot be opened, or has no forward that runs.
     """
-    opened = open_target(target, model=model, config=config, needs_weights=False).load()
+    opened = open_target(target, model=model, needs_weights=False).load()
     reason = "its attention is read from a forward, and no batch is known"
-    for forward in [*opened.forwards, own_forward(opened.model)]:
-        if forward is None:
-            continue
+    for forward in opened.forwards:
         try:
             return work(opened.model, forward)
-        except Exception as error:
+        except Exception as error:  # noqa: PERF203  the next batch may run
             reason = f"its forward raised {type(error).__name__} ({first_line(error)})"
     raise MisconfigurationError(f"`{target}` cannot be checked: {reason}: {_REMEDY}.")

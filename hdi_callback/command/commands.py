@@ -25,9 +25,6 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for pro
 _MODEL = click.option(
     "--model", "build", metavar="MODULE:NAME", help="The class or function that builds the model of a checkpoint."
 )
-_CONFIG = click.option(
-    "--config", metavar="PATH", help="The config.json of a safetensors file, if it is not beside it."
-)
 _THRESHOLD = click.option(
     "--threshold",
     "thresholds",
@@ -61,11 +58,10 @@ def hdi() -> None:
 @hdi.command(epilog=_EXIT_CODES)
 @click.argument("target")
 @_MODEL
-@_CONFIG
 @click.option("--strict", is_flag=True, help="Exit with code 1 also for what is odd.")
 @click.option("--explain", metavar="LAYER", help="Show instead, operation by operation, how its heads were read.")
 @_JSON
-def check(target: str, build: str | None, config: str | None, strict: bool, explain: str | None, as_json: bool) -> int:
+def check(target: str, build: str | None, strict: bool, explain: str | None, as_json: bool) -> int:
     """Say what each attention of a model does, and what is wrong or odd about it.
 
     A forward runs once: on the batch that module:function gives beside its model, on example_input_array, or on a
@@ -83,9 +79,9 @@ def check(target: str, build: str | None, config: str | None, strict: bool, expl
     from hdi_callback.command.checking import with_target
 
     if explain is not None:
-        click.echo(with_target(target, partial(explained, name=explain), model=build, config=config))
+        click.echo(with_target(target, partial(explained, name=explain), model=build))
         return NOTHING_UNUSUAL
-    found = with_target(target, check_model, model=build, config=config)
+    found = with_target(target, check_model, model=build)
     if as_json:
         print_json(found.to_dict())
     else:
@@ -98,18 +94,12 @@ def check(target: str, build: str | None, config: str | None, strict: bool, expl
 @hdi.command(epilog=_EXIT_CODES)
 @click.argument("target")
 @_MODEL
-@_CONFIG
-@click.option("--include", multiple=True, metavar="PATTERN", help="Audit only matching layers, such as 'encoder.*'.")
-@click.option("--exclude", multiple=True, metavar="PATTERN", help="Skip matching layers.")
 @_THRESHOLD
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write the audit as an HTML page, too.")
 @_JSON
 def audit(
     target: str,
     build: str | None,
-    config: str | None,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
     thresholds: tuple[str, ...],
     html: Path | None,
     as_json: bool,
@@ -128,14 +118,7 @@ def audit(
     """
     from hdi_callback.audits import audit as audit_target
 
-    found = audit_target(
-        target,
-        model=build,
-        config=config,
-        include=include or None,
-        exclude=exclude or None,
-        thresholds=parse_thresholds(thresholds),
-    )
+    found = audit_target(target, model=build, thresholds=parse_thresholds(thresholds))
     if html is not None:
         from hdi_callback.dashboards.report import write_report
 
@@ -237,9 +220,8 @@ def watch(run: str, once: bool, idle: float | None, interval: float) -> int:
     "--step", type=click.IntRange(min=0), metavar="STEP", help="Compare runs at their last reading up to this step."
 )
 @_MODEL
-@_CONFIG
 @_JSON
-def compare(first: str, second: str, step: int | None, build: str | None, config: str | None, as_json: bool) -> int:
+def compare(first: str, second: str, step: int | None, build: str | None, as_json: bool) -> int:
     """Show which layers and heads differ in two models or runs.
 
     \b
@@ -249,7 +231,7 @@ def compare(first: str, second: str, step: int | None, build: str | None, config
     """
     from hdi_callback.audits import compare as compare_targets
 
-    found = compare_targets(first, second, step=step, model=build, config=config)
+    found = compare_targets(first, second, step=step, model=build)
     if as_json:
         print_json(found.to_dict())
     else:
