@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from html import escape
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -75,13 +77,14 @@ class Check:
         """All cards, and all findings."""
         if not self.cards:
             return "No attention ran in this forward."
-        said = list(map(str, self.findings)) or ["Nothing is wrong or odd."]
-        said.append(f"{self.judged} of {self.layers} layers were judged.")
+        whole = "" if self.judged == self.layers else " in those that were judged"
+        lines = list(map(str, self.findings)) or [f"Nothing is wrong or odd{whole}."]
+        lines.append(f"{self.judged} of {self.layers} layers were judged.")
         reasons: dict[str, list[str]] = {}
         for name, reason in self.not_asked.items():
             reasons.setdefault(reason, []).append(name.replace("_", " "))
-        said += [f"Not asked: {', '.join(names)} ({reason})." for reason, names in reasons.items()]
-        return "\n\n".join([*map(str, self.cards), "\n".join(said)])
+        lines += [f"Not asked: {', '.join(names)} ({reason})." for reason, names in reasons.items()]
+        return "\n\n".join([*map(str, self.cards), "\n".join(lines)])
 
     def _repr_html_(self) -> str:
         """Return what `str` says, for a notebook: the findings first, then a table for each card."""
@@ -131,30 +134,65 @@ def check(model: nn.Module, forward: Callable[[], object] | None = None) -> Chec
     torch_module("model", model)
     function("forward", forward, "lambda: model(batch)")
     facts: list[Facts] = []
+    others: list[Facts] = []  # of the other mode
     survey(model, forward, lambda *read: facts.extend(facts_of(*read)))
     forward = own_forward(model) if forward is None else forward
     if not facts or forward is None:
         return Check()
-    return examine(facts, answers=ask_model(model, forward, facts))
+    with _in_mode(model, training=not model.training):
+        survey(model, forward, lambda *read: others.extend(facts_of(*read)))
+    with _in_mode(model, training=False):
+        answers = ask_model(model, forward, facts)
+    return examine(facts, others=others, answers=answers)
+
+
+@contextmanager
+def _in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Put all modules into a mode, and back into their own."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.train(training)
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def examine(
-    every: Sequence[Facts], is_chosen: Callable[[str], bool] | None = None, answers: Answers | None = None
+    every: Sequence[Facts],
+    is_chosen: Callable[[str], bool] | None = None,
+    others: Sequence[Facts] = (),
+    answers: Answers | None = None,
 ) -> Check:
-    """Make cards and findings of the facts of a forward, of the layers that are chosen by their names."""
+    """Make cards and findings of the facts of a forward, of the layers that are chosen by their names.
+
+    Args:
+        every: the facts.
+        is_chosen: whether a layer is chosen; all are by default.
+        others: facts of a forward in the other mode, from which findings come that the first does not show.
+        answers: what questions show.
+
+    Returns:
+        Cards and findings.
+    """
     chosen = [each for each in every if is_chosen is None or is_chosen(each.path)]
     cards: dict[str, list[Card]] = {}  # of equal layers
     layers: dict[Diagnosis, list[str]] = {}  # of which the same is said
     for each in chosen:
         card = card_of(each)
         cards.setdefault(str(replace(card, layer="")), []).append(card)
-        for diagnose in DIAGNOSES:
-            diagnosis = diagnose(each, every)
-            if diagnosis is not None:
-                name = diagnose.__name__.replace("_", " ")
+    named: set[tuple[str, str]] = set()
+    for among, looked_at in ((every, chosen), (others, others)):
+        new: set[tuple[str, str]] = set()
+        for each, diagnose in product(looked_at, DIAGNOSES):
+            name = diagnose.__name__.replace("_", " ")
+            diagnosis = diagnose(each, among)
+            if diagnosis is not None and (each.path, name) not in named:
+                new.add((each.path, name))
                 layers.setdefault(Diagnosis("", name, *diagnosis, each.line), []).append(each.path)
-    findings = [replace(said, layer=joined_name(paths)) for said, paths in layers.items()]
-    explained = {path for said, paths in layers.items() if said.verdict == "wrong" for path in paths}
+        named |= new
+    findings = [replace(finding, layer=joined_name(paths)) for finding, paths in layers.items()]
+    explained = {path for finding, paths in layers.items() if finding.verdict == "wrong" for path in paths}
     for answer in answers.wrong if answers else ():
         if not any(f"{answer.layer}.".startswith(f"{path}.") for path in explained):  # there, a fact says why
             line = next((each.line for each in every if each.path == answer.layer), "")

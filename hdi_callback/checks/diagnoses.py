@@ -20,7 +20,7 @@ from hdi_callback.attention.cores import OVER_HEADS, OVER_QUERIES
 from hdi_callback.attention.heads import IN
 from hdi_callback.attention.labels import CENTRED, NORMED, Flag
 from hdi_callback.checks.facts import PLURAL, Facts, HeadRows, shown_rows
-from hdi_callback.checks.scores import KEPT, Change
+from hdi_callback.checks.scores import Change
 
 Verdict = Literal["wrong", "odd"]
 Found = tuple[Verdict, str] | None
@@ -62,37 +62,6 @@ def merge(one: Facts, _: Sequence[Facts]) -> Found:
         f"the output projection takes as its first token {', '.join(parts)}{', ...' if len(one.mixed) > 3 else ''}: "
         "heads are put side by side without a transpose; write .transpose(1, 2).reshape(B, T, H * d)"
     )
-
-
-def shared_heads(one: Facts, _: Sequence[Facts]) -> Found:
-    """Several heads are declared, and all read the rows of the first."""
-    query = _only(one, "query")
-    if query is None or not query.unread:
-        return None
-    declared, rest = divmod(one.heads * query.total, query.total - len(query.unread))
-    if rest or declared <= one.heads:
-        return None
-    return "wrong", (
-        f"{query.module} has rows for {declared} heads of width {one.width}, and only rows {shown_rows(query.rows)} "
-        f"are used: rows {shown_rows(torch.tensor(query.unread))} are computed, and taken by nothing; let each head "
-        "index its own rows"
-    )
-
-
-def unused_key_heads(one: Facts, _: Sequence[Facts]) -> Found:
-    """A map makes more heads of keys, or values, than are used."""
-    query = _only(one, "query")
-    for made in (_only(one, "key"), _only(one, "value")):
-        if made is None or query is None or not made.unread or query.unread or made.name == query.name:
-            continue
-        width = made.rows.shape[1]
-        count, used = made.total // width, (made.total - len(made.unread)) // width
-        return "wrong", (
-            f"{made.module} makes {count} heads, of which {used} {'is' if used == 1 else 'are'} used: rows "
-            f"{shown_rows(torch.tensor(made.unread))} are computed, and taken by nothing; write "
-            f".repeat_interleave({max(1, one.heads // count)}, dim=1)"
-        )
-    return None
 
 
 def interleaved(one: Facts, _: Sequence[Facts]) -> Found:
@@ -159,56 +128,17 @@ def output_order(one: Facts, _: Sequence[Facts]) -> Found:
     return None
 
 
-def cut_off(one: Facts, _: Sequence[Facts]) -> Found:
-    """The output of some heads is computed, and taken by nothing."""
-    if not one.unused_heads:
-        return None
-    which = f"head {one.unused_heads[0]}" if len(one.unused_heads) == 1 else f"heads {_listed(one.unused_heads)}"
-    return "wrong", f"nothing takes the output of {which} of {one.heads}: no gradient reaches it, and it does not count"
-
-
-def equal_heads(one: Facts, _: Sequence[Facts]) -> Found:
-    """Two heads have equal rows of queries and keys."""
-    if not one.equal_heads:
-        return None
-    (first, second), *others = one.equal_heads
-    more = f", and {len(others)} more pairs" if others else ""
-    return "odd", (
-        f"heads {first} and {second} have equal rows of queries and keys{more}: they attend alike, and only what is "
-        "behind them can move them apart"
-    )
-
-
-def frozen(one: Facts, _: Sequence[Facts]) -> Found:
-    """Some of queries, keys and values are trained, and some are not."""
-    maps = [one.rows[role][0] for role in IN if one.rows.get(role)]
-    still = [made.module for made in maps if made.is_frozen]
-    trained = [made.module for made in maps if not made.is_frozen]
-    if not still or not trained:
-        return None
-    return "odd", f"{_and(still)} {'is' if len(still) == 1 else 'are'} not trained, and {_and(trained)} are trained"
-
-
-def batch_for_sequence(one: Facts, _: Sequence[Facts]) -> Found:
-    """The softmax runs over the sequences of the batch."""
-    batch, tokens = (*one.batch, 0, 0)[:2]
-    if not one.heads or not 1 < batch < tokens or one.keys != batch or one.matrices != tokens * one.heads:
-        return None
-    return "odd", (
-        f"of a batch {one.batch} each token attends to {batch} tokens in {tokens} groups, and so to other sequences, "
-        "if the batch comes first; write batch_first=True, or transpose it"
-    )
-
-
 # scale and softmax
 
 
-def scale(one: Facts, _: Sequence[Facts]) -> Found:
+def scale(one: Facts, among: Sequence[Facts]) -> Found:
     """Scores are not scaled by 1 / sqrt(width)."""
     is_normed = any(flag.kind == NORMED.kind for flag in one.flags) or one.normaliser != "softmax"
     if one.scale is None or one.width < 2 or is_normed or one.is_usual_scale:
         return None
-    if one.scale == 1 and any(len(change.bias) > 2 for change in one.changes):  # T5's
+    if one.scale == 1 and any(len(change.bias) > 2 for other in among for change in other.changes):  # T5's
+        return None
+    if any(math.isclose(one.scale, (terms * one.width) ** -0.5, rel_tol=0.01) for terms in (2, 3)):  # DeBERTa's
         return None
     right = one.width**-0.5
     said = f"scores are scaled by {one.scale:.4g}, and 1/sqrt({one.width}) is {right:.4g}"
@@ -237,6 +167,16 @@ def softmax(one: Facts, _: Sequence[Facts]) -> Found:
     if one.softmaxes > 1:
         return "wrong", "two softmaxes run one after the other, so that all weights are nearly equal; leave out one"
     return None
+
+
+def dropout(one: Facts, _: Sequence[Facts]) -> Found:
+    """Scores are dropped, and not weights."""
+    if not one.score_dropout:
+        return None
+    return "odd", (
+        f"scores are dropped with probability {one.score_dropout:.3g} before the softmax, where 0 hides nothing, as "
+        "exp(0) is 1; drop weights behind it"
+    )
 
 
 # masks
@@ -324,7 +264,7 @@ def window(one: Facts, _: Sequence[Facts]) -> Found:
 def distance(one: Facts, _: Sequence[Facts]) -> Found:
     """A constant bias prefers far tokens in each head."""
     for change in one.changes:
-        value = change.value if change.op in {"add", "attn_mask"} or change.op.startswith("score_mod") else None
+        value = change.value if change.op in {"add", "sub", "attn_mask"} or change.op.startswith("score_mod") else None
         if value is None or value.dtype == torch.bool or value.dim() < 2 or min(value.shape[-2:]) < 4:
             continue
         last = value[..., -1, :].double().reshape(-1, value.shape[-1])
@@ -348,46 +288,7 @@ def mask_behind_softmax(one: Facts, _: Sequence[Facts]) -> Found:
     )
 
 
-def padding(one: Facts, among: Sequence[Facts]) -> Found:
-    """The mask of padding has no effect, or the wrong one."""
-    if one.hidden is None:
-        return None
-    if any(map(_marks_queries, one.changes)) and bool((one.hidden == one.hidden[..., :1]).all()):
-        return "wrong", (
-            "the mask marks queries and not keys: a query loses all keys or none, and padding is seen; write "
-            "mask[:, None, None, :]"
-        )
-    hides_none_anywhere = all(other.hidden is not None and not bool(other.hidden.any()) for other in among)
-    for name, mask in one.padding.items():
-        is_of_keys = mask.shape[1] == min(one.keys, KEPT) and len(mask) > 1
-        if not is_of_keys or not bool(mask.any()) or bool(mask.all()) or one.is_causal:
-            continue
-        if hides_none_anywhere:
-            return "wrong", (
-                f"the forward is given {name}, and no key is hidden by it: padding is attended to; hide its keys "
-                "before the softmax"
-            )
-        rows = one.hidden_keys
-        is_inverted = rows is not None and "pad" in name and torch.equal(rows, ~mask)
-        if rows is not None and is_inverted and bool(rows.all(1).any()):
-            return "wrong", (
-                f"keys are hidden where {name} is False, and a sequence without padding has no key left: the mask of "
-                "padding is inverted"
-            )
-    return None
-
-
-# dropout, positions, norms, biases
-
-
-def dropout(one: Facts, _: Sequence[Facts]) -> Found:
-    """Weights are dropped in evaluation."""
-    if one.is_training or not one.dropout:
-        return None
-    return "wrong", (
-        f"weights are dropped with probability {one.dropout:.3g} while the module is in evaluation mode; write "
-        "F.dropout(weights, p, self.training), or dropout_p=p if self.training else 0.0"
-    )
+# positions, norms, biases
 
 
 def rotation(one: Facts, _: Sequence[Facts]) -> Found:
@@ -405,10 +306,15 @@ def rotation(one: Facts, _: Sequence[Facts]) -> Found:
     pairs = [one.pairs[role] for role in ("query", "key") if one.pairs.get(role)]
     if one.heads and len(pairs) == 2 and pairs[0] != pairs[1]:
         return "wrong", "queries and keys are rotated in different pairs of features; use one layout for both"
+    if one.length is not None and abs(one.length - 1) > 0.02:
+        return "odd", (
+            f"rotary positions turn queries and keys, and make them {one.length:.3g} times as long, so that scores are "
+            f"scaled by {one.length**2:.3g} too: cos^2 + sin^2 is not 1"
+        )
     if one.pairs.get("value"):
         return "odd", "rotary positions are applied to values as well; queries and keys are enough"
     turned = [role for role in ("query", "key") if one.pairs.get(role)]
-    if one.heads and len(turned) == 1:
+    if one.heads and len(turned) == 1 and {"query", "key"} <= one.pairs.keys():
         said = f"rotary positions are applied to {PLURAL[turned[0]]} alone, so that scores depend on absolute ones"
         return "odd", f"{said}; rotate {'keys' if turned == ['query'] else 'queries'} too"
     return None
@@ -424,14 +330,12 @@ def _wrong_angles(one: Facts) -> str | None:
                     "the angles are laid out for other pairs; write torch.cat([angles, angles], -1) for halves, "
                     "angles.repeat_interleave(2, -1) for neighbours"
                 )
-    if len(cosines) < 2 or one.queries != one.keys or not _differ(cosines["query"], cosines["key"]):
-        return None
-    for word, ahead, behind in (("later", "query", "key"), ("earlier", "key", "query")):
-        if _alike(cosines[ahead][:, :-1], cosines[behind][:, 1:]):
-            return (
-                f"queries are turned as if they were one token {word} than keys: positions are off by one; turn both "
-                "by the same positions"
-            )
+    if one.shift and one.queries == one.keys:
+        tokens = f"{abs(one.shift)} token{'s' if abs(one.shift) > 1 else ''}"
+        return (
+            f"queries are turned as if they were {tokens} {'later' if one.shift > 0 else 'earlier'} than keys; turn "
+            "both by the same positions"
+        )
     return None
 
 
@@ -471,10 +375,9 @@ def norm_of_values(one: Facts, _: Sequence[Facts]) -> Found:
 
 
 DIAGNOSES = (
-    split, merge, shared_heads, unused_key_heads, interleaved, tiled_key_heads, adapter_rows, output_order, cut_off,
-    equal_heads, frozen, batch_for_sequence, scale, softmax, mask_missing, mask_inverted, mask_off_by_one,
-    window, distance,
-    mask_behind_softmax, padding, dropout, rotation, shared_bias, norm_over_heads, norm_of_values,
+    split, merge, interleaved, tiled_key_heads, adapter_rows, output_order, scale, softmax, dropout, mask_missing,
+    mask_inverted, mask_off_by_one, window, distance, mask_behind_softmax, rotation, shared_bias, norm_over_heads,
+    norm_of_values,
 )  # fmt: skip
 
 
@@ -520,22 +423,10 @@ def _may_hide(changes: Sequence[Change]) -> bool:
     return any(change.hides is None or bool(change.hides.any()) for change in changes)
 
 
-def _marks_queries(change: Change) -> bool:
-    """Say whether a mask is of one column, and hides something."""
-    hides = change.hides
-    return hides is not None and hides.dim() > 1 and hides.shape[-1] == 1 < hides.shape[-2] and bool(hides.any())
-
-
 def _differ(first: Tensor, second: Tensor) -> bool:
     """Say whether two tables differ where both are known."""
     known = ~(first.isnan() | second.isnan())
     return bool(((first - second).abs()[known] > 1e-4).any())
-
-
-def _alike(first: Tensor, second: Tensor) -> bool:
-    """Say whether two tables are the same at two tokens or more."""
-    known = ~(first.isnan() | second.isnan()).all(-1)
-    return bool((known.sum(-1) > 1).all()) and not _differ(first, second)
 
 
 def _is_by_head(table: Tensor) -> bool:

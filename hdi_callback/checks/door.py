@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Any
 
@@ -89,6 +89,7 @@ class Door:
         self.label = {
             at: next((name for name, value in arguments.items() if value is self.leaves[at]), "") for at in self.inputs
         }
+        self.outputs = sum(tensor.dim() > 1 for tensor in tensors_in(calls[-1][3]))
         try:
             self._look_at(self.output_of(calls[-1][3]))
         except NotAskedError:  # a loss alone: what it is made of
@@ -167,6 +168,18 @@ class Door:
             self._inner.outlet, self._inner.calls = calls[-1]
             self._inner._look_at(self._inner.ask())
         return self._inner
+
+    def takes(self, names: Collection[str], changes: Changes) -> dict[str, list[Tensor]]:
+        """Return the floating tensors that modules take in a changed forward."""
+        taken: dict[str, list[Tensor]] = {}
+
+        def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if self.names[module] in names:
+                taken[self.names[module]] = [tensor.detach().clone() for tensor in tensors_in((args, kwargs))]
+
+        with self.hooked(note, with_kwargs=True):
+            self.ask(changes)
+        return taken
 
     def differ(self, first: Tensor, second: Tensor) -> float:
         """Return the largest difference, in units of the output's spread."""
@@ -256,6 +269,9 @@ class Inputs:
         self.tokens, self.labels = [at for at in tokens if at not in again], self.labels + again
         self.main = self.tokens + self.floats
         self.pads = self._padding()
+        self.is_pair = len(self.main) == 2 and all(
+            self.leaves[at].dim() == 2 + self.leaves[at].is_floating_point() for at in self.main
+        )
 
     @staticmethod
     def is_moved(tokens: Tensor, labels: Tensor) -> bool:
@@ -265,24 +281,20 @@ class Inputs:
         known = labels >= 0
         return bool((tokens == labels)[known].all() or (tokens[:, 1:] == labels[:, :-1])[known[:, :-1]].all())
 
-    def _padding(self) -> Tensor | None:
-        """Return which tokens are padding: what a mask hides at ends of rows, or a known id that stands only there."""
+    def _padding(self) -> dict[int, Tensor]:
+        """Return which entries of inputs are padding: what a mask hides at ends of rows, or a known id only there."""
         sides = [side for at in self.masks for side in (~self.leaves[at].bool(), self.leaves[at].bool())]
         marked: list[Tensor] = sorted(filter(_is_at_ends, sides), key=lambda pads: bool(pads.any(1).all()))
         if marked:  # where some row is all real, it says which of 0 and 1 is padding
-            return marked[0]
-        if len(self.tokens) != 1:
-            return None
+            return {at: marked[0] for at in self.door.inputs if self.leaves[at].shape[:2] == marked[0].shape}
+        found: dict[int, Tensor] = {}
         tables = [module.padding_idx for module in self.door.names if isinstance(module, nn.Embedding)]
         for pad in dict.fromkeys([getattr(getattr(self.door.model, "config", None), "pad_token_id", None), *tables, 0]):
-            pads: Tensor = self.leaves[self.tokens[0]] == pad
-            if isinstance(pad, int) and _is_at_ends(pads) and int(pads.sum()) > 1:
-                return pads
-        return None
-
-    def pads_of(self, at: int) -> Tensor | None:
-        """Return which entries of an input are padding, if that is known."""
-        return self.pads if self.pads is not None and self.leaves[at].shape[:2] == self.pads.shape else None
+            for at in self.tokens if isinstance(pad, int) else ():
+                pads: Tensor = self.leaves[at] == pad
+                if at not in found and _is_at_ends(pads) and int(pads.sum()) > 1:
+                    found[at] = pads
+        return found
 
     def changed(self, at: int, where: Any) -> Tensor:
         """Return an input with other values at an index: other tokens of the batch, or other numbers."""
@@ -292,7 +304,7 @@ class Inputs:
             noise = torch.randn(new[where].shape, generator=torch.Generator().manual_seed(0)).to(tensor)
             new[where] += noise * (tensor.float().std() + 0.1).to(tensor.dtype)
             return new
-        pads = self.pads_of(at)
+        pads = self.pads.get(at)
         ids = (tensor if pads is None else tensor[~pads]).unique()
         if len(ids) < 2:
             raise NotAskedError("all tokens are equal")
@@ -303,8 +315,8 @@ class Inputs:
     def unpadded(self) -> Changes:
         """Return changes that put real tokens for padding."""
         changes: Changes = {}
-        for at in [at for at in self.tokens + self.masks if self.pads_of(at) is not None]:
-            pads: Any = self.pads
+        for at in [at for at in self.tokens + self.masks if at in self.pads]:
+            pads = self.pads[at]
             real = self.leaves[at][~pads]
             filled = real.repeat(pads.numel() // len(real) + 1)[: pads.numel()].view(pads.shape)
             changes[at] = torch.where(pads, filled, self.leaves[at])

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hdi_callback.attention.cores import Core, core_of
 from hdi_callback.attention.find import place_of
 from hdi_callback.attention.heads import IN, FoundAttention, Projection
 from hdi_callback.attention.labels import SUM, Flag, Label, Labels, Unreadable
-from hdi_callback.attention.operations import SHAPED_LIKE, SOFTMAXES
+from hdi_callback.attention.operations import SOFTMAXES
 from hdi_callback.attention.planes import small, unique_rows
-from hdi_callback.attention.tape import DATA, Cell, Step
-from hdi_callback.checks.positions import cosines_of, pairs_of
+from hdi_callback.attention.tape import DATA, Step
+from hdi_callback.checks.positions import cosines_of, length_of, pairs_of, shift_of
 from hdi_callback.checks.scores import (
     KEPT,
     Change,
@@ -48,8 +48,6 @@ class HeadRows:
     name: str  # of the parameter
     rows: Tensor  # ``(heads, width)``, their numbers
     total: int  # rows of the parameter
-    unread: tuple[int, ...]  # rows of it whose products are computed, and taken by nothing
-    is_frozen: bool
 
     @property
     def module(self) -> str:
@@ -84,10 +82,11 @@ class Facts:
     features: int = 0  # that its maps take
     rows: Mapping[str, tuple[HeadRows, ...]] = field(default_factory=dict)  # by role: of each map that is summed
     flags: frozenset[Flag] = frozenset()  # what was seen on the way from maps to scores
-    equal_heads: tuple[tuple[int, int], ...] = ()  # pairs whose queries, and keys, have equal rows
-    unused_heads: tuple[int, ...] = ()  # whose output nothing takes
     mixed: tuple[tuple[int, int], ...] = ()  # (head, token) in the first row of the output projection, if in disorder
     cosines: Mapping[str, Tensor] = field(default_factory=dict)  # by role: ``(heads, tokens, width)``, of rotations
+
+    length: float | None = None  # of rotations: 1 if queries and keys are only turned, and not scaled too
+    shift: int | None = None  # by how many tokens queries are turned more than keys
 
     # of its softmax
     matrices: int = 0  # of scores
@@ -97,6 +96,7 @@ class Facts:
     scale: float | None = None  # of products of queries and keys
     changes: tuple[Change, ...] = ()  # of scores before the softmax
     curves: tuple[str, ...] = ()  # what bends scores, point by point: a soft cap
+    score_dropout: float = 0.0  # its probability before the softmax
     hidden: Tensor | None = None  # which keys, ``(..., queries, keys)``
     normaliser: str = "softmax"  # what makes weights of scores
     softmaxes: int = 1  # that run one after the other
@@ -180,11 +180,12 @@ def facts_of(labels: Labels, claims: list[FoundAttention], refused: list[tuple[S
 
 def _of_claim(labels: Labels, claim: FoundAttention) -> Facts:
     facts = _of_core(labels, claim.core)
-    rows = {role: tuple(_rows(labels, one, claim) for one in claim.maps[role]) for role in IN if role in claim.maps}
+    rows = {role: tuple(_rows(labels, one) for one in claim.maps[role]) for role in IN if role in claim.maps}
     if claim.outputs:
-        rows["output"] = tuple(_rows(labels, one, claim) for _, one in claim.outputs)
+        rows["output"] = tuple(_rows(labels, one) for _, one in claim.outputs)
     asking = {role: claim.maps[role][0] for role in ("query", "key") if role in claim.maps}
-    cosines = {role: cosines_of(labels, claim.core, one.starts) for role, one in asking.items()}
+    tables = {role: cosines_of(labels, claim.core, one.starts) for role, one in asking.items()}
+    cosines: dict[str, Tensor] = {role: table for role, table in tables.items() if table is not None}
     is_sum = bool({SUM.of("query"), SUM.of("key")} & claim.flags)  # of which each part may have a scale of its own
     return replace(
         facts,
@@ -193,12 +194,20 @@ def _of_claim(labels: Labels, claim: FoundAttention) -> Facts:
         features=next((one.count for one in asking.values()), 0),
         rows=rows,
         flags=frozenset(claim.flags),
-        equal_heads=_equal_heads(labels, claim),
         scale=None if is_sum and not facts.is_usual_scale else facts.scale,
-        cosines={role: one for role, one in cosines.items() if one is not None},
+        cosines=cosines,
+        length=None if _is_rotation_scaled(labels.tape.model) else length_of(labels, claim.core),
+        shift=shift_of(*(table[0] for table in cosines.values())) if len(cosines) == 2 else None,
+        # Of a sum of maps features are of more pairs than their own.
+        pairs={role: pairs for role, pairs in facts.pairs.items() if len(claim.maps.get(role, ())) < 2},
         mixed=_mixed(labels, claim),
-        unused_heads=_unused_heads(labels, claim),
     )
+
+
+def _is_rotation_scaled(model: nn.Module) -> bool:
+    """Whether a module declares that rotary tables are scaled, as YaRN does."""
+    names = ("attention_scaling", "attention_factor", "mscale")
+    return any(getattr(module, name, 1) not in {1, None} for module in model.modules() for name in names)
 
 
 def _of_refused(labels: Labels, step: Step, reason: str) -> Facts:
@@ -245,6 +254,7 @@ def _of_core(labels: Labels, core: Core) -> Facts:
         keys=part.key.features.shape[1],
         scale=None if scores is None else scale_of(labels, core, scores),
         changes=tuple(changes),
+        score_dropout=dropout_behind(scores or []),
         curves=tuple(link.step.op for link in scores or () if is_curve(link.step)),
         hidden=hidden_by(changes) if softmaxes == 1 else None,  # what one hides the next one shows
         normaliser=core.normaliser,
@@ -260,87 +270,17 @@ def _of_core(labels: Labels, core: Core) -> Facts:
 # rows of parameters
 
 
-def _rows(labels: Labels, one: Projection, claim: FoundAttention) -> HeadRows:
-    name = labels.tape.names[one.owners[0]]
-    tape = labels.tape
-    recipe = tape.recipes.get(name)
-    names = (name,) if recipe is None else getattr(recipe, "parameters", ())
-    trains = any(one.requires_grad for own, one in tape.model.named_parameters() if own in names)
-    total = math.prod(tape.shapes[name]) // max(1, one.count)
-    first = torch.tensor([labels.tape.first[owner] for owner in one.owners])[:, None]
-    maps = [other for role in IN for other in claim.maps.get(role, ()) if set(other.owners) == {one.owners[0]}]
-    is_all_used = not maps or len(torch.cat([other.starts.flatten() for other in maps]).unique()) == total
-    unread = () if is_all_used else _unread(labels, one)
-    return HeadRows(name, _numbers(one.starts - first, one), total, unread, not trains)
+def _rows(labels: Labels, projection: Projection) -> HeadRows:
+    name = labels.tape.names[projection.owners[0]]
+    total = math.prod(labels.tape.shapes[name]) // max(1, projection.count)
+    offset = projection.starts - torch.tensor([labels.tape.first[owner] for owner in projection.owners])[:, None]
+    count, stride = projection.count, projection.stride
+    rows = offset // count if stride == 1 else offset // (count * stride) * stride + offset % stride
+    return HeadRows(name, rows, total)
 
 
 def _last_name(parameter: str) -> str:
     return parameter.removesuffix(".weight").rpartition(".")[2]
-
-
-def _numbers(offset: Tensor, one: Projection) -> Tensor:
-    """Number rows by where in a parameter they start."""
-    if one.stride == 1:
-        return offset // one.count
-    return offset // (one.count * one.stride) * one.stride + offset % one.stride
-
-
-def _unread(labels: Labels, one: Projection) -> tuple[int, ...]:
-    """List the rows of a parameter whose products nothing takes."""
-    unread: set[int] | None = None
-    for number in labels.products_of.get(one.owners[0], {}):
-        made = labels.tape.steps[number].outputs[0]
-        label = labels.may_read(made) if made is not None else None
-        taken = _taken(labels, made.cell) if made is not None else None
-        if label is None or taken is None:
-            return ()
-        here = _features(labels, label) - taken
-        unread = here if unread is None else unread & here
-    offset = torch.tensor(sorted(unread or ())) - labels.tape.first[one.owners[0]]
-    return tuple(_numbers(offset, one).tolist())
-
-
-def _taken(labels: Labels, cell: Cell, depth: int = 4) -> set[int] | None:
-    """List the features of a cell that any operation takes; `None` if that is not known, or if nothing takes it."""
-    found: set[int] = set()
-    for user in cell.users:
-        if user.op in SHAPED_LIKE:
-            continue
-        if any(out is None or out.cell.before is cell for out in user.outputs):  # written in place
-            return None
-        for view in (one for one in user.inputs if one.cell is cell):
-            label = labels.may_read(view)
-            if label is None:
-                return None
-            found |= _features(labels, label)
-    if len(cell.users) == 1 and (user := cell.users[0]).is_pointwise and depth:  # a bias, say, and then a slice
-        out = user.outputs[0]
-        return _taken(labels, out.cell, depth - 1) if out is not None else None
-    return found or None
-
-
-def _features(labels: Labels, label: Label) -> set[int]:
-    numbers = small(label.features).unique().tolist()
-    return {member for number in numbers for member in labels.members(number)}
-
-
-def _equal_heads(labels: Labels, claim: FoundAttention) -> tuple[tuple[int, int], ...]:
-    """Find heads that have equal rows of queries, and of keys."""
-    tape, parts = labels.tape, []
-    for role in ("query", "key"):
-        maps = claim.maps.get(role, [])
-        if len(maps) != 1 or len(maps[0].names) > 1 or tape.local or maps[0].names[0] in tape.recipes:
-            return ()
-        one = maps[0]
-        parameter = tape.model.get_parameter(one.names[0]).detach()
-        if parameter.is_meta or not parameter.is_floating_point() or not parameter.is_contiguous():
-            return ()
-        at = (one.starts - tape.first[one.owners[0]])[..., None] + torch.arange(one.count) * one.stride
-        parts.append(parameter.flatten()[at.to(parameter.device)].flatten(1))
-    rows = torch.cat([parts[0], parts[1].to(parts[0])], 1)
-    which = rows.unique(dim=0, return_inverse=True)[1]
-    pairs = (which[:, None] == which).triu(1).nonzero().tolist()
-    return tuple((first, second) for first, second in pairs if bool(rows[first].any()))
 
 
 def shown_rows(rows: Tensor) -> str:
@@ -393,17 +333,3 @@ def _mixed(labels: Labels, claim: FoundAttention) -> tuple[tuple[int, int], ...]
         if len(parts) > len({head for head, _ in parts}):
             return tuple(parts)
     return ()
-
-
-def _unused_heads(labels: Labels, claim: FoundAttention) -> tuple[int, ...]:
-    """List heads whose output nothing takes."""
-    source, taken = claim.source, set[int]()
-    if source is None or claim.outputs:  # a map takes all of them
-        return ()
-    for part in claim.core.parts:
-        made = part.step.outputs[0]
-        found = _taken(labels, made.cell) if made is not None and part.step.number in labels.installed else None
-        if found is None:
-            return ()
-        taken |= {(one - source.start) // claim.width for one in found if source.start <= one < source.end}
-    return tuple(sorted(set(range(claim.heads)) - taken)) if taken else ()

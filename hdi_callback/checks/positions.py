@@ -11,6 +11,8 @@ from hdi_callback.attention.planes import small, unique_rows
 from hdi_callback.attention.tape import Step
 from hdi_callback.checks.scores import KEPT
 
+_FURTHEST = 4096  # tokens by which queries may be turned more than keys
+_ROUNDING = 0.02  # of tables in bf16
 _ROWS = 64  # of queries, keys or values are looked at for pairs
 
 
@@ -52,6 +54,26 @@ def cosines_of(labels: Labels, core: Core, starts: Tensor) -> Tensor | None:
     return None
 
 
+def length_of(labels: Labels, core: Core) -> float | None:
+    """Return the length of the rotation of queries and keys, 1 if they are only turned; `None` if it is not known."""
+    product = labels.products.of(core.score_step) if core.score_step is not None else None
+    sides = core.step.inputs[:2] if product is None else [product.first, product.second]
+    for step in labels.leading_to(sides):
+        before = [view.cell.step for view in step.inputs if view.cell.step is not None] if step.op == "add" else [step]
+        tables = [
+            view.value for part in before if part.op == "mul" for view in part.inputs
+            if view.value is not None and view.numel > 1
+        ]  # fmt: skip
+        if len(tables) == 1 and tables[0].is_complex():
+            lengths = tables[0].abs().double()
+        elif len(tables) == 2 and step.op == "add" and tables[0].shape == tables[1].shape:
+            lengths = (tables[0].double().square() + tables[1].double().square()).sqrt()
+        else:
+            continue
+        return float(lengths.mean()) if float(lengths.max() - lengths.min()) < _ROUNDING else None
+    return None
+
+
 def _cosines(labels: Labels, step: Step, starts: Tensor) -> Tensor | None:
     main = next((view for view in step.inputs if view.cell.is_mapped and view.is_float), None)
     table = next((view.value for view in step.inputs if view.value is not None and view.numel > 1), None)
@@ -72,3 +94,31 @@ def _cosines(labels: Labels, step: Step, starts: Tensor) -> Tensor | None:
         is_mine = (features == starts[head, :width]).all(-1) & (tokens > 0) & (tokens <= KEPT)
         found[head, tokens[is_mine] - 1, :width] = cosines[is_mine]
     return None if bool(found.isnan().all()) else found
+
+
+def turns_of(cosines: Tensor) -> Tensor:
+    r"""Return the cosine of the angle from one token to the next, ``(width,)``, of a table ``(tokens, width)``.
+
+    Wherever it starts:
+
+    .. math:: \cos(a - d) + \cos(a + d) = 2 \cos a \cos d
+    """
+    here, around = cosines[1:-1], cosines[:-2] + cosines[2:]
+    return (around / (2 * here)).where(here.abs() > 0.3, torch.nan).nanmedian(0).values
+
+
+def shift_of(query: Tensor, key: Tensor) -> int | None:
+    """Return by how many tokens queries are turned more than keys, of tables ``(tokens, width)``; `None` if by none."""
+    angles = turns_of(key).clamp(-1, 1).arccos()
+    known = angles.sin() > 0.1
+    if not bool(known.any()):
+        return None
+    phases = [
+        torch.atan2((table[:-2] - table[2:]) / (2 * angles.sin()), table[1:-1])[:, known] for table in (query, key)
+    ]
+    gap = phases[0] - phases[1]
+    gap = torch.atan2(gap.sin().nanmean(0), gap.cos().nanmean(0))
+    shifts = torch.arange(-_FURTHEST, _FURTHEST + 1)
+    errors = torch.remainder(shifts[:, None] * angles[known] - gap + torch.pi, 2 * torch.pi) - torch.pi
+    near = shifts[errors.abs().amax(1) < 0.1]
+    return int(near[near.abs().argmin()]) if len(near) else None

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hdi_callback.attention.extra_forward import inner_model, nothing_remains
 from hdi_callback.checks.diagnoses import Verdict
 from hdi_callback.checks.door import Changes, Door, Inputs, NotAskedError, by_token, tensors_in
-from hdi_callback.checks.facts import Facts
+from hdi_callback.checks.facts import Facts, shown_rows
 
 __all__ = ["QUESTIONS", "Answer", "Answers", "ask_model"]
 
@@ -50,15 +50,13 @@ Question = Callable[[Door, Inputs, Sequence[Facts]], Iterator[Answer]]
 
 
 def ask_model(model: nn.Module, forward: Callable[[], object], facts: Sequence[Facts] = ()) -> Answers:
-    """Ask a model all questions on what a forward gives it; nothing of it remains."""
+    """Ask a model in evaluation mode all questions on what a forward gives it; nothing of it remains."""
     answers, own = Answers(), inner_model(model)
     if any(parameter.is_meta or type(parameter.data) is not Tensor for parameter in own.parameters()):
         answers.not_asked["all"] = "parameters are sharded, quantised or on no device"
         return answers
-    modes = {module: module.training for module in own.modules()}
     with nothing_remains(own, forward):
         try:
-            own.eval()
             door = Door(own, forward)
             inputs = Inputs(door)
             for question in QUESTIONS:
@@ -74,9 +72,6 @@ def ask_model(model: nn.Module, forward: Callable[[], object], facts: Sequence[F
             answers.forwards = door.forwards[0]
         except Exception as error:
             answers.not_asked["all"] = str(error).partition("\n")[0]
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
     return answers
 
 
@@ -181,9 +176,11 @@ def later_tokens(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator
     door, main, count = inputs.sequence(facts)
     x = door.leaves[main]
     is_masked = bool(facts) and all(each.is_causal for each in facts)
+    declared = [getattr(door.model.get_submodule(each.path), "is_causal", None) for each in facts]
+    is_declared = bool(declared) and all(each is True for each in declared)
     is_labelled = any(x.dim() == 2 and inputs.is_moved(x, door.leaves[at]) for at in inputs.labels)
-    pads = inputs.pads_of(main)
-    if not (is_masked or is_labelled or pads is not None):
+    pads = inputs.pads.get(main)
+    if not (is_masked or is_labelled or is_declared or pads is not None):
         raise NotAskedError("neither masks nor labels say that it is a decoder")
 
     def leak(clean: Changes, at: int) -> tuple[float, int, Changes]:
@@ -200,8 +197,9 @@ def later_tokens(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator
     if worst <= door.tolerance:
         return
     layer = door.first(changes, by_token(door, count, slice(None), slice(0, at)))
-    if is_masked or is_labelled:
+    if is_masked or is_labelled or is_declared:
         why = "every mask is causal" if is_masked else "labels are the tokens themselves"
+        why = why if is_masked or is_labelled else "is_causal is set in each attention; combine it with a mask"
         yield Answer(
             "later_tokens", "wrong", f"tokens from {at} on change the outputs before them (by {worst:.2g}), though "
             f"{why}", layer
@@ -214,6 +212,58 @@ def later_tokens(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator
         )  # fmt: skip
 
 
+def source(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
+    """Of two sequences both reach the outputs, one of them from left to right, and the other hidden from no token."""
+    if not inputs.is_pair or door.is_random or door.axis != 0 or door.base.dim() < 3:
+        raise NotAskedError("not two sequences of tokens go in")
+    config = getattr(door.model, "config", None)
+    if door.outputs == 1 or getattr(config, "is_encoder_decoder", False):
+        for at in inputs.main:
+            if torch.equal(door.ask({at: inputs.changed(at, ...)}), door.base):
+                name = door.label[at] or f"the sequence {inputs.main.index(at)}"
+                text = f"{name} changes no output: no attention takes its keys and values of it"
+                yield Answer("source", "wrong", text)
+                return
+    if not any(each.is_causal for each in facts):
+        raise NotAskedError("no mask says that there is a decoder")
+    ends = {at: inputs.changed(at, (slice(None), -1)) for at in inputs.main}
+    aligned = [at for at in inputs.main if door.leaves[at].shape[1] == door.base.shape[1]]
+    causal = [
+        at for at in aligned if door.differ(door.ask({at: ends[at]})[:, :-1], door.base[:, :-1]) <= door.tolerance
+    ]
+    paths = [each.path for each in facts if each.path]
+    if aligned and not causal:
+        layer = door.first({aligned[-1]: ends[aligned[-1]]}, by_token(door, door.base.shape[1], ..., slice(0, -1)))
+        text = "the last token of either sequence changes the outputs before it: queries may be of the wrong sequence"
+        yield Answer("source", "wrong", text, layer)
+        return
+    if len(causal) != 1:
+        raise NotAskedError("both sequences read from left to right")
+    before, after = door.takes(paths, {}), door.takes(paths, {causal[0]: inputs.changed(causal[0], ...)})
+    for each in facts:
+        same = [torch.equal(a, b) for a, b in zip(before.get(each.path, ()), after.get(each.path, ()))]
+        if each.is_causal and any(same) and not all(same):
+            text = (
+                "later tokens of the source are hidden, as by the causal mask of the target: give it that of the source"
+            )
+            yield Answer("source", "wrong", text, each.path)
+
+
+def registered(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
+    """What an attention holds in a list or a dict is registered, so that it is trained and saved."""
+    own = {id(parameter) for parameter in door.model.parameters()}
+    paths = {each.path for each in facts}
+    for module, name in door.names.items():
+        for attribute, value in vars(module).items() if name in paths else ():
+            held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+            lost = [each for each in held if isinstance(each, nn.Module) and not attribute.startswith("_")]
+            if any(parameter.requires_grad and id(parameter) not in own for m in lost for parameter in m.parameters()):
+                text = (
+                    f"{attribute} is a Python {type(value).__name__} of {len(lost)} modules, and registers none: they "
+                )
+                yield Answer("registered", "wrong", f"{text}are neither trained nor saved; write nn.ModuleList", name)
+
+
 def token_before(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
     """The token before the last one changes the last output."""
     door, main, count = inputs.sequence(facts)
@@ -221,7 +271,7 @@ def token_before(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator
         raise NotAskedError("masks are not known")
     if any(each.sees is not None and not bool(each.sees.tril(-1).any()) for each in facts):
         raise NotAskedError("a mask reads from right to left, or windows are of one token")
-    pads = inputs.pads_of(main)
+    pads = inputs.pads.get(main)
     row = 0 if pads is None else int((~pads).sum(1).argmax())
     last = count - 1 if pads is None else int((~pads[row]).nonzero().max())
     if last < 3 or (pads is not None and bool(pads[row, last - 3 : last].any())):
@@ -239,12 +289,14 @@ def order(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer
     """Swapped tokens are more than swapped outputs, where no mask shows an order."""
     door, main, count = inputs.sequence(facts)
     is_ordered = not facts or any(each.is_causal is not False for each in facts)
-    if inputs.positions or inputs.pads is not None or main not in inputs.tokens or is_ordered:
+    if inputs.positions or inputs.pads or main not in inputs.tokens or is_ordered:
         raise NotAskedError("positions or padding are given, or a mask shows an order")
     swap, x = torch.arange(count), door.leaves[main]
     swap[0], swap[count // 2] = count // 2, 0
     is_moved = not torch.equal(x[:, swap], x)
-    if is_moved and door.differ(door.ask({main: x[:, swap]}), door.base[:, swap]) <= door.tolerance:
+    if door.base.dtype not in {torch.float32, torch.float64}:
+        raise NotAskedError("rounding would hide small positions")
+    if is_moved and door.differ(door.ask({main: x[:, swap]}), door.base[:, swap]) <= max(1e-5, 30 * door.noise):
         yield Answer(
             "order", "wrong", "the order of tokens is not seen: swapped tokens merely swap their outputs; positions "
             "are missing, or run along another axis"
@@ -253,11 +305,13 @@ def order(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer
 
 def padding(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
     """What stands at padding changes nothing for real tokens, where masks show it."""
-    pads = None if len(inputs.tokens) != 1 else inputs.pads_of(inputs.tokens[0])
-    if pads is None:
+    main = next((at for at in inputs.tokens if at in inputs.pads), None)
+    if main is None:
         raise NotAskedError("no padding of tokens in this batch")
-    door, main, _ = inputs.sequence(facts)
-    real = ~pads
+    pads = inputs.pads[main]
+    if not inputs.is_pair or door.is_random or door.axis != 0:
+        door, main, _ = inputs.sequence(facts)
+    real = ~pads if pads.shape == door.base.shape[:2] else torch.ones_like(door.base[..., 0], dtype=torch.bool)
     gap = door.differ(door.ask({}, [_noise_at_padding(door, pads, main)])[real], door.base[real])
     if gap <= door.tolerance:
         return
@@ -265,7 +319,7 @@ def padding(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answ
         {}, lambda tensor: real if tensor.dim() > 2 and tensor.shape[:2] == real.shape else None,
         context=lambda: _noise_at_padding(door, pads, main),
     )  # fmt: skip
-    is_masked = any(inputs.pads_of(at) is not None for at in inputs.masks)
+    is_masked = any(at in inputs.pads for at in inputs.masks)
     is_attention = any(f"{each.path}.".startswith(f"{layer}.") or layer.startswith(f"{each.path}.") for each in facts)
     if layer and is_attention and is_masked:  # else a filter, a pool or a norm over tokens carries it
         yield Answer(
@@ -275,7 +329,7 @@ def padding(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answ
     elif not is_masked:
         yield Answer(
             "padding", "odd", f"what stands at padding changes the outputs of real tokens (by {gap:.2g}), and no mask "
-            "is given: pass attention_mask", layer
+            "is given: pass attention_mask, or hide its keys", layer
         )  # fmt: skip
 
 
@@ -305,7 +359,7 @@ def packed(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answe
     door, main, count = inputs.sequence(facts)
     tables = [door.leaves[at] for at in inputs.positions if door.leaves[at].shape == (len(door.base), count)]
     starts = [table[:, 2:] == 0 for table in tables if bool((table[:, 2:] == 0).any())]
-    if not starts or inputs.pads is not None:
+    if not starts or inputs.pads:
         raise NotAskedError("positions do not start again, or there is padding")
     row = int(starts[0].any(1).nonzero()[0])
     at = int(starts[0][row].nonzero()[0]) + 2
@@ -357,7 +411,7 @@ def residual(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Ans
     finally:
         for name, value in before.items():
             parameters[name].copy_(value)
-    if is_lost and inputs.pads_of(main) is None:
+    if is_lost and inputs.pads.get(main) is None:
         yield Answer(
             "residual", "wrong", f"without what attention adds, token {middle} does not reach its own output: the "
             "input of a block is lost; write x = x + attention(norm(x))", layer
@@ -408,22 +462,36 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
             "gradients", "wrong", f"{len(stuck)} parameters are zero and get no gradient, as what they are multiplied "
             "with is zero too: neither ever moves; start one of the two at random", stuck[0].rpartition(".")[0]
         )  # fmt: skip
-    yield from _unmoved(facts, inside, found.keys() | in_training.keys())
-    shares: dict[str, tuple[str, float]] = {}
+    moved = found.keys() | in_training.keys()
+    yield from _unmoved(facts, inside, moved)
+    unused: dict[str, list[str]] = {}
+    maps = {rows.name for each in facts for listed in each.rows.values() for rows in listed}  # told above, or detached
+    for name in sorted(inside.keys() - moved - zeros - maps):
+        owner = name.rpartition(".")[0]  # a parameter of the attention itself may be one of an option
+        if backward.unused.get(name) and owner != inside[name]:
+            unused.setdefault(re.sub(r"\d+", "*", inside[name]), []).append(name)
+    for layers, names in unused.items():
+        listed = ", ".join(dict.fromkeys(name.removeprefix(f"{inside[name]}.") for name in names))
+        yield Answer("gradients", "odd", f"{listed} of {layers}: this forward uses none of them", inside[names[0]])
+    parts: dict[str, tuple[str, str]] = {}
     for name in sorted(inside.keys() & found.keys()):
         is_table = isinstance(model.get_submodule(name.rpartition(".")[0]), (nn.Embedding, nn.EmbeddingBag))
         is_zero = found[name] == 0
         if is_table and is_zero.dim() == 2 and len(is_zero) > 1 and int((~is_zero).any(1).sum()) == 1:
             text = f"of the {len(is_zero)} rows of {name} one alone is read: the same is added to all scores"
             yield Answer("gradients", "wrong", text, inside[name])
-        if is_table or is_zero.dim() < 2 or not 0.2 < float(is_zero.float().mean()) < 1:
+        if is_table or is_zero.dim() < 2:
             continue
-        slices = [float(is_zero.transpose(0, d).flatten(1).all(1).float().mean()) for d in range(is_zero.dim())]
-        is_map = name.endswith(".weight") and is_zero.dim() == 2
-        if slices[0] > 0.2 if is_map else not any(slices):  # of tables, rows may go unread
-            shares.setdefault(re.sub(r"\d+", "*", name), (name, float(is_zero.float().mean())))
-    for layers, (name, share) in shares.items():
-        text = f"{share:.0%} of {layers} gets exactly no gradient: a part of it is not used"
+        slices = [is_zero.transpose(0, dim).flatten(1).all(1) for dim in range(is_zero.dim())]
+        share, part = float(is_zero.float().mean()), ""
+        if name.endswith(".weight") and is_zero.dim() == 2:
+            part = f"rows {shown_rows(slices[0].nonzero())}" if float(slices[0].float().mean()) > 1 / 64 else ""
+        elif 0.2 < share < 1 and not any(bool(each.any()) for each in slices):  # of tables, rows may go unread
+            part = f"{share:.0%}"
+        if part:
+            parts.setdefault(re.sub(r"\d+", "*", name), (name, part))
+    for layers, (name, part) in parts.items():
+        text = f"{part} of {layers.removesuffix('.weight')} get exactly no gradient: this part is not used"
         yield Answer("gradients", "wrong", text, name.rpartition(".")[0])
 
 
@@ -452,6 +520,7 @@ class _Backward:
             for name, parameter in door.model.named_parameters()
             if parameter.requires_grad and parameter.is_floating_point()
         }
+        self.unused = dict.fromkeys(self.trained, True)  # whether no loss so far has been made of it
 
     def run(self) -> dict[str, Tensor]:
         """Return the gradients that are not all zero, by name."""
@@ -469,10 +538,27 @@ class _Backward:
             if loss is None:
                 seed = torch.Generator().manual_seed(0)
                 loss = torch.stack([(t * torch.randn(t.shape, generator=seed).to(t)).sum() for t in tensors]).sum()
+            if _is_checkpointed(loss):  # `grad` does not reach into it, and `backward` does
+                raise RuntimeError("reentrant checkpointing")
             grads = torch.autograd.grad(loss, list(self.trained.values()), allow_unused=True)
+        self.unused = {name: self.unused[name] and grad is None for name, grad in zip(self.trained, grads)}
         return {name: grad for name, grad in zip(self.trained, grads) if grad is not None and bool(grad.any())}
 
 
+def _is_checkpointed(loss: Tensor) -> bool:
+    """Whether a graph holds a part that reentrant checkpointing runs again."""
+    nodes = dict.fromkeys([loss.grad_fn])
+    todo = list(nodes)
+    for node in todo:  # it grows
+        if node is not None and "CheckpointFunction" in node.name():
+            return True
+        new = [each for each, _ in (node.next_functions if node is not None else ()) if each not in nodes]
+        nodes.update(dict.fromkeys(new))
+        todo += new
+    return False
+
+
 QUESTIONS: tuple[Question, ...] = (
-    finite, same_twice, samples, later_tokens, token_before, order, padding, packed, positions, residual, gradients,
+    finite, same_twice, samples, later_tokens, source, token_before, order, padding, packed, positions, residual,
+    registered, gradients,
 )  # fmt: skip

@@ -20,6 +20,7 @@ from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.attention.tape import Tape
 from hdi_callback.checks import Facts, facts_of, joined_name, shown_rows
 from hdi_callback.checks.facts import PLURAL
+from hdi_callback.checks.positions import turns_of
 from hdi_callback.checks.scores import KEPT
 from hdi_callback.guard import describe, warn
 from hdi_callback.monitor.ranks import number_of_ranks
@@ -158,7 +159,10 @@ def without_gradient(layers: Iterable[AttentionLayer]) -> dict[str, dict[str, Te
 def _tell_value(what: str) -> Callable[[Any, Any], Clauses]:
     def tell(before: Any, after: Any) -> Clauses:
         is_same = math.isclose(before, after, rel_tol=1e-3) if isinstance(after, float) else before == after
-        old, new = (f"{value:.4g}" if isinstance(value, float) else value or "nothing" for value in (before, after))
+        old, new = (
+            f"{value:.4g}" if isinstance(value, float) else "nothing" if value == "" else value
+            for value in (before, after)
+        )
         return {} if is_same else {f"{what} {new}, and {old} before": ()}
 
     return tell
@@ -223,34 +227,12 @@ def _hides_padding(each: Facts) -> str | None:
     return "hidden" if is_hidden else None if bool(each.hidden_keys.any()) else "seen"
 
 
-def _turns(each: Facts) -> dict[str, Tensor] | None:
-    """Return by role the cosine of the angle from one token to the next, which does not depend on where they start."""
-    turns = {}
-    for role, table in each.cosines.items():
-        here, around = table[0, 1:-1], table[0, :-2] + table[0, 2:]
-        turns[role] = (around / (2 * here)).where(here.abs() > 0.3, torch.nan).nanmedian(0).values
-    return turns or None
-
-
 def _tell_turns(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Clauses:
     for role in before.keys() & after.keys():
         old, new = before[role], after[role]
         if old.shape == new.shape and float((old - new).abs().nan_to_num(0).max()) > _ROUNDING:
             return {"rotary positions turn by other angles from token to token: another base, or another scaling": ()}
     return {}
-
-
-def _shift(each: Facts) -> str | None:
-    """Return by how many tokens queries are turned more than keys."""
-    if len(each.cosines) < 2 or each.queries != each.keys:
-        return None
-    query, key = (each.cosines[role][0, : each.queries] for role in ("query", "key"))
-    for shift in sorted(range(-4, 5), key=abs):
-        ahead, behind = max(0, shift), max(0, -shift)
-        gaps = (query[behind : len(query) - ahead] - key[ahead : len(key) - behind]).abs()
-        if len(gaps) > 2 and float(gaps.isnan().float().mean()) < 1 and float(gaps.nan_to_num(0).max()) < _ROUNDING:
-            return f"{shift} tokens"
-    return None
 
 
 def _bias(each: Facts) -> Tensor | None:
@@ -301,8 +283,8 @@ _TERMS: dict[str, tuple[Callable[[Facts], Any], Callable[[Any, Any], Clauses]]] 
         lambda each: None if each.reason else " and ".join(PLURAL[role] for role in PLURAL if each.pairs.get(role)),
         _tell_value("positions turn"),
     ),
-    "turns": (_turns, _tell_turns),
-    "shift": (_shift, _tell_value("queries are turned more than keys by")),
+    "turns": (lambda each: {role: turns_of(table[0]) for role, table in each.cosines.items()}, _tell_turns),
+    "shift": (lambda each: each.shift, _tell_value("the shift of positions from queries to keys is")),
     "curves": (lambda each: None if each.reason else ", ".join(each.curves), _tell_value("scores are bent by")),
     "bias": (_bias, _tell_bias),
     "gradients": (lambda each: None, _tell_gradients),

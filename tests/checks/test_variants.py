@@ -90,7 +90,7 @@ VARIANTS = {
     ),
     "merged, as many tokens as heads": ("merge", written(merge=lambda m, h: h.reshape(h.shape[0], -1, m.width)), 2, 4),
     "all read head 0 of a packed projection": (
-        "shared heads", written(Fused, project=lambda m, x: [one[:, :1].expand_as(one) for one in Fused.project(m, x)]),
+        "gradients", written(Fused, project=lambda m, x: [one[:, :1].expand_as(one) for one in Fused.project(m, x)]),
     ),
     "tiled by cat": ("tiled key heads", written(Grouped, expand=lambda _, k: torch.cat([k, k], 1))),
     "values interleaved by einsum": ("interleaved", written(project=by_einsum)),

@@ -214,7 +214,7 @@ CHANGES: dict[str, Change] = {
     "keys of the batch before": Change({}, _to(stale=True), tells="keys are made by no parameter"),
     "another rope base": Change({"rotary": 100.0}, _to(rotary=1e4), tells="another base"),
     "queries shifted by a token": Change(
-        {"rotary": 100.0}, _to(query_shift=1), tells="queries are turned more than keys by 1 token"
+        {"rotary": 100.0}, _to(query_shift=1), tells="the shift of positions from queries to keys is 1, and 0 before"
     ),
     "rope is lost": Change(
         {"rotary": 100.0}, _to(rotary=0.0), tells="positions turn nothing, and queries and keys before"
