@@ -182,9 +182,10 @@ def find_layers(
     """Return the layers that the first runnable forward shows, and name -> reason of attention that is not read."""
     model = type(target.model).__name__
     reason = ""
-    for run in [forward] if forward is not None else target.forwards or [None]:
-        if run is None and not known_layers(target.model):
-            return [], {model: f"its attention is read from a forward, and no batch is known: {_REMEDY}"}
+    forwards: Sequence[Callable[[], Any] | None] = target.forwards if forward is None else [forward]
+    if not forwards and not known_layers(target.model):
+        return [], {model: f"its attention is read from a forward, and no batch is known: {_REMEDY}"}
+    for run in forwards or [None]:
         found = _survey(target.model, run)
         if isinstance(found, Survey):
             refused = {one.name or model: one.reason for one in found.refused}
