@@ -31,14 +31,14 @@ def shown(value: Any) -> str:
     return text if text and len(text) <= _LONGEST_SHOWN and "\n" not in text else f"a {type(value).__name__}"
 
 
-def did_you_mean(word: Any, known: Iterable[str]) -> str:
+def did_you_mean(word: Any, words: Iterable[str]) -> str:
     """Return a sentence that suggests the closest known word, with a leading blank; empty if none is close.
 
     Example:
         >>> did_you_mean("hdi_worst_pairs", ["hdi", "hdi_worst_pair"])
         " Did you mean 'hdi_worst_pair'?"
     """
-    close = difflib.get_close_matches(word.lower(), list(known), 1) if isinstance(word, str) else []
+    close = difflib.get_close_matches(word.lower(), list(words), 1) if isinstance(word, str) else []
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
@@ -102,20 +102,20 @@ def one_of(argument: str, value: Any, choices: Sequence[Any]) -> Any:
     return value
 
 
-def strings(argument: str, value: Any, what: str) -> tuple[str, ...] | None:
+def strings(argument: str, value: Any, content: str) -> tuple[str, ...] | None:
     """Check a list of names or patterns, or `None`."""
     if value is None:
         return None
     if isinstance(value, str):
         raise MisconfigurationError(
-            f"{_quoted(argument)} must be a list of {what}, got the string {shown(value)}: write [{shown(value)}]."
+            f"{_quoted(argument)} must be a list of {content}, got the string {shown(value)}: write [{shown(value)}]."
         )
     if not isinstance(value, Iterable) or isinstance(value, bytes):
-        raise MisconfigurationError(f"{_quoted(argument)} must be a list of {what} or None, got {shown(value)}.")
+        raise MisconfigurationError(f"{_quoted(argument)} must be a list of {content} or None, got {shown(value)}.")
     items = tuple(value)
     for item in items:
         if not isinstance(item, str):
-            raise MisconfigurationError(f"{_quoted(argument)} must be a list of {what}; it holds {shown(item)}.")
+            raise MisconfigurationError(f"{_quoted(argument)} must be a list of {content}; it holds {shown(item)}.")
     return items
 
 

@@ -149,8 +149,8 @@ class Record:
 
     def __repr__(self) -> str:
         active = [f"{sum(alert.level == level for alert in self.active)} {level}" for level in reversed(LEVELS)]
-        named = ", ".join(count for count in active if not count.startswith("0 "))
-        alerts = f"active alerts: {named}" if named else "no active alert"
+        levels = ", ".join(count for count in active if not count.startswith("0 "))
+        alerts = f"active alerts: {levels}" if levels else "no active alert"
         return f"<Record at step {self.step}: {len(self.layers)} layers, {alerts}>"
 
     def values(self, metric: str) -> dict[str, float]:

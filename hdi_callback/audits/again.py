@@ -17,8 +17,8 @@ def judge_again(run: RunHistory, thresholds: Mapping[str, Mapping[str, float | N
     check_patterns(thresholds, [facts["name"] for facts in run.layers])
     records = []
     for record in run.records:
-        found = alerts.judge(replace(record, alerts=(), active=()))
-        records.append(replace(record, alerts=found, active=alerts.active))
+        new_alerts = alerts.judge(replace(record, alerts=(), active=()))
+        records.append(replace(record, alerts=new_alerts, active=alerts.active))
     return replace(run, records=tuple(records))
 
 

@@ -67,7 +67,7 @@ class Audit:
     def not_audited(self) -> dict[str, str]:
         """Layers whose heads were not compared, and attention that is not read -> the reason."""
         # NaN weights are a finding, and what is not in a file is one beside its reason.
-        reported = {layer for one in self.findings if one.rule != "weights missing" for layer in one.where}
+        reported = {layer for finding in self.findings if finding.rule != "weights missing" for layer in finding.where}
         without = {
             facts["name"]: reason
             for facts in self.layers
@@ -152,15 +152,15 @@ def audit(
     # Of fresh weights at step 0 rules ask other questions.
     step = opened.step or 1
     record = measure_weights(opened, layers, step=step)
-    found = list(alerts.judge(record))
+    findings = list(alerts.judge(record))
     for layer in layers:
         missing = missing_weights(opened, layer)
         if NOT_STORED in missing:
-            found.append(_missing_finding(layer.name, missing, step))
+            findings.append(_missing_finding(layer.name, missing, step))
         elif not missing:
-            found += _dead_heads(layer, step)
-    found.sort(key=lambda alert: (-LEVELS.index(alert.level), -(alert.value or 0)))
-    return Audit(opened.name, facts, replace(record, alerts=tuple(found), active=tuple(found)), refused)
+            findings += _dead_heads(layer, step)
+    findings.sort(key=lambda alert: (-LEVELS.index(alert.level), -(alert.value or 0)))
+    return Audit(opened.name, facts, replace(record, alerts=tuple(findings), active=tuple(findings)), refused)
 
 
 def open_layers(
@@ -186,12 +186,12 @@ def find_layers(
     if not forwards and not known_layers(target.model):
         return [], {model: f"its attention is read from a forward, and no batch is known: {_REMEDY}"}
     for run in forwards or [None]:
-        found = _survey(target.model, run)
-        if isinstance(found, Survey):
-            refused = {one.name or model: one.reason for one in found.refused}
-            known = [*refused, *(layer.name for layer in found.layers)]
-            return list(found.layers), refused | _named_like_attention(target.model, known)
-        reason = reason or found
+        surveyed = _survey(target.model, run)
+        if isinstance(surveyed, Survey):
+            refused = {refusal.name or model: refusal.reason for refusal in surveyed.refused}
+            read_names = [*refused, *(layer.name for layer in surveyed.layers)]
+            return list(surveyed.layers), refused | _named_like_attention(target.model, read_names)
+        reason = reason or surveyed
     return [], {model: reason}
 
 
@@ -206,16 +206,21 @@ def _survey(model: nn.Module, run: Callable[[], Any] | None) -> Survey | str:
         return f"its forward raised {type(error).__name__} ({first_line(error)}): {_REMEDY}"
 
 
-def _named_like_attention(model: nn.Module, known: list[str]) -> dict[str, str]:
+def _named_like_attention(model: nn.Module, read_names: list[str]) -> dict[str, str]:
     """Name modules that are called attention, and in which none was seen."""
-    found: dict[str, str] = {}
+    unread_modules: dict[str, str] = {}
     for name, module in model.named_modules():
         is_named = any(_NAMED.search(one) for one in (name.rpartition(".")[2], type(module).__name__))
-        others = [other.partition("#")[0] for other in (*known, *found)]
-        is_apart = not any(f"{other}.".startswith(f"{name}.") or f"{name}.".startswith(f"{other}.") for other in others)
+        other_names = [other_name.partition("#")[0] for other_name in (*read_names, *unread_modules)]
+        is_apart = not any(
+            f"{other_name}.".startswith(f"{name}.") or f"{name}.".startswith(f"{other_name}.")
+            for other_name in other_names
+        )
         if name and is_named and is_apart and sum(one.dim() > 1 for one in module.parameters()) > 1:
-            found[name] = "no softmax attention was seen in it: it did not run, or its attention is of another kind"
-    return found
+            unread_modules[name] = (
+                "no softmax attention was seen in it: it did not run, or its attention is of another kind"
+            )
+    return unread_modules
 
 
 def measure_weights(target: Target, layers: Sequence[AttentionLayer], *, step: int) -> Record:
@@ -236,9 +241,11 @@ def measure_weights(target: Target, layers: Sequence[AttentionLayer], *, step: i
 def missing_weights(target: Target, layer: AttentionLayer, roles: Sequence[str] | None = None) -> str:
     """Return why the weights of a layer, or those of some roles, have no numbers; empty if they have."""
     names = {id(parameter): name for name, parameter in target.model.named_parameters()}
-    on_meta = [one for role in roles or layer.weights for one in layer.weights[role].parameters() if one.is_meta]
-    named = dict.fromkeys(names.get(id(one), "") for one in on_meta)
-    reasons = [f"`{name}`: {target.missing[name]}" for name in named if name in target.missing]
+    on_meta = [
+        weight for role in roles or layer.weights for weight in layer.weights[role].parameters() if weight.is_meta
+    ]
+    meta_names = dict.fromkeys(names.get(id(weight), "") for weight in on_meta)
+    reasons = [f"`{name}`: {target.missing[name]}" for name in meta_names if name in target.missing]
     return "; ".join(reasons) or ("its weights are on the meta device, which holds no numbers" if on_meta else "")
 
 
@@ -252,7 +259,7 @@ def _why_not(facts: Mapping[str, Any], numbers: LayerRecord) -> str:
 
 def _dead_heads(layer: AttentionLayer, step: int) -> list[Alert]:
     """Find heads whose weights of a role are all but zero; in a run they show as vanishing weights."""
-    found = []
+    alerts = []
     for role, weight in layer.weights.items():
         norms = weight.tensor().detach().float().flatten(1).norm(dim=1).tolist()
         least = _DEAD * statistics.median(norms)
@@ -266,8 +273,8 @@ def _dead_heads(layer: AttentionLayer, step: int) -> list[Alert]:
         )
         action = f"{_WITHOUT[role]}: look for what emptied them (weight decay, a mask, a file without them), or prune."
         alert = Alert(step, "dead heads", "warning", {layer.name: heads}, message, action, value=float(len(heads)))
-        found.append(replace(alert, metric="hdi_dead_heads" if role == "key" else None, unit=unit))
-    return found
+        alerts.append(replace(alert, metric="hdi_dead_heads" if role == "key" else None, unit=unit))
+    return alerts
 
 
 def _missing_finding(layer: str, missing: str, step: int) -> Alert:

@@ -118,8 +118,8 @@ class Comparison:
             roles = listed(list(dict.fromkeys(role for layer in self.layers for role in layer.changes)))
             first.append(f"The {roles} weights that are in both are equal bit by bit, in {count}.")
         elif not self.is_of_weights:
-            what = "All numbers" if self.equal_numbers else "Alignments agree and other numbers do not: those"
-            first.append(f"{what} of these readings {'agree' if self.equal_numbers else 'differ'}, in {count}.")
+            scope = "All numbers" if self.equal_numbers else "Alignments agree and other numbers do not: those"
+            first.append(f"{scope} of these readings {'agree' if self.equal_numbers else 'differ'}, in {count}.")
             first.append("A history has no weights.")
         if self.others:
             more = f" and {len(self.others) - 3} more" if len(self.others) > 3 else ""
@@ -160,8 +160,8 @@ class Comparison:
             most = layer.most_changed
             rows.append([layer.name, *pairs, *numbers, "-" if most is None else f"{most[0]} {most[1]} ({most[2]:.2f})"])
         lines = [f"A  {self.first}", f"B  {self.second}", ""]
-        shown = len(_HEADINGS) - (not self.is_of_weights)
-        lines += table_lines(_HEADINGS[:shown], [row[:shown] for row in rows]) if rows else []
+        columns = len(_HEADINGS) - (not self.is_of_weights)
+        lines += table_lines(_HEADINGS[:columns], [row[:columns] for row in rows]) if rows else []
         if len(self.layers) > _MOST_ROWS:
             lines.append(f"{len(self.layers) - _MOST_ROWS} more layers changed less.")
         for side, names in (("A", self.only_in_first), ("B", self.only_in_second)):
@@ -210,9 +210,9 @@ def compare(
     if all(runs):
         return _compare_runs([load_history(first), load_history(second)], step)  # type: ignore[arg-type]
     if any(runs):
-        run, other = (first, second) if runs[0] else (second, first)
-        named = type(other).__name__ if isinstance(other, nn.Module) else other
-        raise MisconfigurationError(f"`{run}` is a run and `{named}` is not: compare two runs, or two models.")
+        run, model_source = (first, second) if runs[0] else (second, first)
+        other_name = type(model_source).__name__ if isinstance(model_source, nn.Module) else model_source
+        raise MisconfigurationError(f"`{run}` is a run and `{other_name}` is not: compare two runs, or two models.")
     targets, layers, records = [], [], []
     units: dict[str, str] = {}
     reasons: dict[str, str] = {}
@@ -264,19 +264,19 @@ def _shares(before: Tensor, after: Tensor) -> tuple[float, ...]:
 def _broken(role: str, before: Tensor, after: Tensor) -> list[str]:
     """Name heads that are not finite, or zero."""
     clauses = []
-    for what in ("not finite", "zero"):
-        heads_of_first, heads_of_second = (_heads_that_are(what, weight) for weight in (before, after))
+    for fault in ("not finite", "zero"):
+        heads_of_first, heads_of_second = (_heads_that_are(fault, weight) for weight in (before, after))
         sides = {"A and B": heads_of_first & heads_of_second, "A": heads_of_first - heads_of_second}
         for side, heads in {**sides, "B": heads_of_second - heads_of_first}.items():
             if heads:
-                clauses.append(f"the {role} weights of {name_heads(sorted(heads), len(before))} are {what} in {side}")
+                clauses.append(f"the {role} weights of {name_heads(sorted(heads), len(before))} are {fault} in {side}")
     return clauses
 
 
-def _heads_that_are(what: str, weight: Tensor) -> set[int]:
+def _heads_that_are(fault: str, weight: Tensor) -> set[int]:
     rows = weight.flatten(1)
     return set(
-        ((rows == 0) if what == "zero" else ~rows.isfinite().all(1, keepdim=True)).all(1).nonzero().flatten().tolist()
+        ((rows == 0) if fault == "zero" else ~rows.isfinite().all(1, keepdim=True)).all(1).nonzero().flatten().tolist()
     )
 
 

@@ -117,8 +117,8 @@ def _open_folder(folder: Path, weights: Path, device: str, *, needs_weights: boo
         return Target(str(folder), model, made_up_batches(model, device))
     stored = map_folder(folder) if weights.is_dir() else map_safetensors([weights])
     model = _from_config(folder, device)
-    found, missing = _matched(model, _renamed(model, stored))
-    return Target(str(weights), model, made_up_batches(model, device), found, missing)
+    weights_of_model, missing = _matched(model, _renamed(model, stored))
+    return Target(str(weights), model, made_up_batches(model, device), weights_of_model, missing)
 
 
 def _from_config(folder: Path, device: str) -> nn.Module:
@@ -170,12 +170,12 @@ def _renamed(model: Any, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    found = {}
+    tensors = {}
     for name, tensor in stored.items():
         renamed, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
         if converter is None:  # others are put together from several tensors of the file
-            found[renamed] = tensor
-    return found
+            tensors[renamed] = tensor
+    return tensors
 
 
 def _renamed_as_before(model: Any, stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -252,16 +252,16 @@ def _open_file(path: Path, build: str | Callable[..., Any] | None) -> Target:
 
 def _matched(model: nn.Module, stored: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Parameter -> its tensor in the files, and parameter -> why there is none."""
-    named = {without_wrappers(name): tensor for name, tensor in stored.items()}
+    by_name = {without_wrappers(name): tensor for name, tensor in stored.items()}
     own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
-    if own and not own.keys() & named.keys():  # of a LightningModule, read into the network within it
+    if own and not own.keys() & by_name.keys():  # of a LightningModule, read into the network within it
         last = next(iter(own))
-        prefix = next((name.removesuffix(last) for name in named if name.endswith(f".{last}")), "")
-        named = {name.removeprefix(prefix): tensor for name, tensor in named.items()}
-    found: dict[str, Tensor] = {}
+        prefix = next((name.removesuffix(last) for name in by_name if name.endswith(f".{last}")), "")
+        by_name = {name.removeprefix(prefix): tensor for name, tensor in by_name.items()}
+    weights: dict[str, Tensor] = {}
     missing: dict[str, str] = {}
     for name, tensor in own.items():
-        value = named.get(name)
+        value = by_name.get(name)
         if value is None:
             missing[name] = NOT_STORED
         elif tensor.is_floating_point() and (not value.is_floating_point() or value.dtype.itemsize < 2):
@@ -269,8 +269,8 @@ def _matched(model: nn.Module, stored: Mapping[str, Tensor]) -> tuple[dict[str, 
         elif value.shape != tensor.shape:
             missing[name] = f"it is {tuple(value.shape)} in the file and {tuple(tensor.shape)} in the model"
         else:
-            found[name] = value
-    return found, missing
+            weights[name] = value
+    return weights, missing
 
 
 # --- functions and classes
@@ -278,23 +278,25 @@ def _matched(model: nn.Module, stored: Mapping[str, Tensor]) -> tuple[dict[str, 
 
 def _built(build: Any, name: str, arguments: Any = None) -> Target:
     """Call a function or class that builds a model, or a model and a batch; or take a model as it is."""
-    made = _imported(build) if isinstance(build, str) else build
-    if not isinstance(made, nn.Module):
-        if not callable(made):
+    product = _imported(build) if isinstance(build, str) else build
+    if not isinstance(product, nn.Module):
+        if not callable(product):
             raise MisconfigurationError(
-                f"`{name}` must be a function that builds a model, got a {type(made).__name__}."
+                f"`{name}` must be a function that builds a model, got a {type(product).__name__}."
             )
-        given = _taken(made, arguments)
+        hyperparameters = _taken(product, arguments)
         try:
             with torch.random.fork_rng(devices=[]):
-                made = made(**given)
+                product = product(**hyperparameters)
         except Exception as error:
-            of_file = f" with the hyperparameters {', '.join(given)}" if given else " without arguments"
+            of_file = (
+                f" with the hyperparameters {', '.join(hyperparameters)}" if hyperparameters else " without arguments"
+            )
             raise MisconfigurationError(
                 f"`{name}`, called{of_file}, raised {type(error).__name__} ({first_line(error)}); it must build a "
                 "model, or a model and a batch."
             ) from error
-    model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    model, batch = product if isinstance(product, tuple) and len(product) == 2 else (product, None)
     if not isinstance(model, nn.Module):
         raise MisconfigurationError(
             f"`{name}` must return a torch.nn.Module, or one and a batch, got a {type(model).__name__}."
@@ -310,7 +312,7 @@ def _taken(build: Callable[..., Any], arguments: Any) -> dict[str, Any]:
     if not isinstance(arguments, Mapping):
         return {}
     takes = inspect.signature(build).parameters
-    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values())
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values())
     return {key: value for key, value in arguments.items() if not key.startswith("_") and (takes_all or key in takes)}
 
 
@@ -328,7 +330,7 @@ def _imported(text: str) -> Any:
     here = os.getcwd()
     sys.path.insert(0, here)
     try:
-        found: Any = importlib.import_module(module)
+        target: Any = importlib.import_module(module)
     except ImportError as error:
         raise MisconfigurationError(f"`{module}` cannot be imported: {first_line(error)}. {_WHAT}") from error
     except Exception as error:
@@ -338,7 +340,7 @@ def _imported(text: str) -> Any:
     finally:
         sys.path.remove(here)
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(target, part):
             raise MisconfigurationError(f"`{module}` has no `{name}`: write the name of something in it.")
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target

@@ -39,8 +39,8 @@ def load_plain(file: Path) -> dict[str, Any]:
     except Exception as error:
         message = str(error)
         if "Unsupported global" in message or "weights_only" in message.lower():
-            named = message.partition("Unsupported global: GLOBAL ")[2].split(" ")[0]
-            reason = f"it holds {named or 'more than tensors and plain data'}, which would be executed"
+            class_name = message.partition("Unsupported global: GLOBAL ")[2].split(" ")[0]
+            reason = f"it holds {class_name or 'more than tensors and plain data'}, which would be executed"
             remedy = "Save its hyperparameters as plain data, or write module:function that builds and loads the model."
         else:
             reason, remedy = first_line(error), "Write the path of a file that torch.save or Lightning wrote."
@@ -55,22 +55,22 @@ def map_folder(folder: Path) -> dict[str, Tensor]:
     for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
         index = folder / f"{stem}{suffix}.index.json"
         if index.is_file():
-            named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            missing = [name for name in named if not (folder / name).is_file()]
+            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            missing = [name for name in shards if not (folder / name).is_file()]
             if missing:
                 raise MisconfigurationError(
-                    f"`{folder}` lacks {len(missing)} of its {len(named)} shards, such as {missing[0]}: download it "
+                    f"`{folder}` lacks {len(missing)} of its {len(shards)} shards, such as {missing[0]}: download it "
                     "whole."
                 )
-            return _map_files([folder / name for name in named])
+            return _map_files([folder / name for name in shards])
         if (folder / f"{stem}{suffix}").is_file():
             return _map_files([folder / f"{stem}{suffix}"])
-    others = sorted(folder.glob("*.safetensors"))
-    if not others:
+    safetensors = sorted(folder.glob("*.safetensors"))
+    if not safetensors:
         raise MisconfigurationError(
             f"There are no weights in `{folder}`: it needs model.safetensors or pytorch_model.bin, or their shards."
         )
-    return _map_files(others)
+    return _map_files(safetensors)
 
 
 def _map_files(files: list[Path]) -> dict[str, Tensor]:

@@ -81,14 +81,14 @@ def check(target: str, build: str | None, strict: bool, explain: str | None, as_
     if explain is not None:
         click.echo(with_target(target, partial(explained, name=explain), model=build))
         return NOTHING_UNUSUAL
-    found = with_target(target, check_model, model=build)
+    result = with_target(target, check_model, model=build)
     if as_json:
-        print_json(found.to_dict())
+        print_json(result.to_dict())
     else:
-        click.echo(str(found))
-    if found.wrong or (strict and found.findings):
+        click.echo(str(result))
+    if result.wrong or (strict and result.findings):
         return UNUSUAL
-    return NOTHING_UNUSUAL if any(card.heads for card in found.cards) else CANNOT_WORK
+    return NOTHING_UNUSUAL if any(card.heads for card in result.cards) else CANNOT_WORK
 
 
 @hdi.command(epilog=_EXIT_CODES)
@@ -118,18 +118,18 @@ def audit(
     """
     from hdi_callback.audits import audit as audit_target
 
-    found = audit_target(target, model=build, thresholds=parse_thresholds(thresholds))
+    result = audit_target(target, model=build, thresholds=parse_thresholds(thresholds))
     if html is not None:
         from hdi_callback.dashboards.report import write_report
 
-        written = write_report(found.as_run(), path=html)
+        written = write_report(result.as_run(), path=html)
         click.echo(f"Written: {written}", err=True)
     if as_json:
-        print_json(found.to_dict())
+        print_json(result.to_dict())
     else:
-        click.echo(str(found))
-        _print_action(found.verdict)
-    return CODES[found.verdict.state]
+        click.echo(str(result))
+        _print_action(result.verdict)
+    return CODES[result.verdict.state]
 
 
 @hdi.command(epilog=_EXIT_CODES)
@@ -150,13 +150,13 @@ def report(run: str, output: Path | None) -> int:
     from hdi_callback.dashboards.verdict import verdict
 
     history = _load(run)
-    found = verdict(history.records, history.layers)
-    if found.state != "nothing to judge":
+    judgement = verdict(history.records, history.layers)
+    if judgement.state != "nothing to judge":
         from hdi_callback.dashboards.report import write_report
 
         click.echo(f"Written: {write_report(history, path=output)}", err=True)
-    click.echo(found.text)
-    return CODES[found.state]
+    click.echo(judgement.text)
+    return CODES[judgement.state]
 
 
 @hdi.command(epilog=_EXIT_CODES)
@@ -182,18 +182,22 @@ def alerts(run: str, thresholds: tuple[str, ...], since: int, level: str, as_jso
     if limits is not None:
         history = judge_again(history, limits)
     serious = LEVELS[LEVELS.index(level) :]
-    shown = [one for one in events(history.records) if one.alert.step >= since and one.alert.level in serious]
-    found = verdict(history.records, history.layers)
+    listed = [event for event in events(history.records) if event.alert.step >= since and event.alert.level in serious]
+    judgement = verdict(history.records, history.layers)
     if as_json:
-        raised = [{**one.alert.to_dict(), "ended": one.ended, "state": one.state} for one in shown]
-        print_json({"history": str(history.path), "verdict": found.text, "state": found.state, "alerts": raised})
-        return CODES[found.state]
-    for one in shown:
-        click.echo(f"step {one.alert.step}, {one.alert.level}, {one.state}: {one.alert.message}")
-    if not any(one.ended is None and one.alert.level != "notice" for one in shown):  # else it would be said twice
-        click.echo(("\n" if shown else "") + found.text)
-    _print_action(found)
-    return CODES[found.state]
+        raised = [{**event.alert.to_dict(), "ended": event.ended, "state": event.state} for event in listed]
+        print_json(
+            {"history": str(history.path), "verdict": judgement.text, "state": judgement.state, "alerts": raised}
+        )
+        return CODES[judgement.state]
+    for event in listed:
+        click.echo(f"step {event.alert.step}, {event.alert.level}, {event.state}: {event.alert.message}")
+    if not any(
+        event.ended is None and event.alert.level != "notice" for event in listed
+    ):  # else it would be said twice
+        click.echo(("\n" if listed else "") + judgement.text)
+    _print_action(judgement)
+    return CODES[judgement.state]
 
 
 @hdi.command(epilog=_EXIT_CODES)
@@ -231,12 +235,12 @@ def compare(first: str, second: str, step: int | None, build: str | None, as_jso
     """
     from hdi_callback.audits import compare as compare_targets
 
-    found = compare_targets(first, second, step=step, model=build)
+    comparison = compare_targets(first, second, step=step, model=build)
     if as_json:
-        print_json(found.to_dict())
+        print_json(comparison.to_dict())
     else:
-        click.echo(str(found))
-    return NOTHING_UNUSUAL if found.layers else CANNOT_WORK
+        click.echo(str(comparison))
+    return NOTHING_UNUSUAL if comparison.layers else CANNOT_WORK
 
 
 @hdi.command()
@@ -260,37 +264,40 @@ def explain(name: tuple[str, ...], as_json: bool) -> int:
 
     if not name:
         if as_json:
-            print_json([asdict(one) for one in NAMES.values()])
+            print_json([asdict(listed) for listed in NAMES.values()])
             return NOTHING_UNUSUAL
-        for kind in dict.fromkeys(one.kind for one in NAMES.values()):
-            own = [one for one in NAMES.values() if one.kind == kind]
+        for kind in dict.fromkeys(listed.kind for listed in NAMES.values()):
+            own = [listed for listed in NAMES.values() if listed.kind == kind]
             click.echo(f"{kind}:\n")
-            print_rows([(one.text, _clause(one.meaning)) for one in own], label=2 + max(len(one.text) for one in own))
+            print_rows(
+                [(listed.text, _clause(listed.meaning)) for listed in own],
+                label=2 + max(len(listed.text) for listed in own),
+            )
             click.echo()
         click.echo("hdi explain NAME says more, and what to do.")
         return NOTHING_UNUSUAL
-    found = look_up(" ".join(name))
-    title, code = f"{found.text} ({found.kind})", ""
-    data: dict[str, Any] = {"what it is": found.meaning}
-    if found.kind == "metric" or found.metric:
-        metric = METRICS[found.metric or found.text]
+    entry = look_up(" ".join(name))
+    title, code = f"{entry.text} ({entry.kind})", ""
+    data: dict[str, Any] = {"what it is": entry.meaning}
+    if entry.kind == "metric" or entry.metric:
+        metric = METRICS[entry.metric or entry.text]
         judged = [rule.name for rule in RULES if metric.name in (*rule.needs, *rule.reads)]
         data |= {
             "read from": metric.source,
             "judged by": ", ".join(judged) or "no rule",
             "to draw it": f'HDICallback(metrics=["{metric.name}"])',
         }
-    elif found.kind == "intervention":
-        intervention = INTERVENTIONS[found.text]
+    elif entry.kind == "intervention":
+        intervention = INTERVENTIONS[entry.text]
         data["answers"] = ", ".join(intervention.rules or ()) or (
             "every alert" if intervention.rules is None else "no alert: it looks at every reading"
         )
         data["at most"] = (
             "as often as needed" if intervention.at_most is None else f"{intervention.at_most} times a run"
         )
-        data["to use it"] = f"HDICallback(interventions=[{found.text}(...)])"
-    elif found.kind == "rule":
-        rule = explain_one(found.text)
+        data["to use it"] = f"HDICallback(interventions=[{entry.text}(...)])"
+    elif entry.kind == "rule":
+        rule = explain_one(entry.text)
         limits = [f"{limit}={default:g}: {meaning}" for limit, (default, meaning) in rule.limits.items()]
         data = {
             "raised when": rule.condition,

@@ -96,8 +96,8 @@ def parse_thresholds(texts: Iterable[str]) -> dict[str, dict[str, float | None]]
     """
     limits: dict[str, dict[str, float | None]] = {}
     for text in texts:
-        left, _, right = text.rpartition("=")
-        pattern, _, name = left.rpartition(":")
+        limit_name, _, right = text.rpartition("=")
+        pattern, _, name = limit_name.rpartition(":")
         is_off = right.strip().lower() == "off"
         try:
             value = None if is_off else float(right)

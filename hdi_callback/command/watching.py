@@ -44,25 +44,25 @@ def follow(run: str, *, once: bool, idle: float | None, interval: float) -> Stat
         history = load_history(run)
         console.print(frame(history, console.width))
         return verdict(history.records, history.layers).state
-    found: RunHistory | None = None
+    run_history: RunHistory | None = None
     size, last_change = -1, time.monotonic()
     with Live(f"Waiting for a run to begin in {run} ...", console=console, auto_refresh=False) as live:
         live.refresh()
         try:
             while True:
-                if found is None:
-                    found = _begun(run)
-                if found is not None and (now := found.path.stat().st_size) != size:
-                    size, last_change, found = now, time.monotonic(), load_history(found.path)
-                    live.update(frame(found, console.width), refresh=True)
-                if (found is not None and found.records and found.records[-1].is_last) or (
+                if run_history is None:
+                    run_history = _begun(run)
+                if run_history is not None and (now := run_history.path.stat().st_size) != size:
+                    size, last_change, run_history = now, time.monotonic(), load_history(run_history.path)
+                    live.update(frame(run_history, console.width), refresh=True)
+                if (run_history is not None and run_history.records and run_history.records[-1].is_last) or (
                     idle is not None and time.monotonic() - last_change >= idle
                 ):
                     break
                 time.sleep(interval)
         except KeyboardInterrupt:  # Ctrl-C ends it
             pass
-    return "nothing to judge" if found is None else verdict(found.records, found.layers).state
+    return "nothing to judge" if run_history is None else verdict(run_history.records, run_history.layers).state
 
 
 def _begun(run: str) -> RunHistory | None:
@@ -86,16 +86,17 @@ def frame(history: RunHistory, width: int) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    found = verdict(history.records, history.layers)
+    judgement = verdict(history.records, history.layers)
     last = history.records[-1] if history.records else None
     parts = [Text(f"{history.path}, step {'-' if last is None else last.step}", style="dim")]
     if last is not None:
         parts += [Text(), Text(layers_text(history.layers, None, last, last.active, width=width))]
         worst = [max(record.values("hdi_worst_alignment").values(), default=math.nan) for record in history.records]
         parts += [Text(), Text(f"closest pair: {curve(worst, width - 16)}")]
-    parts += [Text(), Text(found.text, style=_STYLES[found.state])]
+    parts += [Text(), Text(judgement.text, style=_STYLES[judgement.state])]
     return Group(
-        *parts, *([Text(f"What to do: {found.action}"), Text(found.code, no_wrap=True)] if found.action else [])
+        *parts,
+        *([Text(f"What to do: {judgement.action}"), Text(judgement.code, no_wrap=True)] if judgement.action else []),
     )
 
 
@@ -110,7 +111,7 @@ def curve(values: Sequence[float], columns: int) -> str:
     marks = ""
     for column in range(columns):
         of_column = values[column * len(values) // columns : (column + 1) * len(values) // columns]
-        known = [value for value in of_column if math.isfinite(value)]
-        shade = round(min(max(max(known), 0.0), 1.0) * (len(_SHADES) - 1)) if known else 0
+        finite = [value for value in of_column if math.isfinite(value)]
+        shade = round(min(max(max(finite), 0.0), 1.0) * (len(_SHADES) - 1)) if finite else 0
         marks += _SHADES[shade]
     return marks

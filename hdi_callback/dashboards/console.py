@@ -77,11 +77,11 @@ class Console:
 
     def close(self) -> None:
         """Print the verdict."""
-        found = verdict(self._records, self._layers)
+        judgement = verdict(self._records, self._layers)
         share = self._records[-1].cost if self._number else None
         cost = "" if share is None else f" Readings took {share:.2%} of the training's time."
         where = f" History: {self._history}" if self._history else ""
-        self._print(f"hdi_callback: {found.text}{cost}{where}")
+        self._print(f"hdi_callback: {judgement.text}{cost}{where}")
 
     def _print(self, text: str) -> None:
         try:

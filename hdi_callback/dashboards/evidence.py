@@ -125,8 +125,8 @@ def draw_evidence(
     _draw_panel(
         panel, alert, steps, [curves[name] for name in accused], [curves[n] for n in curves if n not in accused]
     )
-    what = METRICS[metric].summary.split(":")[0].rstrip(".") if metric in METRICS else metric
-    title = f"{what}\nred: {_shortened(name_layers(accused))}" + ("; grey: other layers" if len(layers) > 1 else "")
+    meaning = METRICS[metric].summary.split(":")[0].rstrip(".") if metric in METRICS else metric
+    title = f"{meaning}\nred: {_shortened(name_layers(accused))}" + ("; grey: other layers" if len(layers) > 1 else "")
     panel.set_title(
         "\n".join(part for line in title.splitlines() for part in textwrap.wrap(line, round(10.5 * width))),
         fontsize=_LETTERS, loc="left",
@@ -134,15 +134,15 @@ def draw_evidence(
     panel.set_xlabel(f"optimizer step; dotted: began at {_onset(alert)}, triangle: alert", fontsize=_LETTERS)
     for place, head in enumerate(panels):
         small = figure.add_subplot(grid[1 + place // 3, place % 3])
-        others = [by_head[other] for other in range(len(by_head)) if other not in heads]
-        _draw_panel(small, alert, steps, [by_head[head]], others)
+        other_curves = [by_head[other_head] for other_head in range(len(by_head)) if other_head not in heads]
+        _draw_panel(small, alert, steps, [by_head[head]], other_curves)
         more = f" (+{len(heads) - len(panels)})" if place == len(panels) - 1 and len(heads) > len(panels) else ""
         small.set_title(f"{alert.unit.removesuffix('s')} {head}{more}", fontsize=_LETTERS, loc="left")
         small.locator_params(nbins=2)
     if of_steps:
-        shown = heads[:_MOST_PATTERNS] or _most_accused(by_head, len(of_steps[-1][1]))
+        drawn_heads = heads[:_MOST_PATTERNS] or _most_accused(by_head, len(of_steps[-1][1]))
         for row, (step, of_heads) in enumerate(of_steps, 1 + rows):
-            for column, head in enumerate(head for head in shown if head < len(of_heads)):
+            for column, head in enumerate(head for head in drawn_heads if head < len(of_heads)):
                 _draw_pattern(figure.add_subplot(grid[row, column]), of_heads[head], f"head {head}, step {step}")
     lines = "\n".join(["grey: its other heads"] * bool(panels) + ["patterns: a query each row"] * bool(of_steps))
     if lines:

@@ -153,18 +153,18 @@ def name_layers(names: Sequence[str]) -> str:
     for name in names:
         parts = re.split(r"(\d+)", name)
         by_template.setdefault(tuple(parts[::2]), []).append(parts)
-    named = []
+    phrases = []
     for parts_of in by_template.values():
         first = parts_of[0]
         varying = [place for place in range(len(first)) if len({parts[place] for parts in parts_of}) > 1]
         if len(varying) == 1:
             place = varying[0]
             numbers = _ranges(sorted(int(parts[place]) for parts in parts_of))
-            named.append("".join([*first[:place], numbers, *first[place + 1 :]]))
+            phrases.append("".join([*first[:place], numbers, *first[place + 1 :]]))
         else:
-            named.append("".join(first) + (f" and {len(parts_of) - 1} more" if len(parts_of) > 1 else ""))
+            phrases.append("".join(first) + (f" and {len(parts_of) - 1} more" if len(parts_of) > 1 else ""))
     most = 3
-    return ", ".join(named[:most]) + (f" and {len(named) - most} more" if len(named) > most else "")
+    return ", ".join(phrases[:most]) + (f" and {len(phrases) - most} more" if len(phrases) > most else "")
 
 
 def number_in(layer: str, names: Sequence[str]) -> str:
@@ -172,7 +172,7 @@ def number_in(layer: str, names: Sequence[str]) -> str:
     if len({re.sub(r"\d+", "#", name) for name in names}) > 1:
         return layer
     numbers = zip(*(re.findall(r"\d+", name) for name in names))
-    varying = [place for place, found in enumerate(numbers) if len(set(found)) > 1]
+    varying = [place for place, column in enumerate(numbers) if len(set(column)) > 1]
     return str(re.findall(r"\d+", layer)[varying[0]]) if len(varying) == 1 else layer
 
 

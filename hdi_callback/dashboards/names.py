@@ -94,15 +94,15 @@ def look_up(word: str) -> Name:
         >>> look_up("hdi/min").kind, look_up("worst-pair").text, look_up("revive heads").text
         ('curve', 'worst pair', 'ReviveHeads')
     """
-    known = {_letters(limit): NAMES[rule.name] for rule in RULES for limit in rule.limits}
-    known |= {_letters(text): name for text, name in NAMES.items()}
-    known |= {_letters(text): NAMES[rule.name] for rule in RULES for text in (rule.__name__, rule.name)}
-    found = NAMES.get(word) or describe_tag(word) or known.get(_letters(word))
-    if found is None:
-        close = difflib.get_close_matches(_letters(word), known, 1)
-        hint = f" Did you mean {known[close[0]].text!r}?" if close else ""
+    names = {_letters(limit): NAMES[rule.name] for rule in RULES for limit in rule.limits}
+    names |= {_letters(text): name for text, name in NAMES.items()}
+    names |= {_letters(text): NAMES[rule.name] for rule in RULES for text in (rule.__name__, rule.name)}
+    entry = NAMES.get(word) or describe_tag(word) or names.get(_letters(word))
+    if entry is None:
+        close = difflib.get_close_matches(_letters(word), names, 1)
+        hint = f" Did you mean {names[close[0]].text!r}?" if close else ""
         raise MisconfigurationError(f"Nothing has the name {shown(word)}; `hdi explain` lists every name.{hint}")
-    return found
+    return entry
 
 
 def _letters(name: str) -> str:

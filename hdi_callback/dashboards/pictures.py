@@ -72,12 +72,12 @@ vmin=low, vmax=high,
     panel.set_facecolor(_NOT_MEASURED)
     panel.set_ylim(len(names), 0)
     alerted = {layer for alert in alerts for layer in alert.where if layer in worst}
-    shown = _rows_named(names, alerted)
-    labels = [_short(number_in(name, names)) for name in shown]
-    panel.set_yticks([names.index(name) + 0.5 for name in shown], labels, fontsize=9)
-    if shown and labels[0] != _short(shown[0]):
+    labelled = _rows_named(names, alerted)
+    labels = [_short(number_in(name, names)) for name in labelled]
+    panel.set_yticks([names.index(name) + 0.5 for name in labelled], labels, fontsize=9)
+    if labelled and labels[0] != _short(labelled[0]):
         panel.set_ylabel(_short(name_layers(names), 40), fontsize=9)
-    for label, name in zip(panel.get_yticklabels(), shown):
+    for label, name in zip(panel.get_yticklabels(), labelled):
         if name in alerted:
             label.set(fontweight="bold", color=_MARK)
     marks = [(alert.step, names.index(layer) + 0.5) for alert in alerts for layer in alert.where if layer in worst]
@@ -107,7 +107,7 @@ def draw_heads(
     mesh = panel.imshow(np.ma.masked_invalid(table), cmap=colormaps["cividis"], vmin=0, vmax=1, interpolation="nearest")
     panel.set_facecolor(_NOT_MEASURED)
     every = next(size for size in (1, 2, 4, 8, 16, 32, 64, 128) if heads <= 12 * size or size == 128)
-    ticks = [head for head in range(0, heads, every) if all(abs(head - one) >= 0.7 * every for one in pair)]
+    ticks = [head for head in range(0, heads, every) if all(abs(head - marked) >= 0.7 * every for marked in pair)]
     ticks = sorted({*ticks, *pair})
     panel.set_xticks(ticks, list(map(str, ticks)), fontsize=8)
     panel.set_yticks(ticks, list(map(str, ticks)), fontsize=8)
@@ -335,7 +335,7 @@ def _rows_named(names: Sequence[str], alerted: set[str]) -> list[str]:
     chosen = [place for place, name in enumerate(names) if name in alerted][:_MOST_NAMED]
     apart = len(names) / 12
     for place in (round(part * (len(names) - 1) / 8) for part in range(9)):
-        if all(abs(place - other) >= apart / 2 for other in chosen):
+        if all(abs(place - chosen_place) >= apart / 2 for chosen_place in chosen):
             chosen.append(place)
     return [names[place] for place in sorted(chosen)]
 

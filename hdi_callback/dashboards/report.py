@@ -126,7 +126,7 @@ def _evidence(run: RunHistory, raised: Sequence[Event]) -> list[dict[str, str]]:
         (event.alert for event in raised if event.alert.level != "notice"),
         key=lambda alert: (LEVELS.index(alert.level), alert.step),
     )[-_MOST_DRAWN:]
-    shown = []
+    figures = []
     points = [point_of(record) for record in run.records] if serious else []
     with svg_style():
         for alert in sorted(serious, key=lambda alert: alert.step):
@@ -139,23 +139,23 @@ def _evidence(run: RunHistory, raised: Sequence[Event]) -> list[dict[str, str]]:
             figure = draw_evidence(alert, points, patterns)
             if figure is not None:
                 text = f"step {alert.step}, {alert.level}: {alert.rule}"
-                shown.append({"picture": svg(figure, f"Evidence of {text}"), "text": text})
-    return shown
+                figures.append({"picture": svg(figure, f"Evidence of {text}"), "text": text})
+    return figures
 
 
 def _worst_heads(run: RunHistory) -> Any:
     """The heads of the worst layer at the worst step of which matrices are kept."""
-    kept = set(run.matrix_steps)
-    found = [
+    matrix_steps = set(run.matrix_steps)
+    measured = [
         (value, record, layer)
         for record in run.records
-        if record.step in kept
+        if record.step in matrix_steps
         for layer, value in record.values(WORST).items()
         if math.isfinite(value)
     ]
-    if not found:
+    if not measured:
         return None
-    _, record, layer = max(found, key=lambda one: one[0])
+    _, record, layer = max(measured, key=lambda entry: entry[0])
     matrix = run.matrices(record.step).get(layer, {}).get("pair_alignment")
     if matrix is None:
         return None
@@ -167,25 +167,25 @@ def _worst_heads(run: RunHistory) -> Any:
 def _facts(run: RunHistory, raised: Sequence[Event]) -> list[tuple[str, str]]:
     """What was trained and watched."""
     rows = layer_rows(run.layers)
-    found = [("layers", "; ".join(f"{row.layer}: {row.heads} heads of width {row.width}, {row.kind}" for row in rows))]
+    facts = [("layers", "; ".join(f"{row.layer}: {row.heads} heads of width {row.width}, {row.kind}" for row in rows))]
     if run.is_audit:
-        return found
+        return facts
     if run.records:
         first, last = run.records[0], run.records[-1]
         end = ", the end of the run" if last.is_last else ""
         cost = "" if last.cost is None else f"; they took {last.cost:.2%} of the training's time"
-        found.append(("readings", f"{len(run.records)}, from step {first.step} to step {last.step}{end}{cost}"))
+        facts.append(("readings", f"{len(run.records)}, from step {first.step} to step {last.step}{end}{cost}"))
         if first.time > 0:
             begun = datetime.datetime.fromtimestamp(first.time, datetime.timezone.utc)
             length = datetime.timedelta(seconds=round(max(0.0, last.time - first.time)))
-            found.append(("began", f"{begun:%Y-%m-%d %H:%M} UTC, watched for {length}"))
+            facts.append(("began", f"{begun:%Y-%m-%d %H:%M} UTC, watched for {length}"))
     if run.resumed:
-        found.append(("resumed", "after the reading of step " + ", ".join(map(str, run.resumed))))
-    found.append(("alerts", _counts(raised)))
+        facts.append(("resumed", "after the reading of step " + ", ".join(map(str, run.resumed))))
+    facts.append(("alerts", _counts(raised)))
     if run.skipped_lines:
-        found.append(("not readable", f"{run.skipped_lines} lines of the history"))
-    found.append(("history", str(run.path)))
-    return found
+        facts.append(("not readable", f"{run.skipped_lines} lines of the history"))
+    facts.append(("history", str(run.path)))
+    return facts
 
 
 def _counts(raised: Sequence[Event]) -> str:
@@ -201,7 +201,7 @@ def _event_row(event: Event, run: RunHistory) -> dict[str, Any]:
     alert = event.alert
     count = "num_key_heads" if alert.unit == "key heads" else "num_heads"
     totals = {facts["name"]: facts.get(count) for facts in run.layers}
-    named = dict.fromkeys(  # an alert on the whole layer names no heads
+    phrases = dict.fromkeys(  # an alert on the whole layer names no heads
         name_heads(heads or range(totals.get(layer) or 0), totals.get(layer), alert.unit) or "all"
         for layer, heads in alert.where.items()
     )
@@ -211,7 +211,7 @@ def _event_row(event: Event, run: RunHistory) -> dict[str, Any]:
         "is_serious": LEVELS.index(alert.level) > 0,
         "state": "found" if run.is_audit else event.state,
         "layers": name_layers(alert.layers),
-        "heads": "; ".join(named),
+        "heads": "; ".join(phrases),
         "message": alert.message,
         "action": alert.action,
         "code": alert.code,

@@ -45,17 +45,17 @@ class Event:
 
 def events(records: Sequence[Record]) -> list[Event]:
     """Return the events of a run, one for each alert that was raised, notices included."""
-    found: list[Event] = []
+    begun: list[Event] = []
     for alert in (alert for record in records for alert in record.alerts):
-        place = next((i for i in reversed(range(len(found))) if _is_same(found[i], alert)), None)
+        place = next((i for i in reversed(range(len(begun))) if _is_same(begun[i], alert)), None)
         if alert.status == "new" or place is None:
             if not alert.is_over:
-                found.append(Event(alert))
+                begun.append(Event(alert))
         elif alert.is_over:
-            found[place] = replace(found[place], ended=alert.step, end=alert.status)
+            begun[place] = replace(begun[place], ended=alert.step, end=alert.status)
         else:
-            found[place] = Event(replace(alert, step=found[place].alert.step))
-    return found
+            begun[place] = Event(replace(alert, step=begun[place].alert.step))
+    return begun
 
 
 def becomes_warning(alert: Alert, past: Sequence[Alert]) -> bool:
@@ -64,8 +64,12 @@ def becomes_warning(alert: Alert, past: Sequence[Alert]) -> bool:
         return False
     if alert.status == "new":
         return True
-    own = (one for one in reversed(past) if one.rule == alert.rule and one.where.keys() & alert.where.keys())
-    return next((one.level for one in own), "notice") == "notice"
+    own = (
+        earlier
+        for earlier in reversed(past)
+        if earlier.rule == alert.rule and earlier.where.keys() & alert.where.keys()
+    )
+    return next((earlier.level for earlier in own), "notice") == "notice"
 
 
 def _is_same(event: Event, alert: Alert) -> bool:
@@ -83,8 +87,8 @@ def verdict(records: Sequence[Record], layers: Sequence[Mapping[str, Any]], *, i
         Nothing to judge: there is no reading yet.
     """
     if not layers:
-        what = "no attention layer could be read" if is_audit else "no attention layer is watched"
-        return Verdict("nothing to judge", f"Nothing to judge: {what}.")
+        absence = "no attention layer could be read" if is_audit else "no attention layer is watched"
+        return Verdict("nothing to judge", f"Nothing to judge: {absence}.")
     if not records:
         return Verdict("nothing to judge", "Nothing to judge: there is no reading yet.")
     last = records[-1]
@@ -105,10 +109,10 @@ def verdict(records: Sequence[Record], layers: Sequence[Mapping[str, Any]], *, i
     earlier = f" {len(over)} earlier {'alert is' if len(over) == 1 else 'alerts are'} over." if over else ""
     of_layers = "1 layer" if len(last.layers) == 1 else f"{len(last.layers)} layers"
     readings = "1 reading" if len(records) == 1 else f"{len(records)} readings"
-    found = f"{'No active alert' if over else 'No alert'} in {readings} of {of_layers}."
+    sentence = f"{'No active alert' if over else 'No alert'} in {readings} of {of_layers}."
     if is_audit:
-        found = f"Nothing unusual in {of_layers}."
-    return Verdict("clear", f"{found}{_closest(last, layers, at)}{_missing(last, at)}{unread(records)}{earlier}")
+        sentence = f"Nothing unusual in {of_layers}."
+    return Verdict("clear", f"{sentence}{_closest(last, layers, at)}{_missing(last, at)}{unread(records)}{earlier}")
 
 
 def unread(records: Sequence[Record]) -> str:
@@ -123,8 +127,8 @@ def unread(records: Sequence[Record]) -> str:
         if reasons:
             of_layers = f"{len(reasons)} of {len(record.layers)} layers" if len(record.layers) > 1 else "its only layer"
             reason, count = Counter(reasons).most_common(1)[0]
-            others = "" if count == len(reasons) else ", and other reasons"
-            sentences += f" {source.capitalize()} were not read in {of_layers} ({reason}{others})."
+            further = "" if count == len(reasons) else ", and other reasons"
+            sentences += f" {source.capitalize()} were not read in {of_layers} ({reason}{further})."
     return sentences
 
 

@@ -154,8 +154,10 @@ class HDICallback(Watcher, pl.Callback):
             records += self._session.flush()
         if self._prog_bar and records:
             points = curves(records[-1], prefix=self._prefix)
-            shown = {tag: points[tag] for tag in (f"{self._prefix}hdi/mean", f"{self._prefix}hdi/min") if tag in points}
-            pl_module.log_dict(shown, prog_bar=True, logger=False)
+            progress = {
+                tag: points[tag] for tag in (f"{self._prefix}hdi/mean", f"{self._prefix}hdi/min") if tag in points
+            }
+            pl_module.log_dict(progress, prog_bar=True, logger=False)
 
     def on_validation_start(self, *args: Any) -> None:
         """Leave evaluation alone."""

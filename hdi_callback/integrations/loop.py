@@ -313,12 +313,12 @@ class _Loop:
         return sinks
 
 
-def _torch_optimizers(given: Any) -> list[Optimizer]:
+def _torch_optimizers(wrapped: Any) -> list[Optimizer]:
     """Return the torch optimizers inside wrappers such as that of accelerate, which call no hooks of their own."""
-    if given is None:
+    if wrapped is None:
         return []
-    found: list[Optimizer] = []
-    for optimizer in given if isinstance(given, list | tuple) else [given]:
+    optimizers: list[Optimizer] = []
+    for optimizer in wrapped if isinstance(wrapped, list | tuple) else [wrapped]:
         inner = optimizer
         while isinstance(getattr(inner, "optimizer", None), Optimizer):
             inner = inner.optimizer
@@ -329,6 +329,6 @@ def _torch_optimizers(given: Any) -> list[Optimizer]:
                 "torch.optim.AdamW(model.parameters()) or the like. For an optimizer that torch does not know write "
                 "optimizer=None, and call heads.before_optimizer_step() in each step."
             )
-        if inner not in found:
-            found.append(inner)
-    return found
+        if inner not in optimizers:
+            optimizers.append(inner)
+    return optimizers

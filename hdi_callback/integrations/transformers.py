@@ -110,9 +110,14 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
     @guarded("saving the state of head diversity")
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the state in a checkpoint that another callback has asked for after this one was called."""
-        kept = (state.stateful_callbacks or {}).get(_KEY)
+        heads_state = (state.stateful_callbacks or {}).get(_KEY)
         file = Path(args.output_dir) / f"checkpoint-{state.global_step}" / _STATE_FILE
-        if kept is not None and kept["step"] != state.global_step and state.is_world_process_zero and file.is_file():
+        if (
+            heads_state is not None
+            and heads_state["step"] != state.global_step
+            and state.is_world_process_zero
+            and file.is_file()
+        ):
             state.stateful_callbacks[_KEY] = self.state_dict()
             state.save_to_json(str(file))
 

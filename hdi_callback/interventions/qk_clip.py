@@ -81,8 +81,8 @@ class QKClip(Intervention):
                 scale_scores(layer, factors)
                 self.training.expect_change(name, heads, self.training.step)
             largest = max(scores[head] for head in heads)
-            named = f"{'head' if len(heads) == 1 else 'heads'} {', '.join(map(str, heads))}"
-            parts.append(f"{name} ({named}, up to {largest:.3g})")
+            phrase = f"{'head' if len(heads) == 1 else 'heads'} {', '.join(map(str, heads))}"
+            parts.append(f"{name} ({phrase}, up to {largest:.3g})")
             layers.append(name)
         if not parts:
             return ()

@@ -78,14 +78,14 @@ class ReviveHeads(Intervention):
     @torch.no_grad()
     def on_alert(self, alert: Alert) -> Action | None:
         """Revive all but the strongest head of each group, in every layer that the alert names."""
-        done, left, layers = [], [], []
+        done, refusals, layers = [], [], []
         for name in alert.layers:
             layer = self.training.layers.get(name)
             if layer is None or _why_not(layer):
                 continue
             plans = self._plans(layer, alert)
             acting = [plan for plan in plans if plan.leaving]
-            left += [f"{self._left(plan)} of {name}" for plan in plans if plan.kept]
+            refusals += [f"{self._left(plan)} of {name}" for plan in plans if plan.kept]
             if not plans:
                 continue
             layers.append(name)
@@ -96,8 +96,8 @@ class ReviveHeads(Intervention):
         if not layers:
             return None
         if not done:
-            return self.action(layers, "; ".join(left), is_refusal=True)
-        return self.action(layers, "; ".join([f"assigned fresh weights to {', and to '.join(done)}", *left]))
+            return self.action(layers, "; ".join(refusals), is_refusal=True)
+        return self.action(layers, "; ".join([f"assigned fresh weights to {', and to '.join(done)}", *refusals]))
 
     def _plans(self, layer: AttentionLayer, alert: Alert) -> list[_Plan]:
         """Choose for each group of heads that are alike the one that stays, and those that may leave."""
@@ -112,8 +112,8 @@ class ReviveHeads(Intervention):
             stays = max(group, key=lambda head: strength[head])
             errors = {head: _error(layer, _members(layer, head, stays, of_keys)) for head in group if head != stays}
             leaving = {head: error for head, error in errors.items() if error <= self.max_output_error}  # NaN is not
-            kept = {head: error for head, error in errors.items() if head not in leaving}
-            plans.append(_Plan(stays, leaving, kept, of_keys, "key head" if of_keys and is_grouped else "head"))
+            staying = {head: error for head, error in errors.items() if head not in leaving}
+            plans.append(_Plan(stays, leaving, staying, of_keys, "key head" if of_keys and is_grouped else "head"))
         return plans
 
     def _act(self, layer: AttentionLayer, plans: Sequence[_Plan]) -> None:
@@ -156,16 +156,19 @@ class ReviveHeads(Intervention):
     @contextmanager
     def _all_or_nothing(self, layer: AttentionLayer) -> Iterator[None]:
         """Restore the weights and the optimizer's state if the block fails."""
-        owners = [*layer.module.parameters(), *(one for role in ROLES for one in layer.weights[role].parameters())]
+        owners = [
+            *layer.module.parameters(),
+            *(parameter for role in ROLES for parameter in layer.weights[role].parameters()),
+        ]
         bias = output_bias(layer)
-        kept = [
+        states = [
             item
             for optimizer in self.training.optimizers
             for owner in owners
             for item in optimizer.state.get(owner, {}).values()
             if isinstance(item, Tensor)
         ]
-        tensors = [*owners, *([] if bias is None else [bias]), *kept]
+        tensors = [*owners, *([] if bias is None else [bias]), *states]
         before = [(tensor, tensor.detach().clone()) for tensor in tensors]
         try:
             yield
@@ -216,7 +219,7 @@ def _why_not(layer: AttentionLayer) -> str:
     return why_not_writable(layer, ROLES)
 
 
-def _groups(layer: AttentionLayer, named: Sequence[int], *, of_keys: bool) -> list[list[int]]:
+def _groups(layer: AttentionLayer, accused: Sequence[int], *, of_keys: bool) -> list[list[int]]:
     """Group the heads of a layer that are alike now; only those that the alert names, if it names some."""
     if of_keys:
         alike = head_diversity(layer.weight("key")).subspace.pair_alignment >= ALIGNED
@@ -224,9 +227,11 @@ def _groups(layer: AttentionLayer, named: Sequence[int], *, of_keys: bool) -> li
         alike = qk_circuits(layer.weight("query"), layer.weight("key"), layer.key_of).cosine >= SCORE_ALIKE
     is_alike = alike.tolist()
     groups: list[list[int]] = []
-    for head in named or range(len(is_alike)):
-        near = [group for group in groups if any(is_alike[head][other] for other in group)]
-        groups = [group for group in groups if group not in near] + [[head, *(one for group in near for one in group)]]
+    for head in accused or range(len(is_alike)):
+        near = [group for group in groups if any(is_alike[head][member] for member in group)]
+        groups = [group for group in groups if group not in near] + [
+            [head, *(item for group in near for item in group)]
+        ]
     return [sorted(group) for group in groups if len(group) > 1]
 
 
@@ -234,7 +239,7 @@ def _members(layer: AttentionLayer, head: int, stays: int, of_keys: bool) -> lis
     """Pair the query heads that leave with those that stay."""
     if not of_keys:
         return [(head, stays)]
-    leaving, staying = ([h for h, key in enumerate(layer.key_of) if key == one] for one in (head, stays))
+    leaving, staying = ([h for h, key in enumerate(layer.key_of) if key == key_head] for key_head in (head, stays))
     return list(zip(leaving, staying))
 
 
@@ -245,7 +250,7 @@ def _strength(layer: AttentionLayer, *, of_keys: bool) -> list[float]:
     norms: list[float] = maps.square().sum((-2, -1)).tolist()
     if not of_keys:
         return norms
-    return [sum(norm for norm, one in zip(norms, layer.key_of) if one == key) for key in range(layer.num_key_heads)]
+    return [sum(norm for norm, own in zip(norms, layer.key_of) if own == key) for key in range(layer.num_key_heads)]
 
 
 def _error(layer: AttentionLayer, members: Sequence[tuple[int, int]]) -> float:
@@ -281,13 +286,13 @@ def _fold(layer: AttentionLayer, leaving: int, staying: int) -> Folding:
     )
 
 
-def _has_terms_of_its_own(layer: AttentionLayer, one: int, other: int) -> bool:
+def _has_terms_of_its_own(layer: AttentionLayer, head: int, other_head: int) -> bool:
     """Return whether the module has parameters or buffers by head, besides projections, in which two heads differ."""
     projections = {id(parameter) for role in ROLES for parameter in layer.weights[role].parameters()}
     for name, item in (*layer.module.named_parameters(), *layer.module.named_buffers()):
         if id(item) in projections or (name.endswith("bias") and item.dim() == 1 and item.shape[0] != layer.num_heads):
             continue
         for dim, size in enumerate(item.shape):
-            if size == layer.num_heads and not torch.equal(item.select(dim, one), item.select(dim, other)):
+            if size == layer.num_heads and not torch.equal(item.select(dim, head), item.select(dim, other_head)):
                 return True
     return False

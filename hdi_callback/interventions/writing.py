@@ -58,8 +58,8 @@ def bias_of(weight: HeadWeight, head: int) -> tuple[nn.Parameter, Tensor] | None
 
 def read_bias(weight: HeadWeight, head: int) -> Tensor | None:
     """Read the bias of a head, ``(width,)``."""
-    found = bias_of(weight, head)
-    return None if found is None else found[0].detach().flatten()[found[1]]
+    bias = bias_of(weight, head)
+    return None if bias is None else bias[0].detach().flatten()[bias[1]]
 
 
 def output_bias(layer: AttentionLayer) -> nn.Parameter | None:
@@ -76,6 +76,8 @@ def output_bias(layer: AttentionLayer) -> nn.Parameter | None:
 def clear_state(optimizers: Sequence[Optimizer], parameter: nn.Parameter, index: Tensor) -> None:
     """Set what optimizers keep of some elements of a parameter to zero: momentum, mean squares."""
     for optimizer in optimizers:
-        for kept in optimizer.state.get(parameter, {}).values():
-            if isinstance(kept, Tensor) and kept.shape == parameter.shape:
-                kept.put_(index.to(kept.device), torch.zeros((), dtype=kept.dtype, device=kept.device).expand_as(index))
+        for state in optimizer.state.get(parameter, {}).values():
+            if isinstance(state, Tensor) and state.shape == parameter.shape:
+                state.put_(
+                    index.to(state.device), torch.zeros((), dtype=state.dtype, device=state.device).expand_as(index)
+                )
