@@ -157,7 +157,6 @@ MODEL = nn.TransformerEncoderLayer(16, 2)
         lambda odd: QKClip(limit=-1 if odd in (5, 1.5) else odd),
         lambda odd: ReviveHeads(max_output_error=odd),
         lambda odd: audit(MODEL, forward=odd),
-        lambda odd: audit(MODEL, include=odd or [3]),
         lambda odd: audit(MODEL, thresholds=odd or 3),
         lambda odd: compare(MODEL, odd),
         lambda odd: compare(MODEL, MODEL, step=-1 if odd == 5 else odd),
