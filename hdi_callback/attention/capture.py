@@ -15,7 +15,6 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +26,7 @@ from hdi_callback.attention.compiled_calls import is_within_compiled_call
 from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.extra_forward import first_sequences, inner_model, is_extra, nothing_remains
 from hdi_callback.attention.first_calls import SEQUENCES, FirstCalls, take_off
-from hdi_callback.attention.hooks import Hook
+from hdi_callback.attention.hooks import Hook, outside_transforms, within_transforms
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight
 from hdi_callback.attention.padding import PaddingChoice, TokenMask, find_padding
 from hdi_callback.attention.reader import CoreSample, Reader
@@ -97,7 +96,7 @@ class Capture:
         self._calls = FirstCalls(model) if calls is None else calls
         self._layers = {layer.name: layer for layer in layers}
         self._never: dict[str, dict[str, str]] = {layer.name: {} for layer in layers}
-        self._outputs = {layer.name: _Tap(layer, self, "outputs", max_tokens) for layer in layers}
+        self.outputs = {layer.name: _Tap(layer, self, "outputs", max_tokens) for layer in layers}
         self._inputs = {layer.name: _Tap(layer, self, "inputs", max_tokens) for layer in layers if inputs}
         self._taken_rows: dict[str, list[Any]] = {}
         self._samples: list[tuple[str, CoreSample]] = []  # of rows, that are not numbers yet
@@ -114,7 +113,7 @@ class Capture:
         self._names = {module: name for name, module in self._by_name.items()}
         self.taps = list(self._hooked())
         self.read_layers = [layer for layer in layers if self._may_read(layer)]
-        self._reader = Reader(self._names, self.read_layers, self, max_rows) if self.read_layers else None
+        self._reader = Reader(self._names, self.read_layers, self, max_rows)
         self._entries = {id(module): module for layer in self.read_layers for module in self._entries_of(layer)}
         self._within = {
             key: {one.name for one in self.read_layers if not set(self._entries_of(one)).isdisjoint(module.modules())}
@@ -134,19 +133,14 @@ class Capture:
         """
         self.is_armed, self.training_only = True, training_only
         self._forget()
-        if self._reader is not None:
-            self._reader.begin()
-            self._without_mode.clear()
-            if self._readings % _SHOWN_EVERY == 0:
-                self._reader.look_again()
+        self._reader.begin()
+        self._without_mode.clear()
+        if self._readings % _SHOWN_EVERY == 0:
+            self._reader.look_again()
         self._readings += 1
         if not self._is_suspended:
             self._install()
         self._calls.wait(self._run_again, self._give_up)
-
-    def disarm(self) -> None:
-        """Capture nothing more; to be called before each forward that is not to be captured."""
-        self._stop()
 
     def take(self) -> dict[str, Captured]:
         """Return what was captured since `arm`, and capture nothing more.
@@ -156,7 +150,7 @@ class Capture:
         Returns:
             Layer name -> what was captured of it, and why something was not.
         """
-        self._stop()
+        self.disarm()
         self._make_rows()
         found = {name: self._captured(layer) for name, layer in self._layers.items()}
         gathered = gathered_heads({name: (self._layers[name], one.outputs) for name, one in found.items()})
@@ -180,7 +174,7 @@ class Capture:
 
     def remove(self) -> None:
         """Remove all hooks and forget what was captured; calling it again does nothing."""
-        self._stop()
+        self.disarm()
         self._forget()
 
     def _install(self) -> None:
@@ -191,15 +185,12 @@ class Capture:
         for module, tap in self.taps:
             if module not in read_again:
                 self._handles.setdefault(module, []).append(module.register_forward_pre_hook(tap, with_kwargs=True))
-        for module in () if self._reader is None or self._is_broken else self._entries.values():
+        for module in () if self._is_broken else self._entries.values():
             if module not in read_again:
                 enter, leave = Hook(self, "_enter"), Hook(self, "_leave")
-                self._handles.setdefault(module, []).extend(
-                    (
-                        module.register_forward_pre_hook(enter),
-                        module.register_forward_hook(leave, always_call=True),
-                    )
-                )
+                handles = self._handles.setdefault(module, [])
+                handles.append(module.register_forward_pre_hook(enter))
+                handles.append(module.register_forward_hook(leave, always_call=True))
 
     def _uninstall(self, within: nn.Module | None = None) -> None:
         """Take hooks off all modules, or those within one that is about to run compiled code."""
@@ -207,12 +198,12 @@ class Capture:
             for handle in self._handles.pop(module, ()):
                 handle.remove()
 
-    def _stop(self) -> None:
+    def disarm(self) -> None:
+        """Capture nothing more; to be called before each forward that is not to be captured."""
         self.is_armed = False
         self._uninstall()
         self._calls.wait(None)
-        if self._reader is not None:
-            self._reader.forget()
+        self._reader.forget()
 
     # --- calls in which something is compiled
 
@@ -235,15 +226,13 @@ class Capture:
     def _capture_again(self, module: nn.Module, inputs: Any) -> None:
         within = set(module.modules())
         handles: list[RemovableHandle] = []
-        reader = self._reader
-        if reader is not None:
-            reader.begin()
+        self._reader.begin()
         self.is_again = True
         try:
             with nothing_remains(self._model, inputs, on_lost=self._calls.warn_of_lost):
                 taps = ((inner, tap) for inner, tap in self.taps if inner in within)
                 handles += [inner.register_forward_pre_hook(tap, with_kwargs=True) for inner, tap in taps]
-                with self._calls.writing(module), nullcontext() if reader is None else reader:
+                with self._calls.writing(module), self._reader:
                     module(*inputs[0], **inputs[1])
         except Exception as error:
             for layer in self._layers.values():
@@ -253,12 +242,11 @@ class Capture:
             self.is_again = False
             for handle in handles:
                 handle.remove()
-            if reader is not None:
-                reader.forget()
+            self._reader.forget()
 
     def _give_up(self, entry: nn.Module) -> None:
         """Take everything off a call that was taken for eager, as it is about to run compiled code."""
-        if self._inside and self._reader is not None:
+        if self._inside:
             self._inside = 0
             if self._is_mode_on:
                 take_off(self._reader)
@@ -273,7 +261,7 @@ class Capture:
     def _forget(self, within: nn.Module | None = None) -> None:
         modules = None if within is None else set(within.modules())
         names = {name for name, layer in self._layers.items() if modules is None or layer.module in modules}
-        for taps in (self._outputs, self._inputs):
+        for taps in (self.outputs, self._inputs):
             for name in names & taps.keys():
                 taps[name].forget()
         for name in names:
@@ -285,7 +273,7 @@ class Capture:
             self._entered.clear()
 
     def _captured(self, layer: AttentionLayer) -> Captured:
-        outputs = self._outputs[layer.name]
+        outputs = self.outputs[layer.name]
         found = Captured(rows=self._taken_rows.get(layer.name, []))
         found.outputs, found.valid = outputs.joined()
         reasons = {**self._never[layer.name], **self._failed.get(layer.name, {})}
@@ -302,7 +290,7 @@ class Capture:
         if not found.rows and self._rows is not None:
             reasons.setdefault("rows", outputs.why_nothing())
         found.reasons = reasons
-        taps = {"outputs": self._outputs, "inputs": self._inputs}
+        taps = {"outputs": self.outputs, "inputs": self._inputs}
         broken = [what for what, of in taps.items() if layer.name in of and of[layer.name].failure is not None]
         found.failed = frozenset([*broken, *self._failed.get(layer.name, {})])
         return found
@@ -316,7 +304,7 @@ class Capture:
             if layer.output_module is not None and used[id(layer.output_module)] > 1:
                 self._never[name]["outputs"] = "it shares its output projection with another layer"
             elif layer.output_module is not None:
-                yield layer.output_module, self._outputs[name]
+                yield layer.output_module, self.outputs[name]
             elif not layer.sites:
                 self._never[name]["outputs"] = "there is no module that takes its head outputs side by side"
             if name in self._inputs:
@@ -354,12 +342,10 @@ class Capture:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         is_replica = id(module) not in self._entries
-        if self._reader is None or self._is_broken or is_replica or is_extra() or torch.compiler.is_compiling():
+        if self._is_broken or is_replica or is_extra() or torch.compiler.is_compiling():
             return
         if self._inside == 0:
-            if not self._counts_now(module):
-                return
-            if is_within_compiled_call():
+            if not self._counts_now(module) or is_within_compiled_call():
                 return
             layers = self._within[id(module)]
             is_saved = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and not has_saving_hooks()
@@ -379,21 +365,20 @@ class Capture:
         self._padding_of_call.clear()
         if self._is_mode_on and output is None and sys.exc_info()[0] is not None:
             self._is_broken = True  # it raised under the mode: never again
-        if self._inside == 0 and self._reader is not None:
+        if self._inside == 0:
             if self._is_mode_on:
                 self._reader.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._reader.forget()
 
     def read_behind(self, layer: AttentionLayer, outputs: Tensor) -> None:
         """Read the attention behind head outputs from what autograd saves, where the mode is off."""
-        if self._reader is not None:
-            try:
-                if layer.name in self._without_mode:
-                    self._reader.read_behind(layer, outputs)
-                elif self._inside:
-                    self._reader.show(layer, outputs)
-            except Exception as error:
-                self.fail(layer.name, f"its rows of attention cannot be read ({describe(error)})")
+        try:
+            if layer.name in self._without_mode:
+                self._reader.read_behind(layer, outputs)
+            elif self._inside:
+                self._reader.show(layer, outputs)
+        except Exception as error:
+            self.fail(layer.name, f"its rows of attention cannot be read ({describe(error)})")
 
     def _counts_now(self, module: nn.Module) -> bool:
         """Whether the call of a module that begins now is captured."""
@@ -415,7 +400,7 @@ class Capture:
         """Find the queries that are padding."""
         if self._cut is not None and shape[0] % self._cut:
             self._cut = None
-        tap = self._outputs[layer]
+        tap = self.outputs[layer]
         tap.hidden_keys = hidden_keys if hidden_keys is not None and tuple(hidden_keys.shape) == shape else None
         return tap.find(shape).padded
 
@@ -434,16 +419,12 @@ class Capture:
 
     def go_on_from(self, other: Capture) -> None:
         """Take over what was captured before further layers were found."""
-        for mine, others in ((self._outputs, other._outputs), (self._inputs, other._inputs)):
+        for mine, others in ((self.outputs, other.outputs), (self._inputs, other._inputs)):
             for name in mine.keys() & others.keys():
                 mine[name].go_on_from(others[name])
         self._samples += [one for one in other._samples if one[0] in self._layers]
         self._taken_rows.update({name: rows for name, rows in other._taken_rows.items() if name in self._layers})
         self._entered |= other._entered
-
-    def outputs_of(self, layer: str) -> _Tap:
-        """Give what takes the head outputs of a layer."""
-        return self._outputs[layer]
 
     def take_rows(self, layer: str, sample: CoreSample) -> None:
         """Keep sampled rows until there are many: layers that are alike become numbers in one call."""
@@ -481,7 +462,7 @@ class Capture:
 
     def take_outputs(self, layer: str, outputs: Tensor) -> None:
         """Take head outputs, ``(batch, queries, H, d_v)``."""
-        self._outputs[layer].keep(outputs.flatten(2))
+        self.outputs[layer].keep(outputs.flatten(2))
 
     def fail(self, layer: str, reason: str) -> None:
         """Note why something of a layer cannot be read."""
@@ -500,6 +481,9 @@ _ROWS_AT_ONCE_ON_CPU = 2**18  # whose cache would not hold more
 _TURNED_UP = "compiled code turned up within its call: from the next reading on its first sequences are read"
 
 
+IN_VMAP = "nested tensors, and what runs within `torch.func.vmap`, are not captured"
+
+
 class _Tap:
     """The hook at the input of a module, and the tokens that it took."""
 
@@ -507,6 +491,11 @@ class _Tap:
         self.layer, self.capture, self.what = layer, capture, what
         self._max_tokens = max(2, max_tokens)
         self._order = _order_of_features(layer) if what == "outputs" and layer.output_module is not None else None
+        self._owner = layer.output_module if what == "outputs" else _input_module(layer)
+        weight = layer.weights.get("key" if what == "inputs" else "output")
+        self._width = layer.num_heads * layer.value_dim if what == "outputs" or weight is None else weight.in_features
+        # Under tensor parallelism a rank has some of the heads.
+        self._may_be_part = what == "outputs" and weight is not None and weight.is_sharded
         self._padding_seen: dict[tuple[int, ...], TokenMask] = {}
         self.forget()
 
@@ -530,11 +519,11 @@ class _Tap:
         is_other = is_extra() and not self.capture.is_again  # of another monitor, or a check
         if self.capture.is_armed and not is_other and not torch.compiler.is_compiling():
             is_recorded = torch.is_grad_enabled() or self.capture.is_again
-            with without_modes():
+            with without_modes(), outside_transforms():
                 try:
                     taken = given_to(module, args, kwargs)
                     if isinstance(taken, Tensor):
-                        self._keep_recorded(taken, is_recorded=is_recorded)
+                        self._keep_recorded(within_transforms(taken), is_recorded=is_recorded)
                 except Exception as error:
                     self.failure = f"its {self.what} cannot be captured ({describe(error)})"
 
@@ -545,8 +534,9 @@ class _Tap:
         self.has_run = True
         is_outside = torch._C._current_graph_task_id() == -1
         if self.capture.training_only and not is_recorded:
-            if is_outside:
-                self._remember_padding(taken)
+            if is_outside:  # what is known of padding now, for when the forward is repeated within the backward
+                shape = tuple(self._features_last(taken).shape[:-1])
+                self._padding_seen[shape] = self.find(shape)
         elif is_outside or not self.has_outside:
             if self.what == "outputs":
                 self.capture.read_behind(self.layer, taken)
@@ -555,7 +545,7 @@ class _Tap:
     def keep(self, tokens: Tensor) -> None:
         """Keep a sample of tokens, ``(..., length, features)``."""
         if tokens.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(tokens):
-            self.failure = "nested tensors, and what runs within torch.func, are not captured"
+            self.failure = IN_VMAP
             return
         self.has_outside |= torch._C._current_graph_task_id() == -1
         local: Any = tokens.detach()
@@ -623,26 +613,15 @@ class _Tap:
         return "it was not called in a forward that was captured"
 
     def _fits(self, width: int) -> bool:
-        expected, may_be_part = self.layer.num_heads * self.layer.value_dim, False
-        if self.what == "inputs":
-            expected = self.layer.weights["key"].in_features
-        elif (weight := self.layer.weights.get("output")) is not None:
-            may_be_part = weight.is_sharded and expected % width == 0  # tensor parallelism: the heads of this rank
-        if width == expected or may_be_part:
+        if width == self._width or (self._may_be_part and self._width % width == 0):
             return True
-        self.failure = f"the tensor that holds its {self.what} has {width} features, expected {expected}"
+        self.failure = f"the tensor that holds its {self.what} has {width} features, expected {self._width}"
         return False
 
     def _features_last(self, given: Tensor) -> Tensor:
         """Read the input of a convolution, ``(batch, features, ...)``, as ``(batch, positions, features)``."""
-        module = self.layer.output_module if self.what == "outputs" else _input_module(self.layer)
-        size = getattr(module, "kernel_size", None)
+        size = getattr(self._owner, "kernel_size", None)
         return given.flatten(-len(size)).mT if isinstance(size, tuple) else given
-
-    def _remember_padding(self, given: Tensor) -> None:
-        """Keep what is known of padding now, for when the forward is repeated within the backward."""
-        shape = tuple(self._features_last(given).shape[:-1])
-        self._padding_seen[shape] = self.find(shape)
 
     def _thin(self) -> None:
         total = sum(sample.count for sample in self._samples)

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from hdi_callback.attention.calls import Call, running_calls
-from hdi_callback.attention.capture import Capture, Sample, given_to
+from hdi_callback.attention.capture import IN_VMAP, Capture, Sample, given_to
 from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.find import Reading, put_together, read_tape
+from hdi_callback.attention.hooks import within_transforms
 from hdi_callback.attention.layer import Survey
 from hdi_callback.attention.normalisers import scores_behind
 from hdi_callback.attention.operations import BATCHED, OF_SCORES
@@ -89,6 +89,7 @@ class FirstForward:
         # Behind a product of queries and keys: their number, its scores, and what was made of them last, by step.
         self._numel, self._near = 0, dict[int, tuple[Tensor, int]]()
         self._inputs: dict[nn.Module, list[tuple[Tensor | Sample, int, TokenMask]]] = {}
+        self._batched: set[nn.Module] = set()  # modules that ran within `torch.func.vmap`
         self._rows: dict[int, CoreSample] = {}
         self._outputs: dict[int, Sample] = {}
         self._masks: dict[int, TokenMask] = {}
@@ -115,7 +116,11 @@ class FirstForward:
         given = given_to(module, args, kwargs)
         if not isinstance(given, Tensor) or not given.is_floating_point() or given.is_meta or given.is_nested:
             return
-        if torch._C._functorch.is_functorch_wrapped_tensor(given) or is_sharded(given):
+        given = within_transforms(given)
+        if torch._C._functorch.is_functorch_wrapped_tensor(given):
+            self._batched.add(module)
+            return
+        if is_sharded(given):
             return
         with Aside():
             mask = find_padding(tuple(given.shape[:-1]), self._padding, layer=self._paths.get(module, ""))
@@ -250,6 +255,7 @@ class FirstForward:
     def hand_over(self, capture: Capture) -> None:
         """Give a capture what it would have captured of this forward."""
         for module, tap in capture.taps:
+            tap.failure = tap.failure or (IN_VMAP if module in self._batched else None)
             for kept, version, mask in self._inputs.get(module, ()):
                 if isinstance(kept, Sample) or kept._version == version:
                     tap.hand_over(kept, mask if mask.padded is not None else self._mask_of(tap, mask))
@@ -262,7 +268,7 @@ class FirstForward:
                 capture.take_rows(layer.name, self._rows[number])
                 capture.has_entered(layer)
                 if layer.output_module is None and number in self._outputs:
-                    capture.outputs_of(layer.name).hand_over(self._outputs[number], self._masks[number])
+                    capture.outputs[layer.name].hand_over(self._outputs[number], self._masks[number])
 
     def forget(self) -> None:
         """Let go of all tensors now, and not when Python collects cycles."""
@@ -286,7 +292,6 @@ class _quiet(ExitStack):  # noqa: N801
         self.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         self.enter_context(torch.device("cpu"))
-        self.enter_context(temporarily_clear_interpreter_stack())  # of torch.func
         return self
 
 

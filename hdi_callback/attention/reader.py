@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hdi_callback.attention.calls import running_module
 from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.flex import FLEX, FlexCall
+from hdi_callback.attention.hooks import outside_transforms
 from hdi_callback.attention.layer import AttentionLayer, Site
 from hdi_callback.attention.operations import BATCHED
 from hdi_callback.attention.releases import Mode
 from hdi_callback.attention.tape import Tape, op_name, tensors_in
 from hdi_callback.guard import describe
 
-__all__ = ["CoreSample", "Reader", "ReaderSink"]
+if TYPE_CHECKING:
+    from hdi_callback.attention.capture import Capture
+    from hdi_callback.attention.first_forward import FirstForward
+
+__all__ = ["CoreSample", "Reader"]
 
 aten = torch.ops.aten
 _FUSED, _SOFTMAX, _SHIFT, _FLEX = "fused", "softmax", "shift", "flex"
@@ -147,25 +152,6 @@ class CoreSample:
         return query, key
 
 
-class ReaderSink(Protocol):
-    """Takes what a `Reader` reads of a layer."""
-
-    def wants_outputs(self, layer: str) -> bool:
-        """Say whether head outputs are to be read."""
-
-    def padded_queries(self, layer: str, shape: tuple[int, int], hidden_keys: Tensor | None) -> Tensor | None:
-        """Find the queries that are padding, ``(batch, queries)``."""
-
-    def take_rows(self, layer: str, sample: CoreSample) -> None:
-        """Take sampled rows."""
-
-    def take_outputs(self, layer: str, outputs: Tensor) -> None:
-        """Take all outputs, ``(batch, queries, H, width)``, a view."""
-
-    def fail(self, layer: str, reason: str) -> None:
-        """Note why something cannot be read."""
-
-
 class Reader(Mode):
     """Hands samples of attention to a sink while it is entered.
 
@@ -177,7 +163,11 @@ class Reader(Mode):
     """
 
     def __init__(
-        self, names: Mapping[nn.Module, str], layers: Sequence[AttentionLayer], sink: ReaderSink, max_rows: int
+        self,
+        names: Mapping[nn.Module, str],
+        layers: Sequence[AttentionLayer],
+        sink: Capture | FirstForward,
+        max_rows: int,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._names, self._sink, self._max_rows = names, sink, max_rows
@@ -523,11 +513,12 @@ class _Begun:
 
 
 class Aside:
-    """Compute where neither autograd nor autocast nor any mode sees it."""
+    """Compute where neither autograd nor autocast nor any mode or transform sees it."""
 
     def __enter__(self) -> None:
         self._autocast = torch._C._DisableAutocast()  # as long as it lives
-        self._within = [torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad()]
+        modes = (torch._C.DisableTorchFunction(), _disable_current_modes(), outside_transforms(), torch.no_grad())
+        self._within: Any = modes
         for one in self._within:
             one.__enter__()
 

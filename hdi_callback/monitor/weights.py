@@ -44,6 +44,7 @@ _AT_ONCE_ON_CPU = 2**19
 _LARGEST_ON_DEVICE = 2**28
 """Bytes of weights that stay on a device until the next reading; further ones go to the host."""
 
+_SMALL = 2**16  # numbers of parameters that are summed in one call with those of other layers
 _OTHERS = 8
 """Parameters outside all layers that are looked at."""
 
@@ -79,38 +80,52 @@ class ParameterReader:
 
     def __init__(self) -> None:
         self._step: int | None = None
-        self._last: dict[str, Tensor] = {}
-        self._next: dict[str, Tensor] = {}
+        self._last: dict[tuple[str, ...], Tensor] = {}
+        self._next: dict[tuple[str, ...], Tensor] = {}
+        self._sorted: tuple[Any, ...] = ()  # what the lists below are made of
+        self._outside: list[nn.Parameter] = []
+        self._alike: list[tuple[tuple[str, ...], list[tuple[nn.Parameter, ...]]]] = []  # names -> one of each layer
 
     def measure(self, step: int, model: nn.Module, layers: Sequence[AttentionLayer]) -> list[Result]:
         """Return which parameters of each layer, and whether some outside of them, have changed."""
         self._last, self._next = {} if step == self._step else self._next, {}
         self._step = step
-        own = {id(one) for layer in layers for one in layer.module.parameters()}
-        outside = [one for one in model.parameters() if id(one) not in own and _can_be_summed(one)]
-        others = self._unchanged("", outside[:: 1 + len(outside) // _OTHERS])
-        moves = (others == 0).any().float()
-        groups: dict[Any, tuple[list[str], list[Tensor]]] = {}
+        self._sort(list(model.parameters()), layers)
+        outside = [_sums_of_bits([parameter]) for parameter in self._outside]
+        moves = (self._unchanged((), outside, 1) == 0).any().float()
+        results = []
+        for names, parameters in self._alike:
+            still = self._unchanged(names, [_sums_of_bits(each) for each in parameters], len(names))
+            is_known = torch.tensor([bool(self._last)] * len(names), device="cpu")
+            changes = ParameterChanges(still, is_known, moves.expand(len(names)))
+            results.append(Result(PARAMETERS, names, changes))
+        return results
+
+    def _sort(self, parameters: list[nn.Parameter], layers: Sequence[AttentionLayer]) -> None:
+        """Find the parameters of layers that are alike, if those of the model are others than before."""
+        now = (layers, [parameter.requires_grad for parameter in parameters], list(map(id, parameters)), parameters)
+        if self._sorted[:3] == now[:3]:
+            return
+        self._sorted = now  # with the parameters, so that no number is used again
+        own = {id(parameter) for layer in layers for parameter in layer.module.parameters()}
+        outside = [one for one in parameters if id(one) not in own and _can_be_summed(one)]
+        self._outside = outside[:: 1 + len(outside) // _OTHERS]
+        groups: dict[Any, list[tuple[str, list[nn.Parameter]]]] = {}
         for layer in layers:
-            still = self._unchanged(layer.name, list(layer.further_parameters().values()))
-            names, same = groups.setdefault((len(still), still.device), ([], []))
-            names.append(layer.name)
-            same.append(still)
-        return [
-            Result(PARAMETERS, tuple(names), ParameterChanges(torch.stack(same), *self._of_all(names, moves)))
-            for names, same in groups.values()
+            further = list(layer.further_parameters().values())
+            kinds = tuple((one.shape, one.dtype, one.device, _can_be_summed(one)) for one in further)
+            groups.setdefault(kinds, []).append((layer.name, further))
+        self._alike = [
+            (tuple(name for name, _ in group), list(zip(*(further for _, further in group))))
+            for group in groups.values()
         ]
 
-    def _of_all(self, names: Sequence[str], moves: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.tensor([bool(self._last)] * len(names), device="cpu"), moves.expand(len(names))
-
-    def _unchanged(self, key: str, parameters: Sequence[nn.Parameter]) -> Tensor:
+    def _unchanged(self, names: tuple[str, ...], sums: Sequence[Tensor], size: int) -> Tensor:
         """Return 1 for a parameter as it was, 0 for one that has changed, NaN where that is not known."""
-        sums = [_sum_of_bits(one) for one in parameters]
-        now = torch.stack([total.to(sums[0].device) for total in sums]) if sums else torch.zeros(0)
-        self._next[key] = now
-        before = self._last.get(key, now[:0])
-        if before.shape != now.shape:
+        now = torch.stack([total.to(sums[0].device) for total in sums], 1) if sums else torch.zeros(size, 0)
+        self._next[names] = now
+        before = self._last.get(names)
+        if before is None or before.shape != now.shape:
             return torch.full(now.shape, torch.nan, device=now.device)
         # A sum of no parameter that is to train is minus one.
         return (now == before).float().masked_fill(now == -1, torch.nan)
@@ -122,12 +137,15 @@ def _can_be_summed(parameter: nn.Parameter) -> bool:
 
 
 @torch.no_grad()
-def _sum_of_bits(parameter: nn.Parameter) -> Tensor:
-    """Return the sum of the bits of each number as integers, which a change of any of them changes."""
-    if not _can_be_summed(parameter):
-        return torch.full((), -1, dtype=torch.int64, device=parameter.device)
-    whole_numbers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return parameter.detach().contiguous().view(whole_numbers[parameter.element_size()]).sum(dtype=torch.int64)
+def _sums_of_bits(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Return for parameters that are alike the sums of the bits of their numbers, which any change changes."""
+    first, count = parameters[0], len(parameters)
+    if not _can_be_summed(first):
+        return torch.full((count,), -1, dtype=torch.int64, device=first.device)
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]
+    if first.numel() <= _SMALL:
+        return torch.stack([one.detach() for one in parameters]).view(bits).reshape(count, -1).sum(1, dtype=torch.int64)
+    return torch.stack([one.detach().contiguous().view(bits).sum(dtype=torch.int64) for one in parameters])
 
 
 class WeightReader:

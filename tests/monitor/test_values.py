@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+from hdi_callback.attention.capture import IN_VMAP
 from hdi_callback.monitor import MEASURED, METRICS, HeadDiversityMonitor
 from hdi_callback.monitor.metrics import HEADS, MATRICES, SOURCES, WHY_NOT
 from hdi_callback.record import Record
+from tests.benchmarks.gpt import GPT
 from tests.monitor.models import HEADS as H
 from tests.monitor.models import Model, inputs_of, naive, of_outputs, of_rows
 
@@ -210,3 +214,34 @@ def test_a_parameter_stands_still_where_no_bit_of_it_has_changed():
     ]
     assert [layer.values["parameters_still"] for layer in later] == [2.0, 2.0]
     assert [layer.values["others_move"] for layer in later] == [0.0, 1.0]
+
+
+def test_a_training_step_within_torch_func_is_read_as_a_plain_one():
+    records: dict[str, list[Any]] = {"plain": [], "grad": [], "vmap": []}
+    for how, found in records.items():
+        torch.manual_seed(0)
+        model, x = GPT(2, 48, 4, 16), torch.randint(256, (3, 16))
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+        def loss(weights, x, model=model):
+            return torch.func.functional_call(model, weights, (x,))
+
+        with HeadDiversityMonitor(model) as monitor:
+            for step in range(3):
+                monitor.arm()
+                if how == "plain":
+                    model(x).backward()
+                elif how == "grad":
+                    torch.func.grad(loss)(weights, x)
+                else:
+                    torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, x[:, None])
+                found.append(monitor.measure(step).record())
+    for plain, other, batched in zip(*records.values()):
+        for name, layer in plain.layers.items():
+            assert layer.values == other.layers[name].values
+            values, absent = batched.layers[name].values, batched.layers[name].absent
+            assert values == pytest.approx(
+                {key: value for key, value in layer.values.items() if key in values}, abs=1e-5
+            )
+            assert "attention_entropy" in values
+            assert absent["head outputs"] == absent["input tokens"] == IN_VMAP
