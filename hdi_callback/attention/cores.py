@@ -131,13 +131,12 @@ def _fused_core(labels: Labels, step: Step) -> Core:
     query, key, value = factors
     groups = len(query.features)
     if len(key.features) != groups:
-        key, value = (_repeated(label, groups // len(label.features)) for label in (key, value))
+
+        def repeated(plane: Tensor) -> Tensor:
+            return thin(plane.repeat_interleave(groups // len(plane), 0))
+
+        key, value = key.mapped(repeated), value.mapped(repeated)
     return Core(step, (ValueProduct(query, key, value, step),))
-
-
-def _repeated(label: Label, times: int) -> Label:
-    features, tokens = (thin(plane.repeat_interleave(times, 0)) for plane in (label.features, label.tokens))
-    return Label(features, tokens, label.flags)
 
 
 # a softmax, written out
@@ -441,7 +440,7 @@ def _rows_of(queries: Label, keys: Label, unit: Tensor, rows: int) -> tuple[Labe
     )
     query = Label(thin(torch.where((unit < 0)[..., None], 0, features)), thin(tokens), queries.flags)
     of = slot.amax(-1)
-    return query, Label(keys.features[of], keys.tokens[of], keys.flags)
+    return query, keys.mapped(lambda plane: plane[of])
 
 
 def _products_behind(labels: Labels, softmax: Step) -> list[tuple[Step, Product]]:

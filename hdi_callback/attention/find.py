@@ -44,6 +44,7 @@ __all__ = ["OnRead", "claims_of", "find_attention", "place_of", "read_tape", "su
 
 
 Reasons = list[tuple[Step, str]]  # of what cannot be read
+Projections = dict[str, list[Projection]]  # role -> those that are summed
 
 
 # from a tape to claims
@@ -400,7 +401,7 @@ class _Layers:
             first += count
 
     def _layer(
-        self, claim: FoundAttention, maps: dict[str, list[Projection]], outputs: list[tuple[Step, Projection]]
+        self, claim: FoundAttention, maps: Projections, outputs: list[tuple[Step, Projection]]
     ) -> AttentionLayer:
         notes = [*claim.notes, *_caveats(claim.flags)]
         chosen = _distinguishing_maps(maps, claim.flags, notes)
@@ -414,7 +415,7 @@ class _Layers:
         if "output" in weights and weights["output"].width != value_dim:
             notes.append("the output projection, which takes heads of another width")
             del weights["output"]
-        name = place_of(self._model, claim, chosen)
+        name = place_of(claim, chosen)
         module = self._model.get_submodule(name)
         return AttentionLayer(
             name, module, weights, kind=_kind(claim, chosen), key_of=of_heads["key"], value_dim=value_dim,
@@ -424,11 +425,10 @@ class _Layers:
         )  # fmt: skip
 
     def _weights_of(
-        self, claim: FoundAttention, maps: dict[str, list[Projection]], notes: list[str]
+        self, claim: FoundAttention, maps: Projections, notes: list[str]
     ) -> tuple[dict[str, HeadWeight], dict[str, tuple[int, ...]]]:
         """Return the weights of queries, keys and values, and which of them each head has."""
-        weights: dict[str, HeadWeight] = {}
-        of_heads: dict[str, tuple[int, ...]] = {}
+        weights, of_heads = dict[str, HeadWeight](), dict[str, tuple[int, ...]]()
         path = _common(_modules_of(maps))
         inputs = [self._weights.inputs(items[0]) for items in maps.values()]
         shared = frozenset.intersection(*inputs) if len(inputs) == len(IN) else frozenset()
@@ -453,7 +453,7 @@ class _Layers:
         return None if is_layer or isinstance(module, _NEVER_CALLED) else module
 
 
-def place_of(model: nn.Module, claim: FoundAttention, maps: dict[str, list[Projection]]) -> str:
+def place_of(claim: FoundAttention, maps: Projections) -> str:
     """Return the path of a layer's module: the one that runs the attention, if it has the parameters."""
     owners = _modules_of(maps)
     path = claim.core.step.path or ""
@@ -461,8 +461,6 @@ def place_of(model: nn.Module, claim: FoundAttention, maps: dict[str, list[Proje
         path = _common(owners)
         if path in owners and "." in path:  # one packed projection: the module that attends is around it
             path = path.rpartition(".")[0]
-    while path and not isinstance(model.get_submodule(path), nn.Module):
-        path = path.rpartition(".")[0]
     return path
 
 
@@ -470,13 +468,11 @@ def place_of(model: nn.Module, claim: FoundAttention, maps: dict[str, list[Proje
 _NEVER_CALLED = (nn.modules.linear.NonDynamicallyQuantizableLinear, nn.MultiheadAttention)
 
 
-def _modules_of(maps: dict[str, list[Projection]]) -> list[str]:
+def _modules_of(maps: Projections) -> list[str]:
     return [name.rpartition(".")[0] for items in maps.values() for item in items for name in item.names]
 
 
-def _distinguishing_maps(
-    maps: dict[str, list[Projection]], flags: set[Flag], notes: list[str]
-) -> dict[str, list[Projection]]:
+def _distinguishing_maps(maps: Projections, flags: set[Flag], notes: list[str]) -> Projections:
     """Return the projections that tell heads apart, with the same features of queries and keys."""
     if "key" not in maps:
         raise Unreadable("its keys come from no linear map")
@@ -538,7 +534,7 @@ def _different(maps: list[Projection], heads: int) -> tuple[list[Projection], tu
     return different, tuple(order.index(name) for name in names)
 
 
-def _kind(claim: FoundAttention, maps: dict[str, list[Projection]]) -> str:
+def _kind(claim: FoundAttention, maps: Projections) -> str:
     parameters = (name for items in maps.values() for item in items for name in item.names)
     names = list(dict.fromkeys(name.removesuffix(".weight") for name in parameters))
     short = [name.rpartition(".")[2] for name in names]

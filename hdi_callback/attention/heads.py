@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -186,26 +187,23 @@ def _vectors(labels: Labels, features: Tensor) -> tuple[Tensor, list[Vector], bo
     rows, different = unique_rows(short.reshape(-1, width))
     vectors, is_sum = [], False
     for row in rows.tolist():
-        positions: dict[int, dict[int, int]] = {}  # parameter -> position -> feature
-        has_position: dict[int, dict[int, bool]] = {}  # parameter -> feature -> whether it has a position
+        of_owner: dict[int, dict[int, int]] = {}  # parameter -> feature -> its position; summed ones may have none: -1
         for place, number in enumerate(row):
-            owners: dict[int, list[int]] = {}
-            for member in sorted(labels.members(number)):
-                owners.setdefault(labels.owner(member), []).append(member)
-            is_sum |= len(owners) > 1
-            for owner, members in owners.items():
-                placed = has_position.setdefault(owner, {})
-                free = next((member for member in members if not placed.get(member)), None)
-                placed.update({member: placed.get(member, False) or member == free for member in members})
+            groups = [(owner, list(group)) for owner, group in groupby(sorted(labels.members(number)), labels.owner)]
+            is_sum |= len(groups) > 1
+            for owner, members in groups:
+                positions = of_owner.setdefault(owner, {})
+                free = next((member for member in members if positions.get(member, -1) < 0), None)
+                positions.update({member: positions.get(member, -1) for member in members})
                 if free is not None:
-                    positions.setdefault(owner, {})[place] = free
-        vectors.append({owner: _in_places(at, has_position[owner]) for owner, at in positions.items()})
+                    positions[free] = place
+        vectors.append({owner: _in_places(positions) for owner, positions in of_owner.items()})
     return different.reshape(short.shape[:2]).expand(n, tokens), vectors, is_sum
 
 
-def _in_places(positions: dict[int, int], has_position: dict[int, bool]) -> tuple[tuple[int, int], ...]:
-    """Return (position, feature) pairs; summed features without a position get -1 and come last."""
-    return (*positions.items(), *((-1, feature) for feature, is_placed in has_position.items() if not is_placed))
+def _in_places(positions: dict[int, int]) -> tuple[tuple[int, int], ...]:
+    """Return (position, feature) pairs; summed features without a position have -1 and come last."""
+    return tuple(sorted(((at, feature) for feature, at in positions.items()), key=lambda pair: (pair[0] < 0, pair[0])))
 
 
 def _named(streams: dict[frozenset[int], Vector]) -> tuple[object, ...]:

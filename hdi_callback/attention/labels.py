@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple
@@ -24,7 +24,6 @@ from torch import Tensor
 from hdi_callback.attention import operations as ops
 from hdi_callback.attention.planes import (
     Geometry,
-    repeats,
     reshaped,
     same,
     seen_through,
@@ -77,13 +76,17 @@ class Label:
     def __repr__(self) -> str:
         return f"<Label {tuple(self.features.shape)}: {sorted(map(str, self.flags))}>"
 
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Label:
+        """Return the labels with both planes changed in the same way."""
+        return Label(function(self.features), function(self.tokens), self.flags)
+
     def reshaped(self, shape: tuple[int, ...]) -> Label:
         """Return the labels in another shape."""
-        return Label(reshaped(self.features, shape), reshaped(self.tokens, shape), self.flags)
+        return self.mapped(lambda plane: reshaped(plane, shape))
 
     def expanded(self, shape: tuple[int, ...]) -> Label:
         """Return the labels expanded to a shape."""
-        return Label(self.features.expand(shape), self.tokens.expand(shape), self.flags)
+        return self.mapped(lambda plane: plane.expand(shape))
 
     def flagged(self, *flags: Flag) -> Label:
         """Return a copy with further flags."""
@@ -97,7 +100,7 @@ class Label:
     @property
     def mT(self) -> Label:  # noqa: N802  as of a tensor
         """The last two dimensions exchanged."""
-        return Label(self.features.mT, self.tokens.mT, self.flags)
+        return self.mapped(lambda plane: plane.mT)
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,7 +224,7 @@ class Labels:
             return label
         if view.itemsize == 2 * view.cell.itemsize:  # complex numbers of pairs
             pairs = self._read(label, own, wanted.scaled(2), view.cell.numel)
-            real, imaginary = (Label(pairs.features[..., i], pairs.tokens[..., i], pairs.flags) for i in (0, 1))
+            real, imaginary = pairs.mapped(lambda plane: plane[..., 0]), pairs.mapped(lambda plane: plane[..., 1])
             if self.owners(real.features) != self.owners(imaginary.features):
                 raise Unreadable("complex numbers, of which two maps make the parts")
             return self.union(real, imaginary)
@@ -233,14 +236,13 @@ class Labels:
         return self._read(label, own, wanted, view.cell.numel)
 
     def _read(self, label: Label, own: Geometry, wanted: Geometry, numel: int) -> Label:
-        planes = []
-        for plane in (label.features, label.tokens):
+        def through(plane: Tensor) -> Tensor:
             view = seen_through(plane, own, wanted)
-            if view is None:
-                flat = written_out(plane, own, numel)
-                view = thin(flat.as_strided(wanted.shape, wanted.stride, wanted.offset))
-            planes.append(view)
-        return Label(planes[0], planes[1], label.flags)
+            if view is not None:
+                return view
+            return thin(written_out(plane, own, numel).as_strided(wanted.shape, wanted.stride, wanted.offset))
+
+        return label.mapped(through)
 
     def may_read(self, view: View) -> Label | None:
         """Return the labels of a tensor if they can be followed, else `None`."""
@@ -319,18 +321,12 @@ class Labels:
     @staticmethod
     def _written_over(before: _Written, label: Label | None, cell: Cell, view: View) -> _Written:
         """Return labels of a content of which a part is overwritten."""
-        planes = []
-        for old, new in (
-            (before.label.features, None if label is None else label.features),
-            (before.label.tokens, None if label is None else label.tokens),
-        ):
-            flat = written_out(old, before.geometry, cell.numel)
-            part = flat.as_strided(view.shape, view.stride, view.offset)
-            part.copy_(torch.zeros((), dtype=torch.int64) if new is None else new)
-            planes.append(flat)
-        flags = before.label.flags | (frozenset() if label is None else label.flags)
-        whole = Geometry((cell.numel,), (1,), 0)
-        return _Written(Label(planes[0], planes[1], flags), whole)
+        nothing = torch.zeros((), dtype=torch.int64)
+        part = Label(nothing, nothing) if label is None else label
+        whole = before.label.mapped(lambda plane: written_out(plane, before.geometry, cell.numel))
+        for flat, plane in ((whole.features, part.features), (whole.tokens, part.tokens)):
+            flat.as_strided(view.shape, view.stride, view.offset).copy_(plane)
+        return _Written(whole.flagged(*part.flags), Geometry((cell.numel,), (1,), 0))
 
     # rules
 
@@ -479,9 +475,9 @@ class Labels:
 
     def _reduced(self, step: Step, label: Label, out: View) -> Label:
         if step.op in ops.CUMULATIVE:
-            if not repeats(label.features, int(step.args[1]) % label.features.dim()):
-                raise Unreadable(f"features are summed up by {step.op}")
-            return label
+            moved = label.features.movedim(int(step.args[1]), -1)
+            feature = _only_feature(small(moved), f"features are summed up by {step.op}")
+            return Label(feature.expand(moved.shape).movedim(-1, int(step.args[1])), label.tokens, label.flags)
         dims = reduced_dims(step)
         features = self.joined(_last(label.features, dims))
         tokens = only_one(_last(label.tokens, dims))
@@ -511,10 +507,7 @@ class Labels:
         before = label.features.shape
         channels = 2 if len(out.shape) > 2 and tuple(out.shape[:2]) == tuple(before[:2]) else len(out.shape) - 1
         flat = thin(reshaped(label.features, (*before[:channels], -1)))
-        features = flat.gather(-1, (flat != NOTHING).int().argmax(-1, keepdim=True))  # not of padding
-        if not bool(((flat == features) | (flat == NOTHING)).all()):
-            raise Unreadable("tokens with different features are pooled together")
-        features = features[..., 0]
+        features = _only_feature(flat, "tokens with different features are pooled together")[..., 0]
         features = reshaped(features, (*features.shape, *[1] * (len(out.shape) - features.dim()))).expand(out.shape)
         return Label(features, _new_tokens(out.shape, channels), label.flags | {RESAMPLED})
 
@@ -553,18 +546,12 @@ class Labels:
 
     def _through_constant(self, product: Product) -> Label | None:
         first, second = self.read(product.first), self.read(product.second)
-        if first is not None:
-            features, tokens, flags = (
-                self.joined(first.features)[..., None],
-                only_one(first.tokens)[..., None],
-                first.flags,
-            )
-        elif second is not None:
-            features, tokens = self.joined(second.features.mT)[:, None], only_one(second.tokens.mT)[:, None]
-            flags = second.flags
-        else:
+        label = second.mT if first is None and second is not None else first
+        if label is None:
             return None
-        return Label(self.plain(features.expand(product.shape)), tokens.expand(product.shape), flags | {WEIGHED})
+        dim = 1 if first is None else -1
+        features, tokens = self.joined(label.features).unsqueeze(dim), only_one(label.tokens).unsqueeze(dim)
+        return Label(self.plain(features.expand(product.shape)), tokens.expand(product.shape), label.flags | {WEIGHED})
 
     def _scores(self, step: Step, product: Product) -> Label:
         n, rows, _ = product.shape
@@ -636,6 +623,14 @@ def _last(plane: Tensor, dims: tuple[int, ...]) -> Tensor:
         if moved.stride(dim) == 0 and moved.shape[dim] > 1:
             moved = moved.narrow(dim, 0, 1)
     return reshaped(moved, (*leading, moved.shape[-len(dims) :].numel()))
+
+
+def _only_feature(plane: Tensor, reason: str) -> Tensor:
+    """Return the only feature along the last dimension, padding aside; raise `Unreadable` if there are several."""
+    feature = plane.gather(-1, (plane != NOTHING).int().argmax(-1, keepdim=True))
+    if not bool(((plane == feature) | (plane == NOTHING)).all()):
+        raise Unreadable(reason)
+    return feature
 
 
 def only_one(tokens: Tensor) -> Tensor:

@@ -189,7 +189,7 @@ def _of_claim(labels: Labels, claim: FoundAttention) -> Facts:
     is_sum = bool({SUM.of("query"), SUM.of("key")} & claim.flags)  # of which each part may have a scale of its own
     return replace(
         facts,
-        path=place_of(labels.tape.model, claim, claim.maps),
+        path=place_of(claim, claim.maps),
         heads=claim.heads,
         features=next((one.count for one in asking.values()), 0),
         rows=rows,

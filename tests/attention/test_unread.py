@@ -148,6 +148,12 @@ def elu_cumsum_padded(s, q, k, v, x):
     return torch.einsum("bhnd,bhnde->bhne", F.elu(q) + 1, kv)
 
 
+def gated_over_padded_tokens(s, q, k, v, x):
+    decay = F.pad(F.logsigmoid(s.g(x)[..., :H]).transpose(1, 2), (0, 3)).cumsum(-1)[..., :-3]
+    weights = (decay[..., :, None] - decay[..., None, :]).exp()
+    return (q @ k.mT * weights).tril() @ (v * decay.exp()[..., None])
+
+
 def fourier_mixed(s, q, k, v, x):
     return (torch.fft.fft(q @ k.mT).real) @ v
 
@@ -211,6 +217,7 @@ ATTENTION = [
     gla_gated,
     selective_scan,
     elu_cumsum_padded,
+    gated_over_padded_tokens,
     fourier_mixed,
 ]
 
