@@ -36,7 +36,8 @@ class RowMetrics:
             a_h(q), a_g(q) \rangle` of rows without their uniform part: whether two heads attend alike beyond both being
             flat; in [-1, 1], NaN for a head that is flat to rounding.
         alike_mean: mean of `alike` over the pairs of heads that are not flat.
-        logit: ``(H,)``, the largest score of a sampled query.
+        logit: ``(H,)``, the largest score of a sampled query less the mean of all keys that it sees: what softmax does
+            not ignore.
         keys: mean number of visible keys, over queries that see one of several keys.
         ahead: ``(H,)``, mean attention to keys behind the query: 0 under a causal mask.
         pattern: ``(H, 32, 32)``, mean attention from queries in a part of the sequence to keys in a part of it; of up
@@ -63,7 +64,7 @@ class RowSums:
     entropy: Tensor  # ``(H,)``, sum of the normalised entropies
     columns: Tensor  # ``(H, keys)``, sum of the rows
     centred: Tensor  # ``(H, H)``, sum of the inner products of rows without their uniform part
-    logit: Tensor  # ``(H,)``, the largest score; minus infinity where there is none
+    logit: Tensor  # ``(H,)``, the largest score less the mean; minus infinity where there is none
     seeing: Tensor  # ``()``, number of queries that see a key, where there are several keys
     visible: Tensor  # ``()``, sum of the numbers of keys that they see, mean over heads
     placed: Tensor  # ``()``, number of them whose positions among the keys are known
@@ -224,10 +225,12 @@ def _seen(weights: Tensor, visible: Tensor | None, logits: Tensor | None) -> Ten
 
 
 def _largest(logits: Tensor | None, seen: Tensor, wide: Tensor) -> Tensor:
-    """Largest visible score of each head; minus infinity if there is none."""
+    """Return how far each head's scores of a query rise above their mean at most; minus infinity if there are none."""
     if logits is None or logits.numel() == 0:
         return wide.new_full((wide.shape[0], wide.shape[2]), -torch.inf)
-    return torch.where(seen, logits.to(wide.dtype), -torch.inf).amax((1, 3, 4))
+    scores = logits.to(wide.dtype)
+    mean = torch.where(seen, scores, 0).sum(-1) / seen.sum(-1).clamp(min=1)
+    return (torch.where(seen, scores, -torch.inf).amax(-1) - mean).amax((1, 3))
 
 
 def _inner_products(rows: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ class QKClip(Intervention):
     .. math:: W_Q^h \to \sqrt{\gamma_h} \, W_Q^h, \quad W_K^h \to \sqrt{\gamma_h} \, W_K^h, \qquad
               \gamma_h = \min(1, \mathrm{limit} / S_h)
 
-    with :math:`S_h` the largest score of the queries sampled for the reading (``attention_logit``), and biases scaled
-    alike (after MuonClip, Kimi Team 2025, which looks at every step). Where heads share a key, the key is scaled only
+    with :math:`S_h` the largest score of the queries sampled for the reading, less the mean over the keys that the query
+    sees (``attention_logit``), and biases scaled alike (after MuonClip, Kimi Team 2025, which looks at every step). Where heads share a key, the key is scaled only
     if all of them exceed the limit, by the factor closest to 1, and the queries by the rest: a head below the limit is
     left bit-identical. It does not depend on alerts.
 

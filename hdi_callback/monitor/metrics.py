@@ -152,7 +152,12 @@ _METRICS = (
         lambda r: r.alike_mean,
         "Mean overlap of two heads' attention without its uniform part: 1 if heads attend to the same tokens.",
     ),
-    Metric("attention_logit", ROWS, lambda r: r.logit.amax(-1), "Largest score of a sampled query."),
+    Metric(
+        "attention_logit",
+        ROWS,
+        lambda r: r.logit.amax(-1),
+        "Largest score of a sampled query, less the mean over the keys that it sees, which softmax ignores.",
+    ),
     Metric(
         "attention_keys",
         ROWS,

@@ -41,7 +41,8 @@ def plain(rows: Tensor, visible: Tensor, logits: Tensor) -> dict:
     for b in range(B):
         for i in range(q):
             for h in range(H):
-                logit[h] = max([logit[h], *logits[b, h, i][visible[b, h, i]]])
+                scores = logits[b, h, i][visible[b, h, i]]
+                logit[h] = max([logit[h], *(scores - scores.mean() if len(scores) else [])])
             keys = [j for j in range(n) if visible[b, 0, i, j]]
             if len(keys) < 2:
                 continue
@@ -185,7 +186,7 @@ def test_attention_to_later_keys_is_their_mean_weight():
 
 def test_masked_scores_are_not_the_largest():
     logits = torch.tensor([[[1.0, 2.0, -torch.inf]]])
-    assert float(read(logits.softmax(-1), logits=logits).logit) == 2
+    assert float(read(logits.softmax(-1), logits=logits).logit) == 0.5
     finite = torch.tensor([[[1.0, 2.0, torch.finfo(torch.float32).min]]])
     assert float(read(finite.softmax(-1), logits=finite).keys) == 2
 
@@ -226,3 +227,11 @@ def test_shapes_that_do_not_belong_together_are_refused():
         attention_rows(torch.zeros(3, 4))
     with pytest.raises(ShapeError, match="logits the same"):
         attention_rows(torch.zeros(2, 3, 4), logits=torch.zeros(2, 3, 5))
+
+
+def test_what_softmax_ignores_is_no_score():
+    rows, visible, logits = attention(2, 4, 6, 9)
+    shift = 40 * gaussian(2, 4, 6, 1, seed=9)  # of all keys of a query alike
+    assert torch.allclose(
+        read(rows, visible, logits=logits + shift).logit, read(rows, visible, logits=logits).logit, atol=1e-4
+    )

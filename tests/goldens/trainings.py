@@ -36,19 +36,19 @@ METRICS = [
     "circuit_qk", "circuit_qk_worst", "circuit_qk_norm", "circuit_ov", "circuit_ov_worst", "circuit_ov_norm",
     "weights_not_finite", "head_movement_min", "head_unchanged",
     "attention_entropy", "attention_sink",
-    "attention_alike", "attention_logit", "attention_keys", "attention_ahead",
+    "attention_alike", "attention_keys", "attention_ahead",
     "token_rank", "token_cosine",
 ]  # fmt: skip
 OF_HEADS = [
     "worst_pair", "worst_alignment_pair", "energy_worst_alignment_pair", "nearest", "rank", "head_norm",
-    "attention_entropy", "attention_sink", "attention_sink_position", "attention_logit", "attention_ahead",
+    "attention_entropy", "attention_sink", "attention_sink_position", "attention_ahead",
     "circuit_qk_worst_pair", "circuit_qk_norm",
     "circuit_ov_norm", "outputs_not_finite", "weights_not_finite", "head_movement",
     "head_unchanged",
 ]  # fmt: skip
 RULES = [
-    "mean alignment", "worst pair", "merged scores", "weights not finite", "weight jump", "frozen weights",
-    "rounded away", "vanishing weights", "sharp from the start", "flat attention", "logit growth",
+    "mean alignment", "worst pair", "weights not finite", "weight jump", "frozen weights",
+    "rounded away", "vanishing weights", "sharp from the start", "flat attention",
     "sudden sharpening", "sudden flattening", "later tokens", "one key", "tokens alike",
 ]  # fmt: skip
 

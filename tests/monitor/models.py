@@ -179,11 +179,13 @@ def of_rows(rows: Tensor, scores: Tensor) -> dict[str, float]:
         own = matrix.diagonal().sqrt()
         return [float(matrix[h, g] / (own[h] * own[g])) for h, g in combinations(range(H), 2)]
 
+    visible = scores > -torch.inf
+    mean = scores.masked_fill(~visible, 0).sum(-1) / visible.sum(-1)
     return {
         "attention_entropy": float(entropy.mean() / n),
         "attention_sink": float(columns.max() / n),
         "attention_alike": float(np.mean(cosines(centred))),
-        "attention_logit": float(scores.masked_fill(scores == -torch.inf, -1e9).max()),
+        "attention_logit": float((scores.amax(-1) - mean).max()),
         "attention_keys": (t + 1) / 2,
         "attention_ahead": 0.0,
     }
