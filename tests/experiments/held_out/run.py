@@ -7,18 +7,20 @@ import io
 import math
 import random
 import statistics
-import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hdi_callback import load_history, watch_heads
+from hdi_callback import watch_heads
 from hdi_callback.errors import HDIWarning
+from hdi_callback.interventions import Intervention, Training
+from hdi_callback.record import Alert, Record
+from hdi_callback.rules import Alerts
 from tests.experiments.held_out import faults, tasks
 
 HEALTHY = "healthy"
@@ -61,8 +63,13 @@ def _suits(fault: faults.Fault, make: type[tasks.Task]) -> bool:
     return not fault.is_causal or tasks.attention_layers(make(0).model())[0].is_causal
 
 
-def train(job: Job) -> dict[str, Any]:
-    """Train as a job says; return the alerts, the steps at which the loss alone would tell, and the last losses."""
+def train(job: Job, folder: Path | None = None) -> dict[str, Any]:
+    """Train as a job says; return the alerts, the steps at which the loss alone would tell, and the last losses.
+
+    Args:
+        job: what to train.
+        folder: where the readings are kept, so that other rules can judge them.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(job.seed)
     began = time.process_time()
@@ -76,12 +83,13 @@ def train(job: Job) -> dict[str, Any]:
         fault.begin(run)
     onset = 0 if fault.begin is not None else task.steps // 2
     losses: list[float] = []
+    keep = _Keep()
     with contextlib.ExitStack() as watched:
-        folder = Path(watched.enter_context(tempfile.TemporaryDirectory()))
         shown = watched.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
         watched.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        with watch_heads(model, optimizer, task.every, history=folder / "history.jsonl", strict=False) as heads:
+        settings: dict[str, Any] = {"history": False, "strict": False, "interventions": [keep]}
+        with watch_heads(model, optimizer, task.every, **settings) as heads:
             for step in range(task.steps):
                 with heads.step():
                     task.before_step(model, optimizer, step)
@@ -97,26 +105,50 @@ def train(job: Job) -> dict[str, Any]:
                     _act(fault.after, run, step - onset)
                     heads.loss = loss.detach()
                 losses.append(float(loss))
-        records = load_history(folder / "history.jsonl").records
-    alerts = [
-        {"step": alert.step, "rule": alert.rule, "also": alert.also, "level": alert.level, "where": alert.where}
-        | {"message": alert.message}
-        for record in records
-        for alert in record.alerts
-        if not alert.is_over
-    ]
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save((keep.records, keep.facts), folder / f"{job.kind}, {job.task}, {job.seed}.pt")
     return {
         "kind": job.kind,
         "task": job.task,
         "seed": job.seed,
         "onset": onset,
-        "readings": len(records),
-        "alerts": alerts,
+        "readings": len(keep.records),
+        "alerts": judged(keep.records, keep.facts),
         "of_loss": [step for step in range(PAST, len(losses)) if _stands_out(losses[step - PAST : step], losses[step])],
         "loss": statistics.fmean(losses[-20:]),
         "warnings": [str(item.message) for item in shown if isinstance(item.message, HDIWarning)],
         "seconds": round(time.process_time() - began, 1),
     }
+
+
+def judged(records: Sequence[Record], facts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the alerts of the default rules on the readings of a run, but for those that end one."""
+    rules = Alerts(layers=facts)
+    return [
+        {name: getattr(alert, name) for name in ("step", "rule", "also", "level", "where", "message")}
+        for record in records
+        for alert in rules.judge(record)
+        if not alert.is_over
+    ]
+
+
+class _Keep(Intervention):
+    """Keep the readings of a run, with their matrices."""
+
+    name = "Keep"
+
+    def bind(self, training: Training) -> None:
+        super().bind(training)
+        self.records: list[Record] = []
+        self.facts = [layer.facts() for layer in training.layers.values()]
+
+    def on_alert(self, alert: Alert) -> None:
+        return None
+
+    def on_reading(self, record: Record) -> tuple[()]:
+        self.records.append(record)
+        return ()
 
 
 def _act(act: faults.Act | None, run: faults.Run, since: int) -> None:
