@@ -23,10 +23,10 @@ class QKClip(Intervention):
     .. math:: W_Q^h \to \sqrt{\gamma_h} \, W_Q^h, \quad W_K^h \to \sqrt{\gamma_h} \, W_K^h, \qquad
               \gamma_h = \min(1, \mathrm{limit} / S_h)
 
-    with :math:`S_h` the largest score of the queries sampled for the reading, less the mean over the keys that the query
-    sees (``attention_logit``), and biases scaled alike (after MuonClip, Kimi Team 2025, which looks at every step). Where heads share a key, the key is scaled only
-    if all of them exceed the limit, by the factor closest to 1, and the queries by the rest: a head below the limit is
-    left bit-identical. It does not depend on alerts.
+    with :math:`S_h` the largest score of the queries sampled for the reading, less the mean over the keys that its
+    query sees (``attention_logit``), and biases scaled alike (after MuonClip, Kimi Team 2025, which looks at every
+    step). Where heads share a key, the key is scaled only if all of them exceed the limit, by the factor closest to 1,
+    and the queries by the rest: a head below the limit is left bit-identical. It does not depend on alerts.
 
     Where to put the limit: at the largest score of a healthy run of the same model, no lower. Additive terms of the
     scores (masks, ALiBi) count in :math:`S_h` and are not scaled.
@@ -79,7 +79,7 @@ class QKClip(Intervention):
                 continue
             if not self.dry_run:
                 scale_scores(layer, factors)
-                self.training.expect_change(name, heads, self.training.step)
+                self.training.expect_change(name, heads, self.training.step, self.name)
             largest = max(scores[head] for head in heads)
             phrase = f"{'head' if len(heads) == 1 else 'heads'} {', '.join(map(str, heads))}"
             parts.append(f"{name} ({phrase}, up to {largest:.3g})")

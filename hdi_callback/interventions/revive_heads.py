@@ -27,11 +27,11 @@ from hdi_callback.interventions.intervention import Intervention
 from hdi_callback.interventions.writing import clear_state, output_bias, read_bias, refuse, why_not_writable
 from hdi_callback.record import Action, Alert
 
-ALIKE = ("worst pair", "mean alignment", "merged scores")
+ALIKE = ("copied heads", "worst pair", "mean alignment")
 ROLES = ("query", "key", "value", "output")
 ALIGNED, SCORE_ALIKE = 0.7, 0.8
-"""Alignment of key heads, and cosine of QK circuits, from which on named heads are one group: the limits at which
-*worst pair* and *merged scores* end."""
+"""Alignment of key heads, at which *worst pair* ends, and cosine of QK circuits, from which on named heads are one
+group."""
 
 
 class ReviveHeads(Intervention):
@@ -52,14 +52,14 @@ class ReviveHeads(Intervention):
         seed: seed of its own random generator, the same on every rank.
         max_output_error: largest relative error of a head's output, in [0, 1], that the head it is folded into may
             leave; 1 for any.
-        options: see `Intervention`; by default it acts on "worst pair" and "merged scores".
+        options: see `Intervention`; by default it acts on "copied heads" and "worst pair".
 
     Raises:
         MisconfigurationError: if an argument cannot work.
     """
 
     name = "ReviveHeads"
-    rules = ("worst pair", "merged scores")
+    rules = ("copied heads", "worst pair")
     at_most = 16
     ignores_start = True
 
@@ -101,7 +101,7 @@ class ReviveHeads(Intervention):
 
     def _plans(self, layer: AttentionLayer, alert: Alert) -> list[_Plan]:
         """Choose for each group of heads that are alike the one that stays, and those that may leave."""
-        of_keys = bool({"worst pair", "mean alignment"} & {alert.rule, *alert.also})
+        of_keys = bool({*ALIKE} & {alert.rule, *alert.also})
         # The heads are those of the rule that states the cause: a weight jump may name one head of two.
         is_grouped = layer.num_heads != layer.num_key_heads
         fits = alert.rule in ALIKE and (not is_grouped or (alert.unit == "key heads") == of_keys)
@@ -126,7 +126,7 @@ class ReviveHeads(Intervention):
                     members = _members(layer, head, plan.stays, plan.of_keys)
                     self._revive(layer, head, members, generator, plan.of_keys)
                     written.update(query for pair in members for query in pair)
-        self.training.expect_change(layer.name, sorted(written), step)
+        self.training.expect_change(layer.name, sorted(written), step, self.name)
 
     def _revive(
         self,

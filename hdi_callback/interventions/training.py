@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,13 +21,13 @@ class Training:
     Attributes:
         trainer: stops the training and saves checkpoints.
         layers: name -> layer.
-        expect_change: tells the rules that the weights of heads of a layer are written at a step, so that this raises
-            no alert.
+        expect_change: tells the rules that the weights of heads of a layer are written at a step, and by which
+            intervention, so that this raises no alert.
     """
 
     trainer: Trainer
     layers: Mapping[str, AttentionLayer]
-    expect_change: Callable[[str, Iterable[int], int], None]
+    expect_change: Callable[[str, Sequence[int], int, str], None]
 
     @property
     def step(self) -> int:

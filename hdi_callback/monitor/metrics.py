@@ -224,6 +224,7 @@ HEADS: dict[str, Detail] = {
     "flatness": Detail(KEYS, lambda d: d.flatness),
     "head_norm": Detail(KEYS, lambda d: d.head_norm),
     "circuit_qk_worst_pair": Detail(QK, lambda c: c.worst_pair),
+    "circuit_ov_worst_pair": Detail(OV, lambda c: c.worst_pair),
     "circuit_qk_norm": Detail(QK, lambda c: c.norm),
     "circuit_ov_norm": Detail(OV, lambda c: c.norm),
     "weights_not_finite": Detail(FINITENESS, lambda f: f.not_finite),

@@ -1,7 +1,10 @@
-"""Rules on heads that are alike: *worst pair*, *mean alignment*, *merged scores*."""
+"""Rules on heads that are alike: *copied heads*, *worst pair*, *mean alignment*, *merged values*."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import ClassVar
 
 from hdi_callback.record import Level
@@ -10,104 +13,104 @@ from hdi_callback.rules.groups import (
     Groups,
     aligned_pairs,
     equal_heads,
+    groups_of,
     heads_in,
     joined,
     similar_pairs,
     without_first,
 )
-from hdi_callback.rules.initialisation import chance_of_overlap, have_come_together
+from hdi_callback.rules.initialisation import chance_of_overlap
 from hdi_callback.rules.rule import Finding, Rule
 from hdi_callback.rules.series import Series
 
 HYSTERESIS = 0.1
 TOGETHER = 0.5
 """Mean alignment from which on all heads move together, which *mean alignment* reports."""
-NEARLY_ONE = 0.8
+NEARLY_ONE, ENDS = 0.8, 0.7
+COPIED, LEAP = 0.95, 0.5
+"""Alignment of copies, and by how much it rises to it between two readings."""
 ALIKE_AT_FIRST = 0.5
 """Smallest alignment at step 0 that is judged against chance."""
-SEPARATE = "Give all but one of them fresh weights"
-REVIVE = "interventions=[ReviveHeads(max_output_error=1)]"
+SEPARATE = (
+    "look at the learning rate, and at what adds to the loss or writes to the weights since then; fresh weights for "
+    "all but one of them changed no loss in trials"
+)
 
 
 def _each(groups: Groups) -> str:
     return " each" if len(groups) > 1 else ""
 
 
-class WorstPair(Rule):
-    """Some key heads of a layer are nearly one, whatever the others do, or equal; all of them are named."""
+def _chain(group: Sequence[int]) -> list[tuple[int, int]]:
+    return list(pairwise(group))
 
-    name = "worst pair"
+
+def _jumped(series: Series) -> Groups:
+    """Return heads that have become nearly one between two readings, as training does not make them."""
+    now, before = (
+        series.value("hdi_worst_alignment"),
+        [row.values.get("hdi_worst_alignment", 1.0) for row in series.rows],
+    )
+    is_jump = len(before) > 1 and now >= COPIED and now - before[-2] >= LEAP
+    return joined(aligned_pairs(series.latest, series.facts), COPIED) if is_jump else ()
+
+
+def _change(series: Series) -> str:
+    """Return how the closest pair came to its alignment; it may have been another pair."""
+    pairs = [row.heads.get("worst_alignment_pair") for row in series.rows]
+    return series.change("hdi_worst_alignment", before="" if pairs[0] == pairs[-1] else "at most ")
+
+
+class CopiedHeads(Rule):
+    """Some key heads of a layer are equal, or too alike for independent initialisation."""
+
+    name = "copied heads"
     needs = ("hdi_worst_alignment", "hdi_worst_pair")  # of the closest pair; the largest overlap, 1 of equal heads
-    reads = ("hdi_alignment", "hdi_energy_worst_alignment")
-    limits = ("pair", "tied")
+    reads = ("hdi_energy_worst_alignment",)
+    limits = ("tied",)
+    is_cause = True
     condition = (
-        "the alignment of two key heads reaches 0.8, while the mean over all pairs is below 0.5; or their weights are "
-        "equal, to a thousandth and up to rotation and scale; or, at step 0 of fresh weights, two heads are more alike "
-        "than independent initialisation makes them, with a probability below 1e-6. Of pretrained weights only what "
-        "was not so at the first reading. It ends 0.1 below the limit"
+        "the weights of two key heads are equal, to a thousandth and up to rotation and scale; or their alignment has "
+        "jumped by 0.5 to 0.95 or more between two readings; or, at step 0 of fresh weights, two heads are more alike "
+        "than independent initialisation makes them, with a probability below 1e-6. "
+        "Of pretrained weights only what was not so at the first reading. It ends when their alignment is below 0.7"
     )
     meaning = (
-        "The heads read the same subspace of the layer's input. Equal weights are no result of training: they share a "
-        "parameter, were copied, or there is a bug. Heads that share a subspace and differ within it cost little."
+        "Equal weights are no result of training: they share a parameter, were copied, or there is a bug. They cost "
+        "little by themselves; what wrote them may have written more."
     )
-    action, code = SEPARATE, REVIVE
+    action = (
+        "look at which parameters they share, at what wrote these weights since then, such as a loop over heads or a "
+        "checkpoint that was loaded, and at their initialisation"
+    )
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        near = self._near(series, active)
+        if self.limit["tied"] is None:
+            return None
         equal = without_first(equal_heads(series.latest), lambda: equal_heads(series.first), series)
-        if equal and self.limit["tied"] is not None and not set(heads_in(equal)) < set(heads_in(near)):
-            return self._equal(series, equal)
-        if not near:
-            at_first = series.latest.step == 0 and active is None and not series.is_pretrained
-            return self._improbable(series) if at_first and self.limit["tied"] is not None else None
-        limit = active.threshold if active and active.threshold else self.at("pair")
-        return Finding(
-            f"{{heads}} are nearly one head{_each(near)}",
-            f"alignment {self._change(series)}",
-            heads_in(near),
-            near,
-            series.value("hdi_worst_alignment"),
-            min(limit, self.at("pair")),
-            "hdi_worst_alignment",
-            of_keys=True,
-        )
+        if active is not None:
+            near = joined(aligned_pairs(series.latest, series.facts), NEARLY_ONE, active.groups, ENDS)
+            lasting = [
+                pair for group in near if any({*group} & {*own} for own in active.groups) for pair in _chain(group)
+            ]
+            groups = groups_of([*lasting, *(pair for group in equal for pair in _chain(group))])
+            return replace(active, heads=heads_in(groups), groups=groups) if groups else None
+        if copies := equal or _jumped(series):
+            return self._copies(series, copies, are_equal=bool(equal))
+        return self._improbable(series) if series.latest.step == 0 and not series.is_pretrained else None
 
-    def _near(self, series: Series, active: Finding | None) -> Groups:
-        """The groups at the limit; those that were named hold down to a lower one."""
-        row, limit, kept = series.latest, self.at("pair"), () if active is None else active.groups
-        if active is None and (row.step == 0 or row.values.get("hdi_alignment", 0.0) >= TOGETHER):
-            return ()
-        lower = limit if active is None else min(limit, active.threshold or limit) - HYSTERESIS
-        if series.value("hdi_worst_alignment") < lower:
-            return ()
-        groups = joined(aligned_pairs(row, series.facts), limit, kept, lower)
-        if active is None:
-            equal = equal_heads(row)
-            groups = tuple(group for group in groups if group not in equal)
-        first = aligned_pairs(series.first, series.facts)
-        return without_first(groups, lambda: joined(first, limit - HYSTERESIS), series)
-
-    def _change(self, series: Series) -> str:
-        pairs = [row.heads.get("worst_alignment_pair") for row in series.rows]
-        return series.change("hdi_worst_alignment", before="" if pairs[0] == pairs[-1] else "at most ")
-
-    def _equal(self, series: Series, groups: Groups) -> Finding:
+    def _copies(self, series: Series, groups: Groups, *, are_equal: bool) -> Finding:
         is_new = len(series.rows) > 1 and not equal_heads(series.first)
+        how = f"alignment {_change(series)}{'; their key weights are equal, as of copies' if are_equal else ''}"
         return Finding(
             f"{{heads}} are nearly one head{_each(groups)}" if is_new else "{heads} have equal key weights",
-            f"alignment {self._change(series)}; their key weights are equal, as of copies"
-            if is_new
-            else "they are tied, were copied, or this is a bug; equal gradients keep them equal",
+            how if is_new else "they are tied, were copied, or this is a bug; equal gradients keep them equal",
             heads_in(groups),
             groups,
             series.value("hdi_worst_pair"),
             EQUAL,
             "hdi_worst_pair",
             of_keys=True,
-            action=f"Look at what wrote these weights. {SEPARATE}"
-            if is_new
-            else "Look at which parameters they share, and at their initialisation.",
-            code=REVIVE if is_new else "",
         )
 
     def _improbable(self, series: Series) -> Finding | None:
@@ -137,6 +140,50 @@ class WorstPair(Rule):
         )
 
 
+class WorstPair(Rule):
+    """Some key heads of a layer are nearly one, whatever the others do; all of them are named."""
+
+    name = "worst pair"
+    needs = ("hdi_worst_alignment",)
+    reads = ("hdi_alignment", "hdi_worst_pair")
+    limits = ("pair",)
+    condition = (
+        "the alignment of two key heads reaches 0.8, while the mean over all pairs is below 0.5. Of pretrained weights "
+        "only what was not so at the first reading. It ends 0.1 below the limit"
+    )
+    meaning = (
+        "The heads read the same subspace of the layer's input. Heads that share a subspace and differ within it cost "
+        "little."
+    )
+    action = SEPARATE
+
+    def judge(self, series: Series, active: Finding | None) -> Finding | None:
+        row, limit, named = series.latest, self.at("pair"), () if active is None else active.groups
+        if active is None and (row.step == 0 or row.values.get("hdi_alignment", 0.0) >= TOGETHER):
+            return None
+        limit = limit if active is None else min(limit, active.threshold or limit)
+        lower = limit - HYSTERESIS * (active is not None)
+        if series.value("hdi_worst_alignment") < lower:
+            return None
+        groups = joined(aligned_pairs(row, series.facts), limit, named, lower)
+        if active is None:  # copies are told as such
+            groups = tuple(group for group in groups if group not in (*equal_heads(row), *_jumped(series)))
+        first = aligned_pairs(series.first, series.facts)
+        groups = without_first(groups, lambda: joined(first, limit - HYSTERESIS), series)
+        if not groups:
+            return None
+        return Finding(
+            f"{{heads}} are nearly one head{_each(groups)}",
+            f"alignment {_change(series)}",
+            heads_in(groups),
+            groups,
+            series.value("hdi_worst_alignment"),
+            limit,
+            "hdi_worst_alignment",
+            of_keys=True,
+        )
+
+
 class MeanAlignment(Rule):
     """The key heads of a layer have moved together: their mean alignment reaches a limit."""
 
@@ -150,8 +197,7 @@ class MeanAlignment(Rule):
         "the limit"
     )
     meaning = "The heads of the layer read nearly the same subspace, or all read one strong direction."
-    action = "Give most of them fresh weights; if the loss itself rewards alignment, they align again"
-    code = 'interventions=[ReviveHeads(rules=["mean alignment"], max_output_error=1)]'
+    action = SEPARATE
     metrics: ClassVar[dict[str, str]] = {
         "critical": "hdi_alignment",
         "mean": "hdi_alignment",
@@ -204,50 +250,34 @@ class MeanAlignment(Rule):
         )
 
 
-class MergedScores(Rule):
-    """Query and key weights of some heads make the same scores: the cosine of their QK circuits reaches a limit."""
+class MergedValues(Rule):
+    """Value and output weights of some heads write the same: the cosine of their OV circuits reaches a limit."""
 
-    name = "merged scores"
-    needs = ("circuit_qk_worst",)
-    reads = ("circuit_qk_norm",)
-    limits = ("scores",)
+    name = "merged values"
+    needs = ("circuit_ov_worst",)
+    limits = ("values",)
+    heeds_loss = True
     condition = (
-        "the cosine of the QK circuits of two heads reaches 0.9, and what distinguishes them is no more than at the "
-        "first reading; a notice where the training loss is at its best so far. It ends at 0.8"
+        "the cosine of the OV circuits of two heads reaches 0.9; a notice while the loss is good. Of pretrained "
+        "weights only what was not so at the first reading. It ends at 0.8"
     )
-    meaning = (
-        "The heads score tokens alike, so that they attend alike. Where one pattern of attention solves the task, that "
-        "is what healthy heads do: then the loss is at its best, and this is a notice."
-    )
-    action, code = SEPARATE, REVIVE
+    meaning = "The heads write the same message into the residual stream, wherever they attend."
+    action = SEPARATE
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        limit = self.at("scores")
-        lower = limit - (0 if active is None else HYSTERESIS)
-        value = series.value("circuit_qk_worst")
-        if value < lower:
-            return None
-        kept = () if active is None else active.groups
-        loosened = HYSTERESIS / (1 - limit) + 1
-        pairs = [
-            (h, g, cosine)
-            for h, g, cosine in similar_pairs(series.latest, "circuit_qk")
-            if cosine >= lower
-            and have_come_together(
-                series, (h, g), cosine, loosened if any({h, g} <= set(group) for group in kept) else 1.0
-            )
-        ]
-        first = similar_pairs(series.first, "circuit_qk")
-        groups = without_first(joined(pairs, limit, kept, lower), lambda: joined(first, lower), series)
+        limit, named = self.at("values"), () if active is None else active.groups
+        lower = limit - HYSTERESIS * (active is not None)
+        first = similar_pairs(series.first, "circuit_ov")
+        pairs = similar_pairs(series.latest, "circuit_ov")
+        groups = without_first(joined(pairs, limit, named, lower), lambda: joined(first, lower), series)
         if not groups:
             return None
         return Finding(
-            f"{{heads}} score alike{', group by group' if len(groups) > 1 else ''}",
-            f"largest cosine of their QK circuits {series.change('circuit_qk_worst')}",
+            f"{{heads}} write alike{', group by group' if len(groups) > 1 else ''}",
+            f"largest cosine of their OV circuits {series.change('circuit_ov_worst')}",
             heads_in(groups),
             groups,
-            value,
+            series.value("circuit_ov_worst"),
             limit,
-            "circuit_qk_worst",
-            "notice" if series.is_best_loss else "warning",
+            "circuit_ov_worst",
         )

@@ -1,4 +1,4 @@
-"""Rules on the rows of attention: too sharp, too flat, scores that grow, sudden changes."""
+"""Rules on the rows of attention: too sharp, too flat, sudden changes, masks."""
 
 from __future__ import annotations
 
@@ -16,50 +16,16 @@ ENTROPY, LOGIT = "attention_entropy", "attention_logit"
 CLIP = "interventions=[QKClip(limit={:.3g})]"
 
 
-class LogitGrowth(Rule):
-    """Scores have grown so large that the softmax saturates and its gradients vanish."""
-
-    name = "logit growth"
-    needs = (LOGIT,)
-    limits = ("logit",)
-    condition = "the largest score reaches 50, and three times that of the first readings. It ends at 30"
-    meaning = "The scores are so large that the softmax picks single tokens and passes hardly any gradient."
-    action = "Normalise queries and keys, or limit the scores to the largest of a healthy run"
-    code = CLIP.format(30)
-    factor, hysteresis = 3.0, 20.0
-
-    def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        value, limit = series.value(LOGIT), self.at("logit")
-        lower = limit - self.hysteresis
-        if active is None:
-            early = series.early.get(LOGIT)
-            if value < limit or not early or value < self.factor * max(statistics.median(early), 1.0):
-                return None
-        elif value < lower:
-            return None
-        named = () if active is None else active.heads
-        scores = enumerate(series.latest.per_head(LOGIT))
-        healthy = max([lower, *series.early.get(LOGIT, ())])  # where the alert ends, and no lower than it began
-        return Finding(
-            "the scores of {heads} have grown out of range",
-            f"largest score {series.change(LOGIT, '{:.0f}'.format)}",
-            tuple(head for head, score in scores if score >= (lower if head in named else limit)),
-            value=value,
-            threshold=limit,
-            metric=LOGIT,
-            code=CLIP.format(healthy if healthy > 0 else limit),
-        )
-
-
 class TokensAlike(Rule):
     """The input tokens of a layer have become nearly equal."""
 
     name = "tokens alike"
+    heeds_loss = True
     needs = ("token_cosine",)
     limits = ("tokens",)
     condition = (
         "the mean cosine of two input tokens of the layer reaches 0.998 at three readings in a row, far above the "
-        "first readings. It ends at 0.978"
+        "first readings; a notice while the loss is good. It ends at 0.978"
     )
     meaning = "All tokens have become the same before they reach this layer; its heads are not the cause."
     action = "look at the residual connections and norms below the layer"
@@ -194,16 +160,19 @@ class SuddenSharpening(Rule):
     """Attention has become sharp within a few readings, far faster than it ever changed before."""
 
     name = "sudden sharpening"
+    heeds_loss = True
     needs = (ENTROPY,)
     reads = (LOGIT,)
     limits = ("sharpen",)
     condition = (
         "the mean entropy is at a quarter or less of the least until eight readings ago, of which there are six or "
-        "more, and has changed since then four times as far, in logarithms, as ever before within eight readings. It "
-        "ends half way back"
+        "more, and has changed since then four times as far, in logarithms, as ever before within eight readings; a "
+        "notice while the loss is good. It ends half way back"
     )
     meaning = "Scores grow, or something is added to those of one token."
-    action = "Look at the learning rate, and at masks and biases on the scores. If scores grow, limit them"
+    action = (
+        "Look at the learning rate and its warm-up, at masks and at biases on the scores. If scores grow, limit them"
+    )
     code = CLIP.format(30)
     within, past, factor = 8, 6, 4.0
 
@@ -235,11 +204,13 @@ class SuddenFlattening(Rule):
     """Attention has suddenly become flatter, and stays so: it hardly tells tokens apart any more."""
 
     name = "sudden flattening"
+    heeds_loss = True
     needs = (ENTROPY,)
     limits = ("flatten",)
     condition = (
         "at four readings in a row the distance from uniform attention, 1 less the mean entropy, is at a third or less "
-        "of the least at the twelve before, and most of it fell between two readings. It ends half way back"
+        "of the least at the twelve before, and most of it fell between two readings; a notice while the "
+        "loss is good. It ends half way back"
     )
     meaning = "The tokens became alike, a norm was lost, or the scale of the scores was changed."
     action = "look at what the data loader gives since then, at the norm before the layer, and at the scale of scores"
@@ -276,6 +247,7 @@ class LaterTokens(Rule):
     """Attention that was causal reaches later tokens: a mask is missing, or leaks."""
 
     name = "later tokens"
+    is_cause = True
     needs = ("attention_ahead",)
     limits = ("later",)
     level = "critical"
@@ -310,6 +282,7 @@ class OneKey(Rule):
     """Each query sees a single key, so that attention mixes nothing: a mask hides too much."""
 
     name = "one key"
+    is_cause = True
     needs = ("attention_keys",)
     limits = ("keys",)
     level = "critical"

@@ -8,11 +8,10 @@ from typing import Any
 from hdi_callback.arguments import did_you_mean, shown
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitor.metrics import METRICS
-from hdi_callback.rules.alike import MeanAlignment, MergedScores, WorstPair
+from hdi_callback.rules.alike import CopiedHeads, MeanAlignment, MergedValues, WorstPair
 from hdi_callback.rules.attention import (
     FlatAttention,
     LaterTokens,
-    LogitGrowth,
     OneKey,
     SharpFromStart,
     SuddenFlattening,
@@ -30,13 +29,13 @@ RULES: tuple[type[Rule], ...] = (
     SharpFromStart,
     FrozenWeights,
     RoundedAway,
-    WorstPair,
+    CopiedHeads,
     WeightJump,
+    WorstPair,
     MeanAlignment,
     TokensAlike,
     VanishingWeights,
-    LogitGrowth,
-    MergedScores,
+    MergedValues,
     FlatAttention,
     SuddenSharpening,
     SuddenFlattening,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -17,13 +15,13 @@ from hdi_callback.rules.choice import RULES, check_rules, default_rules
 from hdi_callback.rules.events import Events, Found, Key, Report
 from hdi_callback.rules.initialisation import has_been_trained
 from hdi_callback.rules.limits import Thresholds, check_thresholds, limits_of
+from hdi_callback.rules.losses import Losses
 from hdi_callback.rules.rule import Finding, Rule, paste
 from hdi_callback.rules.series import STILL, Row, Series
+from hdi_callback.rules.words import heads_in_words
 
 PATIENCE = 5
 """Readings in a row at which an active finding cannot be judged, after which it ends as "not measured"."""
-LOSSES = 5
-"""Readings over which the median of the training loss is taken."""
 
 
 @dataclass
@@ -38,8 +36,9 @@ class Open:
 class Alerts:
     """Apply rules to every reading of a run.
 
-    One event is one alert: findings of several rules on the same heads within a few readings are one, stated by the
-    rule that comes closest to the cause, and so are findings of one rule on several layers at one reading.
+    One event is one alert: findings of several rules on the same heads at one reading are one, stated by the rule that
+    comes closest to the cause, and so are findings of one rule on several layers. What follows within a few readings
+    joins it, but for what is a cause itself, which is always an event of its own.
 
     Args:
         rules: ``"default"``, a list of rules, or `None` for none.
@@ -75,8 +74,7 @@ class Alerts:
         self._series: dict[str, Series] = {}
         self._open: dict[Key, Open] = {}
         self._events = Events()
-        self._losses: deque[float] = deque(maxlen=LOSSES)
-        self._best = (math.inf, math.inf)  # least median of the loss, and the largest loss among those it is of
+        self._losses = Losses()
 
     @property
     def active(self) -> tuple[Alert, ...]:
@@ -91,7 +89,7 @@ class Alerts:
     def judge(self, record: Record) -> tuple[Alert, ...]:
         """Return the alerts that begin, get worse or end at a reading; readings come in the order of steps."""
         report = Report(record.step)
-        is_best_loss = self._note_loss(record.loss)
+        self._losses.note(record.loss)
         others_move = any(map(_moves, record.layers.values()))
         pretrained = self._pretrained_layers(record)
         for name, layer in record.layers.items():
@@ -99,7 +97,7 @@ class Alerts:
             if name not in self._series:
                 self._series[name] = Series(name, self._facts.get(name, {}), row, is_pretrained=name in pretrained)
             series = self._series[name]
-            series.others_move, series.is_best_loss = others_move, is_best_loss
+            series.others_move, series.has_loss_risen = others_move, self._losses.has_risen
             series.append(row)
             for rank, rule in enumerate(self._rules_of(name)):
                 self._ask(rule, rank, series, report, layer)
@@ -107,10 +105,12 @@ class Alerts:
             self._miss(key, report, "it is not watched any more" if key[0] not in record.layers else "its rule is gone")
         return self._events.update(report)
 
-    def expect_change(self, layer: str, heads: Iterable[int], step: int) -> None:
+    def expect_change(self, layer: str, heads: Sequence[int], step: int, by: str = "") -> None:
         """Note that an intervention has written the weights of heads, so that their change raises no alert."""
         if layer in self._series:
-            self._series[layer].written.update(dict.fromkeys(heads, step))
+            series = self._series[layer]
+            series.written.update(dict.fromkeys(heads, step))
+            series.written_by = f"{by or 'an intervention'} wrote {heads_in_words((heads,), layer)} at step {step}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a resumed run, as plain data."""
@@ -118,8 +118,7 @@ class Alerts:
             "series": {name: series.state_dict() for name, series in self._series.items()},
             "open": [[*key, asdict(one.finding), one.since, one.missed] for key, one in self._open.items()],
             "events": self._events.state_dict(),
-            "losses": [*self._losses],
-            "best": None if math.isinf(self._best[0]) else [*self._best],
+            "losses": self._losses.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -132,9 +131,7 @@ class Alerts:
             for layer, rule, finding, since, missed in state["open"]
         }
         self._events.load_state_dict(state["events"])
-        self._losses = deque(state["losses"], LOSSES)
-        least, largest = state["best"] or (math.inf, math.inf)
-        self._best = least, largest
+        self._losses.load_state_dict(state["losses"])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -160,17 +157,6 @@ class Alerts:
         known = [series.is_pretrained for series in self._series.values()]
         return set(new) if len(trained) + sum(known) > (len(new) + len(known)) / 2 else trained
 
-    def _note_loss(self, loss: float | None) -> bool:
-        """Note the training loss; return whether its median over five readings is at its best so far, but for noise."""
-        if loss is None or not math.isfinite(loss):
-            return False
-        self._losses.append(loss)
-        if len(self._losses) < LOSSES:
-            return False
-        median = statistics.median(self._losses)
-        self._best = min(self._best, (median, max(self._losses)))
-        return median <= self._best[1]
-
     def _ask(self, rule: Rule, rank: int, series: Series, report: Report, layer: LayerRecord) -> None:
         """Apply a rule to the latest reading of a layer; one that fails is switched off, with a warning."""
         key = series.layer, rule.name
@@ -185,7 +171,7 @@ class Alerts:
                 self._miss(key, report, layer.absent.get(missing) or layer.absent.get(source, ""))
                 return
             finding = rule.judge(series, None if before is None else before.finding)
-            found = None if finding is None else _plain(finding, rule)
+            found = None if finding is None else _plain(finding, rule, is_loss_good=self._losses.is_good)
             sentence = "" if found is None else rule.sentence(found, series.layer, series.facts)
         except Exception as error:
             self._failed.add(rule.name)
@@ -195,14 +181,16 @@ class Alerts:
             if before is not None:
                 del self._open[key]
                 report.ended[key] = ""
+                report.written[key] = series.written_by if series.was_written else ""
             return
         since = report.step if found.since is None else found.since
         if before is not None:
             since = before.since
         self._open[key] = Open(found, since)
         told = Found(
-            *key, rank, found, sentence, found.action or rule.action, self._code(found, rule), since, series.facts
-        )
+            *key, rank, found, sentence, found.action or rule.action, self._code(found, rule), since, series.facts,
+            rule.is_cause,
+        )  # fmt: skip
         if before is None:
             report.begun.append(told)
         elif _is_worse(found, before.finding, series.facts):
@@ -230,13 +218,14 @@ def _moves(layer: LayerRecord) -> bool:
     return any((move or 0) > 0 for move in moves) or 0 in still or layer.values.get("others_move", 0) > 0
 
 
-def _plain(finding: Any, rule: Rule) -> Finding:
-    """Check what a rule has found, and turn its numbers into plain ones."""
+def _plain(finding: Any, rule: Rule, *, is_loss_good: bool) -> Finding:
+    """Return a checked finding with plain numbers, as a notice where the loss says that nothing is wrong."""
     if not isinstance(finding, Finding):
         raise TypeError(f"`judge` must return a Finding or None, got a {type(finding).__name__}")
     level = rule.level if finding.level is None else finding.level
     if level not in LEVELS:
         raise ValueError(f"level must be one of {LEVELS}, got {level!r}")
+    level = "notice" if rule.heeds_loss and is_loss_good else level
     value, threshold = (
         float(number) if number is not None and math.isfinite(number) else None
         for number in (finding.value, finding.threshold)

@@ -14,7 +14,10 @@ Key = tuple[str, str]
 """Layer, rule."""
 
 WINDOW = 3
-"""Readings within which findings on the same heads are one event, and for which an event lasts at least."""
+"""Readings within which what follows on the same heads joins an event."""
+
+FOLLOWS = "weight jump"
+"""The cause that is told as that of a copy or of numbers that are not finite, where there are some."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Found:
     code: str  # lines to paste; empty if none help
     since: int  # first step at which it was so
     facts: Mapping[str, Any]  # `AttentionLayer.facts` of the layer
+    is_cause: bool = False  # whether it is always an event of its own
 
     @property
     def key(self) -> Key:
@@ -62,6 +66,7 @@ class Report:
         begun: findings that were not there before.
         risen: those that got worse.
         ended: those that are over -> why they are not measured any more, or ``""``.
+        written: those that are over -> which intervention wrote the weights, in words, or ``""``.
         asked: layers and rules that were judged.
     """
 
@@ -69,6 +74,7 @@ class Report:
     begun: list[Found] = field(default_factory=list)
     risen: list[Found] = field(default_factory=list)
     ended: dict[Key, str] = field(default_factory=dict)
+    written: dict[Key, str] = field(default_factory=dict)
     asked: set[Key] = field(default_factory=set)
 
 
@@ -79,7 +85,9 @@ class Event:
     alert: Alert
     grew: int
     open: set[Key]
+    is_cause: bool
     why: str = ""
+    by: str = ""
 
 
 class Events:
@@ -119,31 +127,35 @@ class Events:
         begun = []
         for cluster in _clusters(fresh):
             begun.append(_alert_of(cluster, report.step))
-            self._events.append(Event(begun[-1], self._readings, {found.key for found in cluster}))
+            self._events.append(Event(begun[-1], self._readings, {found.key for found in cluster}, cluster[0].is_cause))
         return (*begun, *worse, *self._end(report))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the events as plain data."""
-        events = [[one.alert.to_dict(), one.grew, sorted(map(list, one.open)), one.why] for one in self._events]
+        events = [
+            [event.alert.to_dict(), event.grew, sorted(map(list, event.open)), event.is_cause, event.why, event.by]
+            for event in self._events
+        ]
         return {"events": events, "readings": self._readings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`."""
         self._events = [
-            Event(Alert.from_dict(alert), grew, {(layer, rule) for layer, rule in keys}, why)
-            for alert, grew, keys, why in state["events"]
+            Event(Alert.from_dict(alert), grew, {(layer, rule) for layer, rule in keys}, *others)
+            for alert, grew, keys, *others in state["events"]
         ]
         self._readings = state["readings"]
 
     def _event_of(self, found: Found) -> Event | None:
-        """The event that a new finding belongs to: on the same heads, a few readings after it began or grew."""
-        for event in self._events:
-            if found.layer in event.alert.where and self._readings - event.grew <= WINDOW:
+        """Return the event that a new finding follows from: on the same heads or of the same rule in another layer."""
+        recent = [event for event in self._events if self._readings - event.grew <= WINDOW and not found.is_cause]
+        for event in recent:
+            if found.layer in event.alert.where:
                 heads = event.alert.where[found.layer]
                 own = found.of_keys(heads) if event.alert.unit == "key heads" else set(heads)
                 if _overlap(found.query_heads, own):
                     return event
-        return None
+        return next((event for event in recent if event.alert.rule == found.rule), None)
 
     def _end(self, report: Report) -> list[Alert]:
         """End events of which no finding lasts."""
@@ -152,12 +164,14 @@ class Events:
             for key, why in report.ended.items():
                 if key in event.open:
                     event.open.discard(key)
-                    event.why = why
-            if event.open or self._readings - event.grew < WINDOW:
+                    event.why, event.by = why, report.written.get(key, "")
+            # A jump is told as such for some readings, and holds no other event.
+            if (event.alert.rule == FOLLOWS and event.open) or any(rule != FOLLOWS for _, rule in event.open):
                 going_on.append(event)
                 continue
             status: Status = "not measured" if event.why else "resolved"
             end = f"is not measured any more: {event.why}" if event.why else "is over"
+            end += f", after {event.by}" if event.by else ""
             message = f"{event.alert.rule} of step {event.alert.step} in {_layers(event.alert.layers)} {end}"
             alerts.append(replace(event.alert, step=report.step, message=message, action="", code="", status=status))
         self._events = going_on
@@ -165,13 +179,17 @@ class Events:
 
 
 def _worsen(event: Event, joined: Sequence[Found], risen: Sequence[Found], step: int) -> list[Alert]:
-    """Extend an event; report it if a more serious finding joins, or one of the rule that states it got worse."""
+    """Extend an event; return it if its rule got worse or spread, or a more serious one joined what is no cause."""
     known = {event.alert.rule, *event.alert.also}
     new = dict.fromkeys(found.rule for found in joined if found.rule not in known)
     event.alert = replace(event.alert, also=(*event.alert.also, *new))
     level = LEVELS.index(event.alert.level)
     worse = [found for found in risen if found.rule == event.alert.rule]
-    worse += [found for found in (*joined, *risen) if found not in worse and found.level > level]
+    spread = [found for found in joined if found.rule == event.alert.rule]
+    # The level of a cause is set when it is told, unless that was a notice.
+    is_set = event.is_cause and level > 0
+    others = [found for found in (*joined, *risen) if found not in (*worse, *spread)]
+    worse += spread + [found for found in others if found.level > level and not is_set]
     if not worse:
         return []
     first, layers = worse[0], list(dict.fromkeys(found.layer for found in worse))
@@ -180,7 +198,7 @@ def _worsen(event: Event, joined: Sequence[Found], risen: Sequence[Found], step:
         event.alert,
         level=LEVELS[max(level, *(found.level for found in worse))],
         where=event.alert.where | heads,
-        message=_with_others(first.sentence, layers, ()),
+        message=("spread: " if first in spread else "") + _with_others(first.sentence, layers, ()),
         action=first.action,
         code=first.code,
         value=first.finding.value,
@@ -195,7 +213,8 @@ def _clusters(fresh: Sequence[Found]) -> list[list[Found]]:
     groups: list[list[Found]] = []
     for found in sorted(fresh, key=lambda found: found.rank):
         for group in groups:
-            if group[0].layer == found.layer and _overlap(found.query_heads, group[0].query_heads):
+            joins = not found.is_cause or found.rule == FOLLOWS
+            if joins and group[0].layer == found.layer and _overlap(found.query_heads, group[0].query_heads):
                 group.append(found)
                 break
         else:

@@ -46,22 +46,6 @@ def began_small(series: Series) -> bool:
     return not series.is_pretrained and bool(sizes and width) and max(sizes) < SMALL * math.sqrt(width or 0)
 
 
-def have_come_together(series: Series, pair: tuple[int, int], cosine: float, share: float = 1.0) -> bool:
-    r"""Return whether two QK circuits differ by no more than independent ones of their first size do.
-
-    .. math:: \lVert C_h \rVert \lVert C_g \rVert (1 - \cos) \le \lVert C_h^0 \rVert \lVert C_g^0 \rVert
-
-    Where fresh weights are small, all heads soon read the few directions that training learns first, so that their
-    cosine is high, while what distinguishes them grows as well. Heads that merge lose it. True for heads that began at
-    zero, or of which no norms are known; `share` is what the right side is multiplied by.
-    """
-    first, now = series.first.per_head("circuit_qk_norm"), series.latest.per_head("circuit_qk_norm")
-    if max(pair) >= min(len(first), len(now)):
-        return True
-    (one, other), (one_now, other_now) = ([norms[head] for head in pair] for norms in (first, now))
-    return not one * other > 0 or one_now * other_now * (1 - cosine) <= share * one * other
-
-
 def chance_of_overlap(overlap: float, *, ranks: tuple[float, float], width: int, pairs: int = 1) -> float:
     r"""Return a bound on the probability that one of `pairs` independent pairs of random subspaces overlaps so much.
 

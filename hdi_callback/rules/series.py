@@ -64,7 +64,8 @@ class Series:
             readings that was seen.
         others_move: whether at the latest reading any weight of the model had moved.
         written: head -> step at which an intervention has written its weights.
-        is_best_loss: whether the training loss is at its best so far.
+        written_by: which intervention wrote which heads at which step last, in words.
+        has_loss_risen: whether the training loss has risen, see `Losses`.
     """
 
     def __init__(self, layer: str, facts: Mapping[str, Any], first: Row, *, is_pretrained: bool = False) -> None:
@@ -75,7 +76,8 @@ class Series:
         self.still: dict[tuple[str, int], tuple[int, int]] = {}
         self.others_move = False
         self.written: dict[int, int] = {}
-        self.is_best_loss = False
+        self.written_by = ""
+        self.has_loss_risen = False
 
     def append(self, row: Row) -> None:
         """Add a reading; of the one before only its values and its closest pairs are kept."""
@@ -170,6 +172,7 @@ class Series:
             "early": {metric: [*values] for metric, values in self.early.items()},
             "still": [[*key, *seen] for key, seen in self.still.items()],
             "written": [[head, step] for head, step in self.written.items()],
+            "written_by": self.written_by,
             "is_pretrained": self.is_pretrained,
         }
 
@@ -180,5 +183,5 @@ class Series:
         series.rows.extend(Row(**row) for row in state["rows"])
         series.early = {name: [*values] for name, values in state["early"].items()}
         series.still = {(what, place): (since, count) for what, place, since, count in state["still"]}
-        series.written = dict(state["written"])
+        series.written, series.written_by = dict(state["written"]), state["written_by"]
         return series

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from typing import ClassVar
 
 from hdi_callback.rules.rule import Finding, Rule
@@ -20,11 +21,12 @@ class NotFinite(Rule):
     """Weights of a layer, or outputs of its heads, are NaN or infinite."""
 
     name = "weights not finite"
+    is_cause = True
     reads = ("weights_not_finite", "outputs_not_finite")
     level = "critical"
     condition = "a weight of a head, or what it puts out, is NaN or infinite. It ends when all are finite again"
     meaning = "The run is broken."
-    action = "go back to a checkpoint from before; clip gradients, or lower the learning rate"
+    action = "lower the learning rate, lengthen its warm-up or clip gradients, and go on from a checkpoint from before"
 
     def is_measured(self, row: Row) -> bool:
         return any(metric in row.values for metric in NOT_FINITE)
@@ -53,17 +55,34 @@ class WeightJump(Rule):
     name = "weight jump"
     needs = ("head_movement_min",)
     limits = ("weight_jump",)
+    level = "warning"
+    is_cause = True
     condition = (
         "the weights of a head change by a twentieth or more between two readings, and by four times the largest "
-        "change before, in at least five readings, of the head of its layer that moved least. Not of heads that an "
-        "intervention has written"
+        "change before, in at least five readings, of the head of its layer that moved least; a notice as long as the "
+        "training loss has not risen at one of the five readings from then on. Not of heads that an intervention has "
+        "written"
     )
     meaning = "Something wrote to the weights, or the steps of the optimizer are suddenly far too large."
-    action = "look at the learning rate, at a checkpoint that was loaded, and at rows in another order"
-    factor, past = 4.0, 5
+    action = (
+        "look at the learning rate and its warm-up, at the data since that step, and at the checkpoint that was "
+        "loaded; a rate that was far too high is worth lowering at once"
+    )
+    factor, past, lasts = 4.0, 5, 5
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        steps, moves = series.curve("head_movement_min")
+        jump = self._jump(series)
+        if jump is None and active is not None:
+            followed = sum(row.step > (active.since or 0) for row in series.rows)
+            jump = active if followed < self.lasts else None
+        if jump is None:
+            return None
+        has_risen = series.has_loss_risen or (active is not None and active.level == "warning")
+        return replace(jump, level="warning" if has_risen else "notice")
+
+    def _jump(self, series: Series) -> Finding | None:
+        """Return the heads that have jumped since the reading before."""
+        _, moves = series.curve("head_movement_min")
         *past, least = moves
         if len(past) < self.past or not max(past) > 0:
             return None
@@ -75,14 +94,16 @@ class WeightJump(Rule):
         if not heads:
             return None
         largest = max(now[head] for head in heads)
-        before = f"; its slowest head by {100 * max(past):.2g} % at most between any two readings before"
+        step = series.latest.step
         return Finding(
             "the weights of {heads} jumped",
-            f"they changed by {100 * largest:.0f} % between steps {series.latest.before} and {steps[-1]}{before}",
+            f"they changed by {100 * largest:.0f} % between steps {series.latest.before} and {step}; its slowest head "
+            f"by {100 * max(past):.2g} % at most between any two readings before",
             () if len(heads) == len(now) else heads,
             value=largest,
             threshold=limit,
             metric="head_movement_min",
+            since=step,
         )
 
 
@@ -90,6 +111,7 @@ class FrozenWeights(Rule):
     """Weights that are to train do not change between readings."""
 
     name = "frozen weights"
+    is_cause = True
     needs = ("parameters_still",)
     reads = ("head_movement_min",)
     limits = ("frozen",)
@@ -156,6 +178,7 @@ class RoundedAway(Rule):
     """Hardly any weight of a layer's heads changes between readings, to the last bit: updates round away."""
 
     name = "rounded away"
+    is_cause = True
     needs = ("head_unchanged",)
     limits = ("unchanged",)
     condition = (

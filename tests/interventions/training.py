@@ -103,7 +103,7 @@ class Open:
         self.saved.append(name)
         return f"{name}.ckpt"
 
-    def expect_change(self, layer, heads, step) -> None:
+    def expect_change(self, layer, heads, step, by) -> None:
         self.expected.append((layer, list(heads), step))
 
 

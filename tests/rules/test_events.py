@@ -8,8 +8,9 @@ import pytest
 
 from hdi_callback.record import Alert
 from hdi_callback.rules import Alerts
+from hdi_callback.rules.series import Row, Series
 from tests.rules.readings import LAYER, closest, curve, facts, layer, quiet, raised, run
-from tests.rules.test_rules import circuits, entropy, moves, norms, pair
+from tests.rules.test_rules import circuits, entropy, equal, moves, norms, pair
 
 
 def together(*parts, matrices=None):
@@ -26,47 +27,103 @@ def healthy():
     return together(pair(0.1), circuits(0.1), moves(0.01, 0.01, 0.01, 0.01))
 
 
+def near(one: int, other: int, *more):
+    return pair(0.9, 0.2, (one, other, 0.9), *more, step_pair=(one, other))
+
+
 def copied(one: int = 0, other: int = 2):
     moved = [0.01] * 4
     moved[other] = 0.8
-    return together(
-        pair(1.0, 0.2, (one, other, 1.0), step_pair=(one, other)), circuits(1.0, (one, other, 1.0)), moves(*moved)
-    )
+    return together(equal(one, other), circuits(1.0, (one, other, 1.0)), moves(*moved))
+
+
+def told(given):
+    return [(place, alert.status, alert.rule, alert.level) for place, found in enumerate(given) for alert in found]
 
 
 def test_copied_heads_are_one_alert_with_the_cause_first():
     given = run([healthy()] * 8 + [copied()])
     (alert,) = given[8]
-    assert (alert.rule, alert.also) == ("worst pair", ("weight jump", "merged scores"))
+    assert (alert.rule, alert.also) == ("copied heads", ("weight jump", "merged values"))
     assert (alert.where, alert.status, alert.level, alert.since) == ({LAYER: (0, 2)}, "new", "warning", 400)
     assert alert.message == (
         f"heads 0 and 2 of {LAYER} are nearly one head: alignment jumped from at most 0.10 to 1.00 between steps 350 "
-        "and 400 (also: weight jump, merged scores)"
+        "and 400; their key weights are equal, as of copies (also: weight jump, merged values)"
     )
-    assert len(alert.message) + len(alert.action) < 320
+    assert len(alert.message) < 280
+
+
+def test_copies_that_drift_apart_stay_one_event_at_one_level_until_they_are_apart():
+    readings = [
+        healthy(),
+        *[equal()] * 2,
+        pair(0.95, 0.95, (0, 1, 0.95), step_pair=(0, 1)),
+        pair(0.75, 0.1, (0, 1, 0.75)),
+    ]
+    given = run([*readings, pair(0.65, 0.1, (0, 1, 0.65))])
+    assert told(given) == [(1, "new", "copied heads", "warning"), (5, "resolved", "copied heads", "warning")]
+
+
+def test_a_cause_is_an_event_of_its_own_while_another_lasts():
+    jump = moves(0.5, 0.5, 0.5, 0.5)
+    nan = layer({"weights_not_finite": 1.0}, {"weights_not_finite": [0, 1, 0, 0]})
+    ahead = curve("attention_ahead", [0.0, 0.4])
+    quiet_ones = [together(healthy(), ahead[0])] + [together(near(0, 2), moves(0.01, 0.01, 0.01, 0.01), ahead[0])] * 6
+    given = run([
+        *quiet_ones,
+        together(near(0, 2), jump, ahead[0]),
+        together(near(0, 2), moves(0.01, 0.01, 0.01, 0.01), ahead[1]),
+        together(near(0, 2), moves(0.01, 0.01, 0.01, 0.01), ahead[1], nan),
+        together(equal(), moves(0.01, 0.01, 0.01, 0.01), ahead[1], nan),
+    ])  # fmt: skip
+    assert told(given) == [
+        (1, "new", "worst pair", "warning"),
+        (7, "new", "weight jump", "notice"),
+        (8, "new", "later tokens", "critical"),
+        (9, "new", "weights not finite", "critical"),
+        (10, "new", "copied heads", "warning"),
+    ]
 
 
 def test_rules_on_other_heads_of_the_layer_are_another_event():
-    reading = together(pair(0.9, 0.2, (0, 1, 0.9), step_pair=(0, 1)), circuits(0.95, (2, 3, 0.95)))
+    reading = together(near(0, 1), circuits(0.95, (2, 3, 0.95)))
     assert [alert[1:] for alert in raised(run([healthy(), reading]))] == [
-        ("worst pair", "warning", (0, 1)), ("merged scores", "warning", (2, 3)),
+        ("worst pair", "warning", (0, 1)), ("merged values", "warning", (2, 3)),
     ]  # fmt: skip
 
 
 def test_a_rule_that_follows_within_a_few_readings_joins_the_event_in_silence():
-    close = pair(0.9, 0.2, (0, 2, 0.9), step_pair=(0, 2))
     alerts = Alerts(layers=[facts()], pretrained=False)
-    first = together(close, circuits(0.1))
-    given = run([first, first, first, together(close, circuits(0.95))], alerts)
-    assert raised(given) == [(0, "worst pair", "warning", (0, 2))]
-    assert [(alert.rule, alert.also) for alert in alerts.active] == [("worst pair", ("merged scores",))]
+    first = together(near(0, 2), circuits(0.1))
+    given = run([healthy(), first, first, first, together(near(0, 2), circuits(0.95))], alerts)
+    assert raised(given) == [(1, "worst pair", "warning", (0, 2))]
+    assert [(alert.rule, alert.also) for alert in alerts.active] == [("worst pair", ("merged values",))]
 
 
 def test_a_rule_that_follows_much_later_is_a_new_event():
-    close = pair(0.9, 0.2, (0, 2, 0.9), step_pair=(0, 2))
-    first = together(close, circuits(0.1))
-    given = run([first] * 6 + [together(close, circuits(0.95))])
-    assert [alert[:2] for alert in raised(given)] == [(0, "worst pair"), (6, "merged scores")]
+    first = together(near(0, 2), circuits(0.1))
+    given = run([healthy()] + [first] * 6 + [together(near(0, 2), circuits(0.95))])
+    assert [alert[:2] for alert in raised(given)] == [(1, "worst pair"), (7, "merged values")]
+
+
+def test_what_spreads_to_another_layer_is_the_same_event():
+    apart, close = circuits(0.1), circuits(0.95)
+    given = run([{"a": apart, "b": apart}, {"a": close, "b": apart}, {"a": close, "b": close}],
+                layers=[facts("a"), facts("b")])  # fmt: skip
+    assert told(given) == [(1, "new", "merged values", "warning"), (2, "worse", "merged values", "warning")]
+    assert given[2][0].layers == ("a", "b")
+    assert given[2][0].message.startswith("spread: heads 0 and 2 of b write alike: ")
+
+
+def test_an_event_ends_at_the_reading_that_clears_it_and_names_the_intervention_that_acted():
+    alerts = Alerts(layers=[facts()], pretrained=False)
+    run([healthy()] * 8 + [copied()], alerts)
+    alerts.expect_change(LAYER, [0, 2], 401, "ReviveHeads")
+    ((over,),) = run([together(pair(0.08), circuits(0.1), moves(0.9, 0.01, 0.9, 0.01))], alerts, begin=450)
+    assert (over.status, alerts.active) == ("resolved", ())
+    assert over.message == (
+        f"copied heads of step 400 in {LAYER} is over, after ReviveHeads wrote heads 0 and 2 of {LAYER} at step 401"
+    )
 
 
 def test_one_rule_on_many_layers_is_one_alert():
@@ -109,22 +166,9 @@ def test_an_event_gets_worse_with_its_level_and_once_heads_have_doubled():
     assert given[3][0].message.startswith(f"all 4 heads of {LAYER} are nearly one head: alignment ")
 
 
-def test_a_more_serious_rule_that_joins_makes_the_event_worse():
-    jump = [moves(0.01, 0.01, 0.01, 0.01)] * 6 + [moves(0.5, 0.5, 0.5, 0.5)]
-    ahead = curve("attention_ahead", [0.0] * 7 + [0.4])
-    readings = [together(one, other) for one, other in zip([*jump, moves(0.01, 0.01, 0.01, 0.01)], ahead)]
-    given = run(readings)
-    assert [(place, one.status, one.level, one.rule) for place, found in enumerate(given) for one in found] == [
-        (6, "new", "warning", "weight jump"), (7, "worse", "critical", "weight jump"),
-    ]  # fmt: skip
-    assert given[7][0].also == ("later tokens",)
-    assert "reaches tokens after the query" in given[7][0].message
-
-
-def test_an_event_lasts_for_three_readings_at_least():
-    jump = [moves(0.01, 0.01, 0.01, 0.01)] * 6 + [moves(0.5, 0.5, 0.5, 0.5)] + [moves(0.01, 0.01, 0.01, 0.01)] * 4
-    statuses = [(place, one.status) for place, found in enumerate(run(jump)) for one in found]
-    assert statuses == [(6, "new"), (9, "resolved")]
+def test_a_more_serious_finding_that_joins_makes_the_event_worse():
+    readings = [pair(0.1)] + [pair(0.9, 0.2)] * 2 + [pair(0.9, 0.95)]
+    assert told(run(readings)) == [(1, "new", "worst pair", "warning"), (3, "worse", "worst pair", "critical")]
 
 
 def test_heads_that_hover_at_a_limit_are_reported_once():
@@ -133,14 +177,14 @@ def test_heads_that_hover_at_a_limit_are_reported_once():
 
 
 def test_an_alert_whose_metric_is_gone_ends_after_five_readings_with_the_reason():
-    gone = layer({}, absent={"circuit_qk_worst": "the weights are not finite"})
+    gone = layer({}, absent={"circuit_ov_worst": "the weights are not finite"})
     given = run([circuits(0.1), circuits(0.95)] + [gone] * 6)
     assert [(place, one.status) for place, found in enumerate(given) for one in found] == [
         (1, "new"),
         (6, "not measured"),
     ]
     assert given[6][0].message == (
-        f"merged scores of step 50 in {LAYER} is not measured any more: the weights are not finite"
+        f"merged values of step 50 in {LAYER} is not measured any more: the weights are not finite"
     )
     back = run([circuits(0.1), circuits(0.95)] + [gone] * 4 + [circuits(0.95)] + [gone] * 4)
     assert [(place, one.status) for place, found in enumerate(back) for one in found] == [(1, "new")]
@@ -173,11 +217,9 @@ def test_key_heads_are_named_as_such_under_grouped_keys():
 def test_key_heads_and_their_query_heads_are_one_event():
     grouped = [facts(heads=8, keys=4)]
     close = pair(0.9, 0.2, (0, 1, 0.9), step_pair=(0, 1))
-    own = layer(
-        {"circuit_qk_worst": 0.95}, {"circuit_qk_norm": [1] * 8}, {"circuit_qk": closest((0, 3, 0.95), heads=8)}
-    )
-    other = layer(
-        {"circuit_qk_worst": 0.95}, {"circuit_qk_norm": [1] * 8}, {"circuit_qk": closest((4, 7, 0.95), heads=8)}
+    own, other = (
+        layer({"circuit_ov_worst": 0.95}, {}, {"circuit_ov": closest(alike, heads=8)})
+        for alike in ((0, 3, 0.95), (4, 7, 0.95))
     )
     assert len(run([pair(0.1), together(close, own)], layers=grouped)[1]) == 1
     assert len(run([pair(0.1), together(close, other)], layers=grouped)[1]) == 2
@@ -200,8 +242,10 @@ WHEN = {
 
 @pytest.mark.parametrize("words", WHEN)
 def test_the_message_says_when_it_happened_as_measured(words):
-    *_, given = run(curve("attention_logit", [float(value) for value in WHEN[words]]))
-    assert given[0].message == f"the scores of all 4 heads of {LAYER} have grown out of range: largest score {words}"
+    series = Series(LAYER, facts(), Row(0, {}))
+    for place, value in enumerate(WHEN[words]):
+        series.append(Row(50 * place, {"attention_logit": float(value)}))
+    assert series.change("attention_logit", "{:.0f}".format) == words
 
 
 EVERY_SENTENCE = {
@@ -255,16 +299,16 @@ EVERY_SENTENCE = {
         "steps 100 and 150",
     ),
     "mean alignment": (
-        [pair(0.1, 0.1), pair(0.95, 0.93, (0, 1, 0.95), (1, 2, 0.95), (2, 3, 0.95))],
+        [pair(0.1, 0.1), pair(0.94, 0.93, (0, 1, 0.94), (1, 2, 0.94), (2, 3, 0.94))],
         "all 4 heads of {layer} are nearly one head: mean alignment jumped from 0.10 to 0.93 between steps 0 and 50, "
         "and 3.0 effective heads are left",
     ),
-    "merged scores": (
+    "merged values": (
         [circuits(0.1), circuits(0.95, (0, 1, 0.95), (2, 3, 0.92))],
-        "heads 0 and 1 as well as 2 and 3 of {layer} score alike, group by group: largest cosine of their QK circuits "
+        "heads 0 and 1 as well as 2 and 3 of {layer} write alike, group by group: largest cosine of their OV circuits "
         "jumped from 0.10 to 0.95 between steps 0 and 50",
     ),
-    "worst pair": (
+    "copied heads": (
         [pair(0.6)],
         "heads 1 and 3 of {layer} are alike before any training: overlap 0.65, which independent heads reach with a "
         "probability below 2e-76",
@@ -280,7 +324,7 @@ def test_each_rule_says_what_where_and_when(rule):
 
 
 def test_alerts_are_plain_data():
-    given = run([healthy()] * 8 + [copied()] + [healthy()] * 4)
+    given = run([healthy()] * 8 + [copied()] + [healthy()])
     alerts = [alert for found in given for alert in found]
     assert [alert.status for alert in alerts] == ["new", "resolved"]
     assert [Alert.from_dict(json.loads(json.dumps(alert.to_dict()))) for alert in alerts] == alerts

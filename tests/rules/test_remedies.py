@@ -36,11 +36,9 @@ def test_what_a_rule_gives_to_paste_runs_under_every_trainer(rule, door):
 @pytest.mark.parametrize(
     ("readings", "limit"),
     [
-        (curve("attention_logit", [5.0, 8.0, 51.0]), 30),  # where the alert ends
-        (curve("attention_logit", [5.0, 36.0, 6.0, 7.0, 8.0, 51.0]), 36),  # no lower than it began
         ([entropy(0.9, attention_logit=3.0)[0] for _ in range(20)] + entropy(0.05, attention_logit=37.0), 3),
     ],
-    ids=["grown", "grown from large ones", "sharpened"],
+    ids=["sharpened"],
 )
 def test_the_limit_to_paste_is_of_the_runs_own_scores(readings, limit, door):
     *_, given = run(readings, Alerts(layers=[facts()], pretrained=False, door=door))

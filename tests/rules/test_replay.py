@@ -22,10 +22,12 @@ from hdi_callback.rules import Alerts
 from hdi_callback.rules.series import STILL
 
 FILE = Path(__file__).parents[1] / "goldens" / "faults.json.gz"
-MERGED = {"tied heads": "worst pair", "frozen heads": "frozen weights"}
+MERGED = {"tied heads": "copied heads", "frozen heads": "frozen weights"}
 """Rules that are a sentence of another rule now."""
-OTHERWISE = {"frozen weights"}
-"""Rules that judge by role and wait for more steps now: they find the same layers, not at the same steps."""
+PART_OF = {"copied heads": "worst pair"}
+GONE = {"merged scores", "logit growth"}
+OTHERWISE = {"frozen weights", "worst pair", "weight jump", "copied heads"}
+"""Rules of which the findings are told by others now, or last longer: they find the same layers, not the same steps."""
 
 
 @cache
@@ -74,7 +76,9 @@ def told(run: dict[str, Any]) -> list[tuple[tuple[int, str, str], tuple[int, ...
     """What the rules said when they were tuned."""
     names = [one["name"] for one in run["facts"]]
     return [
-        ((step, names[place], MERGED.get(rule, rule)), tuple(heads)) for step, place, rule, _, heads in run["alerts"]
+        ((step, names[place], MERGED.get(rule, rule)), tuple(heads))
+        for step, place, rule, _, heads in run["alerts"]
+        if rule not in GONE
     ]
 
 
@@ -87,9 +91,10 @@ def test_each_rule_finds_what_it_found_when_it_was_tuned_in_step_layer_and_heads
         same = {key: heads for key, heads in expected if key[2] not in OTHERWISE}
         assert {key: findings.get(key) for key in same} == same, name
         assert {key for key in began if key[2] not in OTHERWISE} <= same.keys(), name
-        assert {key[1:] for key in began if key[2] in OTHERWISE} <= {key[1:] for key, _ in expected}, name
+        others = {(layer, PART_OF.get(rule, rule)) for _, layer, rule in began if rule in OTHERWISE}
+        assert others <= {(layer, PART_OF.get(rule, rule)) for (_, layer, rule), _ in expected}, name
         compared += len(expected)
-    assert compared == 118
+    assert compared == 96
 
 
 def test_no_healthy_run_raises_an_alarm():
@@ -98,14 +103,16 @@ def test_no_healthy_run_raises_an_alarm():
     assert [run["base"] for run in healthy if any(alert.level != "notice" for alert in judge(run)[0])] == []
 
 
-def test_every_run_that_was_reported_is_reported_but_heads_that_score_alike_at_the_best_loss():
+def test_what_was_reported_is_reported_or_a_notice_while_the_loss_stays_good():
     faulty = [run for run in stored() if not run["is_healthy"]]
     was = {place for place, run in enumerate(faulty) if any(level != "notice" for *_, level, _ in run["alerts"])}
     given = {place: judge(run)[0] for place, run in enumerate(faulty)}
     now = {place for place, alerts in given.items() if any(alert.level != "notice" for alert in alerts)}
-    assert len(was) == 45
-    assert now <= was
-    assert [(alert.rule, alert.level) for place in was - now for alert in given[place]] == [("merged scores", "notice")]
+    assert (len(was), len(was & now)) == (45, 33)
+    silent = [faulty[place] for place in was - now if not given[place]]
+    assert {rule for run in silent for *_, rule, _, _ in run["alerts"]} <= GONE
+    heeding = {"weight jump", "sudden sharpening", "sudden flattening", "tokens alike"}
+    assert {alert.rule for place in was - now for alert in given[place]} <= heeding
 
 
 def test_one_event_is_one_alert():
@@ -131,21 +138,18 @@ def test_one_event_is_one_alert():
                 if name in other.where
             ]
             assert not any(apart), run["kind"]
-    assert alerts < 0.6 * findings
+    assert alerts < 0.7 * findings
 
 
-def test_copied_heads_give_one_alert_of_two_lines():
+def test_copied_heads_give_one_alert_that_says_what_to_look_at():
     (run,) = [run for run in stored() if run["kind"] == "two heads copied" and run["seed"] < 1000]
     (alert,) = judge(run)[0]
     assert alert.message == (
         "heads 0 and 1 of blocks.0.attention are nearly one head: alignment jumped from at most 0.05 to 1.00 between "
-        "steps 40 and 45 (also: weight jump, merged scores)"
+        "steps 40 and 45 (also: weight jump)"
     )
-    assert alert.action == "Give all but one of them fresh weights"
-    assert alert.code == (
-        "from hdi_callback import HDICallback, ReviveHeads\n"
-        "HDICallback(\n    interventions=[ReviveHeads(max_output_error=1)],\n)"
-    )
+    assert (alert.rule, alert.level) == ("copied heads", "warning")
+    assert alert.action.startswith("look at which parameters they share, at what wrote these weights since then")
 
 
 @pytest.mark.parametrize("cut", [3, 9, 12])
