@@ -32,8 +32,7 @@ def first_alerts() -> dict[str, tuple[str, Alert, list]]:
             read.append(record)
             for alert in engine.judge(record):
                 is_first = alert.rule not in found or (found[alert.rule][1].step == 0 and alert.step > 0)
-                is_shown = alert.level != "notice" or alert.rule == "merged scores"
-                if is_first and is_shown and not alert.is_over:
+                if is_first and alert.level != "notice" and not alert.is_over:
                     found[alert.rule] = run["kind"], alert, read
     return found
 

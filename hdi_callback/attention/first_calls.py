@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import wraps
@@ -82,6 +82,7 @@ class FirstCalls:
         calls: calls that trained and were looked at.
         is_called: whether a call that autograd records has happened in this armed step.
         on_called: called once when it happens: after an eager call, right before a compiled one.
+        loss: the loss that its output has, as those of transformers do; `None` if it has none.
     """
 
     def __init__(
@@ -244,6 +245,8 @@ class FirstCalls:
         if tape is not None:
             self.tapes.append(tape)
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and not is_extra():
+            loss = output.get("loss") if isinstance(output, Mapping) else None
+            self.loss = loss.detach() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
             self._note_call()
 
     def _stop_writing(self) -> Tape | None:

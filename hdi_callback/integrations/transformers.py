@@ -61,6 +61,7 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
     def __init__(self, every_n_steps: int = 50, *, log: Log | None = None, **settings: Unpack[Options]) -> None:
         super().__init__(Settings(every_n_steps=every_n_steps, **settings))
         self._log = function("log", log, "log=mlflow.log_metrics")
+        self._logged_loss: float | None = None
 
     def setup(self, *args: Any, **kwargs: Any) -> None:
         """Refuse the trainer of Lightning, which calls this first."""
@@ -100,7 +101,11 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Publish the readings whose numbers have arrived."""
-        self._tell(Session.suspend, Session.after_step)
+        # Of several forwards or processes the output has a share of the loss, and the trainer logs the whole.
+        is_whole = args.gradient_accumulation_steps * args.world_size == 1
+        output_loss = None if self.monitor is None or not is_whole else self.monitor.output_loss
+        loss = self._logged_loss if output_loss is None else output_loss
+        self._tell(Session.suspend, lambda session: session.after_step(loss))
         self._keep_state(state, control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -122,7 +127,9 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
             state.save_to_json(str(file))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Finish at the last log of a training, while the runs that the trainer reports to are open."""
+        """Take the loss that is logged; finish at the last log, while the runs that the trainer reports to are open."""
+        loss = (logs or {}).get("loss")
+        self._logged_loss = float(loss) if isinstance(loss, int | float) else self._logged_loss
         if "train_runtime" in (logs or {}):
             self._tell(Session.finish)
 

@@ -173,7 +173,7 @@ class HeadDiversityMonitor:
         self._is_armed, self._training_only = True, training_only
         self._forget_first()
         if self._first_calls is not None:
-            self._first_calls.is_called, self._first_calls.on_called = False, None
+            self._first_calls.is_called, self._first_calls.on_called, self._first_calls.loss = False, None, None
         if self._capture is not None:
             self._capture.arm(training_only=training_only)
             self._is_compared = self._contract.is_due()
@@ -320,6 +320,11 @@ class HeadDiversityMonitor:
     def is_called(self) -> bool:
         """Whether a call that autograd records has happened since `arm`."""
         return self._first_calls is not None and self._first_calls.is_called
+
+    @property
+    def output_loss(self) -> torch.Tensor | None:
+        """The loss in the output of the last armed call; `None` if it has none, as a first or a compiled call."""
+        return None if self._first_calls is None else self._first_calls.loss
 
     def when_called(self, function: Callable[[], None]) -> None:
         """Call a function once, when the next call that autograd records has been captured."""

@@ -95,7 +95,7 @@ def test_the_verdict_has_beside_it_what_to_paste(small):
 
 
 def test_the_counts_of_alerts_agree_wherever_they_are_said(small):
-    notice = Alert(0, "merged scores", "notice", {"model.layers.0.self_attn": (0, 1)}, "heads score alike")
+    notice = Alert(0, "merged values", "notice", {"model.layers.0.self_attn": (0, 1)}, "heads write alike")
     first, *rest = small.records
     page = page_of(replace(small, records=[replace(first, alerts=(notice,)), *rest]))
     assert "Alerts (1 raised, 1 active, 1 notice)" in page.of("h2")

@@ -107,3 +107,36 @@ def test_the_loggers_of_fabric_take_the_curves_as_they_are(tmp_path: Path) -> No
     logger.finalize("success")
     events = EventAccumulator(logger.log_dir).Reload()
     assert [point.step for point in events.Scalars("hdi/min")] == STEPS_READ
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_readings_have_the_loss_of_the_models_output_or_the_one_that_is_logged(tmp_path: Path, accumulation) -> None:
+    from hdi_callback import HDITrainerCallback, load_history
+
+    losses: dict[int, float] = {}
+
+    class Note(transformers.TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            if "loss" in logs:
+                losses[state.global_step] = logs["loss"]
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=20, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4
+    )
+    rows = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(20, (64, 8))]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=8, per_device_train_batch_size=4, use_cpu=True, report_to=[],
+        logging_steps=1, save_strategy="no", disable_tqdm=True, gradient_accumulation_steps=accumulation,
+    )  # fmt: skip
+    watcher = HDITrainerCallback(every_n_steps=2)
+    model = transformers.LlamaForCausalLM(config)
+    transformers.Trainer(model, arguments, train_dataset=rows, callbacks=[watcher, Note()]).train()
+    (history,) = tmp_path.rglob("history.jsonl")
+    *records, last = load_history(history).records
+    known = {record.step: record.loss for record in records if record.loss is not None}
+    assert set(known) >= {2, 4, 6}
+    # Logs come after the step, with its number; a reading has the number of steps before it.
+    expected = {step: losses[step + 1 if accumulation == 1 else step] for step in known}
+    assert known == pytest.approx(expected, abs=1e-3)
+    assert last.loss is None

@@ -204,7 +204,7 @@ def test_query_heads_with_equal_scores_under_one_key_get_fresh_queries_alone():
     x, keys = torch.randn(2, 12, 64), layer.weight("key").detach().clone()
     before = model(x)
     training = Open(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    action, _ = revive(training, 0, 1, 3, rule="merged scores")
+    action, _ = revive(training, 0, 1, 3, rule="merged values", rules=["merged values"])
     assert len(folded(action)[0]) == 2
     torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
     assert torch.equal(layer.weight("key"), keys)
@@ -303,4 +303,4 @@ def test_the_rules_expect_what_it_writes():
         moved[head] = 1.2
     after = together(pair(0.1), circuits(0.1), moves(*moved))
     given = run([after, *[healthy()] * 3], alerts, begin=9 * EVERY)
-    assert [(alert.status, alert.rule) for found in given for alert in found] == [("resolved", "worst pair")]
+    assert [(alert.status, alert.rule) for found in given for alert in found] == [("resolved", "copied heads")]

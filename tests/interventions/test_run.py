@@ -46,11 +46,11 @@ def open_training(*interventions, step: int = 101):
 
 
 def test_level_and_rules_decide_whether_it_acts():
-    note, critical, merged = Note(), Note(on="critical"), Note(rules=["merged scores"])
+    note, critical, merged = Note(), Note(on="critical"), Note(rules=["merged values"])
     open_training(note, critical, merged)
     for one in (note, critical, merged):
         one.handle(reading(alert()))
-        one.handle(reading(alert(step=200, rule="weight jump", also=("merged scores",), level="critical")))
+        one.handle(reading(alert(step=200, rule="weight jump", also=("merged values",), level="critical")))
         one.handle(reading(alert(step=300, level="notice")))
     assert note.seen == ["worst pair", "weight jump"]
     assert critical.seen == ["weight jump"]
@@ -70,10 +70,10 @@ def test_an_alert_is_answered_once_and_again_when_it_names_other_heads_or_reache
 
 
 def test_a_rule_that_joins_an_event_in_silence_is_answered():
-    merged = Note(rules=["merged scores"])
+    merged = Note(rules=["merged values"])
     open_training(merged)
     merged.handle(reading(alert()))
-    merged.handle(reading(alert(also=("merged scores",))))
+    merged.handle(reading(alert(also=("merged values",))))
     assert merged.seen == ["worst pair"]
 
 
@@ -121,7 +121,7 @@ MISUSE = {
     "an error above one": (lambda: ReviveHeads(max_output_error=2), "of at least 0, at most 1"),
     "a seed": (lambda: ReviveHeads(seed=-1), "at least 0"),
     "a limit": (lambda: QKClip(limit=0), "above 0"),
-    "rules of QKClip": (lambda: QKClip(rules=["logit growth"]), "does not depend on alerts"),
+    "rules of QKClip": (lambda: QKClip(rules=["sudden sharpening"]), "does not depend on alerts"),
     "without a callback": (lambda: StopTraining().training, r"HDICallback\(interventions=\[...\]\)"),
 }  # fmt: skip
 
