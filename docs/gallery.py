@@ -31,8 +31,9 @@ def first_alerts() -> dict[str, tuple[str, Alert, list]]:
         for record in records(run):
             read.append(record)
             for alert in engine.judge(record):
-                is_first = alert.rule not in found or (found[alert.rule][1].step == 0 and alert.step > 0)
-                if is_first and alert.level != "notice" and not alert.is_over:
+                before = None if alert.rule not in found else found[alert.rule][1]
+                is_plainer = before is not None and alert.level != "notice" and before.level == "notice"
+                if (before is None or is_plainer or (before.step == 0 and alert.step > 0)) and not alert.is_over:
                     found[alert.rule] = run["kind"], alert, read
     return found
 

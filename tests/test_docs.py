@@ -16,6 +16,7 @@ import transformers
 from click.testing import CliRunner
 
 from hdi_callback.command.commands import hdi
+from hdi_callback.rules import RULES
 from hdi_callback.session import Settings
 from tests.audits.models import build_encoder
 from tests.command.runs import write_run
@@ -111,7 +112,7 @@ def test_the_gallery_shows_what_rules_say_of_the_recorded_trainings_now():
     gallery = script("gallery")
     alerts = gallery.first_alerts()
     assert gallery.page(alerts) == (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
-    assert len(alerts) == 16
+    assert {rule.name for rule in RULES} - alerts.keys() == {"merged values"}
     assert all((ROOT / "docs" / gallery.picture(name)).exists() for name in alerts)
 
 

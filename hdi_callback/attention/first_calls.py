@@ -114,6 +114,7 @@ class FirstCalls:
         self._within_compiled: set[nn.Module] = set()
         self._due: set[nn.Module] = set()
         self.is_called = False
+        self.loss: torch.Tensor | None = None
         self.on_called: Callable[[], None] | None = None
         self.tapes: list[Tape] = []  # calls of this armed step that were written down
         self._unwritten: set[nn.Module] = set()  # entries whose call is to be

@@ -103,9 +103,12 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
         """Publish the readings whose numbers have arrived."""
         # Of several forwards or processes the output has a share of the loss, and the trainer logs the whole.
         is_whole = args.gradient_accumulation_steps * args.world_size == 1
-        output_loss = None if self.monitor is None or not is_whole else self.monitor.output_loss
-        loss = self._logged_loss if output_loss is None else output_loss
-        self._tell(Session.suspend, lambda session: session.after_step(loss))
+
+        def after_step(session: Session) -> None:
+            loss = session.monitor.output_loss if is_whole else None
+            session.after_step(self._logged_loss if loss is None else loss)
+
+        self._tell(Session.suspend, after_step)
         self._keep_state(state, control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -49,7 +49,7 @@ SILENT = {
         + attention_rows(on_meta(1, 4, 3, 7))
     ),
     "tokens": lambda: token_metrics(TokenSums.from_tokens(on_meta(20, 32), VALID)),
-    "movement": lambda: movement_of(movement_sums([QUERIES], [QUERIES.bfloat16()])),
+    "movement": lambda: movement_of(movement_sums(QUERIES, QUERIES.bfloat16()), [0]),
     "finiteness": lambda: (not_finite(QUERIES), outputs_not_finite(OUTPUTS, VALID)),
 }
 

@@ -15,7 +15,7 @@ def test_a_fault_is_reported_where_it_is_and_a_healthy_training_raises_no_alarm(
     command.main(["--results", str(results), "--output", str(output)])
     faulty, healthy = command.read(results)
     first, *_ = alarms(faulty)
-    assert (first["rule"], first["step"], first["where"]) == ("worst pair", 45, {"blocks.0.attention": [0, 1]})
+    assert (first["rule"], first["step"], first["where"]) == ("copied heads", 45, {"blocks.0.attention": [0, 1]})
     assert alarms(healthy) == []
     assert faulty["readings"] == healthy["readings"] == 21
     assert "| two heads copied | 1/1 | 5 | 1/1 |" in output.read_text()

@@ -21,6 +21,10 @@ OF_FORWARDS = ("head_co", "head_var", "head_eff", "head_out", "token_")
 # Readings two steps apart: the windows of rules are of steps as well as of readings now, and longer than this training.
 TOO_SHORT = {"loop_padding"}
 
+# Rules whose findings another rule tells now, and one that is gone.
+RENAMED = {"worst pair": {"worst pair", "copied heads"}}
+GONE = {"merged scores"}
+
 # To what numbers agree; a history keeps five digits of those of single heads.
 TOLERANCE = {"values": 1e-6, "heads": 5e-5}
 # Pairs of heads that tie, or nearly: which of them is named is left to rounding.
@@ -113,6 +117,7 @@ def _alert_differences(ours: list, theirs: list, last: int | None) -> tuple[list
         (alert["step"], rule, layer, heads)
         for number, alert in enumerate(begins)
         for rule in alert["rules"]
+        if rule not in GONE
         for layer, heads in alert["where"].items()
         if not any(_says(one, alert["step"], rule, layer, heads) for one in ours)
         and not any(_same_event(earlier, rule, layer) for earlier in begins[:number])
@@ -133,7 +138,7 @@ def _says(alert: dict, step: int, rule: str, layer: str, heads: list[int]) -> bo
     # No heads: the whole layer.
     return (
         alert["step"] == step
-        and rule in alert["rules"]
+        and not RENAMED.get(rule, {rule}).isdisjoint(alert["rules"])
         and where is not None
         and (not where or not heads or set(heads) <= set(where))
     )

@@ -60,7 +60,7 @@ MISUSE: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an intervention none of whose rules judges": (
         {"interventions": [ReviveHeads()], "alerts": []},
-        "ReviveHeads answers the rule 'worst pair', which judges nothing",
+        "ReviveHeads answers the rule 'copied heads', which judges nothing",
     ),
     "strict as a word": ({"strict": "yes"}, "`strict` must be True or False"),
 }
