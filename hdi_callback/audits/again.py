@@ -23,11 +23,7 @@ def judge_again(run: RunHistory, thresholds: Mapping[str, Mapping[str, float | N
 
 
 def check_patterns(patterns: Iterable[str], layers: Iterable[str]) -> None:
-    """Refuse a pattern that matches no layer.
-
-    Raises:
-        MisconfigurationError: if one matches none.
-    """
+    """Raise an error if a pattern matches no layer."""
     names = list(layers)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):

@@ -32,23 +32,14 @@ _TOKENS = (2, 8)  # sequences and their length, in a made-up batch
 
 @dataclass(frozen=True)
 class Target:
-    """A model to audit.
+    """A model to audit."""
 
-    Attributes:
-        name: as the user wrote it.
-        model: the model; on the meta device until `load` if it was opened so.
-        batches: what its forward can be called with, tried one after the other; empty if nothing is known.
-        weights: name of a parameter -> its tensor in the files.
-        missing: name of a parameter -> why no tensor in the files is its value.
-        step: optimizer steps that the model was trained for, if that is known.
-    """
-
-    name: str
-    model: nn.Module
-    batches: tuple[Any, ...] = ()
-    weights: Mapping[str, Tensor] = field(default_factory=dict)
-    missing: Mapping[str, str] = field(default_factory=dict)
-    step: int | None = None
+    name: str  # as the user wrote it
+    model: nn.Module  # on the meta device until `load` if it was opened so
+    batches: tuple[Any, ...] = ()  # what its forward can be called with, tried one after the other
+    weights: Mapping[str, Tensor] = field(default_factory=dict)  # parameter -> its tensor in the files
+    missing: Mapping[str, str] = field(default_factory=dict)  # parameter -> why no tensor in the files is its value
+    step: int | None = None  # optimizer steps that the model was trained for, if that is known
 
     @property
     def forwards(self) -> list[Callable[[], Any]]:

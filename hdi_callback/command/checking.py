@@ -21,13 +21,7 @@ def with_target(
     *,
     model: str | None,
 ) -> Result:
-    """Return what work returns of a model that is named on the command line, and of its first forward that runs.
-
-    A folder of transformers needs its config alone.
-
-    Raises:
-        MisconfigurationError: if it cannot be opened, or has no forward that runs.
-    """
+    """Return what work returns of a model that is named on the command line, and of its first forward that runs."""
     opened = open_target(target, model=model, needs_weights=False).load()
     reason = "its attention is read from a forward, and no batch is known"
     for forward in opened.forwards:

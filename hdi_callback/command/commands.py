@@ -82,10 +82,7 @@ def check(target: str, build: str | None, strict: bool, explain: str | None, as_
         click.echo(with_target(target, partial(explained, name=explain), model=build))
         return NOTHING_UNUSUAL
     result = with_target(target, check_model, model=build)
-    if as_json:
-        print_json(result.to_dict())
-    else:
-        click.echo(str(result))
+    _print_result(result, as_json)
     if result.wrong or (strict and result.findings):
         return UNUSUAL
     return NOTHING_UNUSUAL if any(card.heads for card in result.cards) else CANNOT_WORK
@@ -124,10 +121,8 @@ def audit(
 
         written = write_report(result.as_run(), path=html)
         click.echo(f"Written: {written}", err=True)
-    if as_json:
-        print_json(result.to_dict())
-    else:
-        click.echo(str(result))
+    _print_result(result, as_json)
+    if not as_json:
         _print_action(result.verdict)
     return CODES[result.verdict.state]
 
@@ -236,10 +231,7 @@ def compare(first: str, second: str, step: int | None, build: str | None, as_jso
     from hdi_callback.audits import compare as compare_targets
 
     comparison = compare_targets(first, second, step=step, model=build)
-    if as_json:
-        print_json(comparison.to_dict())
-    else:
-        click.echo(str(comparison))
+    _print_result(comparison, as_json)
     return NOTHING_UNUSUAL if comparison.layers else CANNOT_WORK
 
 
@@ -336,6 +328,13 @@ def _load(run: str) -> Any:
     if history.skipped_lines:
         click.echo(f"{history.skipped_lines} lines of {history.path} could not be read and are left out.", err=True)
     return history
+
+
+def _print_result(result: Any, as_json: bool) -> None:
+    if as_json:
+        print_json(result.to_dict())
+    else:
+        click.echo(str(result))
 
 
 def _print_action(verdict: Any) -> None:

@@ -31,13 +31,7 @@ class CommandGroup(click.Group):
     def main(  # type: ignore[override]
         self, args: Sequence[str] | None = None, prog_name: str | None = None, **others: Any
     ) -> NoReturn:
-        """Run a command and end the process.
-
-        Args:
-            args: the words of the command line; those of the process by default.
-            prog_name: name of the program in messages.
-            others: further arguments of `click.Command.main`.
-        """
+        """Run a command and end the process."""
         others["standalone_mode"] = False
         for stream in (sys.stdout, sys.stderr):  # names of layers and files may have any letters
             if isinstance(stream, io.TextIOWrapper):
@@ -79,16 +73,7 @@ def _one_line(text: object) -> str:
 
 
 def parse_thresholds(texts: Iterable[str]) -> dict[str, dict[str, float | None]] | None:
-    """Parse limits of the default rules.
-
-    Args:
-        texts: each ``name=number`` or ``pattern:name=number``; ``off`` in the place of a number switches a limit off.
-
-    Returns:
-        Pattern of layer names -> limits, as `HDICallback` takes them; `None` if there are none.
-
-    Raises:
-        MisconfigurationError: if one cannot be read.
+    """Return pattern of layer names -> limits, as `HDICallback` takes them; `None` if there are none.
 
     Example:
         >>> parse_thresholds(["pair=0.9", "encoder.*:mean=off"])

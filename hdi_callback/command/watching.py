@@ -20,20 +20,7 @@ _STYLES: dict[State, str] = {"alert": "bold red", "clear": "bold green", "nothin
 
 
 def follow(run: str, *, once: bool, idle: float | None, interval: float) -> State:
-    """Draw a run again and again until it ends; wait for one that has not begun.
-
-    Args:
-        run: a history, or the folder of a run.
-        once: draw it once.
-        idle: end after so many seconds without a new reading.
-        interval: seconds between two looks at the history.
-
-    Returns:
-        The state of the run at the end.
-
-    Raises:
-        MisconfigurationError: if the arguments cannot work, or with `once` if there is no such run.
-    """
+    """Draw a run again and again, and return its state at the end; wait for one that has not begun."""
     from rich.console import Console
     from rich.live import Live
 
@@ -74,15 +61,7 @@ def _begun(run: str) -> RunHistory | None:
 
 
 def frame(history: RunHistory, width: int) -> RenderableType:
-    """Draw a run as it is: its layers at the last reading, the closest pair over time, and the verdict.
-
-    Args:
-        history: the run so far.
-        width: columns of the terminal.
-
-    Returns:
-        Something that rich prints.
-    """
+    """Return what rich prints of a run: its layers at the last reading, the closest pair over time, the verdict."""
     from rich.console import Group
     from rich.text import Text
 

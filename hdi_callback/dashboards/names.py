@@ -29,19 +29,12 @@ INTERVENTIONS: dict[str, type[Intervention]] = {
 
 @dataclass(frozen=True)
 class Name:
-    """A name that a user sees.
-
-    Attributes:
-        text: the name.
-        kind: what it names.
-        meaning: a sentence or two.
-        metric: of a curve of each layer, its metric.
-    """
+    """A name that a user sees."""
 
     text: str
     kind: Kind
-    meaning: str
-    metric: str = ""
+    meaning: str  # a sentence or two
+    metric: str = ""  # of a curve of each layer
 
 
 def _all_names() -> dict[str, Name]:
@@ -79,16 +72,10 @@ def describe_tag(tag: str) -> Name | None:
 
 
 def look_up(word: str) -> Name:
-    """Return the name that a user has written, in any case and with any blanks.
-
-    Args:
-        word: a tag, a metric, a rule or one of its limits, an intervention: ``"worst-pair"``, ``"hdi/min"``.
-
-    Returns:
-        The name.
+    """Return the name that a user has written: a tag, a metric, a rule or one of its limits, an intervention.
 
     Raises:
-        MisconfigurationError: if nothing is called so; the message suggests the closest name.
+        MisconfigurationError: if nothing has the name.
 
     Example:
         >>> look_up("hdi/min").kind, look_up("worst-pair").text, look_up("revive heads").text

@@ -13,17 +13,11 @@ MAP, HEADS, EVIDENCE = "hdi/map", "hdi/heads", "hdi/evidence"
 
 @dataclass(frozen=True)
 class ModelCurve:
-    """What a curve of the model means.
+    """What a curve of the model means."""
 
-    Attributes:
-        range: its values.
-        meaning: a clause.
-        expect: what is usual.
-    """
-
-    range: str
-    meaning: str
-    expect: str
+    range: str  # of its values
+    meaning: str  # a clause
+    expect: str  # what is usual
 
     @property
     def sentence(self) -> str:

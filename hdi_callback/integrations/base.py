@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from hdi_callback.dashboards import TensorBoard
 from hdi_callback.dashboards.layer_table import layers_text
 from hdi_callback.dashboards.tags import curves
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import Guard, guarded
 from hdi_callback.monitor import HeadDiversityMonitor
-from hdi_callback.record import Alert, Record
+from hdi_callback.record import Alert
 from hdi_callback.session import Session, Settings, Trainer
 
 MISUSE = (MisconfigurationError,)
@@ -107,17 +106,3 @@ class Watcher:
     def close(self) -> None:
         """Publish what was measured and remove all hooks, after a training that an exception ended."""
         self._tell(Session.close)
-
-
-class OwnTensorBoard(TensorBoard):
-    """TensorBoard with a writer of its own, for trainers whose writer is not known here."""
-
-    def __init__(self, folder: Path, metrics: Sequence[str], past: Sequence[Record]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        purge_step = past[-1].step + 1 if past else None
-        super().__init__(SummaryWriter(str(folder), purge_step=purge_step), metrics, past=past)
-
-    def close(self) -> None:
-        """Close the writer."""
-        self._writer.close()

@@ -18,7 +18,7 @@ from hdi_callback.arguments import file_path, function, shown, torch_module
 from hdi_callback.dashboards import Curves, TensorBoard, Wandb
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import guarded
-from hdi_callback.integrations.base import MISUSE, OwnTensorBoard, Watcher
+from hdi_callback.integrations.base import MISUSE, Watcher
 from hdi_callback.integrations.trackers import Log
 from hdi_callback.interventions import SaveCheckpoint
 from hdi_callback.record import Record, Sink
@@ -305,8 +305,11 @@ class _Loop:
             return []
         sinks: list[Sink] = [] if self._log is None else [Curves(self._log, self._metrics)]
         if self._tensorboard is True:
-            sinks.append(OwnTensorBoard(self.folder / "hdi", self._metrics, past))
-        elif self._tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            purge_step = past[-1].step + 1 if past else None
+            self._tensorboard = SummaryWriter(str(self.folder / "hdi"), purge_step=purge_step)
+        if self._tensorboard:
             sinks.append(TensorBoard(self._tensorboard, self._metrics, past=past))
         if self._wandb is not None:
             sinks.append(Wandb(self._wandb, self._metrics, past=past))

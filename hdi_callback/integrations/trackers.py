@@ -50,14 +50,7 @@ def trainers_callbacks() -> Sequence[Any]:
 def tracker_sinks(
     callbacks: Iterable[Any], wanted: Sequence[str], metrics: Sequence[str], past: Sequence[Record]
 ) -> list[Sink]:
-    """Return a sink for each run that the trainer reports to; warns of those that get no curves of heads.
-
-    Args:
-        callbacks: of the trainer.
-        wanted: names in ``report_to``.
-        metrics: names of further metrics to draw for each layer.
-        past: records before a resumption.
-    """
+    """Return a sink for each run that the trainer reports to; warn of names in ``report_to`` that get no curves."""
     from transformers.integrations import integration_utils
 
     names = {kind.__name__: name for name, kind in integration_utils.INTEGRATION_TO_CALLBACK.items()}

@@ -73,11 +73,7 @@ class Intervention(ABC):
         return self._training
 
     def bind(self, training: Training) -> None:
-        """Take the training to act on, when its layers are known and before its first step.
-
-        Args:
-            training: the training.
-        """
+        """Take the training to act on, when its layers are known and before its first step."""
         self._training, self.count, self._answered = training, 0, set()
         if not self.dry_run:
             self.check()
@@ -89,14 +85,7 @@ class Intervention(ABC):
         """Raise an error for a model that it cannot work on."""
 
     def handle(self, record: Record) -> tuple[Action, ...]:
-        """Act on a reading: on what its alerts say, and on alerts that are active and were not answered yet.
-
-        Args:
-            record: the reading, with `alerts` and `active`, the same on every rank.
-
-        Returns:
-            What was done.
-        """
+        """Return what was done about a reading: about its alerts, and active ones that were not answered yet."""
         actions = list(self.on_reading(record))
         actions += [self.on_resolved(alert) for alert in record.alerts if alert.is_over and self.answers(alert)]
         for alert in record.active:
@@ -143,15 +132,6 @@ class Intervention(ABC):
         return {**self.__dict__, "_training": None}
 
     def action(self, layers: Iterable[str], done: str, *, is_refusal: bool = False) -> Action:
-        """Report what was done.
-
-        Args:
-            layers: the layers concerned.
-            done: what, as a verb in the past; where nothing was done, why.
-            is_refusal: True if nothing was done.
-
-        Returns:
-            The action, at the present step.
-        """
+        """Return what was done to layers, a verb in the past, as an action; with `is_refusal` why nothing was."""
         verb = "would have " if self.dry_run and not is_refusal else ""
         return Action(self.training.step, self.name, tuple(layers), f"{verb}{done}", self.dry_run, is_refusal)

@@ -35,15 +35,7 @@ def refuse(layer: AttentionLayer, name: str, why: str) -> None:
 
 
 def bias_of(weight: HeadWeight, head: int) -> tuple[nn.Parameter, Tensor] | None:
-    """Find the bias that is added to a head's query, key or value.
-
-    Args:
-        weight: the weight of the heads.
-        head: number of the head.
-
-    Returns:
-        The parameter, and the ``(width,)`` numbers of its elements; `None` if there is none.
-    """
+    """Return the bias of a head's query, key or value, and the ``(width,)`` numbers of its elements, if any."""
     rows = weight.plain
     if rows is None:
         return None
@@ -57,13 +49,13 @@ def bias_of(weight: HeadWeight, head: int) -> tuple[nn.Parameter, Tensor] | None
 
 
 def read_bias(weight: HeadWeight, head: int) -> Tensor | None:
-    """Read the bias of a head, ``(width,)``."""
+    """Return the bias of a head, ``(width,)``, if there is one."""
     bias = bias_of(weight, head)
     return None if bias is None else bias[0].detach().flatten()[bias[1]]
 
 
 def output_bias(layer: AttentionLayer) -> nn.Parameter | None:
-    """Find the bias of the output projection."""
+    """Return the bias of the output projection, if there is one."""
     rows = layer.weights["output"].plain
     if rows is None:
         return None
