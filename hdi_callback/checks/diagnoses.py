@@ -38,19 +38,15 @@ def split(one: Facts, _: Sequence[Facts]) -> Found:
     if not one.reason or not {"key", "value"} & set(cut):
         return None
     modules = _and(list(dict.fromkeys(one.cut_across[role][0] for role in cut)))
-    tokens = one.cut_across[cut[-1]][1]
-    roles = _and([PLURAL[role] for role in cut])
+    tokens, roles = one.cut_across[cut[-1]][1], _and([PLURAL[role] for role in cut])
+    text = f"each token attends to its own heads alone: {roles} of a matrix are those of one token, as the output of "
+    view = "(batch, tokens, heads, width)"
     if any(tokens):
-        said = (
+        text = (
             f"the first head's {roles} are made of tokens {_listed(tokens)} in turn, and of all heads: the output of "
-            f"{modules} is viewed as (batch, heads, tokens, width) without a transpose"
         )
-    else:
-        said = (
-            f"each token attends to its own heads alone: {roles} of a matrix are those of one token, as the output of "
-            f"{modules} is viewed as (batch, tokens, heads, width)"
-        )
-    return "wrong", f"{said}; write .view(B, T, H, d).transpose(1, 2)"
+        view = "(batch, heads, tokens, width) without a transpose"
+    return "wrong", f"{text}{modules} is viewed as {view}; write .view(B, T, H, d).transpose(1, 2)"
 
 
 def merge(one: Facts, _: Sequence[Facts]) -> Found:
@@ -188,7 +184,7 @@ def mask_missing(one: Facts, among: Sequence[Facts]) -> Found:
         said = _without_effect(change, before=one.changes[:at], behind=one.changes[at + 1 :])
         if said is not None:
             return "wrong", said
-    if one.sees is None or not bool(one.sees.all()):
+    if one.hidden is None or bool(one.hidden.any()) or one.queries != one.keys:
         return None
     siblings = [other for other in among if other is not one and _pattern(other.path) == _pattern(one.path)]
     if siblings and all(other.is_causal for other in siblings):
@@ -216,12 +212,12 @@ def _without_effect(change: Change, before: Sequence[Change], behind: Sequence[C
 
 def mask_inverted(one: Facts, among: Sequence[Facts]) -> Found:
     """Each token sees later ones, and none before it."""
-    sees = one.sees
-    if sees is None or one.queries < 3 or any(other.is_causal for other in among):
+    if one.seen is None or one.queries < 3 or any(other.is_causal for other in among):
         return None  # beside a layer that reads from left to right, one from right to left is meant
-    if bool(sees.tril(-1).any()) or not bool(sees.triu(1).any()):
+    earlier, itself, later = one.seen
+    if bool(earlier.any()) or not bool(later.any()):
         return None
-    if not bool(sees.diagonal(dim1=-2, dim2=-1).any()):
+    if not bool(itself.any()):
         return "wrong", f"each token sees later ones alone, and the last one none: the mask is inverted; {_CAUSAL}"
     return "odd", (
         "token 1 sees the tokens behind it and not token 0, as in a model that reads from right to left: if it is to "
@@ -231,49 +227,36 @@ def mask_inverted(one: Facts, among: Sequence[Facts]) -> Found:
 
 def mask_off_by_one(one: Facts, _: Sequence[Facts]) -> Found:
     """Each token sees the next one."""
-    sees = one.sees
-    if sees is None or one.queries < 4 or bool(sees.triu(2).any()):
+    if one.seen is None or one.queries < 4 or bool(one.seen[2][:, 1:].any()) or not bool((one.seen[2] == 1).any()):
         return None
-    if not any(torch.equal(each, torch.ones_like(each).tril(1)) for each in sees):
-        return None
-    return "wrong", (
-        f"each token attends to the next one, which it must predict: the causal mask is off by one; {_CAUSAL}"
-    )
+    text = f"each token attends to the next one, which it must predict: the causal mask is off by one; {_CAUSAL}"
+    return ("wrong", text) if bool((one.seen[0] == 1).all()) else None
 
 
 def window(one: Facts, _: Sequence[Facts]) -> Found:
     """A query sees more tokens than its module declares, or hides the next one and shows later ones."""
-    sees = one.sees
-    if sees is None or one.queries < 4:
+    if one.seen is None or one.queries < 4:
         return None
-    if any(not bool(each.diagonal(1).any()) and bool(each.triu(2).any()) for each in sees):
-        return (
-            "wrong",
-            f"the next token is hidden, and later ones are seen: a mask of a window lacks .tril(); {_CAUSAL}",
-        )
-    most = int(sees.sum(-1).max())
-    if not one.is_causal or not 0 < one.window < min(most, sees.shape[-1]):
+    earlier, _itself, later = one.seen
+    if any(not bool(shares[0]) and bool(shares.any()) for shares in later):
+        text = f"the next token is hidden, and later ones are seen: a mask of a window lacks .tril(); {_CAUSAL}"
+        return "wrong", text
+    most = 1 + int((earlier > 0).sum(-1).max())
+    if not one.is_causal or not 0 < one.window < most:
         return None
-    verdict: Verdict = "odd" if most == one.window + 1 else "wrong"
-    return verdict, (
-        f"sliding_window={one.window}, and the last token sees {most} tokens, with itself; hide those where "
-        "query - key >= window"
-    )
+    text = f"sliding_window={one.window}, and the last token sees {most} tokens, with itself; hide those where "
+    return "odd" if most == one.window + 1 else "wrong", f"{text}query - key >= window"
 
 
 def distance(one: Facts, _: Sequence[Facts]) -> Found:
     """A constant bias prefers far tokens in each head."""
-    for change in one.changes:
-        value = change.value if change.op in {"add", "sub", "attn_mask"} or change.op.startswith("score_mod") else None
-        if value is None or value.dtype == torch.bool or value.dim() < 2 or min(value.shape[-2:]) < 4:
-            continue
-        last = value[..., -1, :].double().reshape(-1, value.shape[-1])
-        if one.is_causal and bool((last.diff(dim=-1) < 0).all()) and bool(last.isfinite().all()):
-            return "wrong", (
-                "the bias of scores grows with the distance, so that far tokens are preferred: the sign of ALiBi is "
-                "reversed; add -slope * (query - key)"
-            )
-    return None
+    last = None if one.bias is None or one.queries < 4 else one.bias[:, -1]
+    if last is None or not one.is_causal or not bool((last.diff(dim=-1) < 0).all()):
+        return None
+    return "wrong", (
+        "the bias of scores grows with the distance, so that far tokens are preferred: the sign of ALiBi is reversed; "
+        "add -slope * (query - key)"
+    )
 
 
 def mask_behind_softmax(one: Facts, _: Sequence[Facts]) -> Found:
@@ -293,9 +276,9 @@ def mask_behind_softmax(one: Facts, _: Sequence[Facts]) -> Found:
 
 def rotation(one: Facts, _: Sequence[Facts]) -> Found:
     """Rotary positions are wrong, or of something else than queries and keys."""
-    said = _wrong_angles(one)
-    if said is not None:
-        return "wrong", said
+    text = _wrong_angles(one)
+    if text is not None:
+        return "wrong", text
     by_head = [role for role, table in one.cosines.items() if _is_by_head(table[:, : one.keys])]
     if by_head:
         return "odd", (
@@ -315,8 +298,8 @@ def rotation(one: Facts, _: Sequence[Facts]) -> Found:
         return "odd", "rotary positions are applied to values as well; queries and keys are enough"
     turned = [role for role in ("query", "key") if one.pairs.get(role)]
     if one.heads and len(turned) == 1 and {"query", "key"} <= one.pairs.keys():
-        said = f"rotary positions are applied to {PLURAL[turned[0]]} alone, so that scores depend on absolute ones"
-        return "odd", f"{said}; rotate {'keys' if turned == ['query'] else 'queries'} too"
+        text = f"rotary positions are applied to {PLURAL[turned[0]]} alone, so that scores depend on absolute ones"
+        return "odd", f"{text}; rotate {'keys' if turned == ['query'] else 'queries'} too"
     return None
 
 
@@ -365,13 +348,8 @@ def norm_over_heads(one: Facts, _: Sequence[Facts]) -> Found:
 
 def norm_of_values(one: Facts, _: Sequence[Facts]) -> Found:
     """Keys and values are normed, and queries are not."""
-    normed = [role for role in ("query", "key", "value") if NORMED.of(role) in one.flags]
-    if normed != ["key", "value"]:
-        return None
-    return (
-        "odd",
-        "keys and values are normed, and queries are not: values may be meant to stay, and queries to be normed",
-    )
+    text = "keys and values are normed, and queries are not: values may be meant to stay, and queries to be normed"
+    return ("odd", text) if [role for role in IN if NORMED.of(role) in one.flags] == ["key", "value"] else None
 
 
 DIAGNOSES = (

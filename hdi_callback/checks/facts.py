@@ -114,17 +114,6 @@ class Facts:
         return tuple(self.rows["key"][0].rows.unique(dim=0, return_inverse=True)[1].tolist())
 
     @cached_property
-    def sees(self) -> Tensor | None:
-        """Which keys each query sees, ``(n, tokens, tokens)``, if it asks as many as there are; `None` otherwise."""
-        count = min(self.queries, KEPT)
-        if self.hidden is None or self.queries != self.keys:
-            return None
-        try:
-            return ~self.hidden.expand(*self.hidden.shape[:-2], count, count).reshape(-1, count, count)
-        except RuntimeError:
-            return None
-
-    @cached_property
     def distances(self) -> Tensor | None:
         """By the distance from query to key, of how many pairs of tokens the key is seen.
 
@@ -142,6 +131,29 @@ class Facts:
         sums = [both.diagonal(at, -2, -1).sum((1, -1)) for at in range(count - 1, -count, -1)]
         return torch.stack([share[0] / share[1] for share in sums], -1)
 
+    @property
+    def seen(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The shares of `distances`: of earlier tokens, nearest first, of the token itself, and of later ones."""
+        if self.distances is None:
+            return None
+        shares, tokens = self.distances.nan_to_num(0), self.distances.shape[1] // 2
+        return shares[:, tokens + 1 :], shares[:, tokens], shares[:, :tokens].flip(1)
+
+    @cached_property
+    def bias(self) -> Tensor | None:
+        """The constant that is added to scores, ``(..., queries, keys)``, NaN where a key is hidden."""
+        if self.reason or any(change.hides is None for change in self.changes):
+            return None
+        total = torch.zeros(1, min(self.queries, KEPT), min(self.keys, KEPT))
+        for change in self.changes:
+            is_added = change.op in {"add", "sub", "attn_mask"} or change.op.startswith("score_mod")
+            if is_added and change.value is not None and change.hides is not None and change.value.is_floating_point():
+                value = change.value.float().masked_fill(change.hides, torch.nan)
+                if value.dim() > 3 and float((value - value[:1]).abs().nan_to_num(0).max()) > 0:
+                    return None  # of the data
+                total = total + (value[0] if value.dim() > 3 else value)
+        return total
+
     @cached_property
     def hidden_keys(self) -> Tensor | None:
         """Which keys are hidden from all queries, ``(sequences, keys)``, one row if it is the same in all of them."""
@@ -153,10 +165,10 @@ class Facts:
     @cached_property
     def is_causal(self) -> bool | None:
         """Whether each token sees itself, and none behind it; `None` if that is not known, or does not apply."""
-        sees = self.sees
-        if sees is None or self.queries < 2:
+        if self.seen is None:
             return None
-        return not bool(sees.triu(1).any()) and bool(sees.diagonal(dim1=-2, dim2=-1).any())
+        _, itself, later = self.seen
+        return not bool(later.any()) and bool(itself.any())
 
     @property
     def is_usual_scale(self) -> bool:

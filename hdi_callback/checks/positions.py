@@ -9,7 +9,7 @@ from hdi_callback.attention.cores import Core
 from hdi_callback.attention.labels import Label, Labels
 from hdi_callback.attention.planes import small, unique_rows
 from hdi_callback.attention.tape import Step
-from hdi_callback.checks.scores import KEPT
+from hdi_callback.checks.scores import KEPT, sides_of
 
 _FURTHEST = 4096  # tokens by which queries may be turned more than keys
 _ROUNDING = 0.02  # of tables in bf16
@@ -45,20 +45,13 @@ def cosines_of(labels: Labels, core: Core, starts: Tensor) -> Tensor | None:
         ``(heads, tokens, width)`` of the first heads and tokens, NaN where nothing is known; `None` if there is no
         such table.
     """
-    product = labels.products.of(core.score_step) if core.score_step is not None else None
-    sides = core.step.inputs[:2] if product is None else [product.first, product.second]
-    for step in labels.leading_to(sides):
-        found = _cosines(labels, step, starts) if step.op == "mul" else None
-        if found is not None:
-            return found
-    return None
+    steps = (step for step in labels.leading_to(sides_of(labels, core)) if step.op == "mul")
+    return next((table for step in steps if (table := _cosines(labels, step, starts)) is not None), None)
 
 
 def length_of(labels: Labels, core: Core) -> float | None:
     """Return the length of the rotation of queries and keys, 1 if they are only turned; `None` if it is not known."""
-    product = labels.products.of(core.score_step) if core.score_step is not None else None
-    sides = core.step.inputs[:2] if product is None else [product.first, product.second]
-    for step in labels.leading_to(sides):
+    for step in labels.leading_to(sides_of(labels, core)):
         before = [view.cell.step for view in step.inputs if view.cell.step is not None] if step.op == "add" else [step]
         tables = [
             view.value for part in before if part.op == "mul" for view in part.inputs

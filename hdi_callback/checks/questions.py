@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hdi_callback.attention.extra_forward import inner_model, nothing_remains
+from hdi_callback.attention.heads import IN
 from hdi_callback.checks.diagnoses import Verdict
 from hdi_callback.checks.door import Changes, Door, Inputs, NotAskedError, by_token, tensors_in
 from hdi_callback.checks.facts import Facts, shown_rows
@@ -46,7 +47,9 @@ class Answers:
     forwards: int = 0
 
 
-Question = Callable[[Door, Inputs, Sequence[Facts]], Iterator[Answer]]
+Found = tuple[Verdict, str, str]
+"""Verdict, text, and the first module whose output shows it and whose inputs do not; "" if it is not known."""
+Question = Callable[[Door, Inputs, Sequence[Facts]], Iterator[Found]]
 
 
 def ask_model(model: nn.Module, forward: Callable[[], object], facts: Sequence[Facts] = ()) -> Answers:
@@ -62,7 +65,7 @@ def ask_model(model: nn.Module, forward: Callable[[], object], facts: Sequence[F
             for question in QUESTIONS:
                 name = question.__name__
                 try:
-                    answers.wrong += question(door, inputs, facts)
+                    answers.wrong += [Answer(name, *each) for each in question(door, inputs, facts)]
                 except NotAskedError as reason:
                     answers.not_asked[name] = str(reason)
                 except Exception as error:  # the model takes no other values
@@ -78,7 +81,7 @@ def ask_model(model: nn.Module, forward: Callable[[], object], facts: Sequence[F
 # the questions, of which each says "wrong" only of what no design asks for
 
 
-def finite(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
+def finite(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Found]:
     """Outputs are numbers."""
     if not bool(door.base.isnan().any()):
         return
@@ -91,15 +94,12 @@ def finite(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answe
 
     with door.hooked(note, with_kwargs=True):
         door.ask()
-    yield Answer(
-        "finite", "wrong",
-        f"{float(door.base.isnan().float().mean()):.0%} of the outputs are NaN; scores of which all are -inf, or one "
-        "is +inf, give that in a softmax: hide with a finite number, and let each query see a key",
-        next(iter(names), ""),
-    )  # fmt: skip
+    text = f"{float(door.base.isnan().float().mean()):.0%} of the outputs are NaN; scores of which all are -inf, or "
+    text += "one is +inf, give that in a softmax: hide with a finite number, and let each query see a key"
+    yield "wrong", text, next(iter(names), "")
 
 
-def same_twice(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
+def same_twice(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Found]:
     """Two forwards of one batch in evaluation mode give the same."""
     gap = door.differ(door.ask(), door.base)
     if gap <= 3e-4:
@@ -110,14 +110,14 @@ def same_twice(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[A
     with _Random() as random:
         output = door.ask()
     torch.manual_seed(0)
-    said = f"two forwards of one batch in evaluation mode differ by {gap:.2g}"
+    text = f"two forwards of one batch in evaluation mode differ by {gap:.2g}"
     if door.differ(output, door.ask()) > 3e-4:
-        text = f"{said}, and not by random numbers: something stays from the forward before"
+        text += ", and not by random numbers: something stays from the forward before"
     elif random.names & _DROPOUTS:
-        text = f"{said}, as dropout runs; write F.dropout(x, p, self.training), or dropout_p=p if self.training else 0"
+        text += ", as dropout runs; write F.dropout(x, p, self.training), or dropout_p=p if self.training else 0"
     else:
         raise NotAskedError(f"the forward draws random numbers ({', '.join(sorted(random.names)) or 'not by torch'})")
-    yield Answer("same_twice", "wrong", text, door.first({}, lambda tensor: ...))
+    yield "wrong", text, door.first({}, lambda tensor: ...)
 
 
 class _Random(TorchDispatchMode):
@@ -133,7 +133,7 @@ class _Random(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def samples(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
+def samples(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Found]:
     """A sample depends neither on the others nor on its place: the first one is changed, and all are reversed."""
     if door.is_random or not inputs.main:
         raise NotAskedError("forwards are random" if door.is_random else "nothing goes in whose values can be changed")
@@ -168,10 +168,10 @@ def samples(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answ
             for at in (slice(count - 1, count), slice(0, 1))
         )
         layer = door.first(flipped, last, first)
-    yield Answer("samples", "wrong", f"outputs of a sample {why} (by {gap:.2g})", layer)
+    yield "wrong", f"outputs of a sample {why} (by {gap:.2g})", layer
 
 
-def later_tokens(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
+def later_tokens(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Found]:
     """Tokens do not change what is put out before them, where masks, labels or the same without padding say so."""
     door, main, count = inputs.sequence(facts)
     x = door.leaves[main]
@@ -200,19 +200,13 @@ def later_tokens(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator
     if is_masked or is_labelled or is_declared:
         why = "every mask is causal" if is_masked else "labels are the tokens themselves"
         why = why if is_masked or is_labelled else "is_causal is set in each attention; combine it with a mask"
-        yield Answer(
-            "later_tokens", "wrong", f"tokens from {at} on change the outputs before them (by {worst:.2g}), though "
-            f"{why}", layer
-        )  # fmt: skip
+        yield "wrong", f"tokens from {at} on change the outputs before them (by {worst:.2g}), though {why}", layer
     elif leak(inputs.unpadded(), at)[0] <= door.tolerance:
-        yield Answer(
-            "later_tokens", "wrong",
-            f"later tokens are seen as soon as there is padding (outputs change by {worst:.2g}): the mask of padding "
-            "takes the place of the causal one; combine both", layer,
-        )  # fmt: skip
+        text = f"later tokens are seen as soon as there is padding (outputs change by {worst:.2g}): the mask of padding"
+        yield "wrong", f"{text} takes the place of the causal one; combine both", layer
 
 
-def source(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
+def source(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Found]:
     """Of two sequences both reach the outputs, one of them from left to right, and the other hidden from no token."""
     if not inputs.is_pair or door.is_random or door.axis != 0 or door.base.dim() < 3:
         raise NotAskedError("not two sequences of tokens go in")
@@ -221,8 +215,7 @@ def source(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answe
         for at in inputs.main:
             if torch.equal(door.ask({at: inputs.changed(at, ...)}), door.base):
                 name = door.label[at] or f"the sequence {inputs.main.index(at)}"
-                text = f"{name} changes no output: no attention takes its keys and values of it"
-                yield Answer("source", "wrong", text)
+                yield "wrong", f"{name} changes no output: no attention takes its keys and values of it", ""
                 return
     if not any(each.is_causal for each in facts):
         raise NotAskedError("no mask says that there is a decoder")
@@ -235,7 +228,7 @@ def source(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answe
     if aligned and not causal:
         layer = door.first({aligned[-1]: ends[aligned[-1]]}, by_token(door, door.base.shape[1], ..., slice(0, -1)))
         text = "the last token of either sequence changes the outputs before it: queries may be of the wrong sequence"
-        yield Answer("source", "wrong", text, layer)
+        yield "wrong", text, layer
         return
     if len(causal) != 1:
         raise NotAskedError("both sequences read from left to right")
@@ -243,13 +236,11 @@ def source(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answe
     for each in facts:
         same = [torch.equal(a, b) for a, b in zip(before.get(each.path, ()), after.get(each.path, ()))]
         if each.is_causal and any(same) and not all(same):
-            text = (
-                "later tokens of the source are hidden, as by the causal mask of the target: give it that of the source"
-            )
-            yield Answer("source", "wrong", text, each.path)
+            text = "later tokens of the source are hidden, as by the causal mask of the target: give it that of the "
+            yield "wrong", f"{text}source", each.path
 
 
-def registered(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
+def registered(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Found]:
     """What an attention holds in a list or a dict is registered, so that it is trained and saved."""
     own = {id(parameter) for parameter in door.model.parameters()}
     paths = {each.path for each in facts}
@@ -258,18 +249,16 @@ def registered(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[A
             held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
             lost = [each for each in held if isinstance(each, nn.Module) and not attribute.startswith("_")]
             if any(parameter.requires_grad and id(parameter) not in own for m in lost for parameter in m.parameters()):
-                text = (
-                    f"{attribute} is a Python {type(value).__name__} of {len(lost)} modules, and registers none: they "
-                )
-                yield Answer("registered", "wrong", f"{text}are neither trained nor saved; write nn.ModuleList", name)
+                text = f"{attribute} is a Python {type(value).__name__} of {len(lost)} modules, and registers none: "
+                yield "wrong", f"{text}they are neither trained nor saved; write nn.ModuleList", name
 
 
-def token_before(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
+def token_before(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Found]:
     """The token before the last one changes the last output."""
     door, main, count = inputs.sequence(facts)
     if not facts or any(each.hidden is None for each in facts):
         raise NotAskedError("masks are not known")
-    if any(each.sees is not None and not bool(each.sees.tril(-1).any()) for each in facts):
+    if any(each.seen is not None and not bool(each.seen[0].any()) for each in facts):
         raise NotAskedError("a mask reads from right to left, or windows are of one token")
     pads = inputs.pads.get(main)
     row = 0 if pads is None else int((~pads).sum(1).argmax())
@@ -278,14 +267,12 @@ def token_before(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator
         raise NotAskedError("too few tokens")
     output = door.ask({main: inputs.changed(main, (slice(None), last - 1))})
     if torch.equal(output[row, last], door.base[row, last]):
-        yield Answer(
-            "token_before", "wrong",
-            f"token {last} does not see token {last - 1}, the one before it: where keys are longer than queries, a "
-            "causal mask has to be aligned at the end; a mask may also be inverted", facts[0].path,
-        )  # fmt: skip
+        text = f"token {last} does not see token {last - 1}, the one before it: where keys are longer than queries, a "
+        text += "causal mask has to be aligned at the end; a mask may also be inverted"
+        yield "wrong", text, facts[0].path
 
 
-def order(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
+def order(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Found]:
     """Swapped tokens are more than swapped outputs, where no mask shows an order."""
     door, main, count = inputs.sequence(facts)
     is_ordered = not facts or any(each.is_causal is not False for each in facts)
@@ -297,13 +284,11 @@ def order(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer
     if door.base.dtype not in {torch.float32, torch.float64}:
         raise NotAskedError("rounding would hide small positions")
     if is_moved and door.differ(door.ask({main: x[:, swap]}), door.base[:, swap]) <= max(1e-5, 30 * door.noise):
-        yield Answer(
-            "order", "wrong", "the order of tokens is not seen: swapped tokens merely swap their outputs; positions "
-            "are missing, or run along another axis"
-        )  # fmt: skip
+        text = "the order of tokens is not seen: swapped tokens merely swap their outputs; positions are missing, or "
+        yield "wrong", f"{text}run along another axis", ""
 
 
-def padding(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
+def padding(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Found]:
     """What stands at padding changes nothing for real tokens, where masks show it."""
     main = next((at for at in inputs.tokens if at in inputs.pads), None)
     if main is None:
@@ -321,16 +306,11 @@ def padding(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answ
     )  # fmt: skip
     is_masked = any(at in inputs.pads for at in inputs.masks)
     is_attention = any(f"{each.path}.".startswith(f"{layer}.") or layer.startswith(f"{each.path}.") for each in facts)
+    text = f"what stands at padding changes the outputs of real tokens (by {gap:.2g}), "
     if layer and is_attention and is_masked:  # else a filter, a pool or a norm over tokens carries it
-        yield Answer(
-            "padding", "wrong", f"what stands at padding changes the outputs of real tokens (by {gap:.2g}), though a "
-            "mask of it is given", layer
-        )  # fmt: skip
+        yield "wrong", f"{text}though a mask of it is given", layer
     elif not is_masked:
-        yield Answer(
-            "padding", "odd", f"what stands at padding changes the outputs of real tokens (by {gap:.2g}), and no mask "
-            "is given: pass attention_mask, or hide its keys", layer
-        )  # fmt: skip
+        yield "odd", f"{text}and no mask is given: pass attention_mask, or hide its keys", layer
 
 
 @contextmanager
@@ -354,7 +334,7 @@ def _noise_at_padding(door: Door, pads: Tensor, main: int) -> Iterator[None]:
         raise NotAskedError("no embedding takes the tokens")
 
 
-def packed(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
+def packed(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Found]:
     """Where positions start again, a document ends."""
     door, main, count = inputs.sequence(facts)
     tables = [door.leaves[at] for at in inputs.positions if door.leaves[at].shape == (len(door.base), count)]
@@ -366,15 +346,12 @@ def packed(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answe
     changes = {main: inputs.changed(main, (row, slice(0, at)))}
     gap = door.differ(door.ask(changes)[row, at:], door.base[row, at:])
     if gap > door.tolerance:
-        yield Answer(
-            "packed", "wrong",
-            f"positions start again at token {at} of sample {row}, and the tokens before change the outputs behind (by "
-            f"{gap:.2g}): packed documents see each other; give a mask of documents",
-            door.first(changes, by_token(door, count, row, slice(at, None))),
-        )  # fmt: skip
+        text = f"positions start again at token {at} of sample {row}, and the tokens before change the outputs behind "
+        layer = door.first(changes, by_token(door, count, row, slice(at, None)))
+        yield "wrong", f"{text}(by {gap:.2g}): packed documents see each other; give a mask of documents", layer
 
 
-def positions(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
+def positions(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Found]:
     """Positions that are given are read."""
     door, _, count = inputs.sequence(facts)
     at = next((at for at in inputs.positions if door.leaves[at].shape[1] == count), None)
@@ -384,10 +361,10 @@ def positions(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
     swapped[:, 0], swapped[:, count // 2] = door.leaves[at][:, count // 2], door.leaves[at][:, 0]
     if torch.equal(door.ask({at: swapped}), door.base):
         name = door.label[at] or "the input that counts"
-        yield Answer("positions", "odd", f"{name} changes nothing: positions are taken from elsewhere")
+        yield "odd", f"{name} changes nothing: positions are taken from elsewhere", ""
 
 
-def residual(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
+def residual(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Found]:
     """With the output projections of all attentions at zero, a token still changes its own output."""
     door, main, count = inputs.sequence(facts)
     parameters = dict(door.model.named_parameters())
@@ -412,13 +389,11 @@ def residual(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Ans
         for name, value in before.items():
             parameters[name].copy_(value)
     if is_lost and inputs.pads.get(main) is None:
-        yield Answer(
-            "residual", "wrong", f"without what attention adds, token {middle} does not reach its own output: the "
-            "input of a block is lost; write x = x + attention(norm(x))", layer
-        )  # fmt: skip
+        text = f"without what attention adds, token {middle} does not reach its own output: the input of a block is "
+        yield "wrong", f"{text}lost; write x = x + attention(norm(x))", layer
 
 
-def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
+def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Found]:
     """Each parameter of an attention gets a gradient, in evaluation or in training mode, and so do its rows."""
     model, backward = door.model, _Backward(door)
     trained = backward.trained
@@ -449,65 +424,51 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
             trained[name].copy_(value)
     lost = sorted(found.keys() - in_training.keys())
     if len(lost) > 0.5 * len(found):
-        yield Answer(
-            "gradients", "wrong",
+        text = (
             f"in training mode {len(lost)} of {len(trained)} parameters get no gradient, and in evaluation mode they "
-            "do: checkpointing cuts the graph; write use_reentrant=False, or call enable_input_require_grads()",
-            lost[0].rpartition(".")[0],
-        )  # fmt: skip
+        )
+        text += "do: checkpointing cuts the graph; write use_reentrant=False, or call enable_input_require_grads()"
+        yield "wrong", text, lost[0].rpartition(".")[0]
         return
     stuck = [name for name in sorted(zeros & found.keys()) if trained[name].dim() > 1 and name not in at_start]
     if stuck:
-        yield Answer(
-            "gradients", "wrong", f"{len(stuck)} parameters are zero and get no gradient, as what they are multiplied "
-            "with is zero too: neither ever moves; start one of the two at random", stuck[0].rpartition(".")[0]
-        )  # fmt: skip
+        text = f"{len(stuck)} parameters are zero and get no gradient, as what they are multiplied with is zero too: "
+        yield "wrong", f"{text}neither ever moves; start one of the two at random", stuck[0].rpartition(".")[0]
     moved = found.keys() | in_training.keys()
-    yield from _unmoved(facts, inside, moved)
-    unused: dict[str, list[str]] = {}
-    maps = {rows.name for each in facts for listed in each.rows.values() for rows in listed}  # told above, or detached
-    for name in sorted(inside.keys() - moved - zeros - maps):
-        owner = name.rpartition(".")[0]  # a parameter of the attention itself may be one of an option
-        if backward.unused.get(name) and owner != inside[name]:
-            unused.setdefault(re.sub(r"\d+", "*", inside[name]), []).append(name)
-    for layers, names in unused.items():
-        listed = ", ".join(dict.fromkeys(name.removeprefix(f"{inside[name]}.") for name in names))
-        yield Answer("gradients", "odd", f"{listed} of {layers}: this forward uses none of them", inside[names[0]])
-    parts: dict[str, tuple[str, str]] = {}
-    for name in sorted(inside.keys() & found.keys()):
-        is_table = isinstance(model.get_submodule(name.rpartition(".")[0]), (nn.Embedding, nn.EmbeddingBag))
-        is_zero = found[name] == 0
-        if is_table and is_zero.dim() == 2 and len(is_zero) > 1 and int((~is_zero).any(1).sum()) == 1:
-            text = f"of the {len(is_zero)} rows of {name} one alone is read: the same is added to all scores"
-            yield Answer("gradients", "wrong", text, inside[name])
-        if is_table or is_zero.dim() < 2:
-            continue
-        slices = [is_zero.transpose(0, dim).flatten(1).all(1) for dim in range(is_zero.dim())]
-        share, part = float(is_zero.float().mean()), ""
-        if name.endswith(".weight") and is_zero.dim() == 2:
-            part = f"rows {shown_rows(slices[0].nonzero())}" if float(slices[0].float().mean()) > 1 / 64 else ""
-        elif 0.2 < share < 1 and not any(bool(each.any()) for each in slices):  # of tables, rows may go unread
-            part = f"{share:.0%}"
+    maps = {rows.name for each in facts for listed in each.rows.values() for rows in listed}
+    inputs_of = {rows.name for each in facts for role in IN for rows in each.rows.get(role, ())}
+    alive = {path for name, path in inside.items() if name in inputs_of & moved}  # others are detached as a whole
+    idle: dict[tuple[Verdict, str], dict[str, str]] = {}
+    for name, path in sorted(inside.items()):
+        verdict: Verdict = "wrong"
+        owner, short, part = name.rpartition(".")[0], name.removeprefix(f"{path}.").removesuffix(".weight"), ""
+        if name in found:
+            part = _idle_part(found[name], short, isinstance(model.get_submodule(owner), nn.Embedding))
+        elif name in maps:
+            part = short if path in alive and name not in moved else ""
+        elif backward.unused[name] and owner != path and name not in zeros:  # of the attention itself, it is an option
+            verdict, part = "odd", short
         if part:
-            parts.setdefault(re.sub(r"\d+", "*", name), (name, part))
-    for layers, (name, part) in parts.items():
-        text = f"{part} of {layers.removesuffix('.weight')} get exactly no gradient: this part is not used"
-        yield Answer("gradients", "wrong", text, name.rpartition(".")[0])
+            idle.setdefault((verdict, re.sub(r"\d+", "*", path)), {}).setdefault(part, path)
+    for (verdict, layers), names in idle.items():
+        text = f"{', '.join(names)} of {layers} get exactly no gradient: this part is not used"
+        yield verdict, text, next(iter(names.values()))
 
 
-def _unmoved(facts: Sequence[Facts], inside: dict[str, str], moved: set[str]) -> Iterator[Answer]:
-    """Maps of a living attention that get no gradient, though others of it do."""
-    dead: dict[str, list[str]] = {}
-    for each in facts:
-        named = {role: [rows.name for rows in maps if rows.name in inside] for role, maps in each.rows.items()}
-        asked = [name for role in ("query", "key", "value") for name in named.get(role, ())]
-        still = [name for name in asked if name not in moved]
-        if still and len(still) < len(asked):  # of which all are still, it is detached as a whole
-            dead.setdefault(re.sub(r"\d+", "*", each.path), []).extend(still)
-    for layers, names in dead.items():
-        said = ", ".join(dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in names))
-        text = f"{said} of {layers} get exactly no gradient: nothing of what they compute reaches the output"
-        yield Answer("gradients", "wrong", text, names[0].rpartition(".")[0])
+def _idle_part(gradient: Tensor, name: str, is_table: bool) -> str:
+    """Return which part of a parameter gets no gradient, in words; of tables, rows may go unread."""
+    is_zero = gradient == 0
+    if is_zero.dim() < 2:
+        return ""
+    rows = is_zero.flatten(1).all(1)
+    if is_table:
+        is_one_read = is_zero.dim() == 2 and len(rows) > 1 and int((~rows).sum()) == 1
+        return f"all but one of the {len(rows)} rows of {name}" if is_one_read else ""
+    if is_zero.dim() == 2 and bool(rows.any()):
+        return f"rows {shown_rows(rows.nonzero())} of {name}" if float(rows.float().mean()) > 1 / 64 else ""
+    is_sliced = any(bool(is_zero.transpose(0, dim).flatten(1).all(1).any()) for dim in range(is_zero.dim()))
+    share = float(is_zero.float().mean())
+    return f"{share:.0%} of {name}" if 0.2 < share < 1 and not is_sliced else ""
 
 
 class _Backward:

@@ -68,31 +68,35 @@ def walk_back(cell: Cell, is_end: Callable[[Step], bool]) -> list[Link] | None:
     return None
 
 
+def sides_of(labels: Labels, core: Core) -> list[View]:
+    """Return the queries and keys of an attention, as their matmul takes them."""
+    product = labels.products.of(core.score_step) if core.score_step is not None else None
+    return core.step.inputs[:2] if product is None else [product.first, product.second]
+
+
 # scale
 
 
 def scale_of(labels: Labels, core: Core, scores: list[Link]) -> float | None:
     """Multiply the numbers that queries, keys and scores are multiplied with; `None` if one is not known."""
-    product = labels.products.of(core.score_step) if core.score_step is not None else None
     factors: list[float | None]
-    if core.score_step is None or product is None:
-        given, width = core.step.argument("scale"), core.parts[0].query.features.shape[-1]
-        factors, sides = [width**-0.5 if given is None else float(given)], core.step.inputs[:2]
+    if core.score_step is None:
+        number, width = core.step.argument("scale"), core.parts[0].query.features.shape[-1]
+        factors = [width**-0.5 if number is None else float(number)]
     else:
-        alpha = float(core.score_step.argument("alpha", 1))  # of baddbmm
-        factors, sides = [alpha, *map(_factor, scores)], [product.first, product.second]
+        factors = [float(core.score_step.argument("alpha", 1)), *map(_factor, scores)]  # alpha is of baddbmm
 
     def is_map(step: Step) -> bool:
         product = labels.products.of(step)
         return product is not None and product.kind in {"weight", "filter"}
 
-    for view in sides:
+    for view in sides_of(labels, core):
         links = walk_back(view.cell, is_map) if view.cell.step is not None else []
         if links is None:
             return None
         factors += [_factor(link, of_features=True) for link in links]
-    known = [one for one in factors if one is not None]
-    return math.prod(known) if len(known) == len(factors) else None
+    numbers = [factor for factor in factors if factor is not None]
+    return math.prod(numbers) if len(numbers) == len(factors) else None
 
 
 def _factor(link: Link, *, of_features: bool = False) -> float | None:

@@ -235,21 +235,6 @@ def _tell_turns(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Cl
     return {}
 
 
-def _bias(each: Facts) -> Tensor | None:
-    """Return the constant that is added to scores, ``(..., queries, keys)``, NaN where a key is hidden."""
-    if each.reason or any(change.hides is None for change in each.changes):
-        return None
-    total = torch.zeros(1, min(each.queries, KEPT), min(each.keys, KEPT))
-    for change in each.changes:
-        is_added = change.op in {"add", "sub", "attn_mask"} or change.op.startswith("score_mod")
-        if is_added and change.value is not None and change.hides is not None and change.value.is_floating_point():
-            value = change.value.float().masked_fill(change.hides, torch.nan)
-            if value.dim() > 3 and float((value - value[:1]).abs().nan_to_num(0).max()) > 0:
-                return None  # of the data
-            total = total + (value[0] if value.dim() > 3 else value)
-    return total
-
-
 def _tell_bias(before: Tensor, after: Tensor) -> Clauses:
     queries, keys = (min(before.shape[at], after.shape[at]) for at in (-2, -1))
     old, new = torch.broadcast_tensors(*(each[..., :queries, :keys] for each in (before, after)))
@@ -286,6 +271,6 @@ _TERMS: dict[str, tuple[Callable[[Facts], Any], Callable[[Any, Any], Clauses]]] 
     "turns": (lambda each: {role: turns_of(table[0]) for role, table in each.cosines.items()}, _tell_turns),
     "shift": (lambda each: each.shift, _tell_value("the shift of positions from queries to keys is")),
     "curves": (lambda each: None if each.reason else ", ".join(each.curves), _tell_value("scores are bent by")),
-    "bias": (_bias, _tell_bias),
+    "bias": (lambda each: each.bias, _tell_bias),
     "gradients": (lambda each: None, _tell_gradients),
 }

@@ -271,3 +271,12 @@ def test_nothing_that_trains_imports_or_asks_a_question(forwards):
     with HeadDiversityMonitor(model), pytest.warns(HDIWarning, match="off by one"):
         model(TOKENS)
     assert forwards.count(model) == 1
+
+
+def test_attention_that_is_detached_as_a_whole_is_not_told_part_by_part():
+    class Detached(Attention):
+        def project(self, x):
+            return tuple(part.detach() for part in super().project(x))
+
+    model = Decoder(Detached).eval()
+    assert check(model, lambda: model(TOKENS)).findings == ()
