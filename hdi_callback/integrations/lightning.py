@@ -35,9 +35,9 @@ class HDICallback(Watcher, pl.Callback):
     forward follows, so that the last reading has the weights alone. Training is not touched: no random number is
     drawn, no gradient changed, and on CUDA the host does not wait for the device.
 
-    Every reading goes to every logger of the trainer, into `trainer.callback_metrics` (so that
-    ``EarlyStopping(monitor="hdi/min")`` works), and into a history, see `load_history`. Rules judge every reading, and
-    change nothing unless there are interventions; then the host waits for the numbers of each reading.
+    Every reading goes to every logger of the trainer, into `trainer.callback_metrics`, and into a history, see
+    `load_history`. Rules judge every reading, and change nothing unless there are interventions; then the host waits
+    for the numbers of each reading.
 
     Args:
         every_n_steps: optimizer steps between readings, as the trainer counts them.
