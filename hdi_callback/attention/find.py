@@ -70,14 +70,11 @@ class Reading:
                 continue
             try:
                 claim = _claim(self.labels, step)
+                self.claims += [claim] if claim is not None else []
             except Unreadable as error:
                 self.refused.append((step, str(error)))
-                continue
             except Exception as error:  # one attention that is not understood leaves the others
                 self.refused.append((step, f"reading it failed ({type(error).__name__}: {error})"))
-                continue
-            if claim is not None:
-                self.claims.append(claim)
         self._next = max(self._next, last + 1)
 
 
@@ -99,15 +96,11 @@ def claims_of(tape: Tape, reading: Reading | None = None) -> tuple[Labels, list[
 
 
 def _claim(labels: Labels, step: Step) -> FoundAttention | None:
-    core = core_of(labels, step)
-    if core is None:
-        return None
-    while shared := maps_that_are_shared(labels, core):
+    while (core := core_of(labels, step)) is not None and (shared := maps_that_are_shared(labels, core)):
         labels.deep |= shared
         labels.forget()
-        core = core_of(labels, step)
-        if core is None:
-            return None
+    if core is None:
+        return None
     claim = heads_of(labels, core)
     labels.score_steps |= {core.score_step.number} if core.score_step is not None else set()
     return claim
@@ -185,9 +178,8 @@ def _element_by_element(labels: Labels, refused: set[str | None]) -> Reasons:
 
 def _exponentials(steps: set[Step]) -> dict[Cell, Step]:
     """Return the exponentials of computed tensors, by what they are taken of."""
-    return {
-        step.inputs[0].cell: step for step in steps if step.op in ops.EXPONENTIALS and step.inputs[0].cell.is_mapped
-    }
+    of_cells = ((step.inputs[0].cell, step) for step in steps if step.op in ops.EXPONENTIALS)
+    return {cell: step for cell, step in of_cells if cell.is_mapped}
 
 
 def _mixes_tokens(labels: Labels, view: View, exponential: Step, between: set[Step]) -> bool:
@@ -327,7 +319,7 @@ OnRead = Callable[[Labels, list[FoundAttention], Reasons], None]
 
 
 def read_tape(tape: Tape, on_read: OnRead | None = None, reading: Reading | None = None) -> Survey:
-    """Read the attention layers of a model from a forward that was written down.
+    """Return the attention layers of a model, from a forward that was written down.
 
     Args:
         tape: the forward; labels are on the CPU, wherever the model is.
@@ -561,7 +553,7 @@ def _with_own_names(layers: list[AttentionLayer]) -> tuple[AttentionLayer, ...]:
 
 
 def survey(model: nn.Module, forward: Callable[[], object] | None = None, on_read: OnRead | None = None) -> Survey:
-    """Read the attention layers of a model.
+    """Return the attention layers of a model, and what cannot be read.
 
     Args:
         model: the model.
@@ -586,12 +578,17 @@ def survey(model: nn.Module, forward: Callable[[], object] | None = None, on_rea
             f"The heads of {type(model).__name__} are read from a forward: write find_attention(model, forward=lambda: "
             "model(batch)), with a batch as your data loader gives it."
         )
-    result = Survey() if forward is None else _survey_forward(model, forward, on_read)
-    return put_together(model, described, result)
+    read = Survey()
+    if forward is not None:
+        own = inner_model(model)
+        with nothing_remains(own, forward), Tape(own) as tape:
+            forward()
+        read = read_tape(tape, on_read)
+    return put_together(model, described, read)
 
 
 def find_attention(model: nn.Module, forward: Callable[[], object] | None = None) -> list[AttentionLayer]:
-    """Find the attention layers of a model, with a warning for each that cannot be read.
+    """Return the attention layers of a model, with a warning for each that cannot be read.
 
     Args:
         model: the model.
@@ -605,13 +602,6 @@ def find_attention(model: nn.Module, forward: Callable[[], object] | None = None
         text = f"`{refusal.name}` ({refusal.module_type}) is left out: {refusal.reason}."
         warnings.warn(text, UnsupportedAttentionWarning, stacklevel=2)
     return list(result.layers)
-
-
-def _survey_forward(model: nn.Module, forward: Callable[[], object], on_read: OnRead | None) -> Survey:
-    own = inner_model(model)
-    with nothing_remains(own, forward), Tape(own) as tape:
-        forward()
-    return read_tape(tape, on_read)
 
 
 def put_together(model: nn.Module, described: list[AttentionLayer | Refusal], read: Survey) -> Survey:

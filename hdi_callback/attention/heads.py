@@ -402,8 +402,13 @@ def columns_of(labels: Labels, claim: FoundAttention) -> None:
             continue
         product = labels.products.of(step)
         if product is not None:
-            if product.kind in {"weight", "filter"} and product.first.cell in walk.met:
-                _claim_columns(labels, claim, step, product)
+            is_linear = product.kind in {"weight", "filter"} and step.number not in labels.deep
+            if is_linear and product.first.cell in walk.met:
+                claim.takers.append((step, product))
+                try:
+                    _claim_columns(labels, claim, step, product)
+                except Unreadable as error:
+                    claim.flags.add(Flag(str(error), role="output"))
         elif step.op in {"add", "sub"} and _adds_something_else(labels, claim, step, walk.met):
             claim.flags.add(Flag("something is added before a map", role="output"))
         else:
@@ -427,31 +432,22 @@ def _adds_something_else(labels: Labels, claim: FoundAttention, step: Step, met:
 
 
 def _claim_columns(labels: Labels, claim: FoundAttention, step: Step, product: Product) -> None:
-    if step.number in labels.deep:
-        return
-    claim.takers.append((step, product))
-    try:
-        label = labels.read(product.first)
-    except Unreadable as error:
-        claim.flags.add(Flag("not followed:", str(error), "output"))
-        return
+    """Enter the columns of each head in a product that takes the output; raise `Unreadable` if they cannot be told."""
+    label = labels.read(product.first)
     if label is None:
         return
-    columns = product.second
-    features = label.features
+    columns, features = product.second, label.features
     if product.kind == "filter":
         if math.prod(columns.shape[2:]) > 1:
-            claim.flags.add(Flag("a filter over several tokens", role="output"))
-            return
+            raise Unreadable("a filter over several tokens")
         columns = filter_features(step, columns)
         is_grid = features.dim() > 2
         features = reshaped(thin(features.movedim(1, -1)), (1, -1, features.shape[1])) if is_grid else features[None]
     turned = column_numbers(labels, columns)
     if turned is None:
-        claim.flags.add(Flag("columns in no regular order", role="output"))
-        return
+        raise Unreadable("columns in no regular order")
     of_heads = _columns_by_head(labels, claim, features, turned[0])
-    if of_heads is None:
+    if not of_heads:
         return
     starts = torch.tensor([list(of_heads[head]) for head in range(claim.heads)])
     owners = tuple(labels.owner(int(row[0])) for row in starts)
@@ -488,10 +484,9 @@ def column_numbers(labels: Labels, weight: View) -> tuple[list[list[int]], int] 
 
 def _columns_by_head(
     labels: Labels, claim: FoundAttention, features: Tensor, turned: list[list[int]]
-) -> dict[int, list[int]] | None:
-    source = claim.source
+) -> dict[int, list[int]]:
+    source, width = claim.source, claim.width
     assert source is not None
-    width = claim.width
     of_heads: dict[int, dict[int, int]] = {}  # head -> column -> feature of the head
     for batch in range(len(features)):
         rows, _ = unique_rows(features[batch])
@@ -501,18 +496,13 @@ def _columns_by_head(
                 own = [at - source.start for at in labels.members(number) if source.start <= at < source.end]
                 heads = {at // width for at in own}
                 if len(heads) > 1:
-                    claim.flags.add(Flag("several heads are summed or mixed before the map", role="output"))
-                    return None
+                    raise Unreadable("several heads are summed or mixed before the map")
                 for head in heads:
                     of_heads.setdefault(head, {}).setdefault(numbers[column], min(own) % width)
-    if not of_heads:
-        return None
-    if len(of_heads) != claim.heads or len(set(map(len, of_heads.values()))) > 1:
-        claim.flags.add(Flag("a map of some heads only", role="output"))
-        return None
+    if of_heads and (len(of_heads) != claim.heads or len(set(map(len, of_heads.values()))) > 1):
+        raise Unreadable("a map of some heads only")
     if len(set().union(*of_heads.values())) != sum(map(len, of_heads.values())):
-        claim.flags.add(Flag("heads share columns", role="output"))
-        return None
+        raise Unreadable("heads share columns")
     return {head: sorted(columns, key=columns.__getitem__) for head, columns in of_heads.items()}
 
 
@@ -575,12 +565,9 @@ def _refuse_filters_over_features(labels: Labels, step: Step, product: Product, 
 
 def _varies(labels: Labels, numbers: list[int]) -> bool:
     """Whether one column holds different features of the same projection in different rows."""
-    sets_of: dict[int, set[frozenset[int]]] = {}
-    for number in numbers:
-        members = labels.members(number)
-        for owner in set(map(labels.owner, members)):
-            sets_of.setdefault(owner, set()).add(frozenset(at for at in members if labels.owner(at) == owner))
-    return any(len(sets) > 1 for sets in sets_of.values())
+    groups = (groupby(sorted(labels.members(number)), labels.owner) for number in numbers)
+    different = {(owner, tuple(members)) for group in groups for owner, members in group}
+    return len(different) > len({owner for owner, _ in different})
 
 
 def _takes_a_part(labels: Labels, x: View) -> bool:

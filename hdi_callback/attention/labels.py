@@ -111,13 +111,6 @@ class _Written:
     geometry: Geometry
 
 
-@dataclass(frozen=True)
-class _Unknown:
-    """Why a content has no labels."""
-
-    reason: str
-
-
 @dataclass(frozen=True, eq=False)
 class FeatureRange:
     """A range of feature ids that belong to no parameter: score rows, attention outputs, model inputs."""
@@ -146,7 +139,7 @@ class Labels:
         self._next = _FIRST_OF_RANGES
         self._sets: list[tuple[frozenset[int], bool]] = []
         self._numbers: dict[tuple[frozenset[int], bool], int] = {}
-        self._memo: dict[Cell, _Written | _Unknown | None] = {}
+        self._memo: dict[Cell, _Written | str | None] = {}  # labels, or why there are none that could be known
 
     def forget(self) -> None:
         """Drop all labels, as something about them has changed."""
@@ -217,8 +210,8 @@ class Labels:
         written = self._of(view.cell)
         if written is None:
             return None
-        if isinstance(written, _Unknown):
-            raise Unreadable(written.reason)
+        if isinstance(written, str):
+            raise Unreadable(written)
         own, wanted, label = written.geometry, geometry(view), written.label
         if own == wanted and view.itemsize == view.cell.itemsize:
             return label
@@ -251,7 +244,7 @@ class Labels:
         except Unreadable:
             return None
 
-    def _of(self, cell: Cell) -> _Written | _Unknown | None:
+    def _of(self, cell: Cell) -> _Written | str | None:
         todo = [] if cell in self._memo else [cell]
         while todo:  # no recursion: tapes are long
             current = todo[-1]
@@ -297,7 +290,7 @@ class Labels:
             if cell.step is not None:
                 yield cell.step
 
-    def _evaluated(self, cell: Cell, step: Step) -> _Written | _Unknown | None:
+    def _evaluated(self, cell: Cell, step: Step) -> _Written | str | None:
         view = cell.written
         if view is None or not view.is_float:
             return None
@@ -309,10 +302,10 @@ class Labels:
             else:
                 label = self._replayed(step, step.outputs.index(view), view)
         except Unreadable as error:
-            return _Unknown(str(error))
+            return str(error)
         except Exception as error:  # what labels cannot follow is unknown, and said
-            return _Unknown(f"{step.op} ({type(error).__name__}: {str(error)[:80]})")
-        if isinstance(before, _Unknown) and not is_whole:
+            return f"{step.op} ({type(error).__name__}: {str(error)[:80]})"
+        if isinstance(before, str) and not is_whole:
             return before
         if isinstance(before, _Written) and not is_whole:
             return self._written_over(before, label, cell, view)
@@ -335,11 +328,8 @@ class Labels:
             return None
         product = self.products.of(step)
         if product is not None and not (product.sizes and self._is_weighing(product)):
-            return (
-                self._convolved(step, product, out)
-                if "filter" in product.kind
-                else self._multiplied(step, product, out)
-            )
+            rule = self._convolved if "filter" in product.kind else self._multiplied
+            return rule(step, product, out)
         if step.op in ops.QUANTISATIONS:
             return self.read(step.inputs[0]) if place == 0 else None
         labels = [self.read(view) if view.cell.kind != WEIGHT else None for view in step.inputs]
@@ -348,11 +338,8 @@ class Labels:
         if step.op in ops.MOVES:
             return self._moved(step, place, out, labels)
         if step.op in ops.NORMS:
-            width = (
-                math.prod(step.argument("normalized_shape", ()))
-                if step.op in {"native_layer_norm", "layer_norm"}
-                else 1
-            )
+            is_of_layer = step.op in {"native_layer_norm", "layer_norm"}
+            width = math.prod(step.argument("normalized_shape", ()) if is_of_layer else ())
             flags = (NORMED, Flag(CENTRED, width)) if width > 1 else (NORMED,)
             return labels[0].flagged(*flags) if place == 0 and labels[0] is not None else None
         if step.op in {*ops.SOFTMAXES, "_log_softmax"}:
@@ -493,13 +480,10 @@ class Labels:
         apart = (short != first[..., None]).any(-1)
         if bool(apart.any()):
             unique, back = unique_rows(short[apart])
-            numbers = [self.number(self.all_members(row), statistic=True) for row in unique.tolist()]
+            members = (frozenset().union(*map(self.members, set(row))) for row in unique.tolist())
+            numbers = [self.number(features_of_row, statistic=True) for features_of_row in members]
             first[apart] = torch.tensor(numbers, dtype=torch.int64)[back]
         return first.expand(shape)
-
-    def all_members(self, row: Iterable[int]) -> frozenset[int]:
-        """Return all features of some ids."""
-        return frozenset().union(*map(self.members, set(row)))
 
     @staticmethod
     def _resampled(label: Label, out: View) -> Label:
@@ -514,16 +498,9 @@ class Labels:
     # products
 
     def _multiplied(self, step: Step, product: Product, out: View) -> Label | None:
-        if product.kind == "weight":
-            label: Label | None = self._through_weight(step, product)
-        elif product.kind == "constant":
-            label = self._through_constant(product)
-        else:
-            label = self._scores(step, product)
-        if label is None:
-            return None
-        features, tokens = (product.placed(plane, out) for plane in (label.features, label.tokens))
-        return Label(features, tokens, label.flags)
+        rule = {"weight": self._through_weight, "constant": self._through_constant}.get(product.kind, self._scores)
+        label: Label | None = rule(step, product)
+        return None if label is None else label.mapped(lambda plane: product.placed(plane, out))
 
     def _through_weight(self, step: Step, product: Product) -> Label:
         x, weight = product.first, product.second
@@ -544,7 +521,7 @@ class Labels:
             if product.first.cell.kind == DATA:
                 self.moving.add(owner)
 
-    def _through_constant(self, product: Product) -> Label | None:
+    def _through_constant(self, _: Step, product: Product) -> Label | None:
         first, second = self.read(product.first), self.read(product.second)
         label = second.mT if first is None and second is not None else first
         if label is None:
@@ -582,9 +559,6 @@ class Labels:
         return Label(wide, _new_tokens(out.shape, 2), frozenset(flags))
 
 
-# what operations do, by name
-
-
 def _is_gain(view: View) -> bool:
     """Whether a tensor is a parameter, or made of some, with more than one element."""
     return view.cell.kind in {WEIGHT, MADE} and view.cell.is_mapped and view.numel > 1
@@ -603,10 +577,9 @@ def _untouched(step: Step, planes: list[Tensor], out: View) -> tuple[int, ...]:
     moved: set[int] | None = None
     dims = len(out.shape)
     if step.op in {"cat", "roll", "flip"}:
-        argument = step.args[2 if step.op == "roll" else 1] if len(step.args) > (2 if step.op == "roll" else 1) else 0
-        moved = (
-            {d % dims for d in (argument if isinstance(argument, tuple) else (argument,))} if argument != () else None
-        )
+        position = 2 if step.op == "roll" else 1
+        argument = step.args[position] if len(step.args) > position else 0
+        moved = {d % dims for d in (argument if isinstance(argument, tuple) else (argument,))} or None
     elif step.op == "constant_pad_nd":
         moved = {dims - 1 - i // 2 for i, width in enumerate(step.args[1]) if width}
     if moved is None or any(len(view.shape) != dims for view in step.inputs if view.is_float):

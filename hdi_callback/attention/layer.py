@@ -56,7 +56,7 @@ class Rows:
         return int(self.starts.shape[1])
 
     def tensor(self) -> Tensor:
-        """Read ``(heads, width, columns)``: a live view where the rows are one regular slice of one parameter."""
+        """Return ``(heads, width, columns)``: a live view where the rows are one regular slice of one parameter."""
         if len(self.names) == 1:
             rows = self._read(self.names[0], self.starts)
         else:
@@ -89,7 +89,7 @@ class Rows:
         return self.of(parameter, starts)
 
     def of(self, parameter: Tensor, starts: Tensor | None = None) -> Tensor:
-        """Take ``(heads, width, columns)`` of a tensor that lies as the parameter does, such as its gradient."""
+        """Return ``(heads, width, columns)`` of a tensor that lies as the parameter does, such as its gradient."""
         starts = self.starts if starts is None else starts
         strides = self._regular if starts is self.starts else _strides(starts)
         if strides is None:
@@ -150,7 +150,7 @@ class HeadWeight:
         cls, module: nn.Module, name: str, *, heads: int, width: int, start: int = 0, stride: int | None = None,
         dim: int = 0
     ) -> HeadWeight:  # fmt: skip
-        """Describe heads that are blocks of features of a projection.
+        """Return the weight of heads that are blocks of features of a projection.
 
         Args:
             module: the module that `name` starts from.
@@ -170,7 +170,7 @@ class HeadWeight:
 
     @classmethod
     def from_features(cls, module: nn.Module, name: str, features: Tensor, *, dim: int) -> HeadWeight:
-        """Describe heads by the numbers of their features along one dim of a matrix.
+        """Return the weight of heads by the numbers of their features along one dim of a matrix.
 
         Args:
             module: the module that `name` starts from.
@@ -224,7 +224,7 @@ class HeadWeight:
         return any(is_sharded(parameter) for parameter in self.parameters())
 
     def tensor(self) -> Tensor:
-        """Read the weight of every head.
+        """Return the weight of every head.
 
         Parameters that are spread over ranks are gathered: a collective call, in the same order on all of them.
 
@@ -473,7 +473,7 @@ class AttentionLayer:
         return self.weights["key"].width
 
     def weight(self, role: str) -> Tensor:
-        """Read the weight of a role, head by head.
+        """Return the weight of a role, head by head.
 
         Args:
             role: ``"query"``, ``"key"``, ``"value"`` or ``"output"``.

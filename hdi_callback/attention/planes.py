@@ -125,7 +125,14 @@ def seen_through(plane: Tensor, written: Geometry, view: Geometry) -> Tensor | N
     pieces = [_walk(size, step, dims, reached) for size, step in zip(view.shape, view.stride)]
     if any(piece is None for piece in pieces) or any(at >= size for at, (size, _, _) in zip(reached, dims)):
         return None
-    return _put_together(plane, begin, [piece or [] for piece in pieces], view.shape)
+    sizes, strides, small_shape = list[int](), list[int](), list[int]()
+    for piece, size in zip(pieces, view.shape):
+        repeated = all(by == 0 for _, by in piece or [])
+        small_shape.append(1 if repeated else size)
+        for count, by in [(1, 0)] if repeated else reversed(piece or []):
+            sizes.append(count)
+            strides.append(by)
+    return plane.as_strided(sizes, strides, begin).reshape(small_shape).expand(view.shape)
 
 
 def _walk(size: int, step: int, dims: list[tuple[int, int, int]], reached: list[int]) -> list[tuple[int, int]] | None:
@@ -151,17 +158,6 @@ def _walk(size: int, step: int, dims: list[tuple[int, int, int]], reached: list[
         if size > 1 and not any(dim[1] == step for dim in dims):
             return None
     return pieces
-
-
-def _put_together(plane: Tensor, begin: int, pieces: list[list[tuple[int, int]]], shape: tuple[int, ...]) -> Tensor:
-    sizes, strides = [], []
-    for piece in pieces:
-        repeated = all(by == 0 for _, by in piece)
-        for count, by in [(1, 0)] if repeated else reversed(piece):
-            sizes.append(count)
-            strides.append(by)
-    small_shape = [1 if all(by == 0 for _, by in piece) else size for piece, size in zip(pieces, shape)]
-    return plane.as_strided(sizes, strides, begin).reshape(small_shape).expand(shape)
 
 
 def written_out(plane: Tensor, written: Geometry, numel: int) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.attention import operations as ops
-from hdi_callback.attention.planes import Geometry, reshaped
+from hdi_callback.attention.planes import Geometry, reshaped, written_out
 from hdi_callback.attention.replay import NotReplayedError, Recipe
 from hdi_callback.attention.tape import CONSTANT, DATA, MADE, WEIGHT, Cell, Step, Tape, View, mapped, walk_back
 
@@ -77,11 +77,10 @@ class Products:
     def _number_what_is_computed(self, view: View) -> None:
         """Number the elements of a weight that is computed from parameters."""
         tape, cell = self.tape, view.cell
-        while (
-            cell.step is not None
-            and cell.step.op in ops.COPIES | ops.MOVES
-            and (base := self.base_of(cell)) is not None
-        ):
+        while cell.step is not None and cell.step.op in ops.COPIES | ops.MOVES:
+            base = self.base_of(cell)
+            if base is None:
+                break
             if base.cell.parameter is not None:
                 return
             cell = base.cell
@@ -103,10 +102,6 @@ class Products:
         tape.recipes[name] = recipe
         tape.shapes[name] = cell.written.shape if cell.written is not None else ()
         tape.add_weight(name, cell, cell.numel)
-
-    def owner(self, number: int) -> int:
-        """Return the parameter that an element is of."""
-        return bisect.bisect_right(self.tape.first, number) - 1
 
     def owners(self, numbers: Tensor) -> list[int]:
         """Return the parameters that some elements are of."""
@@ -144,15 +139,7 @@ class Products:
 
     def is_weight(self, view: View) -> bool:
         """Whether each element of a tensor is one of a parameter, perhaps moved or changed by itself."""
-        cell: Cell | None = view.cell
-        for _ in range(50):
-            if cell is None or cell.kind not in {WEIGHT, MADE}:
-                return False
-            if cell.parameter is not None:
-                return True
-            base = self.base_of(cell)
-            cell = None if base is None else base.cell
-        return False
+        return view.cell.kind in {WEIGHT, MADE} and self.parameter_of(view) >= 0
 
     def base_of(self, cell: Cell) -> View | None:
         """Return the tensor whose elements a content has."""
@@ -226,8 +213,7 @@ class Products:
             elements = self.elements(base).expand(written.shape)
         else:
             elements = run_on(step, step.outputs.index(written), self._elements_or_zeros)
-        flat = torch.zeros(cell.numel, dtype=torch.int64)
-        flat.as_strided(written.shape, written.stride, written.offset).copy_(elements)
+        flat = written_out(elements, geometry(written), cell.numel)
         return flat.as_strided(view.shape, view.stride, view.offset)
 
     def through_copies(self, view: View) -> View:

@@ -116,11 +116,6 @@ def _torch_attention(name: str, module: Any) -> AttentionLayer:
             parameter, start = f"{role[0]}_proj_weight", 0
         weights[role] = HeadWeight.from_blocks(module, parameter, heads=H, width=width, start=start)
     weights["output"] = HeadWeight.from_blocks(module, "out_proj.weight", heads=H, width=width, dim=1)
-    packed = "packed" if module._qkv_same_embed_dim else "separate"
-    return AttentionLayer(
-        name,
-        module,
-        weights,
-        kind=f"torch.nn.MultiheadAttention, {packed}",
-        sites=(Site(name, 0, "fused", H),),  # `out_proj` is used, but not called: there is no output module
-    )
+    kind = f"torch.nn.MultiheadAttention, {'packed' if module._qkv_same_embed_dim else 'separate'}"
+    # `out_proj` is used, but not called: there is no output module.
+    return AttentionLayer(name, module, weights, kind=kind, sites=(Site(name, 0, "fused", H),))

@@ -17,7 +17,7 @@ __all__ = ["gathered_heads", "group_of_heads", "over_all_ranks"]
 
 
 def over_all_ranks(survey: Survey, model: nn.Module) -> Survey:
-    """Put together the heads of layers of which each rank computes some: the union over ranks, in their order.
+    """Return layers with the heads of all ranks where each computes some: the union, in the order of ranks.
 
     A collective call, if the model has parameters that are DTensors.
 
@@ -65,7 +65,7 @@ def _factors(weight: HeadWeight) -> list[Any]:
 
 
 def _with_heads(layer: AttentionLayer, heads: list[Any]) -> AttentionLayer:
-    """Describe a layer with the heads of all ranks."""
+    """Return a layer with the heads of all ranks."""
     weights, of_heads = {}, {}
     for role, weight in layer.weights.items():
         mine = [tuple(part[1:] for part in head if part[0] == role) for head in heads]

@@ -368,9 +368,7 @@ class Tape(Mode):
         return cell.written
 
     def _place(self, op: str) -> tuple[str | None, str, dict[str, Tensor]]:
-        if not (
-            op in ops.SOFTMAX_LIKE or ops.is_fused(op) or op in ops.WHOLE_LAYERS or op in ops.BATCHED or "::" in op
-        ):
+        if not (op in ops.SOFTMAX_LIKE | ops.WHOLE_LAYERS | ops.BATCHED or ops.is_fused(op) or "::" in op):
             return None, "", {}
         module, line, padding = _running_module(self._paths)
         return (None if module is None else self._paths[module]), line, padding
