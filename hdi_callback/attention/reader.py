@@ -28,7 +28,7 @@ from hdi_callback.attention.flex import FLEX, FlexCall
 from hdi_callback.attention.hooks import outside_transforms
 from hdi_callback.attention.layer import AttentionLayer, Site
 from hdi_callback.attention.operations import BATCHED
-from hdi_callback.attention.releases import Mode
+from hdi_callback.attention.releases import Mode, passed_on
 from hdi_callback.attention.tape import Tape, op_name, tensors_in
 from hdi_callback.guard import describe
 
@@ -219,7 +219,7 @@ class Reader(Mode):
             out: Any = func(*args) if is_taped else call.run()
             args = (call,)
         else:
-            out = func(*args, **kwargs) if kwargs else func(*args)
+            out = passed_on(func, args, kwargs or {})
         is_looked_at = func in KINDS or self._waiting or self._has_normalisers
         if is_looked_at and all(one.__torch_dispatch__ is _PLAIN for one in types):
             try:

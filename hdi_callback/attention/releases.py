@@ -28,10 +28,11 @@ __all__ = [
     "compiler",
     "has_saving_hooks",
     "identity",
+    "passed_on",
     "vmap",
 ]
 
-NEWEST_TRIED = (2, 14)
+NEWEST_TRIED = (2, 15)
 
 try:
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
@@ -62,6 +63,18 @@ class Mode(TorchDispatchMode):
             for operator in torch._ops._higher_order_ops.values():
                 operator.python_key_table.setdefault(type(self), partial(_come, operator))
         return super().__enter__()  # type: ignore[no-untyped-call]
+
+
+def passed_on(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation as a mode below would see it without ours: before torch 2.10 it would see each detach twice."""
+    if func is not _DETACH or torch._C._len_torch_dispatch_stack() == 0:
+        return func(*args, **kwargs) if kwargs else func(*args)
+    with torch._C._ExcludeDispatchKeyGuard(_ABOVE), torch._C._AutoDispatchBelowAutograd():
+        return func(*args, **kwargs)
+
+
+_DETACH = torch.ops.aten.detach.default
+_ABOVE = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 def _come(operator: Any, mode: TorchDispatchMode, *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +118,7 @@ class Compiler:
 def compiler() -> Compiler | None:
     """Return how dynamo calls compiled code; `None` if it was not imported, or is of an unknown release."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
-    if frames is None or not hasattr(frames, "_TorchDynamoContext"):  # or is being imported
+    if frames is None or getattr(frames.__spec__, "_initializing", False):
         return None
     return _inspected(frames)
 
@@ -113,7 +126,8 @@ def compiler() -> Compiler | None:
 @cache
 def _inspected(frames: Any) -> Compiler | None:
     stance, skip = "_callback_from_stance", "_is_skip_guard_eval_unsafe_stance"
-    codes = [frames._TorchDynamoContext.__call__.__code__]
+    context = getattr(frames, "_TorchDynamoContext", None)
+    codes = [] if context is None else [context.__call__.__code__]
     for code in codes:
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
         names = code.co_names

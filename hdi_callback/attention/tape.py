@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hdi_callback.attention import operations as ops
 from hdi_callback.attention.calls import module_of, running_frames
 from hdi_callback.attention.flex import FLEX, FlexCall
-from hdi_callback.attention.releases import Mode
+from hdi_callback.attention.releases import Mode, passed_on
 
 # What a cell is: of neither parameters nor data (buffers, zeros); a parameter itself; made of parameters alone; of what
 # the model is given. What is made of several is the last of them.
@@ -269,8 +269,8 @@ class Tape(Mode):
                 views = self._viewed(inputs, name), self._viewed(options, name)
         except Exception as error:
             self.errors.append(f"{name}: {type(error).__name__}: {error}")
-            return func(*args, **kwargs)
-        out = func(*args, **kwargs) if flex is None else flex.run()
+            return passed_on(func, args, kwargs)
+        out = passed_on(func, args, kwargs) if flex is None else flex.run()
         try:
             with torch._C.DisableTorchFunction():
                 step = self._write(func, name, inputs, options, *views, out)

@@ -241,11 +241,10 @@ def measure_weights(target: Target, layers: Sequence[AttentionLayer], *, step: i
 def missing_weights(target: Target, layer: AttentionLayer, roles: Sequence[str] | None = None) -> str:
     """Return why the weights of a layer, or those of some roles, have no numbers; empty if they have."""
     names = {id(parameter): name for name, parameter in target.model.named_parameters()}
-    on_meta = [
-        weight for role in roles or layer.weights for weight in layer.weights[role].parameters() if weight.is_meta
-    ]
-    meta_names = dict.fromkeys(names.get(id(weight), "") for weight in on_meta)
-    reasons = [f"`{name}`: {target.missing[name]}" for name in meta_names if name in target.missing]
+    parameters = [weight for role in roles or layer.weights for weight in layer.weights[role].parameters()]
+    on_meta = any(parameter.is_meta for parameter in parameters)
+    parameter_names = dict.fromkeys(names.get(id(parameter), "") for parameter in parameters)
+    reasons = [f"`{name}`: {target.missing[name]}" for name in parameter_names if name in target.missing]
     return "; ".join(reasons) or ("its weights are on the meta device, which holds no numbers" if on_meta else "")
 
 

@@ -160,6 +160,11 @@ def test_flex_attention_is_read(mask):
         return m.o(join(flex.flex_attention(*(split(f(x)) for f in (m.q, m.k, m.v)), block_mask=hidden)))
 
     module = Written(forward, **four())
+    try:
+        with torch.no_grad():  # on a CPU it has no gradient
+            module(torch.randn(2, 7, C))
+    except ValueError as error:
+        pytest.skip(f"FlexAttention of torch {torch.__version__} does not take heads of 6 features: {error}")
     layer = survey(module, lambda: module(torch.randn(2, 7, C))).layers[0]
     for role, weight in truth_of_four(module).items():
         torch.testing.assert_close(layer.weight(role), weight)

@@ -218,11 +218,13 @@ def fit_transformers(run: Training) -> None:
 
         run.watcher = HDITrainerCallback(**run.arguments)
         callbacks.insert(0, run.watcher)
+    known = inspect.signature(transformers.TrainingArguments).parameters
+    alone = {"average_tokens_across_devices": False} if "average_tokens_across_devices" in known else {}
     arguments = transformers.TrainingArguments(
         output_dir=str(run.folder), max_steps=run.steps, per_device_train_batch_size=BATCH, use_cpu=True, seed=0,
         bf16=run.precision == "bf16", gradient_accumulation_steps=run.accumulate, report_to=[], disable_tqdm=True,
         logging_strategy="no", save_strategy="no" if run.save_at is None else "steps", save_steps=run.save_at or 500,
-        max_grad_norm=0.0, remove_unused_columns=False, average_tokens_across_devices=False, **run.options,
+        max_grad_norm=0.0, remove_unused_columns=False, **alone, **run.options,
     )  # fmt: skip
     tokens, labels = dataset().tensors
     rows = [{"tokens": one, "labels": label} for one, label in zip(tokens, labels)]

@@ -148,7 +148,7 @@ def test_a_callback_serves_several_trainings(tmp_path: Path) -> None:
 
 
 def test_each_callback_refuses_the_trainer_of_the_other(tmp_path: Path) -> None:
-    with pytest.raises(MisconfigurationError, match="HDICallback"):
+    with pytest.raises(ValueError, match=r"HDICallback|Expected a parent"):  # Lightning before 2.6 refuses it itself
         fit(tmp_path, HDITrainerCallback())
     transformers = pytest.importorskip("transformers")
     arguments = transformers.TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)

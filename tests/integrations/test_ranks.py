@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.integrations.ranks import EVERY, STEPS, fit_lightning, fit_transformers, train
+from tests.versions import Outcomes
 
 pytestmark = pytest.mark.ranks
 
@@ -16,7 +17,7 @@ READ = ["ddp", "ddp_spawn", "fsdp2", "transformers"]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    return train(tmp_path_factory.mktemp("ranks"))
+    return Outcomes(train(tmp_path_factory.mktemp("ranks")))
 
 
 @pytest.fixture(scope="module")

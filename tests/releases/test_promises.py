@@ -145,8 +145,7 @@ def test_a_compiler_that_is_not_known_costs_one_warning_and_no_training(
             call = torch.compile(model, backend="eager") if way == "wrapped" else model
             call(torch.zeros(10, 6, WIDTH))  # dynamo is not the one that is taken away below
             with monkeypatch.context() as patched:
-                unknown = type("Context", (), {"__call__": lambda self, function: function})
-                patched.setattr(torch._dynamo.eval_frame, "_TorchDynamoContext", unknown)
+                patched.delattr(torch._dynamo.eval_frame, "_TorchDynamoContext")
                 releases._inspected.cache_clear()
                 outcomes.append(train(call, call, history))
             releases._inspected.cache_clear()

@@ -32,6 +32,7 @@ from torch.nn import functional as F
 from hdi_callback import HeadSession, MonitoringWarning, load_history, watch_heads
 from hdi_callback.errors import NothingToWatchError
 from tests.integrations.runs import CLASSES, HEADS, LENGTH, VOCABULARY, WIDTH
+from tests.versions import HAS_FSDP2_ON_CPU
 
 RANKS, STEPS, TIMEOUT = 4, 5, 30.0  # seconds, of the process group
 BLOCKS = 4
@@ -265,7 +266,7 @@ def _watched(how: str, rank: int, folder: Path) -> dict[str, Any]:
         return {"error": str(refusal)}
 
 
-PARTS = [(2, "DDP", 0, 2), (4, "FSDP2", 2, 4), (1, "one process", 4, STEPS)]
+PARTS = [(2, "DDP", 0, 2), (4, "FSDP2" if HAS_FSDP2_ON_CPU else "DDP", 2, 4), (1, "one process", 4, STEPS)]
 """Number of ranks, how the model is spread over them, first step and last."""
 
 
