@@ -33,9 +33,9 @@ def shown() -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_the_story_tells_of_a_lost_mask_that_the_training_loss_hides_and_of_its_mending(shown):
-    assert [(alert.rule, alert.level, alert.step) for alert in shown["run.alerts"]] == [
-        ("later tokens", "critical", 150)
-    ]
+    first, *further = shown["run.alerts"]
+    assert (first.rule, first.level, first.step) == ("later tokens", "critical", 150)
+    assert {alert.rule for alert in further} <= {"contract change"}, "which names the same change at the tenth reading"
     (training, masked), mended, never = shown["final"].values()
     assert training < 0.01 < 1 < masked
     assert mended == never, "from the checkpoint before the alert on, bit for bit what a healthy run comes to"

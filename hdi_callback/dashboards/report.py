@@ -92,6 +92,7 @@ def _contents(run: RunHistory) -> dict[str, Any]:
         "rows": layer_rows(run.layers, last, active),
         "every_row": layer_rows(run.layers, last, active, is_grouped=False),
         "is_audit": run.is_audit,
+        "is_alignment": map_metric(active) == WORST,
         "last": last,
     }
 
