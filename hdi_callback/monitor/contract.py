@@ -141,15 +141,19 @@ def without_gradient(layers: Iterable[AttentionLayer]) -> dict[str, dict[str, Te
     """
     dead: dict[str, dict[str, Tensor]] = {}
     for layer in layers:
+        blank = []  # of each role, whether its weights are all zero, so that others get no gradient
         for role, weight in layer.weights.items():
             rows, parameters = weight.plain, weight.parameters()
-            if rows is None or len(rows.names) != 1 or weight.is_sharded or not parameters[0].requires_grad:
+            if rows is None or len(rows.names) != 1 or weight.is_sharded:
                 continue
             gradient, is_zero = parameters[0].grad, ~rows.tensor().flatten(1).any(1)
-            if gradient is not None:
-                dead.setdefault(layer.name, {})[role] = ~(rows.of(gradient).flatten(1).any(1) | is_zero)
-            elif number_of_ranks() == 1:  # else another rank may have it
-                dead.setdefault(layer.name, {})[role] = ~is_zero
+            blank.append(is_zero.all())
+            # On another rank there may be one where here is none.
+            if parameters[0].requires_grad and (gradient is not None or number_of_ranks() == 1):
+                moves = is_zero if gradient is None else rows.of(gradient).flatten(1).any(1) | is_zero
+                dead.setdefault(layer.name, {})[role] = ~moves
+        for role, heads in dead.get(layer.name, {}).items():
+            dead[layer.name][role] = heads & ~torch.stack(blank).any()
     return dead
 
 
