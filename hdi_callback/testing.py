@@ -43,26 +43,26 @@ def assert_heads(
         >>> x = torch.randn(2, 6, 32)
         >>> found = assert_heads(model, lambda: model(x, x, x, need_weights=False), heads=4, causal=False)
     """
-    found = check(model, forward)
-    cards = [card for card in found.cards if fnmatchcase(card.layer, layers)]
-    reasons = [str(one) for one in found.wrong if fnmatchcase(one.layer, layers)]
+    result = check(model, forward)
+    cards = [card for card in result.cards if fnmatchcase(card.layer, layers)]
+    reasons = [str(finding) for finding in result.wrong if fnmatchcase(finding.layer, layers)]
     reasons += [reason for card in cards for reason in _reasons(card, heads, key_heads, causal)]
     if not cards:
         reasons.append(f"no attention ran in a layer like {layers!r}")
     if reasons:
-        raise AssertionError("\n".join([*reasons, "", str(found)]))
-    return found
+        raise AssertionError("\n".join([*reasons, "", str(result)]))
+    return result
 
 
 def _reasons(card: Card, heads: int | None, key_heads: int | None, causal: bool | None) -> list[str]:
     if not card.heads:
         return [f"the heads of {card.layer} are not known: {card.lines['why']}"]
-    found = []
+    reasons = []
     if heads is not None and card.heads != heads:
-        found.append(f"{card.layer} has {card.heads} heads, and not {heads}")
+        reasons.append(f"{card.layer} has {card.heads} heads, and not {heads}")
     if key_heads is not None and card.key_heads != key_heads:
-        found.append(f"{card.layer} has {card.key_heads} heads of keys, and not {key_heads}")
+        reasons.append(f"{card.layer} has {card.key_heads} heads of keys, and not {key_heads}")
     if causal is not None and card.is_causal is not causal:
-        known = {None: "it is not known whether it is", True: "it is", False: "it is not"}[card.is_causal]
-        found.append(f"{card.layer} should{'' if causal else ' not'} be causal, and {known}")
-    return found
+        words = {None: "it is not known whether it is", True: "it is", False: "it is not"}[card.is_causal]
+        reasons.append(f"{card.layer} should{'' if causal else ' not'} be causal, and {words}")
+    return reasons

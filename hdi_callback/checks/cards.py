@@ -50,7 +50,7 @@ class Card:
 
     @property
     def title(self) -> str:
-        """How many heads there are, and of which widths."""
+        """Return how many heads there are, and of which widths."""
         if not self.heads:
             return "heads not known"
         each = self.heads // max(1, self.key_heads)
@@ -63,82 +63,82 @@ class Card:
         return "\n".join([f"{self.layer:{_LABEL}}{'' if len(self.layer) < _LABEL else ' '}{self.title}", *rows])
 
 
-def card_of(one: Facts) -> Card:
-    """Write down what an attention does."""
-    lines = {"why": one.reason} if one.reason else {"queries, keys, values": _rows(one)}
-    if one.queries:
-        behind = f"dropout {UNKNOWN}" if one.dropout is None else f"dropout {one.dropout:.3g} behind it"
-        lines["positions"] = _positions(one)
-        lines["scores"] = "; ".join([_scale(one), *_masks(one)])
-        over = "over keys" if one.normaliser == "softmax" else f"none: {one.normaliser}, over keys"
-        lines["softmax"] = over if one.dropout == 0 else f"{over}; {behind}"
-    if not one.reason:
-        maps = one.rows.get("output", ())
+def card_of(facts: Facts) -> Card:
+    """Return the card of an attention."""
+    lines = {"why": facts.reason} if facts.reason else {"queries, keys, values": _rows(facts)}
+    if facts.queries:
+        behind = f"dropout {UNKNOWN}" if facts.dropout is None else f"dropout {facts.dropout:.3g} behind it"
+        lines["positions"] = _positions(facts)
+        lines["scores"] = "; ".join([_scale(facts), *_masks(facts)])
+        over = "over keys" if facts.normaliser == "softmax" else f"none: {facts.normaliser}, over keys"
+        lines["softmax"] = over if facts.dropout == 0 else f"{over}; {behind}"
+    if not facts.reason:
+        maps = facts.rows.get("output", ())
         lines["output"] = f"columns {_summed(maps)}, {_order(maps)}" if maps else UNKNOWN
-    key_heads = len(set(one.key_head_of)) or one.heads
-    return Card(one.path, one.heads, key_heads, one.width, one.features, one.is_causal, lines)
+    key_heads = len(set(facts.key_head_of)) or facts.heads
+    return Card(facts.path, facts.heads, key_heads, facts.width, facts.features, facts.is_causal, lines)
 
 
-def _rows(one: Facts) -> str:
-    maps = [made for role in IN for made in one.rows.get(role, ())]
-    modules = list(dict.fromkeys(made.module for made in maps))
+def _rows(facts: Facts) -> str:
+    maps = [head_rows for role in IN for head_rows in facts.rows.get(role, ())]
+    modules = list(dict.fromkeys(head_rows.module for head_rows in maps))
     if len(modules) == 1 and len(maps) == len(IN):
-        rows = f"rows {', '.join(shown_rows(made.rows) for made in maps)} of {modules[0]}"
-    elif maps and all(len(made.rows.unique()) == made.total for made in maps):
+        rows = f"rows {', '.join(shown_rows(head_rows.rows) for head_rows in maps)} of {modules[0]}"
+    elif maps and all(len(head_rows.rows.unique()) == head_rows.total for head_rows in maps):
         rows = f"rows of {', '.join(modules)}"
     else:
-        rows = f"rows {', '.join(_summed(one.rows.get(role, ())) or 'no linear map' for role in IN)}"
+        rows = f"rows {', '.join(_summed(facts.rows.get(role, ())) or 'no linear map' for role in IN)}"
     return f"{rows}, {_order(maps)}"
 
 
 def _summed(maps: Sequence[HeadRows]) -> str:
-    return " + ".join(f"{shown_rows(made.rows)} of {made.module}" for made in maps)
+    return " + ".join(f"{shown_rows(head_rows.rows)} of {head_rows.module}" for head_rows in maps)
 
 
 def _order(maps: Sequence[HeadRows]) -> str:
-    orders = {made.order for made in maps if made.rows.shape[0] > 1} or {"head by head"}
+    orders = {head_rows.order for head_rows in maps if head_rows.rows.shape[0] > 1} or {"head by head"}
     return orders.pop() or "in another order" if len(orders) == 1 else "in different orders"
 
 
-def _positions(one: Facts) -> str:
-    turned = [role for role in IN if one.pairs.get(role)]
+def _positions(facts: Facts) -> str:
+    turned = [role for role in IN if facts.pairs.get(role)]
     if turned:
-        pairs = one.pairs[turned[0]]
+        pairs = facts.pairs[turned[0]]
         steps = {second - first for first, second in pairs}
         kind = f", pairs (i, i+{steps.pop()})" if len(steps) == 1 else ""
         roles = " and ".join(PLURAL[role] for role in turned)
-        return f"rotary on {2 * len(pairs)} of {one.width} features of {roles}{kind}"
-    mods = [change.op for change in one.changes if change.op.startswith("score_mod")]
+        return f"rotary on {2 * len(pairs)} of {facts.width} features of {roles}{kind}"
+    mods = [change.op for change in facts.changes if change.op.startswith("score_mod")]
     if mods:
         return f"scores changed by its {mods[0]}"
-    has_bias = any(change.bias and change.op in {"add", "attn_mask"} for change in one.changes)
+    has_bias = any(change.bias and change.op in {"add", "attn_mask"} for change in facts.changes)
     return "a learned bias on the scores" if has_bias else "none in the attention"
 
 
-def _scale(one: Facts) -> str:
-    if one.scale is None:
+def _scale(facts: Facts) -> str:
+    if facts.scale is None:
         return f"scale {UNKNOWN}"
-    if math.isclose(one.scale, 1):
+    if math.isclose(facts.scale, 1):
         return "not scaled"
-    normed = " behind a norm" if any(flag.kind == NORMED.kind for flag in one.flags) else ""
-    return f"scaled by {one.scale:.4g}{f' = 1/sqrt({one.width})' if one.is_usual_scale else ''}{normed}"
+    normed = " behind a norm" if any(flag.kind == NORMED.kind for flag in facts.flags) else ""
+    return f"scaled by {facts.scale:.4g}{f' = 1/sqrt({facts.width})' if facts.is_usual_scale else ''}{normed}"
 
 
-def _masks(one: Facts) -> list[str]:
-    if one.hidden is None:
+def _masks(facts: Facts) -> list[str]:
+    if facts.hidden is None:
         return [f"mask {UNKNOWN}"]
-    found = ["causal"] if one.is_causal else []
-    found += ["padding masked"] if bool(one.hidden.all(-2).any()) else []
-    return found or (["some keys masked"] if bool(one.hidden.any()) else [])
+    words = ["causal"] if facts.is_causal else []
+    words += ["padding masked"] if bool(facts.hidden.all(-2).any()) else []
+    return words or (["some keys masked"] if bool(facts.hidden.any()) else [])
 
 
 def joined_name(paths: Sequence[str]) -> str:
-    """Give equal layers one name, with ranges in the place of numbers.
+    """Return one name for equal layers, with ranges in the place of numbers.
 
     Example:
         >>> joined_name(["blocks.0.attn", "blocks.1.attn", "blocks.2.attn"])
         'blocks.0-2.attn'
-    """  # noqa: DOC201
+    """
     groups: dict[tuple[str, ...], list[list[int]]] = {}
     for path in dict.fromkeys(paths):
         parts = re.split(r"(?<![^.])(\d+)(?![^.])", path)  # at numbers between dots

@@ -71,7 +71,7 @@ class Check:
     @property
     def wrong(self) -> tuple[Diagnosis, ...]:
         """The findings that no design asks for."""
-        return tuple(one for one in self.findings if one.verdict == "wrong")
+        return tuple(finding for finding in self.findings if finding.verdict == "wrong")
 
     def __str__(self) -> str:
         """All cards, and all findings."""
@@ -107,7 +107,7 @@ class Check:
 
 
 def check(model: nn.Module, forward: Callable[[], object] | None = None) -> Check:
-    """Say what each attention of a model does, and what is wrong or odd about it.
+    """Return what each attention of a model does, and what is wrong or odd about it.
 
     The forward runs once to be read. Then the model is asked questions: its inputs are changed at the first module that
     is called, and its outputs are compared, in some 10 forwards of evaluation mode and up to 3 backwards. Nothing of
@@ -134,16 +134,16 @@ def check(model: nn.Module, forward: Callable[[], object] | None = None) -> Chec
     torch_module("model", model)
     function("forward", forward, "lambda: model(batch)")
     facts: list[Facts] = []
-    others: list[Facts] = []  # of the other mode
+    other_mode: list[Facts] = []  # of the other mode
     survey(model, forward, lambda *read: facts.extend(facts_of(*read)))
     forward = own_forward(model) if forward is None else forward
     if not facts or forward is None:
         return Check()
     with _in_mode(model, training=not model.training):
-        survey(model, forward, lambda *read: others.extend(facts_of(*read)))
+        survey(model, forward, lambda *read: other_mode.extend(facts_of(*read)))
     with _in_mode(model, training=False):
         answers = ask_model(model, forward, facts)
-    return examine(facts, others=others, answers=answers)
+    return examine(facts, other_mode=other_mode, answers=answers)
 
 
 @contextmanager
@@ -161,15 +161,15 @@ def _in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 def examine(
     every: Sequence[Facts],
     is_chosen: Callable[[str], bool] | None = None,
-    others: Sequence[Facts] = (),
+    other_mode: Sequence[Facts] = (),
     answers: Answers | None = None,
 ) -> Check:
-    """Make cards and findings of the facts of a forward, of the layers that are chosen by their names.
+    """Return cards and findings of the facts of a forward, of the layers that are chosen by their names.
 
     Args:
         every: the facts.
         is_chosen: whether a layer is chosen; all are by default.
-        others: facts of a forward in the other mode, from which findings come that the first does not show.
+        other_mode: facts of a forward in the other mode, from which findings come that the first does not show.
         answers: what questions show.
 
     Returns:
@@ -181,16 +181,16 @@ def examine(
     for each in chosen:
         card = card_of(each)
         cards.setdefault(str(replace(card, layer="")), []).append(card)
-    named: set[tuple[str, str]] = set()
-    for among, looked_at in ((every, chosen), (others, others)):
+    told: set[tuple[str, str]] = set()
+    for among, looked_at in ((every, chosen), (other_mode, other_mode)):
         new: set[tuple[str, str]] = set()
         for each, diagnose in product(looked_at, DIAGNOSES):
             name = diagnose.__name__.replace("_", " ")
             diagnosis = diagnose(each, among)
-            if diagnosis is not None and (each.path, name) not in named:
+            if diagnosis is not None and (each.path, name) not in told:
                 new.add((each.path, name))
                 layers.setdefault(Diagnosis("", name, *diagnosis, each.line), []).append(each.path)
-        named |= new
+        told |= new
     findings = [replace(finding, layer=joined_name(paths)) for finding, paths in layers.items()]
     explained = {path for finding, paths in layers.items() if finding.verdict == "wrong" for path in paths}
     for answer in answers.wrong if answers else ():

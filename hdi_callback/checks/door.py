@@ -171,15 +171,15 @@ class Door:
 
     def takes(self, names: Collection[str], changes: Changes) -> dict[str, list[Tensor]]:
         """Return the floating tensors that modules take in a changed forward."""
-        taken: dict[str, list[Tensor]] = {}
+        tensors: dict[str, list[Tensor]] = {}
 
         def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if self.names[module] in names:
-                taken[self.names[module]] = [tensor.detach().clone() for tensor in tensors_in((args, kwargs))]
+                tensors[self.names[module]] = [tensor.detach().clone() for tensor in tensors_in((args, kwargs))]
 
         with self.hooked(note, with_kwargs=True):
             self.ask(changes)
-        return taken
+        return tensors
 
     def differ(self, first: Tensor, second: Tensor) -> float:
         """Return the largest difference, in units of the output's spread."""
@@ -197,7 +197,7 @@ class Door:
         self,
         changes: Changes,
         place: Place,
-        other: Place | None = None,
+        other_place: Place | None = None,
         context: Callable[[], AbstractContextManager[Any]] | None = None,
         lost_outside: Sequence[str] | None = None,
     ) -> str:
@@ -207,7 +207,7 @@ class Door:
         module outside of these whose inputs differ, and whose output does not.
         """
         runs: list[list[tuple[nn.Module, list[Tensor], list[Tensor]]]] = []
-        places = place, other or place
+        places = place, other_place or place
 
         def cut(value: Any) -> list[Tensor]:
             at = places[len(runs) - 1]
@@ -254,11 +254,11 @@ class Inputs:
     def __init__(self, door: Door) -> None:
         self.door, self.leaves = door, door.leaves
         binary = {at for at in door.inputs if bool(((self.leaves[at] == 0) | (self.leaves[at] == 1)).all())}
-        others = [at for at in door.inputs if at not in binary]
-        self.floats = [at for at in others if self.leaves[at].is_floating_point() and self.leaves[at].dim() > 1]
+        numbers = [at for at in door.inputs if at not in binary]
+        self.floats = [at for at in numbers if self.leaves[at].is_floating_point() and self.leaves[at].dim() > 1]
         self.masks = [at for at in door.inputs if self.leaves[at].dim() == 2 and at in binary]
         whole = [
-            at for at in others if self.leaves[at].dtype in {torch.int32, torch.int64} and self.leaves[at].dim() == 2
+            at for at in numbers if self.leaves[at].dtype in {torch.int32, torch.int64} and self.leaves[at].dim() == 2
         ]
         self.labels = [
             at for at in whole if bool((self.leaves[at] < 0).any()) or re.search("label|target", door.label[at])
@@ -278,8 +278,10 @@ class Inputs:
         """Whether labels are the tokens as they are, or moved by one: those of a language model."""
         if tokens.shape != labels.shape or tokens.shape[1] < 4:
             return False
-        known = labels >= 0
-        return bool((tokens == labels)[known].all() or (tokens[:, 1:] == labels[:, :-1])[known[:, :-1]].all())
+        is_labelled = labels >= 0
+        return bool(
+            (tokens == labels)[is_labelled].all() or (tokens[:, 1:] == labels[:, :-1])[is_labelled[:, :-1]].all()
+        )
 
     def _padding(self) -> dict[int, Tensor]:
         """Return which entries of inputs are padding: what a mask hides at ends of rows, or a known id only there."""
@@ -287,14 +289,14 @@ class Inputs:
         marked: list[Tensor] = sorted(filter(_is_at_ends, sides), key=lambda pads: bool(pads.any(1).all()))
         if marked:  # where some row is all real, it says which of 0 and 1 is padding
             return {at: marked[0] for at in self.door.inputs if self.leaves[at].shape[:2] == marked[0].shape}
-        found: dict[int, Tensor] = {}
+        pads_of: dict[int, Tensor] = {}
         tables = [module.padding_idx for module in self.door.names if isinstance(module, nn.Embedding)]
         for pad in dict.fromkeys([getattr(getattr(self.door.model, "config", None), "pad_token_id", None), *tables, 0]):
             for at in self.tokens if isinstance(pad, int) else ():
                 pads: Tensor = self.leaves[at] == pad
-                if at not in found and _is_at_ends(pads) and int(pads.sum()) > 1:
-                    found[at] = pads
-        return found
+                if at not in pads_of and _is_at_ends(pads) and int(pads.sum()) > 1:
+                    pads_of[at] = pads
+        return pads_of
 
     def changed(self, at: int, where: Any) -> Tensor:
         """Return an input with other values at an index: other tokens of the batch, or other numbers."""

@@ -52,10 +52,10 @@ def _of_claim(labels: Labels, claim: FoundAttention) -> str:
     lines = _lines(labels, [*steps, *labels.leading_to(views), *(step for step, _ in claim.outputs)])
     maps = [*claim.maps.items(), ("output", [columns for _, columns in claim.outputs])]
     heads = [
-        f"{role}: {'columns' if role == 'output' else 'rows'} of {', '.join(f'`{name}`' for name in found.names)}, "
-        f"{found.starts.shape[1]} for each head"
+        f"{role}: {'columns' if role == 'output' else 'rows'} of {', '.join(map('`{}`'.format, projection.names))}, "
+        f"{projection.starts.shape[1]} for each head"
         for role, parts in maps
-        for found in parts
+        for projection in parts
     ]
     flags = [f"on the way: {', '.join(sorted(map(str, claim.flags)))}"] if claim.flags else []
     return "\n".join([*lines, f"{claim.heads} heads", *heads, *flags, *claim.notes])

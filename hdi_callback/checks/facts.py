@@ -108,14 +108,14 @@ class Facts:
 
     @property
     def key_head_of(self) -> tuple[int, ...]:
-        """The number of each head's keys among the different ones, in the order of their rows."""
+        """Return the number of each head's keys among the different ones, in the order of their rows."""
         if not self.rows.get("key"):
             return ()
         return tuple(self.rows["key"][0].rows.unique(dim=0, return_inverse=True)[1].tolist())
 
     @cached_property
     def distances(self) -> Tensor | None:
-        """By the distance from query to key, of how many pairs of tokens the key is seen.
+        """Return by the distance from query to key of how many pairs of tokens the key is seen.
 
         ``(heads, 2 tokens - 1)``, the latest keys first: shares of 0 to 1, the same for each head if it has one row.
         Keys that no query sees are padding, and left out; NaN where no pair is left. `None` if masks are not known.
@@ -124,16 +124,16 @@ class Facts:
         if self.hidden is None or self.queries != self.keys or count < 2:
             return None
         hidden = self.hidden.expand(*self.hidden.shape[:-2], count, count)
-        seen = ~hidden.reshape(-1, hidden.shape[-3] if hidden.dim() > 3 else 1, count, count)
-        real = seen.any(-2).any(1)
-        pairs = (real[:, None, :, None] & real[:, None, None, :]).expand_as(seen)
-        both = torch.stack([seen & pairs, pairs]).double()
+        visible = ~hidden.reshape(-1, hidden.shape[-3] if hidden.dim() > 3 else 1, count, count)
+        real = visible.any(-2).any(1)
+        pairs = (real[:, None, :, None] & real[:, None, None, :]).expand_as(visible)
+        both = torch.stack([visible & pairs, pairs]).double()
         sums = [both.diagonal(at, -2, -1).sum((1, -1)) for at in range(count - 1, -count, -1)]
         return torch.stack([share[0] / share[1] for share in sums], -1)
 
     @property
     def seen(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The shares of `distances`: of earlier tokens, nearest first, of the token itself, and of later ones."""
+        """Return shares of `distances`: of earlier tokens, nearest first, of the token itself, and of later ones."""
         if self.distances is None:
             return None
         shares, tokens = self.distances.nan_to_num(0), self.distances.shape[1] // 2
@@ -141,7 +141,7 @@ class Facts:
 
     @cached_property
     def bias(self) -> Tensor | None:
-        """The constant that is added to scores, ``(..., queries, keys)``, NaN where a key is hidden."""
+        """Return the constant that is added to scores, ``(..., queries, keys)``, NaN where a key is hidden."""
         if self.reason or any(change.hides is None for change in self.changes):
             return None
         total = torch.zeros(1, min(self.queries, KEPT), min(self.keys, KEPT))
@@ -156,7 +156,7 @@ class Facts:
 
     @cached_property
     def hidden_keys(self) -> Tensor | None:
-        """Which keys are hidden from all queries, ``(sequences, keys)``, one row if it is the same in all of them."""
+        """Return which keys are hidden from all queries, ``(sequences, keys)``, one row if all sequences are alike."""
         if self.hidden is None:
             return None
         hidden = self.hidden.all(-2)
@@ -177,33 +177,35 @@ class Facts:
 
 
 def facts_of(labels: Labels, claims: list[FoundAttention], refused: list[tuple[Step, str]]) -> list[Facts]:
-    """Collect facts about each attention that was read, or whose softmax was met, in the order of the forward."""
-    found: list[Facts] = []
+    """Return facts about each attention that was read, or whose softmax was met, in the order of the forward."""
+    collected: list[Facts] = []
     every: list[tuple[Step, FoundAttention | str]] = [*((claim.core.step, claim) for claim in claims), *refused]
-    for step, what in sorted(every, key=lambda one: one[0].number):
+    for step, attention in sorted(every, key=lambda pair: pair[0].number):
         try:
-            facts = _of_refused(labels, step, what) if isinstance(what, str) else _of_claim(labels, what)
+            facts = _of_refused(labels, step, attention) if isinstance(attention, str) else _of_claim(labels, attention)
         except Exception as error:  # one attention that is not understood leaves the others
             reason = f"its facts could not be collected ({type(error).__name__}: {error})"
             facts = replace(_of_step(labels, step), reason=reason)
-        found.append(facts)
-    return found
+        collected.append(facts)
+    return collected
 
 
 def _of_claim(labels: Labels, claim: FoundAttention) -> Facts:
     facts = _of_core(labels, claim.core)
-    rows = {role: tuple(_rows(labels, one) for one in claim.maps[role]) for role in IN if role in claim.maps}
+    rows = {
+        role: tuple(_rows(labels, projection) for projection in claim.maps[role]) for role in IN if role in claim.maps
+    }
     if claim.outputs:
-        rows["output"] = tuple(_rows(labels, one) for _, one in claim.outputs)
+        rows["output"] = tuple(_rows(labels, projection) for _, projection in claim.outputs)
     asking = {role: claim.maps[role][0] for role in ("query", "key") if role in claim.maps}
-    tables = {role: cosines_of(labels, claim.core, one.starts) for role, one in asking.items()}
+    tables = {role: cosines_of(labels, claim.core, projection.starts) for role, projection in asking.items()}
     cosines: dict[str, Tensor] = {role: table for role, table in tables.items() if table is not None}
     is_sum = bool({SUM.of("query"), SUM.of("key")} & claim.flags)  # of which each part may have a scale of its own
     return replace(
         facts,
         path=place_of(claim, claim.maps),
         heads=claim.heads,
-        features=next((one.count for one in asking.values()), 0),
+        features=next((projection.count for projection in asking.values()), 0),
         rows=rows,
         flags=frozenset(claim.flags),
         scale=None if is_sum and not facts.is_usual_scale else facts.scale,
@@ -231,19 +233,19 @@ def _of_refused(labels: Labels, step: Step, reason: str) -> Facts:
 
 
 def _of_step(labels: Labels, step: Step) -> Facts:
-    """Collect what is known of a softmax without its queries, keys and values."""
+    """Return what is known of a softmax without its queries, keys and values."""
     path, line = step.path or "", step.line.replace("\\", "/")
     line = "" if "/torch/nn/" in line else line.rpartition("/")[2]  # without folders, and nothing of torch's own
     module = labels.tape.model.get_submodule(path)
     window = getattr(module, "sliding_window", None)
-    taken = (view for each in labels.tape.steps for view in each.inputs)
-    given = (view.shape for view in taken if view.cell.kind == DATA and view.cell.step is None and len(view.shape) > 1)
+    views = (view for each in labels.tape.steps for view in each.inputs)
+    shapes = (view.shape for view in views if view.cell.kind == DATA and view.cell.step is None and len(view.shape) > 1)
     window = window if type(window) is int and window > 1 else 0
-    return Facts(path, line, "", module.training, next(given, ()), is_renormalised(labels.tape, step), window)
+    return Facts(path, line, "", module.training, next(shapes, ()), is_renormalised(labels.tape, step), window)
 
 
 def _of_core(labels: Labels, core: Core) -> Facts:
-    """Collect what is known of an attention without its heads."""
+    """Return what is known of an attention without its heads."""
     facts, part, step = _of_step(labels, core.step), core.parts[0], core.step
     scores: list[Link] | None = []
     behind: list[Link] | None = []
@@ -251,13 +253,13 @@ def _of_core(labels: Labels, core: Core) -> Facts:
         changes = changes_of_fused(step)
         dropout: float | None = float(step.argument("dropout_p", 0.0) or 0.0)
     else:
-        scores = None if core.scores is None else walk_back(core.scores.cell, lambda one: one is core.score_step)
-        behind = walk_back(part.product.first.cell, lambda one: one is step)
+        scores = None if core.scores is None else walk_back(core.scores.cell, lambda value: value is core.score_step)
+        behind = walk_back(part.product.first.cell, lambda value: value is step)
         changes = changes_of(scores) if scores is not None and is_by_rows(core) else [Change("not followed", None)]
         dropout = None if behind is None else dropout_behind(behind)
     softmaxes = 1 + sum(link.step.op in SOFTMAXES for link in [*(scores or ()), *(behind or ())])
-    named = {role: getattr(part, role) for role in IN}
-    across = {role: _cut_across(labels, label, facts.batch) for role, label in named.items()}
+    labelled = {role: getattr(part, role) for role in IN}
+    across = {role: _cut_across(labels, label, facts.batch) for role, label in labelled.items()}
     return replace(
         facts,
         matrices=len(part.query.features),
@@ -273,9 +275,9 @@ def _of_core(labels: Labels, core: Core) -> Facts:
         softmaxes=softmaxes,
         changes_behind=tuple(changes_of(behind or [])) if is_by_rows(core) else (),
         dropout=dropout,
-        pairs={role: pairs_of(labels, label) for role, label in named.items()},
-        cut_across={role: one for role, one in across.items() if one is not None},
-        padding={name: one.cpu() for name, one in step.padding.items()},
+        pairs={role: pairs_of(labels, label) for role, label in labelled.items()},
+        cut_across={role: value for role, value in across.items() if value is not None},
+        padding={name: value.cpu() for name, value in step.padding.items()},
     )
 
 
@@ -296,10 +298,10 @@ def _last_name(parameter: str) -> str:
 
 
 def shown_rows(rows: Tensor) -> str:
-    """Write numbers of rows as ranges: ``0-767``."""
+    """Return numbers of rows as ranges: ``0-767``."""
     numbers = set(small(rows).flatten().tolist())
-    starts = sorted(one for one in numbers if one - 1 not in numbers)
-    ends = sorted(one for one in numbers if one + 1 not in numbers)
+    starts = sorted(number for number in numbers if number - 1 not in numbers)
+    ends = sorted(number for number in numbers if number + 1 not in numbers)
     parts = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends)]
     return ", ".join(parts) if len(parts) < 4 else f"{parts[0]}, {parts[1]}, ... {parts[-1]}"
 
@@ -308,7 +310,7 @@ def shown_rows(rows: Tensor) -> str:
 
 
 def _cut_across(labels: Labels, label: Label, batch: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
-    """Give module and tokens of the first rows of a role, if memory ``(token, head)`` is read as something else."""
+    """Return module and tokens of the first rows of a role, if memory ``(token, head)`` is read as something else."""
     n, rows, _ = label.features.shape
     if rows < 2 or label.features.stride(1) == 0:
         return None
@@ -328,7 +330,7 @@ def _cut_across(labels: Labels, label: Label, batch: tuple[int, ...]) -> tuple[s
 
 
 def _mixed(labels: Labels, claim: FoundAttention) -> tuple[tuple[int, int], ...]:
-    """Give the head and token of each part of the first row of an output projection, if it mixes tokens of a head."""
+    """Return the head and token of each part of the first row of an output projection, if it mixes tokens of a head."""
     source = claim.source
     if source is None or claim.heads < 2 or not claim.numbers or claim.outputs:
         return ()

@@ -17,7 +17,7 @@ _ROWS = 64  # of queries, keys or values are looked at for pairs
 
 
 def pairs_of(labels: Labels, label: Label) -> frozenset[tuple[int, int]]:
-    """Say which places of a head have the same two features."""
+    """Return the pairs of places of a head that hold the same two features, as a rotation makes them."""
     short = small(label.features)
     if short.shape[-1] != label.features.shape[-1]:  # one feature at all places
         return frozenset()
@@ -27,14 +27,14 @@ def pairs_of(labels: Labels, label: Label) -> frozenset[tuple[int, int]]:
         places: dict[int, list[int]] = {}
         for place, number in enumerate(row):
             members = labels.members(number)
-            if len(members) == 2 and len({labels.owner(one) for one in members}) == 1:
+            if len(members) == 2 and len({labels.owner(member) for member in members}) == 1:
                 places.setdefault(number, []).append(place)
-        pairs |= {(mine[0], mine[1]) for mine in places.values() if len(mine) == 2}
+        pairs |= {(own_places[0], own_places[1]) for own_places in places.values() if len(own_places) == 2}
     return frozenset(pairs)
 
 
 def cosines_of(labels: Labels, core: Core, starts: Tensor) -> Tensor | None:
-    """Read the cosines that features are multiplied with, in place: ``x * cos + turned(x) * sin``.
+    """Return the cosines that features are multiplied with, in place: ``x * cos + turned(x) * sin``.
 
     Args:
         labels: of the tape.
@@ -71,22 +71,22 @@ def _cosines(labels: Labels, step: Step, starts: Tensor) -> Tensor | None:
     main = next((view for view in step.inputs if view.cell.is_mapped and view.is_float), None)
     table = next((view.value for view in step.inputs if view.value is not None and view.numel > 1), None)
     label = labels.may_read(main) if main is not None else None
-    made = step.outputs[0]
-    if made is None or label is None or table is None or table.is_complex() or label.features.shape != made.shape:
+    result = step.outputs[0]
+    if result is None or label is None or table is None or table.is_complex() or label.features.shape != result.shape:
         return None
-    whole = [1] * (len(made.shape) - table.dim()) + list(table.shape)
-    kept = [size if size > 1 else min(full, KEPT) for size, full in zip(whole, made.shape)]
-    width = kept[-1]
-    if width != made.shape[-1] or width > starts.shape[1]:
+    whole = [1] * (len(result.shape) - table.dim()) + list(table.shape)
+    sizes = [size if size > 1 else min(full, KEPT) for size, full in zip(whole, result.shape)]
+    width = sizes[-1]
+    if width != result.shape[-1] or width > starts.shape[1]:
         return None
-    cosines = table.cpu().double().expand(kept)
-    here = tuple(map(slice, kept))
+    cosines = table.cpu().double().expand(sizes)
+    here = tuple(map(slice, sizes))
     features, tokens = label.features[here], label.tokens[here][..., 0]
-    found = torch.full((min(len(starts), 2), KEPT, starts.shape[1]), torch.nan, dtype=torch.double)
-    for head in range(len(found)):
+    angles = torch.full((min(len(starts), 2), KEPT, starts.shape[1]), torch.nan, dtype=torch.double)
+    for head in range(len(angles)):
         is_mine = (features == starts[head, :width]).all(-1) & (tokens > 0) & (tokens <= KEPT)
-        found[head, tokens[is_mine] - 1, :width] = cosines[is_mine]
-    return None if bool(found.isnan().all()) else found
+        angles[head, tokens[is_mine] - 1, :width] = cosines[is_mine]
+    return None if bool(angles.isnan().all()) else angles
 
 
 def turns_of(cosines: Tensor) -> Tensor:
@@ -103,15 +103,15 @@ def turns_of(cosines: Tensor) -> Tensor:
 def shift_of(query: Tensor, key: Tensor) -> int | None:
     """Return by how many tokens queries are turned more than keys, of tables ``(tokens, width)``; `None` if by none."""
     angles = turns_of(key).clamp(-1, 1).arccos()
-    known = angles.sin() > 0.1
-    if not bool(known.any()):
+    turns = angles.sin() > 0.1
+    if not bool(turns.any()):
         return None
     phases = [
-        torch.atan2((table[:-2] - table[2:]) / (2 * angles.sin()), table[1:-1])[:, known] for table in (query, key)
+        torch.atan2((table[:-2] - table[2:]) / (2 * angles.sin()), table[1:-1])[:, turns] for table in (query, key)
     ]
     gap = phases[0] - phases[1]
     gap = torch.atan2(gap.sin().nanmean(0), gap.cos().nanmean(0))
     shifts = torch.arange(-_FURTHEST, _FURTHEST + 1)
-    errors = torch.remainder(shifts[:, None] * angles[known] - gap + torch.pi, 2 * torch.pi) - torch.pi
+    errors = torch.remainder(shifts[:, None] * angles[turns] - gap + torch.pi, 2 * torch.pi) - torch.pi
     near = shifts[errors.abs().amax(1) < 0.1]
     return int(near[near.abs().argmin()]) if len(near) else None

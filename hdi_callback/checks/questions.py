@@ -408,33 +408,33 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Fo
         at_start = backward.run() if zeros else {}
         for name in zeros:  # what starts at zero (LoRA's B, gates) hides the gradients of what it is multiplied with
             trained[name].normal_(0, 0.02)
-        found = backward.run()
+        gradient_of = backward.run()
         model.train()
         try:
             in_training = backward.run()
         except NotAskedError:
             in_training = {}
         except (RuntimeError, ValueError):
-            in_training = found
+            in_training = gradient_of
     except RuntimeError as error:
         raise NotAskedError(f"no backward: {str(error).partition(chr(10))[0][:80]}") from None
     finally:
         model.eval()
         for name, value in before.items():
             trained[name].copy_(value)
-    lost = sorted(found.keys() - in_training.keys())
-    if len(lost) > 0.5 * len(found):
+    lost = sorted(gradient_of.keys() - in_training.keys())
+    if len(lost) > 0.5 * len(gradient_of):
         text = (
             f"in training mode {len(lost)} of {len(trained)} parameters get no gradient, and in evaluation mode they "
         )
         text += "do: checkpointing cuts the graph; write use_reentrant=False, or call enable_input_require_grads()"
         yield "wrong", text, lost[0].rpartition(".")[0]
         return
-    stuck = [name for name in sorted(zeros & found.keys()) if trained[name].dim() > 1 and name not in at_start]
+    stuck = [name for name in sorted(zeros & gradient_of.keys()) if trained[name].dim() > 1 and name not in at_start]
     if stuck:
         text = f"{len(stuck)} parameters are zero and get no gradient, as what they are multiplied with is zero too: "
         yield "wrong", f"{text}neither ever moves; start one of the two at random", stuck[0].rpartition(".")[0]
-    moved = found.keys() | in_training.keys()
+    moved = gradient_of.keys() | in_training.keys()
     maps = {rows.name for each in facts for listed in each.rows.values() for rows in listed}
     inputs_of = {rows.name for each in facts for role in IN for rows in each.rows.get(role, ())}
     alive = {path for name, path in inside.items() if name in inputs_of & moved}  # others are detached as a whole
@@ -442,8 +442,8 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Fo
     for name, path in sorted(inside.items()):
         verdict: Verdict = "wrong"
         owner, short, part = name.rpartition(".")[0], name.removeprefix(f"{path}.").removesuffix(".weight"), ""
-        if name in found:
-            part = _idle_part(found[name], short, isinstance(model.get_submodule(owner), nn.Embedding))
+        if name in gradient_of:
+            part = _idle_part(gradient_of[name], short, isinstance(model.get_submodule(owner), nn.Embedding))
         elif name in maps:
             part = short if path in alive and name not in moved else ""
         elif backward.unused[name] and owner != path and name not in zeros:  # of the attention itself, it is an option

@@ -40,31 +40,31 @@ class Change:
 
 @dataclass(frozen=True, eq=False)
 class Link:
-    """A step on a way, and what it takes of that way."""
+    """A step on a path, and the input of it that lies on that path."""
 
     step: Step
     main: View
 
     @property
     def others(self) -> list[View]:
-        """What the step takes beside; numbers do not count."""
+        """Return the other inputs of the step that are no numbers."""
         return [view for view in self.step.inputs if view is not self.main and view.numel > 1]
 
 
 def walk_back(cell: Cell, is_end: Callable[[Step], bool]) -> list[Link] | None:
-    """List the steps that lead to a cell from the nearest step that is an end, without it; `None` if there is none."""
+    """Return the shortest path from a cell back to a step that is an end, without it; `None` if there is none."""
     todo: list[tuple[Cell, list[Link]]] = [(cell, [])]
-    seen = {cell}
-    while todo and len(seen) < _FAR:
-        one, behind = todo.pop(0)
-        if one.step is None:
+    visited = {cell}
+    while todo and len(visited) < _FAR:
+        current, behind = todo.pop(0)
+        if current.step is None:
             continue
-        if is_end(one.step):
+        if is_end(current.step):
             return behind
-        for view in one.step.inputs:
-            if view.is_float and view.cell not in seen:
-                seen.add(view.cell)
-                todo.append((view.cell, [Link(one.step, view), *behind]))
+        for view in current.step.inputs:
+            if view.is_float and view.cell not in visited:
+                visited.add(view.cell)
+                todo.append((view.cell, [Link(current.step, view), *behind]))
     return None
 
 
@@ -78,7 +78,7 @@ def sides_of(labels: Labels, core: Core) -> list[View]:
 
 
 def scale_of(labels: Labels, core: Core, scores: list[Link]) -> float | None:
-    """Multiply the numbers that queries, keys and scores are multiplied with; `None` if one is not known."""
+    """Return the product of the numbers that scale queries, keys and scores; `None` if one is not known."""
     factors: list[float | None]
     if core.score_step is None:
         number, width = core.step.argument("scale"), core.parts[0].query.features.shape[-1]
@@ -100,13 +100,13 @@ def scale_of(labels: Labels, core: Core, scores: list[Link]) -> float | None:
 
 
 def _factor(link: Link, *, of_features: bool = False) -> float | None:
-    """Give the number that a step multiplies with; what differs between features (positions, gains, norms) counts 1."""
+    """Return the factor of a step; what differs between features (positions, gains, norms) counts 1."""
     step = link.step
     if step.op not in {"mul", "div"}:
         return 1.0
-    other = next((one for one in step.args[:2] if one is not link.main), None)
-    number = _number(other)
-    if number is None and of_features and isinstance(other, View) and other.numel > 1:
+    operand = next((value for value in step.args[:2] if value is not link.main), None)
+    number = _number(operand)
+    if number is None and of_features and isinstance(operand, View) and operand.numel > 1:
         return 1.0
     if step.op == "mul" or number is None:
         return number
@@ -117,35 +117,35 @@ def _factor(link: Link, *, of_features: bool = False) -> float | None:
 
 
 def changes_of(links: list[Link]) -> list[Change]:
-    """List what hides keys, or is added, on a way."""
+    """Return what hides keys, or is added, on a path."""
     return [change for link in links for change in _changes(link)]
 
 
 def changes_of_fused(step: Step) -> list[Change]:
-    """List the masks that a fused attention is given."""
-    given = step.argument("attn_mask", step.argument("attn_bias"))
-    found = _added("attn_mask", given) if isinstance(given, View) else []
+    """Return the masks of a fused attention."""
+    mask = step.argument("attn_mask", step.argument("attn_bias"))
+    changes = _added("attn_mask", mask) if isinstance(mask, View) else []
     if (name := step.argument("score_mod")) is not None:  # of FlexAttention
         bias = step.argument("score_bias").value.cpu()
-        found.append(Change(f"score_mod `{name}`", bias <= HIDDEN, bias))
+        changes.append(Change(f"score_mod `{name}`", bias <= HIDDEN, bias))
     if step.argument("is_causal", default=False):
         queries, keys = (min(view.shape[-2], KEPT) for view in step.inputs[:2])
-        found.append(Change("is_causal", torch.ones(queries, keys, dtype=torch.bool).triu(1)))
-    return found
+        changes.append(Change("is_causal", torch.ones(queries, keys, dtype=torch.bool).triu(1)))
+    return changes
 
 
 def _changes(link: Link) -> list[Change]:
     step = link.step
     if step.op == "masked_fill":
-        return [_filled(step.op, _known(step.args[1]), step.args[2])]
+        return [_filled(step.op, _value_of(step.args[1]), step.args[2])]
     if step.op == "where":
-        mask, is_kept = _known(step.args[0]), step.args[1] is link.main
+        mask, is_kept = _value_of(step.args[0]), step.args[1] is link.main
         hidden = ~mask.bool() if mask is not None and is_kept else mask
         return [_filled(step.op, hidden, step.args[2] if is_kept else step.args[1])]
     if step.op in {"add", "sub"}:
-        return [change for one in link.others for change in _added(step.op, one)]
+        return [change for other_view in link.others for change in _added(step.op, other_view)]
     if step.op == "mul":
-        return [Change(step.op, _HIDES_NOTHING, _known(one)) for one in link.others]
+        return [Change(step.op, _HIDES_NOTHING, _value_of(other_view)) for other_view in link.others]
     hides_nothing = step.is_pointwise or step.op in {"native_dropout", *_COPIES, *SOFTMAXES}
     return [] if hides_nothing else [Change(step.op, None)]
 
@@ -160,14 +160,14 @@ def _filled(op: str, mask: Tensor | None, value: object) -> Change:
     number = _number(value)
     if mask is None or number is None:
         return Change(op, None)
-    put = torch.where(mask.bool(), number, torch.nan)
-    return Change(op, put <= HIDDEN, put)
+    filled = torch.where(mask.bool(), number, torch.nan)
+    return Change(op, filled <= HIDDEN, filled)
 
 
 def _added(op: str, view: View, depth: int = 8) -> list[Change]:
-    """Say what is added to scores; a learned bias is taken apart, as masks are often put into it first."""
+    """Return what is added to scores; a learned bias is taken apart, as masks are often put into it first."""
     if not view.cell.is_mapped:
-        value = _known(view)
+        value = _value_of(view)
         if value is None:
             return [Change(op, None)]
         sign = -1 if op == "sub" else 1
@@ -180,28 +180,28 @@ def _added(op: str, view: View, depth: int = 8) -> list[Change]:
         return [Change(op, None, bias=view.shape)]
     if step.op == "add":
         return [change for part in step.inputs if part.numel > 1 for change in _added(op, part, depth - 1)]
-    links = [Link(step, one) for one in step.inputs if one.is_float and one.cell.is_mapped]
+    links = [Link(step, part_view) for part_view in step.inputs if part_view.is_float and part_view.cell.is_mapped]
     if len(links) != 1 or (step.op == "mul" and links[0].others):
         return [Change(op, None, bias=view.shape)]
     return [*_added(op, links[0].main, depth - 1), *_changes(links[0])]
 
 
-def _known(given: object) -> Tensor | None:
-    return given.value.cpu() if isinstance(given, View) and given.value is not None else None
+def _value_of(value: object) -> Tensor | None:
+    return value.value.cpu() if isinstance(value, View) and value.value is not None else None
 
 
-def _number(given: object) -> float | None:
-    """Give a number, also that of which a tensor is full; `None` if there is none, or if it is not known."""
-    if isinstance(given, (int, float)):
-        return float(given)
-    value = _known(given)
+def _number(operand: object) -> float | None:
+    """Return a number, also that of which a tensor is full; `None` if there is none, or if it is not known."""
+    if isinstance(operand, (int, float)):
+        return float(operand)
+    value = _value_of(operand)
     if value is None or not value.numel() or bool((value != value.flatten()[0]).any()):
         return None
     return float(value.flatten()[0])
 
 
 def hidden_by(changes: Sequence[Change]) -> Tensor | None:
-    """Say which keys are hidden, ``(..., queries, keys)`` or broadcast to that; `None` if it is not known."""
+    """Return which keys are hidden, ``(..., queries, keys)`` or broadcast to that; `None` if it is not known."""
     hidden = torch.zeros(1, 1, dtype=torch.bool)
     for change in changes:
         shows_again = change.op == "mul" and change.value is not None and bool((change.value == 0).any())
@@ -215,7 +215,7 @@ def hidden_by(changes: Sequence[Change]) -> Tensor | None:
 
 
 def is_by_rows(core: Core) -> bool:
-    """Say whether scores lie as ``(..., queries, keys)`` where the softmax runs, as masks are read."""
+    """Whether scores lie as ``(..., queries, keys)`` where the softmax runs, as masks are read."""
     if core.query_of is None or core.query_of.dim() == 0:
         return True
     return core.dim == -1 and bool((core.query_of.diff(dim=-1) == 1).all())
@@ -225,7 +225,7 @@ def is_by_rows(core: Core) -> bool:
 
 
 def dropout_behind(links: list[Link]) -> float:
-    """Give the probability of the dropout behind a softmax, 0 if there is none."""
+    """Return the probability of the dropout on a path, 0 if there is none."""
     for link in links:
         if link.step.op == "native_dropout" and link.step.args[2] is not False:
             return float(link.step.args[1])
@@ -239,12 +239,12 @@ def dropout_behind(links: list[Link]) -> float:
 
 
 def is_renormalised(tape: Tape, softmax: Step) -> bool:
-    """Say whether weights are divided by sums of themselves, a few steps behind the softmax."""
+    """Whether weights are divided by sums of themselves, a few steps behind the softmax."""
     cells = {view.cell for view in softmax.outputs if view is not None}
     for step in tape.steps[softmax.number + 1 : softmax.number + 20]:
-        mine = [view for view in step.inputs if view.cell in cells]
-        if step.op == "div" and len(mine) > 1:
+        weights = [view for view in step.inputs if view.cell in cells]
+        if step.op == "div" and len(weights) > 1:
             return True
-        if mine and (step.is_pointwise or step.op == "sum" or step.op in _COPIES):
+        if weights and (step.is_pointwise or step.op == "sum" or step.op in _COPIES):
             cells |= {view.cell for view in step.outputs if view is not None}
     return False
