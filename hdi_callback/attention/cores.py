@@ -55,8 +55,7 @@ class ValueProduct:
 
     def placed(self, plane: Tensor) -> Tensor:
         """Return a plane ``(n, queries, width)`` in the shape of the output."""
-        out = self.step.outputs[0]
-        assert out is not None
+        out = self.step.output
         if self.product is not None:
             return self.product.placed(plane, out)
         if layout_of_fused(self.step) == "b q h":
@@ -186,8 +185,7 @@ def softmax_dim(step: Step) -> int | None:
     shape = step.inputs[0].shape
     if step.op not in ops.EXPONENTIALS:
         return int(step.args[1]) % len(shape) if shape else None
-    out = step.outputs[0]
-    for user in out.cell.users if out is not None else ():
+    for user in step.output.cell.users:
         if user.op == "sum" and len(user.inputs[0].shape) == len(shape) and _divides(user):
             return reduced_dims(user)[0]
     before = step.inputs[0].cell.step
@@ -447,7 +445,7 @@ def _products_behind(labels: Labels, softmax: Step) -> list[tuple[Step, Product]
     """Return the products of a softmax with values; the weights are the first factor of each."""
     with_values: list[tuple[Step, Product]] = []
     with_constants: list[tuple[Step, Product]] = []  # of positions, say
-    walk = WalkOn([out.cell for out in softmax.outputs[:1] if out is not None], most=_NEAR)
+    walk = WalkOn([softmax.output.cell], most=_NEAR)
     for step in walk:
         if step.number <= softmax.number or "backward" in step.op or step.op in ops.CHOICES:
             continue
@@ -474,8 +472,7 @@ def _with_weights_first(product: Product, weights: set[Cell]) -> Product | None:
 
 
 def _multiplies_values(labels: Labels, step: Step, weights: set[Cell]) -> bool:
-    out = step.outputs[0]
-    if out is None or any(labels.products.of(user) is not None for user in out.cell.users):
+    if any(labels.products.of(user) is not None for user in step.output.cell.users):
         return False  # it is half of a product
     factors = [view for view in step.inputs if view.cell not in weights and view.cell.kind == DATA]
     return any(_is_read(labels, view) for view in factors)

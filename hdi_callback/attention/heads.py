@@ -139,6 +139,7 @@ def heads_of(labels: Labels, core: Core) -> FoundAttention:
 
 
 def _heads_of_part(labels: Labels, part: ValueProduct) -> _HeadsOfPart:
+    """Return the heads of one product with values: the features that meet there, whatever the sequence and token."""
     label_of = {"query": part.query, "key": part.key, "value": part.value}
     n, queries, width = part.query.features.shape
     flags = {flag.of(role) for role, label in label_of.items() for flag in label.flags}
@@ -277,6 +278,7 @@ def _maps_of(labels: Labels, claim: FoundAttention, heads: list[_Head], stream: 
 
 
 def _maps_of_role(labels: Labels, claim: FoundAttention, role: str, heads: list[Vector]) -> list[Projection]:
+    """Return the projections that make a role, each with the rows of every head; without those of positions alone."""
     owners = list(dict.fromkeys(owner for vector in heads for owner in vector))
     computed = [owner for owner in owners if labels.source_of(owner) is not None]
     for owner in computed:
@@ -396,7 +398,7 @@ def _install(labels: Labels, claim: FoundAttention, parts: list[tuple[ValueProdu
 def columns_of(labels: Labels, claim: FoundAttention) -> None:
     """Find the products with parameters that take what an attention returns."""
     first = min(part.step.number for part in claim.core.parts)
-    walk = WalkOn([out.cell for part in claim.core.parts if (out := part.step.outputs[0]) is not None], most=_FAR)
+    walk = WalkOn([part.step.output.cell for part in claim.core.parts], most=_FAR)
     for step in walk:
         if step.number <= first:
             continue

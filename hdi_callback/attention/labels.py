@@ -366,6 +366,7 @@ class Labels:
         return Label(features, self._union_of_tokens(label, summand), flags)
 
     def _union_of_features(self, label: Label, summand: Label) -> tuple[Tensor, Label | None]:
+        """Return the features of a sum, and the label that is normed if the other is a statistic of it everywhere."""
         shape = label.features.shape
         first, second = _small_together(label.features, summand.features)
         features = torch.where(first == 0, second, first)
@@ -415,6 +416,7 @@ class Labels:
         return torch.tensor(owners, dtype=torch.int64)[back].expand(features.shape)
 
     def _pointwise(self, step: Step, place: int, out: View, labels: list[Label | None]) -> Label | None:
+        """Return the union of labels, with flags: a gate, gain, subtracted mean, product or activation."""
         if step.op == "native_dropout" and place:
             return None
         if step.op == "copy":  # what was there is gone
@@ -531,6 +533,7 @@ class Labels:
         return Label(self.plain(features.expand(product.shape)), tokens.expand(product.shape), label.flags | {WEIGHED})
 
     def _scores(self, step: Step, product: Product) -> Label:
+        """Return labels of new features: a row of scores is a feature, and a column a token."""
         n, rows, _ = product.shape
         source = self.new_source("scores", n * rows, step, product.shape)
         features = (torch.arange(n * rows) + source.start).reshape(n, rows, 1).expand(product.shape)

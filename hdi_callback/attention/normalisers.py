@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.attention import operations as ops
-from hdi_callback.attention.labels import Label, Labels, Unreadable
+from hdi_callback.attention.labels import Labels, Unreadable
 from hdi_callback.attention.replay import NotReplayedError, run_steps, steps_before
 from hdi_callback.attention.tape import DATA, Cell, Step, View
 
@@ -80,6 +80,7 @@ def _links_to(labels: Labels, view: View) -> tuple[Step | None, _Links]:
 
 
 def _tried(labels: Labels, start: Step, links: _Links, product: Step) -> Normaliser | None:
+    """Return the last operation after which scores that are drawn add up to one, with its name."""
     of_scores = {view.cell for view in start.outputs if view is not None}
     for step in labels.tape.steps[start.number + 1 : product.number]:
         if step.op not in ops.SHAPED_LIKE and any(view.cell in of_scores for view in step.inputs):
@@ -208,10 +209,9 @@ def _carry_on(labels: Labels, links: _Links, last: Step) -> None:
     """Label each tensor on the way from scores to weights as the scores are."""
     for step, main in links:
         label = labels.read(main)
-        out = step.outputs[0]
-        if label is None or out is None:
+        if label is None:
             return
-        labels.installed[step.number] = Label(label.features, label.tokens, label.flags).expanded(out.shape)
+        labels.installed[step.number] = label.expanded(step.output.shape)
         if step is last:
             return
 

@@ -329,7 +329,7 @@ class Tape(Mode):
         self, func: Any, op: str, args: tuple[Any, ...], kwargs: Any, views: tuple[Any, ...], options: Any, out: Any
     ) -> Step | None:
         inputs = [*_items_in(views, View), *_items_in(tuple(options.values()), View)]
-        written = written_tensors(func, args, kwargs)
+        written = [tensor for tensor in written_tensors(func, args, kwargs) if _key(tensor) is not None]
         cells = {id(view.cell) for view in inputs}
         outs = out if isinstance(out, (tuple, list)) else (out,)
         fresh = [item if isinstance(item, Tensor) and self._is_fresh(item, cells) else None for item in outs]

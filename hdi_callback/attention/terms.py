@@ -66,24 +66,23 @@ class Weights:
 
     def output(self, outputs: Sequence[tuple[Step, Projection]]) -> tuple[HeadWeight, Projection]:
         """Return the output weight, and the projection that is its base: others may update its output, as LoRA does."""
-        chosen: tuple[list[Term], Projection] | None = None
+        weights = []
         for step, base in outputs:
-            updates = [self._update(step, *output) for output in outputs if output[1] is not base]
-            terms = [Term((self._rows(base),)), *(update for update in updates if update is not None)]
-            if chosen is None or len(terms) > len(chosen[0]):
-                chosen = terms, base
-        if chosen is None:
+            updates = (self._update(step, *output) for output in outputs if output[1] is not base)
+            terms = (Term((self._rows(base),)), *(update for update in updates if update is not None))
+            weights.append((HeadWeight(terms), base))
+        if not weights:
             raise Unreadable("")
-        return HeadWeight(tuple(chosen[0])), chosen[1]
+        return max(weights, key=lambda item: len(item[0].terms))
 
     def _update(self, base: Step, step: Step, projection: Projection) -> Term | None:
         """Return a projection of the heads, perhaps with a second one, as a term if its output is added to a base's."""
-        factors, scale, out = [self._rows(projection)], 1.0, step.outputs[0]
+        factors, scale, out = [self._rows(projection)], 1.0, step.output
         for _ in range(_FAR):
-            user = next((user for user in out.cell.users if user.number > step.number), None) if out else None
-            product = None if user is None else self._labels.products.of(user)
-            if user is None or out is None:
+            user = next((user for user in out.cell.users if user.number > step.number), None)
+            if user is None:
                 return None
+            product = self._labels.products.of(user)
             if product is not None:
                 if product.kind != "weight" or product.first.cell is not out.cell or len(factors) > 1:
                     return None
@@ -97,7 +96,7 @@ class Weights:
                 scale *= _number(user)
             elif not _keeps(user):
                 return None
-            out = user.outputs[0]
+            out = user.output
         return None
 
     def _rows_of(self, product: Product) -> Rows:
@@ -217,23 +216,23 @@ class Weights:
     def _scale_after(self, number: int) -> float:
         """Return the number that the output of a projection is multiplied with, before it is added to something."""
         step = self._labels.tape.steps[number]
-        scale, cell = 1.0, step.outputs[0].cell if step.outputs[0] is not None else None
+        scale, cell = 1.0, step.output.cell
         for _ in range(_FAR):
-            users = [user for user in cell.users if user.number > step.number] if cell is not None else []
+            users = (user for user in cell.users if user.number > step.number)
             user = next((user for user in users if user.op in KEEPS | {"mul", "div", "add", "sub"}), None)
-            if user is None or user.outputs[0] is None:
+            if user is None:
                 return scale
             position = next(at for at, view in enumerate(user.inputs) if view.cell is cell)
             data = [view for view in user.inputs if view.cell.kind == DATA and view.is_float]
-            if user.op in {"add", "sub"} and (len(data) > 1):
+            if user.op in {"add", "sub"} and len(data) > 1:
                 if position == 1:
                     scale *= float(user.argument("alpha", 1)) * (-1 if user.op == "sub" else 1)
                 return scale
             if user.op in {"mul", "div"}:
-                if _gain_of([user], user.outputs[0].shape[-1]):
+                if _gain_of([user], user.output.shape[-1]):
                     raise Unreadable("what a map gives is multiplied with something that is no plain number")
                 scale *= _number(user)
-            cell, step = user.outputs[0].cell, user
+            cell, step = user.output.cell, user
         return scale
 
 
