@@ -1,7 +1,6 @@
 """Audits: the heads of models and checkpoints judged without a training run; runs judged again and compared."""
 
-from hdi_callback.audits.again import judge_again
-from hdi_callback.audits.audit import Audit, audit
+from hdi_callback.audits.audit import Audit, audit, judge_again
 from hdi_callback.audits.comparison import Comparison, LayerComparison, compare
 
 __all__ = ["Audit", "Comparison", "LayerComparison", "audit", "compare", "judge_again"]

@@ -6,8 +6,9 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from hdi_callback.arguments import function
 from hdi_callback.attention import AttentionLayer, Survey, survey
 from hdi_callback.attention.extra_forward import nothing_remains
 from hdi_callback.attention.registry import known_layers
-from hdi_callback.audits.again import check_patterns
 from hdi_callback.audits.sources import NOT_STORED, Target, open_target
 from hdi_callback.audits.weights import first_line
 from hdi_callback.dashboards.layer_table import layers_text, name_heads
@@ -286,3 +286,24 @@ def _missing_finding(layer: str, missing: str, step: int) -> Alert:
         message,
         "Look at how the file was written, and by which names.",
     )
+
+
+def judge_again(run: RunHistory, thresholds: Mapping[str, Mapping[str, float | None]]) -> RunHistory:
+    """Judge the readings of a run by the default rules with other limits."""
+    alerts = Alerts("default", thresholds, run.layers)
+    check_patterns(thresholds, [facts["name"] for facts in run.layers])
+    records = []
+    for record in run.records:
+        new_alerts = alerts.judge(replace(record, alerts=(), active=()))
+        records.append(replace(record, alerts=new_alerts, active=alerts.active))
+    return replace(run, records=tuple(records))
+
+
+def check_patterns(patterns: Iterable[str], layers: Iterable[str]) -> None:
+    """Raise an error if a pattern matches no layer."""
+    names = list(layers)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise MisconfigurationError(
+                f"No layer matches the pattern {pattern!r}: the layers are {', '.join(names) or 'none'}."
+            )

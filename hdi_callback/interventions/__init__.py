@@ -1,10 +1,9 @@
 """Alerts in, actions out: what a callback does about an alert. None acts unless the user passes it."""
 
-from hdi_callback.interventions.intervention import Intervention
+from hdi_callback.interventions.intervention import Intervention, Training
 from hdi_callback.interventions.qk_clip import QKClip
 from hdi_callback.interventions.revive_heads import ReviveHeads
 from hdi_callback.interventions.run import Call, SaveCheckpoint, StopTraining
-from hdi_callback.interventions.training import Training
 
 __all__ = [
     "Call",

@@ -123,7 +123,7 @@ def test_pretrained_weights_are_judged_as_they_are():
 
 
 def test_thresholds_set_the_limits(llama):
-    assert audit(llama, thresholds={"*.1.*": dict.fromkeys(("pair", "tied", "scores"))}).verdict.state == "clear"
+    assert audit(llama, thresholds={"*.1.*": dict.fromkeys(("pair", "tied", "values"))}).verdict.state == "clear"
     with pytest.raises(MisconfigurationError, match="pear"):
         audit(llama, thresholds={"*": {"pear": 0.9}})
     with pytest.raises(MisconfigurationError, match="decoder"):
