@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import inspect
 import json
 import os
 import socket
@@ -146,10 +147,12 @@ def fit_transformers(rank: int, folder: Path, ranks: int, is_watched: bool) -> N
     messages: list[str] = []
     _listen(messages)
     watcher = HDITrainerCallback(every_n_steps=EVERY) if is_watched else None
+    known = inspect.signature(transformers.TrainingArguments).parameters
+    per_device = {"average_tokens_across_devices": False} if "average_tokens_across_devices" in known else {}
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=BATCH // ranks, use_cpu=True, seed=0,
         report_to=[], disable_tqdm=True, logging_strategy="no", save_strategy="no", max_grad_norm=0.0,
-        remove_unused_columns=False, average_tokens_across_devices=False,
+        remove_unused_columns=False, **per_device,
         **({} if ranks == 1 else {"ddp_backend": "gloo"}),
     )  # fmt: skip
     tokens, labels = dataset(BATCH * STEPS).tensors

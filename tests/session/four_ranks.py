@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import inspect
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -188,7 +189,11 @@ def _pipeline(run: Training, rank: int) -> None:
     model.embed = model.embed if rank == 0 else None
     model.head = model.head if rank == RANKS - 1 else None
     stage = PipelineStage(model, rank, RANKS, torch.device("cpu"))
-    run.schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=F.cross_entropy)
+    is_scaled = (
+        "scale_grads" in inspect.signature(ScheduleGPipe).parameters
+    )  # torch before 2.7 adds up gradients of parts
+    loss = F.cross_entropy if is_scaled else lambda *pair: F.cross_entropy(*pair) / 4
+    run.schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=loss)
 
 
 def _local_names(run: Training, rank: int) -> None:
