@@ -124,9 +124,10 @@ class Contract:
             self._terms[key] = value, step
             if change and tell(pending, value):
                 self._scheduled.add(key)
-            own = {clause.replace(f" {key[0]}.", " "): heads for clause, heads in change.items()}
+            own = {clause.replace(f" {key[0]}.", " ").strip(): heads for clause, heads in change.items()}
             if own:
-                when = _BY_SCHEDULE if key in self._scheduled else f"has changed between steps {at} and {first}"
+                when = f"has changed between steps {at} and {first}" if at < first else f"is so since step {first}"
+                when = _BY_SCHEDULE if key in self._scheduled else when
                 yield key[0], when, own
 
 
@@ -135,25 +136,28 @@ _BY_SCHEDULE = "changes from reading to reading, as by a schedule"
 
 @torch.no_grad()
 def without_gradient(layers: Iterable[AttentionLayer]) -> dict[str, dict[str, Tensor]]:
-    """Return layer -> role -> which heads have rows that are trained, not zero, and get exactly no gradient.
+    """Return layer -> role, or factor of a sum -> which heads of it are trained and get exactly no gradient.
 
     After a backward; nothing waits for the device.
     """
     dead: dict[str, dict[str, Tensor]] = {}
     for layer in layers:
-        blank = []  # of each role, whether its weights are all zero, so that others get no gradient
-        for role, weight in layer.weights.items():
-            rows, parameters = weight.plain, weight.parameters()
-            if rows is None or len(rows.names) != 1 or weight.is_sharded:
-                continue
-            gradient, is_zero = parameters[0].grad, ~rows.tensor().flatten(1).any(1)
-            blank.append(is_zero.all())
-            # On another rank there may be one where here is none.
-            if parameters[0].requires_grad and (gradient is not None or number_of_ranks() == 1):
-                moves = is_zero if gradient is None else rows.of(gradient).flatten(1).any(1) | is_zero
-                dead.setdefault(layer.name, {})[role] = ~moves
-        for role, heads in dead.get(layer.name, {}).items():
-            dead[layer.name][role] = heads & ~torch.stack(blank).any()
+        blank = []  # of each parameter, whether it is all zero, so that others get no gradient
+        for role, weight in () if any(each.is_sharded for each in layer.weights.values()) else layer.weights.items():
+            factors = [(rows.names[0], rows) for term in weight.terms for rows in term.factors]
+            for name, rows in factors if weight.plain is None else [(str(role), weight.plain)]:
+                owner, attribute = rows.owners()[0]
+                parameter = owner._parameters.get(attribute)
+                if parameter is None or len(rows.names) > 1 or not parameter.is_floating_point():
+                    continue
+                is_zero = ~rows.of(parameter).flatten(1).any(1)
+                blank.append(is_zero.all())
+                # On another rank there may be a gradient where here is none.
+                if parameter.requires_grad and (parameter.grad is not None or number_of_ranks() == 1):
+                    moves = is_zero if parameter.grad is None else rows.of(parameter.grad).flatten(1).any(1) | is_zero
+                    dead.setdefault(layer.name, {})[name] = ~moves
+        for name, heads in dead.get(layer.name, {}).items():
+            dead[layer.name][name] = heads & ~torch.stack(blank).any()
     return dead
 
 
@@ -252,9 +256,13 @@ def _tell_bias(before: Tensor, after: Tensor) -> Clauses:
 
 
 def _tell_gradients(before: Mapping[str, tuple[int, ...]], after: Mapping[str, tuple[int, ...]]) -> Clauses:
-    new = {role: heads for role, heads in after.items() if set(heads) - set(before.get(role, ()))}
-    return {f"{PLURAL.get(role, 'outputs')} of head {_listed(heads)} get exactly no gradient": heads
-            for role, heads in new.items()}  # fmt: skip
+    clauses: Clauses = {}
+    for name, heads in after.items():
+        if set(heads) - set(before.get(name, ())):
+            is_role = name in PLURAL or name == "output"
+            text = f"{PLURAL.get(name, 'outputs')} of head {_listed(heads)} get" if is_role else f" {name} gets"
+            clauses[f"{text} exactly no gradient"] = heads if is_role else ()
+    return clauses
 
 
 def _listed(heads: Sequence[int]) -> str:

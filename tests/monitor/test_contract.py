@@ -96,28 +96,54 @@ def test_a_change_is_told_of_compiled_models(name):
     assert CHANGES[name].tells in alert.message
 
 
-def test_adapters_that_get_no_gradient_are_told_at_the_first_readings():
-    class Adapted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = Model(Ways())
-
-        def forward(self, tokens):
-            for layer in self.model.layers:
-                layer.ways.detached = True
-            return self.model(tokens)
-
-    model = Adapted()
+def gradients_told(model, steps=3):
+    """Train a model at a rate of zero, and return what is said of it."""
     messages = []
     with HeadDiversityMonitor(model) as monitor:
-        for step in range(3):
+        for step in range(steps):
             monitor.arm()
             model(batch(step)).backward()
             messages += [alert.message for alert in monitor.measure(step).record().alerts]
-    assert messages == [
-        "attention in model.layers.0-1 has changed between steps 0 and 0: queries of head 0, 1, 2, 3 get exactly no "
-        "gradient"
+            model.zero_grad()
+    return messages
+
+
+def test_heads_that_get_no_gradient_are_told_at_the_first_readings():
+    assert gradients_told(Model(Ways(detached=True))) == [
+        "attention in layers.0-1 is so since step 0: queries of head 0, 1, 2, 3 get exactly no gradient"
     ]
+
+
+class Adapted(nn.Module):
+    """A frozen projection and an adapter, one matrix of which is cut off the graph."""
+
+    def __init__(self, base, *, is_cut):
+        super().__init__()
+        self.base, self.is_cut = base.requires_grad_(False), is_cut
+        self.a, self.b = nn.Linear(32, 4, bias=False), nn.Linear(4, 32, bias=False)
+
+    def forward(self, x):
+        low = self.a(x)
+        return self.base(x) + self.b(low.detach() if self.is_cut else low)
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_adapters_that_get_no_gradient_are_told(is_cut):
+    model = Model(Ways())
+    for layer in model.layers:
+        layer.q_proj = Adapted(layer.q_proj, is_cut=is_cut)
+    messages = gradients_told(model)
+    assert [message.partition(": ")[2] for message in messages] == (
+        ["q_proj.a.weight gets exactly no gradient"] * is_cut
+    )
+
+
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "out_proj"])
+def test_weights_of_zero_hide_gradients_and_nothing_is_told_of_that(name):
+    model = Model(Ways())
+    for layer in model.layers:
+        nn.init.zeros_(getattr(layer, name).weight)
+    assert gradients_told(model) == []
 
 
 def test_a_comparison_that_fails_is_one_warning_and_training_goes_on(monkeypatch):
