@@ -6,8 +6,6 @@ call, its first sequences run once more. `check` uses it for the forward that it
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import random
 import sys
 import threading
@@ -21,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hdi_callback.attention.calls import is_rehearsal
 from hdi_callback.attention.compiled_calls import uncompiled_here
@@ -211,57 +210,25 @@ def first_sequences(inputs: Any, most: int) -> tuple[Any, int | None]:
     with 1 and has more dimensions.
 
     Args:
-        inputs: arguments of a call: tensors in lists, tuples, dicts, dataclasses.
+        inputs: arguments of a call: tensors in lists, tuples, dicts.
         most: how many sequences are taken.
 
     Returns:
         The inputs with few sequences, and of how many they were taken; or the inputs as they are, and `None`.
     """
     with without_modes():
-        return _cut(inputs, most)
+        # An object of another kind may hold more of the batch.
+        leaves, structure = tree_flatten(inputs, lambda value: not isinstance(value, (list, tuple, dict)))
+        tensors = [leaf for leaf in leaves if type(leaf) is Tensor and leaf.layout is torch.strided]
+        others = sum(leaf is None or isinstance(leaf, _NO_BATCH) for leaf in leaves)
+        if len(tensors) + others < len(leaves) or any(tensor.is_nested for tensor in tensors):
+            return inputs, None
+        sizes = {tensor.shape[0] for tensor in tensors if tensor.dim() and (tensor.shape[0] != 1 or tensor.dim() == 1)}
+        size = next(iter(sizes), 1)
+        if len(sizes) != 1 or size <= most:
+            return inputs, None
+        is_cut = [type(leaf) is Tensor and leaf.dim() > 0 and leaf.shape[0] == size for leaf in leaves]
+        return tree_unflatten([leaf[:most] if cut else leaf for leaf, cut in zip(leaves, is_cut)], structure), size
 
 
-def _cut(inputs: Any, most: int) -> tuple[Any, int | None]:
-    found: list[Tensor] = []
-
-    def each(value: Any, act: Callable[[Tensor], Any]) -> Any:
-        if isinstance(value, Tensor):
-            return act(value)
-        if type(value) in (list, tuple):
-            return type(value)(each(one, act) for one in value)
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(each(one, act) for one in value))
-        if isinstance(value, dict):  # also those of transformers
-            made = copy.copy(value)
-            for name, one in value.items():
-                made[name] = each(one, act)
-            return made
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            filled: Any = copy.copy(value)
-            for item in dataclasses.fields(value):
-                object.__setattr__(filled, item.name, each(getattr(value, item.name), act))
-            return filled
-        if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
-            return value
-        raise _NoBatchError  # an object that may hold more of the batch
-
-    def note(one: Tensor) -> Tensor:
-        if type(one) is not Tensor or one.is_nested or one.layout is not torch.strided:
-            raise _NoBatchError
-        if one.dim():
-            found.append(one)
-        return one
-
-    try:
-        each(inputs, note)
-    except _NoBatchError:
-        return inputs, None
-    sizes = {one.shape[0] for one in found if one.shape[0] != 1 or one.dim() == 1}
-    size = next(iter(sizes), 1)
-    if len(sizes) != 1 or size <= most:
-        return inputs, None
-    return each(inputs, lambda one: one[:most] if one.dim() and one.shape[0] == size else one), size
-
-
-class _NoBatchError(Exception):
-    """Inputs are not, or not only, a batch of sequences."""
+_NO_BATCH = (bool, int, float, str, torch.dtype, torch.device)

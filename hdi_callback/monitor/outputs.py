@@ -10,18 +10,16 @@ from torch import Tensor
 
 from hdi_callback.attention.capture import Captured
 from hdi_callback.attention.layer import AttentionLayer
-from hdi_callback.core import (
+from hdi_callback.core.covariance import (
     CovarianceSums,
     HeadCovariance,
     OutputMoments,
-    TokenSpread,
-    TokenSums,
     count_and_total,
     covariance_from,
     covariance_sums,
     outputs_not_finite,
-    token_metrics,
 )
+from hdi_callback.core.tokens import TokenSpread, TokenSums, token_metrics
 from hdi_callback.monitor.metrics import FINITE_OUTPUTS, OUTPUTS, TOKENS
 from hdi_callback.monitor.ranks import Ranks
 from hdi_callback.monitor.reading import apart, stacked

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hdi_callback.attention.capture import Captured
 from hdi_callback.attention.layer import AttentionLayer
-from hdi_callback.core import PATTERN, RowMetrics, RowSums, attention_rows, row_metrics
+from hdi_callback.core.rows import PATTERN, RowMetrics, RowSums, attention_rows, row_metrics
 from hdi_callback.monitor.metrics import NORMS, ROWS
 from hdi_callback.monitor.ranks import Ranks
 from hdi_callback.monitor.reading import apart

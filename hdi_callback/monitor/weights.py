@@ -11,20 +11,10 @@ from torch import Tensor, nn
 
 from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.layer import ROLES, AttentionLayer
-from hdi_callback.core import (
-    CircuitSums,
-    HeadMovement,
-    MovementSums,
-    WhitenedHeads,
-    circuit_sums,
-    circuits_of,
-    diversity_of,
-    diversity_sums,
-    movement_of,
-    movement_sums,
-    not_finite,
-    whiten_layers,
-)
+from hdi_callback.core.circuits import CircuitSums, circuit_sums, circuits_of
+from hdi_callback.core.diversity import diversity_of, diversity_sums
+from hdi_callback.core.movement import HeadMovement, MovementSums, movement_of, movement_sums, not_finite
+from hdi_callback.core.whitening import WhitenedHeads, whiten_layers
 from hdi_callback.monitor.metrics import FINITENESS, KEYS, MOVEMENT, OV, PARAMETERS, QK, WEIGHT_SOURCES
 from hdi_callback.monitor.ranks import checksums_of
 from hdi_callback.monitor.reading import Absent, Result

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdi_callback.core import OutputMoments, covariance_from, covariance_sums, head_covariance
+from hdi_callback.core import head_covariance
+from hdi_callback.core.covariance import OutputMoments, covariance_from, covariance_sums
 from tests.core.test_subspaces import gaussian
 
 

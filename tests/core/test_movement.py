@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hdi_callback.core import MovementSums, movement_of, movement_sums
+from hdi_callback.core.movement import MovementSums, movement_of, movement_sums
 from tests.core.test_subspaces import gaussian
 
 

@@ -7,24 +7,23 @@ import torch
 from torch import Tensor
 
 from hdi_callback.core import (
-    OutputMoments,
-    TokenSums,
     attention_rows,
-    count_and_total,
-    covariance_from,
-    covariance_sums,
     head_covariance,
     head_diversity,
-    movement_of,
-    movement_sums,
-    not_finite,
-    outputs_not_finite,
     ov_circuits,
     principal_cosines,
     qk_circuits,
     row_metrics,
-    token_metrics,
 )
+from hdi_callback.core.covariance import (
+    OutputMoments,
+    count_and_total,
+    covariance_from,
+    covariance_sums,
+    outputs_not_finite,
+)
+from hdi_callback.core.movement import movement_of, movement_sums, not_finite
+from hdi_callback.core.tokens import TokenSums, token_metrics
 from tests.core.no_sync import NoSync
 
 
