@@ -43,18 +43,18 @@ def module_of(frame: FrameType, modules: Container[nn.Module]) -> nn.Module | No
 
 def running_calls() -> list[Call]:
     """Return the running calls of modules, innermost first; of a compiled module that of the whole."""
-    found: list[Call] = []
+    calls: list[Call] = []
     inner = None
     for frame in running_frames():
         code = frame.f_code
         if code in _CALLS and not (code is _WRAPPED and inner is _INNER):  # one call of one module
             local = frame.f_locals
             module = getattr(local["self"], "_orig_mod", local["self"])
-            if not found or found[-1].module is not module:
-                found.append(call_of(module, local["args"], local["kwargs"]))
+            if not calls or calls[-1].module is not module:
+                calls.append(call_of(module, local["args"], local["kwargs"]))
         if code in _CALLS:
             inner = code
-    return found
+    return calls
 
 
 def running_modules() -> set[nn.Module]:
@@ -76,8 +76,8 @@ def call_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     """Name the arguments of a call."""
     kind: Any = type(module)
     names = _parameters(kind)
-    named = {names[at] if at < len(names) else f"argument {at}": value for at, value in enumerate(args)}
-    return Call(module, {**named, **kwargs})
+    by_position = {names[at] if at < len(names) else f"argument {at}": value for at, value in enumerate(args)}
+    return Call(module, {**by_position, **kwargs})
 
 
 def running_module(names: Mapping[nn.Module, str]) -> str | None:
@@ -89,7 +89,7 @@ def running_module(names: Mapping[nn.Module, str]) -> str | None:
 @lru_cache(maxsize=1024)
 def _parameters(kind: Any) -> tuple[str, ...]:
     try:
-        found = inspect.signature(kind.forward).parameters.values()
+        parameters = inspect.signature(kind.forward).parameters.values()
     except (TypeError, ValueError):
         return ()
-    return tuple(one.name for one in found if one.kind is one.POSITIONAL_OR_KEYWORD)[1:]
+    return tuple(parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD)[1:]

@@ -41,7 +41,7 @@ Rows = Callable[..., Any]
 
 @dataclass
 class Captured:
-    """What was captured of one layer in the forwards of one step; all tensors are detached.
+    """Tensors of one layer from the forwards of one step, detached, and why some are absent.
 
     Attributes:
         outputs: ``(tokens, H, d_v)``.
@@ -116,7 +116,11 @@ class Capture:
         self._reader = Reader(self._names, self.read_layers, self, max_rows)
         self._entries = {id(module): module for layer in self.read_layers for module in self._entries_of(layer)}
         self._within = {
-            key: {one.name for one in self.read_layers if not set(self._entries_of(one)).isdisjoint(module.modules())}
+            key: {
+                inner.name
+                for inner in self.read_layers
+                if not set(self._entries_of(inner)).isdisjoint(module.modules())
+            }
             for key, module in self._entries.items()
         }
         self._inside, self._is_mode_on, self._readings = 0, False, 0
@@ -143,7 +147,7 @@ class Capture:
         self._calls.wait(self._run_again, self._give_up)
 
     def take(self) -> dict[str, Captured]:
-        """Return what was captured since `arm`, and capture nothing more.
+        """Return outputs, rows and inputs of all layers since `arm`, and disarm.
 
         A collective call where the heads of a layer are spread over ranks.
 
@@ -152,22 +156,22 @@ class Capture:
         """
         self.disarm()
         self._make_rows()
-        found = {name: self._captured(layer) for name, layer in self._layers.items()}
-        gathered = gathered_heads({name: (self._layers[name], one.outputs) for name, one in found.items()})
+        captured = {name: self._captured(layer) for name, layer in self._layers.items()}
+        gathered = gathered_heads({name: (self._layers[name], of_layer.outputs) for name, of_layer in captured.items()})
         for name, outputs in gathered.items():
-            found[name].outputs = outputs
+            captured[name].outputs = outputs
             if outputs is None:
-                found[name].reasons.setdefault("outputs", "another rank has not captured its heads")
+                captured[name].reasons.setdefault("outputs", "another rank has not captured its heads")
         self._forget()
-        return found
+        return captured
 
     def suspend(self) -> None:
-        """Take the hooks off, as before an evaluation: torch's encoder takes its fast path only without any."""
+        """Remove the hooks for an evaluation: torch's encoder takes its fast path only without any."""
         self._uninstall()
         self.is_armed, self._is_suspended = False, True
 
     def resume(self) -> None:
-        """Put the hooks back."""
+        """Install the hooks again."""
         self._is_suspended = False
         if self.is_armed:
             self._install()
@@ -178,7 +182,7 @@ class Capture:
         self._forget()
 
     def _install(self) -> None:
-        """Put hooks on what runs in eager calls."""
+        """Install hooks on the modules that run in eager calls."""
         if self._handles:
             return
         read_again = self._calls.read_again
@@ -193,7 +197,7 @@ class Capture:
                 handles.append(module.register_forward_hook(leave, always_call=True))
 
     def _uninstall(self, within: nn.Module | None = None) -> None:
-        """Take hooks off all modules, or those within one that is about to run compiled code."""
+        """Remove hooks from all modules, or from those within one that is about to run compiled code."""
         for module in list(self._handles) if within is None else list(within.modules()):
             for handle in self._handles.pop(module, ()):
                 handle.remove()
@@ -245,7 +249,7 @@ class Capture:
             self._reader.forget()
 
     def _give_up(self, entry: nn.Module) -> None:
-        """Take everything off a call that was taken for eager, as it is about to run compiled code."""
+        """Remove mode and hooks from a call that was thought eager and is about to run compiled code."""
         if self._inside:
             self._inside = 0
             if self._is_mode_on:
@@ -274,31 +278,31 @@ class Capture:
 
     def _captured(self, layer: AttentionLayer) -> Captured:
         outputs = self.outputs[layer.name]
-        found = Captured(rows=self._taken_rows.get(layer.name, []))
-        found.outputs, found.valid = outputs.joined()
+        captured = Captured(rows=self._taken_rows.get(layer.name, []))
+        captured.outputs, captured.valid = outputs.joined()
         reasons = {**self._never[layer.name], **self._failed.get(layer.name, {})}
         if outputs.doubt is not None:
             reasons["padding"] = outputs.doubt
         if layer.name in self._inputs:
-            found.inputs, found.inputs_valid = self._inputs[layer.name].joined()
-        if found.outputs is not None:
-            found.outputs = found.outputs.view(len(found.outputs), -1, layer.value_dim)
+            captured.inputs, captured.inputs_valid = self._inputs[layer.name].joined()
+        if captured.outputs is not None:
+            captured.outputs = captured.outputs.view(len(captured.outputs), -1, layer.value_dim)
             reasons.pop("outputs", None)
-        for what, value in (("outputs", found.outputs), ("inputs", found.inputs)):
-            if value is None and (what == "outputs" or self._inputs):
-                reasons.setdefault(what, outputs.why_nothing())
-        if not found.rows and self._rows is not None:
+        for kind, value in (("outputs", captured.outputs), ("inputs", captured.inputs)):
+            if value is None and (kind == "outputs" or self._inputs):
+                reasons.setdefault(kind, outputs.why_nothing())
+        if not captured.rows and self._rows is not None:
             reasons.setdefault("rows", outputs.why_nothing())
-        found.reasons = reasons
+        captured.reasons = reasons
         taps = {"outputs": self.outputs, "inputs": self._inputs}
-        broken = [what for what, of in taps.items() if layer.name in of and of[layer.name].failure is not None]
-        found.failed = frozenset([*broken, *self._failed.get(layer.name, {})])
-        return found
+        broken = [kind for kind, of in taps.items() if layer.name in of and of[layer.name].failure is not None]
+        captured.failed = frozenset([*broken, *self._failed.get(layer.name, {})])
+        return captured
 
     # --- hooks
 
     def _hooked(self) -> Iterator[tuple[nn.Module, _Tap]]:
-        """Choose the module at which each tap takes its tensors; notes why some have none."""
+        """Yield the module whose input each tap takes; note why some taps have none."""
         used = Counter(id(layer.output_module) for layer in self._layers.values() if layer.output_module is not None)
         for name, layer in self._layers.items():
             if layer.output_module is not None and used[id(layer.output_module)] > 1:
@@ -371,7 +375,7 @@ class Capture:
             self._reader.forget()
 
     def read_behind(self, layer: AttentionLayer, outputs: Tensor) -> None:
-        """Read the attention behind head outputs from what autograd saves, where the mode is off."""
+        """Read the fused attention before the output projection from saved tensors, where the mode is off."""
         try:
             if layer.name in self._without_mode:
                 self._reader.read_behind(layer, outputs)
@@ -397,7 +401,7 @@ class Capture:
         return self._layers[layer].output_module is None
 
     def padded_queries(self, layer: str, shape: tuple[int, int], hidden_keys: Tensor | None) -> Tensor | None:
-        """Find the queries that are padding."""
+        """Return which queries are padding, ``(batch, queries)``; `None` if none is known."""
         if self._cut is not None and shape[0] % self._cut:
             self._cut = None
         tap = self.outputs[layer]
@@ -405,29 +409,29 @@ class Capture:
         return tap.find(shape).padded
 
     def find_padding(self, shape: tuple[int, ...], layer: str, hidden_keys: Tensor | None) -> TokenMask:
-        """Find the padding among tokens of a shape: masks are looked for once in a call of an attention's module."""
-        known = self._padding_of_call.get((layer, shape))
-        if known is None or (known.padded is None and hidden_keys is not None):
-            known = find_padding(shape, self._padding, layer=layer, hidden_keys=hidden_keys)
+        """Return the padding among tokens of a shape; masks are looked up once in a call of an attention's module."""
+        mask = self._padding_of_call.get((layer, shape))
+        if mask is None or (mask.padded is None and hidden_keys is not None):
+            mask = find_padding(shape, self._padding, layer=layer, hidden_keys=hidden_keys)
             if self._inside:
-                self._padding_of_call[layer, shape] = known
-        return known
+                self._padding_of_call[layer, shape] = mask
+        return mask
 
     def has_entered(self, layer: AttentionLayer) -> None:
-        """Note that a layer was captured, so that what runs again within the backward is not."""
-        self._entered |= {id(one) for one in self._entries_of(layer)}
+        """Mark a layer as captured, so that its recomputation within the backward is not captured."""
+        self._entered |= {id(module) for module in self._entries_of(layer)}
 
-    def go_on_from(self, other: Capture) -> None:
-        """Take over what was captured before further layers were found."""
-        for mine, others in ((self.outputs, other.outputs), (self._inputs, other._inputs)):
-            for name in mine.keys() & others.keys():
-                mine[name].go_on_from(others[name])
-        self._samples += [one for one in other._samples if one[0] in self._layers]
-        self._taken_rows.update({name: rows for name, rows in other._taken_rows.items() if name in self._layers})
-        self._entered |= other._entered
+    def go_on_from(self, earlier: Capture) -> None:
+        """Take over the samples of an earlier capture, made before further layers were found."""
+        for taps, earlier_taps in ((self.outputs, earlier.outputs), (self._inputs, earlier._inputs)):
+            for name in taps.keys() & earlier_taps.keys():
+                taps[name].go_on_from(earlier_taps[name])
+        self._samples += [sample for sample in earlier._samples if sample[0] in self._layers]
+        self._taken_rows.update({name: rows for name, rows in earlier._taken_rows.items() if name in self._layers})
+        self._entered |= earlier._entered
 
     def take_rows(self, layer: str, sample: CoreSample) -> None:
-        """Keep sampled rows until there are many: layers that are alike become numbers in one call."""
+        """Collect sampled rows; layers that are alike are measured in one call."""
         if self._rows is not None:
             self._samples.append((layer, sample))
             self._numel += sample.numel
@@ -442,26 +446,26 @@ class Capture:
         with without_modes():
             for group in groups.values():
                 try:
-                    found = self._numbers_of([sample for _, sample in group])
+                    numbers = self._numbers_of([sample for _, sample in group])
                 except Exception as error:
                     for layer, _ in group:
                         self.fail(layer, f"its rows of attention cannot be read ({describe(error)})")
                     continue
-                for (layer, _), one in zip(group, found):
-                    self._taken_rows.setdefault(layer, []).append(one)
+                for (layer, _), rows in zip(group, numbers):
+                    self._taken_rows.setdefault(layer, []).append(rows)
 
     def _numbers_of(self, samples: Sequence[CoreSample]) -> Sequence[Any]:
         assert self._rows is not None
         sample = CoreSample.stacked(samples)
         visible = sample.visible()
         weights = sample.weights_of(visible)
-        found: Sequence[Any] = self._rows(
+        numbers: Sequence[Any] = self._rows(
             sample.logits, weights, positions=sample.positions, visible=visible, norms=sample.norms(visible)
         )
-        return found
+        return numbers
 
     def take_outputs(self, layer: str, outputs: Tensor) -> None:
-        """Take head outputs, ``(batch, queries, H, d_v)``."""
+        """Store head outputs, ``(batch, queries, H, d_v)``."""
         self.outputs[layer].keep(outputs.flatten(2))
 
     def fail(self, layer: str, reason: str) -> None:
@@ -487,15 +491,15 @@ IN_VMAP = "nested tensors, and what runs within `torch.func.vmap`, are not captu
 class _Tap:
     """The hook at the input of a module, and the tokens that it took."""
 
-    def __init__(self, layer: AttentionLayer, capture: Capture, what: str, max_tokens: int) -> None:
-        self.layer, self.capture, self.what = layer, capture, what
+    def __init__(self, layer: AttentionLayer, capture: Capture, kind: str, max_tokens: int) -> None:
+        self.layer, self.capture, self.what = layer, capture, kind
         self._max_tokens = max(2, max_tokens)
-        self._order = _order_of_features(layer) if what == "outputs" and layer.output_module is not None else None
-        self._owner = layer.output_module if what == "outputs" else _input_module(layer)
-        weight = layer.weights.get("key" if what == "inputs" else "output")
-        self._width = layer.num_heads * layer.value_dim if what == "outputs" or weight is None else weight.in_features
+        self._order = _order_of_features(layer) if kind == "outputs" and layer.output_module is not None else None
+        self._owner = layer.output_module if kind == "outputs" else _input_module(layer)
+        weight = layer.weights.get("key" if kind == "inputs" else "output")
+        self._width = layer.num_heads * layer.value_dim if kind == "outputs" or weight is None else weight.in_features
         # Under tensor parallelism a rank has some of the heads.
-        self._may_be_part = what == "outputs" and weight is not None and weight.is_sharded
+        self._may_be_part = kind == "outputs" and weight is not None and weight.is_sharded
         self._padding_seen: dict[tuple[int, ...], TokenMask] = {}
         self.forget()
 
@@ -506,7 +510,7 @@ class _Tap:
         return Hook, ()
 
     def forget(self) -> None:
-        """Discard what was taken."""
+        """Discard all samples."""
         self._samples: list[Sample] = []
         self.failure: str | None = None
         self.doubt: str | None = None
@@ -521,26 +525,26 @@ class _Tap:
             is_recorded = torch.is_grad_enabled() or self.capture.is_again
             with without_modes(), outside_transforms():
                 try:
-                    taken = given_to(module, args, kwargs)
-                    if isinstance(taken, Tensor):
-                        self._keep_recorded(within_transforms(taken), is_recorded=is_recorded)
+                    tensor = given_to(module, args, kwargs)
+                    if isinstance(tensor, Tensor):
+                        self._keep_recorded(within_transforms(tensor), is_recorded=is_recorded)
                 except Exception as error:
                     self.failure = f"its {self.what} cannot be captured ({describe(error)})"
 
-    def _keep_recorded(self, taken: Tensor, *, is_recorded: bool) -> None:
-        """Keep tokens of a forward that counts; of one that autograd does not record what is known of its padding."""
-        if taken.device.type == "meta":
+    def _keep_recorded(self, tensor: Tensor, *, is_recorded: bool) -> None:
+        """Store a sample if autograd records the forward; else remember its padding only, for recomputation."""
+        if tensor.device.type == "meta":
             return
         self.has_run = True
         is_outside = torch._C._current_graph_task_id() == -1
         if self.capture.training_only and not is_recorded:
             if is_outside:  # what is known of padding now, for when the forward is repeated within the backward
-                shape = tuple(self._features_last(taken).shape[:-1])
+                shape = tuple(self._features_last(tensor).shape[:-1])
                 self._padding_seen[shape] = self.find(shape)
         elif is_outside or not self.has_outside:
             if self.what == "outputs":
-                self.capture.read_behind(self.layer, taken)
-            self.keep(self._features_last(taken))
+                self.capture.read_behind(self.layer, tensor)
+            self.keep(self._features_last(tensor))
 
     def keep(self, tokens: Tensor) -> None:
         """Keep a sample of tokens, ``(..., length, features)``."""
@@ -550,43 +554,43 @@ class _Tap:
         self.has_outside |= torch._C._current_graph_task_id() == -1
         local: Any = tokens.detach()
         local = local.to_local() if is_sharded(local) else local
-        known = self.find(tuple(local.shape[:-1]))
+        mask = self.find(tuple(local.shape[:-1]))
         self.hidden_keys = None
-        self._keep(local, known)
+        self._keep(local, mask)
 
-    def go_on_from(self, other: _Tap) -> None:
-        """Take over what another has taken."""
-        self._samples, self.failure, self.doubt = other._samples, other.failure, other.doubt
-        self.has_outside, self.has_run = other.has_outside, other.has_run
-        self._padding_seen = other._padding_seen
+    def go_on_from(self, earlier: _Tap) -> None:
+        """Take over the samples of an earlier tap."""
+        self._samples, self.failure, self.doubt = earlier._samples, earlier.failure, earlier.doubt
+        self.has_outside, self.has_run = earlier.has_outside, earlier.has_run
+        self._padding_seen = earlier._padding_seen
 
     @torch.no_grad()
-    def hand_over(self, taken: Tensor | Sample, known: TokenMask) -> None:
-        """Take what was kept of the forward in which the heads were found."""
+    def hand_over(self, tokens: Tensor | Sample, mask: TokenMask) -> None:
+        """Store a tensor or sample of the forward in which the heads were found."""
         self.has_outside = True
-        if isinstance(taken, Tensor):
+        if isinstance(tokens, Tensor):
             with without_modes():
-                self._keep(self._features_last(taken.detach()), known)
+                self._keep(self._features_last(tokens.detach()), mask)
         else:
-            self._keep(taken, known)
+            self._keep(tokens, mask)
 
-    def _keep(self, tokens: Tensor | Sample, known: TokenMask) -> None:
+    def _keep(self, tokens: Tensor | Sample, mask: TokenMask) -> None:
         self.has_run = True
-        self.doubt = self.doubt or known.doubt
+        self.doubt = self.doubt or mask.doubt
         flat = tokens if isinstance(tokens, Tensor) else tokens.tokens
         if not self._fits(flat.shape[-1]):
             return
         if self._order is not None and flat.shape[-1] == len(self._order):
             flat = flat[..., self._order.to(flat.device)]
         if isinstance(tokens, Tensor):
-            self._samples.append(Sample.of(flat, self._max_tokens, known.padded))
+            self._samples.append(Sample.of(flat, self._max_tokens, mask.padded))
         else:
             self._samples.append(Sample(flat, tokens.valid, tokens.count))
         if sum(len(sample.tokens) for sample in self._samples) > 2 * self._max_tokens:
             self._thin()
 
     def find(self, shape: tuple[int, ...]) -> TokenMask:
-        """Find the padding among tokens of a shape."""
+        """Return the padding among tokens of a shape."""
         if torch._C._current_graph_task_id() != -1 and shape in self._padding_seen:
             return self._padding_seen[shape]  # of the modules around, only some run again
         return self.capture.find_padding(shape, self.layer.name, self.hidden_keys)
@@ -601,11 +605,13 @@ class _Tap:
         tokens = torch.cat([sample.tokens for sample in self._samples])
         if all(sample.valid is None for sample in self._samples):
             return tokens, None
-        ones = (torch.ones(len(one.tokens), dtype=torch.bool, device=tokens.device) for one in self._samples)
-        return tokens, torch.cat([own if one.valid is None else one.valid for one, own in zip(self._samples, ones)])
+        all_valid = (torch.ones(len(each.tokens), dtype=torch.bool, device=tokens.device) for each in self._samples)
+        return tokens, torch.cat(
+            [own if each.valid is None else each.valid for each, own in zip(self._samples, all_valid)]
+        )
 
     def why_nothing(self) -> str:
-        """Say why nothing was captured."""
+        """Return why there is no sample."""
         if self.failure is not None:
             return self.failure
         if self.has_run:
@@ -618,15 +624,15 @@ class _Tap:
         self.failure = f"the tensor that holds its {self.what} has {width} features, expected {self._width}"
         return False
 
-    def _features_last(self, given: Tensor) -> Tensor:
-        """Read the input of a convolution, ``(batch, features, ...)``, as ``(batch, positions, features)``."""
+    def _features_last(self, tensor: Tensor) -> Tensor:
+        """Return the input of a convolution, ``(batch, features, ...)``, as ``(batch, positions, features)``."""
         size = getattr(self._owner, "kernel_size", None)
-        return given.flatten(-len(size)).mT if isinstance(size, tuple) else given
+        return tensor.flatten(-len(size)).mT if isinstance(size, tuple) else tensor
 
     def _thin(self) -> None:
         total = sum(sample.count for sample in self._samples)
         if sum(len(sample.tokens) for sample in self._samples) > self._max_tokens:
-            self._samples = [one.thinned(self._max_tokens * one.count // max(total, 1)) for one in self._samples]
+            self._samples = [each.thinned(self._max_tokens * each.count // max(total, 1)) for each in self._samples]
 
 
 # --- samples of tokens
@@ -642,25 +648,27 @@ class Sample:
 
     @classmethod
     def of(cls, tokens: Tensor, limit: int, padded: Tensor | None) -> Sample:
-        """Take tokens that are spread evenly over a forward, those of padding last; the device is not waited for."""
+        """Return tokens spread evenly over a forward, padding last; the host does not wait for the device."""
         flat = tokens.reshape(-1, tokens.shape[-1])
         count = len(flat)
         if count <= limit:
             return cls(flat.clone(), None if padded is None else ~padded.reshape(-1).to(flat.device), count)
         # A prime: a plain stride with a common factor would see the same few positions of every sequence.
-        kept = next(n for n in range(limit, 1, -1) if all(n % f for f in range(2, math.isqrt(n) + 1)))
-        places = torch.arange(kept, device=flat.device)
+        number_of_places = next(n for n in range(limit, 1, -1) if all(n % f for f in range(2, math.isqrt(n) + 1)))
+        places = torch.arange(number_of_places, device=flat.device)
         if padded is None:
-            return cls(flat[places * count // kept], None, count)
+            return cls(flat[places * count // number_of_places], None, count)
         padded = padded.reshape(-1).to(flat.device)
         order, number = padded.to(torch.int8).argsort(stable=True), (~padded).sum()
-        spread = torch.where(number > kept, places * number // kept, places)
+        spread = torch.where(number > number_of_places, places * number // number_of_places, places)
         return cls(flat[order[spread.clamp_max(count - 1)]], places < number, count)
 
     def thinned(self, size: int) -> Sample:
-        """Keep tokens that are spread evenly over the sample."""
-        kept = min(len(self.tokens), max(1, size))
-        places = torch.arange(kept, device=self.tokens.device) * len(self.tokens) // max(kept, 1)
+        """Return a smaller sample, spread evenly over this one."""
+        number_of_places = min(len(self.tokens), max(1, size))
+        places = (
+            torch.arange(number_of_places, device=self.tokens.device) * len(self.tokens) // max(number_of_places, 1)
+        )
         return Sample(self.tokens[places], None if self.valid is None else self.valid[places], self.count)
 
 
@@ -675,7 +683,7 @@ def _order_of_features(layer: AttentionLayer) -> Tensor | None:
 
 
 def _input_module(layer: AttentionLayer) -> nn.Module | str:
-    """Find the module whose input the keys are made of; a reason if there is none."""
+    """Return the module whose input the keys are computed from; a reason if there is none."""
     key: HeadWeight | None = layer.weights.get("key")
     if key is None:
         return "it has no key weight"

@@ -22,7 +22,7 @@ from hdi_callback.attention.releases import Compiler, compiler
 
 
 class _Stance:
-    """Stands before another stance, until it is left; then it is the one before, also where a thread puts it back."""
+    """A dynamo stance that wraps the previous one; once left it delegates, even if a thread restores it."""
 
     def __init__(self, before: Any) -> None:
         self.before = before
@@ -59,18 +59,18 @@ def uncompiled_here() -> Iterator[None]:
     """Run compiled code as it is written, in this thread; other threads go on with their graphs."""
     if "torch.nn.attention.flex_attention" in sys.modules:  # it compiles, and so imports dynamo, only when called
         import torch._dynamo.eval_frame  # noqa: F401
-    known = compiler()
-    if known is None:
+    dynamo = compiler()
+    if dynamo is None:
         with nullcontext() if "torch._dynamo.eval_frame" not in sys.modules else set_stance("force_eager"):
             yield
         return
-    stance = _EagerHere(known.frames._stance)
-    _put(known, stance)
+    stance = _EagerHere(dynamo.frames._stance)
+    _put(dynamo, stance)
     try:
         yield
     finally:
         stance.thread = None
-        _leave(known, stance)
+        _leave(dynamo, stance)
 
 
 class BeforeCompiledCalls(_Stance):
@@ -89,7 +89,7 @@ class BeforeCompiledCalls(_Stance):
             _put(self._compiler, self)
 
     def remove(self) -> None:
-        """Let calls pass again; calling it again does nothing."""
+        """Stop listening; calling it again does nothing."""
         self._function = lambda: None
         if self._compiler is not None:
             _leave(self._compiler, self)
@@ -106,12 +106,12 @@ class BeforeCompiledCalls(_Stance):
         self._tell("skip_guard_eval_unsafe")
         return bool(self.before.skip_guard_eval_unsafe)
 
-    def _tell(self, asked: str) -> None:
+    def _tell(self, attribute: str) -> None:
         """Call the function where dynamo asks first, with the arguments of the call on the stack."""
         function = self._function()
         if function is None or self._compiler is None:
             return
-        if asked != self._compiler.first:
+        if attribute != self._compiler.first:
             self._has_told.thread = False
             return
         frame: FrameType | None = sys._getframe(2)
@@ -130,11 +130,11 @@ class BeforeCompiledCalls(_Stance):
 
 def is_within_compiled_call() -> bool:
     """Return whether compiled code is being called, by its frame on the stack."""
-    known = compiler()
+    dynamo = compiler()
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and known is not None and frame.f_code is not known.wrapper:
+    while frame is not None and dynamo is not None and frame.f_code is not dynamo.wrapper:
         frame = frame.f_back
-    return frame is not None and known is not None
+    return frame is not None and dynamo is not None
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -146,18 +146,18 @@ def is_compiled(module: nn.Module) -> bool:
     return is_wrapper or module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
-def _put(known: Compiler, stance: _Stance) -> None:
+def _put(dynamo: Compiler, stance: _Stance) -> None:
     for kind in (_Stance, _EagerHere, BeforeCompiledCalls):
-        known.let_be(*(value.fget for value in vars(kind).values() if isinstance(value, property)))
-    known.let_be(BeforeCompiledCalls._tell)
-    known.frames._stance = stance
+        dynamo.let_be(*(value.fget for value in vars(kind).values() if isinstance(value, property)))
+    dynamo.let_be(BeforeCompiledCalls._tell)
+    dynamo.frames._stance = stance
 
 
-def _leave(known: Compiler, stance: _Stance) -> None:
-    if known.frames._stance is stance:
-        known.frames._stance = stance.before
+def _leave(dynamo: Compiler, stance: _Stance) -> None:
+    if dynamo.frames._stance is stance:
+        dynamo.frames._stance = stance.before
         return
-    outer = known.frames._stance  # somebody waits as well, or has set another stance meanwhile
+    outer = dynamo.frames._stance  # somebody waits as well, or has set another stance meanwhile
     while isinstance(outer, _Stance):
         if outer.before is stance:
             outer.before = stance.before

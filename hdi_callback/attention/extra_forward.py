@@ -97,26 +97,26 @@ def _state_kept(model: nn.Module, roots: tuple[Any, ...], on_lost: Callable[[lis
 
 @contextmanager
 def _without_modes() -> Iterator[None]:
-    """Let no mode of the user's see what runs; that of a default device stays, as forwards rely on it."""
-    taken: list[Any] = []
+    """Switch off the user's modes, but that of a default device, which forwards rely on."""
+    modes: list[Any] = []
     while torch._C._len_torch_function_stack():
-        taken.append(_pop_mode())
-    kept = [mode for mode in reversed(taken) if isinstance(mode, DeviceContext)]
+        modes.append(_pop_mode())
+    of_devices = [mode for mode in reversed(modes) if isinstance(mode, DeviceContext)]
     with _disable_current_modes():
-        for mode in kept:
+        for mode in of_devices:
             _push_mode(mode)
         try:
             yield
         finally:
-            for _ in kept:
+            for _ in of_devices:
                 _pop_mode()
-            for mode in reversed(taken):
+            for mode in reversed(modes):
                 _push_mode(mode)
 
 
 @contextmanager
 def _random_states_kept() -> Iterator[None]:
-    """Put back the states of the default generators; nothing is seeded."""
+    """Restore the states of the default generators; nothing is seeded."""
     generators = [torch.default_generator]
     for name in ("cuda", "xpu"):
         backend = getattr(torch, name, None)
@@ -125,13 +125,13 @@ def _random_states_kept() -> Iterator[None]:
     if torch.backends.mps.is_available():
         generators.append(torch.mps._get_default_mps_generator())
     numpy: Any = sys.modules.get("numpy.random")
-    states = [(one, one.get_state()) for one in generators]
+    states = [(generator, generator.get_state()) for generator in generators]
     of_python, of_numpy = random.getstate(), None if numpy is None else numpy.get_state()
     try:
         yield
     finally:
-        for one, state in states:
-            one.set_state(state)
+        for generator, state in states:
+            generator.set_state(state)
         random.setstate(of_python)
         if of_numpy is not None:
             numpy.set_state(of_numpy)
@@ -204,7 +204,7 @@ def _shards_kept(model: nn.Module) -> Iterator[None]:
 
 
 def first_sequences(inputs: Any, most: int) -> tuple[Any, int | None]:
-    """Take the first sequences of a batch.
+    """Return the first sequences of a batch.
 
     Only where nothing but a batch can be meant: every tensor of at least one dimension begins with the same size, or
     with 1 and has more dimensions.
@@ -220,8 +220,8 @@ def first_sequences(inputs: Any, most: int) -> tuple[Any, int | None]:
         # An object of another kind may hold more of the batch.
         leaves, structure = tree_flatten(inputs, lambda value: not isinstance(value, (list, tuple, dict)))
         tensors = [leaf for leaf in leaves if type(leaf) is Tensor and leaf.layout is torch.strided]
-        others = sum(leaf is None or isinstance(leaf, _NO_BATCH) for leaf in leaves)
-        if len(tensors) + others < len(leaves) or any(tensor.is_nested for tensor in tensors):
+        constants = sum(leaf is None or isinstance(leaf, _NO_BATCH) for leaf in leaves)
+        if len(tensors) + constants < len(leaves) or any(tensor.is_nested for tensor in tensors):
             return inputs, None
         sizes = {tensor.shape[0] for tensor in tensors if tensor.dim() and (tensor.shape[0] != 1 or tensor.dim() == 1)}
         size = next(iter(sizes), 1)

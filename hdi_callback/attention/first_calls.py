@@ -48,7 +48,7 @@ OnAgain = Callable[[nn.Module, Any, Any, bool], bool]
 
 
 def _harmless(method: Callable[..., None]) -> Callable[..., None]:
-    """Decorate what runs around the user's calls: a failure is one warning, and ends the watching of calls."""
+    """Decorate a hook on the user's calls: a failure is one warning, and ends the watching of calls."""
 
     @wraps(method)
     def called(self: FirstCalls, *args: Any, **kwargs: Any) -> None:
@@ -166,7 +166,7 @@ class FirstCalls:
         self.tapes.append(tape)
 
     def wait(self, on_again: OnAgain | None, on_compiled: Callable[[nn.Module], None] | None = None) -> None:
-        """Let a function run compiled calls of an armed step once more; `None` ends it.
+        """Set the function that runs compiled calls of an armed step once more; `None` ends it.
 
         Args:
             on_again: runs a call once more, right before it happens.
@@ -188,13 +188,13 @@ class FirstCalls:
         self._listen()
 
     def rest(self) -> None:
-        """Take the hooks off, as before an evaluation: torch's encoder takes its fast path only without any."""
+        """Remove the hooks for an evaluation: torch's encoder takes its fast path only without any."""
         self._is_resting = True
         self._uninstall_entries()
         self._uninstall_first()
 
     def go_on(self) -> None:
-        """Put them back."""
+        """Install them again."""
         self._is_resting = False
         if self._on_found is not None or self._on_again is not None:
             self._install_first()
@@ -217,7 +217,7 @@ class FirstCalls:
             self._entries[entry] = ()
 
     def _listen(self) -> None:
-        """Be told of compiled calls, also of the first in this process."""
+        """Listen for compiled calls, also for the first in this process."""
         with suppress(ImportError):
             import torch._dynamo.eval_frame  # noqa: F401
         self._before_compiled.remove()
@@ -330,7 +330,7 @@ class FirstCalls:
                 self._report(self._survey(module, args, kwargs), None)
 
     def _enter(self, module: nn.Module) -> None:
-        """Note that a module is called from outside; what is in it is not."""
+        """Make a module an entry: it is called from outside, and the modules in it are not."""
         self._leave([inner for inner in module.modules() if inner in self._handles])
         self._entries.setdefault(module, ())
         self._due.add(module)
@@ -397,7 +397,7 @@ class FirstCalls:
     # compiled: its first sequences run once more
 
     def _look_again(self, module: nn.Module, args: Any, kwargs: Any, *, is_recorded: bool) -> None:
-        """Find the heads in the first sequences of a call, then read them, if its step is armed."""
+        """Find the heads in the first sequences of a call, then capture them, if its step is armed."""
         # Lightning's strategies let a wrapper call `training_step` as the module's forward: it must not run twice.
         if "forward" in vars(module) and hasattr(module, "training_step"):
             self._with_compiled.discard(module)
@@ -413,7 +413,7 @@ class FirstCalls:
         self._called.add(module)
 
     def _survey(self, module: nn.Module, args: Any, kwargs: Any) -> Survey:
-        """Read the attention of the first sequences of a call, and note what has not run in it."""
+        """Return the attention of the first sequences of a call; note which modules have not run in it."""
         own = inner_model(self._model)
         inputs, _ = first_sequences((args, kwargs), SEQUENCES)
         self._ran: set[nn.Module] = set()
@@ -446,7 +446,7 @@ class FirstCalls:
             self._report(self._survey(module, args, kwargs), None)
 
     def warn_of_lost(self, lost: Sequence[str]) -> None:
-        """Say once what an extra forward has changed for good."""
+        """Warn once of side effects of an extra forward that cannot be undone."""
         if not self._has_warned:
             self._has_warned = True
             warn(
@@ -456,7 +456,7 @@ class FirstCalls:
 
     @_harmless
     def _before_compiled_call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Make way for a compiled call: dynamo has not looked at it yet."""
+        """Remove hooks and modes before a compiled call, which dynamo has not looked at yet."""
         if is_extra() or self._is_resting:
             return
         self._stop_writing()  # compilation would not bear a mode
@@ -517,8 +517,8 @@ class FirstCalls:
         own = getattr(function, "__func__", function)
         cells = [cell.cell_contents for cell in getattr(own, "__closure__", None) or () if _is_filled(cell)]
         code, names = getattr(own, "__code__", None), getattr(own, "__globals__", {})
-        named = [names[name] for name in (code.co_names if code is not None else ()) if name in names]
-        near = [getattr(function, "__self__", None), *cells, *named, *args, *kwargs.values()]
+        globals_used = [names[name] for name in (code.co_names if code is not None else ()) if name in names]
+        near = [getattr(function, "__self__", None), *cells, *globals_used, *args, *kwargs.values()]
         near += [value for holder in near if hasattr(holder, "__dict__") for value in vars(holder).values()]
         awaited = {inner_model(module) for module in (*self._handles, *self._due)}
         modules = (holder for holder in near if isinstance(holder, nn.Module))
@@ -558,7 +558,7 @@ class _Recorded:
 
 
 class _ReachedError(BaseException):
-    """Ends a compiled function that was run to see what it calls; no handler of the user's catches it."""
+    """A BaseException that ends the dry run of a compiled function once a module of the model is reached."""
 
     def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         super().__init__()
@@ -588,11 +588,11 @@ def _is_filled(cell: Any) -> bool:
 
 
 def take_off(mode: Any) -> None:
-    """Leave a dispatch mode, wherever it is on the stack."""
+    """Exit a dispatch mode, wherever it is on the stack."""
     above = []
     while (top := torch._C._get_dispatch_stack_at(torch._C._len_torch_dispatch_stack() - 1)) is not mode:
         top.__exit__(None, None, None)
         above.append(top)
     mode.__exit__(None, None, None)
-    for other in reversed(above):
-        other.__enter__()
+    for above_mode in reversed(above):
+        above_mode.__enter__()

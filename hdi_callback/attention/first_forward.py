@@ -55,11 +55,11 @@ class _Held:
     near: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
 
     def is_unchanged(self) -> bool:
-        """Whether nothing was written into what it took and gave."""
+        """Whether no input or output was written into since."""
         return self.versions == _versions((self.args, self.kwargs, self.out))
 
     def near_by(self, step: Step | None) -> Tensor:
-        """Return what a step made, if nothing was written into it since."""
+        """Return the output of a step, if it was not written into since."""
         tensor, version = self.near[-1 if step is None else step.number]
         if _versions(tensor) != [version]:
             raise ValueError("it was written into")
@@ -67,7 +67,7 @@ class _Held:
 
 
 class FirstForward:
-    """Writes a forward down, and keeps what a reading needs of it.
+    """Records a forward on a tape, with the samples that a reading needs of it.
 
     Args:
         model: the model.
@@ -96,13 +96,13 @@ class FirstForward:
 
     @property
     def keeps(self) -> bool:
-        """Whether what runs now is to be captured."""
+        """Whether the forward that runs now is to be captured."""
         return self._keeps()
 
     # --- while it runs
 
     def take_input(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Keep what a module takes, if it may be what a reading needs."""
+        """Store the input of a module that may hold head outputs or input tokens."""
         try:
             with torch._C.DisableTorchFunction():  # modes of the user's see nothing of it
                 self._take_input(module, args, kwargs)
@@ -110,26 +110,30 @@ class FirstForward:
             self.tape.errors.append(f"{type(module).__name__}: {describe(error)}")
 
     def _take_input(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        weights = [one for one in module._parameters.values() if one is not None and one.dim() > 1]
+        weights = [
+            parameter for parameter in module._parameters.values() if parameter is not None and parameter.dim() > 1
+        ]
         if not (weights and self._keeps() and torch._C._current_graph_task_id() == -1):
             return
-        given = given_to(module, args, kwargs)
-        if not isinstance(given, Tensor) or not given.is_floating_point() or given.is_meta or given.is_nested:
+        tensor = given_to(module, args, kwargs)
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.is_meta or tensor.is_nested:
             return
-        given = within_transforms(given)
-        if torch._C._functorch.is_functorch_wrapped_tensor(given):
+        tensor = within_transforms(tensor)
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             self._batched.add(module)
             return
-        if is_sharded(given):
+        if is_sharded(tensor):
             return
         with Aside():
-            mask = find_padding(tuple(given.shape[:-1]), self._padding, layer=self._paths.get(module, ""))
-        is_kept = all(one.requires_grad for one in weights) and torch.is_grad_enabled() and not has_saving_hooks()
-        kept: Tensor | Sample = given
-        if not is_kept and given.shape[-1] in weights[0].shape:
+            mask = find_padding(tuple(tensor.shape[:-1]), self._padding, layer=self._paths.get(module, ""))
+        is_kept = (
+            all(parameter.requires_grad for parameter in weights) and torch.is_grad_enabled() and not has_saving_hooks()
+        )
+        tokens: Tensor | Sample = tensor
+        if not is_kept and tensor.shape[-1] in weights[0].shape:
             with Aside():
-                kept = Sample.of(given, self._max_tokens, mask.padded)
-        self._inputs.setdefault(module, []).append((kept, given._version if is_kept else 0, mask))
+                tokens = Sample.of(tensor, self._max_tokens, mask.padded)
+        self._inputs.setdefault(module, []).append((tokens, tensor._version if is_kept else 0, mask))
 
     def _on_step(self, step: Step | None, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         if KINDS.get(func) == "shift":
@@ -170,28 +174,31 @@ class FirstForward:
         return self._counts[place] - 1
 
     def _stay_near(self, step: Step, args: Any, out: Any) -> None:
-        """Keep the scores that something else than a softmax may make weights of, and its last results."""
+        """Hold scores that another normaliser than a softmax may turn into weights, and the last results after them."""
         if step.op in BATCHED:
             self._near, self._numel = {}, out.numel() if self._keeps() else 0
         elif self._numel and (self._near or step.op not in OF_SCORES):
-            taken = list(zip(step.inputs, tensors_in(args)))
-            made = [(view, tensor) for view, tensor in zip(step.outputs, tensors_in(out)) if view is not None]
-            for view, tensor in made if self._near else taken + made:
+            inputs = list(zip(step.inputs, tensors_in(args)))
+            outputs = [(view, tensor) for view, tensor in zip(step.outputs, tensors_in(out)) if view is not None]
+            for view, tensor in outputs if self._near else inputs + outputs:
                 if view.is_float and tensor.numel() == self._numel and view.cell.step is not None:
                     self._near[view.cell.step.number] = tensor, _versions(tensor)[0]
             for number in list(self._near)[1:-_NEAR]:
                 del self._near[number]
 
     def _read_held(self) -> None:
-        """Read the attention before: its product with the values has run."""
+        """Read the attention before this one, whose matmul with the values has run."""
         held, self._reader._shifted = self._held, None
         if held is None or not held.is_unchanged():
             self._held = None
             return
         with Aside(), _quiet():
             self._reading.go_on(held.step.number)
-            steps = [(one, one.core.parts[0].step if held.near else one.core.step) for one in self._reading.claims]
-            claim = next((one for one, step in steps if step is held.step), None)
+            steps = [
+                (attention, attention.core.parts[0].step if held.near else attention.core.step)
+                for attention in self._reading.claims
+            ]
+            claim = next((attention for attention, step in steps if step is held.step), None)
             try:
                 if claim is None:
                     return
@@ -222,20 +229,20 @@ class FirstForward:
         return self._held is not None and KINDS.get(self._held.func) == "fused"
 
     def padded_queries(self, number: Any, shape: tuple[int, int], hidden: Tensor | None) -> Tensor | None:
-        """Find the queries that are padding."""
+        """Return which queries are padding; `None` if none is known."""
         assert self._held is not None
-        known = hidden if hidden is not None and tuple(hidden.shape) == shape else None
-        mask = find_padding(shape, self._padding, layer=self._held.step.path or "", hidden_keys=known,
+        of_shape = hidden if hidden is not None and tuple(hidden.shape) == shape else None
+        mask = find_padding(shape, self._padding, layer=self._held.step.path or "", hidden_keys=of_shape,
                             calls=self._held.calls)  # fmt: skip
         self._masks[number] = mask
         return mask.padded
 
     def take_rows(self, number: Any, sample: CoreSample) -> None:
-        """Keep sampled rows."""
+        """Store sampled rows."""
         self._rows[number] = sample
 
     def take_outputs(self, number: Any, outputs: Tensor) -> None:
-        """Keep head outputs: by reference, or a sample."""
+        """Store a sample of head outputs."""
         flat = outputs.flatten(2)
         self._outputs[number] = Sample.of(flat, self._max_tokens, self._masks.get(number, TokenMask()).padded)
 
@@ -245,7 +252,7 @@ class FirstForward:
     # --- when it has returned
 
     def survey(self, on_read: Any) -> Survey:
-        """Read the heads."""
+        """Return the layers that the recorded forward shows."""
         self._read_held()
         with Aside(), _quiet():
             return put_together(
@@ -253,12 +260,12 @@ class FirstForward:
             )
 
     def hand_over(self, capture: Capture) -> None:
-        """Give a capture what it would have captured of this forward."""
+        """Pass this forward's samples on to a capture, as if it had been armed."""
         for module, tap in capture.taps:
             tap.failure = tap.failure or (IN_VMAP if module in self._batched else None)
-            for kept, version, mask in self._inputs.get(module, ()):
-                if isinstance(kept, Sample) or kept._version == version:
-                    tap.hand_over(kept, mask if mask.padded is not None else self._mask_of(tap, mask))
+            for tokens, version, mask in self._inputs.get(module, ()):
+                if isinstance(tokens, Sample) or tokens._version == version:
+                    tap.hand_over(tokens, mask if mask.padded is not None else self._mask_of(tap, mask))
         for layer in capture.read_layers:
             numbers = [
                 number for (place, at), number in self._at.items() for site in layer.sites
@@ -271,9 +278,9 @@ class FirstForward:
                     capture.outputs[layer.name].hand_over(self._outputs[number], self._masks[number])
 
     def forget(self) -> None:
-        """Let go of all tensors now, and not when Python collects cycles."""
-        for one in (self._inputs, self._rows, self._outputs, self._masks, self._at, self._near, self.tape._cells):
-            one.clear()
+        """Release all tensors now, and not when Python collects cycles."""
+        for tensors in (self._inputs, self._rows, self._outputs, self._masks, self._at, self._near, self.tape._cells):
+            tensors.clear()
         self.tape.steps = []
         self.tape._on_step = self._held = None
         self._reading, self._reader = Reading(self.tape), Reader({}, [], self, 64)
@@ -296,9 +303,9 @@ class _quiet(ExitStack):  # noqa: N801
 
 
 def _versions(value: Any) -> list[int]:
-    found = []
+    versions = []
     if isinstance(value, Tensor):
         return [-1 if value.is_inference() else value._version]
-    for one in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
-        found += _versions(one)
-    return found
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
+        versions += _versions(item)
+    return versions

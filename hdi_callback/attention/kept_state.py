@@ -60,7 +60,7 @@ class KeptTensors(Mode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Copy what the operation is about to write into, then run it."""
+        """Copy the tensors that an operation is about to write into, then run it."""
         kwargs = kwargs or {}
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a DTensor asks for operations on the part of this rank, which come here
@@ -90,8 +90,8 @@ class KeptTensors(Mode):
                 storage.copy_(content)
         for version in reversed(self._versions.values()):
             version.__exit__(None, None, None)
-        for kept in (self._copies, self._versions, self._geometries):
-            kept.clear()
+        for table in (self._copies, self._versions, self._geometries):
+            table.clear()
 
     def _keep(self, tensor: Tensor) -> None:
         address = _address(tensor)
@@ -141,7 +141,7 @@ class KeptState:
         Returns:
             What has changed and cannot be restored, in words.
         """
-        lost = [what for what, state, before in self._lost if state() != before]
+        lost = [words for words, state, before in self._lost if state() != before]
         for undo in reversed(self._undo):
             try:
                 undo()
@@ -227,12 +227,12 @@ class KeptState:
                 self._meet(item, functools.partial(value.__setitem__, place) if hasattr(value, "insert") else None)
 
     def _meet(self, item: Any, lend: Callable[[Any], Any] | None) -> None:
-        """Take an item that was found; an iterator gives way to a copy, which `lend` puts where it was held."""
-        other = None if lend is None else _copied_iterator(item)
-        if other is None or lend is None:
+        """Queue an item of a container; an iterator is replaced by a copy, which `lend` writes in its place."""
+        iterator = None if lend is None else _copied_iterator(item)
+        if iterator is None or lend is None:
             self._stack.append(item)
         else:
-            lend(other)
+            lend(iterator)
 
     def _keep(
         self, read: Callable[[], Any], write: Callable[[Any], Any], is_same: Callable[[Any, Any], bool] = operator.eq
@@ -269,8 +269,8 @@ class KeptState:
         size = value.cache_info().currsize
         self._stack.append(value.__wrapped__)
         if size:
-            what = "a function with a cache, which was filled further"
-            self._lost.append((what, lambda: value.cache_info().currsize, size))
+            words = "a function with a cache, which was filled further"
+            self._lost.append((words, lambda: value.cache_info().currsize, size))
         else:
             self._undo.append(lambda: value.cache_clear() if value.cache_info().currsize else None)
 
@@ -280,9 +280,9 @@ class KeptState:
                 content = cell.cell_contents
             except ValueError:  # not filled yet
                 continue
-            put = functools.partial(setattr, cell, "cell_contents")
-            self._undo.append(functools.partial(put, content))
-            self._meet(content, put)
+            write = functools.partial(setattr, cell, "cell_contents")
+            self._undo.append(functools.partial(write, content))
+            self._meet(content, write)
         self._stack += [value.__defaults__, value.__kwdefaults__, vars(value)]
         if _is_users(value.__module__):
             names = _names_in(value.__code__)
@@ -296,9 +296,9 @@ class KeptState:
         """List global names that a function uses."""
         for name in used:
             if name in names and not isinstance(names[name], types.ModuleType):
-                put = functools.partial(names.__setitem__, name)
-                self._undo.append(functools.partial(put, names[name]))
-                self._meet(names[name], put)
+                write = functools.partial(names.__setitem__, name)
+                self._undo.append(functools.partial(write, names[name]))
+                self._meet(names[name], write)
 
     def _list_class(self, value: type) -> None:
         """List attributes of a class, and what the methods of a user's class use."""
@@ -335,7 +335,7 @@ class KeptState:
             self._list_slot(value, slot)
 
     def _list_tensor(self, value: Tensor) -> None:
-        """List what no operation shows: the memory that `.data` names, the gradient, and hooks."""
+        """List what no operation shows: the memory behind `.data`, the gradient, and hooks."""
         if is_sharded(value) or not value.is_leaf or (address := _address(value)) is None:
             return
         before, gradient, hooks = value.detach(), value.grad, value._backward_hooks
@@ -405,7 +405,7 @@ def _refill(value: Any, items: list[Any]) -> None:
 
 
 def _reset(value: set[Any], items: list[Any]) -> None:
-    """Take off what was added and add what was taken off, so that others stay in their order."""
+    """Remove the added items and add the removed ones; the others stay in their order."""
     before = set(map(id, items))
     value.difference_update([item for item in value if id(item) not in before])
     value.update(items)
@@ -414,8 +414,8 @@ def _reset(value: set[Any], items: list[Any]) -> None:
 def _statistics(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """List the running statistics that a batch norm is given: it writes into them, and its schema does not say so."""
     places = _places_of_statistics(func)
-    given = [args[place] if place < len(args) else kwargs.get(name) for name, place in places]
-    return [tensor for tensor in given if isinstance(tensor, Tensor)]
+    values = [args[place] if place < len(args) else kwargs.get(name) for name, place in places]
+    return [tensor for tensor in values if isinstance(tensor, Tensor)]
 
 
 @functools.lru_cache(maxsize=4096)

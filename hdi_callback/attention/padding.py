@@ -39,7 +39,7 @@ _LONGEST_PREFIX = 8  # tokens of a class, of registers, that masks may leave out
 
 @dataclass(frozen=True)
 class TokenMask:
-    """What is known of the padding among some tokens.
+    """The padding among some tokens, as far as masks show it.
 
     Attributes:
         padded: ``(batch, length)`` as the tokens, true where one is padding; `None` if nothing says that there is any.
@@ -58,7 +58,7 @@ def find_padding(
     hidden_keys: Tensor | None = None,
     calls: Sequence[Call] | None = None,
 ) -> TokenMask:
-    """Find which tokens of a running call are padding.
+    """Return which tokens of a running call are padding.
 
     Args:
         shape: ``(batch, length)`` of the tokens, or more or fewer dimensions.
@@ -101,7 +101,7 @@ def fit(padded: Tensor, shape: Sequence[int]) -> Tensor | None:
 def _masks(calls: Sequence[Call], layer: str) -> list[tuple[str, Tensor, str]]:
     """The masks over tokens that calls take: name, true where a token is padding, and whose argument it is."""
     is_decoder = "decoder" in layer.lower()
-    found = []
+    masks = []
     for call in calls:
         names = call.arguments.keys()
         if names.isdisjoint(_OF_ANY):
@@ -115,12 +115,12 @@ def _masks(calls: Sequence[Call], layer: str) -> list[tuple[str, Tensor, str]]:
             of_other_side = has_two_sides and is_decoder != (name in _OF_DECODER)
             if of_other_side or value.dim() not in (1, 2) or value.is_nested or _is_of_other_keys(name, call):
                 continue
-            found.append((name, _as_padding(value, name in _OF_PADDING), type(call.module).__name__))
-    return found
+            masks.append((name, _as_padding(value, name in _OF_PADDING), type(call.module).__name__))
+    return masks
 
 
 def _is_of_other_keys(name: str, call: Call) -> bool:
-    """Whether a mask is of the keys of another stream, as in cross-attention; the queries are what is measured."""
+    """Whether a mask is of the keys of another stream, as in cross-attention, where queries are measured."""
     query, key = call.arguments.get("query"), call.arguments.get("key")
     if name != "key_padding_mask" or not isinstance(query, Tensor) or not isinstance(key, Tensor) or key is query:
         return False
@@ -161,11 +161,11 @@ def _chosen(shape: Sequence[int], choice: Any, calls: Sequence[Call], layer: str
 
 def _call_for(function: Callable[..., Any], calls: Sequence[Call]) -> Call | None:
     """The outermost call with the arguments that a function takes: wrappers of a model do not name them."""
-    named = [call for call in reversed(calls) if all(name.isidentifier() for name in call.arguments)]
-    for call in named:
+    candidates = [call for call in reversed(calls) if all(name.isidentifier() for name in call.arguments)]
+    for call in candidates:
         try:
             inspect.signature(function).bind(**call.arguments)
         except (TypeError, ValueError):
             continue
         return call
-    return named[0] if named else None  # its error names the missing argument
+    return candidates[0] if candidates else None  # its error names the missing argument

@@ -98,22 +98,22 @@ class CoreSample:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What samples must have alike to be stacked; those of one place share positions."""
+        """Positions, shapes and types that samples must share to be stacked."""
         tensors = (getattr(self, name) for name in _STACKED)
-        shapes = (None if one is None else (one.shape, one.dtype, one.device) for one in tensors)
+        shapes = (None if tensor is None else (tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
         return id(self.positions), id(self.later), self.scale, *shapes
 
     @property
     def numel(self) -> int:
         """How many numbers it holds, about."""
-        return sum(one.numel() for name in _STACKED if (one := getattr(self, name)) is not None)
+        return sum(tensor.numel() for name in _STACKED if (tensor := getattr(self, name)) is not None)
 
     @classmethod
     def stacked(cls, samples: Sequence[CoreSample]) -> CoreSample:
         """Stack samples of one kind, and compute their scores."""
-        given = {name: [getattr(one, name) for one in samples] for name in _STACKED}
+        fields = {name: [getattr(sample, name) for sample in samples] for name in _STACKED}
         tensors: dict[str, Any] = {
-            name: None if values[0] is None else torch.stack(values) for name, values in given.items()
+            name: None if values[0] is None else torch.stack(values) for name, values in fields.items()
         }
         together = replace(samples[0], **tensors)
         return together if together.logits is not None else replace(together, logits=together._scores())
@@ -130,13 +130,13 @@ class CoreSample:
         return logits if self.later is None else logits.masked_fill(self.later, -math.inf)
 
     def visible(self) -> Tensor:
-        """Mark the keys that a query sees, none of them if it is padding."""
+        """Return which keys a query sees, none of them if it is padding."""
         assert self.logits is not None
-        seen = ~(self.logits <= _SEEN)  # NaN is seen
-        return seen if self.padded is None else seen & ~self.padded[..., None, :, None]
+        visible = ~(self.logits <= _SEEN)  # NaN is seen
+        return visible if self.padded is None else visible & ~self.padded[..., None, :, None]
 
     def weights_of(self, visible: Tensor) -> Tensor:
-        """Give the weights; a softmax over nothing is NaN, while NaN of a row that sees keys stays."""
+        """Return the weights: 0 in a row that sees no key, where a softmax is NaN; other NaN stay."""
         assert self.logits is not None
         weights = torch.softmax(self.logits, -1) if self.weights is None else self.weights
         return weights.masked_fill(~visible.any(-1, keepdim=True), 0)
@@ -148,7 +148,7 @@ class CoreSample:
         of_keys = self.key.norm(dim=-1).repeat_interleave(self.query.shape[-3] // self.key.shape[-3], dim=-2)
         lengths = self.query.norm(dim=-1), of_keys
         meet = (visible.any(dim).expand_as(length) for dim, length in zip((-1, -2), lengths))
-        query, key = ((one * met).sum((-3, -1)) / met.sum((-3, -1)).clamp_min(1) for one, met in zip(lengths, meet))
+        query, key = ((each * met).sum((-3, -1)) / met.sum((-3, -1)).clamp_min(1) for each, met in zip(lengths, meet))
         return query, key
 
 
@@ -187,11 +187,11 @@ class Reader(Mode):
         return True
 
     def look_again(self) -> None:
-        """Let the mode read the next forward, and show anew what the nodes of autograd save."""
+        """Make the mode read the next forward, which shows again whether autograd saves the same tensors."""
         self._shown.clear()
 
     def is_shown(self, layers: set[str]) -> bool:
-        """Whether the nodes behind the outputs of layers save what their attention receives."""
+        """Whether autograd was shown to save the queries and keys of all these layers."""
         return layers <= self._shown.keys()
 
     def begin(self) -> None:
@@ -202,7 +202,7 @@ class Reader(Mode):
         self.forget()
 
     def forget(self) -> None:
-        """Let go of all tensors."""
+        """Release all tensors."""
         # The weights that are on their way to a product with values, by storage; kept alive, as addresses are reused.
         self._waiting: dict[int, tuple[AttentionLayer, Site, int, Tensor]] = {}
         self._shifted: tuple[Tensor, Tensor] | None = None
@@ -210,7 +210,7 @@ class Reader(Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation as it is, and look at it if it is one of attention."""
-        if types and any(is_sharded(one) for one in types):
+        if types and any(is_sharded(kind) for kind in types):
             return NotImplemented  # a DTensor asks for operations on the part of this rank, which come here
         if func is FLEX:
             call = FlexCall(*args)
@@ -221,11 +221,11 @@ class Reader(Mode):
         else:
             out = passed_on(func, args, kwargs or {})
         is_looked_at = func in KINDS or self._waiting or self._has_normalisers
-        if is_looked_at and all(one.__torch_dispatch__ is _PLAIN for one in types):
+        if is_looked_at and all(kind.__torch_dispatch__ is _PLAIN for kind in types):
             try:
                 self._see(func, args, kwargs or {}, out)
             except Exception as error:  # of a kind of tensor that has no storage, or no strides
-                for layer in {id(one[0]): one[0] for one in self._waiting.values()}.values():
+                for layer in {id(kind[0]): kind[0] for kind in self._waiting.values()}.values():
                     self._sink.fail(layer.name, f"its head outputs cannot be followed ({describe(error)})")
                 self.forget()
         return out
@@ -238,9 +238,9 @@ class Reader(Mode):
             if self._waiting:
                 self._follow(func, args, out)
         elif kind == _SHIFT:
-            one, other = args[:2]
-            is_of_rows = isinstance(other, Tensor) and other.dim() == one.dim() > 0
-            self._shifted = (out, one) if is_of_rows and other.shape[-1] == 1 < one.shape[-1] else None
+            minuend, subtrahend = args[:2]
+            is_of_rows = isinstance(subtrahend, Tensor) and subtrahend.dim() == minuend.dim() > 0
+            self._shifted = (out, minuend) if is_of_rows and subtrahend.shape[-1] == 1 < minuend.shape[-1] else None
         else:
             self._read(kind, func, args, kwargs, out)
             self._shifted = None
@@ -319,7 +319,7 @@ class Reader(Mode):
         return few, logits[:, 0].amax(1) <= _SEEN
 
     def _read_weights(self, layer: AttentionLayer, how: Site, scores: Any, out: Tensor) -> None:
-        """Read weights that no softmax makes; a row that adds up neither to one nor to nothing becomes NaN."""
+        """Read weights of another normaliser than a softmax; a row whose sum is neither 1 nor 0 becomes NaN."""
         if scores is None:
             raise ValueError("its scores were not met")
         weights = _arranged(out.movedim(how.keys, -1), how.rows, how)
@@ -336,20 +336,20 @@ class Reader(Mode):
         scores = self.unshifted(scores)
         if self._sink.wants_outputs(layer.name):
             self._waiting[_memory(out)] = layer, how, out.numel() // out.shape[how.keys], out
-        logits, weights = (_arranged(one.movedim(how.keys, -1), how.rows, how) for one in (scores, out))
+        logits, weights = (_arranged(tensor.movedim(how.keys, -1), how.rows, how) for tensor in (scores, out))
         hidden = logits[:, 0].amax(1) <= _SEEN
         sequences, queries = self._sample(logits.shape[0], logits.shape[2])
-        few, of_few = (_copied(one[sequences][:, :, queries]) for one in (logits, weights))
+        few, of_few = (_copied(tensor[sequences][:, :, queries]) for tensor in (logits, weights))
         sample = CoreSample(self._place_in(logits, queries)[0], few, of_few)
         self._hand_over(layer, sample, _batch_and_queries(logits), sequences, queries, hidden)
 
     def unshifted(self, scores: Tensor) -> Tensor:
-        """Give scores as they were before the largest was taken off."""
+        """Return the scores before their maximum was subtracted."""
         is_shifted = self._shifted is not None and _memory(self._shifted[0]) == _memory(scores)
         return self._shifted[1] if is_shifted else scores  # type: ignore[index]
 
     def show(self, layer: AttentionLayer, outputs: Tensor) -> None:
-        """Compare what the mode has read of a layer with what autograd saved behind its outputs, for the next time."""
+        """Compare queries and keys that the mode read with those that autograd saved; trust these if equal."""
         if layer.name in self._received:
             how, identity = self._received.pop(layer.name)
             saved = _saved_behind(outputs)
@@ -357,11 +357,14 @@ class Reader(Mode):
                 self._shown[layer.name] = how
 
     def read_behind(self, layer: AttentionLayer, outputs: Tensor) -> None:
-        """Read what autograd saved of the fused attention behind its outputs, where the mode was off."""
+        """Read the fused attention before the output projection from the tensors that autograd saved."""
         how, saved = self._shown.get(layer.name), _saved_behind(outputs)
         if how is None or saved is None:
             self._shown.pop(layer.name, None)
-            raise ValueError("the attention behind its outputs has changed; it is looked for again at the next reading")
+            raise ValueError(
+                "the attention before its output projection is no longer one fused operation; "
+                "the next reading reads it anew"
+            )
         self._read_fused(layer, how, saved, None)
 
     def _read_fused(self, layer: AttentionLayer, how: Site, received: Mapping[str, Any], out: Any) -> None:
@@ -439,19 +442,19 @@ class Reader(Mode):
     def _follow(self, func: Any, args: Any, out: Any) -> None:
         """Follow weights through dropout, casts and copies, to the product with values."""
         place = PRODUCTS.get(func)
-        given = args if place is None else args[place : place + 2]
-        tensors = [one for group in given for one in (group if isinstance(group, (list, tuple)) else (group,))]
+        operands = args if place is None else args[place : place + 2]
+        tensors = [item for group in operands for item in (group if isinstance(group, (list, tuple)) else (group,))]
         for tensor in tensors:
-            found = self._waiting.get(_memory(tensor)) if isinstance(tensor, Tensor) else None
-            if found is None:
+            weights = self._waiting.get(_memory(tensor)) if isinstance(tensor, Tensor) else None
+            if weights is None:
                 continue
-            layer, how, rows, _ = found
+            layer, how, rows, _ = weights
             if place is None:
-                for made in out if isinstance(out, (list, tuple)) else (out,):
-                    if isinstance(made, Tensor) and made.is_floating_point():
-                        self._waiting.setdefault(_memory(made), (layer, how, rows, made))
+                for result in out if isinstance(out, (list, tuple)) else (out,):
+                    if isinstance(result, Tensor) and result.is_floating_point():
+                        self._waiting.setdefault(_memory(result), (layer, how, rows, result))
             elif rows in (tensor.numel() // tensor.shape[-1], tensor.numel() // tensor.shape[-2]):
-                self._waiting = {key: one for key, one in self._waiting.items() if one[0] is not layer}
+                self._waiting = {key: item for key, item in self._waiting.items() if item[0] is not layer}
                 with Aside():
                     self._hand_outputs(layer, how, out.mT if how.flipped else out)
                 return
@@ -475,7 +478,7 @@ class Reader(Mode):
         return self._place(scores.shape[2], queries, scores.shape[3], scores.device)
 
     def _sample(self, sequences: int, queries: int) -> tuple[slice, slice]:
-        """Take some sequences and queries at fixed strides, the same at each step: others would look like changes."""
+        """Return slices of sequences and queries, the same at each step: other samples would look like changes."""
         by_sequence = max(1, math.ceil(sequences / min(_MOST_SEQUENCES, self._max_rows)))
         each = max(1, self._max_rows // max(1, math.ceil(sequences / by_sequence)))
         by_query = max(1, math.ceil(queries / each))
@@ -495,10 +498,10 @@ class _SampledViews:
 
 def _replayed(x: Tensor, view: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Return a function that views tensors of the geometry of `x` in one call; `view` itself where it copies."""
-    seen = view(x)
-    if _memory(seen) != _memory(x):
+    viewed = view(x)
+    if _memory(viewed) != _memory(x):
         return view
-    size, stride, offset = seen.size(), seen.stride(), seen.storage_offset() - x.storage_offset()
+    size, stride, offset = viewed.size(), viewed.stride(), viewed.storage_offset() - x.storage_offset()
     return lambda x: x.as_strided(size, stride, x.storage_offset() + offset)
 
 
@@ -519,17 +522,17 @@ class Aside:
         self._autocast = torch._C._DisableAutocast()  # as long as it lives
         modes = (torch._C.DisableTorchFunction(), _disable_current_modes(), outside_transforms(), torch.no_grad())
         self._within: Any = modes
-        for one in self._within:
-            one.__enter__()
+        for context in self._within:
+            context.__enter__()
 
     def __exit__(self, *exception: Any) -> None:
-        for one in reversed(self._within):
-            one.__exit__(*exception)
+        for context in reversed(self._within):
+            context.__exit__(*exception)
         del self._autocast
 
 
 def received_by(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return what an operation was given, by the names of its arguments."""
+    """Return the arguments of an operation by name, with its defaults."""
     names, defaults = _arguments(func)
     return {**defaults, **dict(zip(names, args)), **kwargs}
 
@@ -538,13 +541,13 @@ def received_by(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 def _arguments(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Names of the arguments of an operation, and their defaults."""
     arguments = func._schema.arguments
-    return tuple(one.name for one in arguments), {
-        one.name: one.default_value for one in arguments if one.has_default_value()
+    return tuple(argument.name for argument in arguments), {
+        argument.name: argument.default_value for argument in arguments if argument.has_default_value()
     }
 
 
 def _saved_behind(outputs: Tensor) -> dict[str, Any] | None:
-    """Return what autograd saved of the fused attention behind its outputs; `None` if views do not lead to one.
+    """Return the saved arguments of the fused attention before its outputs; `None` if views do not lead to one.
 
     Nothing is read that went through hooks, as those of checkpointing: they would run.
     """
@@ -561,7 +564,7 @@ def _saved_behind(outputs: Tensor) -> dict[str, Any] | None:
 
 
 def _identity(received: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what tells whether two fused attentions received the same memory and settings."""
+    """Return addresses, geometries and settings, equal for fused attentions that received the same memory."""
     values = [received.get(name) for name in (*_SAVED_TENSORS, *_SETTINGS)]
     return tuple(
         (value.data_ptr(), value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value

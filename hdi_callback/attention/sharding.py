@@ -28,14 +28,14 @@ def over_all_ranks(survey: Survey, model: nn.Module) -> Survey:
     Returns:
         The same layers with the heads of all ranks.
     """
-    spread: list[Any] = [one for one in model.parameters() if is_sharded(one)]
-    meshes = dict.fromkeys(one.device_mesh for one in spread)
+    spread: list[Any] = [parameter for parameter in model.parameters() if is_sharded(parameter)]
+    meshes = dict.fromkeys(parameter.device_mesh for parameter in spread)
     heads = {layer.name: _heads(layer) for layer in survey.layers}
     for group in dict.fromkeys(mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)):
-        found: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, heads, group=group)
+        of_ranks: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(of_ranks, heads, group=group)
         for name, own in heads.items():
-            union = [head for other in found for head in other.get(name, [])]
+            union = [head for of_rank in of_ranks for head in of_rank.get(name, [])]
             heads[name] = list(dict.fromkeys(union)) or own
     layers = (
         layer if len(heads[layer.name]) == layer.num_heads else _with_heads(layer, heads[layer.name])
@@ -47,7 +47,7 @@ def over_all_ranks(survey: Survey, model: nn.Module) -> Survey:
 def _heads(layer: AttentionLayer) -> list[Any]:
     """For each query head its rows in every parameter, as plain data: role, term, factor -> name and starts."""
     distinct = {"key": layer.key_of, "value": layer.value_of}
-    found = []
+    heads = []
     for head in range(layer.num_heads):
         parts = []
         for role, weight in sorted(layer.weights.items()):
@@ -56,8 +56,8 @@ def _heads(layer: AttentionLayer) -> list[Any]:
                 own = 0 if rows.heads == 1 else at
                 name = rows.names[own] if len(rows.names) > 1 else rows.names[0]
                 parts.append((role, name, tuple(rows.starts[own].tolist())))
-        found.append(tuple(parts))
-    return found
+        heads.append(tuple(parts))
+    return heads
 
 
 def _factors(weight: HeadWeight) -> list[Any]:
@@ -68,17 +68,19 @@ def _with_heads(layer: AttentionLayer, heads: list[Any]) -> AttentionLayer:
     """Return a layer with the heads of all ranks."""
     weights, of_heads = {}, {}
     for role, weight in layer.weights.items():
-        mine = [tuple(part[1:] for part in head if part[0] == role) for head in heads]
-        kept = list(dict.fromkeys(mine)) if role in ("key", "value") else mine
-        of_heads[role] = tuple(kept.index(one) for one in mine)
+        of_role = [tuple(part[1:] for part in head if part[0] == role) for head in heads]
+        distinct = list(dict.fromkeys(of_role)) if role in ("key", "value") else of_role
+        of_heads[role] = tuple(distinct.index(rows_of_head) for rows_of_head in of_role)
         at, terms = 0, []
         for term in weight.terms:
             factors = []
             for rows in term.factors:
-                shared = len({one[at] for one in kept}) == 1 and rows.heads == 1
-                each = kept[:1] if shared else kept
-                names = rows.names if len(rows.names) == 1 else tuple(one[at][0] for one in each)
-                factors.append(replace(rows, names=names, starts=torch.tensor([one[at][1] for one in each])))
+                shared = len({rows_of_head[at] for rows_of_head in distinct}) == 1 and rows.heads == 1
+                each = distinct[:1] if shared else distinct
+                names = rows.names if len(rows.names) == 1 else tuple(rows_of_head[at][0] for rows_of_head in each)
+                factors.append(
+                    replace(rows, names=names, starts=torch.tensor([rows_of_head[at][1] for rows_of_head in each]))
+                )
                 at += 1
             terms.append(replace(term, factors=tuple(factors)))
         weights[role] = replace(weight, terms=tuple(terms))
@@ -101,10 +103,10 @@ def gathered_heads(outputs: Mapping[str, tuple[AttentionLayer, Tensor | None]]) 
         group = group_of_heads(layer)
         if group is not None:
             groups.setdefault(group, []).append(name)
-    found: dict[str, Tensor | None] = {}
+    gathered: dict[str, Tensor | None] = {}
     for group, names in groups.items():
         shapes: list[Any] = [None] * dist.get_world_size(group)
-        own = [None if (one := outputs[name][1]) is None else tuple(one.shape) for name in names]
+        own = [None if (outputs_here := outputs[name][1]) is None else tuple(outputs_here.shape) for name in names]
         dist.all_gather_object(shapes, own, group=group)
         for at, name in enumerate(names):
             layer, local = outputs[name]
@@ -114,10 +116,10 @@ def gathered_heads(outputs: Mapping[str, tuple[AttentionLayer, Tensor | None]]) 
                     continue  # not spread: all ranks have all heads
                 parts = [torch.empty_like(local) for _ in shapes]
                 dist.all_gather(parts, local.contiguous(), group=group)
-                found[name] = torch.cat(parts, dim=1)
+                gathered[name] = torch.cat(parts, dim=1)
             else:
-                found[name] = None
-    return found
+                gathered[name] = None
+    return gathered
 
 
 def group_of_heads(layer: AttentionLayer) -> Any:

@@ -118,7 +118,7 @@ def _similarity(own: Tensor, shared: Tensor, group_of: Sequence[int] | None) -> 
 
 @dataclass(frozen=True)
 class CircuitSums:
-    """What the cosines of circuits are made of; layers in front."""
+    """Inner products and norms of circuits; layers in front."""
 
     inner: Tensor  # ``(..., H, H)``, inner products of circuits, up to a scale of each head
     norm: Tensor  # ``(..., H)``, the circuits' norms
@@ -144,13 +144,13 @@ def circuit_sums(own: Tensor, shared: WhitenedHeads, group_of: Sequence[int] | N
 def _inner_products(own: Tensor, keys: WhitenedHeads, group: Tensor | None) -> CircuitSums:
     # K = M R with R a frame of the rows of K, so that Q^T K = (M^T Q)^T R and the circuit's norm is ||M^T Q||: nothing
     # cancels, however unevenly a head shares its scale between Q and K.
-    left, norm = _mixed(own, keys, group)
+    mixed, norm = _mixed(own, keys, group)
     H, k = own.shape[1:3]
     G = keys.rows.shape[1]
     inner = []
-    flat, rows = left.flatten(1, 2), keys.rows.flatten(1, 2)
-    each = len(left) * left.element_size() * k * k * (H + H)
-    for part in head_chunks(H, each, at_least=at_least(left)):
+    flat, rows = mixed.flatten(1, 2), keys.rows.flatten(1, 2)
+    each = len(mixed) * mixed.element_size() * k * k * (H + H)
+    for part in head_chunks(H, each, at_least=at_least(mixed)):
         first = slice(part.start * k, None)
         product = flat[:, part.start * k : part.stop * k] @ flat[:, first].mT
         product = product.unflatten(1, (-1, k)).unflatten(-1, (-1, k))  # (L, heads, k, others, k)
@@ -158,8 +158,13 @@ def _inner_products(own: Tensor, keys: WhitenedHeads, group: Tensor | None) -> C
             of_keys = rows[:, part.start * k : part.stop * k] @ rows[:, first].mT
             of_keys = of_keys.view_as(product)
         else:
-            mine = keys.rows.index_select(1, group[part]).flatten(1, 2)
-            of_keys = (mine @ rows.mT).unflatten(1, (-1, k)).unflatten(-1, (G, k)).index_select(-2, group[part.start :])
+            rows_of_group = keys.rows.index_select(1, group[part]).flatten(1, 2)
+            of_keys = (
+                (rows_of_group @ rows.mT)
+                .unflatten(1, (-1, k))
+                .unflatten(-1, (G, k))
+                .index_select(-2, group[part.start :])
+            )
         inner.append((part, product.mul_(of_keys).sum((2, 4))))
     return CircuitSums(symmetric(H, inner), norm)
 
@@ -169,10 +174,10 @@ def _mixed(own: Tensor, keys: WhitenedHeads, group: Tensor | None) -> tuple[Tens
     mixing, norm = keys.mixing, keys.norm
     if group is not None:
         mixing, norm = mixing.index_select(1, group), norm.index_select(1, group)
-    left = mixing.mT @ own.to(mixing.dtype)
-    size = torch.linalg.vector_norm(left, dim=(-2, -1), dtype=torch.float64)
-    left = (left / torch.where(size == 0, 1, size)[..., None, None]).to(keys.rows.dtype)
-    return left, size * norm
+    mixed = mixing.mT @ own.to(mixing.dtype)
+    size = torch.linalg.vector_norm(mixed, dim=(-2, -1), dtype=torch.float64)
+    mixed = (mixed / torch.where(size == 0, 1, size)[..., None, None]).to(keys.rows.dtype)
+    return mixed, size * norm
 
 
 @torch.no_grad()

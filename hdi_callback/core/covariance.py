@@ -93,7 +93,7 @@ class OutputMoments:
 
     @classmethod
     def zeros(cls, heads: int, width: int, device: torch.device | str | None = None) -> OutputMoments:
-        """Make the moments of no tokens of one layer."""
+        """Return the moments of no tokens of one layer."""
         scatter = torch.zeros(scatter_size(heads, width), device=device)
         return cls(torch.zeros((), device=device), torch.zeros(heads, width, device=device), scatter)
 
@@ -147,7 +147,7 @@ def head_covariance(outputs: Tensor, output_weight: Tensor, valid: Tensor | None
 
 @dataclass(frozen=True)
 class CovarianceSums:
-    """What the covariance term is made of, small enough for the host; layers in front.
+    """Reduced second moments of head outputs, small enough for the host; layers in front.
 
     Attributes:
         count: ``(...)``, number of tokens.

@@ -115,7 +115,7 @@ def head_diversity(weight: Tensor, *, rank_tol: float = 1e-6) -> HeadDiversity:
 
 @dataclass(frozen=True)
 class DiversitySums:
-    """What the overlaps of heads are made of, small enough for the host; layers in front."""
+    """Squared norms of products of heads, small enough for the host; layers in front."""
 
     shared: Tensor  # ``(..., H, H)``, squared norms of the products of two heads' orthonormal rows
     energy: Tensor  # ``(..., H, H)``, the same of the heads themselves, scaled to norm 1

@@ -44,8 +44,8 @@ def fresh_head(weight: Tensor, head: int, *, generator: torch.Generator | None =
     wide = weight.double()
     remaining = torch.cat([wide[:head], wide[head + 1 :]])
     _, sigma, right = torch.linalg.svd(remaining, full_matrices=False)
-    others = (right * (sigma > 1e-6 * sigma[..., :1])[..., None]).flatten(0, 1)  # orthonormal rows of each head
-    used, directions = torch.linalg.eigh(others.mT @ others)  # ascending
+    bases = (right * (sigma > 1e-6 * sigma[..., :1])[..., None]).flatten(0, 1)  # orthonormal rows of each head
+    used, directions = torch.linalg.eigh(bases.mT @ bases)  # ascending
     free = min(d, max(k, int((used < 1e-9).sum())))
     draw = torch.randn(free, min(k, free), generator=generator, dtype=torch.float64).to(weight.device)
     rows = torch.linalg.qr(draw).Q.mT @ directions[:, :free].mT  # (min(k, d), d)
@@ -185,8 +185,8 @@ def fold_head(
     output, leaving = (weight.double() for weight in outputs)
     M = leave @ torch.linalg.pinv(stay)
     whole = leave.mT @ leaving  # (d_in, d)
-    rest = (leave - M @ stay).mT @ leaving
-    lost = rest.norm() / whole.norm().clamp_min(torch.finfo(torch.float64).tiny)
+    residue = (leave - M @ stay).mT @ leaving
+    lost = residue.norm() / whole.norm().clamp_min(torch.finfo(torch.float64).tiny)
     shift = torch.zeros(leaving.shape[-1], dtype=torch.float64, device=leaving.device)
     if biases is not None:
         shift = (biases[1].double() - biases[0].double() @ M.mT) @ leaving

@@ -27,7 +27,7 @@ class HeadMovement:
 
 @dataclass(frozen=True)
 class MovementSums:
-    """What the movement of heads is made of, by role and head ``(..., roles, H)``."""
+    """Squared norms and counts of changed weights, by role and head ``(..., roles, H)``."""
 
     moved: Tensor  # squared norm of the change
     size: Tensor  # squared norm before

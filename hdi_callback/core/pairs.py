@@ -12,7 +12,7 @@ TEMPORARY = 2**26
 
 
 def live_pairs(dead: Tensor) -> Tensor:
-    """Mark the pairs of two different live heads, ``(..., H, H)``."""
+    """Return which pairs are of two different live heads, ``(..., H, H)``."""
     live = ~dead
     eye = torch.eye(dead.shape[-1], dtype=torch.bool, device=dead.device)
     return live[..., :, None] & live[..., None, :] & ~eye
@@ -24,7 +24,7 @@ def mean_over_pairs(matrix: Tensor, pairs: Tensor) -> Tensor:
 
 
 def largest_pair(matrix: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Find the largest entry over the marked pairs, and each head's own largest entry.
+    """Return the largest entry over the marked pairs, and each head's own largest entry.
 
     Args:
         matrix: ``(..., H, H)``, symmetric.
@@ -39,10 +39,10 @@ def largest_pair(matrix: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor, Tensor,
     worst, first = each.max(-1)
     second = nearest.gather(-1, first[..., None])[..., 0]
     both = torch.stack([torch.minimum(first, second), torch.maximum(first, second)], -1)
-    known, each_known = worst.isfinite(), each.isfinite()
+    is_known, each_known = worst.isfinite(), each.isfinite()
     return (
-        torch.where(known, worst, torch.nan),
-        torch.where(known[..., None], both, -1),
+        torch.where(is_known, worst, torch.nan),
+        torch.where(is_known[..., None], both, -1),
         torch.where(each_known, nearest, -1),
         torch.where(each_known, each, torch.nan),
     )

@@ -76,16 +76,16 @@ class RowSums:
 
     @classmethod
     def zeros(cls, heads: int, keys: int, device: torch.device | str | None = None) -> RowSums:
-        """Make the sums of no queries."""
+        """Return the sums of no queries."""
         none = torch.zeros(heads, 0, keys, device=device)
         return attention_rows(none, logits=none)
 
-    def __add__(self, other: RowSums) -> RowSums:
+    def __add__(self, later: RowSums) -> RowSums:
         """Join disjoint queries of the same heads; the shorter key axis is padded."""
-        keys = max(self.columns.shape[-1], other.columns.shape[-1])
-        ours, theirs = self.padded(keys), other.padded(keys)
+        keys = max(self.columns.shape[-1], later.columns.shape[-1])
+        ours, theirs = self.padded(keys), later.padded(keys)
         added = {item.name: getattr(ours, item.name) + getattr(theirs, item.name) for item in fields(RowSums)}
-        return RowSums(**{**added, "logit": torch.maximum(self.logit, other.logit)})
+        return RowSums(**{**added, "logit": torch.maximum(self.logit, later.logit)})
 
     def padded(self, keys: int) -> RowSums:
         """Widen the columns to a number of keys, so that shapes agree over ranks."""
@@ -134,14 +134,14 @@ def attention_rows(
     def arranged(x: Tensor) -> Tensor:
         return x.reshape(count, sequences, x.shape[-3], queries, keys)  # (layers, sequences, heads, queries, keys)
 
-    seen = arranged(_seen(weights, visible, logits))
+    visible_keys = arranged(_seen(weights, visible, logits))
     wide = arranged(weights.to(torch.promote_types(weights.dtype, torch.float32)))
-    sees = seen.sum(-1).to(wide.dtype)  # (layers, sequences, H or 1, queries)
+    sees = visible_keys.sum(-1).to(wide.dtype)  # (layers, sequences, H or 1, queries)
     # A query counts for all heads or for none, so that pairs of heads are compared on the same queries; and not where
     # it has no choice.
     seeing = (sees > 0).all(-2) & (keys > 1)
     counts = (sees >= 2).all(-2, keepdim=True)
-    mask = seen & counts[..., None]
+    mask = visible_keys & counts[..., None]
     a = torch.where(mask, wide, 0)
     total, n = torch.where(counts, a.sum(-1), 1), torch.where(counts, sees, 1)
     centred = torch.where(mask, a - (total / n)[..., None], 0)
@@ -152,7 +152,9 @@ def attention_rows(
     entropy = torch.special.entr(a).sum(-1) / torch.where(counts, n, 2).log()
     ahead = wide.new_zeros(count, H)
     if positions is not None:
-        later = seen & seeing[..., None, :, None] & (torch.arange(keys, device=wide.device) > positions[:, None])
+        later = (
+            visible_keys & seeing[..., None, :, None] & (torch.arange(keys, device=wide.device) > positions[:, None])
+        )
         ahead = torch.where(later, wide, 0).sum((1, 3, 4))
     of_sequences = a.sum(1)
     pattern, in_part = wide.new_zeros(count, H, PATTERN, PATTERN), wide.new_zeros(count, PATTERN)
@@ -166,7 +168,7 @@ def attention_rows(
         entropy=torch.where(counts, entropy, 0).sum((1, 3)),
         columns=of_sequences.sum(2),
         centred=_inner_products(centred),
-        logit=_largest(None if logits is None else arranged(logits), seen, wide),
+        logit=_largest(None if logits is None else arranged(logits), visible_keys, wide),
         seeing=number_seeing,
         visible=torch.where(seeing, sees.mean(-2), 0).sum((1, 2)),
         placed=number_seeing * float(positions is not None),
@@ -214,23 +216,25 @@ def _in_parts(places: Tensor, length: int, like: Tensor) -> Tensor:
 
 
 def _seen(weights: Tensor, visible: Tensor | None, logits: Tensor | None) -> Tensor:
-    """Mark the keys that each query sees, with all dimensions of the rows; a mask shared by heads is not expanded."""
+    """Return which keys each query sees, with all dimensions of the rows; a mask shared by heads is not expanded."""
     if visible is None:
-        seen = torch.ones((), dtype=torch.bool, device=weights.device)
+        visible_keys = torch.ones((), dtype=torch.bool, device=weights.device)
         if logits is not None:
-            seen = logits > torch.finfo(logits.dtype).min / 2
+            visible_keys = logits > torch.finfo(logits.dtype).min / 2
     else:
-        seen = visible
-    return seen[(None,) * (weights.dim() - seen.dim())].expand(*weights.shape[:-3], -1, *weights.shape[-2:])
+        visible_keys = visible
+    return visible_keys[(None,) * (weights.dim() - visible_keys.dim())].expand(
+        *weights.shape[:-3], -1, *weights.shape[-2:]
+    )
 
 
-def _largest(logits: Tensor | None, seen: Tensor, wide: Tensor) -> Tensor:
+def _largest(logits: Tensor | None, visible_keys: Tensor, wide: Tensor) -> Tensor:
     """Return how far each head's scores of a query rise above their mean at most; minus infinity if there are none."""
     if logits is None or logits.numel() == 0:
         return wide.new_full((wide.shape[0], wide.shape[2]), -torch.inf)
     scores = logits.to(wide.dtype)
-    mean = torch.where(seen, scores, 0).sum(-1) / seen.sum(-1).clamp(min=1)
-    return (torch.where(seen, scores, -torch.inf).amax(-1) - mean).amax((1, 3))
+    mean = torch.where(visible_keys, scores, 0).sum(-1) / visible_keys.sum(-1).clamp(min=1)
+    return (torch.where(visible_keys, scores, -torch.inf).amax(-1) - mean).amax((1, 3))
 
 
 def _inner_products(rows: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class TokenSums:
 
     @classmethod
     def zeros(cls, width: int, device: torch.device | str | None = None, *, with_rank: bool = True) -> TokenSums:
-        """Make the sums of no tokens of one layer."""
+        """Return the sums of no tokens of one layer."""
         return cls.from_tokens(torch.zeros(0, width, device=device), with_rank=with_rank)
 
 

@@ -59,9 +59,9 @@ def whiten_heads(weight: Tensor, rank_tol: float) -> WhitenedHeads:
     """
     out = torch.promote_types(weight.dtype, torch.float32)
     if weight.is_cpu and out == torch.float32:
-        found = _well_conditioned(weight.float(), rank_tol)
-        if found is not None:
-            return found
+        whitened = _well_conditioned(weight.float(), rank_tol)
+        if whitened is not None:
+            return whitened
     wide = torch.float32 if weight.device.type == "mps" else torch.float64
     *batch, H, k, d = weight.shape
     gram = torch.empty(*batch, H, k, k, dtype=wide, device=weight.device)
@@ -149,7 +149,7 @@ def dead_heads(norm: Tensor, rank_tol: float) -> tuple[Tensor, Tensor]:
 
 
 def layers_at_once(layers: Tensor) -> int:
-    """Choose how many layers of a stack ``(L, H, d_k, d)`` are measured in one call."""
+    """Return how many layers of a stack ``(L, H, d_k, d)`` are measured in one call."""
     # On a CPU large layers gain nothing from it, and one fits into the cache; elsewhere a call costs its launches.
     numbers = max(1, layers[:1].numel())
     return 1 if layers.is_cpu and numbers >= 2**17 else max(1, TEMPORARY // (4 * numbers))

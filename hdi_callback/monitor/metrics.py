@@ -194,7 +194,7 @@ METRICS: dict[str, Metric] = {metric.name: metric for metric in _METRICS}
 
 
 def check_metric(name: Any) -> None:
-    """Refuse what is no metric.
+    """Raise an error for a name that is no metric.
 
     Raises:
         MisconfigurationError: with the closest name.

@@ -188,14 +188,14 @@ class HeadDiversityMonitor:
             self._capture.disarm()
 
     def suspend(self) -> None:
-        """Take the hooks off, as before an evaluation, which runs as without a monitor; what was captured stays."""
+        """Remove the hooks for an evaluation, which runs as without a monitor; samples stay."""
         if self._first_calls is not None and self.layers:
             self._first_calls.rest()
         if self._capture is not None:
             self._capture.suspend()
 
     def resume(self) -> None:
-        """Put the hooks back after `suspend`."""
+        """Install the hooks again after `suspend`."""
         if self._first_calls is not None and self.layers:
             self._first_calls.go_on()
         if self._capture is not None:
@@ -267,7 +267,7 @@ class HeadDiversityMonitor:
         return Reading(step, names, results, absent, epoch=epoch, metrics=self.metrics, alerts=compare)
 
     def _take(self, absent: Absent) -> Mapping[str, Captured]:
-        """Take what was captured; nothing if no forward was armed."""
+        """Return the captured tensors of each layer; nothing if no forward was armed."""
         names = [layer.name for layer in self.layers]
         captured: Mapping[str, Captured] = {}
         if self._capture is not None and self._forwards:
@@ -277,7 +277,9 @@ class HeadDiversityMonitor:
         captured = captured if self._is_armed else {}
         self._is_armed = False
         self._forget_first()
-        doubts = {name: one.reasons["padding"] for name, one in captured.items() if "padding" in one.reasons}
+        doubts = {
+            name: of_layer.reasons["padding"] for name, of_layer in captured.items() if "padding" in of_layer.reasons
+        }
         if doubts and not self._has_warned_of_padding:
             self._has_warned_of_padding = True
             name, why = next(iter(doubts.items()))
@@ -290,23 +292,23 @@ class HeadDiversityMonitor:
     # --- layers
 
     @guarded("watching heads", passes=(MisconfigurationError,))
-    def _on_found(self, found: Survey, forward: FirstForward | None = None) -> None:
-        """Watch what the first call of the model, or of a part of it, has shown: called within the user's forward."""
+    def _on_found(self, survey: Survey, forward: FirstForward | None = None) -> None:
+        """Watch the layers that a first call of the model, or a part, shows; called within the user's forward."""
         self._check()
         if forward is not None:
             self._first_forwards.append(forward)
             if not self._is_armed:
                 self._forget_first()
         if self._ranks is not None and number_of_ranks() > 1:
-            late = ", ".join(f"`{layer.name}`" for layer in found.layers if self._is_chosen(layer.name))
+            late = ", ".join(f"`{layer.name}`" for layer in survey.layers if self._is_chosen(layer.name))
             if late:
                 warn(f"{late} is not watched: it was first called after ranks had agreed on what they watch.")
             return
-        self._watch(found)
+        self._watch(survey)
 
     def _forget_first(self) -> None:
-        for one in self._first_forwards:
-            one.forget()
+        for forward in self._first_forwards:
+            forward.forget()
         self._first_forwards.clear()
 
     @property
@@ -341,27 +343,27 @@ class HeadDiversityMonitor:
 
     @guarded("checking attention")
     def _check(self) -> None:
-        """Say what is wrong or odd about the attention of the forwards that were read; it ends no training."""
+        """Warn of wrong or odd attention in the forwards that were read; it ends no training."""
         read, self._read = self._read, []
         facts = [facts_of(*each) for each in read]
         self._facts += [each for listed in facts for each in listed]
         checks = [examine(listed, self._is_chosen) for listed in facts]
-        found = [str(one) for each in checks for one in each.findings]
-        new = [text for text in found if text not in self._said]
+        texts = [str(finding) for each in checks for finding in each.findings]
+        new = [text for text in texts if text not in self._said]
         self._said.update(new)
         if new and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
             warn("\n  ".join(["The first forward shows, of attention (`hdi check` says more):", *new]), HDIWarning)
 
-    def _watch(self, found: Survey) -> None:
-        """Watch what a forward has shown, beside what is known."""
-        self._left_out |= {layer.name for layer in found.layers if not self._is_chosen(layer.name)}
-        known = {layer.name: layer for layer in (*self.layers, *found.layers) if self._is_chosen(layer.name)}
+    def _watch(self, survey: Survey) -> None:
+        """Watch the layers of a survey, beside those known before."""
+        self._left_out |= {layer.name for layer in survey.layers if not self._is_chosen(layer.name)}
+        chosen = {layer.name: layer for layer in (*self.layers, *survey.layers) if self._is_chosen(layer.name)}
         modules = enumerate(self._model.named_modules())
         order = {name_without_wrappers(name): place for place, (name, _) in modules}
-        layers = tuple(sorted(known.values(), key=lambda layer: order.get(layer.name, len(order))))
-        refused = {refusal.name: refusal for refusal in (*self.refused, *found.refused)}
+        layers = tuple(sorted(chosen.values(), key=lambda layer: order.get(layer.name, len(order))))
+        refused = {refusal.name: refusal for refusal in (*self.refused, *survey.refused)}
         self.refused = tuple(
-            one for name, one in refused.items() if name not in known and (not name or self._is_chosen(name))
+            each for name, each in refused.items() if name not in chosen and (not name or self._is_chosen(name))
         )
         if layers == self.layers and self._capture is not None:
             return  # hooks stay as they are: those of the module that is being called are on their way
@@ -394,7 +396,7 @@ class HeadDiversityMonitor:
 
     def why_nothing(self) -> str:
         """Return why no layer is watched, as a sentence."""
-        reasons = "".join(f"\n  `{one.name or self.model_name}`: {one.reason}" for one in self.refused[:10])
+        reasons = "".join(f"\n  `{refusal.name or self.model_name}`: {refusal.reason}" for refusal in self.refused[:10])
         if not reasons and self._left_out:
             reasons = f" `include` and `exclude` leave none of {len(self._left_out)}, such as `{min(self._left_out)}`."
         elif not reasons and self._first_calls is not None and self._first_calls.calls:
@@ -418,7 +420,7 @@ class HeadDiversityMonitor:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """Take off data parallelism around the model or around its compiled form."""
+    """Return the model without data parallelism around it or around its compiled form."""
     inner = inner_model(model)
     return inner.module if isinstance(inner, (nn.DataParallel, DistributedDataParallel)) else model
 
@@ -437,7 +439,7 @@ def _forward_sources(sources: set[str], *, with_rank: bool) -> tuple[SumSource, 
 
 
 def _sizes(layer: AttentionLayer) -> dict[str, Any]:
-    """What ranks must have alike to add up their sums."""
+    """Return the names and sizes that ranks must share to add up their sums."""
     facts = layer.facts()
     return {name: facts[name] for name in ("name", "num_heads", "head_dim", "value_dim", "width")} | {
         "roles": sorted(layer.weights),

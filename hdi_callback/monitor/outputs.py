@@ -28,7 +28,7 @@ from hdi_callback.monitor.weights import NotFinite
 
 
 class OutputCovariance(SumSource):
-    """Covariance of what heads add to the output, and their overlap before the output projection."""
+    """Covariance of the heads' contributions to the output, and their overlap before the output projection."""
 
     name, reads, taken = OUTPUTS, "outputs", ("outputs", "valid")
 
@@ -39,11 +39,11 @@ class OutputCovariance(SumSource):
         return None if "output" in layer.weights else "the layer has no output weight of its own"
 
     def begin(self, layers: Sequence[AttentionLayer], captured: Mapping[str, Captured], ranks: Ranks) -> None:
-        """Find the mean outputs over all ranks, about which second moments add up without losing digits."""
+        """Compute the mean outputs over all ranks, about which second moments add up without losing digits."""
         self._centres = _centres(self, layers, captured, ranks, lambda layer: (layer.num_heads, layer.value_dim))
 
     def sums(self, layers: Sequence[AttentionLayer], captured: Sequence[Captured]) -> list[OutputMoments]:
-        outputs, valid = _stacked([_outputs(one) for one in captured])
+        outputs, valid = _stacked([_outputs(of_layer) for of_layer in captured])
         centres = [self._centres[layer.name] for layer in layers if layer.name in self._centres]
         return apart(OutputMoments.from_tokens(outputs, valid, centre=stacked(centres) if centres else None))
 
@@ -79,7 +79,7 @@ class OutputFiniteness(SumSource):
     name, reads, taken = FINITE_OUTPUTS, "outputs", ("outputs", "valid")
 
     def sums(self, layers: Sequence[AttentionLayer], captured: Sequence[Captured]) -> list[FinitenessSums]:
-        not_finite = outputs_not_finite(*_stacked([_outputs(one) for one in captured])).float()
+        not_finite = outputs_not_finite(*_stacked([_outputs(of_layer) for of_layer in captured])).float()
         return apart(FinitenessSums(torch.ones_like(not_finite), not_finite))
 
     def blank(self, layer: AttentionLayer, device: torch.device) -> FinitenessSums:
@@ -102,12 +102,12 @@ class InputTokens(SumSource):
         return None if "key" in layer.weights else "the width of its input is not known"
 
     def begin(self, layers: Sequence[AttentionLayer], captured: Mapping[str, Captured], ranks: Ranks) -> None:
-        """Find the mean token over all ranks, if the rank is measured."""
+        """Compute the mean token over all ranks, if the effective rank is measured."""
         if self._with_rank:
             self._centres = _centres(self, layers, captured, ranks, lambda layer: (1, _width(layer)))
 
     def sums(self, layers: Sequence[AttentionLayer], captured: Sequence[Captured]) -> list[TokenSums]:
-        inputs, valid = _stacked([_inputs(one) for one in captured])
+        inputs, valid = _stacked([_inputs(of_layer) for of_layer in captured])
         centres = [self._centres[layer.name][0] for layer in layers if layer.name in self._centres]
         centre = stacked(centres) if centres else None
         return apart(TokenSums.from_tokens(inputs[:, :, 0], valid, centre=centre, with_rank=self._with_rank))
@@ -136,10 +136,10 @@ def _inputs(captured: Captured) -> tuple[Tensor, Tensor | None]:
     return captured.inputs[:, None], captured.inputs_valid
 
 
-def _stacked(given: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+def _stacked(samples: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
     """Stack tokens of layers, and which of them count."""
-    valid = [one for _, one in given if one is not None]
-    return stacked([tokens for tokens, _ in given]), stacked(valid) if valid else None
+    valid = [mask for _, mask in samples if mask is not None]
+    return stacked([tokens for tokens, _ in samples]), stacked(valid) if valid else None
 
 
 def _centres(
@@ -149,7 +149,7 @@ def _centres(
     ranks: Ranks,
     shape: Callable[[AttentionLayer], tuple[int, int]],
 ) -> dict[str, Tensor]:
-    """Find the mean over the tokens of all ranks; of one process nothing, as its sums are about their own mean."""
+    """Return the mean over the tokens of all ranks; nothing for one process, whose sums are about their own mean."""
     if ranks.size == 1:
         return {}
     read = _outputs if isinstance(source, OutputCovariance) else _inputs

@@ -19,7 +19,7 @@ from hdi_callback.record import Alert, LayerRecord, Record
 
 @dataclass(frozen=True)
 class Result:
-    """What one source gave for layers of one shape."""
+    """Sums of one source for layers of one shape."""
 
     source: str  # one of `SOURCES`
     layers: tuple[str, ...]  # names of the layers, in the order of the first dimension of the tensors
@@ -53,7 +53,7 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
 def joined(records: Sequence[Any]) -> Any:
     """Stack records of tensors of single layers to one of tensors ``(layers, ...)``."""
     return type(records[0])(
-        **{item.name: stacked([getattr(one, item.name) for one in records]) for item in fields(records[0])}
+        **{item.name: stacked([getattr(record, item.name) for record in records]) for item in fields(records[0])}
     )
 
 
@@ -174,19 +174,19 @@ class _Column:
 
 def _enter(layer: LayerRecord, source: str, numbers: Sequence[tuple[_Column, Any]]) -> None:
     """Enter the numbers of one source of one layer; if none of its metrics is known, the reason alone."""
-    values = {column.name: one for column, one in numbers if column.kind == "values"}
-    known = {name: value for name, value in values.items() if math.isfinite(value)}
-    if not known:
+    values = {column.name: number for column, number in numbers if column.kind == "values"}
+    finite = {name: value for name, value in values.items() if math.isfinite(value)}
+    if not finite:
         layer.absent.setdefault(source, WHY_NOT[source])
         return
     layer.absent.pop(source, None)  # other ranks have measured it
-    layer.values.update(known)
-    layer.absent.update(dict.fromkeys(values.keys() - known.keys(), WHY_NOT[source]))
-    for column, one in numbers:
+    layer.values.update(finite)
+    layer.absent.update(dict.fromkeys(values.keys() - finite.keys(), WHY_NOT[source]))
+    for column, number in numbers:
         if column.kind == "heads":
-            layer.heads[column.name] = _plain(column.name, one)
+            layer.heads[column.name] = _plain(column.name, number)
         elif column.kind == "matrices":
-            layer.matrices[column.name] = one
+            layer.matrices[column.name] = number
 
 
 def _plain(name: str, numbers: list[float]) -> list[Any]:
@@ -196,7 +196,7 @@ def _plain(name: str, numbers: list[float]) -> list[Any]:
 
 
 def _read(source: str, values: Any, left_out: Collection[str]) -> list[_Column]:
-    """Everything that the catalogue reads from what one source gave."""
+    """Return all entries of the catalogue that are read from one source."""
     tables = (("values", METRICS), ("heads", HEADS), ("matrices", MATRICES))
     columns = []
     for kind, table in tables:

@@ -30,9 +30,9 @@ class NormSums:
     query: Tensor  # ``(H,)``, count times the mean norm of the queries as they enter the scores
     key: Tensor  # ``(H,)``, the same of the keys
 
-    def __add__(self, other: NormSums) -> NormSums:
+    def __add__(self, later: NormSums) -> NormSums:
         """Join the norms of two times that attention ran."""
-        return NormSums(self.count + other.count, self.query + other.query, self.key + other.key)
+        return NormSums(self.count + later.count, self.query + later.query, self.key + later.key)
 
 
 def take_rows(
@@ -41,7 +41,7 @@ def take_rows(
     """Reduce sampled rows of some layers to sums, as `Capture` asks for."""
     sums = attention_rows(weights, visible, logits=logits, positions=positions, layers=True)
     if norms is None:
-        return [(one, None) for one in apart(sums)]
+        return [(of_layer, None) for of_layer in apart(sums)]
     weighted = NormSums(sums.queries, *(sums.queries[:, None] * norm for norm in norms))
     return list(zip(apart(sums), apart(weighted)))
 
@@ -55,11 +55,11 @@ class AttentionRows(SumSource):
         self._positions: int | None = None
 
     def begin(self, layers: Sequence[AttentionLayer], captured: Mapping[str, Captured], ranks: Ranks) -> None:
-        """Let sums have one shape on all ranks, whose sequences may differ in length."""
+        """Fix the number of positions on all ranks, whose sequences may differ in length."""
         self._positions = POSITIONS_OVER_RANKS if ranks.size > 1 else None
 
     def sums(self, layers: Sequence[AttentionLayer], captured: Sequence[Captured]) -> list[RowSums]:
-        return [self._sums(one) for one in captured]
+        return [self._sums(of_layer) for of_layer in captured]
 
     def _sums(self, captured: Captured) -> RowSums:
         total: RowSums = reduce(add, (sums for sums, _ in captured.rows))
@@ -85,11 +85,11 @@ class QueryKeyNorms(SumSource):
     name, reads = NORMS, "rows"
 
     def sums(self, layers: Sequence[AttentionLayer], captured: Sequence[Captured]) -> list[NormSums]:
-        return [self._sums(layer, one) for layer, one in zip(layers, captured)]
+        return [self._sums(layer, of_layer) for layer, of_layer in zip(layers, captured)]
 
     def _sums(self, layer: AttentionLayer, captured: Captured) -> NormSums:
-        known = [norms for _, norms in captured.rows if norms is not None]
-        return reduce(add, known) if known else self.blank(layer, captured.rows[0][0].entropy.device)
+        norms_of_runs = [norms for _, norms in captured.rows if norms is not None]
+        return reduce(add, norms_of_runs) if norms_of_runs else self.blank(layer, captured.rows[0][0].entropy.device)
 
     def blank(self, layer: AttentionLayer, device: torch.device) -> NormSums:
         none = torch.zeros(layer.num_heads, device=device)

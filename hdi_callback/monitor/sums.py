@@ -36,13 +36,13 @@ class SumSource(ABC):
     taken: tuple[str, ...] = ()
 
     def why_not(self, layer: AttentionLayer) -> str | None:
-        """Say why a layer cannot be measured, by facts that are the same on every rank; `None` if it can."""
+        """Return why a layer cannot be measured, by facts that are the same on every rank; `None` if it can."""
         return None
 
     def begin(  # noqa: B027
         self, layers: Sequence[AttentionLayer], captured: Mapping[str, Captured], ranks: Ranks
     ) -> None:
-        """Exchange what `sums` needs to know of the other ranks; every rank calls it for the same layers."""
+        """Exchange the facts that `sums` needs of the other ranks; every rank calls it for the same layers."""
 
     @abstractmethod
     def sums(self, layers: Sequence[AttentionLayer], captured: Sequence[Captured]) -> Sequence[Any]:
@@ -50,18 +50,18 @@ class SumSource(ABC):
 
     @abstractmethod
     def blank(self, layer: AttentionLayer, device: torch.device) -> Any:
-        """Make the sums over nothing, of the same shapes."""
+        """Return sums over nothing, of the same shapes."""
 
     def weight(self, layer: AttentionLayer) -> Tensor | None:
-        """Read the weight that `reduce` takes, on every rank, as it may be gathered."""
+        """Return the weight that `reduce` takes, on every rank, as it may be gathered."""
         return None
 
     def reduce(self, sums: Any, weight: Tensor | None) -> Any:
-        """Make the sums over all ranks small enough for the host; of layers of one shape, which are stacked."""
+        """Reduce the stacked sums of layers of one shape to a size for the host."""
         return sums
 
     def finish(self, sums: Any) -> Any:
-        """Make of them, on the host, what the catalogue reads."""
+        """Turn reduced sums, on the host, into the record that the catalogue reads."""
         return sums
 
     def size(self, layer: AttentionLayer) -> int:
@@ -100,7 +100,7 @@ def measure_sums(
             with absent.unless([source.name], [layer.name]):
                 weight = source.weight(layer)
                 tensors = [*vars(total).values(), *([] if weight is None else [weight])]
-                shape = tuple((one.shape, one.dtype, one.device) for one in tensors)
+                shape = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
                 groups.setdefault(shape, []).append((layer.name, total, weight))
         for group in groups.values():
             names, totals, weights = zip(*group)
@@ -124,9 +124,9 @@ def _is_left_out(source: SumSource, layer: AttentionLayer, captured: Mapping[str
 
 
 def has_captured(source: SumSource, layer: AttentionLayer, captured: Mapping[str, Captured]) -> bool:
-    """Return whether this rank has captured what a source is computed from."""
-    found = getattr(captured.get(layer.name), source.reads, None)
-    return found is not None and (isinstance(found, torch.Tensor) or len(found) > 0)
+    """Return whether this rank has captured the tensors of a source."""
+    value = getattr(captured.get(layer.name), source.reads, None)
+    return value is not None and (isinstance(value, torch.Tensor) or len(value) > 0)
 
 
 def _sums_of(
@@ -151,8 +151,8 @@ def _sums_of(
         at_once = _AT_ONCE_ON_CPU if device.type == "cpu" else _AT_ONCE
         for some in _split(group, max(1, at_once // max(1, math.prod(size)))):
             with absent.unless([source.name], [layer.name for layer in some]):
-                found = source.sums(some, [captured[layer.name] for layer in some])
-                sums |= {layer.name: one for layer, one in zip(some, found)}
+                totals = source.sums(some, [captured[layer.name] for layer in some])
+                sums |= {layer.name: total for layer, total in zip(some, totals)}
     return {
         layer.name: sums[layer.name] if layer.name in sums else failed(source.blank(layer, ranks.device))
         for layer in layers
@@ -160,9 +160,9 @@ def _sums_of(
 
 
 def _shape(source: SumSource, captured: Captured) -> tuple[Any, ...]:
-    """What layers must have alike to be stacked: shapes, types and devices of what was captured."""
+    """Return shapes, types and devices that layers must share to be stacked."""
     tensors = [getattr(captured, name) for name in source.taken]
-    return tuple(None if one is None else (one.shape, one.dtype, one.device) for one in tensors)
+    return tuple(None if tensor is None else (tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
 
 
 def _split(layers: Sequence[AttentionLayer], size: int) -> Iterator[Sequence[AttentionLayer]]:

@@ -58,7 +58,7 @@ class Trains:
 
 @dataclass(frozen=True)
 class ParameterChanges:
-    """What changed since the last reading besides the weights of heads; NaN without a last one."""
+    """Changes of other parameters than the weights of heads since the last reading; NaN without a last one."""
 
     still: Tensor  # ``(layers, parameters)``, of `further_parameters`: 1 unchanged, 0 changed, NaN not to train
     is_known: Tensor  # ``(layers,)``, whether there was an earlier reading
@@ -92,18 +92,18 @@ class ParameterReader:
         return results
 
     def _sort(self, parameters: list[nn.Parameter], layers: Sequence[AttentionLayer]) -> None:
-        """Find the parameters of layers that are alike, if those of the model are others than before."""
+        """Group the parameters of layers that are alike; only where those of the model have changed."""
         now = (layers, [parameter.requires_grad for parameter in parameters], list(map(id, parameters)), parameters)
         if self._sorted[:3] == now[:3]:
             return
         self._sorted = now  # with the parameters, so that no number is used again
         own = {id(parameter) for layer in layers for parameter in layer.module.parameters()}
-        outside = [one for one in parameters if id(one) not in own and _can_be_summed(one)]
+        outside = [each for each in parameters if id(each) not in own and _can_be_summed(each)]
         self._outside = outside[:: 1 + len(outside) // _OTHERS]
         groups: dict[Any, list[tuple[str, list[nn.Parameter]]]] = {}
         for layer in layers:
             further = list(layer.further_parameters().values())
-            kinds = tuple((one.shape, one.dtype, one.device, _can_be_summed(one)) for one in further)
+            kinds = tuple((each.shape, each.dtype, each.device, _can_be_summed(each)) for each in further)
             groups.setdefault(kinds, []).append((layer.name, further))
         self._alike = [
             (tuple(name for name, _ in group), list(zip(*(further for _, further in group))))
@@ -134,8 +134,13 @@ def _sums_of_bits(parameters: Sequence[nn.Parameter]) -> Tensor:
         return torch.full((count,), -1, dtype=torch.int64, device=first.device)
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]
     if first.numel() <= _SMALL:
-        return torch.stack([one.detach() for one in parameters]).view(bits).reshape(count, -1).sum(1, dtype=torch.int64)
-    return torch.stack([one.detach().contiguous().view(bits).sum(dtype=torch.int64) for one in parameters])
+        return (
+            torch.stack([parameter.detach() for parameter in parameters])
+            .view(bits)
+            .reshape(count, -1)
+            .sum(1, dtype=torch.int64)
+        )
+    return torch.stack([parameter.detach().contiguous().view(bits).sum(dtype=torch.int64) for parameter in parameters])
 
 
 class WeightReader:
@@ -177,7 +182,7 @@ class WeightReader:
         return results
 
     def _read(self, layer: AttentionLayer, absent: Absent) -> dict[str, Tensor]:
-        """Read the weights of a layer; note which sources lack one."""
+        """Return the weights of a layer; note which sources lack one."""
         weights: dict[str, Tensor] = {}
         for role in ROLES:
             of_role = [source for source in self.sources if role in _ROLES_OF[source]]
@@ -362,7 +367,7 @@ class _LastWeights:
 
 def _trains(layer: AttentionLayer, role: str) -> bool:
     """Whether a parameter of a role requires a gradient."""
-    return role in layer.weights and any(one.requires_grad for one in layer.weights[role].parameters())
+    return role in layer.weights and any(parameter.requires_grad for parameter in layer.weights[role].parameters())
 
 
 def _layers_at_once(weights: Iterable[Tensor]) -> int:

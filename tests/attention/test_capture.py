@@ -223,7 +223,7 @@ def test_attention_that_is_no_longer_fused_is_absent_once_and_then_read_by_the_m
     model.is_fused = False
     absent, written = [taken_of(capture, lambda: model(x))[""] for _ in range(2)]
     assert not absent.rows
-    assert "looked for again at the next reading" in absent.reasons["rows"]
+    assert "the next reading reads it anew" in absent.reasons["rows"]
     assert not written.reasons
     for one in (fused[1], written):
         assert torch.allclose(one.rows[0]["weights"], fused[0].rows[0]["weights"], atol=1e-6)
