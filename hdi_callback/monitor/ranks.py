@@ -178,9 +178,11 @@ class Ranks:
         Returns:
             The sums over all ranks.
         """
+        if self.size == 1:
+            return list(records)
         added = iter(self.sum([tensor for record in records for tensor in _fields(record, largest=False).values()]))
         tops = [tensor for record in records for tensor in _fields(record, largest=True).values()]
-        largest = iter(self._reduce(tops, dist.ReduceOp.MAX) if self.size > 1 else tops)
+        largest = iter(self._reduce(tops, dist.ReduceOp.MAX) if self.size > 1 else tops)  # they may have parted
         together: list[S] = []
         for record in records:
             values = {name: next(added) for name in _fields(record, largest=False)}

@@ -1,6 +1,6 @@
 """What a step costs with a reading, and without one between readings, against a step that nobody watches.
 
-    python -m tests.benchmarks.step [--device cuda] [--sizes gpt2 gpt2-16 small]
+    python -m tests.benchmarks.step [--device cuda] [--sizes gpt2 gpt2-16 small] [--backend aot_eager]
 
 Watched as by default: all rules, history, TensorBoard. The share of a training is at the default cadence of 50 steps.
 """
@@ -24,10 +24,12 @@ SIZES = {  # layers, width, heads, tokens; sequences
 }
 
 
-def cost(name: str, device: str, rounds: int) -> tuple[Ratio, Ratio]:
+def cost(name: str, device: str, rounds: int, backend: str | None) -> tuple[Ratio, Ratio]:
     """Take steps with a reading, steps without one, and steps that are not watched, in turn."""
     dtype = torch.bfloat16 if device == "cuda" else None
     alone, watched = (Training(*SIZES[name], device, dtype) for _ in range(2))
+    for training in (alone, watched) if backend is not None else ():
+        training.model = torch.compile(training.model, backend=backend)
     with tempfile.TemporaryDirectory() as folder:
         watched.heads = watch_heads(
             watched.model, watched.optimizer, every_n_steps=2, log_dir=Path(folder), tensorboard=True
@@ -42,13 +44,14 @@ def cost(name: str, device: str, rounds: int) -> tuple[Ratio, Ratio]:
 def main() -> None:
     parser = arguments(__doc__, rounds=7)
     parser.add_argument("--sizes", nargs="+", default=["gpt2", "small"], choices=SIZES)
+    parser.add_argument("--backend", help="compile the model with this backend")
     options = parser.parse_args()
     rows: list[tuple[object, ...]] = [
         ("model", "a step, ms", "with a reading", "a reading, ms", "without one", f"of a training, one in {EVERY}")
     ]
     for name in options.sizes:
         (layers, width, heads, length), batch = SIZES[name]
-        armed, unarmed = cost(name, options.device, options.rounds)
+        armed, unarmed = cost(name, options.device, options.rounds, options.backend)
         alone = armed.seconds - armed.added
         share = (armed.added / alone) / EVERY
         rows.append(
