@@ -12,7 +12,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hdi_callback.arguments import function
 from hdi_callback.attention import AttentionLayer, Survey, survey
@@ -30,6 +31,8 @@ from hdi_callback.monitor.reading import Absent, Reading
 from hdi_callback.monitor.weights import WeightReader
 from hdi_callback.record import LEVELS, Alert, LayerRecord, Record
 from hdi_callback.rules import Alerts
+from hdi_callback.rules.initialisation import untrained_layers
+from hdi_callback.rules.words import listed
 
 _REMEDY = "write module:function that gives a model and a batch, or set example_input_array"
 _NAMED = re.compile(r"att(n|ention)", re.IGNORECASE)
@@ -159,6 +162,8 @@ def audit(
             findings.append(_missing_finding(layer.name, missing, step))
         elif not missing:
             findings += _dead_heads(layer, step)
+    findings += _copied_layers([layer for layer in layers if not missing_weights(opened, layer)], step)
+    findings += [_untrained_finding(name, step) for name in untrained_layers(record, facts)]
     findings.sort(key=lambda alert: (-LEVELS.index(alert.level), -(alert.value or 0)))
     return Audit(opened.name, facts, replace(record, alerts=tuple(findings), active=tuple(findings)), refused)
 
@@ -274,6 +279,34 @@ def _dead_heads(layer: AttentionLayer, step: int) -> list[Alert]:
         alert = Alert(step, "dead heads", "warning", {layer.name: heads}, message, action, value=float(len(heads)))
         alerts.append(replace(alert, metric="hdi_dead_heads" if role == "key" else None, unit=unit))
     return alerts
+
+
+def _copied_layers(layers: Sequence[AttentionLayer], step: int) -> list[Alert]:
+    """Find layers of which a role has the weights of another layer to the bit, though it is another parameter."""
+    alerts, before = [], dict[tuple[str, int], tuple[AttentionLayer, Tensor]]()
+    for layer in layers:
+        copied: dict[str, list[str]] = {}
+        for role, weight in layer.weights.items():
+            tensor = weight.tensor().detach()
+            if not tensor.any():
+                continue  # told as dead
+            other, same = before.setdefault(
+                (role, hash((tensor.shape, float(tensor.sum(dtype=torch.float64))))), (layer, tensor)
+            )
+            shares = {*map(id, weight.parameters())} & {*map(id, other.weights[role].parameters())}
+            if other is not layer and not shares and torch.equal(tensor, same):
+                copied.setdefault(other.name, []).append(role)
+        for name, roles in copied.items():
+            message = f"the {listed(roles)} weights of {layer.name} are those of {name} to the bit"
+            action = "Look at the loop that filled the layers, and at how the file was written."
+            alerts.append(Alert(step, "copied layers", "warning", {layer.name: (), name: ()}, message, action))
+    return alerts if 2 * len(alerts) < len(layers) else []  # torch's encoders begin with equal layers
+
+
+def _untrained_finding(layer: str, step: int) -> Alert:
+    message = f"{layer} looks untrained: its keys have the spectrum of an initialisation, and those of other layers not"
+    action = "Look at whether the file holds its weights, and whether it was in the optimizer."
+    return Alert(step, "untrained layer", "notice", {layer: ()}, message, action)
 
 
 def _missing_finding(layer: str, missing: str, step: int) -> Alert:

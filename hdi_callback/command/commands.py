@@ -251,8 +251,9 @@ def explain(name: tuple[str, ...], as_json: bool) -> int:
     """
     from hdi_callback.dashboards.names import INTERVENTIONS, NAMES, look_up
     from hdi_callback.monitor.metrics import METRICS
-    from hdi_callback.rules import RULES
+    from hdi_callback.rules import LIMITS, RULES
     from hdi_callback.rules import explain as explain_one
+    from hdi_callback.rules.rule import paste
 
     if not name:
         if as_json:
@@ -290,20 +291,20 @@ def explain(name: tuple[str, ...], as_json: bool) -> int:
         data["to use it"] = f"HDICallback(interventions=[{entry.text}(...)])"
     elif entry.kind == "rule":
         rule = explain_one(entry.text)
-        limits = [f"{limit}={default:g}: {meaning}" for limit, (default, meaning) in rule.limits.items()]
+        limits = [f"{limit}={LIMITS[limit].value:g}: {LIMITS[limit].meaning}" for limit in rule.limits]
         data = {
             "raised when": rule.condition,
             "level": rule.level,
             "meaning": rule.meaning,
             "what to do now": rule.action,
-            "reads": ", ".join(rule.metrics),
+            "reads": ", ".join((*rule.needs, *rule.reads)),
             "limits": "\n".join(limits) or "none to set",
         }
         if rule.limits:
             limit = next(iter(rule.limits))
             data["to try another"] = f"hdi alerts RUN --threshold {limit}=VALUE"
             data["to set one"] = f'HDICallback(thresholds={{"*": {{"{limit}": VALUE}}}})'
-        code = rule.code
+        code = paste(rule.code)
     if as_json:
         print_json({"name": title, **data, "code": code})
     else:

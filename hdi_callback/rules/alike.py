@@ -19,7 +19,6 @@ from hdi_callback.rules.groups import (
     similar_pairs,
     without_first,
 )
-from hdi_callback.rules.initialisation import chance_of_overlap
 from hdi_callback.rules.rule import Finding, Rule
 from hdi_callback.rules.series import Series
 
@@ -27,10 +26,8 @@ HYSTERESIS = 0.1
 TOGETHER = 0.5
 """Mean alignment from which on all heads move together, which *mean alignment* reports."""
 NEARLY_ONE, ENDS = 0.8, 0.7
-COPIED, LEAP = 0.95, 0.5
-"""Alignment of copies, and by how much it rises to it between two readings."""
-ALIKE_AT_FIRST = 0.5
-"""Smallest alignment at step 0 that is judged against chance."""
+LEAP = 0.5
+"""By how much the alignment of copies rises between two readings."""
 SEPARATE = (
     "look at the learning rate, and at what adds to the loss or writes to the weights since then; fresh weights for "
     "all but one of them changed no loss in trials"
@@ -45,16 +42,6 @@ def _chain(group: Sequence[int]) -> list[tuple[int, int]]:
     return list(pairwise(group))
 
 
-def _jumped(series: Series) -> Groups:
-    """Return heads that have become nearly one between two readings, as training does not make them."""
-    now, before = (
-        series.value("hdi_worst_alignment"),
-        [row.values.get("hdi_worst_alignment", 1.0) for row in series.rows],
-    )
-    is_jump = len(before) > 1 and now >= COPIED and now - before[-2] >= LEAP
-    return joined(aligned_pairs(series.latest, series.facts), COPIED) if is_jump else ()
-
-
 def _change(series: Series) -> str:
     """Return how the closest pair came to its alignment; it may have been another pair."""
     pairs = [row.heads.get("worst_alignment_pair") for row in series.rows]
@@ -67,12 +54,11 @@ class CopiedHeads(Rule):
     name = "copied heads"
     needs = ("hdi_worst_alignment", "hdi_worst_pair")  # of the closest pair; the largest overlap, 1 of equal heads
     reads = ("hdi_energy_worst_alignment",)
-    limits = ("tied",)
+    limits = ("copied",)
     is_cause = True
     condition = (
         "the weights of two key heads are equal, to a thousandth and up to rotation and scale; or their alignment has "
-        "jumped by 0.5 to 0.95 or more between two readings; or, at step 0 of fresh weights, two heads are more alike "
-        "than independent initialisation makes them, with a probability below 1e-6. "
+        "jumped by 0.5 to 0.95 or more between two readings. "
         "Of pretrained weights only what was not so at the first reading. It ends when their alignment is below 0.7"
     )
     meaning = (
@@ -85,8 +71,6 @@ class CopiedHeads(Rule):
     )
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        if self.limit["tied"] is None:
-            return None
         equal = without_first(equal_heads(series.latest), lambda: equal_heads(series.first), series)
         if active is not None:
             near = joined(aligned_pairs(series.latest, series.facts), NEARLY_ONE, active.groups, ENDS)
@@ -95,13 +79,13 @@ class CopiedHeads(Rule):
             ]
             groups = groups_of([*lasting, *(pair for group in equal for pair in _chain(group))])
             return replace(active, heads=heads_in(groups), groups=groups) if groups else None
-        if copies := equal or _jumped(series):
-            return self._copies(series, copies, are_equal=bool(equal))
-        return self._improbable(series) if series.latest.step == 0 and not series.is_pretrained else None
-
-    def _copies(self, series: Series, groups: Groups, *, are_equal: bool) -> Finding:
+        now, curve = series.value("hdi_worst_alignment"), series.curve("hdi_worst_alignment")[1]
+        is_jump = len(curve) > 1 and now >= self.at("copied") and now - curve[-2] >= LEAP
+        groups = equal or (joined(aligned_pairs(series.latest, series.facts), self.at("copied")) if is_jump else ())
+        if not groups:
+            return None
         is_new = len(series.rows) > 1 and not equal_heads(series.first)
-        how = f"alignment {_change(series)}{'; their key weights are equal, as of copies' if are_equal else ''}"
+        how = f"alignment {_change(series)}{'; their key weights are equal, as of copies' if equal else ''}"
         return Finding(
             f"{{heads}} are nearly one head{_each(groups)}" if is_new else "{heads} have equal key weights",
             how if is_new else "they are tied, were copied, or this is a bug; equal gradients keep them equal",
@@ -111,32 +95,6 @@ class CopiedHeads(Rule):
             EQUAL,
             "hdi_worst_pair",
             of_keys=True,
-        )
-
-    def _improbable(self, series: Series) -> Finding | None:
-        """Judge heads that are alike at step 0 against chance."""
-        row, width = series.latest, series.facts.get("width")
-        pair, ranks = row.heads.get("worst_pair", ()), row.heads.get("rank", ())
-        if series.value("hdi_worst_alignment") < ALIKE_AT_FIRST or not width or len(pair) != 2 or min(pair) < 0:
-            return None
-        live, overlap = sum(rank > 0 for rank in ranks), series.value("hdi_worst_pair")
-        chance = chance_of_overlap(
-            overlap, ranks=(ranks[pair[0]], ranks[pair[1]]), width=width, pairs=live * (live - 1) // 2
-        )
-        if chance > self.at("tied"):
-            return None
-        groups = joined(aligned_pairs(row, series.facts), ALIKE_AT_FIRST) or ((min(pair), max(pair)),)
-        return Finding(
-            "{heads} are alike before any training",
-            f"overlap {overlap:.2f}, which independent heads reach with a probability below {max(chance, 1e-300):.0e}",
-            heads_in(groups),
-            groups,
-            overlap,
-            ALIKE_AT_FIRST,
-            "hdi_worst_pair",
-            of_keys=True,
-            action="Initialise each head on its own. If the weights are pretrained, say so",
-            code="pretrained=True",
         )
 
 
@@ -166,8 +124,8 @@ class WorstPair(Rule):
         if series.value("hdi_worst_alignment") < lower:
             return None
         groups = joined(aligned_pairs(row, series.facts), limit, named, lower)
-        if active is None:  # copies are told as such
-            groups = tuple(group for group in groups if group not in (*equal_heads(row), *_jumped(series)))
+        if active is None:  # equal heads are told as copies
+            groups = tuple(group for group in groups if group not in equal_heads(row))
         first = aligned_pairs(series.first, series.facts)
         groups = without_first(groups, lambda: joined(first, limit - HYSTERESIS), series)
         if not groups:

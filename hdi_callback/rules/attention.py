@@ -7,7 +7,6 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from hdi_callback.record import Level
 from hdi_callback.rules.initialisation import began_small
 from hdi_callback.rules.rule import Finding, Rule
 from hdi_callback.rules.series import Series
@@ -55,8 +54,8 @@ class SharpFromStart(Rule):
     reads = (LOGIT,)
     limits = ("start", "start_logit")
     condition = (
-        "at step 0 of fresh weights: the mean entropy of attention is at 0.5 or less, or the largest score at 12 or "
-        "more. It ends at an entropy of 0.6 and a score of 9.6"
+        "at step 0 of fresh weights: the mean entropy of attention is at 0.5 or less, or the largest score at 24 or "
+        "more. It ends at an entropy of 0.6 and a score of 19"
     )
     meaning = "The scale of the scores is wrong, or the inputs of the layer are far too large."
     action = (
@@ -89,70 +88,47 @@ class FlatAttention(Rule):
 
     name = "flat attention"
     needs = (ENTROPY,)
-    reads = (LOGIT, "query_norm", "key_norm")
+    reads = (LOGIT,)
     limits = ("flat",)
     condition = (
-        "the mean entropy was never below 0.9995 in 15 readings, nor the largest score above 0.25; a notice where "
-        "weights began small and scores are as small as queries and keys make them. Or it was 0.995 or less at the "
-        "first reading, and is 0.9995 or more at five readings in a row"
+        "the mean entropy was never below 0.9995 in 15 readings, nor the largest score above 0.25; a notice where key "
+        "weights began small. Or it was 0.995 or less at the first reading, and is 0.9995 or more at five readings in "
+        "a row"
     )
     meaning = (
-        "The scores are so small that every head averages all tokens. A notice says that queries and keys themselves "
-        "are small, as in a slow start from small weights."
+        "The scores are so small that every head averages all tokens. A notice says that its weights began small, from "
+        "which a start is slow."
     )
-    action = "look at the scale of the scores, and check that gradients arrive at the query and key weights"
+    action = (
+        "look at the scale of the scores and the size of the layer's inputs, and check that gradients arrive at the "
+        "query and key weights"
+    )
     readings, lasts, largest = 15, 5, 0.25
-    scale = 0.1
-    """Largest score over that of a mean query and a mean key of one direction, below which the scale is at fault."""
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        limit, (_, curve), (_, logits) = self.at("flat"), series.curve(ENTROPY), series.curve(LOGIT)
-        first = series.first.values.get(ENTROPY, 0.0)
-        if 1 - first >= 10 * (1 - limit):
-            return self._become(series, active)
-        if len(curve) < self.readings or min(*curve, first) < limit or not series.trains:
-            return None
-        if max(logits, default=0.0) > self.largest:
-            return None
-        usual = _usual_score(series)
-        are_small = usual > 0 and bool(logits) and logits[-1] > self.scale * usual
-        is_slow = are_small and began_small(series)
-        score = f", largest score {max(logits):.2g}" if logits else ""
-        small = f"; mean queries and keys of one direction score {usual:.2g}" if are_small else ""
-        level: Level = "notice" if is_slow else "warning"
-        action = None
-        if is_slow:
-            action = "see whether the loss falls; else look at the size of the initial weights and the learning rate"
-        elif are_small:
-            action = "look at the size of the layer's inputs, and at the norm before it"
-        return Finding(
-            f"attention in {{layer}} has stayed uniform since step {series.first.step}",
-            f"mean entropy {curve[-1]:.4f}{score}{small}",
-            value=curve[-1],
-            threshold=limit,
-            metric=ENTROPY,
-            level=level,
-            since=series.first.step,
-            action=action,
-        )
-
-    def _become(self, series: Series, active: Finding | None) -> Finding | None:
-        """Judge the last readings of a layer whose attention was not uniform at first."""
         limit, (steps, curve), (_, logits) = self.at("flat"), series.curve(ENTROPY), series.curve(LOGIT)
-        if active is not None:
+        first = series.first.values.get(ENTROPY, 0.0)
+        began_flat = 1 - first < 10 * (1 - limit)
+        if active is not None and not began_flat:
             return active if 1 - curve[-1] <= 2 * (1 - limit) else None
-        are_small = max(logits[-self.lasts :], default=0.0) <= self.largest
-        if len(curve) < self.lasts or min(curve[-self.lasts :]) < limit or not are_small or series.was_written:
+        count = self.readings if began_flat else self.lasts
+        flat = [first, *curve] if began_flat else curve[-count:]
+        scores = logits if began_flat else logits[-count:]
+        if len(curve) < count or min(flat) < limit or max(scores, default=0.0) > self.largest or not series.trains:
             return None
+        if series.was_written and not began_flat:
+            return None
+        score = f", largest score {max(logits):.2g}" if logits and began_flat else ""
+        was = "" if began_flat else f", {first:.2f} at step {series.first.step}"
+        begun = f"stayed uniform since step {series.first.step}" if began_flat else "become uniform"
         return Finding(
-            "attention in {layer} has become uniform",
-            f"mean entropy {curve[-1]:.4f}, {series.first.values[ENTROPY]:.2f} at step {series.first.step}",
+            f"attention in {{layer}} has {begun}",
+            f"mean entropy {curve[-1]:.4f}{score}{was}",
             value=curve[-1],
             threshold=limit,
             metric=ENTROPY,
-            since=steps[-self.lasts],
-            action="look at the scale of the scores, the size of the layer's inputs, and whether its query and key "
-            "weights fade",
+            level="notice" if began_flat and began_small(series) else "warning",
+            since=series.first.step if began_flat else steps[-count],
         )
 
 
@@ -302,13 +278,6 @@ class OneKey(Rule):
             threshold=limit,
             metric="attention_keys",
         )
-
-
-def _usual_score(series: Series) -> float:
-    """Score of a mean query and a mean key of one direction at the usual scale; 0 if it is not known."""
-    norms = [series.latest.values.get(name, 0.0) for name in ("query_norm", "key_norm")]
-    width = series.facts.get("head_dim")
-    return math.prod(norms) / math.sqrt(width) if width else 0.0
 
 
 def _largest_change(curve: Sequence[float], within: int) -> float:

@@ -61,6 +61,30 @@ def default_rules(limits: Limits | None = None) -> list[Rule]:
     return [rule for rule in rules if not rule.limits or any(value is not None for value in rule.limit.values())]
 
 
+def explain(name: str) -> type[Rule]:
+    """Return the rule of a name, whose class says what it judges, what its alert means, and what to do.
+
+    Args:
+        name: ``"worst pair"``, ``"worst-pair"``, ``"WorstPair"``, or one of its limits (``"pair"``).
+
+    Raises:
+        MisconfigurationError: if no rule has this name; the message suggests a close one.
+
+    Example:
+        >>> explain("worst-pair").limits
+        ('pair',)
+    """
+    named = {_letters(word): rule for rule in RULES for word in (*rule.limits, rule.__name__, rule.name)}
+    if _letters(name) not in named:
+        close = did_you_mean(name, [rule.name for rule in RULES])
+        raise MisconfigurationError(f"No rule has the name {shown(name)}; `hdi explain` lists them.{close}")
+    return named[_letters(name)]
+
+
+def _letters(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
 def check_rules(rules: Any) -> tuple[Rule, ...]:
     """Check rules of the user's own, before training."""
     if not isinstance(rules, Sequence) or isinstance(rules, str):

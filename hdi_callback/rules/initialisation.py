@@ -1,15 +1,16 @@
-"""What is known of fresh weights: whether a layer has them, and how alike independent heads are."""
+"""What is known of fresh weights: whether a layer has them."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
 import torch
 
+from hdi_callback.record import Record
 from hdi_callback.rules.series import Row, Series
 
 DEVIATIONS = 6.0
@@ -40,40 +41,19 @@ def has_been_trained(row: Row, facts: Mapping[str, Any]) -> bool:
     return bool((mean - statistics.median(map(math.log, flatness))) / deviation > DEVIATIONS)
 
 
+def untrained_layers(record: Record, facts: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the layers whose keys look freshly initialised while those of three quarters of the others do not."""
+    rows = {layer["name"]: (Row.from_record(record.step, record.layers[layer["name"]]), layer) for layer in facts}
+    fresh = [
+        name for name, (row, layer) in rows.items() if row.heads.get("flatness") and not has_been_trained(row, layer)
+    ]
+    return fresh if len(rows) > 2 and 4 * len(fresh) <= len(rows) + 1 else []
+
+
 def began_small(series: Series) -> bool:
     """Return whether the key weights of all heads were fresh and small at the first reading."""
     sizes, width = series.first.per_head("head_norm"), series.facts.get("head_dim")
     return not series.is_pretrained and bool(sizes and width) and max(sizes) < SMALL * math.sqrt(width or 0)
-
-
-def chance_of_overlap(overlap: float, *, ranks: tuple[float, float], width: int, pairs: int = 1) -> float:
-    r"""Return a bound on the probability that one of `pairs` independent pairs of random subspaces overlaps so much.
-
-    The overlap of two independent, uniformly random subspaces of ranks r and s in d dimensions has the mean
-    :math:`\mu = \sqrt{rs}/d` and the variance :math:`2(d-r)(d-s) / (d^2(d-1)(d+2))`. A Beta law with these moments
-    (ours; a Gaussian tail is wrong) has, for :math:`x \ge \mu` and :math:`m = \mu(1-\mu)/\mathrm{Var} - 1`, the tail
-
-    .. math:: P(\kappa \ge x) \le (x/\mu)^{\mu m} \, ((1-x)/(1-\mu))^{(1-\mu) m}
-
-    (Dümbgen 1998), and the pairs add up as Šidák's correction says. Valid at initialisation only; 1 where the subspaces
-    fill the space, which says nothing.
-
-    Example:
-        >>> chance_of_overlap(0.9, ranks=(8, 8), width=64, pairs=28) < 1e-12
-        True
-        >>> chance_of_overlap(0.125, ranks=(8, 8), width=64, pairs=28)  # exactly at chance
-        1.0
-    """
-    (r, s), d = ranks, width
-    mean = math.sqrt(r * s) / d
-    if max(r, s) >= d or overlap <= mean:
-        return 1.0
-    if overlap >= 1:
-        return 0.0
-    variance = 2 * (d - r) * (d - s) / (d**2 * (d - 1) * (d + 2))
-    m = mean * (1 - mean) / variance - 1
-    log_tail = m * (mean * math.log(overlap / mean) + (1 - mean) * math.log((1 - overlap) / (1 - mean)))
-    return -math.expm1(pairs * math.log1p(-min(math.exp(log_tail), 1 - 1e-16)))
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from itertools import pairwise
 from typing import Any
 
 SMOOTHED = 5
@@ -16,7 +17,8 @@ class Losses:
 
     Attributes:
         is_good: whether the loss, smoothed over five readings, is at its best so far but for noise, or is falling.
-        has_risen: whether the latest loss is above those of the ten readings before by more than half of their range.
+        has_risen: whether the latest loss is above the median of the three before by more than four times the mean
+            change between two readings, of up to ten.
     """
 
     def __init__(self) -> None:
@@ -32,7 +34,9 @@ class Losses:
             self.is_good, self.has_risen = False, True
             return
         before = [*self._latest]
-        self.has_risen = len(before) >= SMOOTHED and loss > max(before) + (max(before) - min(before)) / 2
+        if len(before) >= SMOOTHED:
+            usual = statistics.fmean(abs(after - earlier) for earlier, after in pairwise(before))
+            self.has_risen = loss > statistics.median(before[-3:]) + 4 * usual
         self._latest.append(loss)
         earlier, latest = [*self._latest][:-SMOOTHED], [*self._latest][-SMOOTHED:]
         if len(latest) == SMOOTHED:

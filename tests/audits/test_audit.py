@@ -123,7 +123,7 @@ def test_pretrained_weights_are_judged_as_they_are():
 
 
 def test_thresholds_set_the_limits(llama):
-    assert audit(llama, thresholds={"*.1.*": dict.fromkeys(("pair", "tied", "values"))}).verdict.state == "clear"
+    assert audit(llama, thresholds={"*.1.*": dict.fromkeys(("pair", "copied"))}).verdict.state == "clear"
     with pytest.raises(MisconfigurationError, match="pear"):
         audit(llama, thresholds={"*": {"pear": 0.9}})
     with pytest.raises(MisconfigurationError, match="decoder"):
@@ -462,3 +462,32 @@ def test_an_audit_as_plain_data_survives_json(folder):
     assert data["state"] == "alert"
     assert data["findings"][0]["where"] == {"model.layers.1.self_attn": [1, 3]}
     assert len(data["layers"]) == 3
+
+
+def test_layers_that_are_equal_to_the_bit_and_a_layer_that_looks_untrained_are_named():
+    def encoder():
+        torch.manual_seed(0)
+        layers = [nn.TransformerEncoderLayer(64, 4, 64, batch_first=True) for _ in range(5)]
+        strong = torch.logspace(0, -1.5, 64)  # training makes few directions strong
+        with torch.no_grad():
+            for layer in layers:
+                layer.self_attn.in_proj_weight.mul_(strong)
+        return nn.Sequential(*layers)
+
+    assert audit(encoder()).findings == ()
+    copied = encoder()
+    copied[3].self_attn.load_state_dict(copied[1].self_attn.state_dict())
+    (finding,) = audit(copied).findings
+    assert (finding.rule, finding.level, finding.layers) == (
+        "copied layers", "warning", ("3.self_attn", "1.self_attn"),
+    )  # fmt: skip
+    shared = encoder()
+    shared[3].self_attn = shared[1].self_attn
+    assert audit(shared).findings == (), "which is one layer that is called twice"
+    fresh = encoder()
+    nn.init.xavier_uniform_(fresh[2].self_attn.in_proj_weight)
+    found = audit(fresh)
+    assert [(one.rule, one.level, one.layers) for one in found.findings] == [
+        ("untrained layer", "notice", ("2.self_attn",))
+    ]
+    assert found.verdict.state == "clear"

@@ -149,7 +149,7 @@ def test_audit_names_attention_that_is_not_read():
 def test_audit_takes_limits_and_prints_json(checkpoint):
     words = ["audit", checkpoint, "--model", f"{MODELS}:build_encoder", "--json"]
     assert json.loads(run(*words).stdout)["findings"][0]["where"] == {"encoder.layers.1.self_attn": [1, 3]}
-    assert run(*words, "--threshold", "pair=off", "--threshold", "values=off").exit_code == 0
+    assert run(*words, "--threshold", "pair=off", "--threshold", "copied=off").exit_code == 0
 
 
 def test_audit_writes_a_page(checkpoint, tmp_path):
@@ -176,8 +176,8 @@ def test_alerts_of_a_healthy_run_are_none_and_code_0(good):
 
 
 def test_alerts_judges_again_by_other_limits(bad, good):
-    assert run("alerts", bad, "--threshold", "pair=0.99", "--threshold", "tied=off").exit_code == 0
-    off = ("--threshold", f"{COLLAPSED}:pair=off", "--threshold", f"{COLLAPSED}:tied=off")
+    assert run("alerts", bad, "--threshold", "pair=0.99", "--threshold", "copied=0.99").exit_code == 0
+    off = [word for limit in ("pair", "copied") for word in ("--threshold", f"{COLLAPSED}:{limit}=off")]
     assert run("alerts", bad, *off).exit_code == 0
     again = json.loads(run("alerts", good, "--threshold", "pair=0.04", "--json").stdout)
     assert (again["state"], len(again["alerts"])) == ("alert", 1)

@@ -309,9 +309,9 @@ EVERY_SENTENCE = {
         "jumped from 0.10 to 0.95 between steps 0 and 50",
     ),
     "copied heads": (
-        [pair(0.6)],
-        "heads 1 and 3 of {layer} are alike before any training: overlap 0.65, which independent heads reach with a "
-        "probability below 2e-76",
+        [equal()],
+        "heads 0 and 1 of {layer} have equal key weights: they are tied, were copied, or this is a bug; equal "
+        "gradients keep them equal",
     ),
 }  # fmt: skip
 

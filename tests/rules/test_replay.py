@@ -146,7 +146,7 @@ def test_copied_heads_give_one_alert_that_says_what_to_look_at():
     (alert,) = judge(run)[0]
     assert alert.message == (
         "heads 0 and 1 of blocks.0.attention are nearly one head: alignment jumped from at most 0.05 to 1.00 between "
-        "steps 40 and 45 (also: weight jump)"
+        "steps 40 and 45 (also: weight jump, worst pair)"
     )
     assert (alert.rule, alert.level) == ("copied heads", "warning")
     assert alert.action.startswith("look at which parameters they share, at what wrote these weights since then")

@@ -83,7 +83,7 @@ def train(job: Job, folder: Path | None = None) -> dict[str, Any]:
         fault.begin(run)
     onset = 0 if fault.begin is not None else task.steps // 2
     losses: list[float] = []
-    keep = _Keep()
+    keep = KeepReadings()
     with contextlib.ExitStack() as watched:
         shown = watched.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
@@ -133,10 +133,10 @@ def judged(records: Sequence[Record], facts: Sequence[Mapping[str, Any]]) -> lis
     ]
 
 
-class _Keep(Intervention):
+class KeepReadings(Intervention):
     """Keep the readings of a run, with their matrices."""
 
-    name = "Keep"
+    name = "KeepReadings"
 
     def bind(self, training: Training) -> None:
         super().bind(training)
