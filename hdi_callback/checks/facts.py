@@ -127,9 +127,11 @@ class Facts:
         visible = ~hidden.reshape(-1, hidden.shape[-3] if hidden.dim() > 3 else 1, count, count)
         real = visible.any(-2).any(1)
         pairs = (real[:, None, :, None] & real[:, None, None, :]).expand_as(visible)
-        both = torch.stack([visible & pairs, pairs]).double()
-        sums = [both.diagonal(at, -2, -1).sum((1, -1)) for at in range(count - 1, -count, -1)]
-        return torch.stack([share[0] / share[1] for share in sums], -1)
+        both = torch.stack([visible & pairs, pairs]).double().sum(1).flatten(-2)
+        at = torch.arange(count)
+        sums = both.new_zeros(*both.shape[:2], 2 * count - 1)
+        sums.index_add_(-1, (at[:, None] - at + count - 1).flatten(), both)
+        return sums[0] / sums[1]
 
     @property
     def seen(self) -> tuple[Tensor, Tensor, Tensor] | None:
