@@ -54,6 +54,12 @@ def test_a_change_is_told_once_with_before_and_after(name):
     assert "between steps 9 and 18:" in alert.message
 
 
+def test_as_many_changes_are_told_as_the_page_says():
+    changes = CHANGES.values()
+    counts = sum(change.first for change in changes), sum(bool(change.tells) for change in changes), len(changes)
+    assert counts == (3, 25, 27)
+
+
 @pytest.mark.parametrize("name", HEALTHY)
 def test_nothing_is_told_of_batches_lengths_padding_and_positions_that_change(name):
     assert train(HEALTHY[name])[0] == []
