@@ -446,23 +446,21 @@ class Capture:
         with without_modes():
             for group in groups.values():
                 try:
-                    numbers = self._numbers_of([sample for _, sample in group])
+                    sample = CoreSample.stacked([sample for _, sample in group])
+                    visible = sample.visible()
+                    numbers = self._rows(  # type: ignore[misc]
+                        sample.logits,
+                        sample.weights_of(visible),
+                        positions=sample.positions,
+                        visible=visible,
+                        norms=sample.norms(visible),
+                    )
                 except Exception as error:
                     for layer, _ in group:
                         self.fail(layer, f"its rows of attention cannot be read ({describe(error)})")
                     continue
                 for (layer, _), rows in zip(group, numbers):
                     self._taken_rows.setdefault(layer, []).append(rows)
-
-    def _numbers_of(self, samples: Sequence[CoreSample]) -> Sequence[Any]:
-        assert self._rows is not None
-        sample = CoreSample.stacked(samples)
-        visible = sample.visible()
-        weights = sample.weights_of(visible)
-        numbers: Sequence[Any] = self._rows(
-            sample.logits, weights, positions=sample.positions, visible=visible, norms=sample.norms(visible)
-        )
-        return numbers
 
     def take_outputs(self, layer: str, outputs: Tensor) -> None:
         """Store head outputs, ``(batch, queries, H, d_v)``."""

@@ -160,15 +160,13 @@ class KeptState:
             self._stack.extend(value if len(value) <= _LARGEST else ())
         elif isinstance(value, (bytearray, array.array)):
             self._undo.append(functools.partial(value.__setitem__, slice(None), value[:]))
-        elif isinstance(value, torch.Generator):
-            self._keep(value.get_state, value.set_state, torch.equal)
+        elif isinstance(value, (torch.Generator, np.random.RandomState)):
+            self._keep(value.get_state, value.set_state, _never)
         elif isinstance(value, random.Random):
             self._keep(value.getstate, value.setstate)
         elif isinstance(value, (np.random.Generator, np.random.BitGenerator)):
             bits: Any = getattr(value, "bit_generator", value)
             self._keep(lambda: bits.state, lambda state: setattr(bits, "state", state), _never)
-        elif isinstance(value, np.random.RandomState):
-            self._keep(value.get_state, value.set_state, _never)
         elif isinstance(value, np.ndarray):
             self._list_array(value)
         elif isinstance(value, (io.StringIO, io.BytesIO)) and not value.closed:

@@ -30,8 +30,6 @@ class CircuitSimilarity:
         mean: mean cosine over the pairs of live heads; NaN with fewer than two of them.
         worst: largest cosine of a pair.
         worst_pair: ``(2,)``, the two heads of that pair; -1 with fewer than two live heads.
-        nearest: ``(H,)``, for each head the head whose circuit is most like its own; -1 if there is none.
-        nearest_cosine: ``(H,)``, that cosine.
         norm: ``(H,)``, Frobenius norm of each circuit.
         dead: ``(H,)``, True where a circuit is all but zero beside the largest of its layer.
     """
@@ -40,8 +38,6 @@ class CircuitSimilarity:
     mean: Tensor
     worst: Tensor
     worst_pair: Tensor
-    nearest: Tensor
-    nearest_cosine: Tensor
     norm: Tensor
     dead: Tensor
 
@@ -192,14 +188,12 @@ def circuits_of(sums: CircuitSums) -> CircuitSimilarity:
     eye = torch.eye(dead.shape[-1], dtype=torch.bool, device=dead.device)
     cosine = torch.where(eye & cosine.isfinite(), 1, cosine)
     cosine = torch.where(live[..., :, None] & live[..., None, :], cosine, 0)
-    worst, worst_pair, nearest, nearest_cosine = largest_pair(cosine, pairs)
+    worst, worst_pair, *_ = largest_pair(cosine, pairs)
     return CircuitSimilarity(
         cosine=cosine,
         mean=mean_over_pairs(cosine, pairs),
         worst=worst,
         worst_pair=worst_pair,
-        nearest=nearest,
-        nearest_cosine=nearest_cosine,
         norm=norm.to(inner.dtype),
         dead=dead,
     )

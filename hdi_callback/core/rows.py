@@ -74,12 +74,6 @@ class RowSums:
 
     MAXIMA: ClassVar[frozenset[str]] = frozenset({"logit"})
 
-    @classmethod
-    def zeros(cls, heads: int, keys: int, device: torch.device | str | None = None) -> RowSums:
-        """Return the sums of no queries."""
-        none = torch.zeros(heads, 0, keys, device=device)
-        return attention_rows(none, logits=none)
-
     def __add__(self, later: RowSums) -> RowSums:
         """Join disjoint queries of the same heads; the shorter key axis is padded."""
         keys = max(self.columns.shape[-1], later.columns.shape[-1])

@@ -142,8 +142,7 @@ def test_merged_heads_are_detected_if_key_subspaces_fill_the_space():
     similarity = qk_circuits(query, key)
     assert similarity.worst_pair.tolist() == [1, 3]
     assert float(similarity.worst) == pytest.approx(1)
-    assert similarity.nearest[1] == 3
-    assert float(similarity.nearest_cosine[3]) == pytest.approx(1)
+    assert float(similarity.cosine[1, 3]) == pytest.approx(1)
 
 
 def test_a_map_from_heads_to_key_heads_may_be_given():
