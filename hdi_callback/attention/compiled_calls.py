@@ -122,7 +122,7 @@ class BeforeCompiledCalls(_Stance):
                         return
                     self._has_told.thread = True
                 local = frame.f_locals
-                with self._compiler.eye_closed():
+                with self._compiler.switched_off():
                     function(local["fn"], local["args"], local["kwargs"])
                 return
             frame = None if frame is None else frame.f_back
@@ -148,8 +148,8 @@ def is_compiled(module: nn.Module) -> bool:
 
 def _put(dynamo: Compiler, stance: _Stance) -> None:
     for kind in (_Stance, _EagerHere, BeforeCompiledCalls):
-        dynamo.let_be(*(value.fget for value in vars(kind).values() if isinstance(value, property)))
-    dynamo.let_be(BeforeCompiledCalls._tell)
+        dynamo.skip_compiling(*(value.fget for value in vars(kind).values() if isinstance(value, property)))
+    dynamo.skip_compiling(BeforeCompiledCalls._tell)
     dynamo.frames._stance = stance
 
 

@@ -18,19 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hdi_callback.guard import warn
 
-__all__ = [
-    "FLEX",
-    "FLEX_HAS_MAXIMUM",
-    "NEWEST_TRIED",
-    "Compiler",
-    "Mode",
-    "TransformGetItemToIndex",
-    "compiler",
-    "has_saving_hooks",
-    "identity",
-    "passed_on",
-    "vmap",
-]
+__all__ = ["FLEX", "TransformGetItemToIndex", "identity", "vmap"]  # of torch; the rest is defined here
 
 NEWEST_TRIED = (2, 15)
 
@@ -66,7 +54,7 @@ class Mode(TorchDispatchMode):
 
 
 def passed_on(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation as a mode below would see it without ours: before torch 2.10 it would see each detach twice."""
+    """Return the result of an operation; modes below see it once, where before torch 2.10 they see a detach twice."""
     if func is not _DETACH or torch._C._len_torch_dispatch_stack() == 0:
         return func(*args, **kwargs) if kwargs else func(*args)
     with torch._C._ExcludeDispatchKeyGuard(_ABOVE), torch._C._AutoDispatchBelowAutograd():
@@ -95,15 +83,15 @@ class Compiler:
     wrapper: CodeType
     first: str
 
-    def let_be(self, *functions: Any) -> None:
-        """Keep dynamo from compiling functions of ours: before torch 2.8 it looks on while it asks."""
+    def skip_compiling(self, *functions: Any) -> None:
+        """Keep dynamo from compiling functions of ours: before torch 2.8 it traces them while it asks for a stance."""
         if self.first == "stance":
             for function in functions:
                 self.frames.skip_code(function.__code__)
 
     @contextmanager
-    def eye_closed(self) -> Iterator[None]:
-        """Let dynamo look at nothing that runs, as it does itself in newer releases while it asks."""
+    def switched_off(self) -> Iterator[None]:
+        """Switch dynamo off within the block, as newer releases do themselves while they ask for a stance."""
         if self.first != "stance":
             yield
             return
