@@ -178,24 +178,19 @@ class MeanAlignment(Rule):
         count = series.facts.get("num_key_heads")
         if active is None and len(heads_in(equal_heads(series.latest))) == count:
             return None  # reported as equal
-        groups: Groups = ()
-        what = "{heads} are converging"
-        if name == "energy_mean":
-            what = "{heads} read the same few directions"
-        else:
-            groups = joined(aligned_pairs(series.latest, series.facts), NEARLY_ONE)
-            if len(groups) == 1 and len(groups[0]) == count:
-                groups = ()
-            if groups or level == "critical":
-                what = f"{{heads}} are nearly one head{_each(groups)}"
+        is_weighted = name == "energy_mean"
+        groups = () if is_weighted else joined(aligned_pairs(series.latest, series.facts), NEARLY_ONE)
+        groups = () if [*map(len, groups)] == [count] else groups
+        clause = "{heads} read the same few directions" if is_weighted else "{heads} are converging"
+        if groups or level == "critical":
+            clause = f"{{heads}} are nearly one head{_each(groups)}"
         heads = heads_in(groups)
         held_from_start = min([series.first.values.get(metric, 0.0), *series.curve(metric)[1]]) >= limit
-        left = series.latest.values.get("hdi_effective_heads")
-        weighted = " weighted by energy" if name == "energy_mean" else ""
-        rest = "" if left is None or weighted else f", and {left:.1f} effective heads are left"
+        effective = series.latest.values.get("hdi_effective_heads")
+        further = "" if effective is None or is_weighted else f", and {effective:.1f} effective heads are left"
         return Finding(
-            what,
-            f"mean alignment{weighted} {series.change(metric)}{rest}",
+            clause,
+            f"mean alignment{' weighted by energy' if is_weighted else ''} {series.change(metric)}{further}",
             () if len(heads) == count else heads,
             groups,
             series.value(metric),
@@ -204,7 +199,7 @@ class MeanAlignment(Rule):
             level,
             since=series.first.step if held_from_start else None,
             of_keys=True,
-            action="Look at the layer's inputs: one direction outweighs the others there." if weighted else None,
+            action="Look at the layer's inputs: one direction outweighs the others there." if is_weighted else None,
         )
 
 

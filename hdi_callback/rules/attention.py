@@ -24,7 +24,7 @@ class TokensAlike(Rule):
     limits = ("tokens",)
     condition = (
         "the mean cosine of two input tokens of the layer reaches 0.998 at three readings in a row, far above the "
-        "first readings; a notice while the loss is good. It ends at 0.978"
+        "first reading; a notice while the loss is good. It ends at 0.978"
     )
     meaning = "All tokens have become the same before they reach this layer; its heads are not the cause."
     action = "look at the residual connections and norms below the layer"
@@ -34,16 +34,14 @@ class TokensAlike(Rule):
         metric, limit = "token_cosine", self.at("tokens")
         value, (_, curve) = series.value(metric), series.curve(metric)
         if active is None:
-            early = series.early.get(metric)
-            if not early or len(curve) < self.lasts or min(curve[-self.lasts :]) < limit:
-                return None
-            if 1 - value > 0.5 * (1 - statistics.median(early)):
+            first = series.first.values.get(metric, value)
+            if len(curve) < self.lasts or min(curve[-self.lasts :]) < limit or 1 - value > 0.25 * (1 - first):
                 return None
         elif value < limit - self.hysteresis:
             return None
         how = f"mean cosine {series.change(metric, '{:.3f}'.format)}"
-        what = "the input tokens of {layer} are nearly identical"
-        return Finding(what, how, value=value, threshold=limit, metric=metric)
+        clause = "the input tokens of {layer} are nearly identical"
+        return Finding(clause, how, value=value, threshold=limit, metric=metric)
 
 
 class SharpFromStart(Rule):

@@ -74,11 +74,11 @@ def explain(name: str) -> type[Rule]:
         >>> explain("worst-pair").limits
         ('pair',)
     """
-    named = {_letters(word): rule for rule in RULES for word in (*rule.limits, rule.__name__, rule.name)}
-    if _letters(name) not in named:
+    rules_by_word = {_letters(word): rule for rule in RULES for word in (*rule.limits, rule.__name__, rule.name)}
+    if _letters(name) not in rules_by_word:
         close = did_you_mean(name, [rule.name for rule in RULES])
         raise MisconfigurationError(f"No rule has the name {shown(name)}; `hdi explain` lists them.{close}")
-    return named[_letters(name)]
+    return rules_by_word[_letters(name)]
 
 
 def _letters(name: str) -> str:

@@ -12,7 +12,7 @@ from hdi_callback.guard import describe, warn
 from hdi_callback.monitor.metrics import METRICS
 from hdi_callback.record import LEVELS, Alert, LayerRecord, Record
 from hdi_callback.rules.choice import RULES, check_rules, default_rules
-from hdi_callback.rules.events import Events, Found, Key, Report
+from hdi_callback.rules.events import Events, Key, Report, Sighting
 from hdi_callback.rules.initialisation import has_been_trained
 from hdi_callback.rules.limits import Thresholds, check_thresholds, limits_of
 from hdi_callback.rules.losses import Losses
@@ -26,7 +26,7 @@ PATIENCE = 5
 
 @dataclass
 class Open:
-    """A finding that lasts: what was found last, since which step, and at how many readings it was not judged."""
+    """A finding that lasts: the latest one, since which step, and at how many readings it was not judged."""
 
     finding: Finding
     since: int
@@ -84,7 +84,7 @@ class Alerts:
     @property
     def findings(self) -> dict[Key, Finding]:
         """What the rules find in each layer now, before it is merged to alerts: (layer, rule) -> finding."""
-        return {key: one.finding for key, one in self._open.items()}
+        return {key: held.finding for key, held in self._open.items()}
 
     def judge(self, record: Record) -> tuple[Alert, ...]:
         """Return the alerts that begin, get worse or end at a reading; readings come in the order of steps."""
@@ -101,7 +101,7 @@ class Alerts:
             series.append(row)
             for rank, rule in enumerate(self._rules_of(name)):
                 self._ask(rule, rank, series, report, layer)
-        for key in [key for key in self._open if key not in report.asked]:
+        for key in [key for key in self._open if key not in report.judged]:
             self._miss(key, report, "it is not watched any more" if key[0] not in record.layers else "its rule is gone")
         return self._events.update(report)
 
@@ -116,7 +116,7 @@ class Alerts:
         """Return the state for a resumed run, as plain data."""
         return {
             "series": {name: series.state_dict() for name, series in self._series.items()},
-            "open": [[*key, asdict(one.finding), one.since, one.missed] for key, one in self._open.items()],
+            "open": [[*key, asdict(held.finding), held.since, held.missed] for key, held in self._open.items()],
             "events": self._events.state_dict(),
             "losses": self._losses.state_dict(),
         }
@@ -124,7 +124,7 @@ class Alerts:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`."""
         self._series = {
-            name: Series.from_state(name, self._facts.get(name, {}), one) for name, one in state["series"].items()
+            name: Series.from_state(name, self._facts.get(name, {}), past) for name, past in state["series"].items()
         }
         self._open = {
             (layer, rule): Open(Finding.from_dict(finding), since, missed)
@@ -154,8 +154,8 @@ class Alerts:
             if name not in self._series
         }
         trained = {name for name, row in new.items() if has_been_trained(row, self._facts.get(name, {}))}
-        known = [series.is_pretrained for series in self._series.values()]
-        return set(new) if len(trained) + sum(known) > (len(new) + len(known)) / 2 else trained
+        earlier = [series.is_pretrained for series in self._series.values()]
+        return set(new) if len(trained) + sum(earlier) > (len(new) + len(earlier)) / 2 else trained
 
     def _ask(self, rule: Rule, rank: int, series: Series, report: Report, layer: LayerRecord) -> None:
         """Apply a rule to the latest reading of a layer; one that fails is switched off, with a warning."""
@@ -163,37 +163,35 @@ class Alerts:
         before = self._open.get(key)
         if rule.name in self._failed:
             return
-        report.asked.add(key)
+        report.judged.add(key)
         try:
             if not rule.is_measured(series.latest):
-                missing = next((one for one in rule.needs if one not in series.latest.values), "")
+                missing = next((metric for metric in rule.needs if metric not in series.latest.values), "")
                 source = METRICS[missing].source if missing in METRICS else ""
                 self._miss(key, report, layer.absent.get(missing) or layer.absent.get(source, ""))
                 return
             finding = rule.judge(series, None if before is None else before.finding)
-            found = None if finding is None else _plain(finding, rule, is_loss_good=self._losses.is_good)
-            sentence = "" if found is None else rule.sentence(found, series.layer, series.facts)
+            checked = None if finding is None else _plain(finding, rule, is_loss_good=self._losses.is_good)
+            sentence = "" if checked is None else rule.sentence(checked, series.layer, series.facts)
         except Exception as error:
             self._failed.add(rule.name)
             warn(f"The rule {rule.name!r} failed ({describe(error)}) and is switched off. Training goes on.")
             return
-        if found is None:
+        if checked is None:
             if before is not None:
                 del self._open[key]
                 report.ended[key] = ""
                 report.written[key] = series.written_by if series.was_written else ""
             return
-        since = report.step if found.since is None else found.since
+        since = report.step if checked.since is None else checked.since
         if before is not None:
             since = before.since
-        self._open[key] = Open(found, since)
-        told = Found(
-            *key, rank, found, sentence, found.action or rule.action, self._code(found, rule), since, series.facts,
-            rule.is_cause,
-        )  # fmt: skip
+        self._open[key] = Open(checked, since)
+        action, code = checked.action or rule.action, self._code(checked, rule)
+        told = Sighting(*key, rank, checked, sentence, action, code, since, series.facts, rule.is_cause)
         if before is None:
             report.begun.append(told)
-        elif _is_worse(found, before.finding, series.facts):
+        elif _is_worse(checked, before.finding, series.facts):
             report.risen.append(told)
 
     def _code(self, finding: Finding, rule: Rule) -> str:

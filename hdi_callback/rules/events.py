@@ -21,7 +21,7 @@ FOLLOWS = "weight jump"
 
 
 @dataclass(frozen=True)
-class Found:
+class Sighting:
     """A finding at one reading, with what an alert says of it."""
 
     layer: str  # name of the layer
@@ -67,15 +67,15 @@ class Report:
         risen: those that got worse.
         ended: those that are over -> why they are not measured any more, or ``""``.
         written: those that are over -> which intervention wrote the weights, in words, or ``""``.
-        asked: layers and rules that were judged.
+        judged: layers and rules that were judged.
     """
 
     step: int
-    begun: list[Found] = field(default_factory=list)
-    risen: list[Found] = field(default_factory=list)
+    begun: list[Sighting] = field(default_factory=list)
+    risen: list[Sighting] = field(default_factory=list)
     ended: dict[Key, str] = field(default_factory=dict)
     written: dict[Key, str] = field(default_factory=dict)
-    asked: set[Key] = field(default_factory=set)
+    judged: set[Key] = field(default_factory=set)
 
 
 @dataclass
@@ -110,24 +110,26 @@ class Events:
     def update(self, report: Report) -> tuple[Alert, ...]:
         """Take the findings of a reading; return the alerts of events that begin, get worse or end."""
         self._readings += 1
-        fresh = list[Found]()
-        joined: list[tuple[Event, Found]] = []
-        for found in report.begun:
-            event = self._event_of(found)
+        fresh = list[Sighting]()
+        joined: list[tuple[Event, Sighting]] = []
+        for sighting in report.begun:
+            event = self._event_of(sighting)
             if event is None:
-                fresh.append(found)
+                fresh.append(sighting)
             else:
-                event.open.add(found.key)
+                event.open.add(sighting.key)
                 event.grew = self._readings
-                joined.append((event, found))
+                joined.append((event, sighting))
         worse = []
         for event in self._events:
-            risen = [found for found in report.risen if found.key in event.open]
-            worse += _worsen(event, [found for one, found in joined if one is event], risen, report.step)
+            risen = [sighting for sighting in report.risen if sighting.key in event.open]
+            worse += _worsen(event, [sighting for owner, sighting in joined if owner is event], risen, report.step)
         begun = []
         for cluster in _clusters(fresh):
             begun.append(_alert_of(cluster, report.step))
-            self._events.append(Event(begun[-1], self._readings, {found.key for found in cluster}, cluster[0].is_cause))
+            self._events.append(
+                Event(begun[-1], self._readings, {sighting.key for sighting in cluster}, cluster[0].is_cause)
+            )
         return (*begun, *worse, *self._end(report))
 
     def state_dict(self) -> dict[str, Any]:
@@ -146,16 +148,16 @@ class Events:
         ]
         self._readings = state["readings"]
 
-    def _event_of(self, found: Found) -> Event | None:
+    def _event_of(self, sighting: Sighting) -> Event | None:
         """Return the event that a new finding follows from: on the same heads or of the same rule in another layer."""
-        recent = [event for event in self._events if self._readings - event.grew <= WINDOW and not found.is_cause]
+        recent = [event for event in self._events if self._readings - event.grew <= WINDOW and not sighting.is_cause]
         for event in recent:
-            if found.layer in event.alert.where:
-                heads = event.alert.where[found.layer]
-                own = found.of_keys(heads) if event.alert.unit == "key heads" else set(heads)
-                if _overlap(found.query_heads, own):
+            if sighting.layer in event.alert.where:
+                heads = event.alert.where[sighting.layer]
+                own = sighting.of_keys(heads) if event.alert.unit == "key heads" else set(heads)
+                if _overlap(sighting.query_heads, own):
                     return event
-        return next((event for event in recent if event.alert.rule == found.rule), None)
+        return next((event for event in recent if event.alert.rule == sighting.rule), None)
 
     def _end(self, report: Report) -> list[Alert]:
         """End events of which no finding lasts."""
@@ -178,25 +180,25 @@ class Events:
         return alerts
 
 
-def _worsen(event: Event, joined: Sequence[Found], risen: Sequence[Found], step: int) -> list[Alert]:
+def _worsen(event: Event, joined: Sequence[Sighting], risen: Sequence[Sighting], step: int) -> list[Alert]:
     """Extend an event; return it if its rule got worse or spread, or a more serious one joined what is no cause."""
-    known = {event.alert.rule, *event.alert.also}
-    new = dict.fromkeys(found.rule for found in joined if found.rule not in known)
+    told = {event.alert.rule, *event.alert.also}
+    new = dict.fromkeys(sighting.rule for sighting in joined if sighting.rule not in told)
     event.alert = replace(event.alert, also=(*event.alert.also, *new))
     level = LEVELS.index(event.alert.level)
-    worse = [found for found in risen if found.rule == event.alert.rule]
-    spread = [found for found in joined if found.rule == event.alert.rule]
+    worse = [sighting for sighting in risen if sighting.rule == event.alert.rule]
+    spread = [sighting for sighting in joined if sighting.rule == event.alert.rule]
     # The level of a cause is set when it is told, unless that was a notice.
     is_set = event.is_cause and level > 0
-    others = [found for found in (*joined, *risen) if found not in (*worse, *spread)]
-    worse += spread + [found for found in others if found.level > level and not is_set]
+    others = [sighting for sighting in (*joined, *risen) if sighting not in (*worse, *spread)]
+    worse += spread + [sighting for sighting in others if sighting.level > level and not is_set]
     if not worse:
         return []
-    first, layers = worse[0], list(dict.fromkeys(found.layer for found in worse))
-    heads = {found.layer: found.finding.heads for found in worse if found.rule == event.alert.rule}
+    first, layers = worse[0], list(dict.fromkeys(sighting.layer for sighting in worse))
+    heads = {sighting.layer: sighting.finding.heads for sighting in worse if sighting.rule == event.alert.rule}
     event.alert = replace(
         event.alert,
-        level=LEVELS[max(level, *(found.level for found in worse))],
+        level=LEVELS[max(level, *(sighting.level for sighting in worse))],
         where=event.alert.where | heads,
         message=("spread: " if first in spread else "") + _with_others(first.sentence, layers, ()),
         action=first.action,
@@ -208,42 +210,44 @@ def _worsen(event: Event, joined: Sequence[Found], risen: Sequence[Found], step:
     return [replace(event.alert, step=step, status="worse")]
 
 
-def _clusters(fresh: Sequence[Found]) -> list[list[Found]]:
+def _clusters(fresh: Sequence[Sighting]) -> list[list[Sighting]]:
     """Group new findings: those on the same heads of a layer, then those of layers with the same cause."""
-    groups: list[list[Found]] = []
-    for found in sorted(fresh, key=lambda found: found.rank):
+    groups: list[list[Sighting]] = []
+    for sighting in sorted(fresh, key=lambda sighting: sighting.rank):
         for group in groups:
-            joins = not found.is_cause or found.rule == FOLLOWS
-            if joins and group[0].layer == found.layer and _overlap(found.query_heads, group[0].query_heads):
-                group.append(found)
+            joins = not sighting.is_cause or sighting.rule == FOLLOWS
+            if joins and group[0].layer == sighting.layer and _overlap(sighting.query_heads, group[0].query_heads):
+                group.append(sighting)
                 break
         else:
-            groups.append([found])
-    layers = list(dict.fromkeys(found.layer for found in fresh))
-    by_cause: dict[tuple[str, int], list[Found]] = {}
+            groups.append([sighting])
+    layers = list(dict.fromkeys(sighting.layer for sighting in fresh))
+    by_cause: dict[tuple[str, int], list[Sighting]] = {}
     for group in sorted(groups, key=lambda group: layers.index(group[0].layer)):
         by_cause.setdefault((group[0].rule, group[0].level), []).extend(group)
     return list(by_cause.values())
 
 
-def _alert_of(cluster: Sequence[Found], step: int) -> Alert:
+def _alert_of(cluster: Sequence[Sighting], step: int) -> Alert:
     """The alert that reports findings of one event; the first states the cause."""
     first = cluster[0]
-    causes = [found for found in cluster if found.rule == first.rule]
-    others = sorted((found for found in cluster if found.rule != first.rule), key=lambda found: found.rank)
-    also = tuple(dict.fromkeys(found.rule for found in others))
+    causes = [sighting for sighting in cluster if sighting.rule == first.rule]
+    others = sorted(
+        (sighting for sighting in cluster if sighting.rule != first.rule), key=lambda sighting: sighting.rank
+    )
+    also = tuple(dict.fromkeys(sighting.rule for sighting in others))
     is_grouped = first.facts.get("num_key_heads") != first.facts.get("num_heads")
     return Alert(
         step,
         first.rule,
-        LEVELS[max(found.level for found in cluster)],
-        {found.layer: found.finding.heads for found in causes},
-        _with_others(first.sentence, [found.layer for found in causes], also),
+        LEVELS[max(sighting.level for sighting in cluster)],
+        {sighting.layer: sighting.finding.heads for sighting in causes},
+        _with_others(first.sentence, [sighting.layer for sighting in causes], also),
         first.action,
         first.finding.value,
         first.finding.threshold,
         first.finding.metric,
-        min(found.since for found in causes),
+        min(sighting.since for sighting in causes),
         also,
         "key heads" if first.finding.of_keys and is_grouped else "heads",
         code=first.code,
@@ -261,5 +265,6 @@ def _layers(names: Sequence[str]) -> str:
     return listed(names) if len(names) <= 3 else f"{len(names)} layers, {names[0]} to {names[-1]}"
 
 
-def _overlap(one: set[int], other: set[int]) -> bool:
-    return not one or not other or bool(one & other)
+def _overlap(heads: set[int], more: set[int]) -> bool:
+    """Whether two sets of heads meet; an empty one stands for all."""
+    return not heads or not more or bool(heads & more)

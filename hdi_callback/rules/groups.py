@@ -19,11 +19,11 @@ EQUAL = 1 - 4e-7
 
 def groups_of(pairs: Iterable[tuple[int, int]]) -> Groups:
     """Join pairs that share a head: (4, 5), (0, 1), (1, 3) to (0, 1, 3), (4, 5)."""
-    found: list[set[int]] = []
+    groups: list[set[int]] = []
     for pair in pairs:
-        joined = set(pair).union(*(group for group in found if group & set(pair)))
-        found = [group for group in found if not group & joined] + [joined]
-    return tuple(sorted(tuple(sorted(group)) for group in found))
+        joined = set(pair).union(*(group for group in groups if group & set(pair)))
+        groups = [group for group in groups if not group & joined] + [joined]
+    return tuple(sorted(tuple(sorted(group)) for group in groups))
 
 
 def heads_in(groups: Groups) -> tuple[int, ...]:
@@ -31,10 +31,10 @@ def heads_in(groups: Groups) -> tuple[int, ...]:
     return tuple(sorted({head for group in groups for head in group}))
 
 
-def joined(pairs: Iterable[Pair], limit: float, kept: Groups = (), kept_limit: float | None = None) -> Groups:
+def joined(pairs: Iterable[Pair], limit: float, named: Groups = (), lower_limit: float | None = None) -> Groups:
     """Join the pairs at or above a limit; within groups that were named a lower one, so that noise changes no names."""
-    group_of = {head: place for place, group in enumerate(kept) for head in group}
-    lower = limit if kept_limit is None else kept_limit
+    group_of = {head: place for place, group in enumerate(named) for head in group}
+    lower = limit if lower_limit is None else lower_limit
     return groups_of(
         (h, g)
         for h, g, value in pairs
@@ -99,6 +99,6 @@ def _closest(row: Row, pair: str, metric: str) -> list[Pair]:
     return [(max(heads), min(heads), row.values[metric])]
 
 
-def _above_chance(overlap: float, rank: float, other: float, width: int) -> float:
-    chance = math.sqrt(rank * other) / width
+def _above_chance(overlap: float, rank: float, second_rank: float, width: int) -> float:
+    chance = math.sqrt(rank * second_rank) / width
     return (overlap - chance) / (1 - chance) if chance < 1 - 1e-6 else math.nan

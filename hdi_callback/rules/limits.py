@@ -88,8 +88,8 @@ def check_thresholds(thresholds: Any) -> dict[str, dict[str, float | None]]:
 
 def limits_of(layer: str, thresholds: Thresholds) -> dict[str, float | None]:
     """Collect the limits of a layer that are not the default; of several patterns that match, the last one counts."""
-    found: dict[str, float | None] = {}
+    limits_here: dict[str, float | None] = {}
     for pattern, limits in thresholds.items():
         if fnmatchcase(layer, pattern):
-            found.update(limits)
-    return found
+            limits_here.update(limits)
+    return limits_here

@@ -127,8 +127,8 @@ class Rule(ABC):
         self.limit: dict[str, float | None] = {name: LIMITS[name].value for name in self.limits}
         for name, value in limits.items():
             if name not in self.limit:
-                known = f"its limits are {', '.join(self.limits)}" if self.limits else "it has no limits"
-                raise MisconfigurationError(f"{type(self).__name__} has no limit {name!r}: {known}.")
+                choices = f"its limits are {', '.join(self.limits)}" if self.limits else "it has no limits"
+                raise MisconfigurationError(f"{type(self).__name__} has no limit {name!r}: {choices}.")
             self.limit[name] = check_limit(name, value, f"{name} of {type(self).__name__}")
 
     def at(self, name: str) -> float:
@@ -157,6 +157,6 @@ class Rule(ABC):
         """Build the sentence of a finding: the cause, where, and when as measured."""
         kind = "key head" if finding.of_keys and facts.get("num_key_heads") != facts.get("num_heads") else "head"
         count = facts.get("num_key_heads" if finding.of_keys else "num_heads")
-        who = heads_in_words(finding.groups or (finding.heads,), layer, kind, count)
-        clause = finding.what.replace("{heads}", who).replace("{layer}", layer)
+        heads = heads_in_words(finding.groups or (finding.heads,), layer, kind, count)
+        clause = finding.what.replace("{heads}", heads).replace("{layer}", layer)
         return f"{clause}: {finding.how}" if finding.how else clause

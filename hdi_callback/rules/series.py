@@ -15,9 +15,6 @@ from hdi_callback.record import LayerRecord
 KEPT = 64
 """Number of readings that are kept, besides the first."""
 
-EARLY = 5
-"""Number of values of each metric that are kept from the beginning."""
-
 APART = 5
 """Fewest steps between readings that are kept, so that a window of readings is one of steps as well."""
 
@@ -51,14 +48,13 @@ class Row:
 
 
 class Series:
-    """The readings of one layer so far: the first, the latest 64 of those five steps apart, and the first five values.
+    """The readings of one layer so far: the first, and the latest 64 of those five steps apart.
 
     Attributes:
         layer: name of the layer.
         facts: `AttentionLayer.facts`: ``num_heads``, ``num_key_heads``, ``head_dim``, ``width``, ``normed`` ...
         first: the first reading of the run.
         rows: the latest readings; only the last has numbers of single heads and matrices.
-        early: metric -> its first five values, that of the latest reading not among them.
         is_pretrained: whether the weights were trained before this run.
         still: (role or "parameter", its place) -> step since which it has not moved though it is to, and at how many
             readings that was seen.
@@ -72,7 +68,6 @@ class Series:
         self.layer, self.facts, self.is_pretrained = layer, facts, is_pretrained
         self.first = Row(first.step, first.values, first.heads)
         self.rows: deque[Row] = deque(maxlen=KEPT)
-        self.early: dict[str, list[float]] = {}
         self.still: dict[tuple[str, int], tuple[int, int]] = {}
         self.others_move = False
         self.written: dict[int, int] = {}
@@ -83,10 +78,6 @@ class Series:
         """Add a reading; of the one before only its values and its closest pairs are kept."""
         if self.rows:
             last = self.rows[-1]
-            for metric, value in last.values.items():
-                values = self.early.setdefault(metric, [])
-                if len(values) < EARLY:
-                    values.append(value)
             self._note_still(last, row)
             pairs = {name: heads for name, heads in last.heads.items() if name.endswith("_pair")}
             self.rows[-1] = replace(last, heads=pairs, matrices={})
@@ -97,11 +88,11 @@ class Series:
 
     def _note_still(self, last: Row, row: Row) -> None:
         """Note what has not moved between two readings though it was to train at both."""
-        for what, name in STILL.items():
+        for kind, name in STILL.items():
             before = last.per_head(name)
             for place, value in enumerate(row.per_head(name)):
-                key, was_to_train = (what, place), not before[place:] or not math.isnan(before[place])
-                if value == (what == "parameter"):
+                key, was_to_train = (kind, place), not before[place:] or not math.isnan(before[place])
+                if value == (kind == "parameter"):
                     since, count = self.still.get(key, (last.step if was_to_train else row.step, 0))
                     self.still[key] = since, count + 1
                 else:
@@ -169,8 +160,7 @@ class Series:
                 {"step": row.step, "values": dict(row.values), "heads": dict(row.heads), "before": row.before}
                 for row in self.rows
             ],
-            "early": {metric: [*values] for metric, values in self.early.items()},
-            "still": [[*key, *seen] for key, seen in self.still.items()],
+            "still": [[*key, *since] for key, since in self.still.items()],
             "written": [[head, step] for head, step in self.written.items()],
             "written_by": self.written_by,
             "is_pretrained": self.is_pretrained,
@@ -181,7 +171,6 @@ class Series:
         """Make a series from the result of `state_dict`."""
         series = cls(layer, facts, Row(**state["first"]), is_pretrained=state["is_pretrained"])
         series.rows.extend(Row(**row) for row in state["rows"])
-        series.early = {name: [*values] for name, values in state["early"].items()}
-        series.still = {(what, place): (since, count) for what, place, since, count in state["still"]}
+        series.still = {(kind, place): (since, count) for kind, place, since, count in state["still"]}
         series.written, series.written_by = dict(state["written"]), state["written_by"]
         return series

@@ -38,7 +38,7 @@ class NotFinite(Rule):
             # What was broken last may just not have been measured this time.
             return active if active and active.metric not in row.values else None
         heads = {head for metric in broken for head, count in enumerate(row.per_head(metric)) if count > 0}
-        before = [one.step for one in series.rows if not any(one.values.get(metric, 0.0) > 0 for metric in NOT_FINITE)]
+        before = [row.step for row in series.rows if not any(row.values.get(metric, 0.0) > 0 for metric in NOT_FINITE)]
         return Finding(
             f"the {listed([NOT_FINITE[metric] for metric in broken])} of {{heads}} hold NaN or infinity",
             f"they did not at step {before[-1]}" if before else "",
@@ -135,32 +135,32 @@ class FrozenWeights(Rule):
             if count >= readings and now - since >= self.steps
         }
         roles_of: dict[int, list[str]] = {}
-        for what, place in still:
-            if what != "parameter":
-                roles_of.setdefault(place, []).append(what)
+        for kind, place in still:
+            if kind != "parameter":
+                roles_of.setdefault(place, []).append(kind)
         zero = {head for head in roles_of if _is_zero(series.latest, head)}
         if series.is_pretrained:
             roles_of = {head: roles for head, roles in roles_of.items() if head not in zero}
         parameters = dict(enumerate(series.facts.get("parameters", {}).items()))
-        names = [parameters.get(place, ("a parameter", 2)) for what, place in still if what == "parameter"]
+        names = [parameters.get(place, ("a parameter", 2)) for kind, place in still if kind == "parameter"]
         if not roles_of and not names:
             return None
-        asked = [role for role in ROLES if any(move >= 0 for move in series.latest.per_head(STILL[role]))]
-        roles = [role for role in asked if any(role in own for own in roles_of.values())]
+        trained = [role for role in ROLES if any(move >= 0 for move in series.latest.per_head(STILL[role]))]
+        roles = [role for role in trained if any(role in own for own in roles_of.values())]
         more = [f"{len(names) - 3} more"] if len(names) > 3 else []
         quoted = listed([f"`{name}`" for name, _ in names[:3]] + more) if names else ""
         verb = "does" if len(names) == 1 else "do"
         are_zero = bool(roles_of) and zero == roles_of.keys()
         if roles_of:
-            of = "weights" if roles == asked else listed([PLURAL[role] for role in roles])
-            what = f"the {of} of {{heads}} {'are zero and ' if are_zero else ''}do not move"
+            of = "weights" if roles == trained else listed([PLURAL[role] for role in roles])
+            clause = f"the {of} of {{heads}} {'are zero and ' if are_zero else ''}do not move"
         else:
-            what = f"{quoted} of {{layer}} {verb} not move"
+            clause = f"{quoted} of {{layer}} {verb} not move"
         moves = "other weights do" if series.others_move else "nothing else that is to train does either"
         further = f"; nor {verb} {quoted}" if roles_of and names else ""
         last = max(since for (kind, place), since in still.items() if kind == "parameter" or place in roles_of)
         return Finding(
-            what,
+            clause,
             f"not since step {last}, while {moves}{further}",
             tuple(sorted(roles_of)),
             value=0.0,
@@ -231,27 +231,27 @@ class VanishingWeights(Rule):
     """Smallest first norm of a head that is judged, as a share of the layer's median head."""
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        limit, found = self.at("vanishing"), dict[str, dict[int, float]]()
+        limit, faded = self.at("vanishing"), dict[str, dict[int, float]]()
         for metric, (_, roles) in self.circuits.items():
             if roles & set(series.facts.get("normed", ())):
                 continue
             now, first = series.latest.per_head(metric), series.first.per_head(metric)
             median = statistics.median(first) if first else 0.0
-            found[metric] = {
+            faded[metric] = {
                 head: after / before
                 for head, (after, before) in enumerate(zip(now, first))
                 if before > self.begins * median
                 and after <= limit * (2 if active and head in active.heads else 1) * before
                 and head not in series.written
             }
-        if not any(found.values()):
+        if not any(faded.values()):
             return None
-        metric = min(found, key=lambda name: min(found[name].values(), default=1.0))
-        share = min(found[metric].values())
+        metric = min(faded, key=lambda name: min(faded[name].values(), default=1.0))
+        share = min(faded[metric].values())
         return Finding(
             f"the {self.circuits[metric][0]} of {{heads}} fade away",
             f"the norm of the circuit is at {100 * share:.2g} % of that at step {series.first.step}",
-            tuple(found[metric]),
+            tuple(faded[metric]),
             value=share,
             threshold=limit,
             metric=metric,

@@ -112,7 +112,7 @@ class Bandit(Task):
     def loss(self, model: nn.Module, step: int) -> Tensor:
         x = self.tokens(48, 9, classes=5)
         logits = model(x).mean(1).log_softmax(-1)
-        action = torch.multinomial(logits.detach().exp(), 1, generator=self.draw)
+        action = torch.multinomial(logits.detach().exp().nan_to_num(0.2), 1, generator=self.draw)
         reward = (action.squeeze(1) == F.one_hot(x, 5).sum(1).argmax(-1)).float()
         return -((reward - reward.mean()) * logits.gather(1, action).squeeze(1)).mean()
 
