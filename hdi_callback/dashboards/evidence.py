@@ -29,7 +29,7 @@ ALIKE = {
     "hdi_worst_pair": "pair_alignment",
     "hdi_alignment": "pair_alignment",
     "hdi_energy_alignment": "energy_pair_alignment",
-    "circuit_qk_worst": "circuit_qk",
+    "circuit_ov_worst": "circuit_ov",
 }
 """Metric of heads that are alike -> the matrix that shows which."""
 

@@ -158,6 +158,8 @@ class FrozenWeights(Rule):
             clause = f"{quoted} of {{layer}} {verb} not move"
         moves = "other weights do" if series.others_move else "nothing else that is to train does either"
         further = f"; nor {verb} {quoted}" if roles_of and names else ""
+        # The movement of whole heads does not show that of a role.
+        metric = "parameters_still" if not roles_of else "head_movement_min" if roles == trained else None
         last = max(since for (kind, place), since in still.items() if kind == "parameter" or place in roles_of)
         return Finding(
             clause,
@@ -165,7 +167,7 @@ class FrozenWeights(Rule):
             tuple(sorted(roles_of)),
             value=0.0,
             threshold=0.0,
-            metric="head_movement_min" if roles_of else "parameters_still",
+            metric=metric,
             level="warning" if roles_of or any(dims > 1 for _, dims in names) else "notice",
             since=last,
             action="look at their initialisation: no gradient arrives where all weights of a head are zero"
