@@ -126,17 +126,17 @@ class RunHistory:
             also ``"attention_pattern_140"`` -> ``(H, 32, 32)``: its patterns of attention at step 140, before the
             alert, and at its own.
         """
-        found: dict[str, dict[str, Tensor]] = {}
+        by_layer: dict[str, dict[str, Tensor]] = {}
         for record in self.records:
             if record.step == step:
-                found = {name: dict(layer.matrices) for name, layer in record.layers.items() if layer.matrices}
+                by_layer = {name: dict(layer.matrices) for name, layer in record.layers.items() if layer.matrices}
         file = matrices_folder(self.path) / f"step_{step:09d}.npz"
-        if not found and file.is_file():
+        if not by_layer and file.is_file():
             with np.load(file) as arrays:
                 for key in arrays.files:
                     layer, _, name = key.rpartition("/")
-                    found.setdefault(layer, {})[name] = torch.from_numpy(arrays[key].astype(np.float32))
-        return found
+                    by_layer.setdefault(layer, {})[name] = torch.from_numpy(arrays[key].astype(np.float32))
+        return by_layer
 
     def to_frame(self, *, heads: bool = False) -> pd.DataFrame:
         """Return a table with a row for each step and layer: step, epoch, time, loss, layer, and every metric.
@@ -230,10 +230,10 @@ def _files(run: Path) -> list[Path]:
             f"There is no file or folder `{run}`: write a history, as lightning_logs/version_0/hdi/history.jsonl, "
             "or the folder of a run."
         )
-    found = sorted(run.rglob("history*.jsonl"), key=lambda file: file.stat().st_mtime, reverse=True)
-    if not found:
+    files = sorted(run.rglob("history*.jsonl"), key=lambda file: file.stat().st_mtime, reverse=True)
+    if not files:
         raise MisconfigurationError(
             f"There is no `history.jsonl` in `{run}`, nor in a folder below it: its run has not begun, watches no "
             "layer, or has `history=False`."
         )
-    return found
+    return files

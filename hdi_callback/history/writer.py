@@ -110,12 +110,12 @@ class History:
 
     def _resume(self, last: int, run: str | None, before: Path | None) -> None:
         """Go on after the reading at step `last`: in the file of the run, or in a new one that begins as it did."""
-        folder, named = self.path.parent, [self.path]
+        folder, candidates = self.path.parent, [self.path]
         if run is not None and folder.is_dir():  # several runs of one folder have numbered files
-            named += sorted(file for file in folder.iterdir() if file.suffix == self.path.suffix)
+            candidates += sorted(file for file in folder.iterdir() if file.suffix == self.path.suffix)
         if before is not None:
-            named.sort(key=lambda file: file.name != before.name)
-        for file in named:
+            candidates.sort(key=lambda file: file.name != before.name)
+        for file in candidates:
             if (read := self._read(file, last, run)) is not None:
                 header, past = read
                 self.path, self.run = file, header.get("run", self.run)
@@ -154,7 +154,7 @@ class History:
         return header, [text for text, step in zip(lines, steps) if type(step) is int and step <= last]
 
     def _cut(self, past: Sequence[bytes], last: int) -> None:
-        """Leave of the file of this run what was before its checkpoint, and open it."""
+        """Cut from the file of this run what came after its checkpoint, and open it."""
         part = self.path.with_name(f"{self.path.name}.part")
         with part.open("wb") as file:
             file.writelines([to_text({**self._header, "run": self.run}), *past])
@@ -179,25 +179,25 @@ class History:
         self._is_torn = False
 
     def _check_file(self) -> None:
-        """Say what has happened to the file since the last line, and go on in a new one if it is not there any more."""
+        """Warn of what has happened to the file since the last line; go on in a new one if it is gone."""
         before = self.path
         is_there = before.exists()
         if not is_there or not os.path.samestat(os.stat(before), os.fstat(self._file)):
             self.close()
             self._active = None
             self._begin()
-            what = "was replaced by another file" if is_there else "was moved or deleted"
-            warn(f"The history `{before}` {what}; this run goes on in a new file, `{self.path}`.")
+            event = "was replaced by another file" if is_there else "was moved or deleted"
+            warn(f"The history `{before}` {event}; this run goes on in a new file, `{self.path}`.")
             return
         size = os.fstat(self._file).st_size
         if size != self._size:
-            what = "was cut" if size < self._size else "has grown"
-            warn(f"The history `{before}` {what} from outside: {self._size} bytes were written, now it has {size}.")
+            event = "was cut" if size < self._size else "has grown"
+            warn(f"The history `{before}` {event} from outside: {self._size} bytes were written, now it has {size}.")
             self._size, self._is_torn = size, True
 
     def _write_matrices(self, record: Record) -> None:
         """Write all matrices of a record to one file; patterns of attention only of what new alerts accuse."""
-        found = {
+        matrices = {
             f"{layer}/{name}": matrix.numpy().astype(np.float16)
             for layer, numbers in record.layers.items()
             for name, matrix in numbers.matrices.items()
@@ -205,19 +205,19 @@ class History:
         }
         for alert in record.alerts:
             for step, pattern in self._patterns.around(alert).items():
-                found[f"{alert.layers[0]}/attention_pattern_{step}"] = pattern.numpy()
-        if not found:
+                matrices[f"{alert.layers[0]}/attention_pattern_{step}"] = pattern.numpy()
+        if not matrices:
             return
         folder = matrices_folder(self.path)
         folder.mkdir(exist_ok=True)
         part = folder / "part"
         with part.open("wb") as file:
-            np.savez_compressed(file, **found)  # type: ignore[arg-type]
+            np.savez_compressed(file, **matrices)  # type: ignore[arg-type]
         os.replace(part, folder / f"step_{record.step:09d}.npz")
 
 
 def _names(path: Path) -> Iterator[Path]:
-    """Give a path, then the next names: ``history.jsonl``, ``history-1.jsonl``, ..."""
+    """Yield a path, then the next names: ``history.jsonl``, ``history-1.jsonl``, ..."""
     yield path
     for number in count(1):
         yield path.with_name(f"{path.stem}-{number}{path.suffix}")

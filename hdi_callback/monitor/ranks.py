@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from datetime import timedelta
@@ -32,7 +32,7 @@ _SAME = 1e-9  # relative difference of checksums that rounding on other hardware
 
 
 def number_of_ranks() -> int:
-    """Number of processes of the run, 1 outside `torch.distributed`."""
+    """Return the number of processes of the run, 1 outside `torch.distributed`."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -113,8 +113,8 @@ class Ranks:
             self.settle()
             return
         host = torch.empty(agree.shape, dtype=torch.bool, device="cpu", pin_memory=True)
-        host.copy_(agree, non_blocking=True)
         event = torch.cuda.Event()
+        host.copy_(agree, non_blocking=True)
         event.record()
         self._flags = host, event
 
@@ -126,8 +126,7 @@ class Ranks:
         if event is not None:
             event.synchronize()
         if not agree.all():
-            name = self._names[agree.tolist().index(False)]
-            self._part(f"`{name}` does not have the same weights on all ranks")
+            self._part(f"`{self._names[agree.tolist().index(False)]}` does not have the same weights on all ranks")
 
     def from_first(self, purpose: str, value: Any) -> Any:
         """Return the value of the first rank, plain data, on every rank that comes; its own where ranks have parted."""
@@ -180,19 +179,21 @@ class Ranks:
         """
         if self.size == 1:
             return list(records)
-        added = iter(self.sum([tensor for record in records for tensor in _fields(record, largest=False).values()]))
+        sums = iter(self.sum([tensor for record in records for tensor in _fields(record, largest=False).values()]))
         tops = [tensor for record in records for tensor in _fields(record, largest=True).values()]
         largest = iter(self._reduce(tops, dist.ReduceOp.MAX) if self.size > 1 else tops)  # they may have parted
-        together: list[S] = []
-        for record in records:
-            values = {name: next(added) for name in _fields(record, largest=False)}
-            values |= {name: next(largest) for name in _fields(record, largest=True)}
-            together.append(replace(record, **values))  # type: ignore[type-var]
-        return together
+        return [
+            replace(  # type: ignore[type-var]
+                record,
+                **{name: next(sums) for name in _fields(record, largest=False)},
+                **{name: next(largest) for name in _fields(record, largest=True)},
+            )
+            for record in records
+        ]
 
     def _reduce(self, tensors: Sequence[Tensor], operation: Any) -> list[Tensor]:
         reduced: list[Tensor] = []
-        for part in _parts(tensors):
+        for part in chunks(tensors, map(Tensor.numel, tensors), _AT_ONCE):
             packed = torch.cat([tensor.detach().reshape(-1).to(self.device, torch.float64) for tensor in part])
             total = self._all_reduced(packed, operation)
             total = total if self._agree is None else torch.where(self._agree, total, packed)
@@ -247,7 +248,7 @@ def store_of_ranks() -> Any:
 
 
 def begun(kind: str) -> str:
-    """Return the prefix of notes of what this rank begins: its number in the store, alike as ranks begin alike.
+    """Return the prefix of notes of what this rank begins: its number, alike on all ranks as they begin alike.
 
     It is counted in the store, not in the process: processes may have been in other groups before.
     """
@@ -289,20 +290,20 @@ def failed(record: S) -> S:
 
 
 def _fields(record: Any, *, largest: bool) -> dict[str, Tensor]:
-    """The tensors of a record that add up over ranks, or those that merge by maximum."""
+    """Return the tensors of a record that add up over ranks, or those that merge by maximum."""
     maxima = getattr(record, "MAXIMA", ())
     names = [item.name for item in fields(record) if item.name != "centre" and (item.name in maxima) == largest]
     return {name: getattr(record, name) for name in names if isinstance(getattr(record, name), Tensor)}
 
 
-def _parts(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Cut a list of tensors into lists that are packed one at a time; shapes decide, alike on every rank."""
-    parts: list[list[Tensor]] = []
-    size = 0
-    for tensor in tensors:
-        if not parts or size + tensor.numel() > _AT_ONCE:
+def chunks(items: Sequence[S], sizes: Iterable[int], largest: int) -> list[list[S]]:
+    """Return items in lists whose sizes add up to `largest` at most, or of one item; alike on every rank."""
+    parts: list[list[S]] = []
+    total = 0
+    for item, size in zip(items, sizes):
+        total += size
+        if not parts or total > largest:
             parts.append([])
-            size = 0
-        parts[-1].append(tensor)
-        size += tensor.numel()
+            total = size
+        parts[-1].append(item)
     return parts

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from hdi_callback.attention.capture import Captured
 from hdi_callback.attention.layer import AttentionLayer
-from hdi_callback.monitor.ranks import Ranks, failed, repeats_tokens
+from hdi_callback.monitor.ranks import Ranks, chunks, failed, repeats_tokens
 from hdi_callback.monitor.reading import Absent, Result, joined, stacked
 
 _AT_ONCE = 2**24
@@ -76,7 +77,7 @@ NOT_ARMED = "no forward was armed before this reading"
 def measure_sums(
     source: SumSource, layers: Sequence[AttentionLayer], captured: Mapping[str, Captured], ranks: Ranks, absent: Absent
 ) -> list[Result]:
-    """Measure one source of all layers, over all ranks.
+    """Return one result of a source for each group of layers of one shape, over all ranks.
 
     Args:
         source: what is measured.
@@ -84,24 +85,20 @@ def measure_sums(
         captured: layer -> what was captured on this rank.
         ranks: those that measure together; all of them call this.
         absent: takes the reasons of what cannot be measured.
-
-    Returns:
-        One result for each group of layers of one shape.
     """
-    able = [layer for layer in layers if not _is_left_out(source, layer, captured, absent)]
+    measured = [layer for layer in layers if _is_measured(source, layer, captured, absent)]
     if ranks.size == 1:
-        able = [layer for layer in able if has_captured(source, layer, captured)]
+        measured = [layer for layer in measured if has_captured(source, layer, captured)]
     results = []
-    for some in _chunks(able, source):
-        source.begin(some, captured, ranks)
-        own = _sums_of(source, some, captured, ranks, absent)
+    for chunk in chunks(measured, map(source.size, measured), _AT_ONCE):
+        source.begin(chunk, captured, ranks)
+        own = _sums_of(source, chunk, captured, ranks, absent)
         groups: dict[Any, list[tuple[str, Any, Tensor | None]]] = {}
-        for layer, total in zip(some, ranks.add([own[layer.name] for layer in some])):
+        for layer, total in zip(chunk, ranks.add([own[layer.name] for layer in chunk])):
             with absent.unless([source.name], [layer.name]):
                 weight = source.weight(layer)
-                tensors = [*vars(total).values(), *([] if weight is None else [weight])]
-                shape = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
-                groups.setdefault(shape, []).append((layer.name, total, weight))
+                tensors = [*vars(total).values(), weight]
+                groups.setdefault(tuple(map(_kind, tensors)), []).append((layer.name, total, weight))
         for group in groups.values():
             names, totals, weights = zip(*group)
             with absent.unless([source.name], names):
@@ -110,33 +107,29 @@ def measure_sums(
     return results
 
 
-def _is_left_out(source: SumSource, layer: AttentionLayer, captured: Mapping[str, Captured], absent: Absent) -> bool:
-    """Return whether no rank measures a layer; note why, or why this rank has nothing of it."""
-    reason = source.why_not(layer)
+def _is_measured(source: SumSource, layer: AttentionLayer, captured: Mapping[str, Captured], absent: Absent) -> bool:
+    """Return whether some rank may measure a layer; note why not, or why this rank has nothing of it."""
+    never = reason = source.why_not(layer)
+    if never is None and layer.name not in captured:
+        reason = NOT_ARMED
+    elif never is None and not has_captured(source, layer, captured):
+        reason = captured[layer.name].reasons.get(source.reads)
+        reason = reason or "the layer was not called in a forward that was armed"
     if reason is not None:
         absent.note(layer.name, source.name, reason)
-    elif layer.name not in captured:
-        absent.note(layer.name, source.name, NOT_ARMED)
-    elif not has_captured(source, layer, captured):
-        why = captured[layer.name].reasons.get(source.reads, "the layer was not called in a forward that was armed")
-        absent.note(layer.name, source.name, why)
-    return reason is not None
+    return never is None
 
 
 def has_captured(source: SumSource, layer: AttentionLayer, captured: Mapping[str, Captured]) -> bool:
-    """Return whether this rank has captured the tensors of a source."""
+    """Return whether this rank has captured what a source is computed from."""
     value = getattr(captured.get(layer.name), source.reads, None)
-    return value is not None and (isinstance(value, torch.Tensor) or len(value) > 0)
+    return value is not None and (isinstance(value, Tensor) or len(value) > 0)
 
 
 def _sums_of(
-    source: SumSource,
-    layers: Sequence[AttentionLayer],
-    captured: Mapping[str, Captured],
-    ranks: Ranks,
-    absent: Absent,
+    source: SumSource, layers: Sequence[AttentionLayer], captured: Mapping[str, Captured], ranks: Ranks, absent: Absent
 ) -> dict[str, Any]:
-    """The sums of this rank; nothing, or NaN if they cannot be computed, in the same shapes."""
+    """Return layer -> the sums of this rank, of one shape on all; over nothing, or NaN if they cannot be computed."""
     sums: dict[str, Any] = {}
     groups: dict[Any, list[AttentionLayer]] = {}
     for layer in layers:
@@ -145,40 +138,19 @@ def _sums_of(
         if not has_captured(source, layer, captured) or (ranks.size > 1 and repeats_tokens(layer)):
             sums[layer.name] = source.blank(layer, ranks.device)
         else:
-            groups.setdefault(_shape(source, captured[layer.name]), []).append(layer)
+            shape = tuple(_kind(getattr(captured[layer.name], name)) for name in source.taken)
+            groups.setdefault(shape, []).append(layer)
     for shape, group in groups.items():
         size, _, device = shape[0] if shape else ((), None, ranks.device)
         at_once = _AT_ONCE_ON_CPU if device.type == "cpu" else _AT_ONCE
-        for some in _split(group, max(1, at_once // max(1, math.prod(size)))):
-            with absent.unless([source.name], [layer.name for layer in some]):
-                totals = source.sums(some, [captured[layer.name] for layer in some])
-                sums |= {layer.name: total for layer, total in zip(some, totals)}
-    return {
-        layer.name: sums[layer.name] if layer.name in sums else failed(source.blank(layer, ranks.device))
-        for layer in layers
-    }
+        for chunk in chunks(group, repeat(math.prod(size)), at_once):
+            with absent.unless([source.name], [layer.name for layer in chunk]):
+                computed = source.sums(chunk, [captured[layer.name] for layer in chunk])
+                sums |= {layer.name: record for layer, record in zip(chunk, computed)}
+    failing = [layer for layer in layers if layer.name not in sums]
+    return sums | {layer.name: failed(source.blank(layer, ranks.device)) for layer in failing}
 
 
-def _shape(source: SumSource, captured: Captured) -> tuple[Any, ...]:
-    """Return shapes, types and devices that layers must share to be stacked."""
-    tensors = [getattr(captured, name) for name in source.taken]
-    return tuple(None if tensor is None else (tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
-
-
-def _split(layers: Sequence[AttentionLayer], size: int) -> Iterator[Sequence[AttentionLayer]]:
-    for start in range(0, len(layers), size):
-        yield layers[start : start + size]
-
-
-def _chunks(layers: Sequence[AttentionLayer], source: SumSource) -> Iterator[list[AttentionLayer]]:
-    """Cut layers into lists whose sums are in memory together, alike on every rank."""
-    some: list[AttentionLayer] = []
-    size = 0
-    for layer in layers:
-        if some and size + source.size(layer) > _AT_ONCE:
-            yield some
-            some, size = [], 0
-        some.append(layer)
-        size += source.size(layer)
-    if some:
-        yield some
+def _kind(tensor: Tensor | None) -> Any:
+    """Return what tensors must have alike to be stacked."""
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)

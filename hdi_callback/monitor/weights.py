@@ -81,11 +81,18 @@ class ParameterReader:
         self._last, self._next = {} if step == self._step else self._next, {}
         self._step = step
         self._sort(list(model.parameters()), layers)
-        outside = [_sums_of_bits([parameter]) for parameter in self._outside]
+        # Of a parameter that is spread over ranks, the part of this rank moves with it.
+        spread: Sequence[Any] = self._outside
+        parts = [parameter.to_local() if is_sharded(parameter) else parameter for parameter in spread]
+        outside = [_sums_of_bits([part]) for part in parts if part.numel() > 0]
         moves = (self._unchanged((), outside, 1) == 0).any().float()
         results = []
         for names, parameters in self._alike:
-            still = self._unchanged(names, [_sums_of_bits(each) for each in parameters], len(names))
+            still = self._unchanged(
+                names,
+                [_sums_of_bits(each) if _can_be_summed(each[0]) else _no_sums(each) for each in parameters],
+                len(names),
+            )
             is_known = torch.tensor([bool(self._last)] * len(names), device="cpu")
             changes = ParameterChanges(still, is_known, moves.expand(len(names)))
             results.append(Result(PARAMETERS, names, changes))
@@ -98,7 +105,7 @@ class ParameterReader:
             return
         self._sorted = now  # with the parameters, so that no number is used again
         own = {id(parameter) for layer in layers for parameter in layer.module.parameters()}
-        outside = [each for each in parameters if id(each) not in own and _can_be_summed(each)]
+        outside = [each for each in parameters if id(each) not in own and each.requires_grad]
         self._outside = outside[:: 1 + len(outside) // _OTHERS]
         groups: dict[Any, list[tuple[str, list[nn.Parameter]]]] = {}
         for layer in layers:
@@ -130,8 +137,6 @@ def _can_be_summed(parameter: nn.Parameter) -> bool:
 def _sums_of_bits(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Return for parameters that are alike the sums of the bits of their numbers, which any change changes."""
     first, count = parameters[0], len(parameters)
-    if not _can_be_summed(first):
-        return torch.full((count,), -1, dtype=torch.int64, device=first.device)
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]
     if first.numel() <= _SMALL:
         return (
@@ -141,6 +146,10 @@ def _sums_of_bits(parameters: Sequence[nn.Parameter]) -> Tensor:
             .sum(1, dtype=torch.int64)
         )
     return torch.stack([parameter.detach().contiguous().view(bits).sum(dtype=torch.int64) for parameter in parameters])
+
+
+def _no_sums(parameters: Sequence[nn.Parameter]) -> Tensor:
+    return torch.full((len(parameters),), -1, dtype=torch.int64, device=parameters[0].device)
 
 
 class WeightReader:

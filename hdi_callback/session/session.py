@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hdi_callback.dashboards import Console
 from hdi_callback.errors import HDIError, NothingToWatchError
-from hdi_callback.guard import Guard, describe, pythons_generator_kept, warn, with_warnings, without_modes
+from hdi_callback.guard import Guard, describe, guarded, pythons_generator_kept, warn, with_warnings
 from hdi_callback.history import History, load_history
 from hdi_callback.interventions import Intervention, Training
 from hdi_callback.monitor import HeadDiversityMonitor, Reading
@@ -103,9 +103,10 @@ class Session:
             self._check_ranks()
         elif self._is_open and not self.monitor.layers:
             return
-        step = self._trainer.step
+        step, every = self._trainer.step, self._settings.every_n_steps
         self._cost.begin()
-        if not self._is_closed and self._is_due(step):  # `_check_ranks` may have closed it
+        is_due = self.last_step is None or step // every > self.last_step // every
+        if is_due and not self._is_closed:  # `_check_ranks` may have closed it
             self._armed_at = step
             self.monitor.arm()
         else:
@@ -134,9 +135,7 @@ class Session:
         else:
             self.after_backward()
 
-    def _measure_within(self) -> None:
-        with self._guard("measuring head diversity", passes=(HDIError,)), without_modes():
-            self.after_backward()
+    _measure_within = guarded("measuring head diversity", passes=(HDIError,))(after_backward)
 
     def after_step(self, loss: Any = None) -> tuple[Record, ...]:
         """Publish the readings whose numbers have arrived."""
@@ -249,10 +248,6 @@ class Session:
 
     # One reading.
 
-    def _is_due(self, step: int) -> bool:
-        every = self._settings.every_n_steps
-        return self.last_step is None or step // every > self.last_step // every
-
     def _measure(self, step: int) -> None:
         """Measure; a failure marks the reading."""
         self._armed_at, self.last_step = None, step
@@ -286,23 +281,23 @@ class Session:
         # A reading of the present step is not complete: under gradient accumulation, the optimizer has yet to step.
         records: list[Record] = []
         while self._pending:
-            taken = self._pending[0]
-            if (before is not None and taken.step >= before) or not (waits or taken.is_ready()):
+            pending = self._pending[0]
+            if (before is not None and pending.step >= before) or not (waits or pending.is_ready()):
                 break
             self._pending.popleft()
-            facts = {"is_last": taken.step == final, "cost": self._cost.share()}
+            facts = {"is_last": pending.step == final, "cost": self._cost.share()}
             history = None if intervenes else self.history
-            self._judged.append(self._worker.submit(with_warnings, self._judge, taken, facts, history))
+            self._judged.append(self._worker.submit(with_warnings, self._judge, pending, facts, history))
             if intervenes:  # the next one is judged after it
                 records += self._show(waits=True, intervenes=True)
         return (*records, *self._show(waits=waits, intervenes=intervenes))
 
-    def _judge(self, taken: _Pending, facts: Mapping[str, Any], history: History | None) -> Record:
+    def _judge(self, pending: _Pending, facts: Mapping[str, Any], history: History | None) -> Record:
         """Make a record and judge it, and write it to the history if no interventions follow; in the worker."""
         try:
-            record = replace(taken.record(), **facts)
+            record = replace(pending.record(), **facts)
         except Exception as error:
-            record = replace(self._marked(taken.step, error), **facts)
+            record = replace(self._marked(pending.step, error), **facts)
         if self.alerts is not None:
             with self._guard("judging head diversity"):
                 alerts = (*record.alerts, *self.alerts.judge(record))
@@ -362,16 +357,10 @@ class Session:
         self._has_checked_ranks = True
         self._run = shared_name()
         settings = self._settings
-        mine = {
-            "every_n_steps": settings.every_n_steps,
-            "metrics": settings.measured,
-            "include": settings.include,
-            "exclude": settings.exclude,
-            "max_tokens": settings.max_tokens,
-            "interventions": [item.name for item in settings.interventions or ()],
-            "last reading": self.last_step,
-        }
-        why = why_ranks_differ(mine) if number_of_ranks() > 1 else ""
+        shared = {name: getattr(settings, name) for name in ("every_n_steps", "include", "exclude", "max_tokens")}
+        shared |= {"metrics": settings.measured, "last reading": self.last_step}
+        shared["interventions"] = [intervention.name for intervention in settings.interventions or ()]
+        why = why_ranks_differ(shared) if number_of_ranks() > 1 else ""
         if why:
             self._guard.warn_once("ranks", f"Heads are not watched: {why} Training goes on.")
             self.close()

@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from hdi_callback import HeadDiversityMonitor, MonitoringWarning, Reading, StopTraining, load_history, watch_heads
-from hdi_callback.attention import find
+from hdi_callback.attention import first_forward
 from hdi_callback.attention.capture import Capture
 from hdi_callback.errors import NothingToWatchError
 from hdi_callback.monitor import monitor, weights
@@ -29,7 +29,7 @@ STEPS, TIMEOUT = 6, 25.0  # seconds, of the process group
 
 FAILURES: dict[str, tuple[Any, str]] = {
     "arming": (HeadDiversityMonitor, "arm"),
-    "finding heads": (find, "read_tape"),
+    "finding heads": (first_forward, "read_tape"),
     "installing hooks": (Capture, "__init__"),
     "capturing": (Capture, "take"),
     "reading attention": (monitor, "take_rows"),
