@@ -247,7 +247,8 @@ class FirstCalls:
             self.tapes.append(tape)
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and not is_extra():
             loss = output.get("loss") if isinstance(output, Mapping) else None
-            self.loss = loss.detach() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
+            with without_modes():  # one that draws random numbers would change the training
+                self.loss = loss.detach() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
             self._note_call()
 
     def _stop_writing(self) -> Tape | None:
