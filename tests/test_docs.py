@@ -20,6 +20,7 @@ from hdi_callback.rules import RULES
 from hdi_callback.session import Settings
 from tests.audits.models import build_encoder
 from tests.command.runs import write_run
+from tests.versions import needs_dropout_of_tables
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -34,6 +35,10 @@ def blocks(page: Path, language: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_python_block_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    if page.name == "internals.md" and not hasattr(transformers, "GptOssForCausalLM"):
+        pytest.skip(
+            f"the page follows the operations of newer GPT-2 than that of transformers {transformers.__version__}"
+        )
     names: dict[str, object] = {"__name__": "page"}
     for block in blocks(page, "python"):
         exec(compile(block, str(page), "exec"), names)
@@ -116,6 +121,7 @@ def test_the_gallery_shows_what_rules_say_of_the_recorded_trainings_now():
     assert all((ROOT / "docs" / gallery.picture(name)).exists() for name in alerts)
 
 
+@needs_dropout_of_tables
 def test_tables_are_those_of_the_classes():
     module = script("tables")
     for page in module.tables():

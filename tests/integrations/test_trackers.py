@@ -62,6 +62,8 @@ def test_the_wandb_run_of_the_trainer_gets_every_reading(tmp_path: Path, monkeyp
 
 
 def test_a_run_that_gets_no_curves_is_named_with_what_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "kubeflow" not in transformers.integrations.integration_utils.INTEGRATION_TO_CALLBACK:
+        pytest.skip(f"transformers {transformers.__version__} does not report to kubeflow")
     monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "https://127.0.0.1:9")
     with pytest.warns(MonitoringWarning, match=r"kubeflow gets no curves of heads: write HDITrainerCallback\(log="):
         train(tmp_path, ["kubeflow"])

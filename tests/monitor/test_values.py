@@ -15,6 +15,7 @@ from hdi_callback.record import Record
 from tests.benchmarks.gpt import GPT
 from tests.monitor.models import HEADS as H
 from tests.monitor.models import Model, inputs_of, naive, of_outputs, of_rows
+from tests.versions import needs_torch_func
 
 COUNTS = {"weights_not_finite": 0.0, "outputs_not_finite": 0.0, "head_unchanged": 0.0, "trains": 1.0,
           "parameters_still": 0.0, "others_move": 0.0}  # fmt: skip
@@ -216,6 +217,7 @@ def test_a_parameter_stands_still_where_no_bit_of_it_has_changed():
     assert [layer.values["others_move"] for layer in later] == [0.0, 1.0]
 
 
+@needs_torch_func
 def test_a_training_step_within_torch_func_is_read_as_a_plain_one():
     records: dict[str, list[Any]] = {"plain": [], "grad": [], "vmap": []}
     for how, found in records.items():
