@@ -101,8 +101,8 @@ if TYPE_CHECKING:  # the same once more, for type checkers and editors
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    return found
+    public = globals()[name] = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    return public
 
 
 def __dir__() -> list[str]:

@@ -18,7 +18,7 @@ _CALLS = {_INNER, _WRAPPED}
 
 
 @dataclass(frozen=True)
-class Call:
+class ModuleCall:
     """A running call: the module, and its arguments by the names of its forward's parameters."""
 
     module: nn.Module
@@ -41,9 +41,9 @@ def module_of(frame: FrameType, modules: Container[nn.Module]) -> nn.Module | No
     return module if isinstance(module, nn.Module) and module in modules else None
 
 
-def running_calls() -> list[Call]:
+def running_calls() -> list[ModuleCall]:
     """Return the running calls of modules, innermost first; of a compiled module that of the whole."""
-    calls: list[Call] = []
+    calls: list[ModuleCall] = []
     inner = None
     for frame in running_frames():
         code = frame.f_code
@@ -72,12 +72,12 @@ def is_rehearsal() -> bool:
     return bool(names) and not any(name.endswith("_one_chunk") for name in names)
 
 
-def call_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+def call_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModuleCall:
     """Name the arguments of a call."""
     kind: Any = type(module)
     names = _parameters(kind)
     by_position = {names[at] if at < len(names) else f"argument {at}": value for at, value in enumerate(args)}
-    return Call(module, {**by_position, **kwargs})
+    return ModuleCall(module, {**by_position, **kwargs})
 
 
 def running_module(names: Mapping[nn.Module, str]) -> str | None:

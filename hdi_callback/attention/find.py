@@ -50,7 +50,7 @@ Projections = dict[str, list[Projection]]  # role -> those that are summed
 # from a tape to claims
 
 
-class Reading:
+class TapeReader:
     """Reads the attention on a tape, also while it is written."""
 
     def __init__(self, tape: Tape) -> None:
@@ -79,9 +79,9 @@ class Reading:
 
 
 @torch.no_grad()
-def claims_of(tape: Tape, reading: Reading | None = None) -> tuple[Labels, list[FoundAttention], Reasons]:
+def claims_of(tape: Tape, reading: TapeReader | None = None) -> tuple[Labels, list[FoundAttention], Reasons]:
     """Return the labels of a tape, each attention on it, and what cannot be read; `reading` was read while written."""
-    reading = Reading(tape) if reading is None else reading
+    reading = TapeReader(tape) if reading is None else reading
     reading.go_on()
     labels, claims, refused = reading.labels, reading.claims, reading.refused
     refused += _without_softmax(labels, claims, refused)
@@ -318,7 +318,7 @@ def _together(items: Sequence[Projection]) -> Projection:
 OnRead = Callable[[Labels, list[FoundAttention], Reasons], None]
 
 
-def read_tape(tape: Tape, on_read: OnRead | None = None, reading: Reading | None = None) -> Survey:
+def read_tape(tape: Tape, on_read: OnRead | None = None, reading: TapeReader | None = None) -> Survey:
     """Return the attention layers of a model, from a forward that was written down.
 
     Args:

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hdi_callback.attention.calls import Call, running_calls
+from hdi_callback.attention.calls import ModuleCall, running_calls
 from hdi_callback.attention.capture import IN_VMAP, Capture, Sample, given_to
 from hdi_callback.attention.dtensors import is_sharded
-from hdi_callback.attention.find import Reading, put_together, read_tape
+from hdi_callback.attention.find import TapeReader, put_together, read_tape
 from hdi_callback.attention.hooks import within_transforms
 from hdi_callback.attention.layer import Survey
 from hdi_callback.attention.normalisers import scores_behind
@@ -48,7 +48,7 @@ class _Held:
     args: Any
     kwargs: Any
     out: Any
-    calls: list[Call]
+    calls: list[ModuleCall]
     ordinal: int
     versions: list[int]
     products: dict[int, Tensor] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class FirstForward:
         self.tape = Tape(model, self._on_step)
         self._model, self._padding, self._max_tokens, self._keeps = model, padding, max_tokens, keeps
         self._paths = {module: name for name, module in model.named_modules()}
-        self._reading = Reading(self.tape)
+        self._reading = TapeReader(self.tape)
         self._reader = Reader({}, [], self, 64)
         self._held: _Held | None = None
         self._counts: Counter[tuple[str | None, bool]] = Counter()
@@ -283,7 +283,7 @@ class FirstForward:
             tensors.clear()
         self.tape.steps = []
         self.tape._on_step = self._held = None
-        self._reading, self._reader = Reading(self.tape), Reader({}, [], self, 64)
+        self._reading, self._reader = TapeReader(self.tape), Reader({}, [], self, 64)
 
     def _mask_of(self, tap: Any, mask: TokenMask) -> TokenMask:
         for site in tap.layer.sites if tap.what == "outputs" else ():

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.calls import Call, running_calls
+from hdi_callback.attention.calls import ModuleCall, running_calls
 
 __all__ = ["PaddingChoice", "TokenMask", "find_padding"]
 
@@ -56,7 +56,7 @@ def find_padding(
     *,
     layer: str = "",
     hidden_keys: Tensor | None = None,
-    calls: Sequence[Call] | None = None,
+    calls: Sequence[ModuleCall] | None = None,
 ) -> TokenMask:
     """Return which tokens of a running call are padding.
 
@@ -98,7 +98,7 @@ def fit(padded: Tensor, shape: Sequence[int]) -> Tensor | None:
     return padded.reshape(shape) if is_same or is_flat else None
 
 
-def _masks(calls: Sequence[Call], layer: str) -> list[tuple[str, Tensor, str]]:
+def _masks(calls: Sequence[ModuleCall], layer: str) -> list[tuple[str, Tensor, str]]:
     """The masks over tokens that calls take: name, true where a token is padding, and whose argument it is."""
     is_decoder = "decoder" in layer.lower()
     masks = []
@@ -119,7 +119,7 @@ def _masks(calls: Sequence[Call], layer: str) -> list[tuple[str, Tensor, str]]:
     return masks
 
 
-def _is_of_other_keys(name: str, call: Call) -> bool:
+def _is_of_other_keys(name: str, call: ModuleCall) -> bool:
     """Whether a mask is of the keys of another stream, as in cross-attention, where queries are measured."""
     query, key = call.arguments.get("query"), call.arguments.get("key")
     if name != "key_padding_mask" or not isinstance(query, Tensor) or not isinstance(key, Tensor) or key is query:
@@ -134,7 +134,7 @@ def _as_padding(mask: Tensor, is_of_padding: bool) -> Tensor:
     return mask.bool() if is_of_padding else ~mask.bool()
 
 
-def _chosen(shape: Sequence[int], choice: Any, calls: Sequence[Call], layer: str) -> TokenMask:
+def _chosen(shape: Sequence[int], choice: Any, calls: Sequence[ModuleCall], layer: str) -> TokenMask:
     """Ask the user's function, or look for the token that is padding."""
     masks: list[Any] = []
     if callable(choice):
@@ -159,7 +159,7 @@ def _chosen(shape: Sequence[int], choice: Any, calls: Sequence[Call], layer: str
     return TokenMask(None, doubt)
 
 
-def _call_for(function: Callable[..., Any], calls: Sequence[Call]) -> Call | None:
+def _call_for(function: Callable[..., Any], calls: Sequence[ModuleCall]) -> ModuleCall | None:
     """The outermost call with the arguments that a function takes: wrappers of a model do not name them."""
     candidates = [call for call in reversed(calls) if all(name.isidentifier() for name in call.arguments)]
     for call in candidates:

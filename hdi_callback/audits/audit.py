@@ -215,13 +215,13 @@ def _named_like_attention(model: nn.Module, read_names: list[str]) -> dict[str, 
     """Name modules that are called attention, and in which none was seen."""
     unread_modules: dict[str, str] = {}
     for name, module in model.named_modules():
-        is_named = any(_NAMED.search(one) for one in (name.rpartition(".")[2], type(module).__name__))
+        is_named = any(_NAMED.search(part) for part in (name.rpartition(".")[2], type(module).__name__))
         other_names = [other_name.partition("#")[0] for other_name in (*read_names, *unread_modules)]
         is_apart = not any(
             f"{other_name}.".startswith(f"{name}.") or f"{name}.".startswith(f"{other_name}.")
             for other_name in other_names
         )
-        if name and is_named and is_apart and sum(one.dim() > 1 for one in module.parameters()) > 1:
+        if name and is_named and is_apart and sum(part.dim() > 1 for part in module.parameters()) > 1:
             unread_modules[name] = (
                 "no softmax attention was seen in it: it did not run, or its attention is of another kind"
             )

@@ -24,7 +24,7 @@ from hdi_callback.dashboards.pictures import (
     svg,
     svg_style,
 )
-from hdi_callback.dashboards.verdict import Event, events, verdict
+from hdi_callback.dashboards.verdict import RaisedAlert, events, verdict
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.record import LEVELS
 
@@ -121,7 +121,7 @@ def _pictures(run: RunHistory) -> dict[str, str]:
     return drawn
 
 
-def _evidence(run: RunHistory, raised: Sequence[Event]) -> list[dict[str, str]]:
+def _evidence(run: RunHistory, raised: Sequence[RaisedAlert]) -> list[dict[str, str]]:
     """The evidence of each alert, the most serious and latest of them if they are many."""
     serious = sorted(
         (event.alert for event in raised if event.alert.level != "notice"),
@@ -165,7 +165,7 @@ def _worst_heads(run: RunHistory) -> Any:
     return draw_heads(layer, step, matrix, closest_pair(record, layer), unit=compared(facts), size=4.7)
 
 
-def _facts(run: RunHistory, raised: Sequence[Event]) -> list[tuple[str, str]]:
+def _facts(run: RunHistory, raised: Sequence[RaisedAlert]) -> list[tuple[str, str]]:
     """What was trained and watched."""
     rows = layer_rows(run.layers)
     facts = [("layers", "; ".join(f"{row.layer}: {row.heads} heads of width {row.width}, {row.kind}" for row in rows))]
@@ -189,7 +189,7 @@ def _facts(run: RunHistory, raised: Sequence[Event]) -> list[tuple[str, str]]:
     return facts
 
 
-def _counts(raised: Sequence[Event]) -> str:
+def _counts(raised: Sequence[RaisedAlert]) -> str:
     """How many alerts were raised and are active; notices are counted apart."""
     serious = [event for event in raised if event.alert.level != "notice"]
     notices = len(raised) - len(serious)
@@ -197,7 +197,7 @@ def _counts(raised: Sequence[Event]) -> str:
     return f"{len(serious)} raised, {sum(event.ended is None for event in serious)} active{more}"
 
 
-def _event_row(event: Event, run: RunHistory) -> dict[str, Any]:
+def _event_row(event: RaisedAlert, run: RunHistory) -> dict[str, Any]:
     """An event as a row of the table of alerts."""
     alert = event.alert
     count = "num_key_heads" if alert.unit == "key heads" else "num_heads"

@@ -30,7 +30,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Event:
+class RaisedAlert:
     """An alert, from its beginning to its end."""
 
     alert: Alert  # as it began, with the level and the sentence that it came to
@@ -43,18 +43,18 @@ class Event:
         return "active" if self.ended is None else f"{self.end} at step {self.ended}"
 
 
-def events(records: Sequence[Record]) -> list[Event]:
+def events(records: Sequence[Record]) -> list[RaisedAlert]:
     """Return the events of a run, one for each alert that was raised, notices included."""
-    begun: list[Event] = []
+    begun: list[RaisedAlert] = []
     for alert in (alert for record in records for alert in record.alerts):
         place = next((i for i in reversed(range(len(begun))) if _is_same(begun[i], alert)), None)
         if alert.status == "new" or place is None:
             if not alert.is_over:
-                begun.append(Event(alert))
+                begun.append(RaisedAlert(alert))
         elif alert.is_over:
             begun[place] = replace(begun[place], ended=alert.step, end=alert.status)
         else:
-            begun[place] = Event(replace(alert, step=begun[place].alert.step))
+            begun[place] = RaisedAlert(replace(alert, step=begun[place].alert.step))
     return begun
 
 
@@ -72,7 +72,7 @@ def becomes_warning(alert: Alert, past: Sequence[Alert]) -> bool:
     return next((earlier.level for earlier in own), "notice") == "notice"
 
 
-def _is_same(event: Event, alert: Alert) -> bool:
+def _is_same(event: RaisedAlert, alert: Alert) -> bool:
     """Whether an alert goes on with an event."""
     return (
         event.ended is None and event.alert.rule == alert.rule and bool(event.alert.where.keys() & alert.where.keys())

@@ -123,7 +123,7 @@ class HDICallback(Watcher, pl.Callback):
         settings = self._settings
         if getattr(trainer, "fast_dev_run", False):  # no files, as Lightning with checkpoints
             settings = replace(settings, history=False)
-        watched = _Trainer(trainer, settings, self._prefix)
+        watched = _LightningTrainer(trainer, settings, self._prefix)
         self._start(pl_module, watched, settings, self._name)
 
     @guarded("starting to watch heads")
@@ -187,7 +187,7 @@ class HDICallback(Watcher, pl.Callback):
         )
 
 
-class _Trainer:
+class _LightningTrainer:
     """A Lightning trainer as the `Trainer` of a session."""
 
     door = "HDICallback"

@@ -79,7 +79,7 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Install the hooks, and resume from the checkpoint, if the trainer does."""
         self.close()
-        trainer = _Trainer(args, state, control, kwargs["optimizer"], self._settings, self._log)
+        trainer = _TransformersTrainer(args, state, control, kwargs["optimizer"], self._settings, self._log)
         self._start(kwargs["model"], trainer, self._settings)
         assert self._session is not None
         self._session.suspend()
@@ -146,7 +146,7 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
             state.stateful_callbacks[_KEY] = self.state_dict()
 
 
-class _Trainer:
+class _TransformersTrainer:
     """A transformers trainer as the `Trainer` of a session."""
 
     door = "HDITrainerCallback"

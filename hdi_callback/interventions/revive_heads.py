@@ -85,7 +85,7 @@ class ReviveHeads(Intervention):
                 continue
             plans = self._plans(layer, alert)
             acting = [plan for plan in plans if plan.leaving]
-            refusals += [f"{self._left(plan)} of {name}" for plan in plans if plan.kept]
+            refusals += [f"{self._left(plan)} of {name}" for plan in plans if plan.spared]
             if not plans:
                 continue
             layers.append(name)
@@ -178,9 +178,9 @@ class ReviveHeads(Intervention):
             raise
 
     def _left(self, plan: _Plan) -> str:
-        shares = ", ".join(f"{100 * error:.0f} %" for error in plan.kept.values())
+        shares = ", ".join(f"{100 * error:.0f} %" for error in plan.spared.values())
         return (
-            f"left {plan.words(plan.kept)} as before, for {plan.words([plan.stays])} would replace the output with a "
+            f"left {plan.words(plan.spared)} as before, for {plan.words([plan.stays])} would replace the output with a "
             f"relative error of about {shares}, above max_output_error={self.max_output_error:g},"
         )
 
@@ -191,7 +191,7 @@ class _Plan:
 
     stays: int
     leaving: dict[int, float]
-    kept: dict[int, float]
+    spared: dict[int, float]
     of_keys: bool
     kind: str
 

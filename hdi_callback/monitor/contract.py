@@ -183,7 +183,10 @@ def _weights(each: Facts) -> str | None:
 
 
 def _rows(each: Facts) -> dict[str, list[tuple[str, Tensor]]] | None:
-    rows = {role: [(made.name, made.rows) for made in each.rows.get(role, ())] for role in (*PLURAL, "output")}
+    rows = {
+        role: [(head_rows.name, head_rows.rows) for head_rows in each.rows.get(role, ())]
+        for role in (*PLURAL, "output")
+    }
     return rows if each.rows else None
 
 

@@ -24,13 +24,13 @@ from hdi_callback.monitor.metrics import FINITE_OUTPUTS, OUTPUTS, TOKENS
 from hdi_callback.monitor.ranks import Ranks
 from hdi_callback.monitor.reading import apart, stacked
 from hdi_callback.monitor.sums import SumSource, has_captured
-from hdi_callback.monitor.weights import NotFinite
+from hdi_callback.monitor.weights import NotFiniteCounts
 
 
 class OutputCovariance(SumSource):
     """Covariance of the heads' contributions to the output, and their overlap before the output projection."""
 
-    name, reads, taken = OUTPUTS, "outputs", ("outputs", "valid")
+    name, reads, fields = OUTPUTS, "outputs", ("outputs", "valid")
 
     def __init__(self) -> None:
         self._centres: dict[str, Tensor] = {}
@@ -76,7 +76,7 @@ class FinitenessSums:
 class OutputFiniteness(SumSource):
     """Heads with outputs that are NaN or infinite."""
 
-    name, reads, taken = FINITE_OUTPUTS, "outputs", ("outputs", "valid")
+    name, reads, fields = FINITE_OUTPUTS, "outputs", ("outputs", "valid")
 
     def sums(self, layers: Sequence[AttentionLayer], captured: Sequence[Captured]) -> list[FinitenessSums]:
         not_finite = outputs_not_finite(*_stacked([_outputs(of_layer) for of_layer in captured])).float()
@@ -85,14 +85,14 @@ class OutputFiniteness(SumSource):
     def blank(self, layer: AttentionLayer, device: torch.device) -> FinitenessSums:
         return FinitenessSums(*torch.zeros(2, layer.num_heads, device=device))
 
-    def finish(self, sums: FinitenessSums) -> NotFinite:
-        return NotFinite(torch.where(sums.ranks == 0, torch.nan, sums.not_finite.clamp(max=1)))
+    def finish(self, sums: FinitenessSums) -> NotFiniteCounts:
+        return NotFiniteCounts(torch.where(sums.ranks == 0, torch.nan, sums.not_finite.clamp(max=1)))
 
 
 class InputTokens(SumSource):
     """Mean cosine and effective rank of a layer's input tokens."""
 
-    name, reads, taken = TOKENS, "inputs", ("inputs", "inputs_valid")
+    name, reads, fields = TOKENS, "inputs", ("inputs", "inputs_valid")
 
     def __init__(self, *, with_rank: bool) -> None:
         self._with_rank = with_rank

@@ -29,12 +29,12 @@ class SumSource(ABC):
     Attributes:
         name: one of `FORWARD_SOURCES`.
         reads: the field of `Captured` that it is computed from.
-        taken: the fields of `Captured` that `sums` stacks.
+        fields: those of `Captured` that `sums` stacks.
     """
 
     name: str
     reads: str
-    taken: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
 
     def why_not(self, layer: AttentionLayer) -> str | None:
         """Return why a layer cannot be measured, by facts that are the same on every rank; `None` if it can."""
@@ -138,7 +138,7 @@ def _sums_of(
         if not has_captured(source, layer, captured) or (ranks.size > 1 and repeats_tokens(layer)):
             sums[layer.name] = source.blank(layer, ranks.device)
         else:
-            shape = tuple(_kind(getattr(captured[layer.name], name)) for name in source.taken)
+            shape = tuple(_kind(getattr(captured[layer.name], name)) for name in source.fields)
             groups.setdefault(shape, []).append(layer)
     for shape, group in groups.items():
         size, _, device = shape[0] if shape else ((), None, ranks.device)

@@ -43,7 +43,7 @@ _LARGEST_KEPT = 2**31
 
 
 @dataclass(frozen=True)
-class NotFinite:
+class NotFiniteCounts:
     """Heads with numbers that are NaN or infinite."""
 
     not_finite: Tensor  # ``(layers, H)``, number of roles where a head has some, or 1 for outputs; NaN if unread
@@ -304,7 +304,7 @@ def _measure_finiteness(
         for role, bad in zip(roles, not_finite(stack)):
             is_shared = bad.shape[-1] != layer.num_heads
             by_role.append(torch.stack([bad[:, head] for head in shared[role]], -1) if is_shared else bad)
-    return [Result(FINITENESS, names, NotFinite(torch.stack(by_role).sum(0)))]
+    return [Result(FINITENESS, names, NotFiniteCounts(torch.stack(by_role).sum(0)))]
 
 
 class _LastWeights:
