@@ -16,7 +16,7 @@ from tests.rules.test_replay import records, stored  # noqa: E402
 
 OPENING = """# A gallery of alerts
 
-Each alert once, from the recorded trainings of `tests/goldens/faults.json.gz`: what was done to the training, what the
+Each alert once, from the recorded trainings of `tests/rules/faults.json.gz`: what was done to the training, what the
 alert says, and the picture that TensorBoard, W&B and the report show with it. The accused number is red, the other
 layers are grey; the dotted line is where it began, the triangle the alert. Recorded trainings have no patterns of
 attention, which are drawn below these panels in a run of yours. Made by `python docs/gallery.py`.

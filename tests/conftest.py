@@ -10,12 +10,10 @@ import torch
 
 torch.set_num_threads(1)
 
-collect_ignore = ["goldens/make_faults.py"]  # runs on the commit before the rebuild
-
 
 @pytest.fixture(autouse=True)
 def _forget_compiled_code():
-    """Drop compiled graphs behind a test: rows of attention are not read in a process that has some."""
+    """Drop compiled graphs after a test, so that the next one compiles its own."""
     yield
     if "torch._dynamo.convert_frame" in sys.modules:
         sys.modules["torch._dynamo"].reset()

@@ -1,8 +1,7 @@
 """The rules on trainings with faults, and on healthy ones, against what the rules said when they were tuned.
 
-`tests/goldens/faults.json.gz` holds 94 small trainings: 65 with one fault each, of 48 kinds, and 29 healthy ones. Their
-readings and alerts are those of the package as it was before it was rebuilt, commit 1cb7c1a, written by
-`tests/goldens/make_faults.py` in a checkout of that commit.
+`faults.json.gz` holds 94 small trainings: 65 with one fault each, of 48 kinds, and 29 healthy ones. Their readings and
+alerts were recorded by the package of commit 1cb7c1a.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from hdi_callback.record import Alert, LayerRecord, Record
 from hdi_callback.rules import Alerts
 from hdi_callback.rules.series import STILL
 
-FILE = Path(__file__).parents[1] / "goldens" / "faults.json.gz"
+FILE = Path(__file__).parent / "faults.json.gz"
 MERGED = {"tied heads": "copied heads", "frozen heads": "frozen weights"}
 """Rules that are a sentence of another rule now."""
 PART_OF = {"copied heads": "worst pair"}
