@@ -40,7 +40,7 @@ from hdi_callback.attention.tape import DATA, Cell, Step, Tape, View, walk_back
 from hdi_callback.attention.terms import Weights, origin
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarning
 
-__all__ = ["OnRead", "claims_of", "find_attention", "place_of", "read_tape", "survey"]
+__all__ = ["OnRead", "claims_of", "find_attention", "place_of", "read_tape", "survey", "survey_tape"]
 
 
 Reasons = list[tuple[Step, str]]  # of what cannot be read
@@ -602,6 +602,13 @@ def find_attention(model: nn.Module, forward: Callable[[], object] | None = None
         text = f"`{refusal.name}` ({refusal.module_type}) is left out: {refusal.reason}."
         warnings.warn(text, UnsupportedAttentionWarning, stacklevel=2)
     return list(result.layers)
+
+
+def survey_tape(
+    model: nn.Module, tape: Tape, on_read: OnRead | None = None, reading: TapeReader | None = None
+) -> Survey:
+    """Return the layers of a model, with those that are known without a forward, from one that was written down."""
+    return put_together(model, known_layers(model), read_tape(tape, on_read, reading))
 
 
 def put_together(model: nn.Module, described: list[AttentionLayer | Refusal], read: Survey) -> Survey:

@@ -23,10 +23,8 @@ from torch.utils.hooks import RemovableHandle
 from hdi_callback.attention.calls import running_modules
 from hdi_callback.attention.compiled_calls import BeforeCompiledCalls, is_compiled
 from hdi_callback.attention.extra_forward import first_sequences, inner_model, is_extra, nothing_remains
-from hdi_callback.attention.find import OnRead, put_together, read_tape
 from hdi_callback.attention.hooks import Hook
 from hdi_callback.attention.layer import Refusal, Survey
-from hdi_callback.attention.registry import known_layers
 from hdi_callback.attention.sharding import over_all_ranks
 from hdi_callback.attention.tape import Tape
 from hdi_callback.errors import HDIError, MisconfigurationError
@@ -74,7 +72,7 @@ class FirstCalls:
             that are called take its place, each in its own first call; parts that run only later likewise.
         on_found: takes what the first call of a part has shown. It is called once more where another part is called
             first, and never with nothing, unless a forward failed: then `refused` says why. `None` if heads are known.
-        on_read: takes what `claims_of` gives of each forward, before `on_found`; warnings are off there.
+        read_tape: returns the layers that a call which was written down shows; needed where calls are not recorded.
         record: makes what records a call while it runs; `None` to run each first call once more.
         may_agree: whether all ranks see the same part for the first time now, so that they may put heads together.
 
@@ -89,11 +87,11 @@ class FirstCalls:
         self,
         model: nn.Module,
         on_found: OnFound | None = None,
-        on_read: OnRead | None = None,
+        read_tape: Callable[[nn.Module, Tape], Survey] | None = None,
         record: Callable[[], Any] | None = None,
         may_agree: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._model, self._on_found, self._on_read, self._record = model, on_found, on_read, record
+        self._model, self._on_found, self._read_tape, self._record = model, on_found, read_tape, record
         self._may_agree = may_agree
         self._lock = threading.Lock()
         self._known: set[str] = set()
@@ -387,7 +385,7 @@ class FirstCalls:
             self._entries.setdefault(module, ())
         try:
             with without_modes():
-                survey = recorded.recording.survey(self._on_read)
+                survey = recorded.recording.survey()
         except MisconfigurationError:  # of a registered layout
             raise
         except Exception as error:
@@ -427,7 +425,7 @@ class FirstCalls:
                 with Tape(own) as tape:
                     module(*inputs[0], **inputs[1])
                 self._has_failed = False
-                return put_together(own, known_layers(own), read_tape(tape, self._on_read))
+                return Survey() if self._read_tape is None else self._read_tape(own, tape)
         except MisconfigurationError:  # of a registered layout
             raise
         except Exception as error:

@@ -21,14 +21,13 @@ from torch import Tensor, nn
 from hdi_callback.attention.calls import ModuleCall, running_calls
 from hdi_callback.attention.capture import IN_VMAP, Capture, Sample, given_to
 from hdi_callback.attention.dtensors import is_sharded
-from hdi_callback.attention.find import TapeReader, put_together, read_tape
+from hdi_callback.attention.find import OnRead, TapeReader, survey_tape
 from hdi_callback.attention.hooks import within_transforms
 from hdi_callback.attention.layer import Survey
 from hdi_callback.attention.normalisers import scores_behind
 from hdi_callback.attention.operations import BATCHED, OF_SCORES
 from hdi_callback.attention.padding import PaddingChoice, TokenMask, find_padding
 from hdi_callback.attention.reader import KINDS, PRODUCTS, Aside, CoreSample, Reader, received_by
-from hdi_callback.attention.registry import known_layers
 from hdi_callback.attention.releases import has_saving_hooks
 from hdi_callback.attention.sites import is_recognised, site_of
 from hdi_callback.attention.tape import Step, Tape, tensors_in
@@ -74,11 +73,20 @@ class FirstForward:
         padding: how padding is known.
         max_tokens: largest number of tokens of a module that are copied.
         keeps: whether a forward is to be captured.
+        on_read: takes what `claims_of` returns of the forward.
     """
 
-    def __init__(self, model: nn.Module, padding: PaddingChoice, max_tokens: int, keeps: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        padding: PaddingChoice,
+        max_tokens: int,
+        keeps: Callable[[], bool],
+        on_read: OnRead | None = None,
+    ) -> None:
         self.tape = Tape(model, self._on_step)
         self._model, self._padding, self._max_tokens, self._keeps = model, padding, max_tokens, keeps
+        self._on_read = on_read
         self._paths = {module: name for name, module in model.named_modules()}
         self._reading = TapeReader(self.tape)
         self._reader = Reader({}, [], self, 64)
@@ -251,13 +259,11 @@ class FirstForward:
 
     # --- when it has returned
 
-    def survey(self, on_read: Any) -> Survey:
+    def survey(self) -> Survey:
         """Return the layers that the recorded forward shows."""
         self._read_held()
         with Aside(), _quiet():
-            return put_together(
-                self._model, known_layers(self._model), read_tape(self.tape, on_read, reading=self._reading)
-            )
+            return survey_tape(self._model, self.tape, self._on_read, self._reading)
 
     def hand_over(self, capture: Capture) -> None:
         """Pass this forward's samples on to a capture, as if it had been armed."""

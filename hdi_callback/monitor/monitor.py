@@ -18,7 +18,7 @@ from hdi_callback.arguments import flag, function, strings, torch_module, whole_
 from hdi_callback.attention.capture import Capture, Captured
 from hdi_callback.attention.dtensors import IN_PIECES, is_in_first_fsdp
 from hdi_callback.attention.extra_forward import inner_model
-from hdi_callback.attention.find import name_without_wrappers, put_together, survey
+from hdi_callback.attention.find import name_without_wrappers, put_together, survey, survey_tape
 from hdi_callback.attention.first_calls import FirstCalls
 from hdi_callback.attention.first_forward import FirstForward
 from hdi_callback.attention.layer import AttentionLayer, Refusal, Survey
@@ -136,7 +136,7 @@ class HeadDiversityMonitor:
         else:
             self._watch(put_together(inner_model(self._model), known_layers(inner_model(self._model)), Survey()))
             self._first_calls = FirstCalls(
-                self._model, self._on_found, self._note, self._record, may_agree=lambda: self._ranks is None
+                self._model, self._on_found, self._survey_call, self._record, may_agree=lambda: self._ranks is None
             )
 
     def __enter__(self) -> Self:
@@ -336,7 +336,10 @@ class HeadDiversityMonitor:
     def _record(self) -> FirstForward:
         model = inner_model(self._model)
         keeps = lambda: torch.is_grad_enabled() or not self._training_only  # noqa: E731
-        return FirstForward(model, self._padding, self._max_tokens, keeps)
+        return FirstForward(model, self._padding, self._max_tokens, keeps, self._note)
+
+    def _survey_call(self, module: nn.Module, tape: Tape) -> Survey:
+        return survey_tape(module, tape, self._note)
 
     def _note(self, *read: Any) -> None:
         self._read.append(read)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hdi_callback.attention.capture import Capture, Captured
-from hdi_callback.attention.find import survey
+from hdi_callback.attention.find import survey, survey_tape
 from hdi_callback.attention.first_calls import FirstCalls
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Site
 from hdi_callback.attention.reader import Reader
@@ -423,7 +423,7 @@ class Watch:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.taken, self.capture = model, {}, None
-        self.handle = FirstCalls(model, self.found)
+        self.handle = FirstCalls(model, self.found, survey_tape)
 
     def found(self, survey, recording) -> None:
         self.capture = capture_of(self.model, survey.layers, max_tokens=12, max_rows=8, calls=self.handle)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hdi_callback import HeadDiversityMonitor, MisconfigurationError, MonitoringWarning
 from hdi_callback.attention.extra_forward import nothing_remains
+from hdi_callback.attention.find import survey_tape
 from hdi_callback.attention.first_calls import FirstCalls
 from hdi_callback.attention.first_forward import FirstForward
 from tests.attention.models import Counting, Model, batches, is_equal, train
@@ -32,7 +33,9 @@ class Finder:
     def __init__(self, model: nn.Module, *, is_recorded: bool = False) -> None:
         self.surveys: list = []
         record = (lambda: FirstForward(model, "auto", 100, torch.is_grad_enabled)) if is_recorded else None
-        self.handle = FirstCalls(model, lambda survey, recording: self.surveys.append(survey), record=record)
+        self.handle = FirstCalls(
+            model, lambda survey, recording: self.surveys.append(survey), survey_tape, record=record
+        )
 
     @property
     def names(self) -> list[str]:
@@ -188,7 +191,7 @@ def test_a_failure_around_a_call_is_one_warning_and_the_call_goes_on():
     def fail(survey, recording):
         raise ZeroDivisionError("inside")
 
-    handle = FirstCalls(model, fail)
+    handle = FirstCalls(model, fail, survey_tape)
     with pytest.warns(MonitoringWarning, match="ZeroDivisionError: inside"):
         model(x)
     assert not any(module._forward_pre_hooks for module in model.modules())
@@ -201,7 +204,7 @@ def test_misuse_that_shows_in_the_first_call_is_raised_there():
     def complain(survey, recording):
         raise MisconfigurationError("nothing to watch")
 
-    handle = FirstCalls(model, complain)
+    handle = FirstCalls(model, complain, survey_tape)
     with pytest.raises(MisconfigurationError, match="nothing to watch"):
         model(batches(1)[0][0])
     model(batches(1)[0][0])
@@ -215,7 +218,7 @@ def test_hooks_that_are_installed_then_see_the_real_forward():
         for layer in survey.layers:
             layer.output_module.register_forward_pre_hook(lambda module, args: seen.append(args[0].requires_grad))
 
-    handle = FirstCalls(model, install)
+    handle = FirstCalls(model, install, survey_tape)
     model(batches(1)[0][0])
     handle.remove()
     assert seen == [True, True]
@@ -412,6 +415,7 @@ def test_a_layer_that_does_not_run_in_the_first_forward_is_found_when_it_runs():
     waiting = FirstCalls(
         model,
         lambda survey, recording: found.append(survey),
+        survey_tape,
         record=lambda: FirstForward(model, "auto", 100, torch.is_grad_enabled),
     )
     model(torch.randn(2, 5, 32))

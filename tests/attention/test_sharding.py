@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from hdi_callback.attention.capture import Capture
 from hdi_callback.attention.dtensors import whole
-from hdi_callback.attention.find import survey
+from hdi_callback.attention.find import survey, survey_tape
 from hdi_callback.attention.first_calls import FirstCalls
 from hdi_callback.attention.layer import HeadWeight
 from hdi_callback.errors import UnsupportedAttentionError
@@ -105,7 +105,7 @@ CASES: dict[str, Callable[[Model], Model]] = {
 class Watch:
     def __init__(self, model: Model) -> None:
         self.model, self.layers, self.taken = model, (), []
-        self.handle = FirstCalls(model, self.found)
+        self.handle = FirstCalls(model, self.found, survey_tape)
 
     def found(self, survey, recording) -> None:
         assert not survey.refused

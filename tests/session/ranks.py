@@ -29,7 +29,7 @@ STEPS, TIMEOUT = 6, 25.0  # seconds, of the process group
 
 FAILURES: dict[str, tuple[Any, str]] = {
     "arming": (HeadDiversityMonitor, "arm"),
-    "finding heads": (first_forward, "read_tape"),
+    "finding heads": (first_forward, "survey_tape"),
     "installing hooks": (Capture, "__init__"),
     "capturing": (Capture, "take"),
     "reading attention": (monitor, "take_rows"),
