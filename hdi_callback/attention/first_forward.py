@@ -19,17 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from hdi_callback.attention.calls import ModuleCall, running_calls
-from hdi_callback.attention.capture import IN_VMAP, Capture, Sample, given_to
+from hdi_callback.attention.capture.capture import IN_VMAP, Capture, Sample, given_to
+from hdi_callback.attention.capture.padding import PaddingChoice, TokenMask, find_padding
+from hdi_callback.attention.capture.reader import KINDS, PRODUCTS, Aside, CoreSample, Reader, received_by
+from hdi_callback.attention.discovery.find import OnRead, TapeReader, survey_tape
+from hdi_callback.attention.discovery.normalisers import scores_behind
+from hdi_callback.attention.discovery.sites import is_recognised, site_of
 from hdi_callback.attention.dtensors import is_sharded
-from hdi_callback.attention.find import OnRead, TapeReader, survey_tape
 from hdi_callback.attention.hooks import within_transforms
 from hdi_callback.attention.layer import Survey
-from hdi_callback.attention.normalisers import scores_behind
 from hdi_callback.attention.operations import BATCHED, OF_SCORES
-from hdi_callback.attention.padding import PaddingChoice, TokenMask, find_padding
-from hdi_callback.attention.reader import KINDS, PRODUCTS, Aside, CoreSample, Reader, received_by
 from hdi_callback.attention.releases import has_saving_hooks
-from hdi_callback.attention.sites import is_recognised, site_of
 from hdi_callback.attention.tape import Step, Tape, tensors_in
 from hdi_callback.guard import describe
 

@@ -20,7 +20,7 @@ from hdi_callback.attention import AttentionLayer, Survey, survey
 from hdi_callback.attention.extra_forward import nothing_remains
 from hdi_callback.attention.registry import known_layers
 from hdi_callback.audits.sources import NOT_STORED, Target, open_target
-from hdi_callback.audits.weights import first_line
+from hdi_callback.audits.weight_files import first_line
 from hdi_callback.dashboards.layer_table import layers_text, name_heads
 from hdi_callback.dashboards.report import in_notebook
 from hdi_callback.dashboards.verdict import Verdict, verdict
@@ -28,7 +28,7 @@ from hdi_callback.errors import MisconfigurationError
 from hdi_callback.history import RunHistory
 from hdi_callback.monitor.metrics import FINITENESS, KEYS, OV, QK
 from hdi_callback.monitor.reading import Absent, Reading
-from hdi_callback.monitor.weights import WeightReader
+from hdi_callback.monitor.weight_source import WeightReader
 from hdi_callback.record import LEVELS, Alert, LayerRecord, Record
 from hdi_callback.rules import Alerts
 from hdi_callback.rules.initialisation import untrained_layers

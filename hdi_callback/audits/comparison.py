@@ -200,6 +200,7 @@ def compare(
         MisconfigurationError: if one is a run and the other is not, or one cannot be opened.
 
     Example:
+        >>> import torch
         >>> model = torch.nn.Sequential(torch.nn.TransformerEncoderLayer(d_model=32, nhead=4, batch_first=True))
         >>> [(layer.name, layer.change("hdi")) for layer in compare(model, model).layers]
         [('0.self_attn', 0.0)]

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hdi_callback.attention.discovery.own_inputs import own_forward
 from hdi_callback.attention.extra_forward import inner_model
-from hdi_callback.attention.own_inputs import own_forward
-from hdi_callback.audits.weights import first_line, load_plain, map_folder, map_safetensors, without_wrappers
+from hdi_callback.audits.weight_files import first_line, load_plain, map_folder, map_safetensors, without_wrappers
 from hdi_callback.errors import MisconfigurationError
 
 NOT_STORED = "it is not in the file"

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hdi_callback.attention.heads import IN
-from hdi_callback.attention.labels import NORMED
+from hdi_callback.attention.discovery.heads import IN
+from hdi_callback.attention.discovery.labels import NORMED
 from hdi_callback.checks.facts import PLURAL, Facts, HeadRows, shown_rows
 
 _LABEL = 24

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hdi_callback.arguments import function, torch_module
-from hdi_callback.attention.find import survey
-from hdi_callback.attention.own_inputs import own_forward
+from hdi_callback.attention.discovery.find import survey
+from hdi_callback.attention.discovery.own_inputs import own_forward
 from hdi_callback.checks.cards import Card, card_of, joined_name
 from hdi_callback.checks.diagnoses import DIAGNOSES, Verdict
 from hdi_callback.checks.facts import Facts, facts_of

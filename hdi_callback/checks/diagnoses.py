@@ -16,9 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.cores import OVER_HEADS, OVER_QUERIES
-from hdi_callback.attention.heads import IN
-from hdi_callback.attention.labels import CENTRED, NORMED, Flag
+from hdi_callback.attention.discovery.cores import OVER_HEADS, OVER_QUERIES
+from hdi_callback.attention.discovery.heads import IN
+from hdi_callback.attention.discovery.labels import CENTRED, NORMED, Flag
 from hdi_callback.checks.facts import PLURAL, Facts, HeadRows, shown_rows
 from hdi_callback.checks.scores import Change
 

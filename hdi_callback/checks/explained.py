@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
-from hdi_callback.attention.find import survey
-from hdi_callback.attention.heads import FoundAttention
-from hdi_callback.attention.labels import Labels, Unreadable
-from hdi_callback.attention.planes import small
+from hdi_callback.attention.discovery.find import survey
+from hdi_callback.attention.discovery.heads import FoundAttention
+from hdi_callback.attention.discovery.labels import Labels, Unreadable
+from hdi_callback.attention.discovery.planes import small
 from hdi_callback.attention.tape import Step, View
 
 __all__ = ["explained"]

@@ -13,12 +13,12 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from hdi_callback.attention.cores import Core, core_of
-from hdi_callback.attention.find import place_of
-from hdi_callback.attention.heads import IN, FoundAttention, Projection
-from hdi_callback.attention.labels import SUM, Flag, Label, Labels, Unreadable
+from hdi_callback.attention.discovery.cores import Core, core_of
+from hdi_callback.attention.discovery.find import place_of
+from hdi_callback.attention.discovery.heads import IN, FoundAttention, Projection
+from hdi_callback.attention.discovery.labels import SUM, Flag, Label, Labels, Unreadable
+from hdi_callback.attention.discovery.planes import small, unique_rows
 from hdi_callback.attention.operations import SOFTMAXES
-from hdi_callback.attention.planes import small, unique_rows
 from hdi_callback.attention.tape import DATA, Step
 from hdi_callback.checks.positions import cosines_of, length_of, pairs_of, shift_of
 from hdi_callback.checks.scores import (

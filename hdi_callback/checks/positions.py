@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.cores import Core
-from hdi_callback.attention.labels import Label, Labels
-from hdi_callback.attention.planes import small, unique_rows
+from hdi_callback.attention.discovery.cores import Core
+from hdi_callback.attention.discovery.labels import Label, Labels
+from hdi_callback.attention.discovery.planes import small, unique_rows
 from hdi_callback.attention.tape import Step
 from hdi_callback.checks.scores import KEPT, sides_of
 

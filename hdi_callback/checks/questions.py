@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hdi_callback.attention.discovery.heads import IN
 from hdi_callback.attention.extra_forward import inner_model, nothing_remains
-from hdi_callback.attention.heads import IN
 from hdi_callback.checks.diagnoses import Verdict
 from hdi_callback.checks.door import Changes, Door, Inputs, NotAskedError, by_token, tensors_in
 from hdi_callback.checks.facts import Facts, shown_rows

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.cores import Core
-from hdi_callback.attention.labels import Labels
+from hdi_callback.attention.discovery.cores import Core
+from hdi_callback.attention.discovery.labels import Labels
 from hdi_callback.attention.operations import SOFTMAXES
 from hdi_callback.attention.tape import Cell, Step, Tape, View
 

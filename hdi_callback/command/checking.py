@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch import nn
 
 from hdi_callback.audits.sources import open_target
-from hdi_callback.audits.weights import first_line
+from hdi_callback.audits.weight_files import first_line
 from hdi_callback.errors import MisconfigurationError
 
 Result = TypeVar("Result")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.find import claims_of, name_without_wrappers
+from hdi_callback.attention.discovery.find import claims_of, name_without_wrappers
 from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.attention.tape import Tape
 from hdi_callback.checks import Facts, facts_of, joined_name, shown_rows

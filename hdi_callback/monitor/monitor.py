@@ -15,14 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self
 
 from hdi_callback.arguments import flag, function, strings, torch_module, whole_number
-from hdi_callback.attention.capture import Capture, Captured
+from hdi_callback.attention.capture.capture import Capture, Captured
+from hdi_callback.attention.capture.padding import PaddingChoice
+from hdi_callback.attention.discovery.find import name_without_wrappers, put_together, survey, survey_tape
 from hdi_callback.attention.dtensors import IN_PIECES, is_in_first_fsdp
 from hdi_callback.attention.extra_forward import inner_model
-from hdi_callback.attention.find import name_without_wrappers, put_together, survey, survey_tape
 from hdi_callback.attention.first_calls import FirstCalls
 from hdi_callback.attention.first_forward import FirstForward
 from hdi_callback.attention.layer import AttentionLayer, Refusal, Survey
-from hdi_callback.attention.padding import PaddingChoice
 from hdi_callback.attention.registry import known_layers
 from hdi_callback.attention.tape import Tape
 from hdi_callback.checks import Facts, examine, facts_of
@@ -41,12 +41,12 @@ from hdi_callback.monitor.metrics import (
     TRAINING,
     check_metric,
 )
-from hdi_callback.monitor.outputs import InputTokens, OutputCovariance, OutputFiniteness
+from hdi_callback.monitor.output_source import InputTokens, OutputCovariance, OutputFiniteness
 from hdi_callback.monitor.ranks import Ranks, number_of_ranks
 from hdi_callback.monitor.reading import Absent, Reading, Result
-from hdi_callback.monitor.rows import AttentionRows, QueryKeyNorms, take_rows
+from hdi_callback.monitor.row_source import AttentionRows, QueryKeyNorms, take_rows
 from hdi_callback.monitor.sums import SumSource, measure_sums
-from hdi_callback.monitor.weights import ParameterReader, Trains, WeightReader
+from hdi_callback.monitor.weight_source import ParameterReader, Trains, WeightReader
 from hdi_callback.record import Alert
 
 

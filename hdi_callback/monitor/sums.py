@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.capture import Captured
+from hdi_callback.attention.capture.capture import Captured
 from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.monitor.ranks import Ranks, chunks, failed, repeats_tokens
 from hdi_callback.monitor.reading import Absent, Result, joined, stacked

@@ -8,8 +8,7 @@ from typing import Any
 from hdi_callback.arguments import did_you_mean, shown
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitor.metrics import METRICS
-from hdi_callback.rules.alike import CopiedHeads, MeanAlignment, MergedValues, WorstPair
-from hdi_callback.rules.attention import (
+from hdi_callback.rules.attention_rules import (
     FlatAttention,
     LaterTokens,
     OneKey,
@@ -20,7 +19,8 @@ from hdi_callback.rules.attention import (
 )
 from hdi_callback.rules.limits import Limits
 from hdi_callback.rules.rule import Rule
-from hdi_callback.rules.weights import FrozenWeights, NotFinite, RoundedAway, VanishingWeights, WeightJump
+from hdi_callback.rules.similarity_rules import CopiedHeads, MeanAlignment, MergedValues, WorstPair
+from hdi_callback.rules.weight_rules import FrozenWeights, NotFinite, RoundedAway, VanishingWeights, WeightJump
 
 RULES: tuple[type[Rule], ...] = (
     NotFinite,

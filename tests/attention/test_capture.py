@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hdi_callback.attention.capture import Capture, Captured
-from hdi_callback.attention.find import survey, survey_tape
+from hdi_callback.attention.capture.capture import Capture, Captured
+from hdi_callback.attention.capture.reader import Reader
+from hdi_callback.attention.discovery.find import survey, survey_tape
 from hdi_callback.attention.first_calls import FirstCalls
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Site
-from hdi_callback.attention.reader import Reader
 from hdi_callback.attention.registry import known_layers
 from tests.attention.models import Model, batches, is_equal, train
 from tests.versions import needs_saved_tensors

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from hdi_callback import HeadDiversityMonitor
-from hdi_callback.attention.find import survey
+from hdi_callback.attention.discovery.find import survey
 from hdi_callback.errors import UnsupportedAttentionError
 from tests.attention.by_hand import B, C, H, T, Written, attend, between, columns, four, heads, join, linear, split
 

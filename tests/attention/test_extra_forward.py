@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hdi_callback import HeadDiversityMonitor, MisconfigurationError, MonitoringWarning
+from hdi_callback.attention.discovery.find import survey_tape
 from hdi_callback.attention.extra_forward import nothing_remains
-from hdi_callback.attention.find import survey_tape
 from hdi_callback.attention.first_calls import FirstCalls
 from hdi_callback.attention.first_forward import FirstForward
 from tests.attention.models import Counting, Model, batches, is_equal, train

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from hdi_callback.attention.find import find_attention, read_tape, survey
+from hdi_callback.attention.discovery.find import find_attention, read_tape, survey
 from hdi_callback.attention.tape import Tape
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarning
 from tests.attention.by_hand import CASES, C, D, H, Written, attend, four, join, split, truth_of_four

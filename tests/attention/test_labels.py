@@ -8,9 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hdi_callback.attention.find import read_tape
-from hdi_callback.attention.labels import NORMED, SEVERAL, Labels, Unreadable
-from hdi_callback.attention.planes import Geometry, reshaped, seen_through, small, thin, unique_rows, written_out
+from hdi_callback.attention.discovery.find import read_tape
+from hdi_callback.attention.discovery.labels import NORMED, SEVERAL, Labels, Unreadable
+from hdi_callback.attention.discovery.planes import (
+    Geometry,
+    reshaped,
+    seen_through,
+    small,
+    thin,
+    unique_rows,
+    written_out,
+)
 from hdi_callback.attention.tape import Tape
 from tests.attention.by_hand import CASES, C, H
 

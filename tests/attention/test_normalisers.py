@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hdi_callback import check, watch_heads
-from hdi_callback.attention.find import survey
+from hdi_callback.attention.discovery.find import survey
 from hdi_callback.history import load_history
 from tests.attention.by_hand import B, C, D, T, between, truth_of_four
 from tests.attention.test_capture import captured

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hdi_callback.attention.padding import TokenMask, find_padding, fit
+from hdi_callback.attention.capture.padding import TokenMask, find_padding, fit
 
 PADDED = torch.tensor([[False, False, False, True], [False, False, True, True]])
 

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-from hdi_callback.attention.capture import Capture
+from hdi_callback.attention.capture.capture import Capture
+from hdi_callback.attention.discovery.find import survey, survey_tape
 from hdi_callback.attention.dtensors import whole
-from hdi_callback.attention.find import survey, survey_tape
 from hdi_callback.attention.first_calls import FirstCalls
 from hdi_callback.attention.layer import HeadWeight
 from hdi_callback.errors import UnsupportedAttentionError

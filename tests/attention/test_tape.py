@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hdi_callback.attention.find import claims_of
+from hdi_callback.attention.discovery.find import claims_of
 from hdi_callback.attention.tape import CONSTANT, DATA, WEIGHT, Tape
 from tests.attention.by_hand import CASES, C
 

@@ -12,19 +12,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hdi_callback
-from hdi_callback.attention.capture import Captured
+from hdi_callback.attention.capture.capture import Captured
 from hdi_callback.core import attention_rows
 from hdi_callback.errors import MisconfigurationError, MonitoringWarning, NothingToWatchError
 from hdi_callback.monitor import HeadDiversityMonitor, Reading
 from hdi_callback.monitor import monitor as monitors
-from hdi_callback.monitor import weights as weights_of_monitor
+from hdi_callback.monitor import weight_source as weights_of_monitor
 from hdi_callback.monitor.metrics import FORWARD_SOURCES, MOVEMENT, OUTPUTS, SOURCES
-from hdi_callback.monitor.outputs import InputTokens, OutputCovariance, OutputFiniteness
+from hdi_callback.monitor.output_source import InputTokens, OutputCovariance, OutputFiniteness
 from hdi_callback.monitor.ranks import Ranks
 from hdi_callback.monitor.reading import Absent
-from hdi_callback.monitor.rows import AttentionRows, NormSums, QueryKeyNorms
+from hdi_callback.monitor.row_source import AttentionRows, NormSums, QueryKeyNorms
 from hdi_callback.monitor.sums import measure_sums
-from hdi_callback.monitor.weights import ParameterReader, WeightReader
+from hdi_callback.monitor.weight_source import ParameterReader, WeightReader
 from tests.monitor.models import Model
 
 X = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0))
@@ -208,7 +208,7 @@ def test_one_source_that_fails_leaves_the_others(monkeypatch):
 
     model = Model(2)
     monkeypatch.setattr(weights_of_monitor, "circuit_sums", broken)
-    monkeypatch.setattr("hdi_callback.monitor.rows.row_metrics", broken)
+    monkeypatch.setattr("hdi_callback.monitor.row_source.row_metrics", broken)
     with HeadDiversityMonitor(model) as monitor:
         monitor.arm()
         model(X).sum().backward()

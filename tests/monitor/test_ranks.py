@@ -13,7 +13,7 @@ from torch import multiprocessing
 from torch.nn.parallel import DistributedDataParallel
 
 from hdi_callback.monitor import HeadDiversityMonitor
-from hdi_callback.monitor import outputs as outputs_of_monitor
+from hdi_callback.monitor import output_source as outputs_of_monitor
 from tests.monitor.models import Model
 from tests.versions import HAS_FSDP2_ON_CPU, Outcomes
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hdi_callback.attention.capture import IN_VMAP
+from hdi_callback.attention.capture.capture import IN_VMAP
 from hdi_callback.monitor import MEASURED, METRICS, HeadDiversityMonitor
 from hdi_callback.monitor.metrics import HEADS, MATRICES, SOURCES, WHY_NOT
 from hdi_callback.record import Record

@@ -11,10 +11,10 @@ import torch
 from hdi_callback.errors import MisconfigurationError, MonitoringWarning
 from hdi_callback.record import LayerRecord, Record
 from hdi_callback.rules import LIMITS, RULES, Alerts, Finding, Rule, check_thresholds, default_rules, explain
-from hdi_callback.rules.alike import WorstPair
 from hdi_callback.rules.initialisation import _law_of_flatness, has_been_trained
 from hdi_callback.rules.rule import DOORS, paste
 from hdi_callback.rules.series import Row
+from hdi_callback.rules.similarity_rules import WorstPair
 from tests.rules.readings import LAYER, curve, facts, layer, quiet, raised, run
 from tests.rules.test_rules import circuits, moves, norms, pair
 

@@ -19,9 +19,9 @@ from torch import nn
 
 from hdi_callback import HeadDiversityMonitor, MonitoringWarning, Reading, StopTraining, load_history, watch_heads
 from hdi_callback.attention import first_forward
-from hdi_callback.attention.capture import Capture
+from hdi_callback.attention.capture.capture import Capture
 from hdi_callback.errors import NothingToWatchError
-from hdi_callback.monitor import monitor, weights
+from hdi_callback.monitor import monitor, weight_source
 from hdi_callback.rules import Alerts
 from tests.integrations.runs import BATCH, Training, dataset
 
@@ -33,7 +33,7 @@ FAILURES: dict[str, tuple[Any, str]] = {
     "installing hooks": (Capture, "__init__"),
     "capturing": (Capture, "take"),
     "reading attention": (monitor, "take_rows"),
-    "weights": (weights, "circuit_sums"),
+    "weights": (weight_source, "circuit_sums"),
     "numbers": (Reading, "record"),
     "judging": (Alerts, "judge"),
     "binding an intervention": (StopTraining, "bind"),

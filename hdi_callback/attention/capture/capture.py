@@ -22,14 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from hdi_callback.attention.capture.padding import PaddingChoice, TokenMask, find_padding
+from hdi_callback.attention.capture.reader import CoreSample, Reader
 from hdi_callback.attention.compiled_calls import is_within_compiled_call
 from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.extra_forward import first_sequences, inner_model, is_extra, nothing_remains
 from hdi_callback.attention.first_calls import SEQUENCES, FirstCalls, take_off
 from hdi_callback.attention.hooks import Hook, outside_transforms, within_transforms
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight
-from hdi_callback.attention.padding import PaddingChoice, TokenMask, find_padding
-from hdi_callback.attention.reader import CoreSample, Reader
 from hdi_callback.attention.releases import has_saving_hooks
 from hdi_callback.attention.sharding import gathered_heads
 from hdi_callback.guard import describe, without_modes

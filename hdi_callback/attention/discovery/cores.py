@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.attention import operations as ops
-from hdi_callback.attention.labels import (
+from hdi_callback.attention.discovery.labels import (
     RESAMPLED,
     SEVERAL,
     SHARED,
@@ -27,9 +27,9 @@ from hdi_callback.attention.labels import (
     Unreadable,
     only_one,
 )
-from hdi_callback.attention.normalisers import normaliser_before
-from hdi_callback.attention.planes import repeats, reshaped, small, thin, unique_rows
-from hdi_callback.attention.products import Product, reduced_dims
+from hdi_callback.attention.discovery.normalisers import normaliser_before
+from hdi_callback.attention.discovery.planes import repeats, reshaped, small, thin, unique_rows
+from hdi_callback.attention.discovery.products import Product, reduced_dims
 from hdi_callback.attention.tape import DATA, MADE, Cell, Step, View, WalkOn, walk_back
 
 __all__ = ["OVER_HEADS", "OVER_QUERIES", "Core", "ValueProduct", "core_of", "layout_of_fused"]

@@ -16,10 +16,16 @@ from torch import nn
 
 from hdi_callback.arguments import function, torch_module
 from hdi_callback.attention import operations as ops
-from hdi_callback.attention.cores import ELEMENT_BY_ELEMENT, core_of, layout_of_fused
-from hdi_callback.attention.extra_forward import inner_model, nothing_remains
-from hdi_callback.attention.heads import IN, FoundAttention, Projection, columns_of, heads_of, maps_that_are_shared
-from hdi_callback.attention.labels import (
+from hdi_callback.attention.discovery.cores import ELEMENT_BY_ELEMENT, core_of, layout_of_fused
+from hdi_callback.attention.discovery.heads import (
+    IN,
+    FoundAttention,
+    Projection,
+    columns_of,
+    heads_of,
+    maps_that_are_shared,
+)
+from hdi_callback.attention.discovery.labels import (
     CENTRED,
     FILTERED,
     GAINED,
@@ -32,12 +38,13 @@ from hdi_callback.attention.labels import (
     Labels,
     Unreadable,
 )
+from hdi_callback.attention.discovery.own_inputs import own_forward
+from hdi_callback.attention.discovery.sites import merged_sites, ordinals, site_of
+from hdi_callback.attention.discovery.terms import Weights, origin
+from hdi_callback.attention.extra_forward import inner_model, nothing_remains
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Refusal, Site, Survey
-from hdi_callback.attention.own_inputs import own_forward
 from hdi_callback.attention.registry import known_layers
-from hdi_callback.attention.sites import merged_sites, ordinals, site_of
 from hdi_callback.attention.tape import DATA, Cell, Step, Tape, View, walk_back
-from hdi_callback.attention.terms import Weights, origin
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarning
 
 __all__ = ["OnRead", "claims_of", "find_attention", "place_of", "read_tape", "survey", "survey_tape"]

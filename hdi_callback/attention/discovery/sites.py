@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.cores import Core, layout_of_fused
-from hdi_callback.attention.heads import FoundAttention
+from hdi_callback.attention.discovery.cores import Core, layout_of_fused
+from hdi_callback.attention.discovery.heads import FoundAttention
+from hdi_callback.attention.discovery.planes import repeats, reshaped
+from hdi_callback.attention.discovery.products import Unreadable
 from hdi_callback.attention.layer import Site
 from hdi_callback.attention.operations import BATCHED, SOFTMAXES
-from hdi_callback.attention.planes import repeats, reshaped
-from hdi_callback.attention.products import Unreadable
 from hdi_callback.attention.tape import Step, Tape
 
 __all__ = ["merged_sites", "ordinals", "site_of"]

@@ -14,8 +14,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.cores import Core, ValueProduct
-from hdi_callback.attention.labels import (
+from hdi_callback.attention.discovery.cores import Core, ValueProduct
+from hdi_callback.attention.discovery.labels import (
     GROUPED,
     RANGES_FROM,
     SUM,
@@ -26,8 +26,8 @@ from hdi_callback.attention.labels import (
     Labels,
     filter_features,
 )
-from hdi_callback.attention.planes import repeats, reshaped, small, thin, unique_rows
-from hdi_callback.attention.products import Product, Unreadable
+from hdi_callback.attention.discovery.planes import repeats, reshaped, small, thin, unique_rows
+from hdi_callback.attention.discovery.products import Product, Unreadable
 from hdi_callback.attention.tape import DATA, Cell, Step, View, WalkOn
 
 __all__ = ["FoundAttention", "Projection", "column_numbers", "columns_of", "heads_of", "maps_that_are_shared"]

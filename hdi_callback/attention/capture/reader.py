@@ -33,7 +33,7 @@ from hdi_callback.attention.tape import Tape, op_name, tensors_in
 from hdi_callback.guard import describe
 
 if TYPE_CHECKING:
-    from hdi_callback.attention.capture import Capture
+    from hdi_callback.attention.capture.capture import Capture
     from hdi_callback.attention.first_forward import FirstForward
 
 __all__ = ["CoreSample", "Reader"]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.attention import operations as ops
-from hdi_callback.attention.labels import Labels, Unreadable
+from hdi_callback.attention.discovery.labels import Labels, Unreadable
 from hdi_callback.attention.replay import NotReplayedError, run_steps, steps_before
 from hdi_callback.attention.tape import DATA, Cell, Step, View
 

@@ -10,7 +10,7 @@ from operator import add
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.capture import Captured
+from hdi_callback.attention.capture.capture import Captured
 from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.core.rows import PATTERN, RowMetrics, RowSums, attention_rows, row_metrics
 from hdi_callback.monitor.metrics import NORMS, ROWS

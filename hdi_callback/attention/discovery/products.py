@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.attention import operations as ops
-from hdi_callback.attention.planes import Geometry, reshaped, written_out
+from hdi_callback.attention.discovery.planes import Geometry, reshaped, written_out
 from hdi_callback.attention.replay import NotReplayedError, Recipe
 from hdi_callback.attention.tape import CONSTANT, DATA, MADE, WEIGHT, Cell, Step, Tape, View, mapped, walk_back
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.capture import Captured
+from hdi_callback.attention.capture.capture import Captured
 from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.core.covariance import (
     CovarianceSums,
@@ -24,7 +24,7 @@ from hdi_callback.monitor.metrics import FINITE_OUTPUTS, OUTPUTS, TOKENS
 from hdi_callback.monitor.ranks import Ranks
 from hdi_callback.monitor.reading import apart, stacked
 from hdi_callback.monitor.sums import SumSource, has_captured
-from hdi_callback.monitor.weights import NotFiniteCounts
+from hdi_callback.monitor.weight_source import NotFiniteCounts
 
 
 class OutputCovariance(SumSource):

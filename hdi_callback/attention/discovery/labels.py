@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.attention import operations as ops
-from hdi_callback.attention.planes import (
+from hdi_callback.attention.discovery.planes import (
     Geometry,
     reshaped,
     same,
@@ -32,7 +32,15 @@ from hdi_callback.attention.planes import (
     unique_rows,
     written_out,
 )
-from hdi_callback.attention.products import Product, Products, Unreadable, geometry, reduced_dims, run_on, runs_of
+from hdi_callback.attention.discovery.products import (
+    Product,
+    Products,
+    Unreadable,
+    geometry,
+    reduced_dims,
+    run_on,
+    runs_of,
+)
 from hdi_callback.attention.tape import CONSTANT, DATA, MADE, WEIGHT, Cell, Step, Tape, View, walk_back
 
 __all__ = ["SEVERAL", "FeatureRange", "Label", "Labels", "Unreadable"]

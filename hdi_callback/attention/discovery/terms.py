@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.heads import Projection, column_numbers
-from hdi_callback.attention.labels import Labels, Unreadable
+from hdi_callback.attention.discovery.heads import Projection, column_numbers
+from hdi_callback.attention.discovery.labels import Labels, Unreadable
+from hdi_callback.attention.discovery.planes import small
+from hdi_callback.attention.discovery.products import Product
 from hdi_callback.attention.layer import HeadWeight, Rows, Term, owner_of
 from hdi_callback.attention.operations import BETWEEN, KEEPS, NORMS
-from hdi_callback.attention.planes import small
-from hdi_callback.attention.products import Product
 from hdi_callback.attention.tape import DATA, WEIGHT, Cell, Step, Tape, View, walk_back
 
 __all__ = ["Weights", "origin"]
