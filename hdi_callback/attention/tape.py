@@ -161,6 +161,12 @@ class Step:
         where = f" in `{self.path}`" if self.path is not None else ""
         return f"<Step {self.number} {self.op}{where}: {[view.shape for view in self.inputs]}>"
 
+    @property
+    def argument_names(self) -> tuple[str, ...]:
+        """The names of the arguments that the operation has, whether they are given or not."""
+        schema = getattr(self.function, "_schema", None)
+        return tuple(self.kwargs) if schema is None else tuple(argument.name for argument in schema.arguments)
+
     def argument(self, name: str, default: Any = None) -> Any:
         """Return an argument by its name."""
         schema = getattr(self.function, "_schema", None)

@@ -28,6 +28,7 @@ from hdi_callback.checks.scores import (
     changes_of,
     changes_of_fused,
     dropout_behind,
+    dropout_of_fused,
     hidden_by,
     is_by_rows,
     is_curve,
@@ -253,7 +254,7 @@ def _of_core(labels: Labels, core: Core) -> Facts:
     behind: list[Link] | None = []
     if part.product is None:
         changes = changes_of_fused(step)
-        dropout: float | None = float(step.argument("dropout_p", 0.0) or 0.0)
+        dropout = dropout_of_fused(step)
     else:
         scores = None if core.scores is None else walk_back(core.scores.cell, lambda value: value is core.score_step)
         behind = walk_back(part.product.first.cell, lambda value: value is step)

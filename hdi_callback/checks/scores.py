@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,13 +12,14 @@ from torch import Tensor
 
 from hdi_callback.attention.discovery.cores import Core
 from hdi_callback.attention.discovery.labels import Labels
-from hdi_callback.attention.operations import SOFTMAXES
+from hdi_callback.attention.operations import FUSED_BY_TOKENS, SOFTMAXES
 from hdi_callback.attention.tape import Cell, Step, Tape, View
 
 KEPT = 64  # of masks and tables the tape keeps so many queries and keys
 HIDDEN = -90.0  # a key is hidden by a score below it: exp(-90) = 1e-39
 _FAR = 200  # cells to walk back
 _COPIES = {"clone", "_to_copy", "copy"}
+_MASKING = re.compile("window|bias|mask|slopes")  # names of arguments that may hide keys
 _HIDES_NOTHING = torch.zeros((), dtype=torch.bool)
 
 
@@ -81,8 +83,7 @@ def scale_of(labels: Labels, core: Core, scores: list[Link]) -> float | None:
     """Return the product of the numbers that scale queries, keys and scores; `None` if one is not known."""
     factors: list[float | None]
     if core.score_step is None:
-        number, width = core.step.argument("scale"), core.parts[0].query.features.shape[-1]
-        factors = [width**-0.5 if number is None else float(number)]
+        factors = [_scale_of_fused(core.step, core.parts[0].query.features.shape[-1])]
     else:
         factors = [float(core.score_step.argument("alpha", 1)), *map(_factor, scores)]  # alpha is of baddbmm
 
@@ -97,6 +98,21 @@ def scale_of(labels: Labels, core: Core, scores: list[Link]) -> float | None:
         factors += [_factor(link, of_features=True) for link in links]
     numbers = [factor for factor in factors if factor is not None]
     return math.prod(numbers) if len(numbers) == len(factors) else None
+
+
+def _scale_of_fused(step: Step, width: int) -> float | None:
+    """Return by what a fused attention scales scores; `None` where a package gives it another name than is known."""
+    names = [name for name in ("scale", "softmax_scale") if name in step.argument_names]
+    if not names and step.op in FUSED_BY_TOKENS:
+        return None
+    number = step.argument(names[0]) if names else None
+    return width**-0.5 if number is None else float(number)
+
+
+def dropout_of_fused(step: Step) -> float | None:
+    """Return the probability of dropout of a fused attention; `None` where a package gives it another name."""
+    is_named = "dropout_p" in step.argument_names
+    return float(step.argument("dropout_p") or 0.0) if is_named or step.op not in FUSED_BY_TOKENS else None
 
 
 def _factor(link: Link, *, of_features: bool = False) -> float | None:
@@ -123,6 +139,8 @@ def changes_of(links: list[Link]) -> list[Change]:
 
 def changes_of_fused(step: Step) -> list[Change]:
     """Return the masks of a fused attention."""
+    if step.op in FUSED_BY_TOKENS:
+        return _changes_of_package(step)
     mask = step.argument("attn_mask", step.argument("attn_bias"))
     changes = _added("attn_mask", mask) if isinstance(mask, View) else []
     if (name := step.argument("score_mod")) is not None:  # of FlexAttention
@@ -132,6 +150,18 @@ def changes_of_fused(step: Step) -> list[Change]:
         queries, keys = (min(view.shape[-2], KEPT) for view in step.inputs[:2])
         changes.append(Change("is_causal", torch.ones(queries, keys, dtype=torch.bool).triu(1)))
     return changes
+
+
+def _changes_of_package(step: Step) -> list[Change]:
+    """Return the mask of a package's attention, not known where more than a causal flag may hide or add something."""
+    causal = next((name for name in ("is_causal", "causal") if name in step.argument_names), "")
+    further = [step.argument(name) for name in step.argument_names if _MASKING.search(name)]
+    is_plain = all(not isinstance(value, View) and value in {None, False, -1} for value in further)
+    queries, keys = (view.shape[1] for view in step.inputs[:2])
+    if not causal or not is_plain or queries != keys:
+        return [Change(step.op, None)]
+    count = min(keys, KEPT)
+    return [Change(causal, torch.ones(count, count, dtype=torch.bool).triu(1))] if step.argument(causal) else []
 
 
 def _changes(link: Link) -> list[Change]:

@@ -7,11 +7,13 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdi_callback import HDIWarning, HeadDiversityMonitor, check
+from hdi_callback.attention import survey
 from hdi_callback.checks.cards import joined_name
+from hdi_callback.checks.facts import facts_of
 from hdi_callback.testing import assert_heads
 from tests.attention.by_hand import CASES
 from tests.attention.by_hand_refused import REFUSED
@@ -340,3 +342,64 @@ def test_a_monitor_says_nothing_of_layers_that_are_left_out_or_of_what_is_right(
             with HeadDiversityMonitor(model, exclude=exclude, strict=False):
                 model(TOKENS)
     assert not [one for one in caught if issubclass(one.category, HDIWarning)]
+
+
+class OfPackage(nn.Module):
+    """Attention by a kernel of a package."""
+
+    def __init__(self, kernel) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
+        self.kernel = kernel
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (projection(x).unflatten(-1, (4, 8)) for projection in (self.q, self.k, self.v))
+        return self.o(self.kernel(q, k, v)[0].flatten(2))
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    """One that is named as those of FlashAttention 3, with some of its arguments."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, softmax_scale=None, causal=False, window_size_left=-1, factor=None):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        scores = q @ k.mT * (factor or softmax_scale or q.shape[-1] ** -0.5)
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1) if causal else torch.zeros(1, 1).bool()
+        out = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+        return out.transpose(1, 2).contiguous(), q.sum(-1)
+
+    library = torch.library.Library("flash_attn_3", "DEF")
+    library.define(
+        "fwd(Tensor q, Tensor k, Tensor v, float? softmax_scale=None, bool causal=False, int window_size_left=-1) -> "
+        "(Tensor, Tensor)"
+    )
+    library.impl("fwd", run, "CompositeExplicitAutograd")
+    other = torch.library.Library("flash_attn", "FRAGMENT")
+    other.define(
+        "_flash_attn_forward.other(Tensor q, Tensor k, Tensor v, float factor, bool lower) -> (Tensor, Tensor)"
+    )
+    other.impl(
+        "_flash_attn_forward.other",
+        lambda q, k, v, factor, lower: run(q, k, v, None, lower, factor=factor),
+        "CompositeExplicitAutograd",
+    )
+    yield torch.ops.flash_attn_3.fwd, torch.ops.flash_attn._flash_attn_forward.other
+    library._destroy()
+    other._destroy()
+
+
+def test_scale_and_masks_of_a_packages_kernel_are_read_by_its_arguments_and_not_known_otherwise(kernel) -> None:
+    fwd, other = kernel
+    x = torch.randn(2, 6, 32)
+
+    def facts(call):
+        module = OfPackage(call)
+        collected = []
+        survey(module, lambda: module(x), lambda *read: collected.extend(facts_of(*read)))
+        (each,) = collected
+        return each.scale, each.is_causal
+
+    assert facts(fwd) == (pytest.approx(8**-0.5), False)
+    assert facts(lambda *qkv: fwd(*qkv, softmax_scale=0.125, causal=True)) == (0.125, True)
+    assert facts(lambda *qkv: fwd(*qkv, causal=True, window_size_left=3))[1] is None
+    assert facts(lambda *qkv: other(*qkv, 0.125, True)) == (None, None)
