@@ -58,6 +58,7 @@ def test_every_curve_and_picture_that_a_dashboard_gets_is_explained_there_and_by
     assert len(tags["scalars"]) == 6 + 2 * len(METRICS)
     for tag in tags["scalars"]:
         assert events.SummaryMetadata(tag).summary_description == look_up(tag).meaning
+        assert events.SummaryMetadata(tag).plugin_data.plugin_name == "scalars", "or readers warn of each curve"
         assert [point.step for point in events.Scalars(tag)] == [0, 1]
     assert tags["images"]
     assert {look_up(tag).kind for tag in tags["images"]} == {"picture"}

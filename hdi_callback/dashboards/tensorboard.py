@@ -47,7 +47,8 @@ class TensorBoard:
         from torch.utils.tensorboard.summary import scalar
 
         point = scalar(tag, value)
-        point.value[0].metadata.summary_description = name.meaning
+        metadata = point.value[0].metadata
+        metadata.summary_description, metadata.plugin_data.plugin_name = name.meaning, "scalars"
         own_file().add_summary(point, step)
         self._described.add(tag)
 
