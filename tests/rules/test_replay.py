@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -162,3 +163,11 @@ def test_a_resumed_run_raises_what_an_unbroken_one_raises(cut):
         assert second.active == first.active
         begun += [alert for record in list(records(run))[cut:] for alert in second.judge(record)]
         assert begun == whole, run["kind"]
+
+
+def test_the_messages_in_the_readme_are_those_of_recorded_trainings():
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^\| [^|]+ \| \*(.+)\* \|$", readme, flags=re.M)
+    messages = {alert.message for run in stored() for alert in judge(run)[0]}
+    assert len(quoted) == 7
+    assert [quote for quote in quoted if not any(quote in message for message in messages)] == []
