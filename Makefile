@@ -61,7 +61,7 @@ lower-bounds:  ## Try the oldest dependencies that pyproject.toml admits (Python
 	.venv-lower/bin/python -m pip install --quiet uv
 	.venv-lower/bin/uv pip install --quiet --python .venv-lower/bin/python --constraint constraints-lower.txt --editable '.[dev]'
 	TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 OMP_NUM_THREADS=1 .venv-lower/bin/python -m pytest -n auto --dist worksteal -m 'not slow and not ranks' tests $(ARGS)
-	OMP_NUM_THREADS=1 .venv-lower/bin/python -m pytest tests/regimes/test_untouched.py -k inductor
+	OMP_NUM_THREADS=1 .venv-lower/bin/python -m pytest tests/studies/regimes/test_untouched.py -k inductor
 	.venv-lower/bin/python examples/train_gpt.py --steps 60 --out .venv-lower/demo
 
 newest:  ## Try the newest releases of all dependencies.
@@ -69,15 +69,15 @@ newest:  ## Try the newest releases of all dependencies.
 	.venv-newest/bin/python -m pip install --quiet uv
 	.venv-newest/bin/uv pip install --quiet --python .venv-newest/bin/python --upgrade --editable '.[dev]'
 	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest -n auto --dist worksteal -m 'not slow and not ranks' tests $(ARGS)
-	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest tests/regimes/test_untouched.py -k inductor
+	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest tests/studies/regimes/test_untouched.py -k inductor
 	.venv-newest/bin/python examples/train_gpt.py --steps 60 --out .venv-newest/demo
 
 # Libraries whose models are read are installed without what they pin, which would replace torch.
 zoo:  ## Find the heads of a thousand architectures and judge them; writes docs/supported-models.md (an hour; several GB).
 	$(PYTHON) -m venv .venv-zoo
 	.venv-zoo/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' scipy matplotlib timm
-	.venv-zoo/bin/python -m pip install --quiet --no-deps --requirement tests/zoo/packages.txt
-	OMP_NUM_THREADS=1 .venv-zoo/bin/python -m tests.zoo --output docs/supported-models.md $(ARGS)
+	.venv-zoo/bin/python -m pip install --quiet --no-deps --requirement tests/studies/zoo/packages.txt
+	OMP_NUM_THREADS=1 .venv-zoo/bin/python -m tests.studies.zoo --output docs/supported-models.md $(ARGS)
 
 clean:  ## Remove the virtual environments and everything built.
 	rm -rf $(VENV) .venv-lower .venv-newest .venv-zoo docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

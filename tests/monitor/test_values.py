@@ -12,9 +12,9 @@ from hdi_callback.attention.capture.capture import IN_VMAP
 from hdi_callback.monitor import MEASURED, METRICS, HeadDiversityMonitor
 from hdi_callback.monitor.metrics import HEADS, MATRICES, SOURCES, WHY_NOT
 from hdi_callback.record import Record
-from tests.benchmarks.gpt import GPT
 from tests.monitor.models import HEADS as H
 from tests.monitor.models import Model, inputs_of, naive, of_outputs, of_rows
+from tests.studies.benchmarks.gpt import GPT
 from tests.versions import needs_torch_func
 
 COUNTS = {"weights_not_finite": 0.0, "outputs_not_finite": 0.0, "head_unchanged": 0.0, "trains": 1.0,

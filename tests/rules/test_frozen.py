@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hdi_callback import load_history, watch_heads
-from tests.experiments.held_out.model import Net, head_rows
+from tests.studies.experiments.held_out.model import Net, head_rows
 
 STEPS = 40
 

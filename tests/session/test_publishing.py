@@ -15,7 +15,7 @@ from hdi_callback.dashboards.console import Console
 from hdi_callback.history import History
 from hdi_callback.rules import Alerts
 from hdi_callback.session import cost
-from tests.benchmarks.gpt import Training
+from tests.studies.benchmarks.gpt import Training
 
 
 def training(folder: Path, **options: object) -> Training:

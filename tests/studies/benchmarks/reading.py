@@ -1,0 +1,161 @@
+"""What a reading costs by the number of heads and of layers, against a forward of the same model.
+
+    python -m tests.studies.benchmarks.reading [--device cuda] [--only-host]
+
+A reading is a captured forward and `measure`, of all that the default rules look at, without the forward itself. Its
+memory is that of a GPU, at its peak and beyond that of a forward.
+
+Then the host's own work, where arithmetic vanishes: 12 heads of width 2 and 4 tokens, watched as by default. Operations
+are those that a GPU would launch, and time is that of the training's thread and of the clock, of a step with a reading
+and the next one beyond two steps that nobody watches.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from functools import lru_cache
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hdi_callback import HeadDiversityMonitor, watch_heads
+from tests.studies.benchmarks.gpt import GPT, VOCABULARY, Training
+from tests.studies.benchmarks.timing import arguments, ratios, table
+
+SIZES = {  # layers, width, heads, tokens
+    "1 layer, 12 heads of 64": (1, 768, 12, 128),
+    "1 layer, 64 heads of 64": (1, 4096, 64, 128),
+    "1 layer, 512 heads of 8": (1, 4096, 512, 128),
+    "12 layers, 12 heads of 64": (12, 768, 12, 128),
+    "48 layers, 12 heads of 64": (48, 768, 12, 128),
+}
+VANISHING = {"12 layers": (12, 24, 12, 4), "48 layers": (48, 24, 12, 4)}
+
+
+class Readings:
+    """Forwards of one model, with a reading or without."""
+
+    def __init__(self, name: str, device: str) -> None:
+        torch.manual_seed(0)
+        self.model, self.device = GPT(*SIZES[name]).to(device), device
+        self.tokens = torch.randint(VOCABULARY, (1, SIZES[name][-1]), device=device)
+        self.monitor, self.step = HeadDiversityMonitor(self.model), 0
+
+    @torch.no_grad()
+    def forward(self) -> None:
+        self.monitor.disarm()
+        self.model(self.tokens)
+
+    @torch.no_grad()
+    def read(self) -> None:
+        self.step += 1
+        self.monitor.arm(training_only=False)
+        self.model(self.tokens)
+        self.monitor.measure(self.step).record()
+
+    def memory(self) -> str:
+        """MiB that a reading takes at its peak."""
+        if self.device == "cpu":
+            return "not measured"
+        peaks = []
+        for work in (self.forward, self.read):
+            torch.cuda.reset_peak_memory_stats()
+            work()
+            peaks.append(torch.cuda.max_memory_allocated())
+        return f"{(peaks[1] - peaks[0]) / 2**20:.0f}"
+
+
+class Host:
+    """Steps of a model that is watched at every second of them, and of one that is not."""
+
+    def __init__(self, name: str, folder: str) -> None:
+        self.alone, self.watched = (Training(VANISHING[name], 1, "cpu", None) for _ in range(2))
+        self.watched.heads = watch_heads(
+            self.watched.model, self.watched.optimizer, every_n_steps=2, log_dir=Path(folder), tensorboard=True
+        )
+
+    def cost(self, clock: Callable[[], float], rounds: int) -> str:
+        """Time of a reading over that of a bare step: median, lowest, highest of paired rounds."""
+        ratios = []
+        for _ in range(rounds):
+            times = []
+            for training in (self.watched, self.alone):
+                for _ in range(2):
+                    start = clock()
+                    training.step()
+                    times.append(clock() - start)
+            with_reading, without, *bare = times
+            ratios.append((with_reading + without - sum(bare)) / (sum(bare) / 2))
+        return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+    def operations(self) -> int:
+        """Operations of a step with a reading beyond those of a bare one."""
+        counts = []
+        for training in (self.watched, self.alone):
+            counts.append(operations(training.step))
+            training.step()
+        return counts[0] - counts[1]
+
+
+def operations(work: Callable[[], object]) -> int:
+    """Operations of this thread, and of the backward, that compute or copy: those that a GPU would be sent."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        work()
+    own = {event.thread for event in profile.events() if event.name.startswith("Optimizer.step")}
+    return sum(event.thread in own and _is_launch(event) for event in profile.events())
+
+
+def _is_launch(event: Any) -> bool:
+    return event.name.startswith("aten::") and not any(map(_computes, event.cpu_children)) and _computes(event)
+
+
+def _computes(event: Any) -> bool:
+    return _is_no_view(event.name) or any(map(_computes, event.cpu_children))
+
+
+_OF_NO_KERNEL = re.compile("aten::((new_)?empty|_unsafe_view|resize_|set_|item|_local_scalar_dense|result_type)")
+
+
+@lru_cache
+def _is_no_view(name: str) -> bool:
+    if not name.startswith("aten::") or _OF_NO_KERNEL.match(name):
+        return False
+    aliases = [one.alias_info for schema in torch._C._jit_get_schemas_for_operator(name) for one in schema.returns]
+    return not aliases or any(alias is None or alias.is_write for alias in aliases)
+
+
+def main() -> None:
+    parser = arguments(__doc__, rounds=5)
+    parser.add_argument("--only-host", action="store_true")
+    options = parser.parse_args()
+    rows: list[tuple[object, ...]] = [("model", "over a forward", "a reading, ms", "its memory, MiB")]
+    for name in () if options.only_host else SIZES:
+        readings = Readings(name, options.device)
+        readings.read()
+        (cost,) = ratios(readings.forward, readings.read, rounds=options.rounds, device=options.device)
+        rows.append((name, cost, f"{1e3 * cost.added:.3g}", readings.memory()))
+        del readings
+    if not options.only_host:
+        table(*rows)
+    rows = [("host alone", "operations", "bare steps of the training's thread", "of the clock")]
+    for name in VANISHING:
+        with tempfile.TemporaryDirectory() as folder:
+            host = Host(name, folder)
+            with redirect_stdout(StringIO()), host.watched.heads:
+                for _ in range(4):
+                    host.watched.step()
+                    host.alone.step()
+                costs = [host.cost(clock, 4 * options.rounds) for clock in (time.thread_time, time.perf_counter)]
+                rows.append((name, host.operations(), *costs))
+    table(*rows)
+
+
+if __name__ == "__main__":
+    main()

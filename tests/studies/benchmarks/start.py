@@ -1,0 +1,44 @@
+"""What happens once, before the first step: one more forward, and finding heads in what it has done.
+
+python -m tests.studies.benchmarks.start [--device cuda]
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hdi_callback.attention import survey
+from tests.studies.benchmarks.gpt import GPT, VOCABULARY
+from tests.studies.benchmarks.timing import arguments, ratios, table
+
+SIZES = {  # layers, width, heads, tokens; sequences
+    "12 layers, 768 wide, 512 tokens": ((12, 768, 12, 512), 1),
+    "12 layers, 768 wide, 2,048 tokens": ((12, 768, 12, 2048), 1),
+    "12 layers, 128 wide, 2,048 tokens": ((12, 128, 4, 2048), 1),
+    "12 layers, 128 wide, 16 x 2,048 tokens": ((12, 128, 4, 2048), 16),
+    "24 layers, 256 wide, 512 tokens": ((24, 256, 8, 512), 1),
+    "48 layers, 256 wide, 512 tokens": ((48, 256, 8, 512), 1),
+}
+
+
+def main() -> None:
+    options = arguments(__doc__, rounds=3).parse_args()
+    rows: list[tuple[object, ...]] = [("model", "over a training step", "in all, ms")]
+    for name, (sizes, batch) in SIZES.items():
+        torch.manual_seed(0)
+        model = GPT(*sizes).to(options.device)
+        tokens = torch.randint(VOCABULARY, (batch, sizes[-1]), device=options.device)
+
+        def step(model: GPT = model, tokens: torch.Tensor = tokens) -> None:
+            model(tokens).backward()
+
+        def find(model: GPT = model, tokens: torch.Tensor = tokens) -> None:
+            assert len(survey(model, lambda: model(tokens)).layers) == len(model.blocks)
+
+        (cost,) = ratios(step, find, rounds=options.rounds, device=options.device)
+        rows.append((name, cost, f"{1e3 * cost.seconds:.3g}"))
+    table(*rows)
+
+
+if __name__ == "__main__":
+    main()

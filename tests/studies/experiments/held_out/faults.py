@@ -1,0 +1,232 @@
+"""The faults: what is done to a healthy training, from the middle of it on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tests.studies.experiments.held_out.model import Attention, Net, head_rows
+from tests.studies.experiments.held_out.tasks import Task, attention_layers
+
+ROLES = ("q", "k", "v", "out")
+
+
+@dataclass
+class Run:
+    """A training that a fault acts on; `is_first` is true at the first step of the fault."""
+
+    model: Net
+    optimizer: torch.optim.Optimizer
+    task: Task
+    number: int
+    is_first: bool = True
+    kept: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def layers(self) -> list[Attention]:
+        return attention_layers(self.model)
+
+    @property
+    def layer(self) -> Attention:
+        return self.layers[self.number % len(self.layers)]
+
+    @property
+    def other(self) -> Attention:
+        return self.layers[(self.number + 1) % len(self.layers)]
+
+
+Act = Callable[[Run], None]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One way in which a training goes wrong.
+
+    Attributes:
+        before: called before each optimizer step from the onset on.
+        after: called after each of these.
+        begin: called before the first step, where there is no onset.
+        is_causal: whether it needs a causal mask.
+        tasks: the tasks that it is tried on, where it makes sense for some only.
+    """
+
+    before: Act | None = None
+    after: Act | None = None
+    begin: Act | None = None
+    is_causal: bool = False
+    tasks: tuple[str, ...] = ()
+
+
+def _once(act: Act) -> Act:
+    return lambda run: act(run) if run.is_first else None
+
+
+def _initialise(run: Run) -> None:
+    for role in ROLES:
+        weight = head_rows(run.layer, role)
+        weight.copy_(torch.empty_like(weight).uniform_(-1, 1) * weight.shape[-1] ** -0.5)
+
+
+def _overwrite(run: Run) -> None:
+    for role in ROLES:
+        head_rows(run.layer, role).copy_(head_rows(run.other, role))
+
+
+def _tie_keys(run: Run) -> None:
+    keys = head_rows(run.layer, "k")
+    keys[1] = keys[0]
+
+
+def _raise_rate(run: Run) -> None:
+    for group in run.optimizer.param_groups:
+        group["lr"] *= 60
+
+
+def _leave_out(run: Run) -> None:
+    """Take the attention of a layer, or all adapters, out of the optimizer."""
+    adapters = [value for name, value in run.model.named_parameters() if "lora_" in name]
+    left_out = {id(value) for value in adapters or run.layer.parameters()}
+    for group in run.optimizer.param_groups:
+        group["params"] = [value for value in group["params"] if id(value) not in left_out]
+
+
+def _freeze(*roles: str, head: int | None = None) -> Act:
+    def act(run: Run) -> None:
+        for role in roles:
+            weight = head_rows(run.layer, role)
+            weight = weight if head is None else weight[head]
+            weight.copy_(run.kept.setdefault(role, weight.clone()))
+
+    return act
+
+
+def _spoil(run: Run) -> None:
+    head_rows(run.layer, "v")[1, 0, 0] = torch.nan
+
+
+def _copy_head(run: Run) -> None:
+    for role in ROLES:
+        weight = head_rows(run.layer, role)
+        weight[1] = weight[0]
+
+
+def _zero(role: str, head: int) -> Act:
+    return lambda run: head_rows(run.layer, role)[head].zero_()  # type: ignore[return-value]
+
+
+def _lose_mask(run: Run) -> None:
+    for layer in run.layers:
+        layer.is_causal = False
+
+
+def _swap_queries_and_keys(run: Run) -> None:
+    q, k = head_rows(run.layer, "q"), head_rows(run.layer, "k")
+    before = q.clone()
+    q.copy_(k)
+    k.copy_(before)
+
+
+def _roll_heads(run: Run) -> None:
+    v = head_rows(run.layer, "v")
+    v.copy_(v.roll(1, 0))
+
+
+def _scale(role: str, factor: float) -> Act:
+    return lambda run: head_rows(run.layer, role).mul_(factor)  # type: ignore[return-value]
+
+
+def _scale_scores(run: Run) -> None:
+    run.layer.factor = 8.0
+
+
+def _flatten_scores(run: Run) -> None:
+    run.layer.factor = 0.02
+
+
+def _drop(run: Run) -> None:
+    run.layer.drop = 0.9
+
+
+def _no_gradient(run: Run) -> None:
+    """Lose the gradients of queries and keys of all layers."""
+    for layer in run.layers:
+        for role in ("q", "k"):
+            for value in getattr(layer, f"{role}_proj").parameters():
+                value.grad = None
+
+
+def _freeze_norm(run: Run) -> None:
+    """Put the gain before a layer's attention to zero, so that all of its tokens are alike."""
+    run.model.norms[2 * (run.number % len(run.layers))].weight.zero_()
+
+
+def _decay(run: Run) -> None:
+    for role in ROLES:
+        for layer in run.layers:
+            head_rows(layer, role).mul_(0.96)
+
+
+def _collapse_values(run: Run) -> None:
+    for role in ("v", "out"):
+        weight = head_rows(run.layer, role)
+        weight += 0.1 * (weight.mean(0, keepdim=True) - weight)
+
+
+def _go_back(run: Run) -> None:
+    """Load the initial weights of one layer, of the run's start."""
+    run.layer.load_state_dict(run.kept["initial"])
+
+
+def _round(run: Run) -> None:
+    """Keep weights in bf16 under a rate that is too small for it."""
+    for group in run.optimizer.param_groups:
+        group["lr"] *= 0.02
+
+
+def _round_after(run: Run) -> None:
+    for value in run.model.parameters():
+        value.copy_(value.bfloat16())
+
+
+def _stale(run: Run) -> None:
+    """Give the attention of a layer the updates of noise."""
+    for value in run.layer.parameters():
+        if value.grad is not None:
+            value.grad.copy_(torch.randn_like(value) * value.grad.norm())
+
+
+FIRST: dict[str, Fault] = {
+    "layer initialised anew": Fault(before=_once(_initialise)),
+    "layer overwritten by another": Fault(before=_once(_overwrite)),
+    "keys of two heads tied": Fault(after=_tie_keys),
+    "rate 60 times too high": Fault(before=_raise_rate),
+    "adapters not in the optimizer": Fault(begin=_leave_out, tasks=("adapters",)),
+    "attention leaves the optimizer": Fault(before=_once(_leave_out)),
+    "queries frozen": Fault(after=_freeze("q")),
+    "NaN in a head": Fault(before=_once(_spoil)),
+    "head copied": Fault(before=_once(_copy_head)),
+    "values of a head zero": Fault(after=_zero("v", 1)),
+    "mask lost": Fault(before=_lose_mask, is_causal=True),
+    "weights decay away": Fault(after=_decay),
+}
+HELD_BACK: dict[str, Fault] = {
+    "queries and keys swapped": Fault(before=_once(_swap_queries_and_keys)),
+    "value heads rolled": Fault(before=_once(_roll_heads)),
+    "values frozen": Fault(after=_freeze("v")),
+    "keys of a head frozen": Fault(after=_freeze("k", head=1)),
+    "outputs 20 times too large": Fault(before=_once(_scale("out", 20.0))),
+    "scores 8 times too large": Fault(before=_scale_scores),
+    "scores 50 times too small": Fault(before=_flatten_scores),
+    "dropout of 0.9": Fault(before=_drop),
+    "no gradient for queries and keys": Fault(before=_no_gradient),
+    "gain before a layer zero": Fault(after=_freeze_norm),
+    "values and outputs merge": Fault(after=_collapse_values),
+    "weights of the start loaded": Fault(before=_once(_go_back)),
+    "small updates round away": Fault(before=_round, after=_round_after),
+    "output of a head zero": Fault(after=_zero("out", 0)),
+    "gradients of a layer are noise": Fault(before=_stale),
+}
+FAULTS = FIRST | HELD_BACK

@@ -1,0 +1,371 @@
+"""The tasks: healthy trainings of kinds that no limit of a rule was ever set on."""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import cache
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from examples.train_gpt import read_standard_library
+from tests.studies.experiments.held_out.model import Attention, Net
+
+
+class Task:
+    """A healthy training: a model, its loss at a step, and how it is optimised."""
+
+    steps, every, rate, decay = 220, 5, 2e-3, 0.01
+
+    def __init__(self, seed: int) -> None:
+        self.draw = torch.Generator().manual_seed(seed)
+
+    def model(self) -> Net:
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        raise NotImplementedError
+
+    def before_watch(self, model: nn.Module) -> None:
+        """Train or change a model before it is watched."""
+
+    def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Change a model or an optimizer on purpose."""
+
+    def factor(self, step: int) -> float:
+        """Return the rate at a step, as a share: ten steps of warm-up, then half a cosine to a tenth."""
+        return min(1.0, (step + 1) / 10) * (0.55 + 0.45 * math.cos(math.pi * step / self.steps))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), self.rate, betas=(0.9, 0.98), weight_decay=self.decay)
+
+    def tokens(self, *shape: int, classes: int) -> Tensor:
+        return torch.randint(classes, shape, generator=self.draw)
+
+
+def _of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def _pretrain(task: Task, model: nn.Module, steps: int, rate: float = 2e-3) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), rate)
+    for _ in range(steps):
+        task.loss(model, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Copying(Task):
+    """Each token is the one seven places before; positions are rotary."""
+
+    steps, rate = 300, 3e-3
+
+    def model(self) -> Net:
+        return Net(17, 17, is_causal=True, kind="rotary", places=0, width=64)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        x = self.tokens(32, 24, classes=17)
+        return _of_tokens(model(x)[:, 7:], x[:, :-7])
+
+
+class ModularAddition(Task):
+    """a + b modulo 23 from two thirds of all pairs, with a high decay."""
+
+    steps, rate, decay, every = 400, 3e-3, 1.0, 10
+
+    def model(self) -> Net:
+        return Net(24, 23, width=64, places=3)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        a, b = torch.cartesian_prod(torch.arange(23), torch.arange(23)).T
+        is_train = (7 * a + 3 * b) % 3 > 0
+        x = torch.stack([a, b, torch.full_like(a, 23)], 1)[is_train]
+        return F.cross_entropy(model(x)[:, -1], (a + b)[is_train] % 23)
+
+
+class InContextRegression(Task):
+    """The value of a linear function that the pairs before show."""
+
+    steps = 300
+
+    def model(self) -> Net:
+        return Net(-5, 1, is_causal=True, width=64, layers=3)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        x = torch.randn(32, 12, 4, generator=self.draw)
+        y = x @ torch.randn(32, 4, 1, generator=self.draw) / 2
+        pairs = torch.stack([F.pad(x, (0, 1)), F.pad(y, (4, 0))], 2).flatten(1, 2)
+        return F.mse_loss(model(pairs)[:, ::2], y)
+
+
+class Bandit(Task):
+    """Policy gradient: a reward for the action that the most frequent token names; the loss does not fall."""
+
+    steps, every = 250, 3
+
+    def model(self) -> Net:
+        return Net(5, 5)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        x = self.tokens(48, 9, classes=5)
+        logits = model(x).mean(1).log_softmax(-1)
+        action = torch.multinomial(logits.detach().exp().nan_to_num(0.2), 1, generator=self.draw)
+        reward = (action.squeeze(1) == F.one_hot(x, 5).sum(1).argmax(-1)).float()
+        return -((reward - reward.mean()) * logits.gather(1, action).squeeze(1)).mean()
+
+
+class Text(Task):
+    """Bytes of the standard library."""
+
+    length = 48
+
+    def model(self) -> Net:
+        return Net(256, 256, is_causal=True, layers=3, width=48)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        text, _ = read_standard_library()
+        start = self.tokens(12, 1, classes=len(text) - self.length - 1)
+        x = text[start + torch.arange(self.length + 1)].long()
+        return _of_tokens(model(x[:, :-1]), x[:, 1:])
+
+
+class Unfreezing(Text):
+    """A trained body is unfrozen layer by layer, from the last."""
+
+    def before_watch(self, model: nn.Module) -> None:
+        _pretrain(self, model, 80)
+        nn.init.normal_(model.head.weight, std=0.02)
+        for number in range(3):
+            model.attention[number].requires_grad_(False)
+            model.mlp[number].requires_grad_(False)
+
+    def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step in (50, 80, 110):
+            number = 2 - (step - 50) // 30
+            model.attention[number].requires_grad_(True)
+            model.mlp[number].requires_grad_(True)
+
+
+class Adapters(Text):
+    """Adapters of rank 4 on queries and values of a trained body; the bytes are shifted."""
+
+    steps, rate = 200, 4e-3
+    shift = 0
+
+    def before_watch(self, model: nn.Module) -> None:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        _pretrain(self, model, 80)
+        inject_adapter_in_model(LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), model)
+        self.shift = 1
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        text, _ = read_standard_library()
+        start = self.tokens(12, 1, classes=len(text) - self.length - 1)
+        x = (text[start + torch.arange(self.length + 1)].long() + self.shift) % 256
+        return _of_tokens(model(x[:, :-1]), x[:, 1:])
+
+
+class Curriculum(Text):
+    """The inputs become longer: 8, 16, 32 and 64 bytes."""
+
+    def model(self) -> Net:
+        return Net(256, 256, is_causal=True, kind="rotary", places=0)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        self.length = 8 * 2 ** min(3, step // 55)
+        return super().loss(model, step)
+
+
+class Restarts(Text):
+    """The rate starts again three times."""
+
+    steps = 240
+
+    def factor(self, step: int) -> float:
+        return min(1.0, (step + 1) / 10) * (0.505 + 0.495 * math.cos(math.pi * (step % 80) / 80))
+
+
+@cache
+def _digits() -> tuple[Tensor, Tensor]:
+    images, labels = load_digits(return_X_y=True)
+    x = torch.tensor(images, dtype=torch.float32).view(-1, 4, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(-1, 16, 4)
+    return x / 8 - 1, torch.tensor(labels)
+
+
+class CosineScores(Task):
+    """Digits, with cosine scores and a bias of up to 16 on every key, as in SwinV2."""
+
+    def model(self) -> Net:
+        return Net(-4, 10, kind="cosine", places=0)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        x, y = _digits()
+        chosen = self.tokens(32, classes=len(x))
+        return F.cross_entropy(model(x[chosen]).mean(1), y[chosen])
+
+
+class MixtureOfExperts(Task):
+    """The next token of a Markov chain of second order, with experts."""
+
+    def model(self) -> Net:
+        return Net(12, 12, is_causal=True, has_experts=True, layers=3)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        table = torch.randint(12, (12, 12), generator=torch.Generator().manual_seed(5))
+        x = [self.tokens(32, classes=12), self.tokens(32, classes=12)]
+        for _ in range(22):
+            is_noise = torch.rand(32, generator=self.draw) < 0.1
+            x.append(torch.where(is_noise, self.tokens(32, classes=12), table[x[-2], x[-1]]))
+        tokens = torch.stack(x, 1)
+        return _of_tokens(model(tokens[:, :-1]), tokens[:, 1:])
+
+
+# Held back: not trained before the changes were made.
+
+
+class Sorting(Task):
+    """The tokens of the input in their order."""
+
+    def model(self) -> Net:
+        return Net(16, 16, places=10, width=64)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        x = self.tokens(32, 10, classes=16)
+        return _of_tokens(model(x), x.sort(1).values)
+
+
+class MaskedBytes(Task):
+    """Masked bytes of text with padding, as BERT is trained; a reading at every second step."""
+
+    steps, every = 180, 2
+
+    def model(self) -> Net:
+        return Net(258, 256, layers=2, width=48)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        text, _ = read_standard_library()
+        x = text[self.tokens(16, 1, classes=len(text) - 33) + torch.arange(32)].long()
+        visible = torch.arange(32) < self.tokens(16, 1, classes=16) + 16
+        is_masked = (torch.rand(16, 32, generator=self.draw) < 0.15) & visible
+        logits = model(x.masked_fill(is_masked, 256).masked_fill(~visible, 257), visible)
+        return F.cross_entropy(logits[is_masked], x[is_masked])
+
+
+class Induction(Task):
+    """Random tokens, twice: the second half can be told from the first."""
+
+    steps, rate = 350, 3e-3
+
+    def model(self) -> Net:
+        return Net(16, 16, is_causal=True, width=64)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        x = self.tokens(32, 12, classes=16).repeat(1, 2)
+        return _of_tokens(model(x)[:, :-1], x[:, 1:])
+
+
+class Distillation(Text):
+    """A student of two layers learns the outputs of a teacher."""
+
+    def model(self) -> Net:
+        return Net(256, 256, is_causal=True)
+
+    def before_watch(self, model: nn.Module) -> None:
+        self.teacher = super().model()
+        _pretrain(super(), self.teacher, 60)  # type: ignore[arg-type]
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        text, _ = read_standard_library()
+        x = text[self.tokens(12, 1, classes=len(text) - 49) + torch.arange(48)].long()
+        with torch.no_grad():
+            goal = self.teacher(x).log_softmax(-1)
+        return F.kl_div(model(x).log_softmax(-1), goal, reduction="batchmean", log_target=True) / 48
+
+
+class Averaging(Text):
+    """At two thirds of the steps the weights become their average over the last fifty, on purpose."""
+
+    def before_watch(self, model: nn.Module) -> None:
+        self.mean = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        for name, value in model.state_dict().items():
+            self.mean[name].lerp_(value, 0.1)
+        if step == 146:
+            model.load_state_dict(copy.deepcopy(self.mean))
+
+
+class SignDescent(MixtureOfExperts):
+    """Steps of one size along the sign of the momentum; a reading every seven steps."""
+
+    every = 7
+
+    def model(self) -> Net:
+        return Net(12, 12, is_causal=True, kind="rotary", places=0)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return _Sign(model.parameters(), {"lr": 5e-4, "momentum": 0.9})
+
+
+class _Sign(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    momentum = state.setdefault("momentum", torch.zeros_like(parameter))
+                    momentum.lerp_(parameter.grad, 1 - group["momentum"])
+                    parameter.sub_(group["lr"] * momentum.sign())
+
+
+class PlainDescent(Text):
+    """Plain descent with momentum and a reading at every step, on short inputs."""
+
+    steps, every, length = 160, 1, 24
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+class FallingRate(CosineScores):
+    """Digits by plain attention with a rate that falls in steps of a half."""
+
+    def model(self) -> Net:
+        return Net(-4, 10, places=16, layers=4)
+
+    def factor(self, step: int) -> float:
+        return 0.5 ** (step // 40)
+
+
+FIRST: dict[str, type[Task]] = {
+    "copying": Copying,
+    "modular addition": ModularAddition,
+    "in-context regression": InContextRegression,
+    "bandit": Bandit,
+    "unfreezing": Unfreezing,
+    "adapters": Adapters,
+    "curriculum": Curriculum,
+    "restarts": Restarts,
+    "cosine scores": CosineScores,
+    "experts": MixtureOfExperts,
+}
+HELD_BACK: dict[str, type[Task]] = {
+    "sorting": Sorting,
+    "masked bytes": MaskedBytes,
+    "induction": Induction,
+    "distillation": Distillation,
+    "averaging": Averaging,
+    "sign descent": SignDescent,
+    "plain descent": PlainDescent,
+    "falling rate": FallingRate,
+}
+TASKS = FIRST | HELD_BACK
+
+
+def attention_layers(model: nn.Module) -> list[Attention]:
+    return [module for module in model.modules() if isinstance(module, Attention)]
