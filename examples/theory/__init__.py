@@ -17,12 +17,16 @@ CLAIMS = (
     "weighted_ensembles",
     "error_falls_with_diversity",
     "floor_of_shared_tokens",
-    "best_allocation",
-    "scaling_law",
-    "specialisation",
     "collapses",
     "merging_key_heads",
-    "neighbours",
     "rank_and_identifiability",
     "synergistic_graphs",
 )
+
+PAGES_ALONE = {
+    "best_allocation": "The best number of heads, from measured constants",
+    "scaling_law": "The best head width grows with log n, in one regime",
+    "specialisation": "Do heads specialise in training?",
+    "neighbours": "HDI in related designs",
+}
+"""Pages whose programs are no longer kept: name -> title."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from examples.theory import CLAIMS
+from examples.theory import CLAIMS, PAGES_ALONE
 from examples.theory.claim import Claim
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +69,9 @@ def index(claims: list[Claim]) -> str:
         for place, part in enumerate(claim.parts):
             head = f"{number}. [{claim.title}]({claim.name}.md)" if place == 0 else ""
             lines.append(f"| {head} | {part.statement} | **{part.verdict}** |")
-    names = "\n".join(claim.name for claim in claims)
+    alone = ", ".join(f"[{title}]({name}.md)" for name, title in PAGES_ALONE.items())
+    lines += ["", f"Of these the pages are left as they were written, and the programs are no longer kept: {alone}."]
+    names = "\n".join([*(claim.name for claim in claims), *PAGES_ALONE])
     return "\n".join([*lines, "", "```{toctree}", ":maxdepth: 1", ":hidden:", "", names, "```", ""])
 
 

@@ -1,4 +1,4 @@
-"""Claim 10: rank collapse, entropy collapse, and heads that only the output projection distinguishes."""
+"""Claim 7: rank collapse, entropy collapse, and heads that only the output projection distinguishes."""
 
 from __future__ import annotations
 

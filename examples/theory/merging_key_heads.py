@@ -1,4 +1,4 @@
-"""Claim 11: merging key heads by a closed form, which numbers predict its error, and whether HDI does."""
+"""Claim 8: merging key heads by a closed form, which numbers predict its error, and whether HDI does."""
 
 from __future__ import annotations
 

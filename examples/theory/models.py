@@ -68,13 +68,6 @@ def batches(text: Tensor, seed: int, batch: int, length: int = LENGTH) -> Iterat
         yield text[starts[:, None] + torch.arange(length + 1)]
 
 
-def validation_loss(model: nn.Module, text: Tensor, length: int = LENGTH, count: int = 64) -> float:
-    starts = torch.arange(count) * ((len(text) - length - 1) // count)
-    x = text[starts[:, None] + torch.arange(length + 1)]
-    with torch.no_grad():
-        return float(F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()))
-
-
 def train(text: torch.Tensor, steps: int, seed: int, *, heads: int, width: int, layers: int) -> GPT:
     """A small decoder, trained on bytes."""
     with torch.random.fork_rng(devices=[]):

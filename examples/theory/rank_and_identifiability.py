@@ -1,4 +1,4 @@
-"""Claim 13: norms and the rank of tokens, residuals against rank collapse, and directions without effect."""
+"""Claim 9: norms and the rank of tokens, residuals against rank collapse, and directions without effect."""
 
 from __future__ import annotations
 

@@ -30,19 +30,6 @@ def head_outputs(layer: Recorded) -> Tensor:
     return outputs.transpose(1, 2).flatten(0, 1)
 
 
-def effective_samples(layer: Recorded, first: int = 16) -> tuple[Tensor, float]:
-    """Effective sample size of each head, (H,), and the mean number of keys of a query; first queries are left out."""
-    rows = layer.scores().softmax(-1)[..., first:, :]
-    n = rows.shape[-1]
-    sees = torch.arange(first + 1, n + 1).double().mean() if layer.is_causal else torch.tensor(float(n))
-    return (1 / rows.square().sum(-1)).mean((0, 2)), float(sees)
-
-
-def spectrum(layer: Recorded) -> Tensor:
-    """Eigenvalues of the covariance of the layer's input, falling."""
-    return torch.linalg.eigvalsh(torch.cov(layer.inputs.double().flatten(0, 1).mT)).flip(0).clamp_min(0)
-
-
 def readings(layer: Recorded) -> dict[str, float]:
     """The curves of the layer, under the names that they have in a history."""
     query, key, value, output = (weights_of(layer, role) for role in ("query", "key", "value", "output"))

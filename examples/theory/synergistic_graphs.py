@@ -1,4 +1,4 @@
-"""Claim 14: heads as graphs with a common sink: do they mix faster, and lose less of a message, where they differ?"""
+"""Claim 10: heads as graphs with a common sink: do they mix faster, and lose less of a message, where they differ?"""
 
 from __future__ import annotations
 

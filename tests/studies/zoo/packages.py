@@ -94,10 +94,6 @@ def _asr(**options: Any) -> Recipe:
                **options)  # fmt: skip
 
 
-def _neighbour(kind: str, **options: Any) -> Recipe:
-    return _of(f"examples.theory.neighbours.{kind}", _noise(2, 7, 24), **options)
-
-
 _PICTURE = _noise(2, 3, 32, 32)
 _VIT = {"image_size": 32, "patch_size": 8, "num_classes": 5, "dim": 32, "depth": 2, "heads": 4, "mlp_dim": 48,
         "dim_head": 8}  # fmt: skip
@@ -295,15 +291,4 @@ RECIPES: dict[str, Recipe] = {
         "diffusers.SanaTransformer2DModel", _noise(1, 4, 8, 8), _noise(1, 5, 16), torch.tensor([3]), in_channels=4,
         out_channels=4, num_cross_attention_heads=4, cross_attention_head_dim=8, cross_attention_dim=32,
         caption_channels=16, sample_size=8, patch_size=1, **_DIFFUSION),
-    # the designs of the paper's neighbours
-    "neighbours.mixture_of_heads": _neighbour("MixtureOfHeads"),
-    "neighbours.knocking_heads": _neighbour("KnockingHeads"),
-    "neighbours.groups": _neighbour("Attention", key_heads=2),
-    "neighbours.tied_groups": _neighbour("TiedGroups"),
-    "neighbours.relu": _neighbour("ReLUAttention"),
-    "neighbours.entmax": _neighbour("EntmaxAttention"),
-    "neighbours.temporal_latent": _neighbour("TemporalLatent"),
-    "neighbours.hopfield": _neighbour("Hopfield"),
-    "neighbours.classification_head": _of("examples.theory.neighbours.ClassificationHead", _noise(3, 24), _noise(5, 24),
-                                          _noise(5, 4)),
 }  # fmt: skip
