@@ -20,11 +20,11 @@ Result = dict[str, Any]
 ABOUT = """\
 # Trainings with faults
 
-Made by `python -m tests.studies.experiments.faults --output docs/faults.md`: {made:,} of {planned:,} planned trainings,
-the first in a drawn order. Small models learn text, digits, a table, or to reverse a sequence, mostly for 100 steps;
-the default rules judge a reading every five steps. A fault begins at step {start}, or with the training. It is *reported*
-if a warning or a critical alert follows. Seeds are *held out* if nothing had used them when the limits of the rules
-were set.
+Made by `python -m tests.studies.experiments.faults --output docs/faults.md`: {made:,} of {planned:,} planned
+trainings, the first in a drawn order. Small models learn text, digits, a table, or to reverse a sequence, mostly for
+100 steps; the default rules judge a reading every five steps. A fault begins at step {start}, or with the training.
+It is *reported* if a warning or a critical alert follows. Seeds are *held out* if nothing had used them when the
+limits of the rules were set.
 """
 
 BY_FAULT = """
