@@ -119,7 +119,7 @@ class FirstCalls:
         self._writing: tuple[Tape, int] | None = None  # and the thread in which it runs
         self._on_again: OnAgain | None = None
         self._on_compiled: Callable[[nn.Module], None] | None = None
-        self._is_resting = self._is_reporting = False
+        self._is_paused = self._is_reporting = False
         self._looking: int | None = None  # the thread in which a compiled function runs up to its first module
         self._is_recorded = True  # whether autograd records that function
         self._handles.update((module, None) for module in model.modules() if _may_be_called(module))
@@ -129,7 +129,7 @@ class FirstCalls:
 
     def remove(self) -> None:
         """Wait no longer; calling it again does nothing."""
-        self._is_resting = True
+        self._is_paused = True
         self.wait(None)
         self._leave(list(self._handles))
         self._before_compiled.remove()
@@ -180,20 +180,20 @@ class FirstCalls:
             if self._on_found is None or not self._handles:
                 self._before_compiled.remove()
             return
-        if not self._is_resting:
+        if not self._is_paused:
             self._install_first()
             self._install_entries()
         self._listen()
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Remove the hooks for an evaluation: torch's encoder takes its fast path only without any."""
-        self._is_resting = True
+        self._is_paused = True
         self._uninstall_entries()
         self._uninstall_first()
 
     def go_on(self) -> None:
         """Install them again."""
-        self._is_resting = False
+        self._is_paused = False
         if self._on_found is not None or self._on_again is not None:
             self._install_first()
         if self._on_again is not None:
@@ -360,7 +360,7 @@ class FirstCalls:
         recorded.handle.remove()
         if recorded.is_on:
             take_off(recorded.recording.tape)
-        if not self._is_resting:
+        if not self._is_paused:
             self._install_first()
         try:
             if sys.exc_info()[0] is not None and output is None:  # it raised: the next call may be a first one
@@ -456,7 +456,7 @@ class FirstCalls:
     @_harmless
     def _before_compiled_call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remove hooks and modes before a compiled call, which dynamo has not looked at yet."""
-        if is_extra() or self._is_resting:
+        if is_extra() or self._is_paused:
             return
         self._stop_writing()  # compilation would not bear a mode
         recorded = self._recorded

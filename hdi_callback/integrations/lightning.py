@@ -161,11 +161,11 @@ class HDICallback(Watcher, pl.Callback):
 
     def on_validation_start(self, *args: Any) -> None:
         """Leave evaluation alone."""
-        self._tell(Session.flush, Session.suspend)
+        self._tell(Session.flush, Session.pause)
 
     def on_validation_end(self, *args: Any) -> None:
         """Watch again."""
-        self._tell(Session.resume)
+        self._tell(Session.go_on)
 
     def on_train_end(self, *args: Any) -> None:
         """Read the final weights, publish everything, and remove all hooks."""

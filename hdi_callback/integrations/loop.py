@@ -122,7 +122,7 @@ class HeadSession(Watcher):
     def _begin(self, model: nn.Module) -> None:
         self._start(model, self._loop, self._settings)
         assert self._session is not None
-        self._session.suspend()
+        self._session.pause()
         for optimizer in self._loop.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._on_optimizer_step))
             self._handles.append(optimizer.register_step_post_hook(self._on_optimizer_stepped))
@@ -164,12 +164,12 @@ class HeadSession(Watcher):
         """
         self._loop.epoch, self.loss, self._versions = epoch, None, None
         self._is_inside, self._is_prepared, self._has_stepped = True, False, False
-        self._tell(Session.resume, Session.before_forward)
+        self._tell(Session.go_on, Session.before_forward)
         try:
             yield
         except BaseException:
             self._is_inside = False
-            self._tell(Session.abandon, Session.suspend)
+            self._tell(Session.abandon, Session.pause)
             raise
         self._leave_step()
 
@@ -235,7 +235,7 @@ class HeadSession(Watcher):
         )
         if self._has_stepped or is_announced:
             self._loop.step += 1
-        self._tell(Session.suspend, lambda session: session.after_step(self.loss))
+        self._tell(Session.pause, lambda session: session.after_step(self.loss))
 
     def _prepare(self, *, has_closure: bool = False) -> None:
         if self._session is None or not self._is_inside or self._is_prepared:

@@ -82,14 +82,14 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
         trainer = _TransformersTrainer(args, state, control, kwargs["optimizer"], self._settings, self._log)
         self._start(kwargs["model"], trainer, self._settings)
         assert self._session is not None
-        self._session.suspend()
+        self._session.pause()
         if state.global_step > 0:
             self._restored = (state.stateful_callbacks or {}).get(_KEY)
             self._resume()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Capture the forward that follows when a reading is due."""
-        self._tell(Session.resume, Session.before_forward)
+        self._tell(Session.go_on, Session.before_forward)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read after the first backward, where gradients are accumulated."""
@@ -108,7 +108,7 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
             loss = session.monitor.output_loss if is_whole else None
             session.after_step(self._logged_loss if loss is None else loss)
 
-        self._tell(Session.suspend, after_step)
+        self._tell(Session.pause, after_step)
         self._keep_state(state, control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

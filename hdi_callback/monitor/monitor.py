@@ -187,20 +187,20 @@ class HeadDiversityMonitor:
         if self._capture is not None:
             self._capture.disarm()
 
-    def suspend(self) -> None:
+    def pause(self) -> None:
         """Remove the hooks for an evaluation, which runs as without a monitor; samples stay."""
         if self._first_calls is not None and self.layers:
-            self._first_calls.rest()
+            self._first_calls.pause()
         if self._capture is not None:
-            self._capture.suspend()
+            self._capture.pause()
 
-    def resume(self) -> None:
-        """Install the hooks again after `suspend`."""
+    def go_on(self) -> None:
+        """Install the hooks again after `pause`."""
         if self._first_calls is not None and self.layers:
             self._first_calls.go_on()
         if self._capture is not None:
             self._capture.is_armed = self._is_armed
-            self._capture.resume()
+            self._capture.go_on()
 
     def join_ranks(self) -> Ranks:
         """Compare the layers of all ranks: a collective call, once, for all ranks, also those without a layer."""

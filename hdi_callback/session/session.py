@@ -148,13 +148,13 @@ class Session:
         self._cost.end(start, has_reading=has_reading)
         return records
 
-    def suspend(self) -> None:
+    def pause(self) -> None:
         """Leave the forwards that follow alone, as those of an evaluation."""
-        self.monitor.suspend()
+        self.monitor.pause()
 
-    def resume(self) -> None:
-        """End `suspend`."""
-        self.monitor.resume()
+    def go_on(self) -> None:
+        """End `pause`."""
+        self.monitor.go_on()
 
     def abandon(self) -> None:
         """Give up a reading whose forward or backward did not finish; it is due again at once."""

@@ -578,7 +578,7 @@ def without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
-def test_suspended_hooks_leave_the_fast_path_of_evaluation_and_come_back_without_recompiling():
+def test_paused_hooks_leave_the_fast_path_of_evaluation_and_come_back_without_recompiling():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model, (x, _) = Encoder(), batches(1)[0]
@@ -586,9 +586,9 @@ def test_suspended_hooks_leave_the_fast_path_of_evaluation_and_come_back_without
     run = compiled(model)
     run(x)
     for _ in range(2):
-        capture.suspend()
+        capture.pause()
         assert not any(module._forward_pre_hooks for module in model.modules())
-        capture.resume()
+        capture.go_on()
         run(x)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     capture.arm()

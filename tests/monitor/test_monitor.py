@@ -165,11 +165,11 @@ def test_an_evaluation_is_not_captured():
         one = monitor.measure(0).record().layers["layers.0"].values
         monitor.arm()
         model(X).sum().backward()
-        monitor.suspend()
+        monitor.pause()
         with torch.no_grad():
             model(3 * X)
         model(3 * X)
-        monitor.resume()
+        monitor.go_on()
         two = monitor.measure(1).record().layers["layers.0"].values
     assert two["head_covariance"] == one["head_covariance"]
 
@@ -181,12 +181,12 @@ def test_an_evaluation_takes_the_fast_path_of_torch_encoders(monkeypatch):
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, batch_first=True, dropout=0.0), 2)
     with HeadDiversityMonitor(model) as monitor:
         for step in range(2):
-            monitor.resume()
+            monitor.go_on()
             monitor.arm()
             model.train()(X).sum().backward()
             record = monitor.measure(step).record()
             assert all("head_covariance" in layer.values for layer in record.layers.values())
-            monitor.suspend()
+            monitor.pause()
             with torch.no_grad():
                 model.eval()(X)
             assert len(calls) == 2 * (step + 1)

@@ -104,7 +104,7 @@ class Capture:
         self._failed: dict[str, dict[str, str]] = {}
         self._entered: set[int] = set()  # modules within which the reader was, outside of a backward
         self._handles: dict[nn.Module, list[RemovableHandle]] = {}  # of eager calls
-        self._is_broken = self._is_suspended = self.is_armed = False
+        self._is_broken = self._is_paused = self.is_armed = False
         self.is_again = False  # whether first sequences run once more
         self._cut: int | None = None  # sequences that were taken of a batch; `None` if it turns out to be none
         self._never_cut: set[nn.Module] = set()  # calls whose tensors begin with another dimension than the batch
@@ -142,7 +142,7 @@ class Capture:
         if self._readings % _SHOWN_EVERY == 0:
             self._reader.look_again()
         self._readings += 1
-        if not self._is_suspended:
+        if not self._is_paused:
             self._install()
         self._calls.wait(self._run_again, self._give_up)
 
@@ -165,14 +165,14 @@ class Capture:
         self._forget()
         return captured
 
-    def suspend(self) -> None:
+    def pause(self) -> None:
         """Remove the hooks for an evaluation: torch's encoder takes its fast path only without any."""
         self._uninstall()
-        self.is_armed, self._is_suspended = False, True
+        self.is_armed, self._is_paused = False, True
 
-    def resume(self) -> None:
+    def go_on(self) -> None:
         """Install the hooks again."""
-        self._is_suspended = False
+        self._is_paused = False
         if self.is_armed:
             self._install()
 
