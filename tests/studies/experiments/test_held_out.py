@@ -4,18 +4,24 @@ import json
 import math
 
 from tests.studies.experiments.held_out import __main__ as command
-from tests.studies.experiments.held_out import faults, tasks
+from tests.studies.experiments.held_out import tasks
 from tests.studies.experiments.held_out.page import page
-from tests.studies.experiments.held_out.run import HEALTHY, Job, _stands_out, plan, train
+from tests.studies.experiments.held_out.run import HEALTHY, PARTS, Job, _stands_out, plan, train
 
 
-def test_what_was_held_back_shares_no_task_fault_or_seed_with_what_was_looked_at():
-    first, held_back = plan("first"), plan("held back")
-    for field in ("task", "seed"):
-        assert not {getattr(job, field) for job in first} & {getattr(job, field) for job in held_back}
-    assert {job.kind for job in first} & {job.kind for job in held_back} == {HEALTHY}
-    assert {job.kind for job in held_back} == {HEALTHY, *faults.HELD_BACK}
-    assert {job.task for job in held_back} == {*tasks.HELD_BACK}
+def test_what_was_held_back_and_what_is_new_shares_no_task_fault_or_seed_with_what_was_looked_at():
+    parts = {part: plan(part, 4) for part in PARTS}
+    for name, *before in (("held back", "first"), ("new kinds", "first", "held back", "new seeds")):
+        for earlier in before:
+            for field in ("task", "seed"):
+                assert not {getattr(job, field) for job in parts[earlier]} & {
+                    getattr(job, field) for job in parts[name]
+                }
+            assert {job.kind for job in parts[earlier]} & {job.kind for job in parts[name]} == {HEALTHY}
+        its_tasks, its_faults, *_ = PARTS[name]
+        assert {job.task for job in parts[name]} == {*its_tasks}
+        assert {job.kind for job in parts[name]} == {HEALTHY, *its_faults}
+    assert not {job.seed for job in parts["held back"]} & {job.seed for job in parts["new seeds"]}
 
 
 def test_each_fault_has_a_healthy_training_of_its_seed():

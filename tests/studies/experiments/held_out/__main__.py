@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 
 from tests.studies.experiments.held_out.page import Result, page
-from tests.studies.experiments.held_out.run import Job, judged, plan, train
+from tests.studies.experiments.held_out.run import PARTS, Job, judged, plan, train
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=["first", "held back"])
+    parser.add_argument("part", choices=list(PARTS))
     parser.add_argument("--healthy", type=int, default=6, help="healthy trainings of each task")
     parser.add_argument("--faulty", type=int, default=5, help="trainings of each fault")
     parser.add_argument("--results", type=Path, default=Path("runs/held-out.jsonl"))

@@ -198,6 +198,61 @@ def _stale(run: Run) -> None:
             value.grad.copy_(torch.randn_like(value) * value.grad.norm())
 
 
+def _set(name: str, value: float) -> Act:
+    return lambda run: setattr(run.layer, name, value)
+
+
+def _swap_layers(run: Run) -> None:
+    state = {name: value.clone() for name, value in run.layer.state_dict().items()}
+    run.layer.load_state_dict(run.other.state_dict())
+    run.other.load_state_dict(state)
+
+
+def _roll_outputs(run: Run) -> None:
+    out = head_rows(run.layer, "out")
+    out.copy_(out.roll(1, 0))
+
+
+def _add_noise(run: Run) -> None:
+    for role in ROLES:
+        weight = head_rows(run.layer, role)
+        weight += weight.std() * torch.randn_like(weight)
+
+
+def _flip_gradients(run: Run) -> None:
+    for value in run.layer.parameters():
+        if value.grad is not None:
+            value.grad.neg_()
+
+
+def _note_weights(run: Run) -> None:
+    run.kept["before"] = [value.clone() for value in run.layer.parameters()]
+
+
+def _go_further(run: Run) -> None:
+    """Take the steps of one layer 30 times."""
+    for value, before in zip(run.layer.parameters(), run.kept["before"]):
+        value.copy_(before + 30 * (value - before))
+
+
+def _raise_gain(run: Run) -> None:
+    run.model.norms[2 * (run.number % len(run.layers))].weight.mul_(20)
+
+
+def _decay_scores(run: Run) -> None:
+    for role in ("q", "k"):
+        head_rows(run.layer, role).mul_(0.95)
+
+
+def _embed_anew(run: Run) -> None:
+    for value in run.model.embed.parameters():
+        value.copy_(value.std() * torch.randn_like(value))
+
+
+def _lose_skip(run: Run) -> None:
+    run.model.has_skips[run.number % len(run.layers)] = False
+
+
 FIRST: dict[str, Fault] = {
     "layer initialised anew": Fault(before=_once(_initialise)),
     "layer overwritten by another": Fault(before=_once(_overwrite)),
@@ -229,4 +284,19 @@ HELD_BACK: dict[str, Fault] = {
     "output of a head zero": Fault(after=_zero("out", 0)),
     "gradients of a layer are noise": Fault(before=_stale),
 }
-FAULTS = FIRST | HELD_BACK
+NEW: dict[str, Fault] = {
+    "keys of another sample": Fault(before=_set("takes_other_keys", True)),
+    "each token sees itself alone": Fault(before=_set("sees_itself_alone", True)),
+    "scores negated": Fault(before=_set("factor", -1.0)),
+    "first key favoured": Fault(before=_set("bias", 12.0)),
+    "two layers swapped": Fault(before=_once(_swap_layers)),
+    "output heads rolled": Fault(before=_once(_roll_outputs)),
+    "noise added to weights": Fault(before=_once(_add_noise)),
+    "gradients of a layer flipped": Fault(before=_flip_gradients),
+    "steps of a layer 30 times too large": Fault(before=_note_weights, after=_go_further),
+    "gain before a layer 20 times too large": Fault(before=_once(_raise_gain)),
+    "queries and keys of a layer decay": Fault(after=_decay_scores),
+    "embedding initialised anew": Fault(before=_once(_embed_anew)),
+    "a skip connection lost": Fault(before=_lose_skip),
+}
+FAULTS = FIRST | HELD_BACK | NEW

@@ -21,12 +21,16 @@ class Attention(nn.Module):
         is_causal: whether later tokens are hidden; a fault may change it while the model trains.
         factor: on the scores; 1 but for faults.
         drop: share of the attention that is dropped; 0 but for faults.
+        bias: added to the scores of the first key; 0 but for faults.
+        sees_itself_alone: whether a query sees only its own token; only in faults.
+        takes_other_keys: whether keys and values are those of the next sample; only in faults.
     """
 
     def __init__(self, width: int, heads: int, *, is_causal: bool, kind: str = "plain") -> None:
         super().__init__()
         self.num_heads, self.is_causal, self.kind = heads, is_causal, kind
-        self.factor, self.drop = 1.0, 0.0
+        self.factor, self.drop, self.bias = 1.0, 0.0, 0.0
+        self.sees_itself_alone = self.takes_other_keys = False
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
         if kind == "cosine":
             self.logit_scale = nn.Parameter(torch.full((heads, 1, 1), 10.0).log())
@@ -39,6 +43,8 @@ class Attention(nn.Module):
         )
         if self.kind == "rotary":
             q, k = rotated(q), rotated(k)
+        if self.takes_other_keys:
+            k, v = k.roll(1, 0), v.roll(1, 0)
         length = x.shape[1]
         if self.kind == "cosine":
             scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * self.logit_scale.clamp(max=4.6).exp()
@@ -49,6 +55,10 @@ class Attention(nn.Module):
             mask = torch.zeros(length, length)
             if self.is_causal:
                 mask = mask.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
+            if self.sees_itself_alone:
+                mask = mask.masked_fill(~torch.eye(length, dtype=torch.bool), -torch.inf)
+            if self.bias:
+                mask = mask + self.bias * (torch.arange(length) == 0)
             if visible is not None:
                 mask = mask.masked_fill(~visible[:, None, None, :], -torch.inf)
             scale = self.factor * q.shape[-1] ** -0.5
@@ -83,6 +93,9 @@ class Net(nn.Module):
         inputs: number of tokens; negative for that many real features.
         outputs: number of classes.
         places: longest input with learned positions, 0 for none.
+
+    Attributes:
+        has_skips: whether the input of each attention is added to its output; a fault may change it.
     """
 
     def __init__(
@@ -96,13 +109,15 @@ class Net(nn.Module):
         self.mlp = nn.ModuleList(Experts(width) if has_experts else _mlp(width) for _ in range(layers))
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2 * layers + 1))
         self.head = nn.Linear(width, outputs)
+        self.has_skips = [True] * layers
 
     def forward(self, x: Tensor, visible: Tensor | None = None) -> Tensor:
         x = self.embed(x)
         if self.places is not None:
             x = x + self.places[: x.shape[1]]
         for number, (attention, mlp) in enumerate(zip(self.attention, self.mlp)):
-            x = x + attention(self.norms[2 * number](x), visible)
+            update = attention(self.norms[2 * number](x), visible)
+            x = x + update if self.has_skips[number] else update
             x = x + mlp(self.norms[2 * number + 1](x))
         return self.head(self.norms[-1](x))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from scipy.stats import binomtest
 
+from hdi_callback.monitor import contract
 from tests.studies.experiments.held_out.run import HEALTHY
 
 Result = dict[str, Any]
@@ -28,6 +29,10 @@ def is_told(result: Result) -> bool:
     return bool(alarms(result))
 
 
+def is_told_by_rules(result: Result) -> bool:
+    return any(alert["rule"] != contract.NAME for alert in alarms(result))
+
+
 def is_told_by_loss(result: Result) -> bool:
     return any(step >= result["onset"] or result["kind"] == HEALTHY for step in result["of_loss"])
 
@@ -46,13 +51,13 @@ def page(results: Sequence[Result]) -> str:
     costly = [result for result in faulty if has_cost(result, usual)]
     free = [result for result in faulty if result not in costly]
     lines = [
-        "| trainings | told by the rules | by the loss alone | by the rules and not by the loss |",
-        "|---|---|---|---|",
+        "| trainings | told | by the rules | by the loss alone | told, and not by the loss |",
+        "|---|---|---|---|---|",
     ]
     for name, group in (("faults", faulty), ("faults that cost loss", costly), ("faults that cost none", free)):
         only = [result for result in group if is_told(result) and not is_told_by_loss(result)]
-        lines.append(f"| {name} | {_rate(map(is_told, group))} | {_rate(map(is_told_by_loss, group))} | {len(only)} |")
-    lines.append(f"| healthy, accused | {_rate(map(is_told, healthy))} | {_rate(map(is_told_by_loss, healthy))} | |")
+        lines.append(f"| {name} | {_rates(group)} | {len(only)} |")
+    lines.append(f"| healthy, accused | {_rates(healthy)} | |")
     lines += ["", "| fault | told | by the loss alone | cost loss | rules that state it |", "|---|---|---|---|---|"]
     for kind in dict.fromkeys(sorted(result["kind"] for result in faulty)):
         group = [result for result in faulty if result["kind"] == kind]
@@ -69,6 +74,10 @@ def page(results: Sequence[Result]) -> str:
         told, by_loss = sum(map(is_told, group)), sum(map(is_told_by_loss, group))
         lines.append(f"| {task} | {told}/{len(group)} | {by_loss}/{len(group)} | {names} |")
     return "\n".join(lines) + "\n"
+
+
+def _rates(results: Sequence[Result]) -> str:
+    return " | ".join(_rate(map(tells, results)) for tells in (is_told, is_told_by_rules, is_told_by_loss))
 
 
 def _rate(told: Iterable[bool]) -> str:

@@ -1,4 +1,4 @@
-"""The plan, one training of it, and what is told of it: by the default rules, and by a rule of the loss alone."""
+"""The plan, one training of it, and what is told of it: by the rules and the contract, and by a rule of the loss."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import torch
 from hdi_callback import watch_heads
 from hdi_callback.errors import HDIWarning
 from hdi_callback.interventions import Intervention, Training
+from hdi_callback.monitor import contract
 from hdi_callback.record import Alert, Record
 from hdi_callback.rules import Alerts
 from tests.studies.experiments.held_out import faults, tasks
@@ -37,14 +38,22 @@ class Job:
     seed: int
 
 
+PARTS = {
+    "first": (tasks.FIRST, faults.FIRST, 710_000, 1),
+    "held back": (tasks.HELD_BACK, faults.HELD_BACK, 830_000, 2),
+    "new seeds": (tasks.HELD_BACK, faults.HELD_BACK, 830_004, 3),
+    "new kinds": (tasks.NEW, faults.NEW, 950_000, 4),
+}
+"""Part -> its tasks, its faults, the first of its seeds, and what draws."""
+
+
 def plan(part: str, healthy: int = 6, faulty: int = 5) -> list[Job]:
-    """Return the trainings of a part, ``"first"`` or ``"held back"``: of each task `healthy`, of each fault `faulty`.
+    """Return the trainings of a part, of `PARTS`: of each task `healthy`, of each fault `faulty`.
 
     Each fault is drawn a task and one of its seeds, so that the healthy training with this seed shows what it cost.
     """
-    is_first = part == "first"
-    known, kinds = (tasks.FIRST, faults.FIRST) if is_first else (tasks.HELD_BACK, faults.HELD_BACK)
-    start, draw = (710_000, random.Random(1)) if is_first else (830_000, random.Random(2))
+    known, kinds, start, seed = PARTS[part]
+    draw = random.Random(seed)
     seeds = {task: [start + 100 * place + number for number in range(healthy)] for place, task in enumerate(known)}
     jobs = [
         Job(HEALTHY, task, seed)
@@ -123,12 +132,12 @@ def train(job: Job, folder: Path | None = None) -> dict[str, Any]:
 
 
 def judged(records: Sequence[Record], facts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the alerts of the default rules on the readings of a run, but for those that end one."""
+    """Return the alerts of the default rules and of the contract on a run, but for those that end one."""
     rules = Alerts(layers=facts)
     return [
         {name: getattr(alert, name) for name in ("step", "rule", "also", "level", "where", "message")}
         for record in records
-        for alert in rules.judge(record)
+        for alert in (*(alert for alert in record.alerts if alert.rule == contract.NAME), *rules.judge(record))
         if not alert.is_over
     ]
 

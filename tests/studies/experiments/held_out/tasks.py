@@ -342,6 +342,82 @@ class FallingRate(CosineScores):
         return 0.5 ** (step // 40)
 
 
+# New: written with the faults `faults.NEW`, and committed, before the first of their trainings ran.
+
+
+class KeyLookup(Task):
+    """Six pairs of a key and a value, and one of the keys again: its value."""
+
+    steps, rate, every = 300, 3e-3, 4
+
+    def model(self) -> Net:
+        return Net(24, 12, is_causal=True, width=64, places=13)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        keys = torch.rand(64, 12, generator=self.draw).argsort(-1)[:, :6]
+        values = self.tokens(64, 6, classes=12)
+        place = self.tokens(64, 1, classes=6)
+        pairs = torch.stack([keys, values + 12], -1).flatten(1)
+        logits = model(torch.cat([pairs, keys.gather(1, place)], 1))
+        return F.cross_entropy(logits[:, -1], values.gather(1, place).squeeze(1))
+
+
+class Counting(Task):
+    """For each token, how many of the input are like it."""
+
+    steps, every = 240, 6
+
+    def model(self) -> Net:
+        return Net(6, 12, places=0, layers=2)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        x = self.tokens(32, 12, classes=6)
+        return _of_tokens(model(x), (x[:, :, None] == x[:, None]).sum(-1) - 1)
+
+
+class MaskedPatches(Task):
+    """Patches of digits that are left out, from those that are not."""
+
+    steps, every = 220, 3
+
+    def model(self) -> Net:
+        return Net(-4, 4, places=16, layers=3, width=48)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        x = _digits()[0]
+        x = x[self.tokens(32, classes=len(x))]
+        is_masked = torch.rand(*x.shape[:2], 1, generator=self.draw) < 0.4
+        return F.mse_loss(model(x.masked_fill(is_masked, 0.0))[is_masked.squeeze(-1)], x[is_masked.squeeze(-1)])
+
+
+class RootMeanSquares(Text):
+    """Longer pieces of text under RMSprop, with rotary positions."""
+
+    steps, every, length, rate = 200, 5, 80, 5e-4
+
+    def model(self) -> Net:
+        return Net(256, 256, is_causal=True, kind="rotary", places=0, layers=3, width=48)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(model.parameters(), self.rate)
+
+
+class Smoothing(Task):
+    """The mean of a smooth function at each place, from noisy values of it all around."""
+
+    steps, every, decay = 240, 2, 0.1
+
+    def model(self) -> Net:
+        return Net(-2, 1, places=0, layers=2, heads=8, width=64)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        x = torch.rand(32, 20, 1, generator=self.draw) * 2 - 1
+        phase, speed = (torch.rand(32, 1, 1, generator=self.draw) for _ in range(2))
+        y = torch.sin(2 * math.pi * (phase + (0.3 + speed) * x))
+        noisy = y + 0.5 * torch.randn(y.shape, generator=self.draw)
+        return F.mse_loss(model(torch.cat([x, noisy], -1)), y)
+
+
 FIRST: dict[str, type[Task]] = {
     "copying": Copying,
     "modular addition": ModularAddition,
@@ -364,7 +440,14 @@ HELD_BACK: dict[str, type[Task]] = {
     "plain descent": PlainDescent,
     "falling rate": FallingRate,
 }
-TASKS = FIRST | HELD_BACK
+NEW: dict[str, type[Task]] = {
+    "key lookup": KeyLookup,
+    "counting": Counting,
+    "masked patches": MaskedPatches,
+    "root mean squares": RootMeanSquares,
+    "smoothing": Smoothing,
+}
+TASKS = FIRST | HELD_BACK | NEW
 
 
 def attention_layers(model: nn.Module) -> list[Attention]:
