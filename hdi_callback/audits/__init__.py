@@ -1,6 +1,5 @@
-"""Audits: the heads of models and checkpoints judged without a training run; runs judged again and compared."""
+"""Audits: the heads of models and checkpoints judged without a training run; runs judged again."""
 
 from hdi_callback.audits.audit import Audit, audit, judge_again
-from hdi_callback.audits.comparison import Comparison, LayerComparison, compare
 
-__all__ = ["Audit", "Comparison", "LayerComparison", "audit", "compare", "judge_again"]
+__all__ = ["Audit", "audit", "judge_again"]

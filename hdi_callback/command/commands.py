@@ -1,4 +1,4 @@
-"""The commands: `hdi check`, `audit`, `report`, `alerts`, `watch`, `compare` and `explain`."""
+"""The commands: `hdi check`, `audit`, `report` and `explain`."""
 
 from __future__ import annotations
 
@@ -31,13 +31,6 @@ _THRESHOLD = click.option(
     multiple=True,
     metavar="[PATTERN:]NAME=VALUE",
     help="A limit of the rules, such as pair=0.9, 'encoder.*:mean=0.6' or pair=off. May be repeated.",
-)
-_LEVEL = click.option(
-    "--level",
-    type=click.Choice(["notice", "warning", "critical"]),
-    default="notice",
-    show_default=True,
-    help="Hide alerts below this level.",
 )
 _EXIT_CODES = (
     "Exit codes: 0 nothing unusual; 1 a warning or a critical alert is active; 2 wrong arguments, or nothing to judge; "
@@ -133,106 +126,42 @@ def audit(
     "-o",
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="The file to write; by default report.html beside the history.",
+    help="The page to write; by default report.html beside the history, and none with --json.",
 )
-def report(run: str, output: Path | None) -> int:
-    """Write one HTML file about a run; it opens without a network.
-
-    \b
-    Example:
-      hdi report lightning_logs/version_0
-    """
-    from hdi_callback.dashboards.verdict import verdict
-
-    history = _load(run)
-    judgement = verdict(history.records, history.layers)
-    if judgement.state != "nothing to judge":
-        from hdi_callback.dashboards.report import write_report
-
-        click.echo(f"Written: {write_report(history, path=output)}", err=True)
-    click.echo(judgement.text)
-    return CODES[judgement.state]
-
-
-@hdi.command(epilog=_EXIT_CODES)
-@click.argument("run")
 @_THRESHOLD
-@click.option("--since", type=click.IntRange(min=0), default=0, metavar="STEP", help="Only alerts from this step on.")
-@_LEVEL
 @_JSON
-def alerts(run: str, thresholds: tuple[str, ...], since: int, level: str, as_json: bool) -> int:
-    """List the alerts of a run, or judge it again with --threshold.
+def report(run: str, output: Path | None, thresholds: tuple[str, ...], as_json: bool) -> int:
+    """List the alerts of a run, and write one HTML file about it, which opens without a network.
+
+    With --threshold the run is judged again by other limits.
 
     \b
     Examples:
-      hdi alerts lightning_logs/version_0 --since 1000
-      hdi alerts lightning_logs/version_0 --threshold pair=0.9 --threshold mean=off
+      hdi report lightning_logs/version_0
+      hdi report lightning_logs/version_0 --threshold pair=0.9 --threshold mean=off
     """
     from hdi_callback.audits import judge_again
+    from hdi_callback.dashboards.report import write_report
     from hdi_callback.dashboards.verdict import events, verdict
-    from hdi_callback.record import LEVELS
 
     history = _load(run)
     limits = parse_thresholds(thresholds)
     if limits is not None:
         history = judge_again(history, limits)
-    serious = LEVELS[LEVELS.index(level) :]
-    listed = [event for event in events(history.records) if event.alert.step >= since and event.alert.level in serious]
-    judgement = verdict(history.records, history.layers)
+    judgement, raised = verdict(history.records, history.layers), events(history.records)
+    if judgement.state != "nothing to judge" and (output or not as_json):
+        click.echo(f"Written: {write_report(history, path=output)}", err=True)
     if as_json:
-        raised = [{**event.alert.to_dict(), "ended": event.ended, "state": event.state} for event in listed]
+        alerts = [{**event.alert.to_dict(), "ended": event.ended, "state": event.state} for event in raised]
         print_json(
-            {"history": str(history.path), "verdict": judgement.text, "state": judgement.state, "alerts": raised}
+            {"history": str(history.path), "verdict": judgement.text, "state": judgement.state, "alerts": alerts}
         )
         return CODES[judgement.state]
-    for event in listed:
+    for event in raised:
         click.echo(f"step {event.alert.step}, {event.alert.level}, {event.state}: {event.alert.message}")
-    if not any(
-        event.ended is None and event.alert.level != "notice" for event in listed
-    ):  # else it would be said twice
-        click.echo(("\n" if listed else "") + judgement.text)
+    click.echo(("\n" if raised else "") + judgement.text)
     _print_action(judgement)
     return CODES[judgement.state]
-
-
-@hdi.command(epilog=_EXIT_CODES)
-@click.argument("run")
-@click.option("--once", is_flag=True, help="Draw the run once and exit.")
-@click.option("--idle", type=float, metavar="SECONDS", help="Exit after so long without a new reading.")
-@click.option(
-    "--interval", type=float, default=2.0, show_default=True, metavar="SECONDS", help="Time between two updates."
-)
-def watch(run: str, once: bool, idle: float | None, interval: float) -> int:
-    """Follow a run in the terminal; waits for one that has not begun.
-
-    Exits when the run ends, on Ctrl-C, or as --once and --idle say.
-    """
-    from hdi_callback.command.watching import follow
-
-    return CODES[follow(run, once=once, idle=idle, interval=interval)]
-
-
-@hdi.command()
-@click.argument("first", metavar="A")
-@click.argument("second", metavar="B")
-@click.option(
-    "--step", type=click.IntRange(min=0), metavar="STEP", help="Compare runs at their last reading up to this step."
-)
-@_MODEL
-@_JSON
-def compare(first: str, second: str, step: int | None, build: str | None, as_json: bool) -> int:
-    """Show which layers and heads differ in two models or runs.
-
-    \b
-    Examples:
-      hdi compare checkpoint-1000 checkpoint-2000
-      hdi compare runs/baseline runs/more-warmup --step 5000
-    """
-    from hdi_callback.audits import compare as compare_targets
-
-    comparison = compare_targets(first, second, step=step, model=build)
-    _print_result(comparison, as_json)
-    return NOTHING_UNUSUAL if comparison.layers else CANNOT_WORK
 
 
 @hdi.command()
@@ -302,7 +231,7 @@ def explain(name: tuple[str, ...], as_json: bool) -> int:
         }
         if rule.limits:
             limit = next(iter(rule.limits))
-            data["to try another"] = f"hdi alerts RUN --threshold {limit}=VALUE"
+            data["to try another"] = f"hdi report RUN --threshold {limit}=VALUE"
             data["to set one"] = f'HDICallback(thresholds={{"*": {{"{limit}": VALUE}}}})'
         code = paste(rule.code)
     if as_json:

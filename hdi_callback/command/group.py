@@ -52,7 +52,7 @@ class CommandGroup(click.Group):
             _fail(f"{where}: {error.format_message()} See {where} --help.")
         except HDIError as error:
             _fail(f"hdi: {error}")
-        except BrokenPipeError:  # `hdi alerts RUN | head`
+        except BrokenPipeError:  # `hdi report RUN | head`
             sys.stderr.close()
             sys.exit(NOTHING_UNUSUAL)
         except OSError as error:  # such as a folder without permission

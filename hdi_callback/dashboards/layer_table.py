@@ -6,7 +6,7 @@ import io
 import math
 import re
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,8 +104,7 @@ def layers_text(
         columns = {"layer": "layer", "heads": "heads", "HDI": "hdi", "closest": "alignment", "pair": "pair"}
         columns |= {"alert": "alert"} if any(alert.level != "notice" for alert in active) else {}
     rows = [[getattr(row, field) for field in columns.values()] for row in layer_rows(layers, record, active)]
-    gap = 2 if record is None else 1
-    lines = table_lines(list(columns), rows, width=width, gap=gap, wrapped={"layout", "pair", "alert"}) if rows else []
+    lines = _table_lines(list(columns), rows, width, gap=2 if record is None else 1) if rows else []
     reasons: dict[str, list[str]] = {}
     for name, reason in (refused or {}).items():
         reasons.setdefault(reason, []).append(name)
@@ -115,23 +114,17 @@ def layers_text(
     return "\n".join(lines)
 
 
-def table_lines(
-    headings: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    width: int = 80,
-    gap: int = 2,
-    wrapped: Collection[str] = (),
-) -> list[str]:
-    """Return a table of layers, whose names stand in the first column, as lines of text."""
+def _table_lines(headings: Sequence[str], rows: Sequence[Sequence[str]], width: int, gap: int) -> list[str]:
+    """Return a table as lines of text; texts are wrapped, and names and numbers are not, unless a name is long."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    is_long = max((len(row[0]) for row in rows), default=0) > width / 2
+    is_long = max(len(row[0]) for row in rows) > width / 2
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
-    for place, heading in enumerate(headings):
-        table.add_column(heading, overflow="fold", no_wrap=heading not in wrapped and not (is_long and place == 0))
+    for heading in headings:
+        is_wrapped = heading in {"layout", "pair", "alert"} or (is_long and heading == "layer")
+        table.add_column(heading, overflow="fold", no_wrap=not is_wrapped)
     for row in rows:
         table.add_row(*map(Text, row))
     console = Console(file=io.StringIO(), width=width, color_system=None)

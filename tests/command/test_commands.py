@@ -8,8 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import lightning
@@ -159,47 +157,41 @@ def test_audit_writes_a_page(checkpoint, tmp_path):
     assert "heads 1 and 3" in page.read_text(encoding="utf-8")
 
 
-# --- alerts
+# --- report
 
 
-def test_alerts_tells_the_event_and_that_it_is_active(bad):
-    shown = run("alerts", bad)
+def test_report_tells_the_event_and_that_it_is_active(bad):
+    shown = run("report", bad)
     assert shown.exit_code == 1
-    assert shown.output.startswith(f"step 300, warning, active: heads 1 and 3 of {COLLAPSED}")
-    assert shown.output.count("heads 1 and 3") == 1, "one event is said once"
-    assert f"Since step 300: heads 1 and 3 of {COLLAPSED}" in run("alerts", bad, "--level", "critical").output
+    assert shown.stdout.startswith(f"step 300, warning, active: heads 1 and 3 of {COLLAPSED}")
+    assert shown.output.count(": heads 1 and 3") == 2, "in the list and in the verdict"
+    assert f"Since step 300: heads 1 and 3 of {COLLAPSED}" in shown.output
 
 
-def test_alerts_of_a_healthy_run_are_none_and_code_0(good):
-    shown = run("alerts", good)
+def test_report_of_a_healthy_run_are_none_and_code_0(good):
+    shown = run("report", good)
     assert (shown.exit_code, "No alert in 10 readings" in shown.output) == (0, True)
 
 
-def test_alerts_judges_again_by_other_limits(bad, good):
-    assert run("alerts", bad, "--threshold", "pair=0.99", "--threshold", "copied=0.99").exit_code == 0
+def test_report_judges_again_by_other_limits(bad, good):
+    assert run("report", bad, "--threshold", "pair=0.99", "--threshold", "copied=0.99").exit_code == 0
     off = [word for limit in ("pair", "copied") for word in ("--threshold", f"{COLLAPSED}:{limit}=off")]
-    assert run("alerts", bad, *off).exit_code == 0
-    again = json.loads(run("alerts", good, "--threshold", "pair=0.04", "--json").stdout)
+    assert run("report", bad, *off).exit_code == 0
+    again = json.loads(run("report", good, "--threshold", "pair=0.04", "--json").stdout)
     assert (again["state"], len(again["alerts"])) == ("alert", 1)
     assert len(again["alerts"][0]["where"]) == 4
 
 
-def test_alerts_are_left_out_by_step_and_level(bad):
-    assert not json.loads(run("alerts", bad, "--since", "350", "--json").stdout)["alerts"]
-    assert not json.loads(run("alerts", bad, "--level", "critical", "--json").stdout)["alerts"]
-
-
 def test_a_run_that_watches_no_layer_is_nothing_to_judge(tmp_path):
     History(tmp_path / "history.jsonl", []).close()
-    for command in ("alerts", "report"):
-        shown = run(command, tmp_path)
-        assert shown.exit_code == 2
-        assert "no attention layer is watched" in shown.output
+    shown = run("report", tmp_path)
+    assert shown.exit_code == 2
+    assert "no attention layer is watched" in shown.output
 
 
 def test_a_run_without_a_reading_is_nothing_to_judge(tmp_path):
     History(tmp_path / "history.jsonl", [{"name": "attn", "num_heads": 4}]).close()
-    shown = run("alerts", tmp_path)
+    shown = run("report", tmp_path)
     assert (shown.exit_code, "there is no reading yet" in shown.output) == (2, True)
 
 
@@ -207,7 +199,7 @@ def test_of_two_histories_it_is_said_which_one_was_taken(tmp_path):
     older = write_run(tmp_path / "a" / "history.jsonl")
     newer = write_run(tmp_path / "b" / "history.jsonl", collapsed=None)
     os.utime(older, (1, 1))
-    shown = run("alerts", tmp_path)
+    shown = run("report", tmp_path)
     assert shown.exit_code == 0
     assert f"Reading {newer}" in shown.stderr
     assert str(older) in shown.stderr
@@ -217,10 +209,7 @@ def test_lines_that_cannot_be_read_are_counted(tmp_path):
     path = write_run(tmp_path / "history.jsonl")
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:3], "half a line\n", *lines[3:]]))
-    assert "1 lines of" in run("alerts", path).stderr
-
-
-# --- report
+    assert "1 lines of" in run("report", path).stderr
 
 
 def test_report_writes_one_file_and_says_the_verdict(bad, tmp_path):
@@ -230,58 +219,6 @@ def test_report_writes_one_file_and_says_the_verdict(bad, tmp_path):
     assert "heads 1 and 3" in shown.stdout
     assert f"<title>Attention heads of {'/'.join(bad.parts[-2:])}</title>" in page.read_text(encoding="utf-8")
     assert page.stat().st_size < 1_000_000
-
-
-# --- compare
-
-
-def test_compare_names_the_layer_and_its_pair(bad, good):
-    shown = run("compare", good, bad)
-    assert shown.exit_code == 0
-    assert shown.output.splitlines()[-1].startswith(f"{COLLAPSED} changed most")
-    assert json.loads(run("compare", good, bad, "--json").stdout)["layers"][0]["pair_after"] == [1, 3]
-
-
-def test_compare_of_nothing_is_code_2(bad, tmp_path):
-    other = write_run(tmp_path / "history.jsonl", layers=1, collapsed=None)
-    history = History(tmp_path / "empty.jsonl", [])
-    history.close()
-    assert run("compare", bad, other).exit_code == 0
-    assert run("compare", bad, tmp_path / "empty.jsonl").exit_code == 2
-
-
-# --- watch
-
-
-def test_watch_draws_a_run_once(bad):
-    shown = run("watch", bad, "--once")
-    assert shown.exit_code == 1
-    assert COLLAPSED in shown.output
-    assert "closest pair: " in shown.output
-    assert max(map(len, shown.output.splitlines()[1:6])) <= 80
-
-
-def test_watch_ends_with_the_run(good):
-    assert run("watch", good, "--interval", "0.01").exit_code == 0
-
-
-def test_watch_waits_for_a_run_that_has_not_begun(tmp_path):
-    def begin() -> None:
-        time.sleep(0.3)
-        write_run(tmp_path / "later" / "history.jsonl")
-
-    writer = threading.Thread(target=begin)
-    writer.start()
-    shown = run("watch", tmp_path / "later", "--interval", "0.05", "--idle", "20")
-    writer.join()
-    assert shown.exit_code == 1
-    assert COLLAPSED in shown.output
-
-
-def test_watch_ends_when_nothing_is_written(tmp_path):
-    path = write_run(tmp_path / "history.jsonl", is_last=False)
-    assert run("watch", path, "--idle", "0.05", "--interval", "0.01").exit_code == 1
-    assert run("watch", tmp_path / "never", "--idle", "0.05", "--interval", "0.01").exit_code == 2
 
 
 # --- explain
@@ -329,18 +266,13 @@ def test_a_misspelt_rule_is_answered_with_the_closest_name():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("alerts", "nowhere"), "There is no file or folder `nowhere`"),
         (("report", "nowhere"), "There is no file or folder `nowhere`"),
-        (("watch", "nowhere", "--once"), "There is no file or folder `nowhere`"),
         (("audit", "nowhere"), "There is no file or folder `nowhere`"),
-        (("compare", "nowhere", "nowhere"), "There is no file or folder `nowhere`"),
-        (("alerts", "{run}", "--since", "soon"), "'soon' is not a valid integer"),
-        (("alerts", "{run}", "--threshold", "pear=0.9"), "Did you mean 'pair'?"),
-        (("alerts", "{run}", "--threshold", "decoder.*:pair=0.9"), "'decoder.*'"),
-        (("alerts", "{run}", "--threshold", "pair"), "`--threshold pair` cannot be read: write --threshold pair=0.9"),
-        (("alerts", "{run}", "--threshold", "=0.9"), "cannot be read"),
-        (("alerts", "{run}", "--threshold", "pair=high"), "cannot be read"),
-        (("watch", "{run}", "--interval", "0"), "must be positive"),
+        (("report", "{run}", "--threshold", "pear=0.9"), "Did you mean 'pair'?"),
+        (("report", "{run}", "--threshold", "decoder.*:pair=0.9"), "'decoder.*'"),
+        (("report", "{run}", "--threshold", "pair"), "`--threshold pair` cannot be read: write --threshold pair=0.9"),
+        (("report", "{run}", "--threshold", "=0.9"), "cannot be read"),
+        (("report", "{run}", "--threshold", "pair=high"), "cannot be read"),
         (("adit", "{run}"), "No such command 'adit'"),
     ],
 )
@@ -353,7 +285,7 @@ def test_what_is_wrong_is_one_line_and_code_2(bad, words, said):
 
 def test_a_bug_is_not_taken_for_something_unusual(monkeypatch):
     monkeypatch.setattr("hdi_callback.history.load_history", lambda run: 1 / 0)
-    shown = run("alerts", "anywhere")
+    shown = run("report", "anywhere")
     assert shown.exit_code == 2
     assert "ZeroDivisionError" in shown.stderr
 
