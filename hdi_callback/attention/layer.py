@@ -492,8 +492,8 @@ class AttentionLayer:
             )
         return self.weights[role].tensor()
 
-    def facts(self) -> dict[str, Any]:
-        """Return facts about the layer as plain data: counts, widths and layout, and whether its parameters train."""
+    def description(self) -> dict[str, Any]:
+        """Return what describes the layer as plain data: counts, widths, layout, whether its parameters train."""
         parameters = list(self.module.parameters())
         key = self.weights.get("key")
         return {
@@ -548,6 +548,10 @@ class Refusal:
     name: str  # dotted path of the module
     reason: str  # why, as a clause
     module_type: str = ""  # the module's class
+
+    def __str__(self) -> str:
+        module_type = f" ({self.module_type})" if self.name and self.module_type else ""
+        return f"`{self.name or self.module_type}`{module_type}: {self.reason}"
 
 
 @dataclass(frozen=True)

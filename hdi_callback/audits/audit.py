@@ -148,7 +148,7 @@ def audit(
     function("forward", forward, "lambda: model(batch)")
     Alerts("default", thresholds)  # checks the limits
     opened, layers, refused = open_layers(target, model=model, forward=forward)
-    facts = tuple(layer.facts() for layer in layers)
+    facts = tuple(layer.description() for layer in layers)
     check_patterns(thresholds or (), [layer.name for layer in layers])
     # Rules pass over what pretrained weights had from the start, and an audit asks about just that.
     alerts = Alerts("default", thresholds, facts, pretrained=False)

@@ -60,7 +60,7 @@ class Watcher:
         if monitor is None or not monitor.layers:
             return f"<{type(self).__name__}: no layers are known before the first forward>"
         refused = {refusal.name: refusal.reason for refusal in monitor.refused}
-        return layers_text([layer.facts() for layer in monitor.layers], refused, active=self.active_alerts)
+        return layers_text([layer.description() for layer in monitor.layers], refused, active=self.active_alerts)
 
     @property
     def monitor(self) -> HeadDiversityMonitor | None:

@@ -167,7 +167,7 @@ class HeadDiversityMonitor:
             training_only: leave out forwards that autograd does not record, as those of an evaluation.
         """
         if not self.layers and self._first_calls is not None and is_in_first_fsdp(self._model):
-            self.refused = (Refusal("", IN_PIECES),)
+            self.refused = (Refusal("", IN_PIECES, self.model_name),)
             self.close()
             return
         self._is_armed, self._training_only = True, training_only
@@ -399,7 +399,7 @@ class HeadDiversityMonitor:
 
     def why_nothing(self) -> str:
         """Return why no layer is watched, as a sentence."""
-        reasons = "".join(f"\n  `{refusal.name or self.model_name}`: {refusal.reason}" for refusal in self.refused[:10])
+        reasons = "".join(f"\n  {refusal}" for refusal in self.refused[:10])
         if not reasons and self._left_out:
             reasons = f" `include` and `exclude` leave none of {len(self._left_out)}, such as `{min(self._left_out)}`."
         elif not reasons and self._first_calls is not None and self._first_calls.calls:
@@ -443,7 +443,7 @@ def _forward_sources(sources: set[str], *, with_rank: bool) -> tuple[SumSource, 
 
 def _sizes(layer: AttentionLayer) -> dict[str, Any]:
     """Return the names and sizes that ranks must share to add up their sums."""
-    facts = layer.facts()
+    facts = layer.description()
     return {name: facts[name] for name in ("name", "num_heads", "head_dim", "value_dim", "width")} | {
         "roles": sorted(layer.weights),
         "is_sharded": any(weight.is_sharded for weight in layer.weights.values()),

@@ -385,7 +385,7 @@ class Session:
         if not self.monitor.layers:
             self._refuse(is_part=bool(ranks.difference))
             return
-        facts = [layer.facts() for layer in self.monitor.layers]
+        facts = [layer.description() for layer in self.monitor.layers]
         try:
             self._begin(facts)
         except HDIError:  # misuse, before the first step
@@ -442,7 +442,7 @@ class Session:
     def _follow_ranks(self) -> bool:
         """Go on with a history of this rank's own if ranks measure alone now; return whether that is the end."""
         if self._has_parted() and not self._is_closed and self.history is None:
-            self._open_history([layer.facts() for layer in self.monitor.layers])
+            self._open_history([layer.description() for layer in self.monitor.layers])
         return self._is_closed
 
     def _has_parted(self) -> bool:

@@ -185,7 +185,7 @@ def test_torchs_attention_is_known_without_a_forward(options):
     assert torch.equal(layer.weight("key"), key.view(2, 4, -1))
     assert torch.equal(layer.weight("output"), module.out_proj.weight.T.view(2, 4, 8))
     assert layer.contradiction() is None
-    assert layer.facts()["width"] == options.get("kdim", 8)
+    assert layer.description()["width"] == options.get("kdim", 8)
 
 
 def test_an_attention_with_a_forward_of_its_own_is_not_known():

@@ -204,7 +204,7 @@ def test_a_parameter_stands_still_where_no_bit_of_it_has_changed():
         model[1].weight[0, 0] += 1e-3
         attention.q_bias.zero_()
         records.append(monitor.measure(2).record())
-    (facts,) = [layer.facts() for layer in monitor.layers]
+    (facts,) = [layer.description() for layer in monitor.layers]
     assert facts["parameters"] == {"q_bias": 1, "frozen": 1, "in_proj_bias": 1, "out_proj.bias": 1}
     first, *later = [record.layers["0"] for record in records]
     assert "parameters_still" not in first.values

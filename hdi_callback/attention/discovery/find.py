@@ -606,8 +606,7 @@ def find_attention(model: nn.Module, forward: Callable[[], object] | None = None
     """
     result = survey(model, forward)
     for refusal in result.refused:
-        text = f"`{refusal.name}` ({refusal.module_type}) is left out: {refusal.reason}."
-        warnings.warn(text, UnsupportedAttentionWarning, stacklevel=2)
+        warnings.warn(f"Attention is left out: {refusal}.", UnsupportedAttentionWarning, stacklevel=2)
     return list(result.layers)
 
 

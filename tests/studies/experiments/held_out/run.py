@@ -150,7 +150,7 @@ class KeepReadings(Intervention):
     def bind(self, training: Training) -> None:
         super().bind(training)
         self.records: list[Record] = []
-        self.facts = [layer.facts() for layer in training.layers.values()]
+        self.facts = [layer.description() for layer in training.layers.values()]
 
     def on_alert(self, alert: Alert) -> None:
         return None
