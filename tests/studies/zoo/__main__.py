@@ -15,7 +15,7 @@ import re
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -132,14 +132,14 @@ def _kind(layer: Any) -> str:
     return f"{packed}, {shared}" if layer.num_key_heads < layer.num_heads else packed
 
 
-def run(names: list[str], workers: int) -> Iterator[dict[str, Any]]:
+def run(names: list[str], workers: int, examine: Callable[[str], dict[str, Any]] = examine) -> Iterator[dict[str, Any]]:
     """Examine each in a process of its own, which is ended after a while."""
     context = multiprocessing.get_context("fork")
     waiting, running = list(names), {}
     while waiting or running:
         while waiting and len(running) < workers:
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_in_process, args=(waiting[0], theirs))
+            process = context.Process(target=_in_process, args=(examine, waiting[0], theirs))
             process.start()
             theirs.close()
             running[waiting.pop(0)] = process, ours, time.monotonic()
@@ -158,7 +158,7 @@ def run(names: list[str], workers: int) -> Iterator[dict[str, Any]]:
             yield result or {"name": name, "verdict": "did not run", "why": why, "seconds": LIMIT}
 
 
-def _in_process(name: str, to: Any) -> None:
+def _in_process(examine: Callable[[str], dict[str, Any]], name: str, to: Any) -> None:
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     os.dup2(nothing, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def examples(name: str) -> Iterator[Example]:
     else:
         for model, _ in zip(configs.variants(name), range(3)):
             for given, _ in zip(inputs.for_model(model, 2), range(30)):
-                yield model, lambda model=model, given=given: model(**given)
+                yield model, partial(model, **given)
 
 
 # timm
