@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from html import escape
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +47,7 @@ class Diagnosis:
         return f"{self.verdict.upper()}  {self.layer}: {self.text}{f' ({self.line})' if self.line else ''}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Check:
     """What the attentions of a model do.
 
@@ -73,8 +72,8 @@ class Check:
         """The findings that no design asks for."""
         return tuple(finding for finding in self.findings if finding.verdict == "wrong")
 
-    def __str__(self) -> str:
-        """All cards, and all findings."""
+    def __repr__(self) -> str:
+        """Return all cards and all findings, as a notebook shows them too."""
         if not self.cards:
             return "No attention ran in this forward."
         whole = "" if self.judged == self.layers else " in those that were judged"
@@ -85,21 +84,6 @@ class Check:
             reasons.setdefault(reason, []).append(name.replace("_", " "))
         lines += [f"Not asked: {', '.join(names)} ({reason})." for reason, names in reasons.items()]
         return "\n\n".join([*map(str, self.cards), "\n".join(lines)])
-
-    def _repr_html_(self) -> str:
-        """Return what `str` says, for a notebook: the findings first, then a table for each card."""
-        ink = {"WRONG": "#b42318; font-weight: bold", "ODD": "#8a6100; font-weight: bold"}
-        lines = [
-            f'<p style="color: {ink.get(line.split()[0], "inherit")}">{escape(line)}'
-            for line in str(self).rpartition("\n\n")[2].splitlines()
-        ]
-        for card in self.cards:
-            rows = "".join(
-                f'<tr><th style="text-align: left">{label}</th><td style="text-align: left">{escape(text)}</td></tr>'
-                for label, text in card.lines.items()
-            )
-            lines.append(f"<p><b>{escape(card.layer)}</b>: {escape(card.title)}<table>{rows}</table>")
-        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain data."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +51,8 @@ def hdi() -> None:
 @click.argument("target")
 @_MODEL
 @click.option("--strict", is_flag=True, help="Exit with code 1 also for what is odd.")
-@click.option("--explain", metavar="LAYER", help="Show instead, operation by operation, how its heads were read.")
 @_JSON
-def check(target: str, build: str | None, strict: bool, explain: str | None, as_json: bool) -> int:
+def check(target: str, build: str | None, strict: bool, as_json: bool) -> int:
     """Say what each attention of a model does, and what is wrong or odd about it.
 
     A forward runs once: on the batch that module:function gives beside its model, on example_input_array, or on a
@@ -65,15 +63,10 @@ def check(target: str, build: str | None, strict: bool, explain: str | None, as_
       hdi check my_package.models:model_and_batch
       hdi check ./Llama-3.2-1B
       hdi check epoch=3.ckpt --model my_package.models:LitGPT
-      hdi check ./Llama-3.2-1B --explain model.layers.0.self_attn
     """
     from hdi_callback.checks import check as check_model
-    from hdi_callback.checks.explained import explained
     from hdi_callback.command.checking import with_target
 
-    if explain is not None:
-        click.echo(with_target(target, partial(explained, name=explain), model=build))
-        return NOTHING_UNUSUAL
     result = with_target(target, check_model, model=build)
     _print_result(result, as_json)
     if result.wrong or (strict and result.findings):
