@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from hdi_callback.attention import AttentionLayer, Survey, survey
 from hdi_callback.attention.extra_forward import nothing_remains
 from hdi_callback.attention.registry import known_layers
 from hdi_callback.audits.sources import NOT_STORED, Target, open_target
-from hdi_callback.audits.weight_files import first_line
 from hdi_callback.dashboards.layer_table import layers_text, name_heads
 from hdi_callback.dashboards.report import in_notebook
 from hdi_callback.dashboards.verdict import Verdict, verdict
@@ -34,8 +33,6 @@ from hdi_callback.rules import Alerts
 from hdi_callback.rules.initialisation import untrained_layers
 from hdi_callback.rules.words import listed
 
-_REMEDY = "write module:function that gives a model and a batch, or set example_input_array"
-_NAMED = re.compile(r"att(n|ention)", re.IGNORECASE)
 _DEAD = 0.01  # norm of a dead head, as a share of the median of the others
 _WITHOUT = {
     "query": "Without queries all tokens are attended to alike",
@@ -120,14 +117,12 @@ def audit(
 ) -> Audit:
     """Judge the heads of a model or a checkpoint.
 
-    Weights in files are mapped, not loaded, and no code from a file is executed. Attention is found by a forward on a
-    batch that the model provides itself, or that is made up for a model of transformers; without one, only torch's own
-    attention and registered layouts are found.
+    No code from a file is executed. Attention is found by a forward on a batch that the model provides itself, or that
+    is made up for a model of transformers; without one, only torch's own attention and registered layouts are found.
 
     Args:
-        target: a model; or a folder that transformers wrote, a ``.safetensors`` file with its ``config.json`` beside
-            it, a checkpoint or a state dict together with `model`, or ``"module:function"`` that gives a model, or a
-            model and a batch.
+        target: a model; or a folder that transformers wrote, a checkpoint or a state dict together with `model`, or
+            ``"module:function"`` that gives a model, or a model and a batch.
         model: the class or function that builds the model of a checkpoint, or its name (``"package.module:Class"``).
         forward: for a model: a function without arguments that runs it, such as ``lambda: model(batch)``.
         thresholds: limits of the default rules, as `HDICallback` takes them: pattern of layer names -> limits.
@@ -136,7 +131,8 @@ def audit(
         Layers, findings and a verdict.
 
     Raises:
-        MisconfigurationError: if there is no such model, or it cannot be opened; the message says what to write.
+        MisconfigurationError: if there is no such model, it cannot be opened, or no forward of it runs; the message
+            says what to write.
 
     Example:
         >>> import torch
@@ -147,14 +143,19 @@ def audit(
     """
     function("forward", forward, "lambda: model(batch)")
     Alerts("default", thresholds)  # checks the limits
-    opened, layers, refused = open_layers(target, model=model, forward=forward)
+    opened = open_target(target, model=model)
+    by_layout = [None] * bool(known_layers(opened.model))  # which need no forward
+    forwards = [forward] if forward else opened.forwards or by_layout
+    surveyed = opened.first_result(partial(_survey, opened.model), forwards)
+    layers = surveyed.layers
+    refused = {refusal.name or type(opened.model).__name__: refusal.reason for refusal in surveyed.refused}
     facts = tuple(layer.description() for layer in layers)
     check_patterns(thresholds or (), [layer.name for layer in layers])
     # Rules pass over what pretrained weights had from the start, and an audit asks about just that.
     alerts = Alerts("default", thresholds, facts, pretrained=False)
     # Of fresh weights at step 0 rules ask other questions.
     step = opened.step or 1
-    record = measure_weights(opened, layers, step=step)
+    record = _measured(opened, layers, step=step)
     findings = list(alerts.judge(record))
     for layer in layers:
         missing = missing_weights(opened, layer)
@@ -168,67 +169,12 @@ def audit(
     return Audit(opened.name, facts, replace(record, alerts=tuple(findings), active=tuple(findings)), refused)
 
 
-def open_layers(
-    target: Any, *, model: Any = None, forward: Callable[[], Any] | None = None
-) -> tuple[Target, list[AttentionLayer], dict[str, str]]:
-    """Open a model as `audit` does; return it, its layers, and name -> reason of attention that is not read."""
-    opened = open_target(target, model=model, device="meta")
-    layers, refused = find_layers(opened, forward)
-    if not layers and any(parameter.is_meta for parameter in opened.model.parameters()):
-        # A forward that asks for values, as experts of a mixture may, has to be run in memory.
-        opened = open_target(target, model=model).load()
-        layers, refused = find_layers(opened)
-    return opened.load(), layers, refused
+def _survey(model: nn.Module, forward: Callable[[], Any] | None) -> Survey:
+    with nothing_remains(model):
+        return survey(model, forward)
 
 
-def find_layers(
-    target: Target, forward: Callable[[], Any] | None = None
-) -> tuple[list[AttentionLayer], dict[str, str]]:
-    """Return the layers that the first runnable forward shows, and name -> reason of attention that is not read."""
-    model = type(target.model).__name__
-    reason = ""
-    forwards: Sequence[Callable[[], Any] | None] = target.forwards if forward is None else [forward]
-    if not forwards and not known_layers(target.model):
-        return [], {model: f"its attention is read from a forward, and no batch is known: {_REMEDY}"}
-    for run in forwards or [None]:
-        surveyed = _survey(target.model, run)
-        if isinstance(surveyed, Survey):
-            refused = {refusal.name or model: refusal.reason for refusal in surveyed.refused}
-            read_names = [*refused, *(layer.name for layer in surveyed.layers)]
-            return list(surveyed.layers), refused | _named_like_attention(target.model, read_names)
-        reason = reason or surveyed
-    return [], {model: reason}
-
-
-def _survey(model: nn.Module, run: Callable[[], Any] | None) -> Survey | str:
-    """Find the attention of a model by a forward of which nothing remains; the reason if the forward raises."""
-    try:
-        with nothing_remains(model):
-            return survey(model, run)
-    except MisconfigurationError:  # a registered layout that does not fit
-        raise
-    except Exception as error:
-        return f"its forward raised {type(error).__name__} ({first_line(error)}): {_REMEDY}"
-
-
-def _named_like_attention(model: nn.Module, read_names: list[str]) -> dict[str, str]:
-    """Name modules that are called attention, and in which none was seen."""
-    unread_modules: dict[str, str] = {}
-    for name, module in model.named_modules():
-        is_named = any(_NAMED.search(part) for part in (name.rpartition(".")[2], type(module).__name__))
-        other_names = [other_name.partition("#")[0] for other_name in (*read_names, *unread_modules)]
-        is_apart = not any(
-            f"{other_name}.".startswith(f"{name}.") or f"{name}.".startswith(f"{other_name}.")
-            for other_name in other_names
-        )
-        if name and is_named and is_apart and sum(part.dim() > 1 for part in module.parameters()) > 1:
-            unread_modules[name] = (
-                "no softmax attention was seen in it: it did not run, or its attention is of another kind"
-            )
-    return unread_modules
-
-
-def measure_weights(target: Target, layers: Sequence[AttentionLayer], *, step: int) -> Record:
+def _measured(target: Target, layers: Sequence[AttentionLayer], *, step: int) -> Record:
     """Measure what the weights of layers alone tell: key weights, circuits, and whether they are finite."""
     absent = Absent()
     readable = []
@@ -243,14 +189,19 @@ def measure_weights(target: Target, layers: Sequence[AttentionLayer], *, step: i
     return Reading(step, [layer.name for layer in layers], results, absent).record()
 
 
-def missing_weights(target: Target, layer: AttentionLayer, roles: Sequence[str] | None = None) -> str:
-    """Return why the weights of a layer, or those of some roles, have no numbers; empty if they have."""
+def missing_weights(target: Target, layer: AttentionLayer) -> str:
+    """Return why the weights of a layer have no numbers; empty if they have."""
     names = {id(parameter): name for name, parameter in target.model.named_parameters()}
-    parameters = [weight for role in roles or layer.weights for weight in layer.weights[role].parameters()]
-    on_meta = any(parameter.is_meta for parameter in parameters)
-    parameter_names = dict.fromkeys(names.get(id(parameter), "") for parameter in parameters)
-    reasons = [f"`{name}`: {target.missing[name]}" for name in parameter_names if name in target.missing]
-    return "; ".join(reasons) or ("its weights are on the meta device, which holds no numbers" if on_meta else "")
+    reasons: dict[str, str] = {}
+    for parameter in (parameter for weight in layer.weights.values() for parameter in weight.parameters()):
+        name = names.get(id(parameter), "")
+        if name in target.missing:
+            reasons[name] = target.missing[name]
+        elif parameter.is_meta:
+            reasons[name] = "it is on the meta device, which holds no numbers"
+        elif not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
+            reasons[name] = f"it is quantised ({str(parameter.dtype).removeprefix('torch.')})"
+    return "; ".join(f"`{name}`: {reason}" for name, reason in reasons.items())
 
 
 def _why_not(facts: Mapping[str, Any], numbers: LayerRecord) -> str:

@@ -1,33 +1,34 @@
-"""What a person can name on the command line -> a model, a batch for it, and the weights in its files."""
+"""What a person can name on the command line -> a model with its weights, and what its forward can be called with."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import os
-import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hdi_callback.attention.discovery.own_inputs import own_forward
 from hdi_callback.attention.extra_forward import inner_model
-from hdi_callback.audits.weight_files import first_line, load_plain, map_folder, map_safetensors, without_wrappers
 from hdi_callback.errors import MisconfigurationError
 
 NOT_STORED = "it is not in the file"
+Result = TypeVar("Result")
 _WHAT = (
-    "Write a folder that save_pretrained wrote, a .safetensors file with its config.json beside it, a checkpoint or "
-    "state dict together with the class or function that builds its model, or module:function."
+    "Write a folder that save_pretrained wrote, a checkpoint or state dict together with the class or function that "
+    "builds its model, or module:function."
 )
 _BUILDS = "write module:function that builds and loads it"
+_REMEDY = "write module:function that gives a model and a batch, or set example_input_array"
 _TOKENS = (2, 8)  # sequences and their length, in a made-up batch
+_WRAPPERS = ("_orig_mod.", "_forward_module.", "module.")  # put into names by torch.compile, Lightning and DDP
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,8 @@ class Target:
     """A model to audit."""
 
     name: str  # as the user wrote it
-    model: nn.Module  # on the meta device until `load` if it was opened so
+    model: nn.Module
     batches: tuple[Any, ...] = ()  # what its forward can be called with, tried one after the other
-    weights: Mapping[str, Tensor] = field(default_factory=dict)  # parameter -> its tensor in the files
     missing: Mapping[str, str] = field(default_factory=dict)  # parameter -> why no tensor in the files is its value
     step: int | None = None  # optimizer steps that the model was trained for, if that is known
 
@@ -47,10 +47,22 @@ class Target:
         own = own_forward(self.model)
         return [*(partial(run_batch, self.model, batch) for batch in self.batches), *([own] if own else [])]
 
-    def load(self) -> Target:
-        """Give the model the weights of the files: parameters become views of mapped files, and nothing is copied."""
-        nn.Module.load_state_dict(self.model, dict(self.weights), strict=False, assign=True)
-        return self
+    def first_result(self, work: Callable[[Any], Result], forwards: Sequence[Any] | None = None) -> Result:
+        """Return what work returns of the first forward that runs.
+
+        Raises:
+            MisconfigurationError: if none runs, or there is none.
+        """
+        failures = []
+        for forward in self.forwards if forwards is None else forwards:
+            try:
+                return work(forward)
+            except MisconfigurationError:  # noqa: PERF203  such as a registered layout that does not fit
+                raise
+            except Exception as error:  # the next batch may run
+                failures.append(f"its forward raised {_reason(error)}")
+        reason = failures[0] if failures else "no batch is known"
+        raise MisconfigurationError(f"`{self.name}`: its attention is read from a forward, and {reason}: {_REMEDY}.")
 
 
 def run_batch(model: nn.Module, batch: Any) -> Any:
@@ -64,7 +76,6 @@ def open_target(
     target: nn.Module | str | os.PathLike[str],
     *,
     model: str | Callable[..., Any] | None = None,
-    device: str = "cpu",
     needs_weights: bool = True,
 ) -> Target:
     """Open what `hdi audit` and `hdi check` are given."""
@@ -76,14 +87,7 @@ def open_target(
     text = os.fspath(target)
     path = Path(text).expanduser()
     if path.is_dir():
-        return _open_folder(path, path, device, needs_weights=needs_weights)
-    if path.is_file() and path.suffix == ".safetensors" and model is None:
-        if not (path.parent / "config.json").is_file():
-            raise MisconfigurationError(
-                f"`{path}` needs its model, and there is no config.json beside it: put it there, or write --model "
-                "module:function that builds the model."
-            )
-        return _open_folder(path.parent, path, device)
+        return _open_folder(path, needs_weights=needs_weights)
     if path.is_file():
         return _open_file(path, model)
     if ":" in text and not path.exists():
@@ -91,10 +95,8 @@ def open_target(
     raise MisconfigurationError(f"There is no file or folder `{text}`. {_WHAT}")
 
 
-# --- transformers
-
-
-def _open_folder(folder: Path, weights: Path, device: str, *, needs_weights: bool = True) -> Target:
+def _open_folder(folder: Path, *, needs_weights: bool) -> Target:
+    """Load what transformers saved, only with classes of its own: no code in the folder is executed."""
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
             raise MisconfigurationError(
@@ -103,88 +105,45 @@ def _open_folder(folder: Path, weights: Path, device: str, *, needs_weights: boo
         run = next(folder.rglob("history*.jsonl"), None)
         judged = "" if run is None else f" It is the folder of a run: `hdi report {folder}` judges that."
         raise MisconfigurationError(f"There is no config.json in `{folder}`.{judged} {_WHAT}")
-    if not needs_weights and not any(any(folder.glob(f"*{end}")) for end in (".safetensors", ".bin")):
-        model = _from_config(folder, device)
-        return Target(str(folder), model, made_up_batches(model, device))
-    stored = map_folder(folder) if weights.is_dir() else map_safetensors([weights])
-    model = _from_config(folder, device)
-    weights_of_model, missing = _matched(model, _renamed(model, stored))
-    return Target(str(weights), model, made_up_batches(model, device), weights_of_model, missing)
-
-
-def _from_config(folder: Path, device: str) -> nn.Module:
-    """Build the model of a config, only from classes of transformers: no code in the folder is executed."""
     try:
         import transformers
     except ImportError as error:
         raise MisconfigurationError(
             f"`{folder}` is a model of transformers, which is not installed: pip install 'hdi-callback[transformers]'."
         ) from error
+    plain: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "attn_implementation": "eager"}
+    has_weights = needs_weights or any(any(folder.glob(f"*{end}")) for end in (".safetensors", ".bin"))
+    missing: dict[str, str] = {}
     try:
-        config = transformers.AutoConfig.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False, attn_implementation="eager"
-        )
+        config = transformers.AutoConfig.from_pretrained(str(folder), **plain)
+        name = (getattr(config, "architectures", None) or [None])[0]
+        kind: Any = transformers.AutoModel if name is None else getattr(transformers, name, None)
+        if kind is None:
+            raise MisconfigurationError(
+                f"`{folder}` is a {name}, which transformers {transformers.__version__} does not have, and code in the "
+                f"folder is not executed: {_BUILDS}."
+            )
+        if has_weights and getattr(config, "quantization_config", None):
+            raise MisconfigurationError(f"The weights in `{folder}` are quantised, which are codes: {_BUILDS}.")
+        with torch.random.fork_rng(devices=[]):
+            if has_weights:
+                model, info = kind.from_pretrained(
+                    str(folder), **plain, ignore_mismatched_sizes=True, output_loading_info=True
+                )
+                missing = dict.fromkeys(info["missing_keys"], NOT_STORED)
+                for key, stored, built in info["mismatched_keys"]:
+                    missing[key] = f"it is {tuple(stored)} in the file and {tuple(built)} in the model"
+            else:
+                model = kind.from_config(config) if name is None else kind(config)
+    except MisconfigurationError:
+        raise
     except Exception as error:
-        raise MisconfigurationError(
-            f"The config.json of `{folder}` cannot be used: {first_line(error)}. If the model has code of its own, "
-            f"{_BUILDS}."
-        ) from error
-    name = (getattr(config, "architectures", None) or [None])[0]
-    kind: Any = None if name is None else getattr(transformers, name, None)
-    if name is not None and kind is None:
-        raise MisconfigurationError(
-            f"`{folder}` is a {name}, which transformers {transformers.__version__} does not have, and code in the "
-            f"folder is not executed: {_BUILDS}."
-        )
-    build: Any = transformers.AutoModel.from_config if kind is None else kind
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device(device):
-            model: nn.Module = build(config)
-    except Exception as error:
-        raise MisconfigurationError(
-            f"A {name or 'model'} cannot be built from the config.json of `{folder}`: {type(error).__name__} "
-            f"({first_line(error)}): {_BUILDS}."
-        ) from error
-    return model.eval()
-
-
-def _renamed(model: Any, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Name tensors as the model does: transformers renames those of older files, and of base models."""
-    own = model.state_dict()
-    if own.keys() <= stored.keys():
-        return dict(stored)
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-    except ImportError:  # before transformers 5
-        return _renamed_as_before(model, stored, own)
-    mapping = get_model_conversion_mapping(model)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    tensors = {}
-    for name, tensor in stored.items():
-        renamed, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
-        if converter is None:  # others are put together from several tensors of the file
-            tensors[renamed] = tensor
-    return tensors
-
-
-def _renamed_as_before(model: Any, stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors by the names that transformers 4 gives them: patterns of the class, with or without prefix."""
-    prefix = f"{model.base_model_prefix}."
-    patterns = getattr(model, "_checkpoint_conversion_mapping", None) or {}
-    renamed = {}
-    for name, tensor in stored.items():
-        for pattern, replacement in patterns.items():
-            name = re.sub(pattern, replacement, name)
-        names = (name, prefix + name, name.removeprefix(prefix))
-        renamed[next((candidate for candidate in names if candidate in own), name)] = tensor
-    return renamed
+        raise MisconfigurationError(f"The model in `{folder}` cannot be loaded: {_reason(error)}. {_WHAT}") from error
+    return Target(str(folder), model.eval(), made_up_batches(model), missing)
 
 
 def made_up_batches(model: Any, device: str | torch.device = "cpu") -> tuple[dict[str, Any], ...]:
     """Return batches for a model of transformers: a few tokens, an image, or a second of sound; none for others."""
-    # On the meta device some models look at the values of a mask, and others, where there is none, at the positions.
     config, takes, main = model.config, inspect.signature(model.forward).parameters, model.main_input_name
     vision = getattr(config, "vision_config", config)
     with torch.device(device):
@@ -216,55 +175,77 @@ def _both(size: Any) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else tuple(size)
 
 
-# --- files with tensors
-
-
 def _open_file(path: Path, build: str | Callable[..., Any] | None) -> Target:
+    """Load a checkpoint or a state dict into the model that a class or function builds."""
     if path.suffix == ".jsonl":
         raise MisconfigurationError(f"`{path}` is a run and not a model; `hdi report {path}` judges it. {_WHAT}")
     if build is None:
         raise MisconfigurationError(
             f"`{path}` needs its model: write --model package.module:Class (in Python model=Class), the class or a "
-            "function that builds it."
+            "function that builds it; of a model of transformers write the folder."
         )
-    held: dict[str, Any] = dict(map_safetensors([path])) if path.suffix == ".safetensors" else load_plain(path)
-    stored = held.get("state_dict", held)
-    step = held.get("global_step")
-    built = _built(build, build if isinstance(build, str) else build.__name__, held.get("hyper_parameters"))
-    tensors = {name: tensor for name, tensor in stored.items() if isinstance(tensor, Tensor)}
-    weights, missing = _matched(built.model, tensors)
-    if not weights:
+    content = _load_plain(path)
+    stored, step = content.get("state_dict", content), content.get("global_step")
+    target = _built(build, build if isinstance(build, str) else build.__name__, content.get("hyper_parameters"))
+    own = target.model.state_dict()
+    tensors = {_without_wrappers(name): tensor for name, tensor in stored.items() if isinstance(tensor, Tensor)}
+    if own and not own.keys() & tensors.keys():  # of a LightningModule, read into the network within it
+        last = next(iter(own))
+        prefix = next((name.removesuffix(last) for name in tensors if name.endswith(f".{last}")), "")
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    try:
+        missing = target.model.load_state_dict(tensors, strict=False, assign=True).missing_keys
+    except Exception as error:  # of another shape, for example
+        raise MisconfigurationError(f"`{path}` cannot be loaded: {' '.join(str(error).split())}") from error
+    if len(missing) == len(own):
         raise MisconfigurationError(
-            f"No tensor in `{path}` is a parameter of {type(built.model).__name__}: they are called "
+            f"No tensor in `{path}` is a parameter of {type(target.model).__name__}: they are called "
             f"{', '.join(list(tensors)[:3])}, and its parameters {', '.join(list(missing)[:3])}."
         )
-    return Target(str(path), built.model, built.batches, weights, missing, step if isinstance(step, int) else None)
+    reasons = dict.fromkeys(missing, NOT_STORED)
+    return Target(str(path), target.model, target.batches, reasons, step if isinstance(step, int) else None)
 
 
-def _matched(model: nn.Module, stored: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Parameter -> its tensor in the files, and parameter -> why there is none."""
-    by_name = {without_wrappers(name): tensor for name, tensor in stored.items()}
-    own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
-    if own and not own.keys() & by_name.keys():  # of a LightningModule, read into the network within it
-        last = next(iter(own))
-        prefix = next((name.removesuffix(last) for name in by_name if name.endswith(f".{last}")), "")
-        by_name = {name.removeprefix(prefix): tensor for name, tensor in by_name.items()}
-    weights: dict[str, Tensor] = {}
-    missing: dict[str, str] = {}
-    for name, tensor in own.items():
-        value = by_name.get(name)
-        if value is None:
-            missing[name] = NOT_STORED
-        elif tensor.is_floating_point() and (not value.is_floating_point() or value.dtype.itemsize < 2):
-            missing[name] = f"it is quantised in the file ({str(value.dtype).removeprefix('torch.')})"
-        elif value.shape != tensor.shape:
-            missing[name] = f"it is {tuple(value.shape)} in the file and {tuple(tensor.shape)} in the model"
-        else:
-            weights[name] = value
-    return weights, missing
+def _load_plain(file: Path) -> dict[str, Any]:
+    """Load a file of safetensors, or of `torch.save` with only tensors and plain data; no code in it is executed."""
+    try:
+        if file.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return dict(load_file(file))
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        if "Unsupported global" in str(error):
+            class_name = str(error).partition("Unsupported global: GLOBAL ")[2].split(" ")[0]
+            raise MisconfigurationError(
+                f"`{file}` cannot be read: it holds {class_name}, which would be executed. Save its hyperparameters as "
+                "plain data, or write module:function that builds and loads the model."
+            ) from error
+        raise MisconfigurationError(f"`{file}` cannot be read: {_reason(error)}.") from error
+    if not isinstance(content, dict):
+        raise MisconfigurationError(
+            f"`{file}` holds a {type(content).__name__}, expected a checkpoint or a state dict."
+        )
+    return content
 
 
-# --- functions and classes
+def _without_wrappers(name: str) -> str:
+    """Return a tensor's name without the parts that training wrappers insert.
+
+    Example:
+        >>> _without_wrappers("model._orig_mod.0.weight"), _without_wrappers("module.0.weight")
+        ('model.0.weight', '0.weight')
+    """
+    plain = name.replace("._orig_mod.", ".").replace("._forward_module.", ".")
+    for wrapper in _WRAPPERS:
+        plain = plain.removeprefix(wrapper)
+    return plain
+
+
+def _reason(error: BaseException) -> str:
+    """Return the class of an error and the first line of its message."""
+    first = str(error).strip().partition("\n")[0].rstrip(".: ")
+    return f"{type(error).__name__} ({first})" if first else type(error).__name__
 
 
 def _built(build: Any, name: str, arguments: Any = None) -> Target:
@@ -284,8 +265,7 @@ def _built(build: Any, name: str, arguments: Any = None) -> Target:
                 f" with the hyperparameters {', '.join(hyperparameters)}" if hyperparameters else " without arguments"
             )
             raise MisconfigurationError(
-                f"`{name}`, called{of_file}, raised {type(error).__name__} ({first_line(error)}); it must build a "
-                "model, or a model and a batch."
+                f"`{name}`, called{of_file}, raised {_reason(error)}; it must build a model, or a model and a batch."
             ) from error
     model, batch = product if isinstance(product, tuple) and len(product) == 2 else (product, None)
     if not isinstance(model, nn.Module):
@@ -323,11 +303,9 @@ def _imported(text: str) -> Any:
     try:
         target: Any = importlib.import_module(module)
     except ImportError as error:
-        raise MisconfigurationError(f"`{module}` cannot be imported: {first_line(error)}. {_WHAT}") from error
+        raise MisconfigurationError(f"`{module}` cannot be imported: {error}. {_WHAT}") from error
     except Exception as error:
-        raise MisconfigurationError(
-            f"Importing `{module}` raised {type(error).__name__} ({first_line(error)})."
-        ) from error
+        raise MisconfigurationError(f"Importing `{module}` raised {_reason(error)}.") from error
     finally:
         sys.path.remove(here)
     for part in name.split("."):

@@ -42,8 +42,8 @@ _EXIT_CODES = (
 def hdi() -> None:
     """Check the attention heads of a model, a checkpoint or a run.
 
-    TARGET is a folder that transformers saved, a .safetensors file, a checkpoint with --model, or module:function. RUN
-    is the history.jsonl of a run, or its folder.
+    TARGET is a folder that transformers saved, a checkpoint with --model, or module:function. RUN is the history.jsonl
+    of a run, or its folder.
     """
 
 
@@ -64,10 +64,11 @@ def check(target: str, build: str | None, strict: bool, as_json: bool) -> int:
       hdi check ./Llama-3.2-1B
       hdi check epoch=3.ckpt --model my_package.models:LitGPT
     """
+    from hdi_callback.audits.sources import open_target
     from hdi_callback.checks import check as check_model
-    from hdi_callback.command.checking import with_target
 
-    result = with_target(target, check_model, model=build)
+    opened = open_target(target, model=build, needs_weights=False)
+    result = opened.first_result(lambda forward: check_model(opened.model, forward))
     _print_result(result, as_json)
     if result.wrong or (strict and result.findings):
         return UNUSUAL
@@ -89,13 +90,11 @@ def audit(
 ) -> int:
     """Judge the heads of a model or checkpoint.
 
-    Code in files is never executed, and weights are memory-mapped, so that a model larger than memory can be audited.
-    The last line is the verdict.
+    Code in files is never executed. The last line is the verdict.
 
     \b
     Examples:
-      hdi audit ./Llama-3.2-1B
-      hdi audit model.safetensors --html audit.html
+      hdi audit ./Llama-3.2-1B --html audit.html
       hdi audit epoch=3.ckpt --model my_package.models:LitGPT
       hdi audit my_package.models:build_model --json
     """
