@@ -3,23 +3,20 @@
 from hdi_callback.core.circuits import CircuitSimilarity, ov_circuits, qk_circuits
 from hdi_callback.core.covariance import HeadCovariance, head_covariance
 from hdi_callback.core.diversity import HeadDiversity, Lens, head_diversity, principal_cosines
-from hdi_callback.core.fresh import Folding, attention_agreement, fold_head, folding_error, fresh_head
+from hdi_callback.core.fresh import fold_head, fresh_head
 from hdi_callback.core.rows import RowMetrics, RowSums, attention_rows, row_metrics
 from hdi_callback.core.tokens import TokenSpread, token_spread
 
 __all__ = [
     "CircuitSimilarity",
-    "Folding",
     "HeadCovariance",
     "HeadDiversity",
     "Lens",
     "RowMetrics",
     "RowSums",
     "TokenSpread",
-    "attention_agreement",
     "attention_rows",
     "fold_head",
-    "folding_error",
     "fresh_head",
     "head_covariance",
     "head_diversity",

@@ -2,49 +2,36 @@
 
 from __future__ import annotations
 
-import math
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hdi_callback.arguments import number, whole_number
-from hdi_callback.attention.layer import AttentionLayer, HeadWeight
-from hdi_callback.core import (
-    Folding,
-    attention_agreement,
-    fold_head,
-    folding_error,
-    fresh_head,
-    head_diversity,
-    qk_circuits,
-)
+from hdi_callback.attention.layer import AttentionLayer
+from hdi_callback.core import fold_head, fresh_head, head_diversity, ov_circuits
 from hdi_callback.interventions.intervention import Intervention
-from hdi_callback.interventions.writing import clear_state, output_bias, read_bias, refuse, why_not_writable
+from hdi_callback.interventions.writing import bias_of, refuse, why_not_writable
 from hdi_callback.record import Action, Alert
 
 ALIKE = ("copied heads", "worst pair", "mean alignment")
 ROLES = ("query", "key", "value", "output")
-ALIGNED, SCORE_ALIKE = 0.7, 0.8
-"""Alignment of key heads, at which *worst pair* ends, and cosine of QK circuits, from which on named heads are one
-group."""
+ALIGNED = 0.7
+"""Alignment of key heads from which on named heads are one group; at it *worst pair* ends."""
 
 
 class ReviveHeads(Intervention):
     """Assign fresh key and query weights in another subspace to redundant heads.
 
-    In each group of heads that are alike, all but the one that contributes most get fresh key and query weights, as far
-    from the other heads' as the width allows, and at their scale. Their contribution is folded into that head, and
-    their own output slices are set to zero, so that the layer computes the same if they attended alike. Their entries
-    in the optimizer's state are cleared. Under grouped keys a key head is revived together with its query heads, and
-    query heads that only score alike get fresh queries.
+    Of key heads that are alike, all but the one that contributes most get fresh key and query weights, as far from the
+    other heads' as the width allows, and at their scale. Their contribution is folded into that head, and their own
+    output slices are set to zero, so that the layer computes the same if they attended alike. Their entries in the
+    optimizer's state are cleared. Under grouped keys a key head is revived together with its query heads.
 
     Before anything is written the relative error of the head's output is estimated from the weights, see
-    `folding_error`: what the other head's values cannot express, and where its attention differs. A head with a larger
+    `fold_head`: what the other head's values cannot express, and where its attention differs. A head with a larger
     error than `max_output_error` is left as it is, and the action says so. So are heads whose own position terms or
     sinks differ; terms that are passed to the module, as ALiBi's, are not known.
 
@@ -77,139 +64,63 @@ class ReviveHeads(Intervention):
 
     @torch.no_grad()
     def on_alert(self, alert: Alert) -> Action | None:
-        """Revive all but the strongest head of each group, in every layer that the alert names."""
-        done, refusals, layers = [], [], []
+        """Revive all but the strongest of the heads that are alike, in every layer that the alert names."""
+        revived, refusals, layers = [], [], []
         for name in alert.layers:
             layer = self.training.layers.get(name)
             if layer is None or _why_not(layer):
                 continue
-            plans = self._plans(layer, alert)
-            acting = [plan for plan in plans if plan.leaving]
-            refusals += [f"{self._left(plan)} of {name}" for plan in plans if plan.spared]
-            if not plans:
-                continue
-            layers.append(name)
-            if acting:
-                done.append(f"{_done(acting)} of {name}")
-                if not self.dry_run:
-                    self._act(layer, acting)
+            leaving, unit = [], "head" if layer.num_heads == layer.num_key_heads else "key head"
+            for leaves, stays in _pairs(layer, alert):
+                layers.append(name)
+                error = _error(layer, leaves, stays)
+                about = f"a relative error of about {100 * error:.0f} %"
+                if error <= self.max_output_error:  # NaN is not
+                    leaving.append((leaves, stays))
+                    about = "" if error < 0.005 else f", with {about}"
+                    revived.append(f"{unit} {leaves} of {name} (folded into {unit} {stays}{about})")
+                else:
+                    refusals.append(
+                        f"left {unit} {leaves} of {name} as before, for {unit} {stays} would "
+                        f"replace its output with {about}, above max_output_error={self.max_output_error:g}"
+                    )
+            if leaving and not self.dry_run:
+                self._revive(layer, leaving)
         if not layers:
             return None
-        if not done:
-            return self.action(layers, "; ".join(refusals), is_refusal=True)
-        return self.action(layers, "; ".join([f"assigned fresh weights to {', and to '.join(done)}", *refusals]))
+        done = [f"assigned fresh weights to {', head '.join(revived)}"] if revived else []
+        return self.action(dict.fromkeys(layers), "; ".join([*done, *refusals]), is_refusal=not revived)
 
-    def _plans(self, layer: AttentionLayer, alert: Alert) -> list[_Plan]:
-        """Choose for each group of heads that are alike the one that stays, and those that may leave."""
-        of_keys = bool({*ALIKE} & {alert.rule, *alert.also})
-        # The heads are those of the rule that states the cause: a weight jump may name one head of two.
-        is_grouped = layer.num_heads != layer.num_key_heads
-        fits = alert.rule in ALIKE and (not is_grouped or (alert.unit == "key heads") == of_keys)
-        groups = _groups(layer, alert.where[layer.name] if fits else (), of_keys=of_keys)
-        strength = _strength(layer, of_keys=of_keys)
-        plans = []
-        for group in groups:
-            stays = max(group, key=lambda head: strength[head])
-            errors = {head: _error(layer, _members(layer, head, stays, of_keys)) for head in group if head != stays}
-            leaving = {head: error for head, error in errors.items() if error <= self.max_output_error}  # NaN is not
-            staying = {head: error for head, error in errors.items() if head not in leaving}
-            plans.append(_Plan(stays, leaving, staying, of_keys, "key head" if of_keys and is_grouped else "head"))
-        return plans
+    def _revive(self, layer: AttentionLayer, pairs: Sequence[tuple[int, int]]) -> None:
+        seed = zlib.crc32(f"{self.seed} {self.training.step} {layer.name}".encode())
+        generator = torch.Generator().manual_seed(seed)
+        weights = {role: layer.weight(role).detach().clone() for role in ROLES}
+        members = [member for pair in pairs for member in _query_heads(layer, *pair)]
+        for leaves, stays in members:
+            weights["output"][stays] = _fold(layer, weights, leaves, stays)[0].to(weights["output"])
+            weights["output"][leaves] = 0
+        fresh = [("query", leaves) for leaves, _ in members] + [("key", leaves) for leaves, _ in pairs]
+        for role, head in fresh:
+            weights[role][head] = fresh_head(weights[role], head, generator=generator)
+        # Nothing is written before all of it is computed, so that a failure leaves the layer as it was.
+        for _, stays in members:
+            layer.weights["output"].write(stays, weights["output"][stays])
+        for role, head in [*fresh, *(("output", leaves) for leaves, _ in members)]:
+            layer.weights[role].write(head, weights[role][head])
+            self._clear_state(*layer.weights[role].index(head))
+        written = sorted({head for member in members for head in member})
+        self.training.expect_change(layer.name, written, self.training.step, self.name)
 
-    def _act(self, layer: AttentionLayer, plans: Sequence[_Plan]) -> None:
-        step = self.training.step
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {step} {layer.name}".encode()))
-        written = set[int]()
-        with self._all_or_nothing(layer):
-            for plan in plans:
-                for head in plan.leaving:
-                    members = _members(layer, head, plan.stays, plan.of_keys)
-                    self._revive(layer, head, members, generator, plan.of_keys)
-                    written.update(query for pair in members for query in pair)
-        self.training.expect_change(layer.name, sorted(written), step, self.name)
-
-    def _revive(
-        self,
-        layer: AttentionLayer,
-        head: int,
-        members: Sequence[tuple[int, int]],
-        generator: torch.Generator,
-        of_keys: bool,
-    ) -> None:
-        output, constant = layer.weights["output"], output_bias(layer)
-        for leaving, staying in members:
-            folded = _fold(layer, leaving, staying)
-            output.write(staying, folded.output)
-            if constant is not None:
-                constant.add_(folded.bias.to(constant))
-            self._write(output, leaving, torch.zeros_like(folded.output))
-            query = layer.weights["query"]
-            self._write(query, leaving, fresh_head(query.tensor(), leaving, generator=generator))
-        if of_keys:
-            key = layer.weights["key"]
-            self._write(key, head, fresh_head(key.tensor(), head, generator=generator))
-
-    def _write(self, weight: HeadWeight, head: int, rows: Tensor) -> None:
-        weight.write(head, rows)
-        clear_state(self.training.optimizers, *weight.index(head))
-
-    @contextmanager
-    def _all_or_nothing(self, layer: AttentionLayer) -> Iterator[None]:
-        """Restore the weights and the optimizer's state if the block fails."""
-        owners = [
-            *layer.module.parameters(),
-            *(parameter for role in ROLES for parameter in layer.weights[role].parameters()),
-        ]
-        bias = output_bias(layer)
-        states = [
-            item
-            for optimizer in self.training.optimizers
-            for owner in owners
-            for item in optimizer.state.get(owner, {}).values()
-            if isinstance(item, Tensor)
-        ]
-        tensors = [*owners, *([] if bias is None else [bias]), *states]
-        before = [(tensor, tensor.detach().clone()) for tensor in tensors]
-        try:
-            yield
-        except BaseException:
-            for tensor, value in before:
-                tensor.detach().copy_(value)
-            raise
-
-    def _left(self, plan: _Plan) -> str:
-        shares = ", ".join(f"{100 * error:.0f} %" for error in plan.spared.values())
-        return (
-            f"left {plan.words(plan.spared)} as before, for {plan.words([plan.stays])} would replace the output with a "
-            f"relative error of about {shares}, above max_output_error={self.max_output_error:g},"
-        )
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What to do with a group: the head that stays; those that leave, and those that may not, with their errors."""
-
-    stays: int
-    leaving: dict[int, float]
-    spared: dict[int, float]
-    of_keys: bool
-    kind: str
-
-    def words(self, heads: Sequence[int] | dict[int, float]) -> str:
-        return f"{self.kind}{'s' if len(heads) > 1 else ''} {', '.join(map(str, heads))}"
-
-
-def _done(plans: Sequence[_Plan]) -> str:
-    parts = []
-    for plan in plans:
-        error = max(plan.leaving.values())
-        about = "" if error < 0.005 else f", with a relative error of about {100 * error:.0f} %"
-        parts.append(f"{plan.words(plan.leaving)} (folded into {plan.words([plan.stays])}{about})")
-    return ", ".join(parts)
+    def _clear_state(self, parameter: nn.Parameter, index: Tensor) -> None:
+        """Set what optimizers keep of some elements of a parameter to zero: momentum, mean squares."""
+        for optimizer in self.training.optimizers:
+            for state in optimizer.state.get(parameter, {}).values():
+                if isinstance(state, Tensor) and state.shape == parameter.shape:
+                    state.put_(index.to(state.device), torch.zeros_like(index, dtype=state.dtype, device=state.device))
 
 
 def _why_not(layer: AttentionLayer) -> str:
-    """Why heads of a layer cannot be folded into one another; empty if they can."""
+    """Return why heads of a layer cannot be folded into one another; empty if they can."""
     if layer.num_heads < 2:
         return "it has one head"
     if layer.num_value_heads != layer.num_key_heads or layer.value_of != layer.key_of:
@@ -219,80 +130,59 @@ def _why_not(layer: AttentionLayer) -> str:
     return why_not_writable(layer, ROLES)
 
 
-def _groups(layer: AttentionLayer, accused: Sequence[int], *, of_keys: bool) -> list[list[int]]:
-    """Group the heads of a layer that are alike now; only those that the alert names, if it names some."""
-    if of_keys:
-        alike = head_diversity(layer.weight("key")).subspace.pair_alignment >= ALIGNED
-    else:
-        alike = qk_circuits(layer.weight("query"), layer.weight("key"), layer.key_of).cosine >= SCORE_ALIKE
-    is_alike = alike.tolist()
-    groups: list[list[int]] = []
-    for head in accused or range(len(is_alike)):
-        near = [group for group in groups if any(is_alike[head][member] for member in group)]
-        groups = [group for group in groups if group not in near] + [
-            [head, *(item for group in near for item in group)]
-        ]
-    return [sorted(group) for group in groups if len(group) > 1]
+def _pairs(layer: AttentionLayer, alert: Alert) -> list[tuple[int, int]]:
+    """Return each key head that has a stronger one like it, and that one; of those that the alert names."""
+    # The heads are those of the rule that states the cause: a weight jump may name one head of two.
+    is_named = alert.rule in ALIKE and (layer.num_heads == layer.num_key_heads or alert.unit == "key heads")
+    named = (alert.where[layer.name] if is_named else ()) or range(layer.num_key_heads)
+    alike = head_diversity(layer.weight("key")).subspace.pair_alignment >= ALIGNED
+    norms = ov_circuits(layer.weight("value"), layer.weight("output"), layer.value_of).norm.square()
+    strength = norms.new_zeros(layer.num_key_heads).index_add(0, torch.tensor(layer.key_of).to(norms.device), norms)
+    staying, pairs = list[int](), list[tuple[int, int]]()
+    for head in sorted(named, key=strength.tolist().__getitem__, reverse=True):
+        stays = next((stronger for stronger in staying if alike[head, stronger]), None)
+        if stays is None:
+            staying.append(head)
+        else:
+            pairs.append((head, stays))
+    return sorted(pairs)
 
 
-def _members(layer: AttentionLayer, head: int, stays: int, of_keys: bool) -> list[tuple[int, int]]:
-    """Pair the query heads that leave with those that stay."""
-    if not of_keys:
-        return [(head, stays)]
-    leaving, staying = ([h for h, key in enumerate(layer.key_of) if key == key_head] for key_head in (head, stays))
+def _query_heads(layer: AttentionLayer, leaves: int, stays: int) -> list[tuple[int, int]]:
+    """Return pairs of the query heads of the key head that leaves, and of the one that stays."""
+    leaving, staying = ([h for h, key in enumerate(layer.key_of) if key == head] for head in (leaves, stays))
     return list(zip(leaving, staying))
 
 
-def _strength(layer: AttentionLayer, *, of_keys: bool) -> list[float]:
-    """Norm of each head's map from input to output; of key heads that of all of their query heads."""
-    values, outputs = layer.weight("value").double(), layer.weight("output").double()
-    maps = values[list(layer.value_of)].mT @ outputs  # (H, in_features, out_features)
-    norms: list[float] = maps.square().sum((-2, -1)).tolist()
-    if not of_keys:
-        return norms
-    return [sum(norm for norm, own in zip(norms, layer.key_of) if own == key) for key in range(layer.num_key_heads)]
+def _error(layer: AttentionLayer, leaves: int, stays: int) -> float:
+    """Return the relative error of a key head's output once it is folded: the largest of its query heads."""
+    weights, errors = {role: layer.weight(role) for role in ROLES}, [0.0]
+    for head, other in _query_heads(layer, leaves, stays):
+        if weights["output"][head].any():  # else it contributes nothing
+            has_terms = _has_terms_of_its_own(layer, head, other)
+            errors.append(1.0 if has_terms else float(_fold(layer, weights, head, other)[1]))
+    return float(torch.tensor(errors).max())  # NaN if one is
 
 
-def _error(layer: AttentionLayer, members: Sequence[tuple[int, int]]) -> float:
-    """Relative error of a head's output once it is folded into another; the largest over its query heads."""
-    query, key, output = layer.weight("query"), layer.weight("key"), layer.weight("output")
-    is_normed = "query" in layer.normed or "key" in layer.normed
-    errors = []
-    for leaving, staying in members:
-        if not output[leaving].any():
-            errors.append(0.0)  # it contributes nothing
-            continue
-        if _has_terms_of_its_own(layer, leaving, staying):
-            return 1.0
-        biases = read_bias(layer.weights["query"], staying), read_bias(layer.weights["query"], leaving)
-        agreement = attention_agreement(
-            (query[staying], query[leaving]),
-            (key[layer.key_of[staying]], key[layer.key_of[leaving]]),
-            None if biases[0] is None or biases[1] is None else (biases[0], biases[1]),
-            is_normed=is_normed,
-        )
-        errors.append(float(folding_error(_fold(layer, leaving, staying).lost, agreement)))
-    return math.nan if any(map(math.isnan, errors)) else max(errors)
+def _fold(layer: AttentionLayer, weights: dict[str, Tensor], leaves: int, stays: int) -> tuple[Tensor, Tensor]:
+    def of_both(role: str, heads: Sequence[int]) -> Tensor:
+        biases = [] if role == "key" else [bias_of(layer.weights[role], head) for head in heads]
+        columns = [bias[0].take(bias[1])[:, None] for bias in biases if bias is not None]
+        stacked = weights[role][list(heads)]
+        return torch.cat([stacked, torch.stack(columns)], -1) if columns else stacked
+
+    keys = layer.key_of[stays], layer.key_of[leaves]
+    queries, outputs = of_both("query", (stays, leaves)), weights["output"][[stays, leaves]]
+    is_normed = bool(layer.normed & {"query", "key"})
+    return fold_head(queries, of_both("key", keys), of_both("value", keys), outputs, is_normed=is_normed)
 
 
-def _fold(layer: AttentionLayer, leaving: int, staying: int) -> Folding:
-    value, output = layer.weight("value"), layer.weight("output")
-    stays, leaves = layer.value_of[staying], layer.value_of[leaving]
-    biases = read_bias(layer.weights["value"], stays), read_bias(layer.weights["value"], leaves)
-    return fold_head(
-        (value[stays], value[leaves]),
-        (output[staying], output[leaving]),
-        None if biases[0] is None or biases[1] is None else (biases[0], biases[1]),
-    )
-
-
-def _has_terms_of_its_own(layer: AttentionLayer, head: int, other_head: int) -> bool:
+def _has_terms_of_its_own(layer: AttentionLayer, head: int, other: int) -> bool:
     """Return whether the module has parameters or buffers by head, besides projections, in which two heads differ."""
     projections = {id(parameter) for role in ROLES for parameter in layer.weights[role].parameters()}
-    for name, item in (*layer.module.named_parameters(), *layer.module.named_buffers()):
-        if id(item) in projections or (name.endswith("bias") and item.dim() == 1 and item.shape[0] != layer.num_heads):
-            continue
-        for dim, size in enumerate(item.shape):
-            if size == layer.num_heads and not torch.equal(item.select(dim, head), item.select(dim, other_head)):
-                return True
-    return False
+    return any(
+        size == layer.num_heads and not tensor.select(dim, head).equal(tensor.select(dim, other))
+        for tensor in (*layer.module.parameters(), *layer.module.buffers())
+        if id(tensor) not in projections
+        for dim, size in enumerate(tensor.shape)
+    )

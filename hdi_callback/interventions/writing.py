@@ -1,12 +1,10 @@
-"""Weights of heads that an intervention may write: which layers allow it, their biases, the optimizer's state."""
+"""Weights of heads that an intervention may write: which layers allow it, and their biases."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight, owner_of
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionError
@@ -46,30 +44,3 @@ def bias_of(weight: HeadWeight, head: int) -> tuple[nn.Parameter, Tensor] | None
         bias = owner.in_proj_bias
         starts = starts + {"k_proj_weight": 1, "v_proj_weight": 2}.get(name, 0) * owner.embed_dim
     return None if not isinstance(bias, nn.Parameter) else (bias, starts.to(bias.device))
-
-
-def read_bias(weight: HeadWeight, head: int) -> Tensor | None:
-    """Return the bias of a head, ``(width,)``, if there is one."""
-    bias = bias_of(weight, head)
-    return None if bias is None else bias[0].detach().flatten()[bias[1]]
-
-
-def output_bias(layer: AttentionLayer) -> nn.Parameter | None:
-    """Return the bias of the output projection, if there is one."""
-    rows = layer.weights["output"].plain
-    if rows is None:
-        return None
-    owner, _ = owner_of(rows.module, rows.names[0])
-    bias = getattr(owner, "bias", None)
-    return bias if isinstance(bias, nn.Parameter) else None
-
-
-@torch.no_grad()
-def clear_state(optimizers: Sequence[Optimizer], parameter: nn.Parameter, index: Tensor) -> None:
-    """Set what optimizers keep of some elements of a parameter to zero: momentum, mean squares."""
-    for optimizer in optimizers:
-        for state in optimizer.state.get(parameter, {}).values():
-            if isinstance(state, Tensor) and state.shape == parameter.shape:
-                state.put_(
-                    index.to(state.device), torch.zeros((), dtype=state.dtype, device=state.device).expand_as(index)
-                )
