@@ -7,12 +7,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from hdi_callback.arguments import flag, shown
 from hdi_callback.dashboards import Curves, sink_for
@@ -21,12 +22,12 @@ from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import guarded
 from hdi_callback.integrations import LIGHTNING_WAS_LOADED
 from hdi_callback.integrations.base import MISUSE, Watcher
-from hdi_callback.interventions import Intervention
 from hdi_callback.record import Record, Sink
 from hdi_callback.session import Session, Settings
-from hdi_callback.session.settings import ChosenAlerts, History, Padding, Thresholds
+from hdi_callback.session.settings import Options, takes_settings
 
 
+@takes_settings
 class HDICallback(Watcher, pl.Callback):
     """Watch the diversity of the attention heads during training.
 
@@ -41,20 +42,9 @@ class HDICallback(Watcher, pl.Callback):
 
     Args:
         every_n_steps: optimizer steps between readings, as the trainer counts them.
-        metrics: names of further metrics to draw for each layer.
-        include: patterns of layer names to watch (``"encoder.*"``); all by default.
-        exclude: patterns of layer names to leave out.
-        max_tokens: largest number of tokens kept per layer for one reading of the head outputs.
-        padding: which tokens are padding: ``"auto"``, the id of the padding token, a function, or `None`; see
-            `Settings`.
-        history: write the history, to ``hdi/history.jsonl`` in the folder of the first logger, or to a path.
-        alerts: ``"default"``, a list of rules, or `None` for no alerts.
-        thresholds: limits of the rules by pattern of layer names.
-        pretrained: whether the weights were trained before this run; ``"auto"`` tells it from the weights.
-        interventions: what to do about alerts; nothing by default.
-        strict: raise an error if no attention is read in the first forward; otherwise warn.
         name: put before every tag as ``<name>/``; needed when one trainer has two of these callbacks.
         prog_bar: show ``hdi/mean`` and ``hdi/min`` in the progress bar.
+        settings: see `Settings`.
 
     Raises:
         MisconfigurationError: if an argument cannot work.
@@ -65,29 +55,10 @@ class HDICallback(Watcher, pl.Callback):
     """
 
     def __init__(
-        self,
-        every_n_steps: int = 50,
-        metrics: Sequence[str] | None = None,
-        include: Sequence[str] | None = None,
-        exclude: Sequence[str] | None = None,
-        max_tokens: int = 2048,
-        padding: Padding = "auto",
-        history: History = True,
-        alerts: ChosenAlerts = "default",
-        thresholds: Thresholds = None,
-        pretrained: bool | Literal["auto"] = "auto",
-        interventions: Sequence[Intervention] | None = None,
-        strict: bool = True,
-        name: str | None = None,
-        prog_bar: bool = False,
+        self, every_n_steps: int = 50, *, name: str | None = None, prog_bar: bool = False, **settings: Unpack[Options]
     ) -> None:
         _require_one_namespace()
-        super().__init__(
-            Settings(
-                every_n_steps, metrics, include, exclude, max_tokens, padding, history, alerts, thresholds, pretrained,
-                interventions, strict,
-            )
-        )  # fmt: skip
+        super().__init__(Settings(every_n_steps=every_n_steps, **settings))
         if name is not None and not (isinstance(name, str) and re.fullmatch(r"[\w.-]{1,100}", name)):
             raise MisconfigurationError(
                 f'`name` must be letters, digits, ".", "-" and "_", got {shown(name)}: write "encoder".'

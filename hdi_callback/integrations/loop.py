@@ -23,12 +23,12 @@ from hdi_callback.integrations.trackers import Log
 from hdi_callback.interventions import SaveCheckpoint
 from hdi_callback.record import Record, Sink
 from hdi_callback.session import Session, Settings
-from hdi_callback.session.settings import Options, with_options_shown
+from hdi_callback.session.settings import Options, takes_settings
 
 Folder = str | os.PathLike[str]
 
 
-@with_options_shown
+@takes_settings
 def watch_heads(
     model: nn.Module,
     optimizer: Any = None,
@@ -59,9 +59,7 @@ def watch_heads(
             ``fabric.log_dict``, ``mlflow.log_metrics``.
         save_checkpoint: how to save a checkpoint, for the intervention `SaveCheckpoint`: a function of a name, called
             on every rank; what it returns, or else the name, is kept as the place.
-        settings: `metrics`, `include`, `exclude`, `max_tokens`, `padding`, `history`, `alerts`, `thresholds`,
-            `pretrained`, `interventions` and `strict`, as `HDICallback` takes them; a history is written under
-            `log_dir`.
+        settings: see `Settings`.
 
     Returns:
         A context manager, which removes all hooks at its end.

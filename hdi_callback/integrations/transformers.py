@@ -17,7 +17,7 @@ from hdi_callback.integrations.base import MISUSE, Watcher
 from hdi_callback.integrations.trackers import Log, tracker_sinks, trainers_callbacks
 from hdi_callback.record import Record, Sink
 from hdi_callback.session import Session, Settings
-from hdi_callback.session.settings import Options, with_options_shown
+from hdi_callback.session.settings import Options, takes_settings
 
 try:
     import transformers
@@ -30,6 +30,7 @@ _KEY = "hdi_callback"  # in the trainer's own state; under the name of a class t
 _STATE_FILE = "trainer_state.json"
 
 
+@takes_settings
 class HDITrainerCallback(Watcher, transformers.TrainerCallback):
     """Watch the diversity of the attention heads of a model that a transformers `Trainer` trains.
 
@@ -44,9 +45,7 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
     Args:
         every_n_steps: optimizer steps between readings.
         log: a function that takes each reading's curves, a dictionary, and its step, beside what ``report_to`` names.
-        settings: `metrics`, `include`, `exclude`, `max_tokens`, `padding`, `history`, `alerts`, `thresholds`,
-            `pretrained`, `interventions` and `strict`, as `HDICallback` takes them; a history is written under the
-            output directory.
+        settings: see `Settings`.
 
     Raises:
         MisconfigurationError: if an argument cannot work.
@@ -57,7 +56,6 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
 
     state_key = "HDITrainerCallback"  # read by a Lightning trainer before it calls `setup`
 
-    @with_options_shown
     def __init__(self, every_n_steps: int = 50, *, log: Log | None = None, **settings: Unpack[Options]) -> None:
         super().__init__(Settings(every_n_steps=every_n_steps, **settings))
         self._log = function("log", log, "log=mlflow.log_metrics")

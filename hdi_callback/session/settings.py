@@ -19,7 +19,7 @@ Padding = Literal["auto"] | int | Callable[..., Any] | None
 History = bool | str | os.PathLike[str]
 ChosenAlerts = Literal["default"] | Sequence[Rule] | None
 Thresholds = Mapping[str, Mapping[str, float | None]] | None
-F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T", bound=Callable[..., Any])
 
 
 class Options(TypedDict, total=False):
@@ -109,16 +109,17 @@ class Settings:
         object.__setattr__(self, name, value)
 
 
-def with_options_shown(function: F) -> F:
-    """Return a function that takes `Options`, with each of them in its signature, as `help` shows it."""
+def takes_settings(door: T) -> T:
+    """Return a class or function that takes `**settings`, with each of them in its signature and docstring."""
+    function: Any = door.__init__ if isinstance(door, type) else door  # type: ignore[misc]
     signature = inspect.signature(function)
     own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-    options = [
-        value for name, value in inspect.signature(Settings).parameters.items() if name in Options.__annotations__
-    ]
-    options = [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in options]
-    function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
-    return function
+    every = inspect.signature(Settings, eval_str=True).parameters
+    settings = [every[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in Options.__annotations__]
+    function.__signature__ = signature.replace(parameters=[*own, *settings])
+    described = (Settings.__doc__ or "").partition("        metrics:")[2].partition("\n\n    Raises:")[0]
+    door.__doc__ = (door.__doc__ or "").replace("        settings: see `Settings`.", f"        metrics:{described}")
+    return door
 
 
 def _metrics(value: Any) -> tuple[str, ...] | None:

@@ -108,13 +108,14 @@ def test_a_rule_may_not_need_what_is_no_metric() -> None:
 
 
 @pytest.mark.parametrize("callback", [HDICallback, HDITrainerCallback, watch_heads])
-def test_the_twelve_arguments_are_written_out_in_the_signature(callback: Any) -> None:
+def test_the_twelve_arguments_are_written_out_in_signature_and_docstring(callback: Any) -> None:
     parameters = inspect.signature(callback).parameters
     expected = inspect.signature(Settings).parameters
     assert len(NAMES) == 12
     assert [name for name in parameters if name in NAMES] == NAMES
     assert all(parameters[name].default == expected[name].default for name in NAMES)
     assert all(parameters[name].annotation != inspect.Parameter.empty for name in NAMES)
+    assert all(f"\n        {name}: " in callback.__doc__ for name in NAMES), "and described"
 
 
 @pytest.mark.parametrize("callback", [HDICallback, HDITrainerCallback])
