@@ -52,7 +52,7 @@ class Alert:
         also: names of other rules that report the same event.
         unit: what the heads are: ``"heads"``, or ``"key heads"`` under grouped keys.
         status: ``"new"``, ``"worse"``, ``"resolved"`` or ``"not measured"`` (its metric is gone).
-        code: lines to paste that help, for the trainer at hand; empty if none do.
+        code: arguments of the callback that help; empty if none do.
     """
 
     step: int
@@ -77,7 +77,7 @@ class Alert:
 
     @property
     def remedy(self) -> str:
-        """The action and, below it, the code, each line of it whole."""
+        """The action and, below it, the code."""
         return f"{self.action}:\n{self.code}" if self.code else self.action
 
     @property

@@ -174,7 +174,6 @@ def explain(name: tuple[str, ...], as_json: bool) -> int:
     from hdi_callback.monitor.metrics import METRICS
     from hdi_callback.rules import LIMITS, RULES
     from hdi_callback.rules import explain as explain_one
-    from hdi_callback.rules.rule import paste
 
     if not name:
         if as_json:
@@ -225,14 +224,14 @@ def explain(name: tuple[str, ...], as_json: bool) -> int:
             limit = next(iter(rule.limits))
             data["to try another"] = f"hdi report RUN --threshold {limit}=VALUE"
             data["to set one"] = f'HDICallback(thresholds={{"*": {{"{limit}": VALUE}}}})'
-        code = paste(rule.code)
+        code = rule.code
     if as_json:
         print_json({"name": title, **data, "code": code})
     else:
         click.echo(f"{title}\n")
         print_rows(data.items())
         if code:
-            click.echo(f"\nTo paste, where Lightning trains:\n\n{code}")
+            click.echo(f"\nArguments that help: {code}")
     return NOTHING_UNUSUAL
 
 

@@ -23,7 +23,7 @@ class Verdict:
     state: State  # ``"alert"``, ``"clear"`` or ``"nothing to judge"``
     text: str  # a sentence or two
     action: str = ""  # what to do about the first alert, in prose; empty without an alert
-    code: str = ""  # lines to paste; empty if none help
+    code: str = ""  # arguments that help; empty if none do
 
     def __str__(self) -> str:
         return self.text

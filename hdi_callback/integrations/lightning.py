@@ -161,8 +161,6 @@ class HDICallback(Watcher, pl.Callback):
 class _LightningTrainer:
     """A Lightning trainer as the `Trainer` of a session."""
 
-    door = "HDICallback"
-
     def __init__(self, trainer: pl.Trainer, settings: Settings, prefix: str) -> None:
         self._trainer, self._metrics, self._prefix = trainer, settings.metrics or (), prefix
 

@@ -258,8 +258,6 @@ class HeadSession(Watcher):
 class _Loop:
     """A loop as the `Trainer` of a session, which counts the steps itself."""
 
-    door = "watch_heads"
-
     def __init__(
         self,
         settings: Settings,

@@ -147,8 +147,6 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
 class _TransformersTrainer:
     """A transformers trainer as the `Trainer` of a session."""
 
-    door = "HDITrainerCallback"
-
     def __init__(
         self, args: Any, state: Any, control: Any, optimizer: Any, settings: Settings, log: Log | None
     ) -> None:

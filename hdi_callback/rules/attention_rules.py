@@ -1,18 +1,19 @@
-"""Rules on the rows of attention: too sharp, too flat, sudden changes, masks."""
+"""Rules on the rows of attention: too sharp, too flat, sudden changes, later tokens."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from hdi_callback.rules.initialisation import began_small
 from hdi_callback.rules.rule import Finding, Rule
 from hdi_callback.rules.series import Series
 
-ENTROPY, LOGIT = "attention_entropy", "attention_logit"
+ENTROPY, LOGIT, AHEAD = "attention_entropy", "attention_logit", "attention_ahead"
 CLIP = "interventions=[QKClip(limit={:.3g})]"
+HIDDEN = 1e-6
+"""Largest attention to tokens that are hidden, from rounding."""
 
 
 class TokensAlike(Rule):
@@ -31,7 +32,7 @@ class TokensAlike(Rule):
     lasts, hysteresis = 3, 0.02
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        metric, limit = "token_cosine", self.at("tokens")
+        (metric,), limit = self.needs, self.at("tokens")
         value, (_, curve) = series.value(metric), series.curve(metric)
         if active is None:
             first = series.first.values.get(metric, value)
@@ -39,9 +40,9 @@ class TokensAlike(Rule):
                 return None
         elif value < limit - self.hysteresis:
             return None
-        how = f"mean cosine {series.change(metric, '{:.3f}'.format)}"
+        evidence = f"mean cosine {series.change(metric, 3)}"
         clause = "the input tokens of {layer} are nearly identical"
-        return Finding(clause, how, value=value, threshold=limit, metric=metric)
+        return Finding(clause, evidence, value=value, threshold=limit, metric=metric)
 
 
 class SharpFromStart(Rule):
@@ -90,8 +91,7 @@ class FlatAttention(Rule):
     limits = ("flat",)
     condition = (
         "the mean entropy was never below 0.9995 in 15 readings, nor the largest score above 0.25; a notice where key "
-        "weights began small. Or it was 0.995 or less at the first reading, and is 0.9995 or more at five readings in "
-        "a row"
+        "weights began small. Or it was 0.995 or less at the first reading, and is 0.9995 or more at five in a row"
     )
     meaning = (
         "The scores are so small that every head averages all tokens. A notice says that its weights began small, from "
@@ -144,9 +144,7 @@ class SuddenSharpening(Rule):
         "notice while the loss is good. It ends half way back"
     )
     meaning = "Scores grow, or something is added to those of one token."
-    action = (
-        "Look at the learning rate and its warm-up, at masks and at biases on the scores. If scores grow, limit them"
-    )
+    action = "look at the learning rate and its warm-up, at masks and at biases on scores. If scores grow, limit them"
     code = CLIP.format(30)
     within, past, factor = 8, 6, 4.0
 
@@ -183,8 +181,8 @@ class SuddenFlattening(Rule):
     limits = ("flatten",)
     condition = (
         "at four readings in a row the distance from uniform attention, 1 less the mean entropy, is at a third or less "
-        "of the least at the twelve before, and most of it fell between two readings; a notice while the "
-        "loss is good. It ends half way back"
+        "of the least at the twelve before, and most of it fell between two readings; a notice while the loss is good. "
+        "It ends half way back"
     )
     meaning = "The tokens became alike, a norm was lost, or the scale of the scores was changed."
     action = "look at what the data loader gives since then, at the norm before the layer, and at the scale of scores"
@@ -205,85 +203,53 @@ class SuddenFlattening(Rule):
         fall = math.log(statistics.median(before) / statistics.median(now))
         if math.log(before[-1] / now[0]) < self.at_once * fall:
             return None
-        fallen = len(curve) - self.lasts
+        at = len(curve) - self.lasts
+        when = f"between steps {steps[at - 1]} and {steps[at]}"
         return Finding(
             "attention in {layer} hardly tells tokens apart any more",
-            f"mean entropy jumped from {curve[fallen - 1]:.4f} to {curve[fallen]:.4f} between steps "
-            f"{steps[fallen - 1]} and {steps[fallen]}",
+            f"mean entropy jumped from {curve[at - 1]:.4f} to {curve[at]:.4f} {when}",
             value=max(now),
             threshold=min(before) / factor,
             metric=ENTROPY,
-            since=steps[fallen],
+            since=steps[at],
         )
 
 
 class LaterTokens(Rule):
-    """Attention that was causal reaches later tokens: a mask is missing, or leaks."""
+    """Attention reaches later tokens that it did not, or that like layers hide: a mask is missing, or leaks."""
 
     name = "later tokens"
     is_cause = True
-    needs = ("attention_ahead",)
+    needs = (AHEAD,)
     limits = ("later",)
     level = "critical"
     condition = (
-        "0.001 of the attention reaches tokens after the query, in a layer where they were hidden at the first reading"
+        "0.001 of the attention reaches tokens after the query, in a layer where they were hidden at the first reading "
+        "or where most layers of its name, but for the number, hid them"
     )
-    meaning = "The model sees tokens that were hidden from it before: the mask is missing, or leaks."
+    meaning = "The model sees tokens that are to be hidden from it: the mask is missing, or leaks."
     action = "look at the mask that the attention gets, and whether True means visible or hidden there"
-    rounding = 1e-6
-    """Largest attention to masked tokens, from rounding."""
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        metric, limit = "attention_ahead", self.at("later")
-        value = series.value(metric)
-        if value < limit or series.first.values.get(metric, 1.0) > self.rounding:
+        value, limit = series.value(AHEAD), self.at("later")
+        was_hidden = series.first.values.get(AHEAD, 1.0) <= HIDDEN
+        if value < limit or not (was_hidden or series.peers_hide):
             return None
-        heads = tuple(head for head, share in enumerate(series.latest.per_head(metric)) if share >= limit)
-        is_all = len(heads) == series.facts.get("num_heads")
+        heads = tuple(head for head, share in enumerate(series.latest.per_head(AHEAD)) if share >= limit)
+        is_all = len(heads) in {0, series.facts.get("num_heads")}
+        before = f"they were hidden at step {series.first.step}" if was_hidden else "layers like it hide them"
         return Finding(
-            "attention in {layer} reaches tokens after the query"
-            if is_all or not heads
-            else "the attention of {heads} reaches tokens after the query",
-            f"their share {series.change(metric)}; they were hidden at step {series.first.step}",
+            f"{'attention in {layer}' if is_all else 'the attention of {heads}'} reaches tokens after the query",
+            f"their share {series.change(AHEAD)}; {before}",
             () if is_all else heads,
             value=value,
             threshold=limit,
-            metric=metric,
-        )
-
-
-class OneKey(Rule):
-    """Each query sees a single key, so that attention mixes nothing: a mask hides too much."""
-
-    name = "one key"
-    is_cause = True
-    needs = ("attention_keys",)
-    limits = ("keys",)
-    level = "critical"
-    condition = "each query sees a single key, though there are several"
-    meaning = "The mask hides too much, so that attention mixes nothing."
-    action = LaterTokens.action
-
-    def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        value, limit = series.value("attention_keys"), self.limit["keys"] or 0.0
-        if value > limit:
-            return None
-        how = f"the mean number of keys that it sees {series.change('attention_keys', '{:.1f}'.format)}"
-        return Finding(
-            "each query in {layer} sees a single key, though there are several",
-            how,
-            value=value,
-            threshold=limit,
-            metric="attention_keys",
+            metric=AHEAD,
         )
 
 
 def _largest_change(curve: Sequence[float], within: int) -> float:
-    """The largest change between two readings that are at most so many apart, as a logarithm."""
-    log: Callable[[float], float] = lambda value: math.log(max(value, 1e-12))  # noqa: E731
-    pairs = (
-        (before, after)
-        for place, before in enumerate(curve)
-        for after in itertools.islice(curve, place + 1, place + 1 + within)
-    )
-    return max((abs(log(after) - log(before)) for before, after in pairs), default=0.0)
+    """Return the largest change between two readings that are at most so many apart, as a logarithm."""
+    logs = [math.log(max(value, 1e-12)) for value in curve]
+    apart = range(1, within + 1)
+    return max((abs(after - before) for gap in apart for before, after in zip(logs, logs[gap:])), default=0.0)

@@ -11,7 +11,6 @@ from hdi_callback.monitor.metrics import METRICS
 from hdi_callback.rules.attention_rules import (
     FlatAttention,
     LaterTokens,
-    OneKey,
     SharpFromStart,
     SuddenFlattening,
     SuddenSharpening,
@@ -24,7 +23,6 @@ from hdi_callback.rules.weight_rules import FrozenWeights, NotFinite, RoundedAwa
 
 RULES: tuple[type[Rule], ...] = (
     NotFinite,
-    OneKey,
     LaterTokens,
     SharpFromStart,
     FrozenWeights,
@@ -53,8 +51,8 @@ def default_rules(limits: Limits | None = None) -> list[Rule]:
         A rule of each kind; those with all of their limits off are left out.
 
     Example:
-        >>> [rule.name for rule in default_rules({"keys": None})][:3]
-        ['weights not finite', 'later tokens', 'sharp from the start']
+        >>> [rule.name for rule in default_rules({"start": None, "start_logit": None})][:3]
+        ['weights not finite', 'later tokens', 'frozen weights']
     """
     limits = {} if limits is None else limits
     rules = [kind(**{name: limits[name] for name in kind.limits if name in limits}) for kind in RULES]

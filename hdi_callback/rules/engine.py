@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import describe, warn
-from hdi_callback.monitor.metrics import METRICS
 from hdi_callback.record import LEVELS, Alert, LayerRecord, Record
+from hdi_callback.rules.attention_rules import AHEAD, HIDDEN
 from hdi_callback.rules.choice import RULES, check_rules, default_rules
 from hdi_callback.rules.events import Events, Key, Report, Sighting
 from hdi_callback.rules.initialisation import has_been_trained
 from hdi_callback.rules.limits import Thresholds, check_thresholds, limits_of
 from hdi_callback.rules.losses import Losses
-from hdi_callback.rules.rule import Finding, Rule, paste
+from hdi_callback.rules.rule import Finding, Rule
 from hdi_callback.rules.series import STILL, Row, Series
 from hdi_callback.rules.words import heads_in_words
-
-PATIENCE = 5
-"""Readings in a row at which an active finding cannot be judged, after which it ends as "not measured"."""
-
-
-@dataclass
-class Open:
-    """A finding that lasts: the latest one, since which step, and at how many readings it was not judged."""
-
-    finding: Finding
-    since: int
-    missed: int = 0
 
 
 class Alerts:
@@ -46,7 +35,6 @@ class Alerts:
             ``{"decoder.*": {"mean": 0.7, "pair": None}}``.
         layers: `AttentionLayer.facts` of each layer.
         pretrained: whether the weights were trained before this run; ``"auto"`` to tell it from them.
-        door: what the code of alerts passes arguments to, one of `DOORS`.
 
     Raises:
         MisconfigurationError: if an argument cannot work.
@@ -58,7 +46,6 @@ class Alerts:
         thresholds: Thresholds | None = None,
         layers: Iterable[Mapping[str, Any]] = (),
         pretrained: bool | Literal["auto"] = "auto",
-        door: str = "HDICallback",
     ) -> None:
         self._own = None if rules == "default" else check_rules(() if rules is None else rules)
         self._thresholds = check_thresholds(thresholds)
@@ -67,12 +54,12 @@ class Alerts:
                 "`thresholds` are limits of the default rules; give those of a rule of your own to its class, as in "
                 "WorstPair(pair=0.9)."
             )
-        self._pretrained, self._door = pretrained, door
+        self._pretrained = pretrained
         self._facts: dict[str, Mapping[str, Any]] = {str(facts["name"]): facts for facts in layers}
-        self._rules: dict[str, list[Rule]] = {}
+        self._rules: dict[str, Sequence[Rule]] = {}
         self._failed: set[str] = set()
         self._series: dict[str, Series] = {}
-        self._open: dict[Key, Open] = {}
+        self._findings: dict[Key, tuple[Finding, int]] = {}  # those that last, and since which step
         self._events = Events()
         self._losses = Losses()
 
@@ -84,39 +71,53 @@ class Alerts:
     @property
     def findings(self) -> dict[Key, Finding]:
         """What the rules find in each layer now, before it is merged to alerts: (layer, rule) -> finding."""
-        return {key: held.finding for key, held in self._open.items()}
+        return {key: finding for key, (finding, _) in self._findings.items()}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the rules."""
+        return tuple(rule.name for rule in (RULES if self._own is None else self._own))
 
     def judge(self, record: Record) -> tuple[Alert, ...]:
-        """Return the alerts that begin, get worse or end at a reading; readings come in the order of steps."""
+        """Return the alerts that begin, get worse or end at a reading; readings come in the order of steps.
+
+        What a rule has found lasts until it is judged again: a reading without its metric ends nothing.
+        """
         report = Report(record.step)
         self._losses.note(record.loss)
-        others_move = any(map(_moves, record.layers.values()))
-        pretrained = self._pretrained_layers(record)
-        for name, layer in record.layers.items():
-            row = Row.from_record(record.step, layer)
+        rows = {name: Row.from_record(record.step, layer) for name, layer in record.layers.items()}
+        pretrained = self._pretrained_layers({name: row for name, row in rows.items() if name not in self._series})
+        model_moves = any(map(_moves, record.layers.values()))
+        for name, row in rows.items():
             if name not in self._series:
                 self._series[name] = Series(name, self._facts.get(name, {}), row, is_pretrained=name in pretrained)
+                self._series[name].peers_hide = _peers_hide(name, rows)
             series = self._series[name]
-            series.others_move, series.has_loss_risen = others_move, self._losses.has_risen
+            series.model_moves, series.has_loss_risen = model_moves, self._losses.has_risen
             series.append(row)
             for rank, rule in enumerate(self._rules_of(name)):
-                self._ask(rule, rank, series, report, layer)
-        for key in [key for key in self._open if key not in report.judged]:
-            self._miss(key, report, "it is not watched any more" if key[0] not in record.layers else "its rule is gone")
+                if rule.name not in self._failed and rule.is_measured(row):
+                    try:
+                        self._ask(rule, rank, series, report)
+                    except Exception as error:
+                        self._failed.add(rule.name)
+                        warn(
+                            f"The rule {rule.name!r} failed ({describe(error)}) and is switched off. Training goes on."
+                        )
         return self._events.update(report)
 
     def expect_change(self, layer: str, heads: Sequence[int], step: int, by: str = "") -> None:
         """Note that an intervention has written the weights of heads, so that their change raises no alert."""
         if layer in self._series:
             series = self._series[layer]
-            series.written.update(dict.fromkeys(heads, step))
-            series.written_by = f"{by or 'an intervention'} wrote {heads_in_words((heads,), layer)} at step {step}"
+            series.writes.update(dict.fromkeys(heads, step))
+            series.writer = f"{by or 'an intervention'} wrote {heads_in_words((heads,), layer)} at step {step}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a resumed run, as plain data."""
         return {
             "series": {name: series.state_dict() for name, series in self._series.items()},
-            "open": [[*key, asdict(held.finding), held.since, held.missed] for key, held in self._open.items()],
+            "findings": [[*key, asdict(finding), since] for key, (finding, since) in self._findings.items()],
             "events": self._events.state_dict(),
             "losses": self._losses.state_dict(),
         }
@@ -126,87 +127,53 @@ class Alerts:
         self._series = {
             name: Series.from_state(name, self._facts.get(name, {}), past) for name, past in state["series"].items()
         }
-        self._open = {
-            (layer, rule): Open(Finding.from_dict(finding), since, missed)
-            for layer, rule, finding, since, missed in state["open"]
+        self._findings = {
+            (layer, rule): (Finding.from_dict(finding), since) for layer, rule, finding, since in state["findings"]
         }
         self._events.load_state_dict(state["events"])
         self._losses.load_state_dict(state["losses"])
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the rules."""
-        return tuple(rule.name for rule in (RULES if self._own is None else self._own))
-
-    def _rules_of(self, layer: str) -> list[Rule]:
+    def _rules_of(self, layer: str) -> Sequence[Rule]:
         if layer not in self._rules:
             own = self._own
-            self._rules[layer] = default_rules(limits_of(layer, self._thresholds)) if own is None else list(own)
+            self._rules[layer] = default_rules(limits_of(layer, self._thresholds)) if own is None else own
         return self._rules[layer]
 
-    def _pretrained_layers(self, record: Record) -> set[str]:
-        """Layers that appear at this reading with pretrained weights; all, if most of the model is pretrained."""
+    def _pretrained_layers(self, rows: Mapping[str, Row]) -> set[str]:
+        """Return which layers appear with pretrained weights; all, if most of the model is pretrained."""
         if self._pretrained != "auto":
-            return set(record.layers) if self._pretrained else set()
-        new = {
-            name: Row.from_record(record.step, layer)
-            for name, layer in record.layers.items()
-            if name not in self._series
-        }
-        trained = {name for name, row in new.items() if has_been_trained(row, self._facts.get(name, {}))}
+            return {*rows} if self._pretrained else set()
+        trained = {name for name, row in rows.items() if has_been_trained(row, self._facts.get(name, {}))}
         earlier = [series.is_pretrained for series in self._series.values()]
-        return set(new) if len(trained) + sum(earlier) > (len(new) + len(earlier)) / 2 else trained
+        return {*rows} if len(trained) + sum(earlier) > (len(rows) + len(earlier)) / 2 else trained
 
-    def _ask(self, rule: Rule, rank: int, series: Series, report: Report, layer: LayerRecord) -> None:
-        """Apply a rule to the latest reading of a layer; one that fails is switched off, with a warning."""
+    def _ask(self, rule: Rule, rank: int, series: Series, report: Report) -> None:
+        """Apply a rule to the latest reading of a layer."""
         key = series.layer, rule.name
-        before = self._open.get(key)
-        if rule.name in self._failed:
-            return
-        report.judged.add(key)
-        try:
-            if not rule.is_measured(series.latest):
-                missing = next((metric for metric in rule.needs if metric not in series.latest.values), "")
-                source = METRICS[missing].source if missing in METRICS else ""
-                self._miss(key, report, layer.absent.get(missing) or layer.absent.get(source, ""))
-                return
-            finding = rule.judge(series, None if before is None else before.finding)
-            checked = None if finding is None else _plain(finding, rule, is_loss_good=self._losses.is_good)
-            sentence = "" if checked is None else rule.sentence(checked, series.layer, series.facts)
-        except Exception as error:
-            self._failed.add(rule.name)
-            warn(f"The rule {rule.name!r} failed ({describe(error)}) and is switched off. Training goes on.")
-            return
-        if checked is None:
+        before, since = self._findings.get(key, (None, report.step))
+        finding = rule.judge(series, before)
+        if finding is None:
             if before is not None:
-                del self._open[key]
-                report.ended[key] = ""
-                report.written[key] = series.written_by if series.was_written else ""
+                del self._findings[key]
+                report.over[key] = series.writer if series.was_written else ""
             return
-        since = report.step if checked.since is None else checked.since
-        if before is not None:
-            since = before.since
-        self._open[key] = Open(checked, since)
-        action, code = checked.action or rule.action, self._code(checked, rule)
-        told = Sighting(*key, rank, checked, sentence, action, code, since, series.facts, rule.is_cause)
+        finding = _plain(finding, rule, is_loss_good=self._losses.is_good)
+        if before is None and finding.since is not None:
+            since = finding.since
+        sentence = rule.sentence(finding, series.layer, series.facts)
+        self._findings[key] = finding, since
+        sighting = Sighting(series.layer, rule, rank, finding, sentence, since, series.facts)
         if before is None:
-            report.begun.append(told)
-        elif _is_worse(checked, before.finding, series.facts):
-            report.risen.append(told)
+            report.new.append(sighting)
+        elif _is_worse(finding, before, series.facts):
+            report.worse.append(sighting)
 
-    def _code(self, finding: Finding, rule: Rule) -> str:
-        """Return the lines to paste: those of the finding; else of the rule, unless another action is to be taken."""
-        of_rule = rule.code if finding.action is None else ""
-        return paste(of_rule if finding.code is None else finding.code, self._door)
 
-    def _miss(self, key: Key, report: Report, why: str) -> None:
-        """Count a reading at which an active finding cannot be judged; end it after too many."""
-        if key not in self._open:
-            return
-        self._open[key].missed += 1
-        if self._open[key].missed >= PATIENCE:
-            del self._open[key]
-            report.ended[key] = why or "its metric is not measured any more"
+def _peers_hide(name: str, rows: Mapping[str, Row]) -> bool:
+    """Return whether more than half of the layers whose names differ in the number alone hide later tokens."""
+    kind = re.sub(r"\d+", "0", name)
+    ahead = [row.values.get(AHEAD, 1.0) for peer, row in rows.items() if re.sub(r"\d+", "0", peer) == kind]
+    return 2 * sum(share <= HIDDEN for share in ahead) > len(ahead)
 
 
 def _moves(layer: LayerRecord) -> bool:
@@ -217,13 +184,12 @@ def _moves(layer: LayerRecord) -> bool:
 
 
 def _plain(finding: Any, rule: Rule, *, is_loss_good: bool) -> Finding:
-    """Return a checked finding with plain numbers, as a notice where the loss says that nothing is wrong."""
+    """Return a finding with its level and plain numbers, as a notice where the loss says that nothing is wrong."""
     if not isinstance(finding, Finding):
         raise TypeError(f"`judge` must return a Finding or None, got a {type(finding).__name__}")
-    level = rule.level if finding.level is None else finding.level
+    level = "notice" if rule.heeds_loss and is_loss_good else finding.level or rule.level
     if level not in LEVELS:
         raise ValueError(f"level must be one of {LEVELS}, got {level!r}")
-    level = "notice" if rule.heeds_loss and is_loss_good else level
     value, threshold = (
         float(number) if number is not None and math.isfinite(number) else None
         for number in (finding.value, finding.threshold)

@@ -31,14 +31,13 @@ def heads_in(groups: Groups) -> tuple[int, ...]:
     return tuple(sorted({head for group in groups for head in group}))
 
 
-def joined(pairs: Iterable[Pair], limit: float, named: Groups = (), lower_limit: float | None = None) -> Groups:
-    """Join the pairs at or above a limit; within groups that were named a lower one, so that noise changes no names."""
-    group_of = {head: place for place, group in enumerate(named) for head in group}
-    lower = limit if lower_limit is None else lower_limit
+def joined(pairs: Iterable[Pair], limit: float, before: Groups = (), lower: float = math.inf) -> Groups:
+    """Join the pairs at or above a limit; within groups of before a lower one, so that noise changes no names."""
+    group_of = {head: place for place, group in enumerate(before) for head in group}
     return groups_of(
         (h, g)
         for h, g, value in pairs
-        if value >= (lower if h in group_of and group_of[h] == group_of.get(g) else limit)
+        if value >= limit or (value >= lower and h in group_of and group_of[h] == group_of.get(g))
     )
 
 

@@ -42,7 +42,6 @@ LIMITS: dict[str, Limit] = {
     "sharpen": Limit(4.0, "factor by which the mean entropy of attention falls within eight readings", math.inf),
     "flatten": Limit(3.0, "factor by which attention comes closer to uniform from one reading to the next", math.inf),
     "later": Limit(0.001, "share of attention to tokens after the query"),
-    "keys": Limit(1.0, "keys that a query sees", math.inf),
     "tokens": Limit(0.998, "mean cosine of two input tokens"),
 }
 """Name in `thresholds` -> limit."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,35 +14,15 @@ from hdi_callback.rules.limits import LIMITS, check_limit
 from hdi_callback.rules.series import Row, Series
 from hdi_callback.rules.words import heads_in_words
 
-DOORS = ("HDICallback", "HDITrainerCallback", "watch_heads")
-"""What a user writes under Lightning, under transformers, and in a loop of their own."""
-
-
-def paste(arguments: str, door: str = "HDICallback") -> str:
-    """Return lines to paste that pass arguments to the callback, or to `watch_heads`, with their imports.
-
-    Example:
-        >>> print(paste("interventions=[ReviveHeads(at_most=2)]", "HDITrainerCallback"))
-        from hdi_callback import HDITrainerCallback, ReviveHeads
-        HDITrainerCallback(
-            interventions=[ReviveHeads(at_most=2)],
-        )
-    """
-    if not arguments:
-        return ""
-    names = [door, *re.findall(r"\b[A-Z]\w+(?=\()", arguments)]
-    before = "\n    model, optimizer," if door == "watch_heads" else ""
-    return f"from hdi_callback import {', '.join(names)}\n{door}({before}\n    {arguments},\n)"
-
 
 @dataclass(frozen=True)
 class Finding:
     """What a rule has found in the latest reading of a layer.
 
     Attributes:
-        what: a clause; ``{heads}`` in it becomes the heads with their layer, ``{layer}`` the layer:
+        clause: ``{heads}`` in it becomes the heads with their layer, ``{layer}`` the layer:
             ``"{heads} are nearly one head"``.
-        how: the number that shows it and how it came about, as a further clause: ``"alignment rose from ..."``.
+        evidence: the number that shows it and how it came about, as a further clause: ``"alignment rose from ..."``.
         heads: the heads concerned; empty for the whole layer.
         groups: groups of these heads that are alike; empty if there are none.
         value: the number that was judged.
@@ -56,8 +35,8 @@ class Finding:
         code: arguments that help, where they are not those of the rule: ``"interventions=[QKClip(limit=31)]"``.
     """
 
-    what: str
-    how: str = ""
+    clause: str
+    evidence: str = ""
     heads: tuple[int, ...] = ()
     groups: tuple[tuple[int, ...], ...] = ()
     value: float | None = None
@@ -92,7 +71,7 @@ class Rule(ABC):
         condition: when it raises an alert, in words.
         meaning: what the alert means.
         action: what to do about it, in prose.
-        code: arguments of the callback that help; `paste` makes lines of them for the trainer at hand.
+        code: arguments of the callback that help.
 
     Args:
         limits: limits that differ from the default, `None` to switch one off.
@@ -158,5 +137,5 @@ class Rule(ABC):
         kind = "key head" if finding.of_keys and facts.get("num_key_heads") != facts.get("num_heads") else "head"
         count = facts.get("num_key_heads" if finding.of_keys else "num_heads")
         heads = heads_in_words(finding.groups or (finding.heads,), layer, kind, count)
-        clause = finding.what.replace("{heads}", heads).replace("{layer}", layer)
-        return f"{clause}: {finding.how}" if finding.how else clause
+        clause = finding.clause.replace("{heads}", heads).replace("{layer}", layer)
+        return f"{clause}: {finding.evidence}" if finding.evidence else clause

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,22 +56,23 @@ class Series:
         first: the first reading of the run.
         rows: the latest readings; only the last has numbers of single heads and matrices.
         is_pretrained: whether the weights were trained before this run.
+        peers_hide: whether most layers of its name, but for the number, hid later tokens when it was first read.
         still: (role or "parameter", its place) -> step since which it has not moved though it is to, and at how many
             readings that was seen.
-        others_move: whether at the latest reading any weight of the model had moved.
-        written: head -> step at which an intervention has written its weights.
-        written_by: which intervention wrote which heads at which step last, in words.
+        model_moves: whether at the latest reading any weight of the model had moved.
+        writes: head -> step at which an intervention has written its weights.
+        writer: which intervention wrote which heads at which step last, in words.
         has_loss_risen: whether the training loss has risen, see `Losses`.
     """
 
     def __init__(self, layer: str, facts: Mapping[str, Any], first: Row, *, is_pretrained: bool = False) -> None:
-        self.layer, self.facts, self.is_pretrained = layer, facts, is_pretrained
+        self.layer, self.facts, self.is_pretrained, self.peers_hide = layer, facts, is_pretrained, False
         self.first = Row(first.step, first.values, first.heads)
         self.rows: deque[Row] = deque(maxlen=KEPT)
         self.still: dict[tuple[str, int], tuple[int, int]] = {}
-        self.others_move = False
-        self.written: dict[int, int] = {}
-        self.written_by = ""
+        self.model_moves = False
+        self.writes: dict[int, int] = {}
+        self.writer = ""
         self.has_loss_risen = False
 
     def append(self, row: Row) -> None:
@@ -111,7 +112,7 @@ class Series:
     @property
     def was_written(self) -> bool:
         """Whether an intervention has written weights of the layer during the readings that are kept."""
-        return any(step >= self.rows[0].step for step in self.written.values())
+        return any(step >= self.rows[0].step for step in self.writes.values())
 
     def value(self, metric: str) -> float:
         """Return a metric at the latest reading; one of a rule's `needs` is always there."""
@@ -122,12 +123,12 @@ class Series:
         rows = [row for row in self.rows if metric in row.values]
         return [row.step for row in rows], [row.values[metric] for row in rows]
 
-    def change(self, metric: str, shown: Callable[[float], str] = "{:.2f}".format, before: str = "") -> str:
+    def change(self, metric: str, digits: int = 2, before: str = "") -> str:
         """Say in words how a metric came to its latest value.
 
         Args:
             metric: its name.
-            shown: how a value is written.
+            digits: of its values, behind the point.
             before: put in front of the earlier value, such as ``"at most "``.
 
         Returns:
@@ -137,19 +138,18 @@ class Series:
         steps, curve = self.curve(metric)
         start = max(0, len(curve) - 1 - RECENT)
         now, was = curve[-1], curve[start]
-        if shown(now) == shown(was):
-            return f"is {shown(now)}"
+        if f"{now:.{digits}f}" == f"{was:.{digits}f}":
+            return f"is {now:.{digits}f}"
         near = 0.1 * abs(now - was)
         begin, end = start, len(curve) - 1
         while abs(curve[begin + 1] - was) <= near:  # it had not begun to change
             begin += 1
         while abs(curve[end - 1] - now) <= near:  # it had changed already
             end -= 1
-        up = now > was
-        verb = "rose" if up else "fell"
+        verb = "rose" if now > was else "fell"
         if abs(curve[end] - curve[end - 1]) >= abs(now - was) / 2:
-            begin, verb = end - 1, "jumped" if up else "dropped"
-        values = f"from {before}{shown(curve[begin])} to {shown(curve[end])}"
+            begin, verb = end - 1, "jumped" if now > was else "dropped"
+        values = f"from {before}{curve[begin]:.{digits}f} to {curve[end]:.{digits}f}"
         return f"{verb} {values} between steps {steps[begin]} and {steps[end]}"
 
     def state_dict(self) -> dict[str, Any]:
@@ -161,9 +161,10 @@ class Series:
                 for row in self.rows
             ],
             "still": [[*key, *since] for key, since in self.still.items()],
-            "written": [[head, step] for head, step in self.written.items()],
-            "written_by": self.written_by,
+            "writes": [[head, step] for head, step in self.writes.items()],
+            "writer": self.writer,
             "is_pretrained": self.is_pretrained,
+            "peers_hide": self.peers_hide,
         }
 
     @classmethod
@@ -172,5 +173,6 @@ class Series:
         series = cls(layer, facts, Row(**state["first"]), is_pretrained=state["is_pretrained"])
         series.rows.extend(Row(**row) for row in state["rows"])
         series.still = {(kind, place): (since, count) for kind, place, since, count in state["still"]}
-        series.written, series.written_by = dict(state["written"]), state["written_by"]
+        series.peers_hide = state["peers_hide"]
+        series.writes, series.writer = dict(state["writes"]), state["writer"]
         return series

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import ClassVar
 
 from hdi_callback.record import Level
@@ -13,7 +11,6 @@ from hdi_callback.rules.groups import (
     Groups,
     aligned_pairs,
     equal_heads,
-    groups_of,
     heads_in,
     joined,
     similar_pairs,
@@ -25,7 +22,7 @@ from hdi_callback.rules.series import Series
 HYSTERESIS = 0.1
 TOGETHER = 0.5
 """Mean alignment from which on all heads move together, which *mean alignment* reports."""
-NEARLY_ONE, ENDS = 0.8, 0.7
+NEARLY_ONE = 0.8
 LEAP = 0.5
 """By how much the alignment of copies rises between two readings."""
 SEPARATE = (
@@ -38,14 +35,22 @@ def _each(groups: Groups) -> str:
     return " each" if len(groups) > 1 else ""
 
 
-def _chain(group: Sequence[int]) -> list[tuple[int, int]]:
-    return list(pairwise(group))
-
-
 def _change(series: Series) -> str:
     """Return how the closest pair came to its alignment; it may have been another pair."""
     pairs = [row.heads.get("worst_alignment_pair") for row in series.rows]
     return series.change("hdi_worst_alignment", before="" if pairs[0] == pairs[-1] else "at most ")
+
+
+def _alike(series: Series, active: Finding | None, limit: float, *, of_values: bool = False) -> Groups:
+    """Return the groups of heads at a limit, active ones to a lower one, but for those of pretrained weights."""
+    lower, before = limit - HYSTERESIS, () if active is None else active.groups
+    if series.value("circuit_ov_worst" if of_values else "hdi_worst_alignment") < lower:
+        return ()
+    now, first = (
+        similar_pairs(row, "circuit_ov") if of_values else aligned_pairs(row, series.facts)
+        for row in (series.latest, series.first)
+    )
+    return without_first(joined(now, limit, before, lower), lambda: joined(first, lower), series)
 
 
 class CopiedHeads(Rule):
@@ -73,11 +78,8 @@ class CopiedHeads(Rule):
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
         equal = without_first(equal_heads(series.latest), lambda: equal_heads(series.first), series)
         if active is not None:
-            near = joined(aligned_pairs(series.latest, series.facts), NEARLY_ONE, active.groups, ENDS)
-            lasting = [
-                pair for group in near if any({*group} & {*own} for own in active.groups) for pair in _chain(group)
-            ]
-            groups = groups_of([*lasting, *(pair for group in equal for pair in _chain(group))])
+            heads = {*active.heads, *heads_in(equal)}
+            groups = tuple(group for group in _alike(series, active, NEARLY_ONE) if heads & {*group})
             return replace(active, heads=heads_in(groups), groups=groups) if groups else None
         now, curve = series.value("hdi_worst_alignment"), series.curve("hdi_worst_alignment")[1]
         is_jump = len(curve) > 1 and now >= self.at("copied") and now - curve[-2] >= LEAP
@@ -85,10 +87,10 @@ class CopiedHeads(Rule):
         if not groups:
             return None
         is_new = len(series.rows) > 1 and not equal_heads(series.first)
-        how = f"alignment {_change(series)}{'; their key weights are equal, as of copies' if equal else ''}"
+        evidence = f"alignment {_change(series)}{'; their key weights are equal, as of copies' if equal else ''}"
         return Finding(
             f"{{heads}} are nearly one head{_each(groups)}" if is_new else "{heads} have equal key weights",
-            how if is_new else "they are tied, were copied, or this is a bug; equal gradients keep them equal",
+            evidence if is_new else "they are tied, were copied, or this is a bug; equal gradients keep them equal",
             heads_in(groups),
             groups,
             series.value("hdi_worst_pair"),
@@ -116,18 +118,12 @@ class WorstPair(Rule):
     action = SEPARATE
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        row, limit, named = series.latest, self.at("pair"), () if active is None else active.groups
+        row, limit = series.latest, self.at("pair")
         if active is None and (row.step == 0 or row.values.get("hdi_alignment", 0.0) >= TOGETHER):
             return None
-        limit = limit if active is None else min(limit, active.threshold or limit)
-        lower = limit - HYSTERESIS * (active is not None)
-        if series.value("hdi_worst_alignment") < lower:
-            return None
-        groups = joined(aligned_pairs(row, series.facts), limit, named, lower)
+        groups = _alike(series, active, limit)
         if active is None:  # equal heads are told as copies
             groups = tuple(group for group in groups if group not in equal_heads(row))
-        first = aligned_pairs(series.first, series.facts)
-        groups = without_first(groups, lambda: joined(first, limit - HYSTERESIS), series)
         if not groups:
             return None
         return Finding(
@@ -163,10 +159,9 @@ class MeanAlignment(Rule):
     }
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
+        slack = dict.fromkeys(self.metrics, 0.0 if active is None else HYSTERESIS)
+        slack["critical"] = HYSTERESIS if active is not None and active.level == "critical" else 0.0
         above = {name: series.value(metric) - self.at(name) for name, metric in self.metrics.items()}
-        slack = dict.fromkeys(above, 0.0 if active is None else HYSTERESIS)
-        if active is not None and active.level != "critical":
-            slack["critical"] = 0.0
         reached = [name for name in above if above[name] >= -slack[name]]
         if not reached or series.latest.step == 0:
             return None
@@ -218,11 +213,8 @@ class MergedValues(Rule):
     action = SEPARATE
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        limit, named = self.at("values"), () if active is None else active.groups
-        lower = limit - HYSTERESIS * (active is not None)
-        first = similar_pairs(series.first, "circuit_ov")
-        pairs = similar_pairs(series.latest, "circuit_ov")
-        groups = without_first(joined(pairs, limit, named, lower), lambda: joined(first, lower), series)
+        limit = self.at("values")
+        groups = _alike(series, active, limit, of_values=True)
         if not groups:
             return None
         return Finding(

@@ -89,7 +89,7 @@ class WeightJump(Rule):
         now = series.latest.per_head("head_movement") or [least]
         limit = max(self.at("weight_jump"), self.factor * max(past))
         recent = series.rows[max(0, len(series.rows) - 1 - RECENTLY)].step
-        expected = {head for head, step in series.written.items() if step >= recent}
+        expected = {head for head, step in series.writes.items() if step >= recent}
         heads = tuple(head for head, move in enumerate(now) if move >= limit and head not in expected)
         if not heads:
             return None
@@ -156,7 +156,7 @@ class FrozenWeights(Rule):
             clause = f"the {of} of {{heads}} {'are zero and ' if are_zero else ''}do not move"
         else:
             clause = f"{quoted} of {{layer}} {verb} not move"
-        moves = "other weights do" if series.others_move else "nothing else that is to train does either"
+        moves = "other weights do" if series.model_moves else "nothing else that is to train does either"
         further = f"; nor {verb} {quoted}" if roles_of and names else ""
         # The movement of whole heads does not show that of a role.
         metric = "parameters_still" if not roles_of else "head_movement_min" if roles == trained else None
@@ -244,7 +244,7 @@ class VanishingWeights(Rule):
                 for head, (after, before) in enumerate(zip(now, first))
                 if before > self.begins * median
                 and after <= limit * (2 if active and head in active.heads else 1) * before
-                and head not in series.written
+                and head not in series.writes
             }
         if not any(faded.values()):
             return None

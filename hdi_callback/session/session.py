@@ -407,7 +407,7 @@ class Session:
         self.interventions = ()
         if settings.alerts is None:
             return
-        self.alerts = Alerts(settings.alerts, settings.thresholds, facts, settings.pretrained, self._trainer.door)
+        self.alerts = Alerts(settings.alerts, settings.thresholds, facts, settings.pretrained)
         training = Training(
             self._trainer, {layer.name: layer for layer in self.monitor.layers}, self.alerts.expect_change
         )

@@ -18,10 +18,6 @@ class Trainer(Protocol):
     """What a session asks of whatever trains; each integration implements it."""
 
     @property
-    def door(self) -> str:
-        """What a user writes to watch heads there, one of `rules.rule.DOORS`."""
-
-    @property
     def is_first_rank(self) -> bool:
         """Whether this process writes."""
 

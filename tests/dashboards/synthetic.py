@@ -11,10 +11,9 @@ import torch
 
 from hdi_callback.history import History, RunHistory, load_history
 from hdi_callback.record import Action, Alert, LayerRecord, Record
-from hdi_callback.rules.rule import paste
 
 TO_DO = "Revive one of the two"
-CODE = paste("interventions=[ReviveHeads()]", "watch_heads")
+CODE = "interventions=[ReviveHeads()]"
 
 
 def facts_of(layers: int, heads: int, key_heads: int | None = None) -> list[dict[str, Any]]:

@@ -136,8 +136,6 @@ CASES = {
     "a mask is lost": (curve("attention_ahead", [0.0, 0.4]), [(1, "later tokens", "critical", ())]),
     "an encoder": (curve("attention_ahead", [0.4, 0.4]), NOTHING),
     "rounding ahead": (curve("attention_ahead", [0.0, 1e-7]), NOTHING),
-    "one key": (curve("attention_keys", [6.5, 1.0]), [(1, "one key", "critical", ())]),
-    "two keys": (curve("attention_keys", [6.5, 2.0]), NOTHING),
     "tokens become alike": (curve("token_cosine", [0.4, 0.4, 0.4, 0.999, 0.999, 0.999]),
         [(5, "tokens alike", "warning", ())]),
     "tokens alike for two readings": (curve("token_cosine", [0.4, 0.4, 0.4, 0.999, 0.999, 0.5]), NOTHING),
