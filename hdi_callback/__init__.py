@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 # Loaded on first use: some names import a trainer, and most of them torch, for which `hdi --help` does not wait.
 _MODULES = {
     "attention": "AttentionLayer HeadWeight find_attention register_layout survey",
-    "audits": "Audit audit",
+    "audits": "Audit Comparison audit compare",
     "checks": "Card Check Diagnosis check",
     "core": "HeadCovariance HeadDiversity head_covariance head_diversity principal_cosines",
     "dashboards.report": "write_report",
@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # the same once more, for type checkers and editors
         register_layout as register_layout,
         survey as survey,
     )
+    from hdi_callback.audits import Comparison as Comparison, compare as compare
     from hdi_callback.audits.audit import Audit as Audit, audit as audit
     from hdi_callback.checks import (
         Card as Card,

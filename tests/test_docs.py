@@ -48,12 +48,12 @@ def test_every_python_block_of_a_page_runs(page, tmp_path, monkeypatch):
 def workplace(tmp_path_factory) -> Path:
     """A folder with everything that the commands of the pages name."""
     folder = tmp_path_factory.mktemp("workplace")
-    for run in ("lightning_logs/version_0", "runs/baseline", "runs/warmup"):
-        write_run(folder / run / "hdi" / "history.jsonl")
+    write_run(folder / "lightning_logs" / "version_0" / "hdi" / "history.jsonl")
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=32
     )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder / "path" / "to" / "checkpoint")
+    for name in ("path/to/checkpoint", "checkpoint-1000", "checkpoint-2000"):
+        transformers.LlamaForCausalLM(config).save_pretrained(folder / name)
     package = folder / "package"
     package.mkdir()
     (package / "__init__.py").touch()

@@ -45,7 +45,7 @@ def test_the_story_tells_of_a_lost_mask_that_the_training_loss_hides_and_of_its_
 @pytest.mark.slow
 def test_checks_runs_audits_and_plots_show_themselves_in_a_notebook(shown):
     html = {source: value._repr_html_() for source, value in shown.items() if hasattr(value, "_repr_html_")}
-    (check,) = (repr(value) for source, value in shown.items() if source.startswith("check("))
+    (check,) = (unescape(text) for source, text in html.items() if source.startswith("check("))
     assert "Nothing is wrong or odd." in check
     assert "scaled by 0.25 = 1/sqrt(16); causal" in check
     assert "reaches tokens after the query" in unescape(html["run"])

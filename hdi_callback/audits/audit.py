@@ -143,10 +143,7 @@ def audit(
     """
     function("forward", forward, "lambda: model(batch)")
     Alerts("default", thresholds)  # checks the limits
-    opened = open_target(target, model=model)
-    by_layout = [None] * bool(known_layers(opened.model))  # which need no forward
-    forwards = [forward] if forward else opened.forwards or by_layout
-    surveyed = opened.first_result(partial(_survey, opened.model), forwards)
+    opened, surveyed = open_layers(target, model, forward)
     layers = surveyed.layers
     refused = {refusal.name or type(opened.model).__name__: refusal.reason for refusal in surveyed.refused}
     facts = tuple(layer.description() for layer in layers)
@@ -169,6 +166,14 @@ def audit(
     return Audit(opened.name, facts, replace(record, alerts=tuple(findings), active=tuple(findings)), refused)
 
 
+def open_layers(target: Any, model: Any, forward: Callable[[], Any] | None = None) -> tuple[Target, Survey]:
+    """Open a model as `audit` does, and find its attention."""
+    opened = open_target(target, model=model)
+    by_layout = [None] * bool(known_layers(opened.model))  # which need no forward
+    forwards = [forward] if forward else opened.forwards or by_layout
+    return opened, opened.first_result(partial(_survey, opened.model), forwards)
+
+
 def _survey(model: nn.Module, forward: Callable[[], Any] | None) -> Survey:
     with nothing_remains(model):
         return survey(model, forward)
@@ -189,11 +194,11 @@ def _measured(target: Target, layers: Sequence[AttentionLayer], *, step: int) ->
     return Reading(step, [layer.name for layer in layers], results, absent).record()
 
 
-def missing_weights(target: Target, layer: AttentionLayer) -> str:
-    """Return why the weights of a layer have no numbers; empty if they have."""
+def missing_weights(target: Target, layer: AttentionLayer, roles: Iterable[str] | None = None) -> str:
+    """Return why the weights of a layer, or those of some roles, have no numbers; empty if they have."""
     names = {id(parameter): name for name, parameter in target.model.named_parameters()}
     reasons: dict[str, str] = {}
-    for parameter in (parameter for weight in layer.weights.values() for parameter in weight.parameters()):
+    for parameter in (part for role in roles or layer.weights for part in layer.weights[role].parameters()):
         name = names.get(id(parameter), "")
         if name in target.missing:
             reasons[name] = target.missing[name]

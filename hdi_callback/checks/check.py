@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from html import escape
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,9 @@ class Check:
             reasons.setdefault(reason, []).append(name.replace("_", " "))
         lines += [f"Not asked: {', '.join(names)} ({reason})." for reason, names in reasons.items()]
         return "\n\n".join([*map(str, self.cards), "\n".join(lines)])
+
+    def _repr_html_(self) -> str:
+        return f'<pre style="white-space: pre-wrap">{escape(repr(self))}</pre>'
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain data."""

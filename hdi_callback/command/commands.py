@@ -1,4 +1,4 @@
-"""The commands: `hdi check`, `audit`, `report` and `explain`."""
+"""The commands: `hdi check`, `audit`, `compare`, `report` and `explain`."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ def hdi() -> None:
 @click.argument("target")
 @_MODEL
 @click.option("--strict", is_flag=True, help="Exit with code 1 also for what is odd.")
+@click.option("--explain", metavar="LAYER", help="Show instead, operation by operation, how its heads were read.")
 @_JSON
-def check(target: str, build: str | None, strict: bool, as_json: bool) -> int:
+def check(target: str, build: str | None, strict: bool, explain: str | None, as_json: bool) -> int:
     """Say what each attention of a model does, and what is wrong or odd about it.
 
     A forward runs once: on the batch that module:function gives beside its model, on example_input_array, or on a
@@ -63,11 +64,16 @@ def check(target: str, build: str | None, strict: bool, as_json: bool) -> int:
       hdi check my_package.models:model_and_batch
       hdi check ./Llama-3.2-1B
       hdi check epoch=3.ckpt --model my_package.models:LitGPT
+      hdi check ./Llama-3.2-1B --explain model.layers.0.self_attn
     """
     from hdi_callback.audits.sources import open_target
     from hdi_callback.checks import check as check_model
+    from hdi_callback.checks.explained import explained
 
     opened = open_target(target, model=build, needs_weights=False)
+    if explain is not None:
+        click.echo(opened.first_result(lambda forward: explained(opened.model, forward, explain)))
+        return NOTHING_UNUSUAL
     result = opened.first_result(lambda forward: check_model(opened.model, forward))
     _print_result(result, as_json)
     if result.wrong or (strict and result.findings):
@@ -110,6 +116,25 @@ def audit(
     if not as_json:
         _print_action(result.verdict)
     return CODES[result.verdict.state]
+
+
+@hdi.command()
+@click.argument("first", metavar="A")
+@click.argument("second", metavar="B")
+@_MODEL
+@_JSON
+def compare(first: str, second: str, build: str | None, as_json: bool) -> int:
+    """Show which weights of which heads differ in two models or checkpoints.
+
+    \b
+    Example:
+      hdi compare checkpoint-1000 checkpoint-2000
+    """
+    from hdi_callback.audits import compare as compare_targets
+
+    comparison = compare_targets(first, second, model=build)
+    _print_result(comparison, as_json)
+    return NOTHING_UNUSUAL if comparison.changes else CANNOT_WORK
 
 
 @hdi.command(epilog=_EXIT_CODES)

@@ -104,7 +104,7 @@ def layers_text(
         columns = {"layer": "layer", "heads": "heads", "HDI": "hdi", "closest": "alignment", "pair": "pair"}
         columns |= {"alert": "alert"} if any(alert.level != "notice" for alert in active) else {}
     rows = [[getattr(row, field) for field in columns.values()] for row in layer_rows(layers, record, active)]
-    lines = _table_lines(list(columns), rows, width, gap=2 if record is None else 1) if rows else []
+    lines = table_lines(list(columns), rows, width, gap=2 if record is None else 1) if rows else []
     reasons: dict[str, list[str]] = {}
     for name, reason in (refused or {}).items():
         reasons.setdefault(reason, []).append(name)
@@ -114,7 +114,7 @@ def layers_text(
     return "\n".join(lines)
 
 
-def _table_lines(headings: Sequence[str], rows: Sequence[Sequence[str]], width: int, gap: int) -> list[str]:
+def table_lines(headings: Sequence[str], rows: Sequence[Sequence[str]], width: int, gap: int = 2) -> list[str]:
     """Return a table as lines of text; texts are wrapped, and names and numbers are not, unless a name is long."""
     from rich.console import Console
     from rich.table import Table

@@ -82,6 +82,13 @@ def test_check_gives_plain_data():
     assert [(one["name"], one["verdict"]) for one in found["findings"]] == [("mask off by one", "wrong")]
 
 
+def test_check_explains_how_the_heads_of_a_layer_were_read():
+    shown = run("check", f"{MODELS}:build_blocks", "--explain", "blocks.0")
+    assert shown.exit_code == 0
+    assert re.search(r"^ *\d+ +(addmm|mm) .*`blocks\.0\.\w+\.weight`", shown.output, flags=re.M)
+    assert "\nkey: rows of `blocks.0." in shown.output
+
+
 def test_check_says_what_is_missing_and_ends_with_code_2():
     shown = run("check", f"{MODELS}:build_encoder")
     assert shown.exit_code == 2
@@ -216,6 +223,17 @@ def test_report_writes_one_file_and_says_the_verdict(bad, tmp_path):
     assert page.stat().st_size < 1_000_000
 
 
+# --- compare
+
+
+def test_compare_says_of_a_checkpoint_and_itself_that_they_are_equal(checkpoint):
+    words = ("compare", checkpoint, checkpoint, "--model", f"{MODELS}:build_encoder")
+    summary = json.loads(run(*words, "--json").stdout)["summary"]
+    assert "equal bit by bit" in summary
+    shown = run(*words)
+    assert (shown.exit_code, shown.stdout.splitlines()[-1]) == (0, summary)
+
+
 # --- explain
 
 
@@ -262,6 +280,7 @@ def test_a_misspelt_rule_is_answered_with_the_closest_name():
     ("words", "said"),
     [
         (("report", "nowhere"), "There is no file or folder `nowhere`"),
+        (("compare", "nowhere", "nowhere"), "There is no file or folder `nowhere`"),
         (("audit", "nowhere"), "There is no file or folder `nowhere`"),
         (("report", "{run}", "--threshold", "pear=0.9"), "Did you mean 'pair'?"),
         (("report", "{run}", "--threshold", "decoder.*:pair=0.9"), "'decoder.*'"),

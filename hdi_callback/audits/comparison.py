@@ -1,0 +1,218 @@
+"""`compare`: which weights of which heads differ in two models or checkpoints."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from hdi_callback.attention import AttentionLayer
+from hdi_callback.audits.audit import missing_weights, open_layers
+from hdi_callback.audits.sources import Target
+from hdi_callback.dashboards.layer_table import name_heads, table_lines
+from hdi_callback.rules.words import listed
+
+_ROLES = ("query", "key", "value", "output")
+_MOST_ROWS = 20  # layers in the table
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """The differences between the weights of two models.
+
+    Attributes:
+        first: name of the first model, A.
+        second: name of the second, B.
+        changes: layer -> role -> how far the weights of each head of B are from those of A, as a share of their norm
+            in A; 0 if they are equal bit by bit.
+        broken: sentences that name heads whose weights are not finite, or zero, and in which of the two.
+        not_compared: layers, and roles of layers, that could not be compared -> the reason.
+        other_parameters: names of all other parameters that differ, or are in one of the two alone.
+    """
+
+    first: str
+    second: str
+    changes: Mapping[str, Mapping[str, tuple[float, ...]]]
+    broken: tuple[str, ...]
+    not_compared: Mapping[str, str]
+    other_parameters: tuple[str, ...]
+
+    @property
+    def most_changed(self) -> tuple[str, str, int, float] | None:
+        """The layer, role, head and share of the largest change; `None` if nothing that is finite has changed."""
+        changes = [
+            (layer, role, head, share)
+            for layer, roles in self.changes.items()
+            for role, shares in roles.items()
+            for head, share in enumerate(shares)
+            if 0 < share < math.inf
+        ]
+        return max(changes, key=lambda change: change[-1], default=None)
+
+    @property
+    def summary(self) -> str:
+        """What is broken, the largest change, and what was not compared, in a few sentences."""
+        sentences = list(self.broken)
+        if self.most_changed is not None:
+            layer, role, head, share = self.most_changed
+            sentences.append(f"{layer} changed most: the {role} weights of head {head} by {share:.3g} of their norm.")
+        elif self.changes and not self.broken:
+            roles = listed(list(dict.fromkeys(role for roles in self.changes.values() for role in roles)))
+            sentences.append(f"The {roles} weights that are in both are equal bit by bit, in {_layers(self.changes)}.")
+        elif not self.changes:
+            sentences.append("Nothing to compare: no layer could be read in both.")
+        if self.other_parameters:
+            names = [
+                *self.other_parameters[:3],
+                *([f"{len(self.other_parameters) - 3} more"][: len(self.other_parameters) > 3]),
+            ]
+            sentences.append(f"Of the other parameters {len(self.other_parameters)} differ: {listed(names)}.")
+        elif self.changes:
+            sentences.append("All other parameters are equal.")
+        if self.not_compared:
+            name, reason = next(iter(self.not_compared.items()))
+            more = f", and {len(self.not_compared) - 1} more" if len(self.not_compared) > 1 else ""
+            sentences.append(f"Not compared: {name} ({reason}){more}.")
+        return " ".join(sentences)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the comparison as plain data: what ``hdi compare --json`` prints."""
+        return {**asdict(self), "summary": self.summary}
+
+    def __repr__(self) -> str:
+        """The layers that changed most, with the head of each role that did, and the summary."""
+        size = {
+            layer: max((_largest(shares)[1] for shares in roles.values()), default=0.0)
+            for layer, roles in self.changes.items()
+        }
+        ordered = sorted(self.changes, key=lambda layer: -size[layer])
+        rows = [[layer, *(_cell(self.changes[layer].get(role)) for role in _ROLES)] for layer in ordered[:_MOST_ROWS]]
+        lines = [f"A  {self.first}", f"B  {self.second}", ""]
+        lines += table_lines(("layer", *_ROLES), rows, width=100) if rows else []
+        if len(ordered) > _MOST_ROWS:
+            lines.append(f"{len(ordered) - _MOST_ROWS} more layers changed less.")
+        return "\n".join([*lines, "", self.summary])
+
+
+def compare(
+    first: nn.Module | str | os.PathLike[str],
+    second: nn.Module | str | os.PathLike[str],
+    *,
+    model: str | Callable[..., Any] | None = None,
+) -> Comparison:
+    """Compare the weights of all heads of two models or checkpoints, role by role and by value.
+
+    Args:
+        first: a model or a checkpoint, as `audit` takes it.
+        second: the same.
+        model: see `audit`.
+
+    Returns:
+        How far the weights of each head are apart, and what is not finite, zero, or in one of the two alone.
+
+    Raises:
+        MisconfigurationError: if one of the two cannot be opened.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.TransformerEncoderLayer(d_model=32, nhead=4, batch_first=True))
+        >>> compare(model, model).changes["0.self_attn"]["key"]
+        (0.0, 0.0, 0.0, 0.0)
+    """
+    opened = [open_layers(source, model) for source in (first, second)]
+    targets = [target for target, _ in opened]
+    before, after = ({layer.name: layer for layer in survey.layers} for _, survey in opened)
+    reasons = {refusal.name or target.name: refusal.reason for target, survey in opened for refusal in survey.refused}
+    for side, names in (("A", before.keys() - after.keys()), ("B", after.keys() - before.keys())):
+        reasons |= dict.fromkeys(sorted(names), f"it is only in {side}")
+    changes: dict[str, dict[str, tuple[float, ...]]] = {}
+    broken: list[str] = []
+    for name in (name for name in before if name in after):
+        for role in _ROLES:
+            weights = [_weight(target, side[name], role) for target, side in zip(targets, (before, after))]
+            in_first, in_second = weights
+            if not isinstance(in_first, Tensor) or not isinstance(in_second, Tensor):
+                reasons[f"{role} of {name}"] = next(weight for weight in weights if isinstance(weight, str))
+            elif in_first.shape != in_second.shape:
+                shapes = f"{tuple(in_first.shape)} in A and {tuple(in_second.shape)} in B"
+                reasons[f"{role} of {name}"] = f"its weights are {shapes}"
+            else:
+                changes.setdefault(name, {})[role] = _shares(in_first, in_second)
+                broken += [f"{name}: {clause}." for clause in _broken(role, in_first, in_second)]
+    of_heads = {
+        id(parameter)
+        for name in changes
+        for weight in before[name].weights.values()
+        for parameter in weight.parameters()
+    }
+    others = _other_parameters(targets[0], targets[1], of_heads)
+    return Comparison(targets[0].name, targets[1].name, changes, tuple(broken), reasons, others)
+
+
+def _weight(target: Target, layer: AttentionLayer, role: str) -> Tensor | str:
+    """Return the weights of a role, or why there are none."""
+    if role not in layer.weights:
+        return "its weights are not read in one of the two"
+    return missing_weights(target, layer, [role]) or layer.weights[role].tensor().detach().float().cpu()
+
+
+def _shares(before: Tensor, after: Tensor) -> tuple[float, ...]:
+    """Return how far the weights of each head are apart, as a share of the norm of the first; NaN if not finite."""
+    distances, norms = (after - before).flatten(1).norm(dim=1), before.flatten(1).norm(dim=1)
+    return tuple((distances / norms.clamp_min(1e-30)).masked_fill((before == after).flatten(1).all(1), 0.0).tolist())
+
+
+def _broken(role: str, before: Tensor, after: Tensor) -> list[str]:
+    """Name heads that are not finite, or zero."""
+    clauses = []
+    for fault in ("not finite", "zero"):
+        in_first, in_second = (_heads_that_are(fault, weight) for weight in (before, after))
+        for side, heads in (
+            ("A and B", in_first & in_second),
+            ("A", in_first - in_second),
+            ("B", in_second - in_first),
+        ):
+            if heads:
+                clauses.append(f"the {role} weights of {name_heads(sorted(heads), len(before))} are {fault} in {side}")
+    return clauses
+
+
+def _heads_that_are(fault: str, weight: Tensor) -> set[int]:
+    rows = weight.flatten(1)
+    is_faulty = ~rows.isfinite().all(1) if fault == "not finite" else (rows == 0).all(1)
+    return set(is_faulty.nonzero().flatten().tolist())
+
+
+def _other_parameters(first: Target, second: Target, of_heads: set[int]) -> tuple[str, ...]:
+    """Name parameters beside the weights of heads that differ, or are in one of the two alone."""
+    before, after = (dict(side.model.named_parameters()) for side in (first, second))
+    names = [*(name for name in before if name not in after), *(name for name in after if name not in before)]
+    for name in (name for name in before if name in after and id(before[name]) not in of_heads):
+        in_first, in_second = before[name].detach(), after[name].detach()
+        if in_first.is_meta or in_second.is_meta or in_first.shape != in_second.shape:
+            is_equal = in_first.is_meta and in_second.is_meta
+        else:
+            in_first, in_second = in_first.cpu(), in_second.cpu()
+            is_equal = bool(((in_first == in_second) | (in_first.isnan() & in_second.isnan())).all())
+        names += [] if is_equal else [name]
+    return tuple(names)
+
+
+def _largest(shares: tuple[float, ...]) -> tuple[int, float]:
+    """Return the head that changed most, and its share; what is not finite comes first."""
+    return max(enumerate(shares), key=lambda change: change[1] if math.isfinite(change[1]) else math.inf)
+
+
+def _cell(shares: tuple[float, ...] | None) -> str:
+    if shares is None:
+        return "-"
+    head, share = _largest(shares)
+    return "equal" if share == 0 else f"{share:.2g} (head {head})"
+
+
+def _layers(names: Mapping[str, object]) -> str:
+    return f"{len(names)} layer{'s' if len(names) > 1 else ''}"

@@ -1,0 +1,96 @@
+"""`explained`: how the heads of one attention were read, operation by operation, or where reading them ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import nn
+
+from hdi_callback.attention.discovery.find import survey
+from hdi_callback.attention.discovery.heads import FoundAttention
+from hdi_callback.attention.discovery.labels import Labels, Unreadable
+from hdi_callback.attention.discovery.planes import small
+from hdi_callback.attention.tape import Step, View
+
+__all__ = ["explained"]
+
+
+def explained(model: nn.Module, forward: Callable[[], object], name: str) -> str:
+    """Return how the heads of the attention of a module were read from a forward, as a listing.
+
+    Each line is an operation on the way from the parameters to the attention: its number, its name, the shapes that it
+    takes and returns, and of which rows of which parameters its result was known to be.
+
+    Args:
+        model: the model.
+        forward: runs a forward of it, without arguments.
+        name: dotted name of the module that runs the attention, as a card or a refusal gives it.
+
+    Returns:
+        The listing; which names there are if none is of that name.
+    """
+    listings: dict[str, list[str]] = {}
+
+    def read(labels: Labels, claims: list[FoundAttention], refused: list[tuple[Step, str]]) -> None:
+        for claim in claims:
+            listings.setdefault(claim.path or "", []).append(_of_claim(labels, claim))
+        for step, _ in refused:
+            listing = _lines(labels, [step, *labels.leading_to(step.inputs)])
+            listings.setdefault(step.path or "", []).append("\n".join(listing))
+
+    for refusal in survey(model, forward, read).refused:
+        listings.setdefault(refusal.name, []).append(f"refused: {refusal.reason}")
+    if name in listings:
+        return "\n\n".join([f"`{name}` ({type(model.get_submodule(name)).__name__})", *listings[name]])
+    return f"No attention ran in `{name}`; it ran in: {', '.join(f'`{path}`' for path in listings) or 'no module'}."
+
+
+def _of_claim(labels: Labels, claim: FoundAttention) -> str:
+    core = claim.core
+    steps = [core.step, *([] if core.score_step is None else [core.score_step]), *(part.step for part in core.parts)]
+    views = [view for step in steps if step is not core.step or core.score_step is None for view in step.inputs]
+    lines = _lines(labels, [*steps, *labels.leading_to(views), *(step for step, _ in claim.outputs)])
+    maps = [*claim.maps.items(), ("output", [columns for _, columns in claim.outputs])]
+    heads = [
+        f"{role}: {'columns' if role == 'output' else 'rows'} of {', '.join(map('`{}`'.format, projection.names))}, "
+        f"{projection.starts.shape[1]} for each head"
+        for role, parts in maps
+        for projection in parts
+    ]
+    flags = [f"on the way: {', '.join(sorted(map(str, claim.flags)))}"] if claim.flags else []
+    return "\n".join([*lines, f"{claim.heads} heads", *heads, *flags, *claim.notes])
+
+
+def _lines(labels: Labels, steps: Iterable[Step]) -> list[str]:
+    ordered = sorted({step.number: step for step in steps}.items())
+    shapes = [
+        f"{' '.join(map(_shape, step.inputs))} -> {' '.join(_shape(view) for view in step.outputs if view is not None)}"
+        for _, step in ordered
+    ]
+    names = max((len(step.op) for _, step in ordered), default=0)
+    width = min(max(map(len, shapes), default=0), 60)
+    return [
+        f"{number:5d}  {step.op:{names}}  {shape:{width}}  {_origin(labels, step)}".rstrip()
+        for (number, step), shape in zip(ordered, shapes)
+    ]
+
+
+def _shape(view: View) -> str:
+    return f"({', '.join(map(str, view.shape))})"
+
+
+def _origin(labels: Labels, step: Step) -> str:
+    """Return of which features the result of an operation is, or why that is not known."""
+    view = next((view for view in step.outputs if view is not None), None)
+    try:
+        label = None if view is None else labels.read(view)
+    except Unreadable as error:
+        return f"not followed: {error}"
+    if label is None:
+        return ""
+    parameters = labels.tape.names
+    owners = sorted(labels.owners(small(label.features)))
+    names = [
+        f"`{parameters[owner]}`" if (source := labels.source_of(owner)) is None else source.kind for owner in owners
+    ]
+    return ", ".join(dict.fromkeys(names)) + (f" ({', '.join(sorted(map(str, label.flags)))})" if label.flags else "")
