@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -15,37 +15,10 @@ from hdi_callback.arguments import function, torch_module
 from hdi_callback.attention.discovery.find import survey
 from hdi_callback.attention.discovery.own_inputs import own_forward
 from hdi_callback.checks.cards import Card, card_of, joined_name
-from hdi_callback.checks.diagnoses import DIAGNOSES, Verdict
+from hdi_callback.checks.diagnoses import DIAGNOSES, Diagnosis
 from hdi_callback.checks.facts import Facts, facts_of
 
-if TYPE_CHECKING:
-    from hdi_callback.checks.questions import Answers
-
 __all__ = ["Check", "Diagnosis", "check", "examine"]
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """What is wrong or odd about an attention.
-
-    Attributes:
-        layer: its dotted name, or that of equal layers: ``blocks.0-11.attn``.
-        name: of the diagnosis: ``"split"``.
-        verdict: ``"wrong"`` of what no design asks for; ``"odd"`` of what may be meant, or learns as well and
-            disagrees with other code.
-        text: the evidence, and what to write.
-        line: file and line of the forward where the softmax runs; ``""`` if that is not known.
-    """
-
-    layer: str
-    name: str
-    verdict: Verdict
-    text: str
-    line: str = ""
-
-    def __str__(self) -> str:
-        """The finding in a line."""
-        return f"{self.verdict.upper()}  {self.layer}: {self.text}{f' ({self.line})' if self.line else ''}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -122,7 +95,7 @@ def check(model: nn.Module, forward: Callable[[], object] | None = None) -> Chec
     torch_module("model", model)
     function("forward", forward, "lambda: model(batch)")
     facts: list[Facts] = []
-    other_mode: list[Facts] = []  # of the other mode
+    other_mode: list[Facts] = []
     survey(model, forward, lambda *read: facts.extend(facts_of(*read)))
     forward = own_forward(model) if forward is None else forward
     if not facts or forward is None:
@@ -130,8 +103,9 @@ def check(model: nn.Module, forward: Callable[[], object] | None = None) -> Chec
     with _in_mode(model, training=not model.training):
         survey(model, forward, lambda *read: other_mode.extend(facts_of(*read)))
     with _in_mode(model, training=False):
-        answers = ask_model(model, forward, facts)
-    return examine(facts, other_mode=other_mode, answers=answers)
+        broken, not_asked, forwards = ask_model(model, forward, facts)
+    result = examine(facts, other_mode=other_mode, broken=broken)
+    return replace(result, not_asked=not_asked, forwards=forwards)
 
 
 @contextmanager
@@ -147,50 +121,42 @@ def _in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 def examine(
-    every: Sequence[Facts],
-    is_chosen: Callable[[str], bool] | None = None,
+    facts: Sequence[Facts],
+    is_chosen: Callable[[str], bool] = lambda path: True,
     other_mode: Sequence[Facts] = (),
-    answers: Answers | None = None,
+    broken: Sequence[Diagnosis] = (),
 ) -> Check:
     """Return cards and findings of the facts of a forward, of the layers that are chosen by their names.
 
     Args:
-        every: the facts.
+        facts: of all layers.
         is_chosen: whether a layer is chosen; all are by default.
-        other_mode: facts of a forward in the other mode, from which findings come that the first does not show.
-        answers: what questions show.
+        other_mode: facts of a forward in the other mode, for what the first does not show.
+        broken: what questions show.
 
     Returns:
         Cards and findings.
     """
-    chosen = [each for each in every if is_chosen is None or is_chosen(each.path)]
+    every = [*facts, *other_mode]
+    chosen = [each for each in facts if is_chosen(each.path)]
     cards: dict[str, list[Card]] = {}  # of equal layers
-    layers: dict[Diagnosis, list[str]] = {}  # of which the same is said
-    for each in chosen:
-        card = card_of(each)
+    for card in map(card_of, chosen):
         cards.setdefault(str(replace(card, layer="")), []).append(card)
+    layers: dict[Diagnosis, list[str]] = {}  # of which the same is told
     told: set[tuple[str, str]] = set()
-    for among, looked_at in ((every, chosen), (other_mode, other_mode)):
-        new: set[tuple[str, str]] = set()
-        for each, diagnose in product(looked_at, DIAGNOSES):
-            name = diagnose.__name__.replace("_", " ")
-            diagnosis = diagnose(each, among)
-            if diagnosis is not None and (each.path, name) not in told:
-                new.add((each.path, name))
-                layers.setdefault(Diagnosis("", name, *diagnosis, each.line), []).append(each.path)
-        told |= new
-    findings = [replace(finding, layer=joined_name(paths)) for finding, paths in layers.items()]
+    for each, diagnose in product(every, DIAGNOSES):
+        name = diagnose.__name__.replace("_", " ")
+        diagnosis = diagnose(each, every) if is_chosen(each.path) and (each.path, name) not in told else None
+        if diagnosis is not None:
+            told.add((each.path, name))
+            layers.setdefault(Diagnosis("", name, *diagnosis, each.line), []).append(each.path)
     explained = {path for finding, paths in layers.items() if finding.verdict == "wrong" for path in paths}
-    for answer in answers.wrong if answers else ():
-        if not any(f"{answer.layer}.".startswith(f"{path}.") for path in explained):  # there, a fact says why
-            line = next((each.line for each in every if each.path == answer.layer), "")
-            name = answer.question.replace("_", " ")
-            findings.append(Diagnosis(answer.layer or "the model", name, answer.verdict, answer.text, line))
+    findings = [replace(finding, layer=joined_name(paths)) for finding, paths in layers.items()]
+    # Where a fact says why, no question says what.
+    findings += [each for each in broken if not any(f"{each.layer}.".startswith(f"{path}.") for path in explained)]
     return Check(
         tuple(replace(same[0], layer=joined_name([card.layer for card in same])) for same in cards.values()),
         tuple(sorted(findings, key=lambda finding: finding.verdict != "wrong")),
         len(chosen),
         sum(not each.reason for each in chosen),
-        answers.not_asked if answers else {},
-        answers.forwards if answers else 0,
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -24,6 +25,31 @@ from hdi_callback.checks.scores import Change
 
 Verdict = Literal["wrong", "odd"]
 Found = tuple[Verdict, str] | None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is wrong or odd about an attention.
+
+    Attributes:
+        layer: its dotted name, or that of equal layers: ``blocks.0-11.attn``.
+        name: of the diagnosis: ``"split"``.
+        verdict: ``"wrong"`` of what no design asks for; ``"odd"`` of what may be meant, or learns as well and
+            disagrees with other code.
+        text: the evidence, and what to write.
+        line: file and line of the forward where the softmax runs; ``""`` if that is not known.
+    """
+
+    layer: str
+    name: str
+    verdict: Verdict
+    text: str
+    line: str = ""
+
+    def __str__(self) -> str:
+        """The finding in a line."""
+        return f"{self.verdict.upper()}  {self.layer}: {self.text}{f' ({self.line})' if self.line else ''}"
+
 
 _CONVENTION = "it learns as well from scratch, but checkpoints of other code, and its own in other code, give noise"
 _CAUSAL = "hide what torch.ones(T, T, dtype=torch.bool).triu(1) marks"
@@ -193,8 +219,9 @@ def mask_missing(facts: Facts, among: Sequence[Facts]) -> Found:
             return "wrong", text
     if facts.hidden is None or bool(facts.hidden.any()) or facts.queries != facts.keys:
         return None
-    siblings = [sibling for sibling in among if sibling is not facts and _pattern(sibling.path) == _pattern(facts.path)]
-    if siblings and all(sibling.is_causal for sibling in siblings):
+    siblings = {sibling.path: sibling for sibling in among if _pattern(sibling.path) == _pattern(facts.path)}
+    del siblings[facts.path]
+    if siblings and all(sibling.is_causal for sibling in siblings.values()):
         return "odd", f"no mask hides later tokens here, and the {len(siblings)} other layers of its kind have one"
     return None
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ __all__ = ["Changes", "Door", "Inputs", "NotAskedError", "by_token", "tensors_in
 
 Changes = dict[int, Tensor]  # by the place of an input among the leaves of the arguments
 Place = Callable[[Tensor], Any]  # what of a tensor must stay as it is, as an index; `None` if nothing of it
+Calls = list[tuple[nn.Module, list[Tensor], list[Tensor]]]  # of modules, with what they take and return
 
 
 class NotAskedError(Exception):
@@ -33,7 +35,7 @@ class _LookedAtError(Exception):
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the floating tensors in what a module takes or gives."""
+    """Return the floating tensors in what a module takes or returns."""
     if not isinstance(value, (Tensor, dict, list, tuple, nn.Module, type)) and hasattr(value, "__dict__"):
         value = vars(value)
     leaves = [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
@@ -41,65 +43,70 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 class Door:
-    """The first module that a forward calls takes its inputs; the last that it calls gives its output."""
+    """The first module that a forward calls takes its inputs; the last that it calls returns its output."""
 
     def __init__(self, model: nn.Module, forward: Callable[[], object]) -> None:
         self.model, self.forward = model, forward
-        self.forwards = [1]  # a list, as a door within shares it
+        self.forwards = [1]  # a list, as doors within share it
         self.noise, self.axis, self.is_random = 0.0, -1, False
-        self._inner: Door | None = None
-        self.names = {
-            module: name for name, module in model.named_modules() if not isinstance(module, torch.jit.ScriptModule)
-        }
-        calls: list[list[Any]] = []
-        shaped: list[tuple[nn.Module, int, Any]] = []  # the last output that has more than scalars
-        counts: dict[nn.Module, int] = {}
-        depth = [0]
+        modules = ((module, name) for name, module in model.named_modules())
+        self.names = {module: name for module, name in modules if not isinstance(module, torch.jit.ScriptModule)}
+        outer: list[list[Any]] = []  # calls that lie in no other: module, arguments, and output
+        self._returned: list[tuple[nn.Module, int, list[torch.Size]]] = []  # module, which of its calls, shapes
+        counts: Counter[nn.Module] = Counter()
+        depth = 0
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if not depth[0]:
-                calls.append([module, args, kwargs, None])
-            depth[0] += 1
+            nonlocal depth
+            if not depth:
+                outer.append([module, args, kwargs, None])
+            depth += 1
 
         def after(module: nn.Module, _: Any, output: Any) -> None:
-            depth[0] -= 1
-            counts[module] = counts.get(module, 0) + 1
-            if not depth[0]:
-                calls[-1][3] = output
-            if any(tensor.dim() > 1 for tensor in tensors_in(output)):
-                shaped[:] = [(module, counts[module], output)]
+            nonlocal depth
+            depth -= 1
+            counts[module] += 1
+            if not depth:
+                outer[-1][3] = output
+            self._returned.append((module, counts[module], [tensor.shape for tensor in tensors_in(output)]))
 
         with self.hooked(after), ExitStack() as stack:
             for module in self.names:
                 stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             forward()
-        if not calls or depth[0]:
+        if not outer or depth:
             raise NotAskedError("the forward calls no module of the model")
-        (self.inlet, args, kwargs, _), self.outlet = calls[0], calls[-1][0]
-        self.calls = sum(call[0] is self.outlet for call in calls)
+        (self.inlet, args, kwargs, _), (self.outlet, _, _, output) = outer[0], outer[-1]
+        self.calls = sum(call[0] is self.outlet for call in outer)
         self.leaves, self.spec = tree_flatten((args, kwargs))
-        self.inputs = [at for at, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor) and leaf.dim()]
-        try:
-            arguments = dict(inspect.signature(self.inlet.forward).bind(*args, **kwargs).arguments)
-        except (TypeError, ValueError):
-            arguments = dict(kwargs)
-        for value in list(arguments.values()):
-            if isinstance(value, dict):
-                arguments = {**value, **arguments}
+        arguments = dict(inspect.signature(self.inlet.forward).bind(*args, **kwargs).arguments)
+        for value in [value for value in arguments.values() if isinstance(value, dict)]:
+            arguments |= value
+        names = {id(value): name for name, value in reversed(arguments.items())}
         self.label = {
-            at: next((name for name, value in arguments.items() if value is self.leaves[at]), "") for at in self.inputs
-        }
-        self.outputs = sum(tensor.dim() > 1 for tensor in tensors_in(calls[-1][3]))
+            at: names.get(id(leaf), "")
+            for at, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor) and leaf.dim()
+        }  # fmt: skip
+        self.inputs = sorted(self.label, key=lambda at: [*arguments, ""].index(self.label[at]))  # as they are declared
+        self.outputs = sum(tensor.dim() > 1 for tensor in tensors_in(output))
         try:
-            self._look_at(self.output_of(calls[-1][3]))
+            self.base = self.output_of(output)
         except NotAskedError:  # a loss alone: what it is made of
-            if not shaped:
-                raise
-            self.outlet, self.calls, output = shaped[0]
-            self._look_at(self.output_of(output))
+            self._look_at(lambda shapes: any(len(shape) > 1 for shape in shapes))
 
-    def _look_at(self, base: Tensor) -> None:
-        self.base, self.scale = base, float(base.float().std()) + 1e-12 if base.numel() > 1 else 1.0
+    def _look_at(self, fits: Callable[[list[torch.Size]], bool]) -> None:
+        """Look at the last call whose output has tensors of shapes that fit."""
+        calls = [call for call in self._returned if fits(call[2])]
+        if not calls:
+            raise NotAskedError("no output is by token")
+        self.outlet, self.calls, _ = calls[-1]
+        self.base = self.ask()
+
+    def inner(self, batch: int, tokens: int) -> Door:
+        """Return the same door, looked at where a module last returned (batch, tokens, features)."""
+        door = copy.copy(self)
+        door._look_at(lambda shapes: bool(shapes) and len(shapes[0]) == 3 and shapes[0][:2] == (batch, tokens))
+        return door
 
     def hooked(self, hook: Callable[..., Any], **options: Any) -> ExitStack:
         """Return a context in which all modules have a hook."""
@@ -118,7 +125,7 @@ class Door:
                 return tensor.detach()
         raise NotAskedError("the output has no tensor of numbers")
 
-    def ask(self, changes: Changes | None = None, contexts: Sequence[AbstractContextManager[Any]] = ()) -> Tensor:
+    def ask(self, changes: Changes | None = None, context: AbstractContextManager[Any] | None = None) -> Tensor:
         """Return the output after changes of inputs."""
         leaves = [
             (changes or {}).get(at, leaf.clone() if isinstance(leaf, Tensor) else leaf)
@@ -141,97 +148,61 @@ class Door:
         self.forwards[0] += 1
         with ExitStack() as stack:
             stack.callback(self.inlet.register_forward_pre_hook(enter, with_kwargs=True, prepend=True).remove)
-            for context in contexts:
-                stack.enter_context(context)
+            stack.enter_context(context or nullcontext())
             stack.callback(self.outlet.register_forward_hook(leave).remove)
             with suppress(_LookedAtError):
                 self.forward()
         return self.output_of(outputs[-1])
 
-    def inner(self, batch: int, tokens: int) -> Door:
-        """Return the same door, looked at where a module last gave (batch, tokens, features)."""
-        if self._inner is None:
-            calls: list[tuple[nn.Module, int]] = []
-            counts: dict[nn.Module, int] = {}
+    def record(
+        self,
+        changes: Changes,
+        place: Place = lambda tensor: ...,
+        context: AbstractContextManager[Any] | None = None,
+        among: Collection[str] | None = None,
+    ) -> Calls:
+        """Return calls of modules in a changed forward, and of what they take and return what lies at a place."""
+        calls: Calls = []
 
-            def note(module: nn.Module, _: Any, output: Any) -> None:
-                counts[module] = counts.get(module, 0) + 1
-                tensor = next(iter(tensors_in(output)), None)
-                if tensor is not None and tensor.dim() == 3 and tensor.shape[:2] == (batch, tokens):
-                    calls.append((module, counts[module]))
-
-            with self.hooked(note):
-                self.ask()
-            if not calls:
-                raise NotAskedError("outputs are not by token")
-            self._inner = copy.copy(self)
-            self._inner.outlet, self._inner.calls = calls[-1]
-            self._inner._look_at(self._inner.ask())
-        return self._inner
-
-    def takes(self, names: Collection[str], changes: Changes) -> dict[str, list[Tensor]]:
-        """Return the floating tensors that modules take in a changed forward."""
-        tensors: dict[str, list[Tensor]] = {}
+        def cut(value: Any) -> list[Tensor]:
+            pairs = [(tensor.detach(), place(tensor)) for tensor in tensors_in(value)]
+            return [tensor[index].float().clone() for tensor, index in pairs if index is not None]
 
         def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if self.names[module] in names:
-                tensors[self.names[module]] = [tensor.detach().clone() for tensor in tensors_in((args, kwargs))]
+            if among is None or self.names[module] in among:
+                calls.append((module, cut((args, kwargs)), cut(output)))
 
         with self.hooked(note, with_kwargs=True):
-            self.ask(changes)
-        return tensors
+            self.ask(changes, context)
+        return calls
 
     def differ(self, first: Tensor, second: Tensor) -> float:
         """Return the largest difference, in units of the output's spread."""
         if first.shape != second.shape:
             return float("inf")
+        spread = float(self.base.float().std()) + 1e-12 if self.base.numel() > 1 else 1.0
         gaps = torch.where(first == second, 0.0, (first.float() - second.float()).abs()).nan_to_num(1e9)
-        return float(gaps.max()) / self.scale if first.numel() else 0.0
+        return float(gaps.max()) / spread if first.numel() else 0.0
 
     @property
     def tolerance(self) -> float:
         """What rounding and the noise between two forwards can make."""
         return max(3e-4 if self.base.dtype in {torch.float32, torch.float64} else 0.1, 30 * self.noise)
 
-    def first(
-        self,
-        changes: Changes,
-        place: Place,
-        other_place: Place | None = None,
-        context: Callable[[], AbstractContextManager[Any]] | None = None,
-        lost_outside: Sequence[str] | None = None,
-    ) -> str:
-        """Return the first module whose output differs at a place where its inputs do not; "" if there is none.
+    def first(self, before: Calls, after: Calls, lost_outside: Sequence[str] | None = None) -> str:
+        """Return the first module whose output differs in two forwards, and whose inputs do not; "" if there is none.
 
-        `other` is that place in the changed forward, if it is another. With `lost_outside`, names of modules, the first
-        module outside of these whose inputs differ, and whose output does not.
+        With `lost_outside`, names of modules, the first module outside of these whose inputs differ, and whose output
+        does not.
         """
-        runs: list[list[tuple[nn.Module, list[Tensor], list[Tensor]]]] = []
-        places = place, other_place or place
-
-        def cut(value: Any) -> list[Tensor]:
-            at = places[len(runs) - 1]
-            pairs = [(tensor, at(tensor)) for tensor in tensors_in(value)]
-            return [tensor.detach()[index].float().clone() for tensor, index in pairs if index is not None]
-
-        def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            runs[-1].append((module, cut((args, kwargs)), cut(output)))
-
-        for change, contexts in (({}, []), (changes, [context()] if context else [])):
-            runs.append([])
-            try:
-                with self.hooked(note, with_kwargs=True):
-                    self.ask(change, contexts)
-            except Exception:
-                return ""
-        for (module, ins, outs), (again, other_ins, other_outs) in zip(*runs):
+        for (module, inputs, outputs), (again, other_inputs, other_outputs) in zip(before, after):
             if module is not again:
                 return ""
-            name, is_lost = self.names[module], lost_outside is not None
+            name = self.names[module]
             if any(f"{name}.".startswith(f"{path}.") for path in lost_outside or ()):
                 continue
-            is_in, is_out = _unequal(ins, other_ins), _unequal(outs, other_outs)
-            if ins and outs and (is_in and not is_out if is_lost else is_out and not is_in):
+            is_in, is_out = _unequal(inputs, other_inputs), _unequal(outputs, other_outputs)
+            if inputs and outputs and is_out != is_in and is_in == (lost_outside is not None):
                 return name or type(module).__name__
         return ""
 
@@ -253,6 +224,7 @@ class Inputs:
 
     def __init__(self, door: Door) -> None:
         self.door, self.leaves = door, door.leaves
+        self._inner: Door | None = None
         binary = {at for at in door.inputs if bool(((self.leaves[at] == 0) | (self.leaves[at] == 1)).all())}
         numbers = [at for at in door.inputs if at not in binary]
         self.floats = [at for at in numbers if self.leaves[at].is_floating_point() and self.leaves[at].dim() > 1]
@@ -343,7 +315,7 @@ class Inputs:
         if door.base.dim() < 3 or door.base.shape[:2] != x.shape[:2]:
             if not facts or any(not each.queries == each.keys == x.shape[1] for each in facts):
                 raise NotAskedError("outputs are not by token, or attention is not among the tokens alone")
-            door = door.inner(*x.shape[:2])
+            door = self._inner = self._inner or door.inner(*x.shape[:2])
         return door, self.main[0], x.shape[1]
 
 

@@ -7,9 +7,8 @@ code is written, and nothing is known of its cause: `diagnoses` explain.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,88 +17,76 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hdi_callback.attention.discovery.heads import IN
 from hdi_callback.attention.extra_forward import inner_model, nothing_remains
-from hdi_callback.checks.diagnoses import Verdict
+from hdi_callback.checks.diagnoses import Diagnosis, Verdict
 from hdi_callback.checks.door import Changes, Door, Inputs, NotAskedError, by_token, tensors_in
 from hdi_callback.checks.facts import Facts, shown_rows
 
-__all__ = ["QUESTIONS", "Answer", "Answers", "ask_model"]
+__all__ = ["QUESTIONS", "ask_model"]
 
 _DROPOUTS = {"bernoulli", "bernoulli_", "native_dropout", "_fused_dropout"}
 _MOST_BYTES = 2**31  # of parameters whose gradients are asked for
 
-
-@dataclass(frozen=True)
-class Answer:
-    """What a question shows to be broken, and the first module whose output shows it and whose inputs do not."""
-
-    question: str
-    verdict: Verdict
-    text: str
-    layer: str = ""
-
-
-@dataclass
-class Answers:
-    """What all questions show; why some were not asked; and how many forwards that took, a backward as one."""
-
-    wrong: list[Answer] = field(default_factory=list)
-    not_asked: dict[str, str] = field(default_factory=dict)
-    forwards: int = 0
-
-
-Found = tuple[Verdict, str, str]
+Answer = tuple[Verdict, str, str]
 """Verdict, text, and the first module whose output shows it and whose inputs do not; "" if it is not known."""
-Question = Callable[[Door, Inputs, Sequence[Facts]], Iterator[Found]]
+Question = Callable[[Door, Inputs, Sequence[Facts]], Iterator[Answer]]
 
 
-def ask_model(model: nn.Module, forward: Callable[[], object], facts: Sequence[Facts] = ()) -> Answers:
-    """Ask a model in evaluation mode all questions on what a forward gives it; nothing of it remains."""
-    answers, own = Answers(), inner_model(model)
+def ask_model(
+    model: nn.Module, forward: Callable[[], object], facts: Sequence[Facts]
+) -> tuple[list[Diagnosis], dict[str, str], int]:
+    """Ask a model in evaluation mode all questions on what a forward gives it; nothing of it remains.
+
+    Args:
+        model: the model.
+        forward: runs a forward of it.
+        facts: of its attention, in that forward.
+
+    Returns:
+        What is broken; the questions that were not asked, with the reason; how many forwards ran, a backward as one.
+    """
+    broken: list[Diagnosis] = []
+    own = inner_model(model)
     if any(parameter.is_meta or type(parameter.data) is not Tensor for parameter in own.parameters()):
-        answers.not_asked["all"] = "parameters are sharded, quantised or on no device"
-        return answers
+        return broken, {"all": "parameters are sharded, quantised or on no device"}, 0
+    not_asked: dict[str, str] = {}
+    forwards = [0]
+    lines = {each.path: each.line for each in facts}
     with nothing_remains(own, forward):
         try:
             door = Door(own, forward)
-            inputs = Inputs(door)
-            for question in QUESTIONS:
-                name = question.__name__
-                try:
-                    answers.wrong += [Answer(name, *each) for each in question(door, inputs, facts)]
-                except NotAskedError as reason:
-                    answers.not_asked[name] = str(reason)
-                except Exception as error:  # the model takes no other values
-                    answers.not_asked[name] = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
-                if question is finite and answers.wrong:
-                    break
-            answers.forwards = door.forwards[0]
+            forwards, inputs = door.forwards, Inputs(door)
         except Exception as error:
-            answers.not_asked["all"] = str(error).partition("\n")[0]
-    return answers
+            return broken, {"all": str(error).partition("\n")[0]}, 0
+        for question in QUESTIONS:
+            name = question.__name__.replace("_", " ")
+            try:
+                for verdict, text, layer in question(door, inputs, facts):
+                    broken.append(Diagnosis(layer or "the model", name, verdict, text, lines.get(layer, "")))
+            except NotAskedError as reason:
+                not_asked[name] = str(reason)
+            except Exception as error:  # the model takes no other values
+                not_asked[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            if question is finite and broken:
+                break
+    return broken, not_asked, forwards[0]
 
 
 # the questions, of which each says "wrong" only of what no design asks for
 
 
-def finite(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Found]:
+def finite(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
     """Outputs are numbers."""
     if not bool(door.base.isnan().any()):
         return
-    names: list[str] = []
-
-    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        before, behind = (any(bool(t.isnan().any()) for t in tensors_in(x)) for x in ((args, kwargs), output))
-        if behind and not before:
-            names.append(door.names[module])
-
-    with door.hooked(note, with_kwargs=True):
-        door.ask()
+    calls = door.record({})
+    are_nan = [[any(bool(tensor.isnan().any()) for tensor in tensors) for tensors in call[1:]] for call in calls]
+    first = next((door.names[call[0]] for call, states in zip(calls, are_nan) if states == [False, True]), "")
     text = f"{float(door.base.isnan().float().mean()):.0%} of the outputs are NaN; scores of which all are -inf, or "
     text += "one is +inf, give that in a softmax: hide with a finite number, and let each query see a key"
-    yield "wrong", text, next(iter(names), "")
+    yield "wrong", text, first
 
 
-def same_twice(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Found]:
+def same_twice(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
     """Two forwards of one batch in evaluation mode give the same."""
     gap = door.differ(door.ask(), door.base)
     if gap <= 3e-4:
@@ -117,7 +104,7 @@ def same_twice(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[F
         text += ", as dropout runs; write F.dropout(x, p, self.training), or dropout_p=p if self.training else 0"
     else:
         raise NotAskedError(f"the forward draws random numbers ({', '.join(sorted(random.names)) or 'not by torch'})")
-    yield "wrong", text, door.first({}, lambda tensor: ...)
+    yield "wrong", text, door.first(door.record({}), door.record({}))
 
 
 class _Random(TorchDispatchMode):
@@ -133,7 +120,7 @@ class _Random(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def samples(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Found]:
+def samples(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
     """A sample depends neither on the others nor on its place: the first one is changed, and all are reversed."""
     if door.is_random or not inputs.main:
         raise NotAskedError("forwards are random" if door.is_random else "nothing goes in whose values can be changed")
@@ -157,30 +144,35 @@ def samples(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Foun
     if failed is None:
         raise NotAskedError("outputs are not by sample")
     gap, count, fits, alone = failed
-    flipped: Changes = {at: door.leaves[at].flip(0) for at in fits}
-    place = door.differ(door.ask(flipped).flip(0), door.base)
-    layer = door.first(alone, lambda tensor: slice(1, None) if tensor.dim() and len(tensor) == count else None)
+    place_of = {
+        name: (lambda tensor, at=at: at if tensor.dim() and len(tensor) == count else None)
+        for name, at in {"others": slice(1, None), "first": slice(0, 1), "last": slice(count - 1, count)}.items()
+    }
+    layer = door.first(door.record({}, place_of["others"]), door.record(alone, place_of["others"]))
     why = "change with the other samples of the batch: heads, tokens or a mask of one are read for another"
-    if not layer and place > door.tolerance:  # nothing goes from sample to sample: a place has a value of its own
+    flipped: Changes = {at: door.leaves[at].flip(0) for at in fits}
+    if not layer and door.differ(door.ask(flipped).flip(0), door.base) > door.tolerance:
+        # Nothing goes from sample to sample: a place has a value of its own.
         why = "depend on its place in the batch: positions, or a mask, run along the batch"
-        last, first = (
-            (lambda tensor, at=at: at if tensor.dim() and len(tensor) == count else None)
-            for at in (slice(count - 1, count), slice(0, 1))
-        )
-        layer = door.first(flipped, last, first)
+        layer = door.first(door.record({}, place_of["last"]), door.record(flipped, place_of["first"]))
     yield "wrong", f"outputs of a sample {why} (by {gap:.2g})", layer
 
 
-def later_tokens(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Found]:
+def later_tokens(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
     """Tokens do not change what is put out before them, where masks, labels or the same without padding say so."""
     door, main, count = inputs.sequence(facts)
     x = door.leaves[main]
-    is_masked = bool(facts) and all(each.is_causal for each in facts)
-    declared = [getattr(door.model.get_submodule(each.path), "is_causal", None) for each in facts]
-    is_declared = bool(declared) and all(each is True for each in declared)
-    is_labelled = any(x.dim() == 2 and inputs.is_moved(x, door.leaves[at]) for at in inputs.labels)
     pads = inputs.pads.get(main)
-    if not (is_masked or is_labelled or is_declared or pads is not None):
+    declared = [getattr(door.model.get_submodule(each.path), "is_causal", None) for each in facts]
+    reasons = {
+        "every mask is causal": bool(facts) and all(each.is_causal for each in facts),
+        "labels are the tokens themselves": any(
+            inputs.is_moved(x, door.leaves[at]) for at in inputs.labels if x.dim() == 2
+        ),
+        "is_causal is set in each attention; combine it with a mask": set(declared) == {True},
+    }
+    why = next((reason for reason, holds in reasons.items() if holds), "")
+    if not why and pads is None:
         raise NotAskedError("neither masks nor labels say that it is a decoder")
 
     def leak(clean: Changes, at: int) -> tuple[float, int, Changes]:
@@ -194,53 +186,61 @@ def later_tokens(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator
         return door.differ(door.ask(changes)[real], base[real]), at, changes
 
     worst, at, changes = max((leak({}, at) for at in dict.fromkeys((count // 2, count - 1))), key=lambda each: each[0])
-    if worst <= door.tolerance:
+    if worst <= door.tolerance or (not why and leak(inputs.unpadded(), at)[0] > door.tolerance):
         return
-    layer = door.first(changes, by_token(door, count, slice(None), slice(0, at)))
-    if is_masked or is_labelled or is_declared:
-        why = "every mask is causal" if is_masked else "labels are the tokens themselves"
-        why = why if is_masked or is_labelled else "is_causal is set in each attention; combine it with a mask"
-        yield "wrong", f"tokens from {at} on change the outputs before them (by {worst:.2g}), though {why}", layer
-    elif leak(inputs.unpadded(), at)[0] <= door.tolerance:
-        text = f"later tokens are seen as soon as there is padding (outputs change by {worst:.2g}): the mask of padding"
-        yield "wrong", f"{text} takes the place of the causal one; combine both", layer
+    place = by_token(door, count, slice(None), slice(0, at))
+    layer = door.first(door.record({}, place), door.record(changes, place))
+    text = f"tokens from {at} on change the outputs before them (by {worst:.2g}), though {why}"
+    if not why:
+        text = (
+            f"later tokens are seen as soon as there is padding (outputs change by {worst:.2g}): the mask of padding "
+        )
+        text += "takes the place of the causal one; combine both"
+    yield "wrong", text, layer
 
 
-def source(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Found]:
+def source(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
     """Of two sequences both reach the outputs, one of them from left to right, and the other hidden from no token."""
     if not inputs.is_pair or door.is_random or door.axis != 0 or door.base.dim() < 3:
         raise NotAskedError("not two sequences of tokens go in")
-    config = getattr(door.model, "config", None)
-    if door.outputs == 1 or getattr(config, "is_encoder_decoder", False):
-        for at in inputs.main:
-            if torch.equal(door.ask({at: inputs.changed(at, ...)}), door.base):
-                name = door.label[at] or f"the sequence {inputs.main.index(at)}"
-                yield "wrong", f"{name} changes no output: no attention takes its keys and values of it", ""
-                return
-    if not any(each.is_causal for each in facts):
+    is_encoder_decoder = getattr(getattr(door.model, "config", None), "is_encoder_decoder", False)
+    for at in inputs.tokens if len(inputs.tokens) == 2 and (door.outputs == 1 or is_encoder_decoder) else ():
+        if torch.equal(door.ask({at: inputs.changed(at, ...)}), door.base):
+            name = door.label[at] or f"the sequence {inputs.main.index(at)}"
+            yield "wrong", f"{name} changes no output: no attention takes its keys and values of it", ""
+            return
+    causal = [each.path for each in facts if each.is_causal and each.path]
+    if not causal:
         raise NotAskedError("no mask says that there is a decoder")
     ends = {at: inputs.changed(at, (slice(None), -1)) for at in inputs.main}
     aligned = [at for at in inputs.main if door.leaves[at].shape[1] == door.base.shape[1]]
-    causal = [
+    targets = [
         at for at in aligned if door.differ(door.ask({at: ends[at]})[:, :-1], door.base[:, :-1]) <= door.tolerance
     ]
-    paths = [each.path for each in facts if each.path]
-    if aligned and not causal:
-        layer = door.first({aligned[-1]: ends[aligned[-1]]}, by_token(door, door.base.shape[1], ..., slice(0, -1)))
+    if len(targets) > 1 or not aligned:
+        raise NotAskedError("both sequences read from left to right")
+    target = (targets or inputs.main)[-1]
+    widths = {each.features for each in facts}  # of what is no mask, and no bias
+    by_features = lambda tensor: ... if tensor.dim() == 3 and tensor.shape[-1] in widths else None  # noqa: E731
+    runs = [door.record(changes, by_features, among=causal) for changes in ({}, {target: inputs.changed(target, ...)})]
+    reads_target = {
+        door.names[module]: {not torch.equal(*pair) for pair in zip(before, after)}
+        for (module, before, _), (_, after, _) in zip(*runs)
+    }
+    if not any(True in states for states in reads_target.values()):
+        raise NotAskedError("no mask says that there is a decoder")
+    if not targets:
+        place = by_token(door, door.base.shape[1], ..., slice(0, -1))
+        layer = door.first(door.record({}, place), door.record({target: ends[target]}, place))
         text = "the last token of either sequence changes the outputs before it: queries may be of the wrong sequence"
         yield "wrong", text, layer
         return
-    if len(causal) != 1:
-        raise NotAskedError("both sequences read from left to right")
-    before, after = door.takes(paths, {}), door.takes(paths, {causal[0]: inputs.changed(causal[0], ...)})
-    for each in facts:
-        same = [torch.equal(a, b) for a, b in zip(before.get(each.path, ()), after.get(each.path, ()))]
-        if each.is_causal and any(same) and not all(same):
-            text = "later tokens of the source are hidden, as by the causal mask of the target: give it that of the "
-            yield "wrong", f"{text}source", each.path
+    for path in (path for path, states in reads_target.items() if len(states) > 1):
+        text = "later tokens of the source are hidden, as by the causal mask of the target: give it that of the source"
+        yield "wrong", text, path
 
 
-def registered(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Found]:
+def registered(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
     """What an attention holds in a list or a dict is registered, so that it is trained and saved."""
     own = {id(parameter) for parameter in door.model.parameters()}
     paths = {each.path for each in facts}
@@ -253,7 +253,7 @@ def registered(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[F
                 yield "wrong", f"{text}they are neither trained nor saved; write nn.ModuleList", name
 
 
-def token_before(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Found]:
+def token_before(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
     """The token before the last one changes the last output."""
     door, main, count = inputs.sequence(facts)
     if not facts or any(each.hidden is None for each in facts):
@@ -272,7 +272,7 @@ def token_before(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator
         yield "wrong", text, facts[0].path
 
 
-def order(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Found]:
+def order(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
     """Swapped tokens are more than swapped outputs, where no mask shows an order."""
     door, main, count = inputs.sequence(facts)
     is_ordered = not facts or any(each.is_causal is not False for each in facts)
@@ -288,7 +288,7 @@ def order(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Found]
         yield "wrong", f"{text}run along another axis", ""
 
 
-def padding(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Found]:
+def padding(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
     """What stands at padding changes nothing for real tokens, where masks show it."""
     main = next((at for at in inputs.tokens if at in inputs.pads), None)
     if main is None:
@@ -297,13 +297,11 @@ def padding(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Foun
     if not inputs.is_pair or door.is_random or door.axis != 0:
         door, main, _ = inputs.sequence(facts)
     real = ~pads if pads.shape == door.base.shape[:2] else torch.ones_like(door.base[..., 0], dtype=torch.bool)
-    gap = door.differ(door.ask({}, [_noise_at_padding(door, pads, main)])[real], door.base[real])
+    gap = door.differ(door.ask({}, _noise_at_padding(door, pads, main))[real], door.base[real])
     if gap <= door.tolerance:
         return
-    layer = door.first(
-        {}, lambda tensor: real if tensor.dim() > 2 and tensor.shape[:2] == real.shape else None,
-        context=lambda: _noise_at_padding(door, pads, main),
-    )  # fmt: skip
+    place = lambda tensor: real if tensor.dim() > 2 and tensor.shape[:2] == real.shape else None  # noqa: E731
+    layer = door.first(door.record({}, place), door.record({}, place, _noise_at_padding(door, pads, main)))
     is_masked = any(at in inputs.pads for at in inputs.masks)
     is_attention = any(f"{each.path}.".startswith(f"{layer}.") or layer.startswith(f"{each.path}.") for each in facts)
     text = f"what stands at padding changes the outputs of real tokens (by {gap:.2g}), "
@@ -334,7 +332,7 @@ def _noise_at_padding(door: Door, pads: Tensor, main: int) -> Iterator[None]:
         raise NotAskedError("no embedding takes the tokens")
 
 
-def packed(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Found]:
+def packed(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
     """Where positions start again, a document ends."""
     door, main, count = inputs.sequence(facts)
     tables = [door.leaves[at] for at in inputs.positions if door.leaves[at].shape == (len(door.base), count)]
@@ -347,11 +345,12 @@ def packed(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Found
     gap = door.differ(door.ask(changes)[row, at:], door.base[row, at:])
     if gap > door.tolerance:
         text = f"positions start again at token {at} of sample {row}, and the tokens before change the outputs behind "
-        layer = door.first(changes, by_token(door, count, row, slice(at, None)))
+        place = by_token(door, count, row, slice(at, None))
+        layer = door.first(door.record({}, place), door.record(changes, place))
         yield "wrong", f"{text}(by {gap:.2g}): packed documents see each other; give a mask of documents", layer
 
 
-def positions(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Found]:
+def positions(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
     """Positions that are given are read."""
     door, _, count = inputs.sequence(facts)
     at = next((at for at in inputs.positions if door.leaves[at].shape[1] == count), None)
@@ -361,10 +360,10 @@ def positions(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Fo
     swapped[:, 0], swapped[:, count // 2] = door.leaves[at][:, count // 2], door.leaves[at][:, 0]
     if torch.equal(door.ask({at: swapped}), door.base):
         name = door.label[at] or "the input that counts"
-        yield "odd", f"{name} changes nothing: positions are taken from elsewhere", ""
+        yield "odd", f"{name} changes nothing: positions are received from elsewhere", ""
 
 
-def residual(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Found]:
+def residual(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
     """With the output projections of all attentions at zero, a token still changes its own output."""
     door, main, count = inputs.sequence(facts)
     parameters = dict(door.model.named_parameters())
@@ -384,7 +383,7 @@ def residual(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Fou
         is_lost = torch.equal(door.ask()[:, middle], door.ask(changes)[:, middle])
         paths = [each.path for each in facts]
         place = by_token(door, count, slice(None), middle)
-        layer = door.first(changes, place, lost_outside=paths) if is_lost else ""
+        layer = door.first(door.record({}, place), door.record(changes, place), paths) if is_lost else ""
     finally:
         for name, value in before.items():
             parameters[name].copy_(value)
@@ -393,66 +392,80 @@ def residual(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Fou
         yield "wrong", f"{text}lost; write x = x + attention(norm(x))", layer
 
 
-def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Found]:
+def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
     """Each parameter of an attention gets a gradient, in evaluation or in training mode, and so do its rows."""
-    model, backward = door.model, _Backward(door)
-    trained = backward.trained
+    model = door.model
+    trained = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.is_floating_point()
+    }
     paths = {each.path for each in facts if each.path and each.rows and each.keys > 1}
     inside = {name: path for path in sorted(paths, key=len) for name in trained if name.startswith(f"{path}.")}
     size = sum(parameter.nbytes for parameter in trained.values())
     if not inside or size > _MOST_BYTES:
         raise NotAskedError("no attention is trained" if not inside else f"they take {size / 2**30:.1f} GiB")
-    zeros = {name for name in inside if not name.endswith("bias") and not bool(trained[name].any())}
-    before = {name: trained[name].detach().clone() for name in zeros}
+    zeros = {name: value.detach().clone() for name, value in trained.items() if not bool(value.any())}
+    zero_maps = {name for name in inside if name in zeros and trained[name].dim() > 1}
+    runs: list[dict[str, Tensor]] = []  # of gradients: at the start, in evaluation mode, in training mode
     try:
-        at_start = backward.run() if zeros else {}
+        runs.append(_backward(door, trained) if zero_maps else {})
         for name in zeros:  # what starts at zero (LoRA's B, gates) hides the gradients of what it is multiplied with
             trained[name].normal_(0, 0.02)
-        gradient_of = backward.run()
+        runs.append(_backward(door, trained))
         model.train()
         try:
-            in_training = backward.run()
+            runs.append(_backward(door, trained))
         except NotAskedError:
-            in_training = {}
+            runs.append({})
         except (RuntimeError, ValueError):
-            in_training = gradient_of
+            runs.append(runs[1])
     except RuntimeError as error:
         raise NotAskedError(f"no backward: {str(error).partition(chr(10))[0][:80]}") from None
     finally:
         model.eval()
-        for name, value in before.items():
+        for name, value in zeros.items():
             trained[name].copy_(value)
-    lost = sorted(gradient_of.keys() - in_training.keys())
-    if len(lost) > 0.5 * len(gradient_of):
+    moves = [{name for name, gradient in run.items() if bool(gradient.any())} for run in runs]
+    lost = sorted(moves[1] - moves[2])
+    if len(lost) > 0.5 * len(moves[1]):
         text = (
             f"in training mode {len(lost)} of {len(trained)} parameters get no gradient, and in evaluation mode they "
         )
         text += "do: checkpointing cuts the graph; write use_reentrant=False, or call enable_input_require_grads()"
         yield "wrong", text, lost[0].rpartition(".")[0]
         return
-    stuck = [name for name in sorted(zeros & gradient_of.keys()) if trained[name].dim() > 1 and name not in at_start]
-    if stuck:
+    if stuck := sorted(zero_maps & moves[1] - moves[0]):
         text = f"{len(stuck)} parameters are zero and get no gradient, as what they are multiplied with is zero too: "
         yield "wrong", f"{text}neither ever moves; start one of the two at random", stuck[0].rpartition(".")[0]
-    moved = gradient_of.keys() | in_training.keys()
+    moved = moves[1] | moves[2]
     maps = {rows.name for each in facts for listed in each.rows.values() for rows in listed}
     inputs_of = {rows.name for each in facts for role in IN for rows in each.rows.get(role, ())}
     alive = {path for name, path in inside.items() if name in inputs_of & moved}  # others are detached as a whole
-    idle: dict[tuple[Verdict, str], dict[str, str]] = {}
+    idle: dict[str, tuple[Verdict, str]] = {}
     for name, path in sorted(inside.items()):
-        verdict: Verdict = "wrong"
-        owner, short, part = name.rpartition(".")[0], name.removeprefix(f"{path}.").removesuffix(".weight"), ""
-        if name in gradient_of:
-            part = _idle_part(gradient_of[name], short, isinstance(model.get_submodule(owner), nn.Embedding))
+        owner, short = name.rpartition(".")[0], name.removeprefix(f"{path}.").removesuffix(".weight")
+        if name in moves[1]:
+            part = _idle_part(runs[1][name], short, isinstance(model.get_submodule(owner), nn.Embedding))
+            idle |= {name: ("wrong", part)} if part else {}
         elif name in maps:
-            part = short if path in alive and name not in moved else ""
-        elif backward.unused[name] and owner != path and name not in zeros:  # of the attention itself, it is an option
-            verdict, part = "odd", short
-        if part:
-            idle.setdefault((verdict, re.sub(r"\d+", "*", path)), {}).setdefault(part, path)
-    for (verdict, layers), names in idle.items():
-        text = f"{', '.join(names)} of {layers} get exactly no gradient: this part is not used"
-        yield verdict, text, next(iter(names.values()))
+            idle |= {name: ("wrong", short)} if path in alive and name not in moved else {}
+        elif owner != path and name not in zeros and not any(name in run for run in runs):  # else it is an option
+            idle[name] = "odd", short
+    takers = door.record({}, among={name.rpartition(".")[0] for name in idle}) if idle else []
+    # What is given zeros (queries of DETR's first layer) gets no gradient by that.
+    blank = {
+        door.names[module]
+        for module, received, _ in takers
+        if received and not any(bool(tensor.any()) for tensor in received)
+    }
+    parts: dict[tuple[Verdict, str], dict[str, str]] = {}
+    for name in (name for name in idle if name.rpartition(".")[0] not in blank):
+        verdict, part = idle[name]
+        parts.setdefault((verdict, re.sub(r"\d+", "*", inside[name])), {}).setdefault(part, inside[name])
+    for (verdict, layers), places in parts.items():
+        text = f"{', '.join(places)} of {layers} get exactly no gradient: this part is not used"
+        yield verdict, text, next(iter(places.values()))
 
 
 def _idle_part(gradient: Tensor, name: str, is_table: bool) -> str:
@@ -471,39 +484,25 @@ def _idle_part(gradient: Tensor, name: str, is_table: bool) -> str:
     return f"{share:.0%} of {name}" if 0.2 < share < 1 and not is_sliced else ""
 
 
-class _Backward:
-    """Gradients of a loss, or of outputs weighted at random; no hook of an optimizer's or of DDP's runs."""
-
-    def __init__(self, door: Door) -> None:
-        self._door = door
-        self.trained = {
-            name: parameter
-            for name, parameter in door.model.named_parameters()
-            if parameter.requires_grad and parameter.is_floating_point()
-        }
-        self.unused = dict.fromkeys(self.trained, True)  # whether no loss so far has been made of it
-
-    def run(self) -> dict[str, Tensor]:
-        """Return the gradients that are not all zero, by name."""
-        outputs: list[Any] = []
-        torch.manual_seed(0)
-        self._door.forwards[0] += 2
-        with torch.enable_grad(), ExitStack() as stack:
-            hook = self._door.outlet.register_forward_hook(lambda module, args, output: outputs.append(output))
-            stack.callback(hook.remove)
-            result = self._door.forward()
-            loss = next((t for t in tensors_in(result) if t.dim() == 0 and t.requires_grad), None)
-            tensors = [t.float() for t in tensors_in(outputs[-1]) if t.requires_grad]
-            if loss is None and not tensors:
-                raise NotAskedError("outputs have no graph")
-            if loss is None:
-                seed = torch.Generator().manual_seed(0)
-                loss = torch.stack([(t * torch.randn(t.shape, generator=seed).to(t)).sum() for t in tensors]).sum()
-            if _is_checkpointed(loss):  # `grad` does not reach into it, and `backward` does
-                raise RuntimeError("reentrant checkpointing")
-            grads = torch.autograd.grad(loss, list(self.trained.values()), allow_unused=True)
-        self.unused = {name: self.unused[name] and grad is None for name, grad in zip(self.trained, grads)}
-        return {name: grad for name, grad in zip(self.trained, grads) if grad is not None and bool(grad.any())}
+def _backward(door: Door, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Return the gradients of a loss, or of outputs weighted at random; no hook of an optimizer's or of DDP's runs."""
+    outputs: list[Any] = []
+    torch.manual_seed(0)
+    door.forwards[0] += 2
+    with torch.enable_grad(), ExitStack() as stack:
+        stack.callback(door.outlet.register_forward_hook(lambda module, args, output: outputs.append(output)).remove)
+        result = door.forward()
+        loss = next((t for t in tensors_in(result) if t.dim() == 0 and t.requires_grad), None)
+        tensors = [t.float() for t in tensors_in(outputs[-1]) if t.requires_grad]
+        if loss is None and not tensors:
+            raise NotAskedError("outputs have no graph")
+        if loss is None:
+            seed = torch.Generator().manual_seed(0)
+            loss = torch.stack([(t * torch.randn(t.shape, generator=seed).to(t)).sum() for t in tensors]).sum()
+        if _is_checkpointed(loss):  # `grad` does not reach into it, and `backward` does
+            raise RuntimeError("reentrant checkpointing")
+        gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    return {name: gradient for name, gradient in zip(trained, gradients) if gradient is not None}
 
 
 def _is_checkpointed(loss: Tensor) -> bool:
