@@ -19,6 +19,7 @@ from hdi_callback.arguments import function
 from hdi_callback.attention import AttentionLayer, Survey, survey
 from hdi_callback.attention.extra_forward import nothing_remains
 from hdi_callback.attention.registry import known_layers
+from hdi_callback.audits.pairs import unmatched_weights
 from hdi_callback.audits.sources import NOT_STORED, Target, open_target
 from hdi_callback.dashboards.layer_table import layers_text, name_heads
 from hdi_callback.dashboards.report import in_notebook
@@ -30,9 +31,9 @@ from hdi_callback.monitor.reading import Absent, Reading
 from hdi_callback.monitor.weight_source import WeightReader
 from hdi_callback.record import LEVELS, Alert, LayerRecord, Record
 from hdi_callback.rules import Alerts
-from hdi_callback.rules.initialisation import untrained_layers
 from hdi_callback.rules.words import listed
 
+_SOURCES = (KEYS, QK, OV, FINITENESS)
 _DEAD = 0.01  # norm of a dead head, as a share of the median of the others
 _WITHOUT = {
     "query": "Without queries all tokens are attended to alike",
@@ -105,7 +106,8 @@ class Audit:
     def __repr__(self) -> str:
         """The table of layers, what was not audited, and the verdict."""
         table = layers_text(self.layers, self.not_audited, self.record, self.findings)
-        return f"{table}\n\n{self.verdict}".strip()
+        notices = [f"Notice: {finding.message}." for finding in self.findings if finding.level == "notice"]
+        return "\n\n".join(filter(None, [table, *notices, str(self.verdict)]))
 
 
 def audit(
@@ -152,16 +154,17 @@ def audit(
     alerts = Alerts("default", thresholds, facts, pretrained=False)
     # Of fresh weights at step 0 rules ask other questions.
     step = opened.step or 1
-    record = _measured(opened, layers, step=step)
+    missing = {layer.name: reason for layer in layers if (reason := missing_weights(opened, layer))}
+    whole = [layer for layer in layers if layer.name not in missing]
+    record = _measured([layer.name for layer in layers], whole, missing, step)
     findings = list(alerts.judge(record))
-    for layer in layers:
-        missing = missing_weights(opened, layer)
-        if NOT_STORED in missing:
-            findings.append(_missing_finding(layer.name, missing, step))
-        elif not missing:
-            findings += _dead_heads(layer, step)
-    findings += _copied_layers([layer for layer in layers if not missing_weights(opened, layer)], step)
-    findings += [_untrained_finding(name, step) for name in untrained_layers(record, facts)]
+    for name, reason in missing.items():
+        if NOT_STORED in reason:
+            message, action = f"weights of {name} are missing: {reason}", "Look at how it was written"
+            findings.append(Alert(step, "weights missing", "warning", {name: ()}, message, action))
+    findings += [alert for layer in whole for alert in _dead_heads(layer, step)] + _copied_layers(whole, step)
+    told = {name for finding in findings for name in finding.where}
+    findings += unmatched_weights([layer for layer in whole if layer.name not in told], step)
     findings.sort(key=lambda alert: (-LEVELS.index(alert.level), -(alert.value or 0)))
     return Audit(opened.name, facts, replace(record, alerts=tuple(findings), active=tuple(findings)), refused)
 
@@ -179,19 +182,13 @@ def _survey(model: nn.Module, forward: Callable[[], Any] | None) -> Survey:
         return survey(model, forward)
 
 
-def _measured(target: Target, layers: Sequence[AttentionLayer], *, step: int) -> Record:
-    """Measure what the weights of layers alone tell: key weights, circuits, and whether they are finite."""
+def _measured(names: list[str], whole: Sequence[AttentionLayer], missing: Mapping[str, str], step: int) -> Record:
+    """Return what the weights of layers alone tell: key weights, circuits, and whether they are finite."""
     absent = Absent()
-    readable = []
-    for layer in layers:
-        missing = missing_weights(target, layer)
-        if missing:
-            for source in (KEYS, QK, OV, FINITENESS):
-                absent.note(layer.name, source, missing)
-        else:
-            readable.append(layer)
-    results = WeightReader((KEYS, QK, OV, FINITENESS)).measure(step, readable, absent)
-    return Reading(step, [layer.name for layer in layers], results, absent).record()
+    for name, reason in missing.items():
+        for source in _SOURCES:
+            absent.note(name, source, reason)
+    return Reading(step, names, WeightReader(_SOURCES).measure(step, whole, absent), absent).record()
 
 
 def missing_weights(target: Target, layer: AttentionLayer, roles: Iterable[str] | None = None) -> str:
@@ -257,24 +254,6 @@ def _copied_layers(layers: Sequence[AttentionLayer], step: int) -> list[Alert]:
             action = "Look at the loop that filled the layers, and at how the file was written."
             alerts.append(Alert(step, "copied layers", "warning", {layer.name: (), name: ()}, message, action))
     return alerts if 2 * len(alerts) < len(layers) else []  # torch's encoders begin with equal layers
-
-
-def _untrained_finding(layer: str, step: int) -> Alert:
-    message = f"{layer} looks untrained: its keys have the spectrum of an initialisation, and those of other layers not"
-    action = "Look at whether the file holds its weights, and whether it was in the optimizer."
-    return Alert(step, "untrained layer", "notice", {layer: ()}, message, action)
-
-
-def _missing_finding(layer: str, missing: str, step: int) -> Alert:
-    message = f"weights of {layer} are missing: {missing}"
-    return Alert(
-        step,
-        "weights missing",
-        "warning",
-        {layer: ()},
-        message,
-        "Look at how the file was written, and by which names.",
-    )
 
 
 def judge_again(run: RunHistory, thresholds: Mapping[str, Mapping[str, float | None]]) -> RunHistory:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import torch
 
-from hdi_callback.record import Record
 from hdi_callback.rules.series import Row, Series
 
 DEVIATIONS = 6.0
@@ -39,15 +38,6 @@ def has_been_trained(row: Row, facts: Mapping[str, Any]) -> bool:
         return False
     mean, deviation = _law_of_flatness(k, d)
     return bool((mean - statistics.median(map(math.log, flatness))) / deviation > DEVIATIONS)
-
-
-def untrained_layers(record: Record, facts: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the layers whose keys look freshly initialised while those of three quarters of the others do not."""
-    rows = {layer["name"]: (Row.from_record(record.step, record.layers[layer["name"]]), layer) for layer in facts}
-    fresh = [
-        name for name, (row, layer) in rows.items() if row.heads.get("flatness") and not has_been_trained(row, layer)
-    ]
-    return fresh if len(rows) > 2 and 4 * len(fresh) <= len(rows) + 1 else []
 
 
 def began_small(series: Series) -> bool:
