@@ -198,7 +198,6 @@ def explain(name: tuple[str, ...], as_json: bool) -> int:
     from hdi_callback.dashboards.names import INTERVENTIONS, NAMES, look_up
     from hdi_callback.monitor.metrics import METRICS
     from hdi_callback.rules import LIMITS, RULES
-    from hdi_callback.rules import explain as explain_one
 
     if not name:
         if as_json:
@@ -235,7 +234,7 @@ def explain(name: tuple[str, ...], as_json: bool) -> int:
         )
         data["to use it"] = f"HDICallback(interventions=[{entry.text}(...)])"
     elif entry.kind == "rule":
-        rule = explain_one(entry.text)
+        rule = next(rule for rule in RULES if rule.name == entry.text)
         limits = [f"{limit}={LIMITS[limit].value:g}: {LIMITS[limit].meaning}" for limit in rule.limits]
         data = {
             "raised when": rule.condition,

@@ -4,11 +4,11 @@ A rule judges the readings of one layer and returns a finding, or nothing. `Aler
 merges those of one event to one alert, which is reported when it begins, when it gets worse, and when it ends.
 """
 
-from hdi_callback.rules.choice import RULES, default_rules, explain
+from hdi_callback.rules.choice import RULES, default_rules
 from hdi_callback.rules.engine import Alerts
 from hdi_callback.rules.limits import LIMITS, check_thresholds
 from hdi_callback.rules.rule import Finding, Rule
 
 __all__ = [
-    "LIMITS", "RULES", "Alerts", "Finding", "Rule", "check_thresholds", "default_rules", "explain",
+    "LIMITS", "RULES", "Alerts", "Finding", "Rule", "check_thresholds", "default_rules",
 ]  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 
 from hdi_callback.rules.initialisation import began_small
@@ -16,74 +15,35 @@ HIDDEN = 1e-6
 """Largest attention to tokens that are hidden, from rounding."""
 
 
-class TokensAlike(Rule):
-    """The input tokens of a layer have become nearly equal."""
-
-    name = "tokens alike"
-    heeds_loss = True
-    needs = ("token_cosine",)
-    limits = ("tokens",)
-    condition = (
-        "the mean cosine of two input tokens of the layer reaches 0.998 at three readings in a row, far above the "
-        "first reading; a notice while the loss is good. It ends at 0.978"
-    )
-    meaning = "All tokens have become the same before they reach this layer; its heads are not the cause."
-    action = "look at the residual connections and norms below the layer"
-    lasts, hysteresis = 3, 0.02
-
-    def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        (metric,), limit = self.needs, self.at("tokens")
-        value, (_, curve) = series.value(metric), series.curve(metric)
-        if active is None:
-            first = series.first.values.get(metric, value)
-            if len(curve) < self.lasts or min(curve[-self.lasts :]) < limit or 1 - value > 0.25 * (1 - first):
-                return None
-        elif value < limit - self.hysteresis:
-            return None
-        evidence = f"mean cosine {series.change(metric, 3)}"
-        clause = "the input tokens of {layer} are nearly identical"
-        return Finding(clause, evidence, value=value, threshold=limit, metric=metric)
-
-
 class SharpFromStart(Rule):
-    """Attention is sharp, or its scores are large, before anything was learned."""
+    """The scale of the scores is wrong, or the inputs of the layer are far too large."""
 
     name = "sharp from the start"
     needs = (ENTROPY,)
     reads = (LOGIT,)
-    limits = ("start", "start_logit")
-    condition = (
-        "at step 0 of fresh weights: the mean entropy of attention is at 0.5 or less, or the largest score at 24 or "
-        "more. It ends at an entropy of 0.6 and a score of 19"
-    )
-    meaning = "The scale of the scores is wrong, or the inputs of the layer are far too large."
+    limits = ("start",)
+    condition = "at step 0 of fresh weights the mean entropy of attention is at 0.5 or less. It ends at 0.6"
     action = (
         "look at the scale of the scores, usually one over the root of the head width, and at the size of the "
         "embedding; if the weights are pretrained, say so"
     )
     code = "pretrained=True"
-    margin, share = 0.1, 0.8
+    margin = 0.1
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
         entropy, logit = series.value(ENTROPY), series.latest.values.get(LOGIT)
+        limit = self.limit["start"] or 0.0
         if active is None and (series.latest.step > 0 or series.is_pretrained):
             return None
-        limit = self.limit["start"] or 0.0
-        is_sharp = entropy <= limit + (self.margin if active and limit else 0)
-        is_large = logit is not None and logit >= self.at("start_logit") * (self.share if active else 1)
-        if not is_sharp and not is_large:
+        if entropy > limit + (self.margin if active else 0.0):
             return None
-        return Finding(
-            f"{'attention is sharp' if is_sharp else 'scores are large'} in {{layer}} before anything was learned",
-            f"mean entropy {entropy:.2f}{'' if logit is None else f', largest score {logit:.0f}'}",
-            value=entropy if is_sharp else logit,
-            threshold=self.limit["start" if is_sharp else "start_logit"],
-            metric=ENTROPY if is_sharp else LOGIT,
-        )
+        score = "" if logit is None else f", largest score {logit:.0f}"
+        clause = "attention is sharp in {layer} before anything was learned"
+        return Finding(clause, f"mean entropy {entropy:.2f}{score}", value=entropy, threshold=limit, metric=ENTROPY)
 
 
 class FlatAttention(Rule):
-    """Attention has stayed uniform since the first reading, or has become so: scores are too small."""
+    """The scores are so small that every head averages all tokens; where weights began small, the start is slow."""
 
     name = "flat attention"
     needs = (ENTROPY,)
@@ -92,10 +52,6 @@ class FlatAttention(Rule):
     condition = (
         "the mean entropy was never below 0.9995 in 15 readings, nor the largest score above 0.25; a notice where key "
         "weights began small. Or it was 0.995 or less at the first reading, and is 0.9995 or more at five in a row"
-    )
-    meaning = (
-        "The scores are so small that every head averages all tokens. A notice says that its weights began small, from "
-        "which a start is slow."
     )
     action = (
         "look at the scale of the scores and the size of the layer's inputs, and check that gradients arrive at the "
@@ -131,7 +87,7 @@ class FlatAttention(Rule):
 
 
 class SuddenSharpening(Rule):
-    """Attention has become sharp within a few readings, far faster than it ever changed before."""
+    """Scores grow, or something is added to those of one token."""
 
     name = "sudden sharpening"
     heeds_loss = True
@@ -143,7 +99,6 @@ class SuddenSharpening(Rule):
         "more, and has changed since then four times as far, in logarithms, as ever before within eight readings; a "
         "notice while the loss is good. It ends half way back"
     )
-    meaning = "Scores grow, or something is added to those of one token."
     action = "look at the learning rate and its warm-up, at masks and at biases on scores. If scores grow, limit them"
     code = CLIP.format(30)
     within, past, factor = 8, 6, 4.0
@@ -172,51 +127,8 @@ class SuddenSharpening(Rule):
         )
 
 
-class SuddenFlattening(Rule):
-    """Attention has suddenly become flatter, and stays so: it hardly tells tokens apart any more."""
-
-    name = "sudden flattening"
-    heeds_loss = True
-    needs = (ENTROPY,)
-    limits = ("flatten",)
-    condition = (
-        "at four readings in a row the distance from uniform attention, 1 less the mean entropy, is at a third or less "
-        "of the least at the twelve before, and most of it fell between two readings; a notice while the loss is good. "
-        "It ends half way back"
-    )
-    meaning = "The tokens became alike, a norm was lost, or the scale of the scores was changed."
-    action = "look at what the data loader gives since then, at the norm before the layer, and at the scale of scores"
-    past, compared, lasts, at_once = 6, 12, 4, 0.6
-    least = 5e-4
-    """Distance from uniform attention below which a layer cannot become flatter."""
-
-    def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        factor = self.at("flatten")
-        if active is not None:
-            is_over = 1 - series.value(ENTROPY) >= math.sqrt(factor) * (active.threshold or 0.0)
-            return None if is_over else active
-        steps, curve = series.curve(ENTROPY)
-        distances = [max(1 - value, 1e-7) for value in curve]
-        before, now = distances[: -self.lasts][-self.compared :], distances[-self.lasts :]
-        if series.was_written or len(before) < self.past or min(before) < max(self.least, factor * max(now)):
-            return None
-        fall = math.log(statistics.median(before) / statistics.median(now))
-        if math.log(before[-1] / now[0]) < self.at_once * fall:
-            return None
-        at = len(curve) - self.lasts
-        when = f"between steps {steps[at - 1]} and {steps[at]}"
-        return Finding(
-            "attention in {layer} hardly tells tokens apart any more",
-            f"mean entropy jumped from {curve[at - 1]:.4f} to {curve[at]:.4f} {when}",
-            value=max(now),
-            threshold=min(before) / factor,
-            metric=ENTROPY,
-            since=steps[at],
-        )
-
-
 class LaterTokens(Rule):
-    """Attention reaches later tokens that it did not, or that like layers hide: a mask is missing, or leaks."""
+    """The model sees tokens that are to be hidden from it: the mask is missing, or leaks."""
 
     name = "later tokens"
     is_cause = True
@@ -227,7 +139,6 @@ class LaterTokens(Rule):
         "0.001 of the attention reaches tokens after the query, in a layer where they were hidden at the first reading "
         "or where most layers of its name, but for the number, hid them"
     )
-    meaning = "The model sees tokens that are to be hidden from it: the mask is missing, or leaks."
     action = "look at the mask that the attention gets, and whether True means visible or hidden there"
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:

@@ -8,14 +8,7 @@ from typing import Any
 from hdi_callback.arguments import did_you_mean, shown
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitor.metrics import METRICS
-from hdi_callback.rules.attention_rules import (
-    FlatAttention,
-    LaterTokens,
-    SharpFromStart,
-    SuddenFlattening,
-    SuddenSharpening,
-    TokensAlike,
-)
+from hdi_callback.rules.attention_rules import FlatAttention, LaterTokens, SharpFromStart, SuddenSharpening
 from hdi_callback.rules.limits import Limits
 from hdi_callback.rules.rule import Rule
 from hdi_callback.rules.similarity_rules import CopiedHeads, MeanAlignment, MergedValues, WorstPair
@@ -31,12 +24,10 @@ RULES: tuple[type[Rule], ...] = (
     WeightJump,
     WorstPair,
     MeanAlignment,
-    TokensAlike,
     VanishingWeights,
     MergedValues,
     FlatAttention,
     SuddenSharpening,
-    SuddenFlattening,
 )
 """The default rules, causes before what follows from them: of several that report one event the first states it."""
 
@@ -51,36 +42,12 @@ def default_rules(limits: Limits | None = None) -> list[Rule]:
         A rule of each kind; those with all of their limits off are left out.
 
     Example:
-        >>> [rule.name for rule in default_rules({"start": None, "start_logit": None})][:3]
+        >>> [rule.name for rule in default_rules({"start": None})][:3]
         ['weights not finite', 'later tokens', 'frozen weights']
     """
     limits = {} if limits is None else limits
     rules = [kind(**{name: limits[name] for name in kind.limits if name in limits}) for kind in RULES]
     return [rule for rule in rules if not rule.limits or any(value is not None for value in rule.limit.values())]
-
-
-def explain(name: str) -> type[Rule]:
-    """Return the rule of a name, whose class says what it judges, what its alert means, and what to do.
-
-    Args:
-        name: ``"worst pair"``, ``"worst-pair"``, ``"WorstPair"``, or one of its limits (``"pair"``).
-
-    Raises:
-        MisconfigurationError: if no rule has this name; the message suggests a close one.
-
-    Example:
-        >>> explain("worst-pair").limits
-        ('pair',)
-    """
-    rules_by_word = {_letters(word): rule for rule in RULES for word in (*rule.limits, rule.__name__, rule.name)}
-    if _letters(name) not in rules_by_word:
-        close = did_you_mean(name, [rule.name for rule in RULES])
-        raise MisconfigurationError(f"No rule has the name {shown(name)}; `hdi explain` lists them.{close}")
-    return rules_by_word[_letters(name)]
-
-
-def _letters(name: str) -> str:
-    return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
 def check_rules(rules: Any) -> tuple[Rule, ...]:
@@ -90,11 +57,12 @@ def check_rules(rules: Any) -> tuple[Rule, ...]:
             f'`alerts` must be "default", a list of rules or None, got {shown(rules)}: write alerts=[MyRule()].'
             f"{did_you_mean(rules, ['default'])}"
         )
-    for rule in rules:
+    names = [getattr(rule, "name", None) for rule in rules]
+    for rule, name in zip(rules, names):
         if not isinstance(rule, Rule):
             hint = f": write {rule.__name__}()" if isinstance(rule, type) else ""
             raise MisconfigurationError(f"`alerts` holds {shown(rule)}, which is no rule{hint}.")
-        if not isinstance(getattr(rule, "name", None), str) or isinstance(rule.needs, str):
+        if not isinstance(name, str) or isinstance(rule.needs, str):
             raise MisconfigurationError(
                 f'{type(rule).__name__} must have a name, and a tuple of metrics as `needs`: write name = "few heads", '
                 'needs = ("hdi",) in its class.'
@@ -102,10 +70,8 @@ def check_rules(rules: Any) -> tuple[Rule, ...]:
         for metric in (*rule.needs, *rule.reads):
             if metric not in METRICS:
                 raise MisconfigurationError(
-                    f"The rule {rule.name!r} needs {metric!r}, which is no metric.{did_you_mean(metric, METRICS)}"
+                    f"The rule {name!r} needs {metric!r}, which is no metric.{did_you_mean(metric, METRICS)}"
                 )
-    names = [rule.name for rule in rules]
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise MisconfigurationError(f"Two rules have the name {twice[0]!r}: give one of them another.")
+        if names.count(name) > 1:
+            raise MisconfigurationError(f"Two rules have the name {name!r}: give one of them another.")
     return tuple(rules)

@@ -187,9 +187,11 @@ def _plain(finding: Any, rule: Rule, *, is_loss_good: bool) -> Finding:
     """Return a finding with its level and plain numbers, as a notice where the loss says that nothing is wrong."""
     if not isinstance(finding, Finding):
         raise TypeError(f"`judge` must return a Finding or None, got a {type(finding).__name__}")
-    level = "notice" if rule.heeds_loss and is_loss_good else finding.level or rule.level
+    level = finding.level or rule.level
     if level not in LEVELS:
         raise ValueError(f"level must be one of {LEVELS}, got {level!r}")
+    if rule.heeds_loss:  # at each reading anew, also where a rule returns what it found before
+        level = "notice" if is_loss_good else rule.level
     value, threshold = (
         float(number) if number is not None and math.isfinite(number) else None
         for number in (finding.value, finding.threshold)

@@ -37,12 +37,9 @@ LIMITS: dict[str, Limit] = {
     "unchanged": Limit(0.9, "share of a head's weights that are bit-identical to those of the reading before"),
     "vanishing": Limit(0.1, "norm of a head's circuit as a share of that at the first reading"),
     "start": Limit(0.5, "mean entropy of attention of fresh weights at step 0"),
-    "start_logit": Limit(24.0, "largest score of fresh weights at step 0", math.inf),
     "flat": Limit(0.9995, "mean entropy of attention that stays uniform, or becomes so"),
     "sharpen": Limit(4.0, "factor by which the mean entropy of attention falls within eight readings", math.inf),
-    "flatten": Limit(3.0, "factor by which attention comes closer to uniform from one reading to the next", math.inf),
     "later": Limit(0.001, "share of attention to tokens after the query"),
-    "tokens": Limit(0.998, "mean cosine of two input tokens"),
 }
 """Name in `thresholds` -> limit."""
 
@@ -67,22 +64,18 @@ def check_limit(name: str, value: Any, argument: str) -> float | None:
 
 def check_thresholds(thresholds: Any) -> dict[str, dict[str, float | None]]:
     """Check limits by pattern of layer names, such as ``{"decoder.*": {"mean": 0.7, "pair": None}}``."""
-    if thresholds is None:
-        return {}
-    example = '{"*": {"pair": 0.9}}'
-    if not isinstance(thresholds, Mapping):
-        raise MisconfigurationError(f"`thresholds` must be a dictionary, got {shown(thresholds)}: write {example}.")
-    checked = {}
-    for pattern, limits in thresholds.items():
-        if not isinstance(pattern, str) or not isinstance(limits, Mapping):
-            raise MisconfigurationError(
-                "`thresholds` must map patterns of layer names to limits, got "
-                f"{shown(pattern)}: {shown(limits)}: write {example}."
-            )
-        checked[pattern] = {
-            name: check_limit(name, value, f'thresholds["{pattern}"]["{name}"]') for name, value in limits.items()
-        }
-    return checked
+    patterns = {} if thresholds is None else thresholds
+    if not isinstance(patterns, Mapping) or not all(
+        isinstance(pattern, str) and isinstance(limits, Mapping) for pattern, limits in patterns.items()
+    ):
+        raise MisconfigurationError(
+            f"`thresholds` must be a dictionary from patterns of layer names to limits, got {shown(thresholds)}: write "
+            '{"*": {"pair": 0.9}}.'
+        )
+    return {
+        pattern: {name: check_limit(name, limits[name], f'thresholds["{pattern}"]["{name}"]') for name in limits}
+        for pattern, limits in patterns.items()
+    }
 
 
 def limits_of(layer: str, thresholds: Thresholds) -> dict[str, float | None]:

@@ -69,7 +69,7 @@ class Rule(ABC):
         heeds_loss: whether its alerts are notices while the training loss is at its best or falling.
         is_cause: whether its alerts are always events of their own.
         condition: when it raises an alert, in words.
-        meaning: what the alert means.
+        meaning: what the alert means: the docstring of its class.
         action: what to do about it, in prose.
         code: arguments of the callback that help.
 
@@ -101,6 +101,9 @@ class Rule(ABC):
     meaning: ClassVar[str] = ""
     action: ClassVar[str] = ""
     code: ClassVar[str] = ""
+
+    def __init_subclass__(cls) -> None:
+        cls.meaning = " ".join((cls.__doc__ or "").split())
 
     def __init__(self, **limits: float | None) -> None:
         self.limit: dict[str, float | None] = {name: LIMITS[name].value for name in self.limits}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
 
 from hdi_callback.record import Level
 from hdi_callback.rules.groups import (
@@ -54,7 +53,10 @@ def _alike(series: Series, active: Finding | None, limit: float, *, of_values: b
 
 
 class CopiedHeads(Rule):
-    """Some key heads of a layer are equal, or too alike for independent initialisation."""
+    """Equal weights are no result of training: they share a parameter, were copied, or there is a bug.
+
+    They cost little by themselves; what wrote them may have written more.
+    """
 
     name = "copied heads"
     needs = ("hdi_worst_alignment", "hdi_worst_pair")  # of the closest pair; the largest overlap, 1 of equal heads
@@ -65,10 +67,6 @@ class CopiedHeads(Rule):
         "the weights of two key heads are equal, to a thousandth and up to rotation and scale; or their alignment has "
         "jumped by 0.5 to 0.95 or more between two readings. "
         "Of pretrained weights only what was not so at the first reading. It ends when their alignment is below 0.7"
-    )
-    meaning = (
-        "Equal weights are no result of training: they share a parameter, were copied, or there is a bug. They cost "
-        "little by themselves; what wrote them may have written more."
     )
     action = (
         "look at which parameters they share, at what wrote these weights since then, such as a loop over heads or a "
@@ -101,7 +99,7 @@ class CopiedHeads(Rule):
 
 
 class WorstPair(Rule):
-    """Some key heads of a layer are nearly one, whatever the others do; all of them are named."""
+    """The heads read the same subspace of the layer's input; while they differ within it, that costs little."""
 
     name = "worst pair"
     needs = ("hdi_worst_alignment",)
@@ -110,10 +108,6 @@ class WorstPair(Rule):
     condition = (
         "the alignment of two key heads reaches 0.8, while the mean over all pairs is below 0.5. Of pretrained weights "
         "only what was not so at the first reading. It ends 0.1 below the limit"
-    )
-    meaning = (
-        "The heads read the same subspace of the layer's input. Heads that share a subspace and differ within it cost "
-        "little."
     )
     action = SEPARATE
 
@@ -139,7 +133,7 @@ class WorstPair(Rule):
 
 
 class MeanAlignment(Rule):
-    """The key heads of a layer have moved together: their mean alignment reaches a limit."""
+    """The heads of the layer read nearly the same subspace, or all read one strong direction."""
 
     name = "mean alignment"
     needs = ("hdi_alignment", "hdi_energy_alignment")
@@ -150,42 +144,34 @@ class MeanAlignment(Rule):
         "from 0.9 as subspaces. Not at step 0, and not where pretrained weights were so at first. It ends 0.1 below "
         "the limit"
     )
-    meaning = "The heads of the layer read nearly the same subspace, or all read one strong direction."
     action = SEPARATE
-    metrics: ClassVar[dict[str, str]] = {
-        "critical": "hdi_alignment",
-        "mean": "hdi_alignment",
-        "energy_mean": "hdi_energy_alignment",
-    }
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        slack = dict.fromkeys(self.metrics, 0.0 if active is None else HYSTERESIS)
-        slack["critical"] = HYSTERESIS if active is not None and active.level == "critical" else 0.0
-        above = {name: series.value(metric) - self.at(name) for name, metric in self.metrics.items()}
-        reached = [name for name in above if above[name] >= -slack[name]]
-        if not reached or series.latest.step == 0:
+        slack = 0.0 if active is None else HYSTERESIS
+        mean, by_energy = series.value("hdi_alignment"), series.value("hdi_energy_alignment")
+        was_critical = active is not None and active.level == "critical"
+        level: Level = "critical" if mean >= self.at("critical") - HYSTERESIS * was_critical else "warning"
+        is_near = mean >= self.at("mean") - slack or level == "critical"
+        name, metric = ("mean", "hdi_alignment") if is_near else ("energy_mean", "hdi_energy_alignment")
+        limit, count = self.at("critical" if level == "critical" else name), series.facts.get("num_key_heads")
+        if series.latest.step == 0 or not (is_near or by_energy >= limit - slack):
             return None
-        name = "critical" if "critical" in reached else max(reached, key=lambda name: above[name])
-        level: Level = "critical" if name == "critical" else "warning"
-        metric, limit = self.metrics[name], self.at(name)
-        if active is None and series.is_pretrained and series.first.values.get(metric, 0.0) >= limit - HYSTERESIS:
+        if active is None and (
+            (series.is_pretrained and series.first.values.get(metric, 0.0) >= limit - HYSTERESIS)
+            or len(heads_in(equal_heads(series.latest))) == count  # which is told as copies
+        ):
             return None
-        count = series.facts.get("num_key_heads")
-        if active is None and len(heads_in(equal_heads(series.latest))) == count:
-            return None  # reported as equal
-        is_weighted = name == "energy_mean"
-        groups = () if is_weighted else joined(aligned_pairs(series.latest, series.facts), NEARLY_ONE)
+        groups = joined(aligned_pairs(series.latest, series.facts), NEARLY_ONE) if is_near else ()
         groups = () if [*map(len, groups)] == [count] else groups
-        clause = "{heads} read the same few directions" if is_weighted else "{heads} are converging"
+        clause = "{heads} are converging" if is_near else "{heads} read the same few directions"
         if groups or level == "critical":
             clause = f"{{heads}} are nearly one head{_each(groups)}"
-        heads = heads_in(groups)
+        heads, effective = heads_in(groups), series.latest.values.get("hdi_effective_heads")
         held_from_start = min([series.first.values.get(metric, 0.0), *series.curve(metric)[1]]) >= limit
-        effective = series.latest.values.get("hdi_effective_heads")
-        further = "" if effective is None or is_weighted else f", and {effective:.1f} effective heads are left"
+        further = f", and {effective:.1f} effective heads are left" if is_near and effective is not None else ""
         return Finding(
             clause,
-            f"mean alignment{' weighted by energy' if is_weighted else ''} {series.change(metric)}{further}",
+            f"mean alignment{'' if is_near else ' weighted by energy'} {series.change(metric)}{further}",
             () if len(heads) == count else heads,
             groups,
             series.value(metric),
@@ -194,7 +180,7 @@ class MeanAlignment(Rule):
             level,
             since=series.first.step if held_from_start else None,
             of_keys=True,
-            action="Look at the layer's inputs: one direction outweighs the others there." if is_weighted else None,
+            action=None if is_near else "Look at the layer's inputs: one direction outweighs the others there.",
         )
 
 

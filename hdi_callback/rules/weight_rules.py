@@ -12,20 +12,18 @@ from hdi_callback.rules.words import listed
 
 NOT_FINITE = {"weights_not_finite": "weights", "outputs_not_finite": "outputs"}
 PLURAL = {"query": "queries", "key": "keys", "value": "values", "output": "outputs"}
-ROLES = tuple(PLURAL)
 RECENTLY = 5
 """Readings during which a head that an intervention has written may move far."""
 
 
 class NotFinite(Rule):
-    """Weights of a layer, or outputs of its heads, are NaN or infinite."""
+    """The run is broken."""
 
     name = "weights not finite"
     is_cause = True
     reads = ("weights_not_finite", "outputs_not_finite")
     level = "critical"
     condition = "a weight of a head, or what it puts out, is NaN or infinite. It ends when all are finite again"
-    meaning = "The run is broken."
     action = "lower the learning rate, lengthen its warm-up or clip gradients, and go on from a checkpoint from before"
 
     def is_measured(self, row: Row) -> bool:
@@ -50,20 +48,17 @@ class NotFinite(Rule):
 
 
 class WeightJump(Rule):
-    """The weights of some heads have moved further between two readings than any of their layer before."""
+    """Something wrote to the weights, or the steps of the optimizer are suddenly far too large."""
 
     name = "weight jump"
     needs = ("head_movement_min",)
     limits = ("weight_jump",)
-    level = "warning"
     is_cause = True
     condition = (
         "the weights of a head change by a twentieth or more between two readings, and by four times the largest "
         "change before, in at least five readings, of the head of its layer that moved least; a notice as long as the "
-        "training loss has not risen at one of the five readings from then on. Not of heads that an intervention has "
-        "written"
+        "training loss has not risen at one of the five readings from then on. Not of heads that an intervention wrote"
     )
-    meaning = "Something wrote to the weights, or the steps of the optimizer are suddenly far too large."
     action = (
         "look at the learning rate and its warm-up, at the data since that step, and at the checkpoint that was "
         "loaded; a rate that was far too high is worth lowering at once"
@@ -93,8 +88,7 @@ class WeightJump(Rule):
         heads = tuple(head for head, move in enumerate(now) if move >= limit and head not in expected)
         if not heads:
             return None
-        largest = max(now[head] for head in heads)
-        step = series.latest.step
+        largest, step = max(now[head] for head in heads), series.latest.step
         return Finding(
             "the weights of {heads} jumped",
             f"they changed by {100 * largest:.0f} % between steps {series.latest.before} and {step}; its slowest head "
@@ -108,7 +102,7 @@ class WeightJump(Rule):
 
 
 class FrozenWeights(Rule):
-    """Weights that are to train do not change between readings."""
+    """They are missing from the optimizer, get no gradient, are all zero, or their updates round away."""
 
     name = "frozen weights"
     is_cause = True
@@ -120,7 +114,6 @@ class FrozenWeights(Rule):
         "and stand still to the last bit at three readings in a row and for 20 steps; a notice where they are gains or "
         "biases. Not the bias of keys, which softmax ignores, nor heads of zeros in pretrained weights"
     )
-    meaning = "They are missing from the optimizer, get no gradient, are all zero, or their updates round away."
     action = (
         "look at the parameters that the optimizer was given, at whether gradients arrive (adapters under reentrant "
         "checkpointing get none), and at the type of the weights"
@@ -128,48 +121,40 @@ class FrozenWeights(Rule):
     steps = 20
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        now, readings = series.latest.step, self.at("frozen")
+        row, readings = series.latest, self.at("frozen")
         still = {
-            key: since
-            for key, (since, count) in series.still.items()
-            if count >= readings and now - since >= self.steps
+            (kind, place): since
+            for (kind, place), (since, count) in series.still.items()
+            if count >= readings and row.step - since >= self.steps
         }
-        roles_of: dict[int, list[str]] = {}
-        for kind, place in still:
-            if kind != "parameter":
-                roles_of.setdefault(place, []).append(kind)
-        zero = {head for head in roles_of if _is_zero(series.latest, head)}
-        if series.is_pretrained:
-            roles_of = {head: roles for head, roles in roles_of.items() if head not in zero}
+        heads = {place for kind, place in still if kind != "parameter"}
+        zero = {head for head in heads if _is_zero(row, head)}
+        heads -= zero if series.is_pretrained else set()
         parameters = dict(enumerate(series.facts.get("parameters", {}).items()))
         names = [parameters.get(place, ("a parameter", 2)) for kind, place in still if kind == "parameter"]
-        if not roles_of and not names:
+        if not heads and not names:
             return None
-        trained = [role for role in ROLES if any(move >= 0 for move in series.latest.per_head(STILL[role]))]
-        roles = [role for role in trained if any(role in own for own in roles_of.values())]
+        trained = [role for role in PLURAL if any(move >= 0 for move in row.per_head(STILL[role]))]
+        roles = [role for role in trained if any((role, head) in still for head in heads)]
         more = [f"{len(names) - 3} more"] if len(names) > 3 else []
         quoted = listed([f"`{name}`" for name, _ in names[:3]] + more) if names else ""
         verb = "does" if len(names) == 1 else "do"
-        are_zero = bool(roles_of) and zero == roles_of.keys()
-        if roles_of:
-            of = "weights" if roles == trained else listed([PLURAL[role] for role in roles])
-            clause = f"the {of} of {{heads}} {'are zero and ' if are_zero else ''}do not move"
-        else:
-            clause = f"{quoted} of {{layer}} {verb} not move"
+        are_zero = bool(heads) and zero >= heads
+        weights = "weights" if roles == trained else listed([PLURAL[role] for role in roles] or [""])
+        clause = f"the {weights} of {{heads}} {'are zero and ' if are_zero else ''}do not move"
         moves = "other weights do" if series.model_moves else "nothing else that is to train does either"
-        further = f"; nor {verb} {quoted}" if roles_of and names else ""
+        since = max(since for (kind, place), since in still.items() if kind == "parameter" or place in heads)
         # The movement of whole heads does not show that of a role.
-        metric = "parameters_still" if not roles_of else "head_movement_min" if roles == trained else None
-        last = max(since for (kind, place), since in still.items() if kind == "parameter" or place in roles_of)
+        metric = "parameters_still" if not heads else "head_movement_min" if roles == trained else None
         return Finding(
-            clause,
-            f"not since step {last}, while {moves}{further}",
-            tuple(sorted(roles_of)),
+            clause if heads else f"{quoted} of {{layer}} {verb} not move",
+            f"not since step {since}, while {moves}{f'; nor {verb} {quoted}' if heads and names else ''}",
+            tuple(sorted(heads)),
             value=0.0,
             threshold=0.0,
             metric=metric,
-            level="warning" if roles_of or any(dims > 1 for _, dims in names) else "notice",
-            since=last,
+            level="warning" if heads or any(dims > 1 for _, dims in names) else "notice",
+            since=since,
             action="look at their initialisation: no gradient arrives where all weights of a head are zero"
             if are_zero
             else None,
@@ -177,7 +162,7 @@ class FrozenWeights(Rule):
 
 
 class RoundedAway(Rule):
-    """Hardly any weight of a layer's heads changes between readings, to the last bit: updates round away."""
+    """Updates are too small for the type of the weights, as with bfloat16 and a small learning rate."""
 
     name = "rounded away"
     is_cause = True
@@ -187,7 +172,6 @@ class RoundedAway(Rule):
         "0.9 of the weights of every head are bit-identical to those of five steps, or of the reading before, at three "
         "readings in a row. What does not change at all is left to *frozen weights*"
     )
-    meaning = "Updates are too small for the type of the weights, as with bfloat16 and a small learning rate."
     action = (
         "keep the weights, or the optimizer's copy of them, in float32, or raise the learning rate; with such a copy "
         "already there, updates only come later"
@@ -212,7 +196,7 @@ class RoundedAway(Rule):
 
 
 class VanishingWeights(Rule):
-    """A head's circuit vanishes: its norm has fallen to a share of that at the first reading."""
+    """What the head scores or writes with is fading away."""
 
     name = "vanishing weights"
     needs = ("circuit_qk_norm",)
@@ -223,7 +207,6 @@ class VanishingWeights(Rule):
         "near zero or that an intervention has written, nor of a circuit behind whose queries, keys or values a norm "
         "follows. It ends at twice the limit"
     )
-    meaning = "What the head scores or writes with is fading away."
     action = "lower the weight decay on the attention, and check that gradients arrive at these weights"
     circuits: ClassVar[dict[str, tuple[str, set[str]]]] = {
         "circuit_qk_norm": ("query and key weights", {"query", "key"}),
@@ -235,21 +218,19 @@ class VanishingWeights(Rule):
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
         limit, faded = self.at("vanishing"), dict[str, dict[int, float]]()
         for metric, (_, roles) in self.circuits.items():
-            if roles & set(series.facts.get("normed", ())):
-                continue
             now, first = series.latest.per_head(metric), series.first.per_head(metric)
-            median = statistics.median(first) if first else 0.0
+            if not first or roles & {*series.facts.get("normed", ())}:
+                continue
             faded[metric] = {
                 head: after / before
                 for head, (after, before) in enumerate(zip(now, first))
-                if before > self.begins * median
+                if before > self.begins * statistics.median(first)
                 and after <= limit * (2 if active and head in active.heads else 1) * before
                 and head not in series.writes
             }
         if not any(faded.values()):
             return None
-        metric = min(faded, key=lambda name: min(faded[name].values(), default=1.0))
-        share = min(faded[metric].values())
+        share, metric = min((min(shares.values()), metric) for metric, shares in faded.items() if shares)
         return Finding(
             f"the {self.circuits[metric][0]} of {{heads}} fade away",
             f"the norm of the circuit is at {100 * share:.2g} % of that at step {series.first.step}",
@@ -261,7 +242,7 @@ class VanishingWeights(Rule):
 
 
 def _is_zero(row: Row, head: int) -> bool:
-    """Whether both circuits of a head are known to be zero."""
+    """Return whether both circuits of a head are known to be zero."""
     return [row.per_head(name)[head : head + 1] for name in ("circuit_qk_norm", "circuit_ov_norm")] == [[0.0], [0.0]]
 
 

@@ -270,16 +270,6 @@ EVERY_SENTENCE = {
         "the heads of {layer} have come to attend to few tokens: mean entropy dropped from 0.90 to 0.20 between steps "
         "650 and 700",
     ),
-    "sudden flattening": (
-        entropy(*[0.7] * 8, *[0.95] * 4),
-        "attention in {layer} hardly tells tokens apart any more: mean entropy jumped from 0.7000 to 0.9500 between "
-        "steps 350 and 400",
-    ),
-    "tokens alike": (
-        curve("token_cosine", [0.4, 0.5, 0.6, 0.999, 0.999, 0.999]),
-        "the input tokens of {layer} are nearly identical: mean cosine jumped from 0.600 to 0.999 between "
-        "steps 100 and 150",
-    ),
     "mean alignment": (
         [pair(0.1, 0.1), pair(0.94, 0.93, (0, 1, 0.94), (1, 2, 0.94), (2, 3, 0.94))],
         "all 4 heads of {layer} are nearly one head: mean alignment jumped from 0.10 to 0.93 between steps 0 and 50, "
