@@ -23,19 +23,15 @@ from hdi_callback.attention.capture.capture import IN_VMAP, Capture, Sample, giv
 from hdi_callback.attention.capture.padding import PaddingChoice, TokenMask, find_padding
 from hdi_callback.attention.capture.reader import KINDS, PRODUCTS, Aside, CoreSample, Reader, received_by
 from hdi_callback.attention.discovery.find import OnRead, TapeReader, survey_tape
-from hdi_callback.attention.discovery.normalisers import scores_behind
 from hdi_callback.attention.discovery.sites import is_recognised, site_of
 from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.hooks import within_transforms
 from hdi_callback.attention.layer import Survey
-from hdi_callback.attention.operations import BATCHED, OF_SCORES
 from hdi_callback.attention.releases import has_saving_hooks
-from hdi_callback.attention.tape import Step, Tape, tensors_in
+from hdi_callback.attention.tape import Step, Tape
 from hdi_callback.guard import describe
 
 __all__ = ["FirstForward"]
-
-_NEAR = 6  # results between scores and their product with the values: weights, dropout, a cast
 
 
 @dataclass
@@ -51,18 +47,10 @@ class _Held:
     ordinal: int
     versions: list[int]
     products: dict[int, Tensor] = field(default_factory=dict)
-    near: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
 
     def is_unchanged(self) -> bool:
         """Whether no input or output was written into since."""
         return self.versions == _versions((self.args, self.kwargs, self.out))
-
-    def near_by(self, step: Step | None) -> Tensor:
-        """Return the output of a step, if it was not written into since."""
-        tensor, version = self.near[-1 if step is None else step.number]
-        if _versions(tensor) != [version]:
-            raise ValueError("it was written into")
-        return tensor
 
 
 class FirstForward:
@@ -91,11 +79,8 @@ class FirstForward:
         self._reading = TapeReader(self.tape)
         self._reader = Reader({}, [], self, 64)
         self._held: _Held | None = None
-        self._counts: Counter[tuple[str | None, bool]] = Counter()
-        self._at: dict[tuple[tuple[str, bool], int], int] = {}  # `Site.place` and ordinal -> the number of its step
-        self._products: dict[int, int] = {}  # a product of batches -> its number in its module
-        # Behind a product of queries and keys: their number, its scores, and what was made of them last, by step.
-        self._numel, self._near = 0, dict[int, tuple[Tensor, int]]()
+        self._counts: Counter[str | None] = Counter()
+        self._at: dict[tuple[str, int], int] = {}  # path and ordinal of a site -> the number of its step
         self._inputs: dict[nn.Module, list[tuple[Tensor | Sample, int, TokenMask]]] = {}
         self._batched: set[nn.Module] = set()  # modules that ran within `torch.func.vmap`
         self._rows: dict[int, CoreSample] = {}
@@ -148,51 +133,17 @@ class FirstForward:
             self._reader._see(func, args, kwargs, out)
         if self._held is not None and func in PRODUCTS and step is not None:
             self._held.products[step.number] = out
-        if step is None:
+        if step is None or not is_recognised(step):
             return
-        is_product = step.op in BATCHED
-        begun = None
-        if is_product:
-            self._products[step.number] = self._next(step)
-            begun = scores_behind(self._reading.labels, step) if self._near else None
-        if begun is None and not is_recognised(step):
-            self._stay_near(step, args, out)
-            return
-        near, self._near, self._numel = self._near, {}, 0
         self._read_held()
-        ordinal = self._next(step) if begun is None else self._products.get(begun.number, 0)
-        path = step.path if begun is None else begun.path
-        if path is None or not self._keeps() or torch._C._current_graph_task_id() != -1:
+        ordinal = self._counts[step.path]
+        self._counts[step.path] += 1
+        if step.path is None or not self._keeps() or torch._C._current_graph_task_id() != -1 or func not in KINDS:
             return
-        if begun is not None:
-            self._held = _Held(
-                step, func, (), {}, out, running_calls(), ordinal, _versions(out), {step.number: out}, near
-            )
-        elif func in KINDS:
-            if KINDS[func] == "softmax":
-                args = (self._reader.unshifted(args[0]), *args[1:])
-            self._held = _Held(step, func, args, kwargs, out, running_calls(), ordinal, _versions((args, kwargs, out)))
-        else:
-            return
-        self._at[(path, begun is not None), ordinal] = step.number
-
-    def _next(self, step: Step) -> int:
-        place = step.path, step.op in BATCHED
-        self._counts[place] += 1
-        return self._counts[place] - 1
-
-    def _stay_near(self, step: Step, args: Any, out: Any) -> None:
-        """Hold scores that another normaliser than a softmax may turn into weights, and the last results after them."""
-        if step.op in BATCHED:
-            self._near, self._numel = {}, out.numel() if self._keeps() else 0
-        elif self._numel and (self._near or step.op not in OF_SCORES):
-            inputs = list(zip(step.inputs, tensors_in(args)))
-            outputs = [(view, tensor) for view, tensor in zip(step.outputs, tensors_in(out)) if view is not None]
-            for view, tensor in outputs if self._near else inputs + outputs:
-                if view.is_float and tensor.numel() == self._numel and view.cell.step is not None:
-                    self._near[view.cell.step.number] = tensor, _versions(tensor)[0]
-            for number in list(self._near)[1:-_NEAR]:
-                del self._near[number]
+        if KINDS[func] == "softmax":
+            args = (self._reader.unshifted(args[0]), *args[1:])
+        self._held = _Held(step, func, args, kwargs, out, running_calls(), ordinal, _versions((args, kwargs, out)))
+        self._at[step.path, ordinal] = step.number
 
     def _read_held(self) -> None:
         """Read the attention before this one, whose matmul with the values has run."""
@@ -202,26 +153,18 @@ class FirstForward:
             return
         with Aside(), _quiet():
             self._reading.go_on(held.step.number)
-            steps = [
-                (attention, attention.core.parts[0].step if held.near else attention.core.step)
-                for attention in self._reading.claims
-            ]
-            claim = next((attention for attention, step in steps if step is held.step), None)
+            claims = (attention for attention in self._reading.claims if attention.core.step is held.step)
+            claim = next(claims, None)
             try:
                 if claim is None:
                     return
-                site = site_of(claim, held.ordinal, self.tape.steps)
+                site = site_of(claim, held.ordinal)
                 stub: Any = SimpleNamespace(name=held.step.number, value_dim=claim.width)
                 if site.kind == "fused":
                     received = received_by(held.func, held.args, held.kwargs)
                     self._reader._read_fused(stub, site, received, held.out)
                 else:
-                    if site.kind == "normaliser":
-                        assert claim.core.scores is not None
-                        scores = self._reader._rows_of_normaliser(site, held.near_by(claim.core.scores.cell.step))
-                        self._reader._read_weights(stub, site, scores, held.near_by(claim.core.step))
-                    else:
-                        self._reader._read_softmax(stub, site, held.args[0], held.out)
+                    self._reader._read_softmax(stub, site, held.args[0], held.out)
                     out = held.products.get(claim.core.parts[0].step.number)
                     if out is not None:
                         self._reader._hand_outputs(stub, site, out.mT if site.flipped else out)
@@ -274,8 +217,8 @@ class FirstForward:
                     tap.hand_over(tokens, mask if mask.padded is not None else self._mask_of(tap, mask))
         for layer in capture.read_layers:
             numbers = [
-                number for (place, at), number in self._at.items() for site in layer.sites
-                if site.place == place and at % site.period == site.ordinal and number in self._rows
+                number for (path, at), number in self._at.items() for site in layer.sites
+                if site.path == path and at % site.period == site.ordinal and number in self._rows
             ]  # fmt: skip
             for number in sorted(set(numbers)):
                 capture.take_rows(layer.name, self._rows[number])
@@ -285,7 +228,7 @@ class FirstForward:
 
     def forget(self) -> None:
         """Release all tensors now, and not when Python collects cycles."""
-        for tensors in (self._inputs, self._rows, self._outputs, self._masks, self._at, self._near, self.tape._cells):
+        for tensors in (self._inputs, self._rows, self._outputs, self._masks, self._at, self.tape._cells):
             tensors.clear()
         self.tape.steps = []
         self.tape._on_step = self._held = None
@@ -293,7 +236,7 @@ class FirstForward:
 
     def _mask_of(self, tap: Any, mask: TokenMask) -> TokenMask:
         for site in tap.layer.sites if tap.what == "outputs" else ():
-            number = self._at.get((site.place, site.ordinal))
+            number = self._at.get((site.path, site.ordinal))
             if number in self._masks and self._masks[number].padded is not None:
                 return self._masks[number]
         return mask

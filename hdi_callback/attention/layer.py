@@ -376,17 +376,12 @@ def _is_off(rows: Rows) -> bool:
 class Site:
     """Where a layer's attention runs in a forward, as it is recognised again.
 
-    A softmax and a fused attention are recognised as such. Another normaliser is any operation: it is counted from the
-    product of queries and keys on.
-
     Names of dims: ``"b"`` batch, ``"h"`` head, ``"q"`` query; ``"bh"`` is batch times heads, ``"hb"`` the reverse.
     """
 
     path: str  # dotted name of the module whose forward runs it
-    # Its number among softmaxes and fused attentions of that module, modulo `period`; of another normaliser that of its
-    # product of queries and keys, among products of batches.
-    ordinal: int
-    kind: str  # "fused", "softmax" or "normaliser"
+    ordinal: int  # its number among softmaxes and fused attentions of that module, modulo `period`
+    kind: str  # "fused" or "softmax"
     heads: int  # that it computes
     rows: tuple[str, ...] = ("b", "h", "q")  # dims of the softmax but the one that it runs over; of queries if fused
     out: tuple[str, ...] = ("b", "h", "q")  # dims of what the product with the values returns, but the features
@@ -394,16 +389,6 @@ class Site:
     flipped: bool = False  # the product returns features times queries
     period: int = 1  # after so many the same attentions come again: loops, shared modules
     order: tuple[int, ...] = ()  # number of each of the layer's heads among those computed here; ``()`` if the same
-    # Of a normaliser: which operation returns its scores, and the how manieth of that name after the product it is (0
-    # for the product itself); the same of what returns its weights; whether it hides later keys, perhaps by a mask.
-    scores: tuple[str, int] = ("", 0)
-    weights: tuple[str, int] = ("", 0)
-    is_causal: bool = False
-
-    @property
-    def place(self) -> tuple[str, bool]:
-        """What `ordinal` counts: the module, and whether products of batches in place of softmaxes."""
-        return self.path, self.kind == "normaliser"
 
 
 @dataclass(frozen=True, eq=False)

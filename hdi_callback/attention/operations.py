@@ -58,8 +58,6 @@ POINTWISE = {"hardswish", "hardsigmoid", "hardtanh", "elu", "silu", "softplus", 
              "_prelu_kernel", "addcdiv", "relu", "dropout", "logsigmoid", "log_sigmoid_forward", "log_sigmoid",
              "view_as_complex_copy", "rrelu_with_noise"}  # fmt: skip
 MASKS = {"add", "sub", "mul", "where", "masked_fill", "div", "constant_pad_nd"}  # what scores are scaled and masked by
-# What scores pass before they are turned into weights: scale, bias, mask, a soft limit.
-OF_SCORES = COPIES | {"add", "sub", "mul", "div", "masked_fill", "where", "tanh", "neg"}
 # What they return is a weight if what they take is one, perhaps with dropout or a norm: the first tensor of that size.
 OF_WEIGHTS = DROPOUTS | QUANTISATIONS | {
     "add", "sub", "rsub", "mul", "div", "neg", "where", "masked_fill", "true_divide", "lerp", "nan_to_num",

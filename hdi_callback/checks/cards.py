@@ -70,8 +70,7 @@ def card_of(facts: Facts) -> Card:
         behind = f"dropout {UNKNOWN}" if facts.dropout is None else f"dropout {facts.dropout:.3g} behind it"
         lines["positions"] = _positions(facts)
         lines["scores"] = "; ".join([_scale(facts), *_masks(facts)])
-        over = "over keys" if facts.normaliser == "softmax" else f"none: {facts.normaliser}, over keys"
-        lines["softmax"] = over if facts.dropout == 0 else f"{over}; {behind}"
+        lines["softmax"] = "over keys" if facts.dropout == 0 else f"over keys; {behind}"
     if not facts.reason:
         maps = facts.rows.get("output", ())
         lines["output"] = f"columns {_summed(maps)}, {_order(maps)}" if maps else UNKNOWN

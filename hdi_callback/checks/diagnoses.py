@@ -162,7 +162,7 @@ def output_order(facts: Facts, _: Sequence[Facts]) -> Found:
 
 def scale(facts: Facts, among: Sequence[Facts]) -> Found:
     """Scores are not scaled by 1 / sqrt(width)."""
-    is_normed = any(flag.kind == NORMED.kind for flag in facts.flags) or facts.normaliser != "softmax"
+    is_normed = any(flag.kind == NORMED.kind for flag in facts.flags)
     if facts.scale is None or facts.width < 2 or is_normed or facts.is_usual_scale:
         return None
     if facts.scale == 1 and any(len(change.bias) > 2 for layer in among for change in layer.changes):  # T5's
@@ -213,7 +213,7 @@ def dropout(facts: Facts, _: Sequence[Facts]) -> Found:
 
 def mask_missing(facts: Facts, among: Sequence[Facts]) -> Found:
     """A mask has no effect, or only this layer has none."""
-    for at, change in enumerate(facts.changes if facts.normaliser == "softmax" else ()):  # a ReLU hides what is 0
+    for at, change in enumerate(facts.changes):
         text = _without_effect(change, before=facts.changes[:at], behind=facts.changes[at + 1 :])
         if text is not None:
             return "wrong", text

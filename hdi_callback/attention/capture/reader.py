@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +27,8 @@ from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.flex import FLEX, FlexCall
 from hdi_callback.attention.hooks import outside_transforms
 from hdi_callback.attention.layer import AttentionLayer, Site
-from hdi_callback.attention.operations import BATCHED
 from hdi_callback.attention.releases import Mode, passed_on
-from hdi_callback.attention.tape import Tape, op_name, tensors_in
+from hdi_callback.attention.tape import Tape
 from hdi_callback.guard import describe
 
 if TYPE_CHECKING:
@@ -63,7 +62,6 @@ _VIEWS = {
 _SAVED_TENSORS = ("query", "key", "attn_mask", "attn_bias")
 _SETTINGS = ("scale", "is_causal")
 _MOST_VIEWS = 256  # shapes of queries and keys whose views are kept
-_ADDS_UP = 0.02  # weights in bfloat16 add up to one as exactly as that
 _SEEN = -5e3  # scores of keys that a mask hides are less
 _MOST_SEQUENCES = 4
 _PLAIN = Tensor.__torch_dispatch__
@@ -172,9 +170,8 @@ class Reader(Mode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._names, self._sink, self._max_rows = names, sink, max_rows
         sites = [(layer, site) for layer in layers for site in layer.sites]
-        self._sites = {(site.place, site.ordinal): (layer, site) for layer, site in sites}
-        self._periods = {site.place: site.period for _, site in sites}
-        self._has_normalisers = any(site.kind == "normaliser" for _, site in sites)
+        self._sites = {(site.path, site.ordinal): (layer, site) for layer, site in sites}
+        self._periods = {site.path: site.period for _, site in sites}
         # Of layers: how to read what the node behind their outputs saves, and what the last fused attention received.
         self._shown: dict[str, Site] = {}
         self._received: dict[str, tuple[Site, tuple[Any, ...]]] = {}
@@ -196,7 +193,7 @@ class Reader(Mode):
 
     def begin(self) -> None:
         """Begin another armed step."""
-        self._counts: Counter[tuple[str, bool]] = Counter()
+        self._counts: Counter[str] = Counter()
         self._places: dict[Any, tuple[Tensor, Tensor]] = {}
         self._received.clear()
         self.forget()
@@ -206,7 +203,6 @@ class Reader(Mode):
         # The weights that are on their way to a product with values, by storage; kept alive, as addresses are reused.
         self._waiting: dict[int, tuple[AttentionLayer, Site, int, Tensor]] = {}
         self._shifted: tuple[Tensor, Tensor] | None = None
-        self._begun: list[_Begun] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation as it is, and look at it if it is one of attention."""
@@ -220,8 +216,7 @@ class Reader(Mode):
             args = (call,)
         else:
             out = passed_on(func, args, kwargs or {})
-        is_looked_at = func in KINDS or self._waiting or self._has_normalisers
-        if is_looked_at and all(kind.__torch_dispatch__ is _PLAIN for kind in types):
+        if (func in KINDS or self._waiting) and all(kind.__torch_dispatch__ is _PLAIN for kind in types):
             try:
                 self._see(func, args, kwargs or {}, out)
             except Exception as error:  # of a kind of tensor that has no storage, or no strides
@@ -232,8 +227,6 @@ class Reader(Mode):
 
     def _see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         kind = KINDS.get(func)
-        if self._has_normalisers:
-            self._go_on(op_name(func), out)
         if kind is None:
             if self._waiting:
                 self._follow(func, args, out)
@@ -246,7 +239,7 @@ class Reader(Mode):
             self._shifted = None
 
     def _read(self, kind: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        layer, site = self._next_site(is_product=False)
+        layer, site = self._next_site()
         if layer is None or site is None:
             return
         how = site
@@ -269,68 +262,14 @@ class Reader(Mode):
         except Exception as error:
             self._sink.fail(layer.name, f"its rows of attention cannot be read ({describe(error)})")
 
-    def _next_site(self, *, is_product: bool) -> tuple[AttentionLayer, Site] | tuple[None, None]:
+    def _next_site(self) -> tuple[AttentionLayer, Site] | tuple[None, None]:
         """Return the site of an attention that begins in the module that runs now, and count it."""
         path = running_module(self._names)
         if path is None:
             return None, None
-        place = path, is_product
-        ordinal = self._counts[place] % self._periods.get(place, 1)
-        self._counts[place] += 1
-        return self._sites.get((place, ordinal), (None, None))
-
-    def _go_on(self, name: str, out: Any) -> None:
-        """Follow each product of queries and keys to its scores and weights, counting operations by their names."""
-        tensor = next(tensors_in(out), None)
-        if tensor is None:
-            return
-        for begun in list(self._begun):
-            begun.counts[name] += 1
-            self._take(begun, (name, begun.counts[name]), tensor)
-        if name in BATCHED:
-            layer, site = self._next_site(is_product=True)
-            if layer is not None and site is not None:
-                self._begun.append(_Begun(layer, site))
-                self._take(self._begun[-1], ("", 0), tensor)
-
-    def _take(self, begun: _Begun, place: tuple[str, int], tensor: Tensor) -> None:
-        how = begun.site
-        try:
-            with Aside():
-                if place == how.scores:
-                    begun.scores = self._rows_of_normaliser(how, tensor)
-                elif place == how.weights:
-                    self._begun.remove(begun)
-                    self._read_weights(begun.layer, how, begun.scores, tensor)
-        except Exception as error:
-            self._sink.fail(begun.layer.name, f"its rows of attention cannot be read ({describe(error)})")
-
-    def _rows_of_normaliser(self, how: Site, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy some rows of scores, which may be written into before there are weights; and say which keys are hidden.
-
-        Returns:
-            ``(b, H, q, keys)``, and ``(batch, keys)``.
-        """
-        logits = _arranged(scores.movedim(how.keys, -1), how.rows, how)
-        sequences, queries = self._sample(logits.shape[0], logits.shape[2])
-        few = _copied(logits[sequences][:, :, queries])
-        if how.is_causal:
-            few = few.masked_fill(self._place_in(logits, queries)[1], -math.inf)
-        return few, logits[:, 0].amax(1) <= _SEEN
-
-    def _read_weights(self, layer: AttentionLayer, how: Site, scores: Any, out: Tensor) -> None:
-        """Read weights of another normaliser than a softmax; a row whose sum is neither 1 nor 0 becomes NaN."""
-        if scores is None:
-            raise ValueError("its scores were not met")
-        weights = _arranged(out.movedim(how.keys, -1), how.rows, how)
-        sequences, queries = self._sample(weights.shape[0], weights.shape[2])
-        few = _copied(weights[sequences][:, :, queries])
-        sums = few.sum(-1, keepdim=True)
-        few = few.masked_fill(((sums - 1).abs() > _ADDS_UP) & (sums.abs() > _ADDS_UP), math.nan)
-        if self._sink.wants_outputs(layer.name):
-            self._waiting[_memory(out)] = layer, how, out.numel() // out.shape[how.keys], out
-        sample = CoreSample(self._place_in(weights, queries)[0], scores[0], few)
-        self._hand_over(layer, sample, _batch_and_queries(weights), sequences, queries, scores[1])
+        ordinal = self._counts[path] % self._periods.get(path, 1)
+        self._counts[path] += 1
+        return self._sites.get((path, ordinal), (None, None))
 
     def _read_softmax(self, layer: AttentionLayer, how: Site, scores: Tensor, out: Tensor) -> None:
         scores = self.unshifted(scores)
@@ -503,16 +442,6 @@ def _replayed(x: Tensor, view: Callable[[Tensor], Tensor]) -> Callable[[Tensor],
         return view
     size, stride, offset = viewed.size(), viewed.stride(), viewed.storage_offset() - x.storage_offset()
     return lambda x: x.as_strided(size, stride, x.storage_offset() + offset)
-
-
-@dataclass(eq=False)
-class _Begun:
-    """A product of queries and keys, until weights are made of it by something else than a softmax."""
-
-    layer: AttentionLayer
-    site: Site
-    counts: Counter[str] = field(default_factory=Counter)
-    scores: tuple[Tensor, Tensor] | None = None
 
 
 class Aside:

@@ -27,7 +27,6 @@ from hdi_callback.attention.discovery.labels import (
     Unreadable,
     only_one,
 )
-from hdi_callback.attention.discovery.normalisers import normaliser_before
 from hdi_callback.attention.discovery.planes import repeats, reshaped, small, thin, unique_rows
 from hdi_callback.attention.discovery.products import Product, reduced_dims
 from hdi_callback.attention.tape import DATA, MADE, Cell, Step, View, WalkOn, walk_back
@@ -76,27 +75,14 @@ class Core:
     query_of: Tensor | None = None
     dim: int = -1  # that the softmax runs over
     flags: frozenset[Flag] = frozenset()  # what else is true of its scores
-    scores: View | None = None  # what weights are made of; `None` of a fused operation
-    normaliser: str = "softmax"  # what makes them
-    is_causal: bool = False  # whether that hides later keys; not looked at where it is a softmax
-
-    @property
-    def anchor(self) -> Step:
-        """The step by which it is recognised in other forwards."""
-        return self.step if self.normaliser == "softmax" or self.score_step is None else self.score_step
+    scores: View | None = None  # what the softmax takes; `None` of a fused operation
 
 
 def core_of(labels: Labels, step: Step) -> Core | None:
     """Return the attention of a step, `None` if it is none; raise `Unreadable` if it cannot be read."""
     if layout_of_fused(step):
         return _fused_core(labels, step)
-    if step.op in ops.SOFTMAX_LIKE:
-        return _core_behind(labels, step, step.inputs[0], softmax_dim(step))
-    normaliser = normaliser_before(labels, step)
-    if normaliser is None:
-        return None
-    core = _core_behind(labels, normaliser.step, normaliser.scores, normaliser.dim)
-    return None if core is None else replace(core, normaliser=normaliser.name, is_causal=normaliser.is_causal)
+    return _core_behind(labels, step) if step.op in ops.SOFTMAX_LIKE else None
 
 
 def _read(labels: Labels, view: View, role: str) -> Label:
@@ -143,8 +129,9 @@ def _fused_core(labels: Labels, step: Step) -> Core:
 _MIXED = "heads are mixed, or cut in pieces, between its softmax and its values"
 
 
-def _core_behind(labels: Labels, step: Step, scores: View, dim: int | None) -> Core | None:
-    """Return the attention of what makes weights of scores over a dimension."""
+def _core_behind(labels: Labels, step: Step) -> Core | None:
+    """Return the attention of a softmax."""
+    scores, dim = step.inputs[0], softmax_dim(step)
     if scores.cell.kind < MADE or dim is None:
         return None
     own = set(_score_steps(labels, scores.cell))

@@ -132,7 +132,7 @@ def _without_softmax(labels: Labels, claims: list[FoundAttention], refused: Reas
             sides = [(product.first.cell, product.second), (product.second.cell, product.first)]
             if any(labels.may_read(side) and _is_of_two_computed(labels, cell, step.path) for cell, side in sides):
                 first[step.path] = step
-    kinds = "linear, random-feature, sigmoid, ReLU attention, a state space"
+    kinds = "linear, random-feature, sigmoid, ReLU, entmax attention, a state space"
     reason = f"it multiplies three computed tensors without a softmax ({kinds})"
     return [(step, reason) for step in first.values()]
 
@@ -391,12 +391,12 @@ class _Layers:
     def _note_sites(self, claim: FoundAttention, key: object) -> None:
         first = 0
         for member in claim.members or [claim]:
-            ordinal = self._ordinals.get(member.core.anchor.number)
+            ordinal = self._ordinals.get(member.core.step.number)
             count = len(set(member.numbers[0].flatten().tolist()) - {-1})
             if ordinal is not None:
                 order = tuple(range(first, first + count)) if claim.members else ()
                 with suppress(Unreadable):
-                    self._sites.append((replace(site_of(member, ordinal, self._tape.steps), order=order), key))
+                    self._sites.append((replace(site_of(member, ordinal), order=order), key))
             first += count
 
     def _layer(
@@ -538,8 +538,7 @@ def _kind(claim: FoundAttention, maps: Projections) -> str:
     names = list(dict.fromkeys(name.removesuffix(".weight") for name in parameters))
     short = [name.rpartition(".")[2] for name in names]
     where = f"{'packed in' if len(names) == 1 else 'in'} {', '.join(f'`{name}`' for name in short[:4])}"
-    normaliser = "" if claim.core.normaliser == "softmax" else f"; {claim.core.normaliser} in place of a softmax"
-    return f"{claim.heads} heads, {where}{normaliser}"
+    return f"{claim.heads} heads, {where}"
 
 
 def _common(paths: list[str]) -> str:

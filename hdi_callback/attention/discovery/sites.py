@@ -4,31 +4,29 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.discovery.cores import Core, layout_of_fused
+from hdi_callback.attention.discovery.cores import layout_of_fused
 from hdi_callback.attention.discovery.heads import FoundAttention
 from hdi_callback.attention.discovery.planes import repeats, reshaped
 from hdi_callback.attention.discovery.products import Unreadable
 from hdi_callback.attention.layer import Site
-from hdi_callback.attention.operations import BATCHED, SOFTMAXES
+from hdi_callback.attention.operations import SOFTMAXES
 from hdi_callback.attention.tape import Step, Tape
 
 __all__ = ["merged_sites", "ordinals", "site_of"]
 
 
-def ordinals(tape: Tape) -> tuple[dict[int, int], Counter[Any]]:
-    """Return step -> its number among the softmaxes, or matmuls, of its module; and their counts, by `Site.place`."""
+def ordinals(tape: Tape) -> tuple[dict[int, int], Counter[str | None]]:
+    """Return step -> its number among the softmaxes and fused attentions of its module; and their counts, by module."""
     numbers: dict[int, int] = {}
-    counts: Counter[Any] = Counter()
+    counts: Counter[str | None] = Counter()
     for step in tape.steps:
-        if is_recognised(step) or step.op in BATCHED:
-            place = step.path, step.op in BATCHED
-            numbers[step.number] = counts[place]
-            counts[place] += 1
+        if is_recognised(step):
+            numbers[step.number] = counts[step.path]
+            counts[step.path] += 1
     return numbers, counts
 
 
@@ -37,8 +35,8 @@ def is_recognised(step: Step) -> bool:
     return layout_of_fused(step) == "b h q" or step.op in SOFTMAXES
 
 
-def site_of(claim: FoundAttention, ordinal: int, steps: list[Step]) -> Site:
-    """Return where an attention runs, among the steps of its tape; raise `Unreadable` if that is not regular."""
+def site_of(claim: FoundAttention, ordinal: int) -> Site:
+    """Return where an attention runs; raise `Unreadable` if that is not regular."""
     step, heads = claim.core.step, claim.heads
     part, number = claim.core.parts[0], claim.numbers[0]
     query = torch.arange(number.shape[1]).expand_as(number)
@@ -59,25 +57,7 @@ def site_of(claim: FoundAttention, ordinal: int, steps: list[Step]) -> Site:
     rows = _dims(head_of[query_of], place_of[query_of], heads)
     out = _dims(number, query, heads)
     is_flipped = part.product is not None and part.product.is_flipped
-    site = Site(step.path or "", ordinal, "softmax", heads, rows, out, claim.core.dim, is_flipped)
-    return site if claim.core.normaliser == "softmax" else _of_normaliser(site, claim.core, steps)
-
-
-def _of_normaliser(site: Site, core: Core, steps: list[Step]) -> Site:
-    start, scores = core.anchor, core.scores
-    weights = core.step.output
-    if start.op not in BATCHED or scores is None or scores.shape != weights.shape:
-        raise Unreadable("what makes weights of its scores changes their shape")
-
-    def behind(step: Step | None) -> tuple[str, int]:
-        if step is None or step is start:
-            return "", 0
-        return step.op, [between.op for between in steps[start.number + 1 : step.number + 1]].count(step.op)
-
-    return replace(
-        site, path=start.path or "", kind="normaliser", scores=behind(scores.cell.step), weights=behind(core.step),
-        is_causal=core.is_causal,
-    )  # fmt: skip
+    return Site(step.path or "", ordinal, "softmax", heads, rows, out, claim.core.dim, is_flipped)
 
 
 def _dims(head: Tensor, query: Tensor, heads: int) -> tuple[str, ...]:
@@ -107,21 +87,21 @@ def _dims(head: Tensor, query: Tensor, heads: int) -> tuple[str, ...]:
     return tuple(names)
 
 
-def merged_sites(sites: list[tuple[Site, object]], counts: Counter[Any]) -> list[tuple[Site, object]]:
+def merged_sites(sites: list[tuple[Site, object]], counts: Counter[str | None]) -> list[tuple[Site, object]]:
     """Return the first of attentions of one module that come again after a period, with their period.
 
     So loops, shared modules and recomputation are one attention each.
 
     Args:
         sites: each with its layer, in the order of a forward.
-        counts: how many there are at each `Site.place`, those of other layers among them.
+        counts: how many there are in each module, those of other layers among them.
     """
-    places: dict[Any, list[tuple[Site, object]]] = {}
+    paths: dict[str, list[tuple[Site, object]]] = {}
     for site, layer in sites:
-        places.setdefault(site.place, []).append((site, layer))
+        paths.setdefault(site.path, []).append((site, layer))
     merged = []
-    for place, items in places.items():
-        count = counts[place]
+    for path, items in paths.items():
+        count = counts[path]
         at = {site.ordinal: (replace(site, ordinal=0), layer) for site, layer in items}
         period = next(p for p in range(1, count + 1) if all(at.get(i) == at.get(i % p) for i in range(count)))
         merged += [(replace(site, period=period), layer) for site, layer in items if site.ordinal < period]
