@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
-from itertools import islice, takewhile
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 
 from hdi_callback.arguments import function, torch_module
 from hdi_callback.attention import operations as ops
-from hdi_callback.attention.discovery.cores import ELEMENT_BY_ELEMENT, core_of, layout_of_fused
+from hdi_callback.attention.discovery.cores import core_of, layout_of_fused
 from hdi_callback.attention.discovery.heads import (
     IN,
     FoundAttention,
@@ -32,7 +32,6 @@ from hdi_callback.attention.discovery.labels import (
     GATED,
     NONLINEAR,
     NORMED,
-    SEVERAL,
     SUM,
     Flag,
     Labels,
@@ -44,7 +43,7 @@ from hdi_callback.attention.discovery.terms import Weights, origin
 from hdi_callback.attention.extra_forward import inner_model, nothing_remains
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Refusal, Site, Survey
 from hdi_callback.attention.registry import known_layers
-from hdi_callback.attention.tape import DATA, Cell, Step, Tape, View, walk_back
+from hdi_callback.attention.tape import DATA, Cell, Step, Tape
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarning
 
 __all__ = ["OnRead", "claims_of", "find_attention", "place_of", "read_tape", "survey", "survey_tape"]
@@ -93,7 +92,6 @@ def claims_of(tape: Tape, reading: TapeReader | None = None) -> tuple[Labels, li
     labels, claims, refused = reading.labels, reading.claims, reading.refused
     refused += _without_softmax(labels, claims, refused)
     refused += _over_edges(labels)
-    refused += _element_by_element(labels, {step.path for step, _ in refused})
     labels.forget()
     for claim in claims:
         columns_of(labels, claim)
@@ -132,7 +130,7 @@ def _without_softmax(labels: Labels, claims: list[FoundAttention], refused: Reas
             sides = [(product.first.cell, product.second), (product.second.cell, product.first)]
             if any(labels.may_read(side) and _is_of_two_computed(labels, cell, step.path) for cell, side in sides):
                 first[step.path] = step
-    kinds = "linear, random-feature, sigmoid, ReLU, entmax attention, a state space"
+    kinds = "linear, random-feature, sigmoid, ReLU, entmax attention, a state space, hyper-connections"
     reason = f"it multiplies three computed tensors without a softmax ({kinds})"
     return [(step, reason) for step in first.values()]
 
@@ -163,55 +161,6 @@ def _is_of_products(step: Step) -> bool:
             return False
         step = views[0].cell.step
     return False
-
-
-def _element_by_element(labels: Labels, refused: set[str | None]) -> Reasons:
-    """Return attention without queries: exponentials times values, over a sum of the exponentials over tokens."""
-    found_at: dict[str | None, Step] = {}
-    for step in labels.tape.steps:
-        divided = step.inputs[:2] if step.op == "div" and len(step.inputs) == 2 else []
-        if not divided or any(view.cell.kind < DATA or not view.cell.is_mapped for view in divided):
-            continue
-        above, below = (_before(labels, view.cell) for view in divided)
-        products = [step for step in above - below if step.op == "mul" and len(step.inputs) == 2]
-        factors = [view for product in products for view in product.inputs]
-        weights = _exponentials(below)
-        shared = set().union(*(_exponentials(_before(labels, view.cell)).keys() for view in factors)) & weights.keys()
-        if any(_mixes_tokens(labels, divided[1], weights[cell], below) for cell in shared):
-            first = min((weights[cell] for cell in shared), key=lambda exponential: exponential.number)
-            found_at.setdefault(first.path, first)
-    return [(step, f"{ELEMENT_BY_ELEMENT} (attention-free)") for path, step in found_at.items() if path not in refused]
-
-
-def _exponentials(steps: set[Step]) -> dict[Cell, Step]:
-    """Return the exponentials of computed tensors, by what they are taken of."""
-    of_cells = ((step.inputs[0].cell, step) for step in steps if step.op in ops.EXPONENTIALS)
-    return {cell: step for cell, step in of_cells if cell.is_mapped}
-
-
-def _mixes_tokens(labels: Labels, view: View, exponential: Step, between: set[Step]) -> bool:
-    """Whether a tensor is a sum over tokens of exponentials that are each of one token."""
-    if any(not (step.is_pointwise or step.op in ops.COPIES | {"sum", "amax"}) for step in between):
-        return True
-    labels_of = map(labels.may_read, (exponential.inputs[0], view))
-    before, after = (label is not None and bool((label.tokens == SEVERAL).any()) for label in labels_of)
-    return after and not before
-
-
-def _before(labels: Labels, cell: Cell) -> set[Step]:
-    """Return the steps before a tensor, up to exponentials and linear maps of features."""
-
-    def is_map(step: Step) -> bool:
-        product = labels.products.of(step)
-        return product is not None and product.kind == "weight" and not product.is_flipped
-
-    def inputs(cell: Cell) -> list[Cell]:
-        if cell.step is None or cell.step.op in ops.SOFTMAX_LIKE or is_map(cell.step):
-            return []
-        return [view.cell for view in cell.step.inputs if view.is_float and view.cell.kind == DATA]
-
-    cells = islice(walk_back([cell], inputs), _FAR)
-    return {cell.step for cell in cells if cell.step is not None and not is_map(cell.step)}
 
 
 def _is_of_two_computed(labels: Labels, cell: Cell, path: str | None) -> bool:
