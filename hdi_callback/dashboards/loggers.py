@@ -32,11 +32,13 @@ class Curves:
         """Do nothing."""
 
 
-def sink_for(logger: Any, metrics: Sequence[str] = (), prefix: str = "", past: Sequence[Record] = ()) -> Sink:
-    """Return the sink of a Lightning logger."""
-    experiment = getattr(logger, "experiment", None)
-    if hasattr(experiment, "add_image"):
-        return TensorBoard(experiment, metrics, prefix, past)
-    if hasattr(experiment, "define_metric") and hasattr(experiment, "alert"):
-        return Wandb(experiment, metrics, prefix, past)
-    return Curves(lambda values, step: logger.log_metrics(values, step=step), metrics, prefix)
+def sink_for(target: Any, metrics: Sequence[str] = (), prefix: str = "", past: Sequence[Record] = ()) -> Sink:
+    """Return the sink of a Lightning logger, a `SummaryWriter`, a W&B run, a function, or what has `log_metrics`."""
+    run = getattr(target, "experiment", target)
+    if hasattr(run, "add_image"):
+        return TensorBoard(run, metrics, prefix, past)
+    if hasattr(run, "define_metric") and hasattr(run, "alert"):
+        return Wandb(run, metrics, prefix, past)
+    if not hasattr(target, "log_metrics"):
+        return Curves(target, metrics, prefix)
+    return Curves(lambda values, step: target.log_metrics(values, step=step), metrics, prefix)

@@ -16,6 +16,9 @@ from hdi_callback.monitor import HeadDiversityMonitor
 from hdi_callback.record import Alert
 from hdi_callback.session import Session, Settings, Trainer
 
+Log = Callable[[dict[str, float], int], object]
+"""Takes the curves of a reading, and its step: ``accelerator.log``, ``fabric.log_dict``, ``mlflow.log_metrics``."""
+
 MISUSE = (MisconfigurationError,)
 """Errors that end a training before its first step."""
 
@@ -26,17 +29,16 @@ class Watcher:
     Everything that a trainer calls is `guarded`, so that nothing that goes wrong here reaches the training.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, name: str | None = None) -> None:
         super().__init__()
-        self._settings, self._guard = settings, Guard()
+        self._settings, self._name, self._guard = settings, name, Guard()
         self._session: Session | None = None
         self._restored: Any = None  # the state of a checkpoint, until a session takes it
 
-    def _start(self, model: nn.Module, trainer: Trainer, settings: Settings, name: str | None = None) -> None:
+    def _start(self, model: nn.Module, trainer: Trainer, settings: Settings | None = None) -> None:
         """Start a session; the hooks are on the model before anything has been compiled or run."""
-        self._guard = Guard()
-        self._session = None
-        self._session = Session(model, settings, trainer, name=name, guard=self._guard)
+        self._guard, self._session = Guard(), None
+        self._session = Session(model, settings or self._settings, trainer, name=self._name, guard=self._guard)
 
     @guarded("watching heads", passes=MISUSE)
     def _tell(self, *events: Callable[[Session], object]) -> None:
@@ -45,6 +47,7 @@ class Watcher:
             for event in events:
                 event(self._session)
 
+    @guarded("resuming head diversity")
     def _resume(self) -> None:
         """Give the state of a checkpoint to the session, once the trainer knows its step."""
         if self._session is not None and self._restored is not None:
@@ -56,11 +59,10 @@ class Watcher:
         return {**self.__dict__, "_session": None, "_guard": Guard()}
 
     def __repr__(self) -> str:
-        monitor = self.monitor
-        if monitor is None or not monitor.layers:
+        if self.monitor is None or not self.monitor.layers:
             return f"<{type(self).__name__}: no layers are known before the first forward>"
-        refused = {refusal.name: refusal.reason for refusal in monitor.refused}
-        return layers_text([layer.description() for layer in monitor.layers], refused, active=self.active_alerts)
+        refused = {refusal.name: refusal.reason for refusal in self.monitor.refused}
+        return layers_text([layer.description() for layer in self.monitor.layers], refused, active=self.active_alerts)
 
     @property
     def monitor(self) -> HeadDiversityMonitor | None:
@@ -74,14 +76,11 @@ class Watcher:
         return () if alerts is None else alerts.active
 
     @property
-    def _prefix(self) -> str:  # of tags
-        return ""
-
-    @property
     def latest(self) -> dict[str, float]:
         """The curves at the last reading whose numbers have arrived, on every rank: ``latest["hdi/min"]``."""
-        record = None if self._session is None else self._session.latest
-        return {} if record is None else curves(record, self._settings.metrics or (), self._prefix)
+        if self._session is None or self._session.latest is None:
+            return {}
+        return curves(self._session.latest, self._settings.metrics or (), self._session.prefix)
 
     @property
     def history_path(self) -> Path | None:
@@ -104,5 +103,5 @@ class Watcher:
         self._restored = state_dict
 
     def close(self) -> None:
-        """Publish what was measured and remove all hooks, after a training that an exception ended."""
+        """Deliver what was measured and remove all hooks, after a training that an exception ended."""
         self._tell(Session.close)

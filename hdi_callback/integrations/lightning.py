@@ -15,15 +15,13 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from hdi_callback.arguments import flag, shown
-from hdi_callback.dashboards import Curves, sink_for
-from hdi_callback.dashboards.tags import curves
+from hdi_callback.arguments import shown
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import guarded
 from hdi_callback.integrations import LIGHTNING_WAS_LOADED
 from hdi_callback.integrations.base import MISUSE, Watcher
-from hdi_callback.record import Record, Sink
-from hdi_callback.session import Session, Settings
+from hdi_callback.record import Record
+from hdi_callback.session import Session, Settings, Trainer
 from hdi_callback.session.settings import Options, takes_settings
 
 
@@ -43,7 +41,6 @@ class HDICallback(Watcher, pl.Callback):
     Args:
         every_n_steps: optimizer steps between readings, as the trainer counts them.
         name: put before every tag as ``<name>/``; needed when one trainer has two of these callbacks.
-        prog_bar: show ``hdi/mean`` and ``hdi/min`` in the progress bar.
         settings: see `Settings`.
 
     Raises:
@@ -54,26 +51,19 @@ class HDICallback(Watcher, pl.Callback):
         >>> trainer = L.Trainer(callbacks=[HDICallback(every_n_steps=50)], logger=False, accelerator="cpu")
     """
 
-    def __init__(
-        self, every_n_steps: int = 50, *, name: str | None = None, prog_bar: bool = False, **settings: Unpack[Options]
-    ) -> None:
+    def __init__(self, every_n_steps: int = 50, *, name: str | None = None, **settings: Unpack[Options]) -> None:
         _require_one_namespace()
-        super().__init__(Settings(every_n_steps=every_n_steps, **settings))
         if name is not None and not (isinstance(name, str) and re.fullmatch(r"[\w.-]{1,100}", name)):
             raise MisconfigurationError(
                 f'`name` must be letters, digits, ".", "-" and "_", got {shown(name)}: write "encoder".'
             )
-        self._name, self._prog_bar = name, flag("prog_bar", prog_bar)
+        super().__init__(Settings(every_n_steps=every_n_steps, **settings), name)
 
     @property
     def state_key(self) -> str:
         """The name of this callback's state in a checkpoint."""
         settings = self._settings
         return self._generate_state_key(name=self._name, include=settings.include, exclude=settings.exclude)
-
-    @property
-    def _prefix(self) -> str:
-        return "" if self._name is None else f"{self._name}/"
 
     # The hooks, in the order in which the trainer calls them.
 
@@ -90,15 +80,12 @@ class HDICallback(Watcher, pl.Callback):
 
     @guarded("starting to watch heads", passes=MISUSE)
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Install the hooks, before anything has been compiled or run; they rest during the sanity check."""
-        settings = self._settings
-        if getattr(trainer, "fast_dev_run", False):  # no files, as Lightning with checkpoints
-            settings = replace(settings, history=False)
-        watched = _LightningTrainer(trainer, settings, self._prefix)
-        self._start(pl_module, watched, settings, self._name)
+        """Install the hooks, before anything has been compiled or run."""
+        is_dry = getattr(trainer, "fast_dev_run", False)  # no files, as Lightning with checkpoints
+        settings = replace(self._settings, history=False) if is_dry else self._settings
+        self._start(pl_module, _LightningTrainer(trainer), settings)
 
-    @guarded("starting to watch heads")
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, *args: Any) -> None:
         """Resume from the checkpoint, if the trainer does."""
         self._resume()
 
@@ -111,71 +98,44 @@ class HDICallback(Watcher, pl.Callback):
         self._tell(Session.after_backward)
 
     @guarded("watching heads", passes=MISUSE)
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Publish the readings whose numbers have arrived."""
-        if self._session is None:
-            return
-        loss = outputs.get("loss") if isinstance(outputs, dict) else None
-        if loss is not None:  # Lightning has divided it
-            loss = loss * trainer.accumulate_grad_batches
-        records = self._session.after_step(loss)
-        if trainer.is_last_batch:  # callbacks may decide by the numbers of the epoch
-            records += self._session.flush()
-        if self._prog_bar and records:
-            points = curves(records[-1], prefix=self._prefix)
-            progress = {
-                tag: points[tag] for tag in (f"{self._prefix}hdi/mean", f"{self._prefix}hdi/min") if tag in points
-            }
-            pl_module.log_dict(progress, prog_bar=True, logger=False)
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Deliver the readings whose numbers have arrived; after an epoch all, as callbacks may decide by them."""
+        if self._session is not None:
+            loss = outputs.get("loss") if isinstance(outputs, dict) else None
+            # Lightning has divided it.
+            self._session.after_step(None if loss is None else loss * trainer.accumulate_grad_batches)
+            if trainer.is_last_batch:
+                self._session.flush()
 
     def on_validation_start(self, *args: Any) -> None:
-        """Leave evaluation alone."""
-        self._tell(Session.flush, Session.pause)
-
-    def on_validation_end(self, *args: Any) -> None:
-        """Watch again."""
-        self._tell(Session.go_on)
+        """Deliver the readings that are complete, as callbacks may decide by them."""
+        self._tell(Session.flush)
 
     def on_train_end(self, *args: Any) -> None:
-        """Read the final weights, publish everything, and remove all hooks."""
+        """Read the final weights, deliver everything, and remove all hooks."""
         self._tell(Session.finish)
 
     def on_exception(self, *args: Any) -> None:
-        """Publish what was measured, and remove all hooks."""
+        """Deliver what was measured, and remove all hooks."""
         self.close()
 
     def teardown(self, *args: Any, **kwargs: Any) -> None:
         """Remove all hooks."""
         self.close()
 
-    def on_init_end(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse a transformers trainer, which calls this first."""
-        raise MisconfigurationError(
-            "HDICallback is for a Lightning trainer, and a transformers Trainer takes HDITrainerCallback: write "
-            "transformers.Trainer(..., callbacks=[HDITrainerCallback(...)])."
-        )
 
-
-class _LightningTrainer:
+class _LightningTrainer(Trainer):
     """A Lightning trainer as the `Trainer` of a session."""
 
-    def __init__(self, trainer: pl.Trainer, settings: Settings, prefix: str) -> None:
-        self._trainer, self._metrics, self._prefix = trainer, settings.metrics or (), prefix
-
-    @property
-    def is_first_rank(self) -> bool:
-        return self._trainer.is_global_zero
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
 
     @property
     def folder(self) -> Path:
         # `trainer.log_dir` is the same, broadcast: it waits without end for a rank that could not begin to watch.
         logger: Any = next(iter(self._trainer.loggers), None)
-        has_own = isinstance(logger, TensorBoardLogger | CSVLogger)
-        return Path(
-            (logger.log_dir if has_own else getattr(logger, "save_dir", None)) or self._trainer.default_root_dir
-        )
+        attribute = "log_dir" if isinstance(logger, TensorBoardLogger | CSVLogger) else "save_dir"
+        return Path(getattr(logger, attribute, None) or self._trainer.default_root_dir)
 
     @property
     def step(self) -> int:
@@ -200,12 +160,9 @@ class _LightningTrainer:
     def print(self, text: str) -> None:
         self._trainer.print(text)
 
-    def sinks(self, past: Sequence[Record]) -> list[Sink]:
+    def targets(self, past: Sequence[Record]) -> list[Any]:
         # Early stopping decides on every rank.
-        sinks: list[Sink] = [Curves(self._keep, self._metrics, self._prefix)]
-        if self.is_first_rank:
-            sinks += [sink_for(logger, self._metrics, self._prefix, past) for logger in self._trainer.loggers]
-        return sinks
+        return [self._keep, *(self._trainer.loggers if self.is_first_rank else ())]
 
     def _keep(self, values: dict[str, float], step: int) -> None:
         # `log_dict` would recompute these at each refresh of the progress bar, and is forbidden after the last batch.
@@ -214,11 +171,8 @@ class _LightningTrainer:
 
 def _require_one_namespace() -> None:
     """Refuse if only `pytorch_lightning` before 2.6 is in use: its trainer takes only its own callbacks."""
-    older = sys.modules.get("pytorch_lightning")
-    if older is None or LIGHTNING_WAS_LOADED:
-        return
-    version = str(getattr(older, "__version__", "0"))
-    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < (2, 6):
+    version = str(getattr(sys.modules.get("pytorch_lightning"), "__version__", "2.6"))
+    if not LIGHTNING_WAS_LOADED and tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < (2, 6):
         raise MisconfigurationError(
             f"pytorch_lightning {version} does not take callbacks of the package `lightning`. Write "
             "`import lightning as L` and `L.Trainer(...)` instead of `pytorch_lightning`, or upgrade it to 2.6."

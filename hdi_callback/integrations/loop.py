@@ -15,14 +15,12 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from hdi_callback.arguments import file_path, function, shown, torch_module
-from hdi_callback.dashboards import Curves, TensorBoard, Wandb
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import guarded
-from hdi_callback.integrations.base import MISUSE, Watcher
-from hdi_callback.integrations.trackers import Log
+from hdi_callback.integrations.base import MISUSE, Log, Watcher
 from hdi_callback.interventions import SaveCheckpoint
-from hdi_callback.record import Record, Sink
-from hdi_callback.session import Session, Settings
+from hdi_callback.record import Record
+from hdi_callback.session import Session, Settings, Trainer
 from hdi_callback.session.settings import Options, takes_settings
 
 Folder = str | os.PathLike[str]
@@ -94,8 +92,8 @@ def watch_heads(
             "SaveCheckpoint needs a function that saves: write "
             "save_checkpoint=lambda name: torch.save(..., name + '.pt')."
         )
-    loop = _Loop(chosen, _torch_optimizers(optimizer), folder, tensorboard, wandb, log, save_checkpoint)
-    return HeadSession(model, chosen, loop)
+    targets = [target for target in (log, tensorboard, wandb) if target is not None and target is not False]
+    return HeadSession(model, chosen, _Loop(_torch_optimizers(optimizer), folder, targets, save_checkpoint))
 
 
 class HeadSession(Watcher):
@@ -118,9 +116,7 @@ class HeadSession(Watcher):
 
     @guarded("starting to watch heads", passes=MISUSE)
     def _begin(self, model: nn.Module) -> None:
-        self._start(model, self._loop, self._settings)
-        assert self._session is not None
-        self._session.pause()
+        self._start(model, self._loop)
         for optimizer in self._loop.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._on_optimizer_step))
             self._handles.append(optimizer.register_step_post_hook(self._on_optimizer_stepped))
@@ -162,12 +158,12 @@ class HeadSession(Watcher):
         """
         self._loop.epoch, self.loss, self._versions = epoch, None, None
         self._is_inside, self._is_prepared, self._has_stepped = True, False, False
-        self._tell(Session.go_on, Session.before_forward)
+        self._tell(Session.before_forward)
         try:
             yield
         except BaseException:
             self._is_inside = False
-            self._tell(Session.abandon, Session.pause)
+            self._tell(Session.abandon)
             raise
         self._leave_step()
 
@@ -218,10 +214,6 @@ class HeadSession(Watcher):
         step = state_dict.get("step") if isinstance(state_dict, dict) else None
         self._loop.step = step if type(step) is int and step >= 0 else 0
         super().load_state_dict(state_dict)
-        self._load()
-
-    @guarded("resuming head diversity")
-    def _load(self) -> None:
         self._resume()
 
     @guarded("watching a step", passes=MISUSE)
@@ -233,7 +225,7 @@ class HeadSession(Watcher):
         )
         if self._has_stepped or is_announced:
             self._loop.step += 1
-        self._tell(Session.pause, lambda session: session.after_step(self.loss))
+        self._tell(lambda session: session.after_step(self.loss))
 
     def _prepare(self, *, has_closure: bool = False) -> None:
         if self._session is None or not self._is_inside or self._is_prepared:
@@ -255,36 +247,29 @@ class HeadSession(Watcher):
             self._has_stepped = True
 
 
-class _Loop:
+class _Loop(Trainer):
     """A loop as the `Trainer` of a session, which counts the steps itself."""
+
+    step = 0
+    epoch: int | None = None
+    folder = Path()
+    optimizers: Sequence[Optimizer] = ()
 
     def __init__(
         self,
-        settings: Settings,
         optimizers: list[Optimizer],
         folder: Path,
-        tensorboard: Any,
-        wandb: Any,
-        log: Log | None,
+        targets: Sequence[Any],
         save_checkpoint: Callable[[str], Any] | None,
     ) -> None:
-        self.optimizers, self.folder, self.step = optimizers, folder.absolute(), 0
-        self.epoch: int | None = None
-        self.is_stopped = False
-        self._metrics = settings.metrics or ()
-        self._tensorboard, self._wandb, self._log, self._save = tensorboard, wandb, log, save_checkpoint
+        self.optimizers, self.folder, self.is_stopped = optimizers, folder.absolute(), False
+        self._targets, self._save = targets, save_checkpoint
 
     @property
     def weights(self) -> list[Tensor]:
         """What the optimizers train."""
-        return [
-            weight for optimizer in self.optimizers for group in optimizer.param_groups for weight in group["params"]
-        ]
-
-    @property
-    def is_first_rank(self) -> bool:
-        distributed = torch.distributed
-        return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return [weight for group in groups for weight in group["params"]]
 
     def stop(self) -> None:
         self.is_stopped = True
@@ -293,23 +278,15 @@ class _Loop:
         place = None if self._save is None else self._save(name)
         return name if place is None else str(place)
 
-    def print(self, text: str) -> None:
-        print(text)  # noqa: T201
-
-    def sinks(self, past: Sequence[Record]) -> list[Sink]:
+    def targets(self, past: Sequence[Record]) -> list[Any]:
         if not self.is_first_rank:
             return []
-        sinks: list[Sink] = [] if self._log is None else [Curves(self._log, self._metrics)]
-        if self._tensorboard is True:
-            from torch.utils.tensorboard import SummaryWriter
+        if True not in self._targets:
+            return list(self._targets)
+        from torch.utils.tensorboard import SummaryWriter
 
-            purge_step = past[-1].step + 1 if past else None
-            self._tensorboard = SummaryWriter(str(self.folder / "hdi"), purge_step=purge_step)
-        if self._tensorboard:
-            sinks.append(TensorBoard(self._tensorboard, self._metrics, past=past))
-        if self._wandb is not None:
-            sinks.append(Wandb(self._wandb, self._metrics, past=past))
-        return sinks
+        writer = SummaryWriter(str(self.folder / "hdi"), purge_step=past[-1].step + 1 if past else None)
+        return [writer if target is True else target for target in self._targets]
 
 
 def _torch_optimizers(wrapped: Any) -> list[Optimizer]:

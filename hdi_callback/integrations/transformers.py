@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from hdi_callback.arguments import function
-from hdi_callback.dashboards import Curves
-from hdi_callback.errors import MisconfigurationError
-from hdi_callback.guard import guarded
-from hdi_callback.integrations.base import MISUSE, Watcher
-from hdi_callback.integrations.trackers import Log, tracker_sinks, trainers_callbacks
-from hdi_callback.record import Record, Sink
-from hdi_callback.session import Session, Settings
+from hdi_callback.guard import guarded, warn
+from hdi_callback.integrations.base import MISUSE, Log, Watcher
+from hdi_callback.record import Record
+from hdi_callback.session import Session, Settings, Trainer
 from hdi_callback.session.settings import Options, takes_settings
 
 try:
@@ -35,9 +34,8 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
     """Watch the diversity of the attention heads of a model that a transformers `Trainer` trains.
 
     Reads, judges and intervenes as `HDICallback` does. The history is ``hdi/history.jsonl`` under the output
-    directory. Curves go where the trainer's go, into the run of TensorBoard, W&B, MLflow, Trackio, Comet, SwanLab,
-    DVCLive or ClearML that ``report_to`` names; a warning names one that gets none. A checkpoint keeps what a resumed
-    run needs in the trainer's state.
+    directory. Curves go where the trainer's go, into the run of TensorBoard, W&B, MLflow or Comet that ``report_to``
+    names; a warning names one that gets none. A checkpoint keeps what a resumed run needs in the trainer's state.
 
     The trainer does not notify its callbacks of exceptions: until `close` is called, or the next training begins,
     hooks may stay on the model.
@@ -54,40 +52,23 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
         >>> callback = HDITrainerCallback(every_n_steps=50)  # transformers.Trainer(..., callbacks=[callback])
     """
 
-    state_key = "HDITrainerCallback"  # read by a Lightning trainer before it calls `setup`
-
     def __init__(self, every_n_steps: int = 50, *, log: Log | None = None, **settings: Unpack[Options]) -> None:
         super().__init__(Settings(every_n_steps=every_n_steps, **settings))
         self._log = function("log", log, "log=mlflow.log_metrics")
         self._logged_loss: float | None = None
 
-    def setup(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse the trainer of Lightning, which calls this first."""
-        raise MisconfigurationError(
-            "HDITrainerCallback is for a transformers Trainer, and a Lightning trainer takes HDICallback: write "
-            "L.Trainer(callbacks=[HDICallback(...)])."
-        )
-
-    def on_exception(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: Lightning re-raises the error of `setup`."""
-
-    # A callback is notified of the end of an evaluation, not of its beginning: the session rests between the steps.
-
     @guarded("starting to watch heads", passes=MISUSE)
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Install the hooks, and resume from the checkpoint, if the trainer does."""
         self.close()
-        trainer = _TransformersTrainer(args, state, control, kwargs["optimizer"], self._settings, self._log)
-        self._start(kwargs["model"], trainer, self._settings)
-        assert self._session is not None
-        self._session.pause()
+        self._start(kwargs["model"], _TransformersTrainer(args, state, control, kwargs["optimizer"], self._log))
         if state.global_step > 0:
             self._restored = (state.stateful_callbacks or {}).get(_KEY)
             self._resume()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Capture the forward that follows when a reading is due."""
-        self._tell(Session.go_on, Session.before_forward)
+        self._tell(Session.before_forward)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read after the first backward, where gradients are accumulated."""
@@ -98,7 +79,7 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
         self._tell(Session.after_backward)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Publish the readings whose numbers have arrived."""
+        """Deliver the readings whose numbers have arrived."""
         # Of several forwards or processes the output has a share of the loss, and the trainer logs the whole.
         is_whole = args.gradient_accumulation_steps * args.world_size == 1
 
@@ -106,7 +87,7 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
             loss = session.monitor.output_loss if is_whole else None
             session.after_step(self._logged_loss if loss is None else loss)
 
-        self._tell(Session.pause, after_step)
+        self._tell(after_step)
         self._keep_state(state, control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -118,12 +99,8 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
         """Keep the state in a checkpoint that another callback has asked for after this one was called."""
         heads_state = (state.stateful_callbacks or {}).get(_KEY)
         file = Path(args.output_dir) / f"checkpoint-{state.global_step}" / _STATE_FILE
-        if (
-            heads_state is not None
-            and heads_state["step"] != state.global_step
-            and state.is_world_process_zero
-            and file.is_file()
-        ):
+        is_old = heads_state is not None and heads_state["step"] != state.global_step
+        if is_old and state.is_world_process_zero and file.is_file():
             state.stateful_callbacks[_KEY] = self.state_dict()
             state.save_to_json(str(file))
 
@@ -135,7 +112,7 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
             self._tell(Session.finish)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Read the final weights, publish everything, and remove all hooks."""
+        """Read the final weights, deliver everything, and remove all hooks."""
         self._tell(Session.finish)
 
     @guarded("keeping the state of head diversity")
@@ -144,19 +121,12 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
             state.stateful_callbacks[_KEY] = self.state_dict()
 
 
-class _TransformersTrainer:
+class _TransformersTrainer(Trainer):
     """A transformers trainer as the `Trainer` of a session."""
 
-    def __init__(
-        self, args: Any, state: Any, control: Any, optimizer: Any, settings: Settings, log: Log | None
-    ) -> None:
-        self._log, self._callbacks = log, trainers_callbacks()
-        self._args, self._state, self._control, self._metrics = args, state, control, settings.metrics or ()
-        self.optimizers: list[Optimizer] = [getattr(optimizer, "optimizer", optimizer)]
-
-    @property
-    def is_first_rank(self) -> bool:
-        return bool(self._state.is_world_process_zero)
+    def __init__(self, args: Any, state: Any, control: Any, optimizer: Any, log: Log | None) -> None:
+        self._args, self._state, self._control, self._log = args, state, control, log
+        self._optimizer, self._callbacks = optimizer, _trainers_callbacks()
 
     @property
     def folder(self) -> Path:
@@ -170,6 +140,10 @@ class _TransformersTrainer:
     def epoch(self) -> int | None:
         return None if self._state.epoch is None else int(self._state.epoch)
 
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return [getattr(self._optimizer, "optimizer", self._optimizer)]
+
     def stop(self) -> None:
         self._control.should_training_stop = True
 
@@ -177,12 +151,38 @@ class _TransformersTrainer:
         self._control.should_save = True  # the trainer saves at the end of this step, under its own name
         return str(self.folder / f"checkpoint-{self.step}")
 
-    def print(self, text: str) -> None:
-        print(text)  # noqa: T201
-
-    def sinks(self, past: Sequence[Record]) -> list[Sink]:
+    def targets(self, past: Sequence[Record]) -> list[Any]:
         if not self.is_first_rank:
             return []
-        sinks: list[Sink] = [] if self._log is None else [Curves(self._log, self._metrics)]
-        wanted = self._args.report_to or []
-        return sinks + tracker_sinks(self._callbacks, wanted, self._metrics, past)
+        targets: list[Any] = [] if self._log is None else [self._log]
+        for callback in self._callbacks:
+            reporters = transformers.integrations.integration_utils.INTEGRATION_TO_CALLBACK.items()
+            name = next((name for name, reporter in reporters if isinstance(callback, reporter)), None)
+            run = None if name is None else _run_of(callback, name)
+            if run is not None:
+                targets.append(run)
+            elif name is not None and type(callback).on_log is not transformers.TrainerCallback.on_log:
+                warn(
+                    f"{name} gets no curves of heads: write HDITrainerCallback(log=...), a function of a dictionary "
+                    "and a step."
+                )
+        return targets
+
+
+def _trainers_callbacks() -> Sequence[Any]:
+    """Return all callbacks of the trainer that calls this one, from the call stack: no callback is given the others."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        handler = frame.f_locals.get("self") if frame.f_code.co_name == "call_event" else None
+        if isinstance(callbacks := getattr(handler, "callbacks", None), list):
+            return callbacks
+        frame = frame.f_back
+    return ()
+
+
+def _run_of(callback: Any, name: str) -> Any:
+    """Return the run that a callback of the trainer reports to; `None` if there is none that takes metrics."""
+    if name == "wandb":
+        return getattr(sys.modules.get("wandb"), "run", None)
+    candidates = [value for value in vars(callback).values() if not isinstance(value, type)]
+    return next((run for run in candidates if hasattr(run, "add_image") or hasattr(run, "log_metrics")), None)

@@ -102,6 +102,7 @@ class Reading:
         self._places: list[dict[str, _Place]] = []  # of each result
         self._hosts: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._events: list[torch.cuda.Event] = []
+        self.loss: Tensor | float | None = None  # of the forward
         self._send()
 
     def __repr__(self) -> str:
@@ -119,20 +120,25 @@ class Reading:
                 places[name] = _Place(tensor.shape, pack, sizes[pack])
                 sizes[pack] += tensor.numel()
             self._places.append(places)
-        for pack, tensors in parts.items():
-            packed = torch.cat(tensors)
-            device = packed.device
-            if device.type == "meta":  # which holds no numbers
-                continue
-            if device.type != "cuda":
-                self._hosts[pack] = packed.cpu()
-                continue
-            host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
-            self._hosts[pack] = host.copy_(packed, non_blocking=True)
-        for device in {device for device, _ in parts if device.type == "cuda"}:
+        packs = {pack: torch.cat(tensors) for pack, tensors in parts.items() if pack[0].type != "meta"}  # no numbers
+        self._hosts = dict(zip(packs, self._copied(*packs.values())))
+
+    def _copied(self, *tensors: Tensor) -> list[Tensor]:
+        """Return copies on the host, which are whole once the events have happened."""
+        copies = []
+        for tensor in tensors:
+            is_cuda = tensor.device.type == "cuda"
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_cuda)
+            copies.append(host.copy_(tensor.detach(), non_blocking=is_cuda))
+        for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
             self._events.append(event)
+        return copies
+
+    def keep_loss(self, loss: Tensor | float) -> None:
+        """Keep the loss of the forward, without waiting for the device."""
+        self.loss = self._copied(loss)[0] if isinstance(loss, Tensor) else loss
 
     def is_ready(self) -> bool:
         """Return whether `record` would not wait for the device."""
@@ -156,7 +162,8 @@ class Reading:
                     columns = _read(result.source, result.finish(sums), self._left_out)
             for row, name in enumerate(result.layers):
                 _enter(layers[name], result.source, [(column, column.numbers[row]) for column in columns])
-        return Record(self.step, layers, epoch=self.epoch, time=self.time, alerts=self._alerts())
+        loss = None if self.loss is None else float(self.loss)
+        return Record(self.step, layers, epoch=self.epoch, time=self.time, loss=loss, alerts=self._alerts())
 
     def _arrived(self, place: _Place) -> Tensor:
         size = math.prod(place.shape)

@@ -16,9 +16,9 @@ from time import perf_counter, time
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from hdi_callback.dashboards import Console
+from hdi_callback.dashboards import Console, sink_for
 from hdi_callback.errors import HDIError, NothingToWatchError
 from hdi_callback.guard import Guard, describe, guarded, pythons_generator_kept, warn, with_warnings
 from hdi_callback.history import History, load_history
@@ -33,6 +33,7 @@ from hdi_callback.session.trainer import Trainer, shared_name, why_ranks_differ
 
 _PATIENCE = 8  # readings that find nothing, until that is said
 _SIZES = ("num_heads", "num_key_heads", "head_dim", "value_dim")
+_STATE = {"step", "last_step", "history", "run", "layers", "alerts", "interventions"}
 
 
 class Session:
@@ -41,28 +42,22 @@ class Session:
     A reading is due at step 0 and whenever a multiple of ``every_n_steps`` has been reached since the last one:
     counting by crossings serves trainers whose count advances by more than one (several optimizers), repeats (gradient
     accumulation) or starts in the middle (a resumed run). It is taken after the backward of the forward that was
-    captured, while the weights are still those of the forward, and published once the optimizer has stepped and its
+    captured, while the weights are still those of the forward, and handed on once the optimizer has stepped and its
     numbers have arrived on the host: a thread makes the record, judges it and writes it to the history, in order, and
-    the training's own thread shows it at a later event. With interventions all of it is done at once.
+    the training's own thread delivers it to dashboards at a later event. With interventions all of it is done at once.
 
     Attributes:
         monitor: the monitor that measures.
         alerts: the rules; `None` before the first forward, and for no alerts.
-        interventions: the interventions.
         history: the history that is written; `None` before the first forward, if there is none, and on all ranks but
             the first.
         last_step: step of the last reading that was taken.
-        latest: the last record that was published.
+        latest: the last record that was delivered.
+        prefix: what stands before every tag.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        settings: Settings,
-        trainer: Trainer,
-        *,
-        guard: Guard,
-        name: str | None = None,
+        self, model: nn.Module, settings: Settings, trainer: Trainer, *, guard: Guard, name: str | None = None
     ) -> None:
         self.monitor = HeadDiversityMonitor(
             model,
@@ -73,31 +68,35 @@ class Session:
             padding=settings.padding,
         )
         self.alerts: Alerts | None = None
-        self.interventions: tuple[Intervention, ...] = ()
         self.history: History | None = None
         self.last_step: int | None = None
         self.latest: Record | None = None
-        self._settings, self._trainer, self._name = settings, trainer, name
-        self._guard = guard
+        self._settings, self._trainer, self._name, self._guard = settings, trainer, name, guard
+        self.prefix = "" if name is None else f"{name}/"
         self._folder = trainer.folder.absolute()  # the training may change its directory
         self._state: Mapping[str, Any] | None = None  # of a checkpoint, until the layers are known
+        self._interventions: tuple[Intervention, ...] = ()
         self._sinks: list[Sink] = []
         self._armed_at: int | None = None  # step whose forward is captured
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[Reading | Record] = deque()
         self._worker = ThreadPoolExecutor(1, "hdi_callback")
         self._judged: deque[Future[Any]] = deque()  # records and warnings of readings that the worker has, in order
         self._cost = Cost()
-        self._published: int | None = None  # step of the last reading that was published
+        self._last_delivered_step: int | None = None
         self._run = ""  # name of the run, if it is a new one
         self._number_of_given_up = 0  # readings, as nothing was there to be read
         self._number_of_layers = 0  # that rules, history and dashboards know
         self._has_checked_ranks = self._is_open = self._is_closed = self._is_alone = False
+        self.monitor.pause()  # an evaluation may come first
 
     # The events of a training, in the order in which they come.
 
     def before_forward(self) -> None:
         """Capture the forward that follows if a reading is due."""
-        if self._is_closed or self._armed_at is not None:
+        if self._is_closed:
+            return
+        self.monitor.go_on()
+        if self._armed_at is not None:
             return
         if not self._has_checked_ranks:
             self._check_ranks()
@@ -137,50 +136,43 @@ class Session:
 
     _measure_within = guarded("measuring head diversity", passes=(HDIError,))(after_backward)
 
-    def after_step(self, loss: Any = None) -> tuple[Record, ...]:
-        """Publish the readings whose numbers have arrived."""
-        self.after_backward()  # of a batch without a backward
-        if self._pending and self._pending[-1].loss is None and loss is not None:
-            self._pending[-1].keep_loss(loss)
-        start, has_reading = perf_counter(), bool(self._pending) and self._pending[-1].step == self.last_step
-        # All ranks intervene after the same step, so they wait for the numbers.
-        records = self._publish(waits=bool(self._settings.interventions), before=self._trainer.step)
-        self._cost.end(start, has_reading=has_reading)
-        return records
-
-    def pause(self) -> None:
-        """Leave the forwards that follow alone, as those of an evaluation."""
+    def after_step(self, loss: Any = None) -> None:
+        """Deliver the readings whose numbers have arrived, and keep the loss; forwards are left alone from now on."""
         self.monitor.pause()
-
-    def go_on(self) -> None:
-        """End `pause`."""
-        self.monitor.go_on()
+        self.after_backward()  # of a batch without a backward
+        last = self._pending[-1] if self._pending else None
+        if isinstance(last, Reading) and last.loss is None and loss is not None:
+            last.keep_loss(loss)
+        start = perf_counter()
+        # All ranks intervene after the same step, so they wait for the numbers.
+        self._hand_to_worker(waits=bool(self._settings.interventions), before=self._trainer.step)
+        self._cost.end(start, has_reading=last is not None and last.step == self.last_step)
 
     def abandon(self) -> None:
         """Give up a reading whose forward or backward did not finish; it is due again at once."""
         self._cost.abandon()
+        self.monitor.pause()
         if self._armed_at is not None:
             self._armed_at = None
             self.monitor.disarm()
 
-    def flush(self) -> tuple[Record, ...]:
-        """Publish every reading that is complete, waiting for its numbers; return their records."""
-        return self._publish(waits=True, before=self._trainer.step)
+    def flush(self) -> None:
+        """Deliver every reading that is complete, waiting for its numbers."""
+        self._hand_to_worker(waits=True, before=self._trainer.step)
 
-    def finish(self) -> tuple[Record, ...]:
-        """Read the final weights, publish everything, and close; return the records."""
+    def finish(self) -> None:
+        """Read the final weights, deliver everything, and close."""
         if self._is_closed:
-            return ()
+            return
         self.abandon()
         step = self._trainer.step
         if self._is_open and self.monitor.layers and self.last_step != step:
             self._measure(step)
-        records = self._publish(waits=True, final=step)
+        self._hand_to_worker(waits=True, final=step)
         self.close()
-        return records
 
     def close(self) -> None:
-        """Publish what was measured, without interventions, and remove all hooks; calling it again does nothing.
+        """Deliver what was measured, without interventions, and remove all hooks; calling it again does nothing.
 
         Also after an exception, perhaps on this rank alone: no other rank is waited for.
         """
@@ -188,7 +180,7 @@ class Session:
             return
         self._is_closed = True
         try:
-            self._publish(waits=True, may_intervene=False)
+            self._hand_to_worker(waits=True, may_intervene=False)
         finally:
             self._worker.shutdown()
             self.monitor.close()
@@ -196,7 +188,7 @@ class Session:
 
     def _close_all(self) -> None:
         """End interventions and close dashboards and history."""
-        for intervention in self.interventions:
+        for intervention in self._interventions:
             with self._guard(f"ending the intervention {intervention.name}"):
                 intervention.unbind()
         for sink in (self.history, *self._sinks):
@@ -213,27 +205,28 @@ class Session:
     # What a resumed run needs.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a resumed run, as plain data; complete readings are published first."""
+        """Return the state for a resumed run, as plain data; complete readings are delivered first."""
         if not self._is_open:
             return dict(self._state or {})
-        if not self.interventions:  # their readings have been published on every rank
+        if not self._interventions:  # their readings have been delivered on every rank
             self.flush()
         return {
             "step": self._trainer.step,
-            "last_step": self._published,
+            "last_step": self._last_delivered_step,
             "history": None if self.history is None else str(self.history.path),
             "run": None if self.history is None else self.history.run,
             "layers": self._sizes(),
             "alerts": None if self.alerts is None else self.alerts.state_dict(),
-            "interventions": [(item.name, item.state_dict()) for item in self.interventions],
+            "interventions": [(item.name, item.state_dict()) for item in self._interventions],
         }
 
     def load_state_dict(self, state: Any) -> None:
         """Take the state of a checkpoint, before the first step; one that is none costs a warning and a new start."""
         if not state:
             return
-        if _is_state(state, self._trainer.step):
-            self._state, self.last_step = state, state["last_step"]
+        last = state["last_step"] if isinstance(state, Mapping) and set(state) >= _STATE else ""
+        if last is None or (type(last) is int and 0 <= last <= self._trainer.step):
+            self._state, self.last_step = state, last
         else:
             self._start_anew("it is not what `state_dict` gave at this step or before")
 
@@ -258,46 +251,52 @@ class Session:
         if self._is_closed or not self.monitor.layers:
             return
         try:
-            measured: Reading | Record = self.monitor.measure(step, epoch=self._trainer.epoch)
+            reading: Reading | Record = self.monitor.measure(step, epoch=self._trainer.epoch)
         except Exception as error:
-            if self._follow_ranks():
+            if self._closed_after_following_ranks():
                 return
-            measured = self._marked(step, error)
-        self._pending.append(_Pending(measured))
-        self._follow_ranks()
+            reading = self._marked(step, error)
+        self._pending.append(reading)
+        self._closed_after_following_ranks()
 
     def _marked(self, step: int, error: Exception) -> Record:
         """Return a record without numbers, and with the reason; warns once."""
         self._guard.failed("measuring head diversity", error)
         return Record(step, {}, epoch=self._trainer.epoch, time=time(), absent={"reading": describe(error)})
 
-    def _publish(
+    def _hand_to_worker(
         self, *, waits: bool, before: int | None = None, final: int | None = None, may_intervene: bool = True
-    ) -> tuple[Record, ...]:
-        """Publish readings in order: those of steps before `before`, and unless it waits only those that are ready."""
+    ) -> None:
+        """Have readings judged in order, and deliver their records.
+
+        Args:
+            waits: also for those whose numbers have not arrived.
+            before: only readings of earlier steps; that of the present step is not complete: under gradient
+                accumulation the optimizer has yet to step.
+            final: the step of the last reading of the run.
+            may_intervene: whether interventions see them.
+        """
         if self._pending:
-            self._follow_ranks()
+            self._closed_after_following_ranks()
         intervenes = bool(self._settings.interventions) and may_intervene
-        # A reading of the present step is not complete: under gradient accumulation, the optimizer has yet to step.
-        records: list[Record] = []
-        while self._pending:
-            pending = self._pending[0]
-            if (before is not None and pending.step >= before) or not (waits or pending.is_ready()):
+        while self._pending and (before is None or self._pending[0].step < before):
+            reading = self._pending[0]
+            if not (waits or isinstance(reading, Record) or reading.is_ready()):
                 break
             self._pending.popleft()
-            facts = {"is_last": pending.step == final, "cost": self._cost.share()}
+            notes = {"is_last": reading.step == final, "cost": self._cost.share()}
             history = None if intervenes else self.history
-            self._judged.append(self._worker.submit(with_warnings, self._judge, pending, facts, history))
+            self._judged.append(self._worker.submit(with_warnings, self._judge, reading, notes, history))
             if intervenes:  # the next one is judged after it
-                records += self._show(waits=True, intervenes=True)
-        return (*records, *self._show(waits=waits, intervenes=intervenes))
+                self._deliver(waits=True, intervenes=True)
+        self._deliver(waits=waits, intervenes=intervenes)
 
-    def _judge(self, pending: _Pending, facts: Mapping[str, Any], history: History | None) -> Record:
+    def _judge(self, reading: Reading | Record, notes: Mapping[str, Any], history: History | None) -> Record:
         """Make a record and judge it, and write it to the history if no interventions follow; in the worker."""
         try:
-            record = replace(pending.record(), **facts)
+            record = replace(reading if isinstance(reading, Record) else reading.record(), **notes)
         except Exception as error:
-            record = replace(self._marked(pending.step, error), **facts)
+            record = replace(self._marked(reading.step, error), **notes)
         if self.alerts is not None:
             with self._guard("judging head diversity"):
                 alerts = (*record.alerts, *self.alerts.judge(record))
@@ -307,48 +306,40 @@ class Session:
                 history.write(record)
         return record
 
-    def _show(self, *, waits: bool, intervenes: bool) -> list[Record]:
+    def _deliver(self, *, waits: bool, intervenes: bool) -> None:
         """Intervene, and write records that were judged to every dashboard; those that are done, or all."""
-        records = []
         while self._judged and (waits or self._judged[0].done()):
             record, warnings = self._judged.popleft().result()
             for message, category in warnings:
                 warn(message, category)
-            records.append(self._publish_record(record, intervenes))
-            self._published = record.step
-        return records
+            self._intervene_and_write(record, intervenes)
+            self._last_delivered_step = record.step
 
-    def _publish_record(self, record: Record, intervenes: bool) -> Record:
-        """Intervene, and write a record to the history after it and to every dashboard."""
+    def _intervene_and_write(self, record: Record, intervenes: bool) -> None:
+        """Intervene, and write the record with what was done to every dashboard, and after that to the history."""
         try:
-            if intervenes:  # as on every rank
-                record = self._decided(record)
-                actions = () if self.monitor.join_ranks().difference else self._intervene(record)
-                record = replace(record, actions=actions)
+            if intervenes:
+                record = self._intervene(record)
         finally:  # also if the user's function ends the run
             self.latest = record
             for sink in (self.history if intervenes else None, *self._sinks):
                 if sink is not None:
                     with self._showing(sink.name):
                         sink.write(record)
-        return record
 
-    def _decided(self, record: Record) -> Record:
-        """Return the record with the alerts of the first rank, by which all ranks act alike."""
+    def _intervene(self, record: Record) -> Record:
+        """Return the record with the alerts of the first rank, by which all ranks act alike, and with the actions."""
         ranks = self.monitor.join_ranks()
-        if ranks.size == 1:
-            return record
-        own = [[alert.to_dict() for alert in alerts] for alerts in (record.alerts, record.active)]
-        sent = ranks.from_first(f"the decision at step {record.step}", own)
-        alerts, active = (tuple(map(Alert.from_dict, listed)) for listed in sent)
-        return replace(record, alerts=alerts, active=active)
-
-    def _intervene(self, record: Record) -> tuple[Action, ...]:
+        if ranks.size > 1:
+            own = [[alert.to_dict() for alert in alerts] for alerts in (record.alerts, record.active)]
+            decided = ranks.from_first(f"the decision at step {record.step}", own)
+            alerts, active = (tuple(map(Alert.from_dict, listed)) for listed in decided)
+            record = replace(record, alerts=alerts, active=active)
         actions: list[Action] = []
-        for intervention in self.interventions:
+        for intervention in () if ranks.difference else self._interventions:
             with self._guard(f"the intervention {intervention.name}"):
                 actions += intervention.handle(record)
-        return tuple(actions)
+        return replace(record, actions=tuple(actions))
 
     # The beginning.
 
@@ -378,16 +369,14 @@ class Session:
             self._state = self.state_dict()
             self._close_all()
         self._is_open, self._number_of_layers = True, len(self.monitor.layers)
-        ranks = self.monitor.join_ranks()
-        self._has_parted()
+        self._go_alone_if_ranks_differ()
         if self._is_closed:
             return
         if not self.monitor.layers:
-            self._refuse(is_part=bool(ranks.difference))
+            self._refuse()
             return
-        facts = [layer.description() for layer in self.monitor.layers]
         try:
-            self._begin(facts)
+            self._begin()
         except HDIError:  # misuse, before the first step
             self.close()
             raise
@@ -396,33 +385,37 @@ class Session:
                 self._restore(self._state)
             except Exception as error:  # it may have taken a part of it
                 self._start_anew(describe(error))
-                self._begin(facts)
-        self._open_history(facts)
-        self._open_sinks(facts)
+                self._begin()
+        self._open_history()
+        self._open_sinks()
         self._state = None
 
-    def _begin(self, facts: Sequence[Mapping[str, Any]]) -> None:
+    def _descriptions(self) -> list[dict[str, Any]]:
+        return [layer.description() for layer in self.monitor.layers]
+
+    def _begin(self) -> None:
         """Begin with rules and interventions that know nothing yet."""
-        settings = self._settings
-        self.interventions = ()
+        settings, trainer = self._settings, self._trainer
+        self._interventions = ()
         if settings.alerts is None:
             return
-        self.alerts = Alerts(settings.alerts, settings.thresholds, facts, settings.pretrained)
-        training = Training(
-            self._trainer, {layer.name: layer for layer in self.monitor.layers}, self.alerts.expect_change
-        )
+        layers = self._descriptions()
+        self.alerts = Alerts(settings.alerts, settings.thresholds, layers, settings.pretrained)
+        training = Training(trainer, {layer.name: layer for layer in self.monitor.layers}, self.alerts.expect_change)
         for intervention in settings.interventions or ():
             intervention.bind(training)
-            self.interventions += (intervention,)
+            self._interventions += (intervention,)
 
-    def _refuse(self, *, is_part: bool) -> None:
+    def _refuse(self) -> None:
         """Say that there is nothing to watch, perhaps as this rank holds a part of the model without attention."""
         message = self.monitor.why_nothing()
-        remedy = "\nDescribe a layer with `hdi_callback.register_layout`, or write strict=False to train unwatched."
-        if self._settings.strict and not is_part:
+        if self._settings.strict and not self.monitor.join_ranks().difference:
             self.close()
-            raise NothingToWatchError(message + remedy)
-        self._guard.warn_once("layers", message + "\nHeads are not watched. Training goes on.")
+            raise NothingToWatchError(
+                f"{message}\nDescribe a layer with `hdi_callback.register_layout`, or write strict=False to train "
+                "unwatched."
+            )
+        self._guard.warn_once("layers", f"{message}\nHeads are not watched. Training goes on.")
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Restore rules and interventions from the checkpoint."""
@@ -433,19 +426,19 @@ class Session:
         if self.alerts is not None and state["alerts"] is not None:
             self.alerts.load_state_dict(state["alerts"])
         saved = list(state["interventions"])
-        for intervention in self.interventions:
-            own = next((pair for pair in saved if pair[0] == intervention.name), None)
-            if own is not None:
-                saved.remove(own)
-                intervention.load_state_dict(own[1])
+        for intervention in self._interventions:
+            pair = next((pair for pair in saved if pair[0] == intervention.name), None)
+            if pair is not None:
+                saved.remove(pair)
+                intervention.load_state_dict(pair[1])
 
-    def _follow_ranks(self) -> bool:
-        """Go on with a history of this rank's own if ranks measure alone now; return whether that is the end."""
-        if self._has_parted() and not self._is_closed and self.history is None:
-            self._open_history([layer.description() for layer in self.monitor.layers])
+    def _closed_after_following_ranks(self) -> bool:
+        """Go on with a history of this rank's own if ranks measure alone now; return whether the session is closed."""
+        if self._go_alone_if_ranks_differ() and not self._is_closed and self.history is None:
+            self._open_history()
         return self._is_closed
 
-    def _has_parted(self) -> bool:
+    def _go_alone_if_ranks_differ(self) -> bool:
         """Return whether ranks measure alone from now on; closes the session where they cannot."""
         ranks = self.monitor.join_ranks()
         ranks.settle()
@@ -459,90 +452,46 @@ class Session:
             self.close()
         return True
 
-    def _open_history(self, facts: Sequence[Mapping[str, Any]]) -> None:
+    def _open_history(self) -> None:
         """Open the history of the first rank, and one of each rank that measures layers of its own."""
         choice, state, ranks = self._settings.history, self._state, self.monitor.join_ranks()
         is_first = self._trainer.is_first_rank
         if choice is False or not (is_first or (ranks.difference and ranks.is_first)):
             return
+        suffix = "" if is_first else f"-rank{torch.distributed.get_rank()}"
+
+        def of_rank(path: Path) -> Path:
+            return path.with_stem(path.stem.removesuffix(suffix) + suffix)
+
         file = "history.jsonl" if self._name is None else f"history-{self._name}.jsonl"
-        path = self._folder / "hdi" / file if choice is True else Path(choice)
-        own = "" if is_first else f"-rank{torch.distributed.get_rank()}"
-        path, *before = (
-            Path(file).with_stem(Path(file).stem.removesuffix(own) + own)
-            for file in (path, *([state["history"]] if state is not None and state["history"] is not None else []))
-        )
+        path = of_rank(self._folder / "hdi" / file if choice is True else Path(choice))
         resumed: dict[str, Any] = {}
         if state is not None:
-            last = -1 if state["last_step"] is None else state["last_step"]
-            resumed = {"resume_step": last, "resume_run": state["run"] or "", "resume_path": next(iter(before), None)}
+            resumed["resume_step"] = -1 if state["last_step"] is None else state["last_step"]
+            resumed["resume_run"] = state["run"] or ""
+            resumed["resume_path"] = None if state["history"] is None else of_rank(Path(state["history"]))
         with self._guard("opening the history"):
-            self.history = History(path, facts, run=self._run, **resumed)
+            self.history = History(path, self._descriptions(), run=self._run, **resumed)
 
-    def _open_sinks(self, facts: Sequence[Mapping[str, Any]]) -> None:
+    def _open_sinks(self) -> None:
         past: Sequence[Record] = ()
-        sinks: list[Sink] = []
+        self._sinks = []
         with self._guard("opening dashboards"), pythons_generator_kept():
             if self.history is not None and self._state is not None:
                 past = load_history(self.history.path).records
-            sinks += self._trainer.sinks(past)
+            for target in self._trainer.targets(past):
+                self._sinks.append(sink_for(target, self._settings.metrics or (), self.prefix, past))
         if self._trainer.is_first_rank:
-            sinks.append(
+            self._sinks.append(
                 Console(
                     self._trainer.print,
                     every_n_steps=self._settings.every_n_steps,
                     refused={refusal.name: refusal.reason for refusal in self.monitor.refused},
-                    interventions=[intervention.name for intervention in self.interventions],
+                    interventions=[intervention.name for intervention in self._interventions],
                     history="" if self.history is None else str(self.history.path),
                     past=past,
                 )
             )
-        for sink in sinks:
+        for sink in self._sinks:
             with self._showing(sink.name):
-                sink.open(facts)
-        self._sinks = sinks
-
-
-class _Pending:
-    """A reading that was taken, and the loss of its forward, until their numbers have arrived on the host."""
-
-    def __init__(self, measured: Reading | Record) -> None:
-        self._measured = measured
-        self.step = measured.step
-        self.loss: Any = None
-        self._event: torch.cuda.Event | None = None
-
-    def keep_loss(self, loss: Any) -> None:
-        """Keep a loss, without waiting for the device."""
-        self.loss = loss
-        if not isinstance(loss, Tensor):
-            return
-        self.loss = loss.detach()
-        if loss.device.type == "cuda":
-            host = torch.empty(loss.shape, dtype=loss.dtype, device="cpu", pin_memory=True)
-            self.loss = host.copy_(self.loss, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self.loss = self.loss.clone()  # the training may write into it
-
-    def is_ready(self) -> bool:
-        """Return whether `record` would not wait for the device."""
-        is_measured = isinstance(self._measured, Record) or self._measured.is_ready()
-        return is_measured and (self._event is None or bool(self._event.query()))
-
-    def record(self) -> Record:
-        """Return the reading as numbers, waiting for them."""
-        record = self._measured if isinstance(self._measured, Record) else self._measured.record()
-        if self._event is not None:
-            self._event.synchronize()
-        return record if self.loss is None else replace(record, loss=float(self.loss))
-
-
-def _is_state(state: Any, step: int) -> bool:
-    """Return whether this is what `state_dict` gave, at this step or before."""
-    names = {"step", "last_step", "history", "run", "layers", "alerts", "interventions"}
-    if not isinstance(state, Mapping) or not names <= set(state):
-        return False
-    last = state["last_step"]
-    return last is None or (type(last) is int and 0 <= last <= step)
+                sink.open(self._descriptions())

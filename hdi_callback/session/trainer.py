@@ -11,15 +11,16 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from hdi_callback.monitor.ranks import begun, store_of_ranks, timeout_of_ranks, why_apart
-from hdi_callback.record import Record, Sink
+from hdi_callback.record import Record
 
 
 class Trainer(Protocol):
-    """What a session asks of whatever trains; each integration implements it."""
+    """What a session asks of whatever trains; each integration derives from it."""
 
     @property
     def is_first_rank(self) -> bool:
         """Whether this process writes."""
+        return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
     @property
     def folder(self) -> Path:
@@ -45,9 +46,10 @@ class Trainer(Protocol):
 
     def print(self, text: str) -> None:
         """Print text to the user."""
+        print(text)  # noqa: T201
 
-    def sinks(self, past: Sequence[Record]) -> Sequence[Sink]:
-        """Return the dashboards of this rank; called once, when the layers are known.
+    def targets(self, past: Sequence[Record]) -> Sequence[Any]:
+        """Return what takes the curves of this rank, see `sink_for`; called once, when the layers are known.
 
         Args:
             past: the records of a resumed run so far.

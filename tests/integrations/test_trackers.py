@@ -69,6 +69,28 @@ def test_a_run_that_gets_no_curves_is_named_with_what_to_write(tmp_path: Path, m
         train(tmp_path, ["kubeflow"])
 
 
+def test_what_has_log_metrics_takes_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As MLflow and Comet have it, whose packages are not installed here: their second arguments differ."""
+    rows: list[tuple[int, float]] = []
+
+    class Run:
+        def log_metrics(self, values: dict[str, float], prefix: Any = None, step: int | None = None) -> None:
+            assert prefix is None
+            rows.append((step or 0, values["hdi/min"]))
+
+    class Reports(transformers.TrainerCallback):
+        def __init__(self) -> None:
+            self._experiment = Run()
+
+        def on_log(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+    reporters = transformers.integrations.integration_utils.INTEGRATION_TO_CALLBACK
+    monkeypatch.setitem(reporters, "comet_ml", Reports)
+    train(tmp_path, [], Reports())
+    assert [step for step, _ in rows] == STEPS_READ
+
+
 def test_a_function_takes_the_curves_of_a_trainer(tmp_path: Path) -> None:
     rows: list[tuple[int, float]] = []
     train(tmp_path, [], log=lambda values, step: rows.append((step, values["hdi/min"])))
