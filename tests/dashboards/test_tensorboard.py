@@ -40,7 +40,7 @@ def test_the_event_file_has_the_curves_two_pictures_and_one_text_for_one_event(t
     (text,) = events.Tensors("hdi/alerts/text_summary")
     words = text.tensor_proto.string_val[0].decode()
     assert words.startswith("**new, warning**: heads 1 and 3 of model.layers.7.self_attn are nearly one head")
-    assert "        interventions=[ReviveHeads()],\n    )" in words
+    assert "    interventions=[ReviveHeads()]\n" in words
 
 
 def test_a_prefix_is_before_every_tag(tmp_path):
