@@ -14,7 +14,7 @@ from examples.theory.claim import Claim, Number, Part, Size
 from examples.theory.intervals import mean_of
 from examples.theory.models import NO_ENCODER, Recorded, recorded_encoder, recorded_gpt, trained_gpt
 from examples.theory.readings import weights_of
-from hdi_callback.core import head_diversity, qk_circuits
+from hdi_callback.core import circuit_similarity, head_diversity
 
 STRONG = 0.5  # a rank correlation from which on one number is said to predict another
 
@@ -77,7 +77,7 @@ def pairs_of(layer: Recorded) -> list[dict[str, float]]:
     held = [x[:, half:].flatten(1, 2) for x in (q, k)]
     centre = halves[1].mean(1, keepdim=True)
     diversity = head_diversity(weights_of(layer, "key"))
-    circuits = qk_circuits(weights_of(layer, "query"), weights_of(layer, "key")).cosine
+    circuits = circuit_similarity(weights_of(layer, "query"), weights_of(layer, "key")).cosine
     found = []
     for pair in combinations(range(layer.heads), 2):
         index = list(pair)

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 from examples.theory.claim import Claim, Number, Part, Size
 from examples.theory.intervals import mean_of
 from examples.theory.models import NO_ENCODER, recorded_encoder, recorded_gpt, trained_gpt
-from examples.theory.readings import head_outputs, weights_of
-from hdi_callback.core import token_spread
+from examples.theory.readings import head_outputs, token_rank, weights_of
 
 EXACT = 1e-10
 
@@ -52,7 +51,7 @@ def rank_over_depth(depth: int, seed: int, *, residual: bool) -> list[float]:
     draw = torch.Generator().manual_seed(seed)
     H, d, n = 4, 32, 24
     x = torch.randn(n, d, generator=draw, dtype=torch.float64)
-    ranks = [float(token_spread(x).rank)]
+    ranks = [token_rank(x)]
     for _ in range(depth):
         y = F.layer_norm(x, (d,))
         q, k, v = (torch.randn(H, d, d // H, generator=draw, dtype=torch.float64) / d**0.5 for _ in range(3))
@@ -60,7 +59,7 @@ def rank_over_depth(depth: int, seed: int, *, residual: bool) -> list[float]:
         heads = ((y @ q) @ (y @ k).mT / (d // H) ** 0.5).softmax(-1) @ (y @ v)  # (H, n, d_v)
         added = heads.transpose(0, 1).flatten(1) @ out
         x = x + added if residual else added
-        ranks.append(float(token_spread(x).rank))
+        ranks.append(token_rank(x))
     return ranks
 
 

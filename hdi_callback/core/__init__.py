@@ -1,11 +1,10 @@
 """The linear algebra of heads: tensors in, tensors out. It knows no models and no training."""
 
-from hdi_callback.core.circuits import CircuitSimilarity, ov_circuits, qk_circuits
+from hdi_callback.core.circuits import CircuitSimilarity, circuit_similarity
 from hdi_callback.core.covariance import HeadCovariance, head_covariance
 from hdi_callback.core.diversity import HeadDiversity, Lens, head_diversity, principal_cosines
 from hdi_callback.core.fresh import fold_head, fresh_head
 from hdi_callback.core.rows import RowMetrics, RowSums, attention_rows, row_metrics
-from hdi_callback.core.tokens import TokenSpread, token_spread
 
 __all__ = [
     "CircuitSimilarity",
@@ -14,15 +13,12 @@ __all__ = [
     "Lens",
     "RowMetrics",
     "RowSums",
-    "TokenSpread",
     "attention_rows",
+    "circuit_similarity",
     "fold_head",
     "fresh_head",
     "head_covariance",
     "head_diversity",
-    "ov_circuits",
     "principal_cosines",
-    "qk_circuits",
     "row_metrics",
-    "token_spread",
 ]

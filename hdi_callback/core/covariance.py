@@ -1,20 +1,18 @@
 r"""The empirical covariance term: head outputs and the output projection -> `HeadCovariance`.
 
 Head h contributes :math:`z_h(t) = o_h(t) W_h` to the layer's output at token t. No ``(tokens, H, d)`` tensor is ever
-formed: everything follows from `OutputMoments`, the second moments of the output projection's input, block by block.
-Moments add up over ranks.
+formed: `head_covariance` takes the second moments of the output projection's input, block by block; a reading, which
+reports the covariance term alone, takes sums that are numbers (`ContributionSums`) and add up over ranks.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hdi_callback.core.pairs import head_chunks, symmetric
 from hdi_callback.errors import ShapeError
 
 
@@ -43,69 +41,6 @@ class HeadCovariance:
     effective_heads: Tensor
     output_overlap: Tensor
     tokens: Tensor
-
-
-@dataclass(frozen=True)
-class OutputMoments:
-    """Count, mean and centred second moments of head outputs.
-
-    Over ranks that were given one centre, `count` and `scatter` add up field by field.
-
-    Attributes:
-        count: ``(...)``, number of tokens.
-        centre: ``(..., H, d_v)``, their mean; over ranks that of all tokens.
-        scatter: ``(..., P)``, sum over tokens of the outer products of the centred outputs, in chunks of heads, each
-            with all heads from its first one on: about 5/8 of ``(H d_v)^2`` numbers.
-    """
-
-    count: Tensor
-    centre: Tensor
-    scatter: Tensor
-
-    @classmethod
-    @torch.no_grad()
-    def from_tokens(
-        cls, outputs: Tensor, valid: Tensor | None = None, *, centre: Tensor | None = None
-    ) -> OutputMoments:
-        """Compute the moments of some tokens.
-
-        Args:
-            outputs: ``(..., tokens, H, d_v)``.
-            valid: ``(..., tokens)``, boolean; False for padding, which may hold anything.
-            centre: ``(..., H, d_v)``, the mean over the tokens of all ranks; by default that of these tokens.
-
-        Returns:
-            Their moments, in float32 or wider.
-        """
-        *batch, _, H, k = outputs.shape
-        wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32)).flatten(-2)
-        count, total = count_and_total(outputs, valid)
-        centre = total / count.clamp_min(1)[..., None, None] if centre is None else centre.to(wide.dtype)
-        # Centred before multiplying: E[oo'] - mm' in float32 loses 9e-3 with a common mean of 1000.
-        centred = wide - centre.flatten(-2)[..., None, :]
-        if valid is not None:
-            centred = torch.where(valid[..., None], centred, 0)
-        moments = cls(count, centre, wide.new_empty(*batch, scatter_size(H, k)))
-        for part, chunk in moments.chunks():
-            first = part.start * k
-            chunk.copy_((centred[..., first : part.stop * k].mT @ centred[..., first:]).view_as(chunk))
-        return moments
-
-    @classmethod
-    def zeros(cls, heads: int, width: int, device: torch.device | str | None = None) -> OutputMoments:
-        """Return the moments of no tokens of one layer."""
-        scatter = torch.zeros(scatter_size(heads, width), device=device)
-        return cls(torch.zeros((), device=device), torch.zeros(heads, width, device=device), scatter)
-
-    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Chunks of heads, each with a view of its scatter, ``(..., heads, d_v, heads from its first one on, d_v)``."""
-        H, k = self.centre.shape[-2:]
-        start = 0
-        for part in _chunks(H, k):
-            shape = (part.stop - part.start, k, H - part.start, k)
-            size = math.prod(shape)
-            yield part, self.scatter[..., start : start + size].unflatten(-1, shape)
-            start += size
 
 
 @torch.no_grad()
@@ -142,55 +77,20 @@ def head_covariance(outputs: Tensor, output_weight: Tensor, valid: Tensor | None
         )
     if valid is not None and valid.shape != outputs.shape[:-2]:
         raise ShapeError(f"`valid` has the shape {tuple(outputs.shape[:-2])}, got {tuple(valid.shape)}.")
-    return covariance_from(covariance_sums(OutputMoments.from_tokens(outputs, valid), output_weight))
+    H = outputs.shape[-2]
+    count, _, centred, scale = _centred(outputs, valid)
+    flat, weight = centred.flatten(-2), output_weight.to(centred.dtype).flatten(-3, -2)
 
+    def blocks(matrix: Tensor) -> Tensor:  # (..., H d_v, H d_v) -> sums of its blocks (..., H, H)
+        sums: Tensor = matrix.unflatten(-1, (H, -1)).unflatten(-3, (H, -1)).sum((-3, -1))
+        return sums
 
-@dataclass(frozen=True)
-class CovarianceSums:
-    """Reduced second moments of head outputs, small enough for the host; layers in front.
-
-    Attributes:
-        count: ``(...)``, number of tokens.
-        scale: ``(...)``, by which second moments were divided, as squares of small ones leave the range of float32.
-        trace: ``(..., H, H)``, traces of the scaled second moments of contributions.
-        shared: ``(..., H, H)``, squared norms of the scaled second moments before the output projection.
-    """
-
-    count: Tensor
-    scale: Tensor
-    trace: Tensor
-    shared: Tensor
-
-
-@torch.no_grad()
-def covariance_sums(moments: OutputMoments, output_weight: Tensor) -> CovarianceSums:
-    """Reduce moments, and output weights ``(..., H, d_v, d)``, to what `covariance_from` takes."""
-    *_, H, k, _ = output_weight.shape
-    weight = output_weight.to(moments.scatter.dtype)
-    flat = weight.flatten(-3, -2)  # (..., H d_v, d)
-    scale = moments.scatter.abs().amax(-1)
-    scale = torch.where(scale > 0, scale, 1)
-    trace, shared = [], []
-    for part, chunk in moments.chunks():
-        first = part.start * k
-        mixing = (flat[..., first : part.stop * k, :] @ flat[..., first:, :].mT).view_as(chunk)
-        chunk = chunk / scale[..., None, None, None, None]
-        trace.append((part, mixing.mul_(chunk).sum((-3, -1))))
-        shared.append((part, chunk.square_().sum((-3, -1))))
-    return CovarianceSums(moments.count, scale, symmetric(H, trace), symmetric(H, shared))
-
-
-@torch.no_grad()
-def covariance_from(sums: CovarianceSums) -> HeadCovariance:
-    """Divide the sums: the covariance, as `head_covariance` gives it."""
-    H = sums.trace.shape[-1]
-    count = sums.count[..., None, None]
-    trace = torch.where(count > 1, sums.trace * sums.scale[..., None, None] / count, torch.nan)
-    own, total = trace.diagonal(dim1=-2, dim2=-1), trace.sum((-2, -1))
-    variance = own.sum(-1) / H
-    covariance = (total - own.sum(-1)) / (float(H * (H - 1)) or torch.nan)
-    factor = total / H**2 / variance
-    size = sums.shared.diagonal(dim1=-2, dim2=-1).sqrt()
+    scatter = flat.mT @ flat
+    products, shared = blocks(scatter * (weight @ weight.mT)), blocks(scatter.square())
+    trace = torch.where(count > 1, scale.square() / count, torch.nan)[..., None, None] * products
+    variance, covariance = _mean_terms(trace.sum((-2, -1)), trace.diagonal(dim1=-2, dim2=-1).sum(-1), H)
+    factor = trace.sum((-2, -1)) / H**2 / variance
+    size = shared.diagonal(dim1=-2, dim2=-1).sqrt()
     return HeadCovariance(
         trace=trace,
         variance=variance,
@@ -199,26 +99,88 @@ def covariance_from(sums: CovarianceSums) -> HeadCovariance:
         variance_factor=factor,
         # Heads that cancel leave rounding of either sign: cap before inverting.
         effective_heads=1 / factor.clamp_min(1 / H),
-        output_overlap=sums.shared / (size[..., :, None] * size[..., None, :]),
-        tokens=sums.count,
+        output_overlap=shared / (size[..., :, None] * size[..., None, :]),
+        tokens=count,
+    )
+
+
+class ContributionSums(NamedTuple):
+    """Sums over tokens of the heads' contributions to a layer's output, which add up over ranks."""
+
+    tokens: Tensor  # ``(...)``, number of tokens
+    total: Tensor  # ``(..., H, d)``, sum of the contributions of each head; zeros ``(..., 1, 1)`` if `about_mean`
+    own: Tensor  # ``(...)``, sum of the squared norms of the contributions of single heads, in float64
+    whole: Tensor  # ``(...)``, sum of the squared norms of what all heads contribute together
+
+
+@torch.no_grad()
+def contribution_sums(
+    outputs: Tensor, output_weight: Tensor, valid: Tensor | None = None, *, about_mean: bool = True
+) -> ContributionSums:
+    """Add up the contributions of heads, of outputs and a weight as `head_covariance` takes them.
+
+    They are formed about the mean of these tokens, as squares about zero would lose the digits of small deviations.
+
+    Args:
+        outputs: ``(..., tokens, H, d_v)``.
+        output_weight: ``(..., H, d_v, d)``.
+        valid: ``(..., tokens)``, boolean; False for padding.
+        about_mean: squares are about the mean of these tokens; else about zero, in float64, so that they add up with
+            those of other ranks.
+
+    Returns:
+        What `covariance_term` takes.
+    """
+    count, mean, centred, scale = _centred(outputs, valid)
+    weight = output_weight.to(centred.dtype)
+    wide = torch.float32 if weight.device.type == "mps" else torch.float64
+    whole = (centred.flatten(-2) @ weight.flatten(-3, -2)).square().sum((-2, -1), dtype=wide)
+    heads = centred.transpose(-3, -2)  # (..., H, tokens, d_v)
+    own = ((heads.mT @ heads) * (weight @ weight.mT)).sum((-3, -2, -1), dtype=wide)
+    count, size = count.to(wide), scale.to(wide).square()
+    if about_mean:
+        return ContributionSums(count, count.new_zeros(*count.shape, 1, 1), own * size, whole * size)
+    shift = (mean.to(wide)[..., None, :] @ weight.to(wide))[..., 0, :]  # (..., H, d)
+    return ContributionSums(
+        count,
+        count[..., None, None] * shift,
+        own * size + count * shift.square().sum((-2, -1)),
+        whole * size + count * shift.sum(-2).square().sum(-1),
     )
 
 
 @torch.no_grad()
-def count_and_total(outputs: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Count and add up tokens: over ranks, the sums of both give the mean for `OutputMoments.from_tokens`.
+def covariance_term(sums: ContributionSums, heads: int) -> Tensor:
+    """Return the mean covariance of two heads' contributions, as `HeadCovariance.covariance`."""
+    count, total, own, whole = sums
+    own = own / count - (total / count[..., None, None]).square().sum((-2, -1))
+    whole = whole / count - (total.sum(-2) / count[..., None]).square().sum(-1)
+    return torch.where(count > 1, _mean_terms(whole, own, heads)[1], torch.nan)
 
-    Args:
-        outputs: ``(..., tokens, H, d_v)``.
-        valid: ``(..., tokens)``, boolean; False for padding.
 
-    Returns:
-        The number ``(...)`` and the sum ``(..., H, d_v)``, in float32 or wider.
+def _mean_terms(total: Tensor, own: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Return the mean variance and the mean covariance of heads from the sum of all entries and of the diagonal."""
+    return own / heads, (total - own) / (float(heads * (heads - 1)) or torch.nan)
+
+
+def _centred(outputs: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the number of tokens, their mean ``(..., H, d_v)``, and them about it, over a scale that is returned too.
+
+    Squares of small numbers would leave the range of float32.
     """
-    wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+    x = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
     if valid is None:
-        return wide.new_full(outputs.shape[:-3], outputs.shape[-3]), wide.sum(-3)
-    return valid.sum(-1).to(wide.dtype), torch.where(valid[..., None, None], wide, 0).sum(-3)
+        count = x.new_full(x.shape[:-3], x.shape[-3])
+    else:
+        count, x = valid.sum(-1, dtype=x.dtype), torch.where(valid[..., None, None], x, 0)
+    mean = x.sum(-3) / count.clamp_min(1)[..., None, None]
+    # Centred before multiplying: E[oo'] - mm' in float32 loses 9e-3 with a common mean of 1000.
+    centred = x - mean[..., None, :, :]
+    if valid is not None:
+        centred = torch.where(valid[..., None, None], centred, 0)
+    scale = centred.new_zeros(count.shape) if x.shape[-3] == 0 else centred.abs().amax((-3, -2, -1))
+    scale = torch.where(scale > 0, scale, 1)
+    return count, mean, centred / scale[..., None, None, None], scale
 
 
 @torch.no_grad()
@@ -235,14 +197,3 @@ def outputs_not_finite(outputs: Tensor, valid: Tensor | None = None) -> Tensor:
     if valid is not None:
         outputs = torch.where(valid[..., None, None], outputs, 0)
     return (outputs * 0).sum((-3, -1)).isnan()  # 0 * x is NaN for NaN and infinity
-
-
-def scatter_size(heads: int, width: int) -> int:
-    """Return the number of entries of a scatter of one layer."""
-    blocks: int = sum((part.stop - part.start) * (heads - part.start) for part in _chunks(heads, width))
-    return width**2 * blocks
-
-
-def _chunks(heads: int, width: int) -> Iterator[slice]:
-    """Four chunks of heads, whose products with all heads from their first one on leave out 3/8; one of small heads."""
-    return head_chunks(heads, 0, at_least=4 if heads * width >= 256 else 1)

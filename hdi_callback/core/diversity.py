@@ -8,6 +8,7 @@ overlap is the normalised projection kernel, used on the heads of frozen models 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,11 +111,10 @@ def head_diversity(weight: Tensor, *, rank_tol: float = 1e-6) -> HeadDiversity:
     _require_heads(weight, rank_tol)
     *batch, H, k, d = weight.shape
     sums = diversity_sums(whiten_layers(weight.reshape(-1, H, k, d), rank_tol))
-    return diversity_of(DiversitySums(*(part.reshape(*batch, *part.shape[1:]) for part in vars(sums).values())), d)
+    return diversity_of(DiversitySums(*(part.reshape(*batch, *part.shape[1:]) for part in sums)), d)
 
 
-@dataclass(frozen=True)
-class DiversitySums:
+class DiversitySums(NamedTuple):
     """Squared norms of products of heads, small enough for the host; layers in front."""
 
     shared: Tensor  # ``(..., H, H)``, squared norms of the products of two heads' orthonormal rows
@@ -133,7 +133,7 @@ def diversity_sums(heads: WhitenedHeads) -> DiversitySums:
         norms = _block_norms(some.rows, some.mixing.to(some.rows.dtype))
         return DiversitySums(*norms, some.norm, some.dead, _flatness(some.mixing))
 
-    return by_layers(of_layers, *vars(heads).values())
+    return DiversitySums(*by_layers(of_layers, *heads))
 
 
 def _block_norms(rows: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor]:

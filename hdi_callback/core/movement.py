@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class HeadMovement:
+class HeadMovement(NamedTuple):
     r"""Change of the heads' weights between two readings.
 
     Attributes:
         movement: ``(..., H)``, :math:`\lVert W - W' \rVert / \lVert W' \rVert` over all weights of a head. 0 means
             frozen, updates that round away, or zeros that stay so; NaN where zeros have changed.
         unchanged: ``(..., H)``, share of these weights that are exactly what they were, to the last bit.
-        by_role: ``(..., roles, H)``, the movement of each role; NaN also of a role that is not there, or not to train.
+        by_role: role -> ``(..., H)``, the movement of its weights.
     """
 
     movement: Tensor
     unchanged: Tensor
-    by_role: Tensor
+    by_role: Mapping[str, Tensor]
 
 
-@dataclass(frozen=True)
-class MovementSums:
-    """Squared norms and counts of changed weights, by role and head ``(..., roles, H)``."""
+class MovementSums(NamedTuple):
+    """Sums over the weights of heads, ``(..., H)``."""
 
-    moved: Tensor  # squared norm of the change
-    size: Tensor  # squared norm before
+    moved: Tensor  # norm of the change
+    size: Tensor  # norm before
     same: Tensor  # number of weights that are exactly what they were
-    number: Tensor  # number of weights
 
 
 @torch.no_grad()
@@ -42,48 +39,34 @@ def movement_sums(now: Tensor, before: Tensor) -> MovementSums:
     Args:
         now: ``(..., H, width, features)``.
         before: the same at an earlier reading; in any type, on any device.
-
-    Returns:
-        Sums ``(..., H)`` in float32 or wider.
     """
     wide = torch.promote_types(now.dtype, torch.float32)
     before = before.to(now.device, wide, non_blocking=True)
     change = now.to(wide) - before
-    moved = torch.linalg.vector_norm(change, dim=(-2, -1)).square()
-    size = torch.linalg.vector_norm(before, dim=(-2, -1)).square()
-    same = change.eq_(0).sum((-2, -1))  # as floats, in place: summing booleans is six times as slow
-    return MovementSums(moved, size, same, torch.full_like(same, now.shape[-2:].numel()))
+    moved = torch.linalg.vector_norm(change, dim=(-2, -1))
+    size = torch.linalg.vector_norm(before, dim=(-2, -1))
+    return MovementSums(moved, size, change.eq_(0).sum((-2, -1)))  # as floats: of booleans it is six times as slow
 
 
-@torch.no_grad()
-def movement_of(sums: MovementSums, own: Sequence[int], trains: Tensor | None = None) -> HeadMovement:
+def movement_of(sums: Mapping[str, MovementSums], own: Mapping[str, int]) -> HeadMovement:
     """Return the movement of heads.
 
     Args:
-        sums: of all roles; zeros of a role that is not there.
-        own: the roles that no heads share, of which the movement of a head is taken.
-        trains: ``(..., roles)``, whether a role is to train; by default all are.
+        sums: role -> its sums, of as many heads.
+        own: the roles that no heads share, of which the movement of a head is taken -> weights of a head.
     """
-    moved, size, same, number = (tensor[..., list(own), :].sum(-2) for tensor in vars(sums).values())
-    movement = _relative(moved, size)
-    is_known = sums.number > 0 if trains is None else (sums.number > 0) & trains[..., None].bool()
-    by_role = _relative(sums.moved, sums.size).masked_fill(~is_known, torch.nan)
+    moved, size, same = (torch.stack(parts) for parts in zip(*(sums[role] for role in own)))
+    movement = _relative(*(torch.linalg.vector_norm(norms, dim=0) for norms in (moved, size)))
     # Nothing is equal to NaN, but of weights without a finite past nothing is known.
-    return HeadMovement(movement, (same / number).masked_fill(movement.isnan(), torch.nan), by_role)
+    unchanged = (same.sum(0) / sum(own.values())).masked_fill(movement.isnan(), torch.nan)
+    return HeadMovement(movement, unchanged, {role: _relative(part.moved, part.size) for role, part in sums.items()})
 
 
 def _relative(moved: Tensor, size: Tensor) -> Tensor:
-    return torch.where(moved == 0, 0, torch.where(size == 0, torch.nan, (moved / size).sqrt()))
+    return torch.where(moved == 0, 0, torch.where(size == 0, torch.nan, moved / size))
 
 
 @torch.no_grad()
 def not_finite(weight: Tensor) -> Tensor:
-    """Return which heads have a weight that is NaN or infinite.
-
-    Args:
-        weight: ``(..., H, width, features)``.
-
-    Returns:
-        ``(..., H)``, boolean.
-    """
+    """Return which heads ``(..., H)`` of a weight ``(..., H, width, features)`` hold numbers that are not finite."""
     return (weight * 0).sum((-2, -1)).isnan()  # 0 * x is NaN for NaN and infinity

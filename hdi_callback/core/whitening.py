@@ -10,15 +10,12 @@ square of the condition number; this order amplifies nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hdi_callback.core.pairs import TEMPORARY, head_chunks
-
-R = TypeVar("R")
 
 _FINEST_RANK_TOL = 1e-7  # its square must stay above the rounding of a Gram matrix in float64
 
@@ -27,8 +24,7 @@ _SPREAD = 4.0
 matrix in float32 gives overlaps to 1e-7."""
 
 
-@dataclass(frozen=True)
-class WhitenedHeads:
+class WhitenedHeads(NamedTuple):
     """The heads of some layers, each as a small matrix times orthonormal rows.
 
     Attributes:
@@ -83,17 +79,21 @@ def whiten_heads(weight: Tensor, rank_tol: float) -> WhitenedHeads:
 
 def whiten_layers(layers: Tensor, rank_tol: float = 1e-6) -> WhitenedHeads:
     """Whiten the heads of stacked layers ``(L, H, d_k, d)``, some layers at a time."""
-    return by_layers(lambda weight: whiten_heads(weight, rank_tol), layers)
+    return WhitenedHeads(*by_layers(lambda weight: whiten_heads(weight, rank_tol), layers))
 
 
-def by_layers(function: Callable[..., R], *stacks: Tensor) -> R:
-    """Return the records of tensors that a function makes of some layers of the stacks at a time, joined."""
-    at_once = layers_at_once(stacks[0])
+def by_layers(function: Callable[..., tuple[Tensor, ...]], *stacks: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors that a function makes of some layers of the stacks at a time, joined.
+
+    On a CPU large layers gain nothing from being together, and one fits into the cache; elsewhere a call costs its
+    launches.
+    """
+    numbers = max(1, stacks[0][:1].numel())
+    at_once = 1 if stacks[0].is_cpu and numbers >= 2**17 else max(1, TEMPORARY // (4 * numbers))
+    if at_once >= len(stacks[0]):
+        return function(*stacks)
     parts = [function(*some) for some in zip(*(stack.split(at_once) for stack in stacks))]
-    if len(parts) == 1:
-        return parts[0]
-    names = [field.name for field in fields(parts[0])]  # type: ignore[arg-type]
-    return type(parts[0])(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+    return tuple(torch.cat(tensors) for tensors in zip(*parts))
 
 
 def _well_conditioned(weight: Tensor, rank_tol: float) -> WhitenedHeads | None:
@@ -146,10 +146,3 @@ def dead_heads(norm: Tensor, rank_tol: float) -> tuple[Tensor, Tensor]:
     largest = norm.amax(-1, keepdim=True)
     norm = torch.where(largest.isfinite(), norm, torch.nan)
     return norm, (norm < rank_tol * largest) | (norm == 0)
-
-
-def layers_at_once(layers: Tensor) -> int:
-    """Return how many layers of a stack ``(L, H, d_k, d)`` are measured in one call."""
-    # On a CPU large layers gain nothing from it, and one fits into the cache; elsewhere a call costs its launches.
-    numbers = max(1, layers[:1].numel())
-    return 1 if layers.is_cpu and numbers >= 2**17 else max(1, TEMPORARY // (4 * numbers))

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hdi_callback.dashboards.layer_table import closest_pair, compared, name_heads, name_layers
+from hdi_callback.monitor.forward_source import NOT_ARMED
 from hdi_callback.monitor.metrics import OUTPUTS, ROWS
-from hdi_callback.monitor.sums import NOT_ARMED
 from hdi_callback.record import LEVELS, Alert, LayerRecord, Record, Status
 
 State = Literal["alert", "clear", "nothing to judge"]

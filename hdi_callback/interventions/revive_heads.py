@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hdi_callback.arguments import number, whole_number
 from hdi_callback.attention.layer import AttentionLayer
-from hdi_callback.core import fold_head, fresh_head, head_diversity, ov_circuits
+from hdi_callback.core import circuit_similarity, fold_head, fresh_head, head_diversity
 from hdi_callback.interventions.intervention import Intervention
 from hdi_callback.interventions.writing import bias_of, refuse, why_not_writable
 from hdi_callback.record import Action, Alert
@@ -136,7 +136,7 @@ def _pairs(layer: AttentionLayer, alert: Alert) -> list[tuple[int, int]]:
     is_named = alert.rule in ALIKE and (layer.num_heads == layer.num_key_heads or alert.unit == "key heads")
     named = (alert.where[layer.name] if is_named else ()) or range(layer.num_key_heads)
     alike = head_diversity(layer.weight("key")).subspace.pair_alignment >= ALIGNED
-    norms = ov_circuits(layer.weight("value"), layer.weight("output"), layer.value_of).norm.square()
+    norms = circuit_similarity(layer.weight("output"), layer.weight("value"), layer.value_of).norm.square()
     strength = norms.new_zeros(layer.num_key_heads).index_add(0, torch.tensor(layer.key_of).to(norms.device), norms)
     staying, pairs = list[int](), list[tuple[int, int]]()
     for head in sorted(named, key=strength.tolist().__getitem__, reverse=True):

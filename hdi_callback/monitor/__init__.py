@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hdi_callback.monitor.metrics import DEFAULT_METRICS, MEASURED, METRICS, Metric
+from hdi_callback.monitor.metrics import DEFAULT_METRICS, METRICS, Metric
 from hdi_callback.monitor.monitor import HeadDiversityMonitor
 from hdi_callback.monitor.reading import Reading
 
-__all__ = ["DEFAULT_METRICS", "MEASURED", "METRICS", "HeadDiversityMonitor", "Metric", "Reading"]
+__all__ = ["DEFAULT_METRICS", "METRICS", "HeadDiversityMonitor", "Metric", "Reading"]

@@ -29,24 +29,20 @@ from hdi_callback.checks import Facts, examine, facts_of
 from hdi_callback.errors import HDIWarning, MisconfigurationError, NothingToWatchError
 from hdi_callback.guard import Guard, guarded, warn, without_modes
 from hdi_callback.monitor.contract import Contract, without_gradient
+from hdi_callback.monitor.forward_source import FORWARD, measure_forwards, take_rows
 from hdi_callback.monitor.metrics import (
     FORWARD_SOURCES,
     KEYS,
-    MEASURED,
     METRICS,
-    NORMS,
     PARAMETERS,
     ROWS,
     TOKENS,
-    TRAINING,
     check_metric,
 )
-from hdi_callback.monitor.output_source import InputTokens, OutputCovariance, OutputFiniteness
+from hdi_callback.monitor.parameter_source import ParameterReader
 from hdi_callback.monitor.ranks import Ranks, number_of_ranks
-from hdi_callback.monitor.reading import Absent, Reading, Result
-from hdi_callback.monitor.row_source import AttentionRows, QueryKeyNorms, take_rows
-from hdi_callback.monitor.sums import SumSource, measure_sums
-from hdi_callback.monitor.weight_source import ParameterReader, Trains, WeightReader
+from hdi_callback.monitor.reading import Absent, Reading
+from hdi_callback.monitor.weight_source import WeightReader
 from hdi_callback.record import Alert
 
 
@@ -114,7 +110,7 @@ class HeadDiversityMonitor:
         self._strict = flag("strict", strict)
         self._sources = sources = {METRICS[name].source for name in self.metrics}
         self._weights, self._parameters = WeightReader({KEYS, *sources}), ParameterReader()
-        self._forwards = _forward_sources(sources, with_rank="token_rank" in self.metrics)
+        self._forwards = tuple(source for source in FORWARD if source.name in sources)
         self._capture: Capture | None = None
         self._ranks: Ranks | None = None
         self._guard = Guard()
@@ -240,12 +236,20 @@ class HeadDiversityMonitor:
             ranks.begin(step, self._why_alone())
             if ranks.is_sharded and ranks.size < number_of_ranks():
                 raise RuntimeError(f"weights are spread over ranks, and {ranks.difference}")
-            results = self._weights.measure(step, self.layers, absent, with_checksums=ranks.size > 1)
+            names = [layer.name for layer in self.layers]
+            with absent.unless([PARAMETERS], names):
+                if self._parameters.look(self._model, self.layers):
+                    self._weights.forget_views()
+            trained = self._parameters.trained
+            results = self._weights.measure(step, self.layers, absent, trained, with_checksums=ranks.size > 1)
             ranks.compare(self._weights.checksums)
             captured = self._take(absent)
-            for source in self._forwards:
-                results += measure_sums(source, self.layers, captured, ranks, absent)
-            return self._reading(step, epoch, results, absent, self._compared(step))
+            results += measure_forwards(
+                self._forwards, self.layers, captured, self._weights.output_weight, ranks, absent
+            )
+            with absent.unless([PARAMETERS], names):
+                results += self._parameters.measure(step, with_changes=PARAMETERS in self._sources)
+            return Reading(step, names, results, absent, epoch=epoch, alerts=self._compared(step))
 
     def _compared(self, step: int) -> Callable[[], tuple[Alert, ...]]:
         """Return what compares this reading with the contract of the run, on the host."""
@@ -254,17 +258,6 @@ class HeadDiversityMonitor:
             read += self._first_calls.tapes
         self._facts, self._is_compared = [], False
         return partial(self._contract.compare, step, read, without_gradient(self.layers)) if read else tuple
-
-    def _reading(
-        self, step: int, epoch: int | None, results: list[Result], absent: Absent, compare: Callable[[], Any]
-    ) -> Reading:
-        names = tuple(layer.name for layer in self.layers)
-        trains = [any(parameter.requires_grad for parameter in layer.module.parameters()) for layer in self.layers]
-        results = [*results, Result(TRAINING, names, Trains(torch.tensor(trains, device="cpu")))]
-        if PARAMETERS in self._sources:
-            with absent.unless([PARAMETERS], names):
-                results += self._parameters.measure(step, self._model, self.layers)
-        return Reading(step, names, results, absent, epoch=epoch, metrics=self.metrics, alerts=compare)
 
     def _take(self, absent: Absent) -> Mapping[str, Captured]:
         """Return the captured tensors of each layer; nothing if no forward was armed."""
@@ -380,7 +373,7 @@ class HeadDiversityMonitor:
                 calls=self._first_calls,
                 max_tokens=self._max_tokens,
                 padding=self._padding,
-                rows=take_rows if names & {ROWS, NORMS} else None,
+                rows=take_rows if ROWS in names else None,
                 inputs=TOKENS in names,
             )
             if before is not None:
@@ -432,13 +425,7 @@ def _known_metrics(metrics: Sequence[str] | None) -> tuple[str, ...]:
     names = strings("metrics", metrics, "names of metrics")
     for name in names or ():
         check_metric(name)
-    return MEASURED if names is None else names
-
-
-def _forward_sources(sources: set[str], *, with_rank: bool) -> tuple[SumSource, ...]:
-    """The measurements of armed forwards that are asked for."""
-    every = (OutputCovariance(), OutputFiniteness(), AttentionRows(), QueryKeyNorms(), InputTokens(with_rank=with_rank))
-    return tuple(source for source in every if source.name in sources)
+    return tuple(METRICS) if names is None else names
 
 
 def _sizes(layer: AttentionLayer) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -26,6 +25,7 @@ from hdi_callback.attention.sharding import group_of_heads
 from hdi_callback.guard import describe
 
 S = TypeVar("S")
+T = TypeVar("T", bound=tuple[Tensor, ...])
 
 _AT_ONCE = 2**24  # numbers in one call: packing takes as much memory again
 _SAME = 1e-9  # relative difference of checksums that rounding on other hardware may leave
@@ -163,33 +163,24 @@ class Ranks:
                 dist.all_reduce(reduced, op=operation, group=self._group)
         return reduced if self.size > 1 else tensor
 
-    def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Add up tensors over the ranks; of the same shapes, in the same order, on every rank."""
-        return self._reduce(tensors, dist.ReduceOp.SUM) if self.size > 1 else list(tensors)
-
-    def add(self, records: Sequence[S]) -> list[S]:
+    def add(self, records: Sequence[T]) -> list[T]:
         """Add up records of sums over the ranks, field by field.
 
         Args:
-            records: frozen dataclasses of tensors, of the same shapes and in the same order on every rank; fields named
-                in their `MAXIMA` merge by maximum, and the field `centre` is the same everywhere.
+            records: named tuples of tensors, of the same shapes and in the same order on every rank; a field called
+                `largest` merges by maximum.
 
         Returns:
             The sums over all ranks.
         """
-        if self.size == 1:
-            return list(records)
-        sums = iter(self.sum([tensor for record in records for tensor in _fields(record, largest=False).values()]))
-        tops = [tensor for record in records for tensor in _fields(record, largest=True).values()]
-        largest = iter(self._reduce(tops, dist.ReduceOp.MAX) if self.size > 1 else tops)  # they may have parted
-        return [
-            replace(  # type: ignore[type-var]
-                record,
-                **{name: next(sums) for name in _fields(record, largest=False)},
-                **{name: next(largest) for name in _fields(record, largest=True)},
-            )
-            for record in records
-        ]
+        totals: list[dict[str, Tensor]] = [record._asdict() for record in records]  # type: ignore[attr-defined]
+        for operation, is_largest in ((dist.ReduceOp.SUM, False), (dist.ReduceOp.MAX, True)):
+            places = [(total, name) for total in totals for name in total if (name == "largest") == is_largest]
+            if self.size > 1:  # they may have parted
+                reduced = self._reduce([total[name] for total, name in places], operation)
+                for (total, name), tensor in zip(places, reduced):
+                    total[name] = tensor
+        return [type(record)(**total) for record, total in zip(records, totals)]
 
     def _reduce(self, tensors: Sequence[Tensor], operation: Any) -> list[Tensor]:
         reduced: list[Tensor] = []
@@ -282,18 +273,9 @@ def repeats_tokens(layer: AttentionLayer) -> bool:
     return group is not None and dist.get_rank(group) > 0
 
 
-def failed(record: S) -> S:
-    """Fill sums with NaN: the place of a rank whose own work has failed."""
-    tensors = {**_fields(record, largest=False), **_fields(record, largest=True)}
-    nan = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items() if tensor.is_floating_point()}
-    return replace(record, **nan)  # type: ignore[type-var]
-
-
-def _fields(record: Any, *, largest: bool) -> dict[str, Tensor]:
-    """Return the tensors of a record that add up over ranks, or those that merge by maximum."""
-    maxima = getattr(record, "MAXIMA", ())
-    names = [item.name for item in fields(record) if item.name != "centre" and (item.name in maxima) == largest]
-    return {name: getattr(record, name) for name in names if isinstance(getattr(record, name), Tensor)}
+def failed(record: T) -> T:
+    """Return sums filled with NaN: the place of a rank whose own work has failed."""
+    return type(record)(*(torch.full_like(tensor, torch.nan) for tensor in record))
 
 
 def chunks(items: Sequence[S], sizes: Iterable[int], largest: int) -> list[list[S]]:

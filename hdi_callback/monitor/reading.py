@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import time as clock
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from hdi_callback.monitor.metrics import HEADS, MATRICES, METRICS, ON_REQUEST, WHOLE, WHY_NOT
+from hdi_callback.monitor.metrics import HEADS, MATRICES, METRICS, WHOLE, WHY_NOT
 from hdi_callback.record import Alert, LayerRecord, Record
+
+T = TypeVar("T", bound=tuple[Tensor, ...])
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class Result:
 
     source: str  # one of `SOURCES`
     layers: tuple[str, ...]  # names of the layers, in the order of the first dimension of the tensors
-    sums: Any  # a record of tensors ``(len(layers), ...)``, what the device has added up; sent to the host
-    finish: Callable[[Any], Any] = lambda sums: sums  # makes of it, on the host, what the catalogue reads
+    sums: Sequence[Tensor]  # ``(len(layers), ...)`` each, what the device has added up; sent to the host
+    finish: Callable[..., Any]  # takes the sums on the host; returns what the catalogue reads
 
 
 class Absent(dict[str, dict[str, str]]):
@@ -50,26 +51,17 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
 
 
-def joined(records: Sequence[Any]) -> Any:
-    """Stack records of tensors of single layers to one of tensors ``(layers, ...)``."""
-    return type(records[0])(
-        **{item.name: stacked([getattr(record, item.name) for record in records]) for item in fields(records[0])}
-    )
+def joined(records: Sequence[T]) -> T:
+    """Stack named tuples of tensors of single layers to one of tensors ``(layers, ...)``."""
+    return type(records[0])(*map(stacked, zip(*records)))
 
 
-def apart(record: Any) -> list[Any]:
-    """Undo `joined`: one record for each layer, of views."""
-    tensors = {item.name: getattr(record, item.name).unbind() for item in fields(record)}
-    return [type(record)(**dict(zip(tensors, each))) for each in zip(*tensors.values())]
+def apart(record: T) -> list[T]:
+    """Undo `joined`: one named tuple for each layer, of views."""
+    return [type(record)(*tensors) for tensors in zip(*(tensor.unbind() for tensor in record))]
 
 
-@dataclass(frozen=True)
-class _Place:
-    """One tensor of a result: where its numbers lie in the copy on the host."""
-
-    shape: torch.Size
-    pack: tuple[torch.device, torch.dtype]
-    start: int
+_Pack = tuple[torch.device, torch.dtype]
 
 
 class Reading:
@@ -81,8 +73,7 @@ class Reading:
         results: what was measured, still on the device.
         absent: layer -> source -> why it was not measured.
         epoch: epoch of the reading, if the trainer has epochs.
-        metrics: names of the metrics that are entered beside those of `MEASURED`.
-        alerts: gives alerts that the reading brings itself.
+        alerts: returns alerts that the reading brings itself.
     """
 
     def __init__(
@@ -92,15 +83,13 @@ class Reading:
         results: Iterable[Result],
         absent: Mapping[str, Mapping[str, str]],
         epoch: int | None = None,
-        metrics: Collection[str] = (),
         alerts: Callable[[], tuple[Alert, ...]] = tuple,
     ) -> None:
         self.step, self.epoch, self.layers, self.time = step, epoch, tuple(layers), clock.time()
-        self._left_out = ON_REQUEST.difference(metrics)
         self._absent = {layer: dict(reasons) for layer, reasons in absent.items()}
         self._results, self._alerts = list(results), alerts
-        self._places: list[dict[str, _Place]] = []  # of each result
-        self._hosts: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self._places: list[list[tuple[torch.Size, _Pack, int]]] = []  # of each result, in the copies on the host
+        self._hosts: dict[_Pack, Tensor] = {}
         self._events: list[torch.cuda.Event] = []
         self.loss: Tensor | float | None = None  # of the forward
         self._send()
@@ -110,15 +99,15 @@ class Reading:
 
     def _send(self) -> None:
         """Pack all sums into one tensor for each device and type, and start its copy to the host."""
-        parts: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        sizes: Counter[tuple[torch.device, torch.dtype]] = Counter()
+        parts: dict[_Pack, list[Tensor]] = {}
+        sizes: dict[_Pack, int] = {}
         for result in self._results:
-            places = {}
-            for name, tensor in vars(result.sums).items():
+            places = []
+            for tensor in result.sums:
                 pack = tensor.device, tensor.dtype
                 parts.setdefault(pack, []).append(tensor.detach().reshape(-1))
-                places[name] = _Place(tensor.shape, pack, sizes[pack])
-                sizes[pack] += tensor.numel()
+                places.append((tensor.shape, pack, sizes.get(pack, 0)))
+                sizes[pack] = places[-1][-1] + tensor.numel()
             self._places.append(places)
         packs = {pack: torch.cat(tensors) for pack, tensors in parts.items() if pack[0].type != "meta"}  # no numbers
         self._hosts = dict(zip(packs, self._copied(*packs.values())))
@@ -156,32 +145,24 @@ class Reading:
         layers = {name: LayerRecord(absent=absent[name]) for name in self.layers}
         for result, places in zip(self._results, self._places):
             columns: list[_Column] = []
-            if all(place.pack in self._hosts for place in places.values()):
+            if all(pack in self._hosts for _, pack, _ in places):
                 with absent.unless([result.source], result.layers):
-                    sums = type(result.sums)(**{name: self._arrived(place) for name, place in places.items()})
-                    columns = _read(result.source, result.finish(sums), self._left_out)
+                    columns = _read(result.source, result.finish(*(self._arrived(*place) for place in places)))
             for row, name in enumerate(result.layers):
                 _enter(layers[name], result.source, [(column, column.numbers[row]) for column in columns])
         loss = None if self.loss is None else float(self.loss)
         return Record(self.step, layers, epoch=self.epoch, time=self.time, loss=loss, alerts=self._alerts())
 
-    def _arrived(self, place: _Place) -> Tensor:
-        size = math.prod(place.shape)
-        return self._hosts[place.pack][place.start : place.start + size].view(place.shape)
+    def _arrived(self, shape: torch.Size, pack: _Pack, start: int) -> Tensor:
+        return self._hosts[pack][start : start + math.prod(shape)].view(shape)
 
 
-@dataclass(frozen=True)
-class _Column:
-    """One entry of the catalogue, read from one result: the numbers of all its layers."""
-
-    name: str
-    kind: str  # "values", "heads" or "matrices"
-    numbers: Any  # matrices as one tensor, others as lists, as a number of a tensor takes long to read
+_Column = tuple[str, str, Any]  # "values", "heads" or "matrices"; the name; the numbers of all layers of a result
 
 
-def _enter(layer: LayerRecord, source: str, numbers: Sequence[tuple[_Column, Any]]) -> None:
+def _enter(layer: LayerRecord, source: str, numbers: Sequence[_Column]) -> None:
     """Enter the numbers of one source of one layer; if none of its metrics is known, the reason alone."""
-    values = {column.name: number for column, number in numbers if column.kind == "values"}
+    values = {name: number for kind, name, number in numbers if kind == "values"}
     finite = {name: value for name, value in values.items() if math.isfinite(value)}
     if not finite:
         layer.absent.setdefault(source, WHY_NOT[source])
@@ -189,28 +170,22 @@ def _enter(layer: LayerRecord, source: str, numbers: Sequence[tuple[_Column, Any
     layer.absent.pop(source, None)  # other ranks have measured it
     layer.values.update(finite)
     layer.absent.update(dict.fromkeys(values.keys() - finite.keys(), WHY_NOT[source]))
-    for column, number in numbers:
-        if column.kind == "heads":
-            layer.heads[column.name] = _plain(column.name, number)
-        elif column.kind == "matrices":
-            layer.matrices[column.name] = number
+    for kind, name, number in numbers:
+        if kind == "heads":
+            is_whole = name in WHOLE or name.endswith("_pair")
+            layer.heads[name] = [int(x) if is_whole and math.isfinite(x) else x for x in number]
+        elif kind == "matrices":
+            layer.matrices[name] = number
 
 
-def _plain(name: str, numbers: list[float]) -> list[Any]:
-    """Numbers of heads; whole numbers where they are numbers of something."""
-    is_whole = name in WHOLE or name.endswith("_pair")
-    return [int(x) if is_whole and math.isfinite(x) else x for x in numbers]
-
-
-def _read(source: str, values: Any, left_out: Collection[str]) -> list[_Column]:
-    """Return all entries of the catalogue that are read from one source."""
-    tables = (("values", METRICS), ("heads", HEADS), ("matrices", MATRICES))
-    columns = []
-    for kind, table in tables:
+def _read(source: str, measured: Any) -> list[_Column]:
+    """Return all entries of the catalogue that are read from one source; but for matrices, lists of plain numbers."""
+    columns: list[_Column] = []
+    for kind, table in (("values", METRICS), ("heads", HEADS), ("matrices", MATRICES)):
         for name, entry in table.items():
-            if entry.source == source and name not in left_out:
-                tensor = entry.read(values)
+            if entry.source == source:
+                tensor = entry.read(measured)
                 is_matrix = kind == "matrices"
                 numbers = tensor.to(torch.float32, copy=True) if is_matrix else tensor.to(torch.float64).tolist()
-                columns.append(_Column(name, kind, numbers))
+                columns.append((kind, name, numbers))
     return columns

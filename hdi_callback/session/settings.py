@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 from hdi_callback.arguments import did_you_mean, flag, one_of, shown, strings, whole_number
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.interventions import Intervention
-from hdi_callback.monitor.metrics import DEFAULT_METRICS, MEASURED, check_metric
+from hdi_callback.monitor.metrics import DEFAULT_METRICS, METRICS, check_metric
 from hdi_callback.rules import Alerts, Rule
 
 Padding = Literal["auto"] | int | Callable[..., Any] | None
@@ -103,7 +103,7 @@ class Settings:
     @property
     def measured(self) -> tuple[str, ...]:
         """The metrics to measure: those of the curves, and with rules what they need."""
-        return tuple(dict.fromkeys([*(() if self.alerts is None else MEASURED), *self.curves]))
+        return tuple(dict.fromkeys([*(() if self.alerts is None else METRICS), *self.curves]))
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

@@ -29,12 +29,11 @@ def _nothing_compiled():
     torch._dynamo.reset()  # where something is compiled rows are not read
 
 
-def rows_of(logits: Tensor, weights: Tensor, *, positions: Tensor, visible: Tensor, norms: Any) -> list[dict[str, Any]]:
+def rows_of(logits: Tensor, weights: Tensor, *, positions: Tensor, visible: Tensor) -> list[dict[str, Any]]:
     """What was handed over, layer by layer."""
     return [
         {
             "logits": logits[layer], "weights": weights[layer], "positions": positions, "visible": visible[layer],
-            "norms": norms and tuple(norm[layer] for norm in norms),
         }
         for layer in range(len(logits))
     ]  # fmt: skip
@@ -272,8 +271,6 @@ def test_equal_keys_are_attended_uniformly():
     assert torch.allclose(entropy, expected.expand_as(entropy), atol=1e-5)
     assert torch.equal(found["visible"][0, 0], torch.ones(9, 9).tril().bool())
     assert torch.equal(found["positions"], torch.arange(9))
-    query_norm, key_norm = found["norms"]
-    assert query_norm.shape == key_norm.shape == (4,)
 
 
 def test_samples_are_bounded_and_are_of_the_same_positions_at_each_step():

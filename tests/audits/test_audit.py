@@ -27,7 +27,7 @@ def assert_same_numbers(found, other) -> None:
     assert [facts["name"] for facts in found.layers] == [facts["name"] for facts in other.layers]
     for left, right in zip(found.record.layers.values(), other.record.layers.values()):
         assert left.values == pytest.approx(right.values, abs=1e-5)
-        assert left.values.keys() >= {"hdi", "hdi_worst_alignment", "circuit_qk", "circuit_ov"}
+        assert left.values.keys() >= {"hdi", "hdi_worst_alignment", "circuit_qk_norm", "circuit_ov_worst"}
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hdi_callback.core import head_covariance
-from hdi_callback.core.covariance import OutputMoments, covariance_from, covariance_sums
+from hdi_callback.core.covariance import ContributionSums, contribution_sums, covariance_term
 from tests.core.test_subspaces import gaussian
 
 
@@ -154,21 +154,44 @@ def test_a_single_head_has_no_covariance():
     assert float(measured.variance) > 0
 
 
-# --- over ranks
+# --- the covariance term alone, as a reading takes it
+
+
+def covariance_by_hand(outputs: torch.Tensor, weight: torch.Tensor) -> float:
+    T = naive_trace(outputs, weight)
+    return T[~np.eye(len(T), dtype=bool)].mean()
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(0, 10**6))
-def test_moments_about_one_centre_add_up_to_one_pass(sizes, seed):
+def test_contributions_of_ranks_add_up_to_one_pass(sizes, seed):
     outputs, weight = layer(tokens=sum(sizes) + 2, seed=seed)
-    whole = OutputMoments.from_tokens(outputs)
-    pieces = [OutputMoments.from_tokens(part, centre=whole.centre) for part in outputs.split([2, *sizes])]
-    count, scatter = sum(piece.count for piece in pieces), sum(piece.scatter for piece in pieces)
-    assert float(count) == len(outputs)
-    scale = float(whole.scatter.abs().max())
-    assert float((scatter - whole.scatter).abs().max()) < 2e-14 * scale
-    added = covariance_from(covariance_sums(OutputMoments(count, whole.centre, scatter), weight))
-    assert np.allclose(added.trace, naive_trace(outputs, weight), rtol=1e-11)
+    parts = [contribution_sums(part, weight, about_mean=False) for part in outputs.split([2, *sizes])]
+    added = ContributionSums(*map(sum, zip(*parts)))
+    assert float(added.tokens) == len(outputs)
+    scale = float(np.abs(naive_trace(outputs, weight)).max())
+    for sums in (added, contribution_sums(outputs, weight)):
+        assert float(covariance_term(sums, 4)) == pytest.approx(covariance_by_hand(outputs, weight), abs=1e-12 * scale)
+
+
+@pytest.mark.parametrize("mean", [0, 1000])
+@pytest.mark.parametrize("scale", [1e-25, 1, 1e15])
+@pytest.mark.parametrize("about_mean", [False, True])
+def test_the_covariance_term_is_precise_in_float32_whatever_the_mean_and_the_scale(mean, scale, about_mean):
+    outputs, weight = (gaussian(2000, 4, 6) + mean).float() * scale, gaussian(4, 6, 24, seed=1).float()
+    expected = head_covariance(outputs.double(), weight.double())
+    measured = float(covariance_term(contribution_sums(outputs, weight, about_mean=about_mean), 4))
+    assert measured == pytest.approx(float(expected.covariance), abs=2e-6 * float(expected.variance))
+
+
+@pytest.mark.parametrize("about_mean", [False, True])
+def test_padding_counts_in_no_sum_whatever_it_holds(about_mean):
+    outputs, weight = layer()
+    valid = torch.arange(200) % 3 > 0
+    spoiled = outputs.masked_fill(~valid[:, None, None], torch.nan)
+    sums = contribution_sums(spoiled, weight, valid, about_mean=about_mean)
+    assert float(covariance_term(sums, 4)) == pytest.approx(covariance_by_hand(outputs[valid], weight), rel=1e-9)
+    assert covariance_term(contribution_sums(outputs[:1], weight, about_mean=about_mean), 4).isnan()
 
 
 def test_centring_first_is_precise_in_float32_and_subtracting_means_later_is_not():

@@ -8,22 +8,15 @@ from torch import Tensor
 
 from hdi_callback.core import (
     attention_rows,
+    circuit_similarity,
     head_covariance,
     head_diversity,
-    ov_circuits,
     principal_cosines,
-    qk_circuits,
     row_metrics,
 )
-from hdi_callback.core.covariance import (
-    OutputMoments,
-    count_and_total,
-    covariance_from,
-    covariance_sums,
-    outputs_not_finite,
-)
+from hdi_callback.core.covariance import contribution_sums, covariance_term, outputs_not_finite
 from hdi_callback.core.movement import movement_of, movement_sums, not_finite
-from hdi_callback.core.tokens import TokenSums, token_metrics
+from hdi_callback.core.tokens import mean_cosine, token_sums
 from tests.core.no_sync import NoSync
 
 
@@ -36,19 +29,14 @@ OUTPUTS, VALID = on_meta(20, 4, 8), on_meta(20, dtype=torch.bool)
 SILENT = {
     "diversity": lambda: head_diversity(QUERIES),
     "diversity, bfloat16": lambda: head_diversity(QUERIES.bfloat16()),
-    "query-key circuits": lambda: qk_circuits(QUERIES, KEYS, (0, 1, 0, 1)),
-    "output-value circuits": lambda: ov_circuits(KEYS, QUERIES),
+    "circuits": lambda: circuit_similarity(QUERIES, KEYS, (0, 1, 0, 1)),
     "covariance": lambda: head_covariance(OUTPUTS, on_meta(4, 8, 32), VALID),
-    "moments": lambda: covariance_from(
-        covariance_sums(OutputMoments.from_tokens(OUTPUTS, VALID), on_meta(4, 8, 32)),
-    ),
-    "means": lambda: count_and_total(OUTPUTS, VALID),
+    "contributions": lambda: covariance_term(contribution_sums(OUTPUTS, on_meta(4, 8, 32), VALID, about_mean=False), 4),
     "rows": lambda: row_metrics(
         attention_rows(on_meta(2, 4, 5, 9), logits=on_meta(2, 4, 5, 9), positions=on_meta(5, dtype=torch.int64))
-        + attention_rows(on_meta(1, 4, 3, 7))
     ),
-    "tokens": lambda: token_metrics(TokenSums.from_tokens(on_meta(20, 32), VALID)),
-    "movement": lambda: movement_of(movement_sums(QUERIES, QUERIES.bfloat16()), [0]),
+    "tokens": lambda: mean_cosine(token_sums(on_meta(20, 32), VALID)),
+    "movement": lambda: movement_of({"query": movement_sums(QUERIES, QUERIES.bfloat16())}, {"query": 256}),
     "finiteness": lambda: (not_finite(QUERIES), outputs_not_finite(OUTPUTS, VALID)),
 }
 

@@ -34,12 +34,12 @@ def test_the_curves_of_the_model_are_the_extremes_and_the_mean_of_its_layers():
 
 
 def test_what_was_not_measured_is_absent():
-    assert curves(Record(0, {"a": LayerRecord({"circuit_qk": 0.2})})) == {"hdi/alerts": 0}
+    assert curves(Record(0, {"a": LayerRecord({"circuit_qk_norm": 0.2})})) == {"hdi/alerts": 0}
 
 
 def test_a_metric_asked_for_by_name_and_a_prefix_are_in_the_tags():
-    record = Record(0, {"a": LayerRecord({"hdi": 0.9, "circuit_qk": 0.2})})
-    points = curves(record, ["circuit_qk"], "encoder/")
-    assert points["encoder/hdi/per_layer/circuit_qk/a"] == 0.2
+    record = Record(0, {"a": LayerRecord({"hdi": 0.9, "circuit_qk_norm": 0.2})})
+    points = curves(record, ["circuit_qk_norm"], "encoder/")
+    assert points["encoder/hdi/per_layer/circuit_qk_norm/a"] == 0.2
     assert points["encoder/hdi/min"] == 0.9
     assert curves(replace(record), ["hdi"]).keys() == curves(record).keys(), "no default curve is drawn twice"

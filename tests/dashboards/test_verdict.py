@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hdi_callback.dashboards.verdict import becomes_warning, events, verdict
-from hdi_callback.monitor.sums import NOT_ARMED
+from hdi_callback.monitor.forward_source import NOT_ARMED
 from hdi_callback.record import Alert, LayerRecord, Record
 from tests.dashboards.synthetic import CODE, TO_DO, collapsing, facts_of
 

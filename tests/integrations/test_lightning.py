@@ -71,11 +71,11 @@ def test_tensorboard_gets_the_curves(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logger = TensorBoardLogger(tmp_path)
-    fit(tmp_path, HDICallback(every_n_steps=5, metrics=["circuit_qk"], name="encoder"), logger=logger)
+    fit(tmp_path, HDICallback(every_n_steps=5, metrics=["circuit_qk_norm"], name="encoder"), logger=logger)
     events = EventAccumulator(logger.log_dir).Reload()
     tags = events.Tags()["scalars"]
     assert [one.step for one in events.Scalars("encoder/hdi/min")] == [0, 5, STEPS]
-    assert "encoder/hdi/per_layer/circuit_qk/net.blocks.0.attn" in tags
+    assert "encoder/hdi/per_layer/circuit_qk_norm/net.blocks.0.attn" in tags
     assert all(tag.startswith("encoder/hdi/") for tag in tags if "hdi" in tag)
     assert (Path(logger.log_dir) / "hdi" / "history-encoder.jsonl").is_file()
 
@@ -171,7 +171,7 @@ trainer:
     - class_path: hdi_callback.HDICallback
       init_args:
         every_n_steps: 2
-        metrics: [circuit_qk]
+        metrics: [circuit_qk_norm]
         include: ["*attn*"]
         padding: 0
         history: {history}

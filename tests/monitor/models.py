@@ -83,7 +83,6 @@ def naive(layer: Attention, x: Tensor, before: dict[str, Tensor] | None = None) 
     scores = scores.masked_fill(torch.ones(t, t, dtype=torch.bool).triu(1), -torch.inf)
     rows = scores.softmax(-1)
     found |= of_rows(rows, scores)
-    found |= {"query_norm": float(q.norm(dim=-1).mean()), "key_norm": float(k.norm(dim=-1).mean())}
     outputs = (rows @ v).transpose(1, 2).flatten(0, 1)  # (tokens, H, d_v)
     found |= of_outputs(outputs, output) | of_tokens(x.flatten(0, 1))
     if before is not None:
@@ -126,8 +125,7 @@ def _of_circuits(query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> d
             float((maps[h] * maps[g]).sum() / (maps[h].norm() * maps[g].norm()))
             for h, g in combinations(range(HEADS), 2)
         ]
-        found |= {name: float(np.mean(cosines)), f"{name}_worst": max(cosines)}
-        found[f"{name}_norm"] = min(float(one.norm()) for one in maps)
+        found |= {f"{name}_worst": max(cosines), f"{name}_norm": min(float(one.norm()) for one in maps)}
     return found
 
 
@@ -137,16 +135,7 @@ def of_outputs(outputs: Tensor, output: Tensor) -> dict[str, float]:
     added = torch.einsum("thv,hvd->htd", outputs, output)
     centred = added - added.mean(1, keepdim=True)
     T = torch.einsum("htd,gtd->hg", centred, centred) / outputs.shape[0]
-    variance = float(T.diagonal().mean())
-    covariance = float((T.sum() - T.trace()) / (H * (H - 1)))
-    plain = outputs - outputs.mean(0)
-    S = torch.einsum("thv,tgw->hgvw", plain, plain).square().sum((-2, -1)).sqrt()
-    overlaps = [float(S[h, g] ** 2 / (S[h, h] * S[g, g])) for h, g in combinations(range(H), 2)]
-    return {
-        "head_covariance": covariance,
-        "head_correlation": covariance / variance,
-        "head_output_overlap": float(np.mean(overlaps)),
-    }
+    return {"head_covariance": float((T.sum() - T.trace()) / (H * (H - 1)))}
 
 
 def of_tokens(x: Tensor) -> dict[str, float]:
@@ -154,37 +143,23 @@ def of_tokens(x: Tensor) -> dict[str, float]:
     units = x / x.norm(dim=-1, keepdim=True)
     cosines = units @ units.T
     n = len(x)
-    spectrum = torch.linalg.eigvalsh(torch.cov(x.T)).clamp_min(0)
-    return {
-        "token_cosine": float((cosines.sum() - cosines.trace()) / (n * (n - 1))),
-        "token_rank": float(spectrum.sum() ** 2 / spectrum.square().sum()),
-    }
+    return {"token_cosine": float((cosines.sum() - cosines.trace()) / (n * (n - 1)))}
 
 
 def of_rows(rows: Tensor, scores: Tensor) -> dict[str, float]:
     """Metrics of causal attention ``(batch, H, t, t)``; the first query, which sees one key, is left out."""
     b, H, t, _ = rows.shape
-    entropy, centred = torch.zeros(H).double(), torch.zeros(H, H).double()
-    columns = torch.zeros(H, t).double()
+    entropy = torch.zeros(H).double()
     for s in range(b):
         for i in range(1, t):
             a = rows[s, :, i, : i + 1].double()
             entropy += -(a * a.clamp_min(1e-300).log()).sum(-1) / math.log(i + 1)
-            columns[:, : i + 1] += a
-            c = a - a.mean(-1, keepdim=True)
-            centred += c @ c.T
     n = b * (t - 1)
-
-    def cosines(matrix: Tensor) -> list[float]:
-        own = matrix.diagonal().sqrt()
-        return [float(matrix[h, g] / (own[h] * own[g])) for h, g in combinations(range(H), 2)]
 
     visible = scores > -torch.inf
     mean = scores.masked_fill(~visible, 0).sum(-1) / visible.sum(-1)
     return {
         "attention_entropy": float(entropy.mean() / n),
-        "attention_sink": float(columns.max() / n),
-        "attention_alike": float(np.mean(cosines(centred))),
         "attention_logit": float((scores.amax(-1) - mean).max()),
         "attention_keys": (t + 1) / 2,
         "attention_ahead": 0.0,

@@ -18,13 +18,12 @@ from hdi_callback.errors import MisconfigurationError, MonitoringWarning, Nothin
 from hdi_callback.monitor import HeadDiversityMonitor, Reading
 from hdi_callback.monitor import monitor as monitors
 from hdi_callback.monitor import weight_source as weights_of_monitor
-from hdi_callback.monitor.metrics import FORWARD_SOURCES, MOVEMENT, OUTPUTS, SOURCES
-from hdi_callback.monitor.output_source import InputTokens, OutputCovariance, OutputFiniteness
+from hdi_callback.monitor.forward_source import FORWARD, measure_forwards
+from hdi_callback.monitor.metrics import FORWARD_SOURCES, MOVEMENT, OUTPUTS, SOURCES, TRAINING
+from hdi_callback.monitor.parameter_source import ParameterReader
 from hdi_callback.monitor.ranks import Ranks
 from hdi_callback.monitor.reading import Absent
-from hdi_callback.monitor.row_source import AttentionRows, NormSums, QueryKeyNorms
-from hdi_callback.monitor.sums import measure_sums
-from hdi_callback.monitor.weight_source import ParameterReader, WeightReader
+from hdi_callback.monitor.weight_source import WeightReader
 from tests.monitor.models import Model
 
 X = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0))
@@ -66,28 +65,21 @@ def test_measuring_waits_for_nothing_before_the_record():
     model.to("meta")
     captured = {}
     for layer in layers:
-        norms = NormSums(*(torch.ones(size, device="meta") for size in ((), (4,), (4,))))
         rows = attention_rows(torch.zeros(2, 4, 5, 5, device="meta"))
         captured[layer.name] = Captured(
             outputs=torch.zeros(20, 4, 8, device="meta"), valid=torch.ones(20, dtype=torch.bool, device="meta"),
-            inputs=torch.zeros(20, 32, device="meta"), rows=[(rows, norms)],
+            inputs=torch.zeros(20, 32, device="meta"), rows=[rows],
         )  # fmt: skip
     absent, reader = Absent(), WeightReader(SOURCES)
     results = [*reader.measure(0, layers, absent), *reader.measure(1, layers, absent)]
     parameters = ParameterReader()
-    results += [*parameters.measure(0, model, layers), *parameters.measure(1, model, layers)]
-    for source in (
-        OutputCovariance(),
-        OutputFiniteness(),
-        AttentionRows(),
-        QueryKeyNorms(),
-        InputTokens(with_rank=True),
-    ):
-        results += measure_sums(source, layers, captured, Ranks([]), absent)
+    parameters.look(model, layers)
+    results += [result for step in range(2) for result in parameters.measure(step, with_changes=True)]
+    results += measure_forwards(FORWARD, layers, captured, reader.output_weight, Ranks([]), absent)
     assert not absent
-    assert {result.source for result in results} == set(SOURCES)
+    assert {result.source for result in results} == {*SOURCES, TRAINING}
     record = Reading(0, [layer.name for layer in layers], results, absent).record()
-    assert not record.layers["layers.0"].values
+    assert record.layers["layers.0"].values == {"trains": 1.0}
 
 
 class Draws(TorchDispatchMode):
@@ -152,7 +144,7 @@ def test_a_reading_without_an_armed_forward_says_so():
     model = Model(1)
     with HeadDiversityMonitor(model, forward=lambda: model(X)) as monitor:
         layer = monitor.measure(0).record().layers["layers.0"]
-    assert {"hdi", "circuit_qk"} <= layer.values.keys()
+    assert {"hdi", "circuit_qk_norm"} <= layer.values.keys()
     assert layer.absent[OUTPUTS] == "no forward was armed before this reading"
     assert set(FORWARD_SOURCES) <= layer.absent.keys()
 
@@ -208,14 +200,14 @@ def test_one_source_that_fails_leaves_the_others(monkeypatch):
 
     model = Model(2)
     monkeypatch.setattr(weights_of_monitor, "circuit_sums", broken)
-    monkeypatch.setattr("hdi_callback.monitor.row_source.row_metrics", broken)
+    monkeypatch.setattr("hdi_callback.monitor.forward_source.row_metrics", broken)
     with HeadDiversityMonitor(model) as monitor:
         monitor.arm()
         model(X).sum().backward()
         record = monitor.measure(0).record()
     for layer in record.layers.values():
         assert {"hdi", "weights_not_finite", "head_covariance", "token_cosine"} <= layer.values.keys()
-        assert layer.absent["QK circuits"] == "measuring it failed (FloatingPointError: no such number)"
+        assert layer.absent["OV circuits"] == "measuring it failed (FloatingPointError: no such number)"
         assert "no such number" in layer.absent["attention rows"]
 
 
@@ -231,10 +223,10 @@ def test_weights_beyond_the_limit_are_not_kept(monkeypatch):
 
 def test_a_metric_that_is_asked_for_is_all_that_is_measured():
     model = Model(1)
-    with HeadDiversityMonitor(model, metrics=["circuit_qk"], forward=lambda: model(X)) as monitor:
+    with HeadDiversityMonitor(model, metrics=["circuit_qk_norm"], forward=lambda: model(X)) as monitor:
         layer = monitor.measure(0).record().layers["layers.0"]
-    assert {"hdi", "circuit_qk", "circuit_qk_worst"} <= layer.values.keys()
-    assert not {"circuit_ov", "weights_not_finite"} & layer.values.keys()
+    assert {"hdi", "circuit_qk_norm"} <= layer.values.keys()
+    assert not {"circuit_ov_norm", "weights_not_finite"} & layer.values.keys()
     assert not layer.absent
 
 

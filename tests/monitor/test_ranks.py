@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import multiprocessing
 from torch.nn.parallel import DistributedDataParallel
 
-from hdi_callback.monitor import HeadDiversityMonitor
-from hdi_callback.monitor import output_source as outputs_of_monitor
+from hdi_callback.monitor import HeadDiversityMonitor, forward_source
 from tests.monitor.models import Model
 from tests.versions import HAS_FSDP2_ON_CPU, Outcomes
 
-METRICS = ["token_rank", "head_covariance", "attention_entropy", "query_norm", "circuit_qk", "head_movement_min"]
+METRICS = ["token_cosine", "head_covariance", "attention_entropy", "circuit_qk_norm", "head_movement_min"]
 pytestmark = pytest.mark.ranks
 HOW = ["ddp", "uneven", "fsdp", "tp", "idle", "other layers", "failing"]  # the last leaves broken code behind
 HOW = HOW if HAS_FSDP2_ON_CPU else [how for how in HOW if how != "fsdp"]
@@ -85,13 +84,12 @@ def run(rank: int, how: str) -> Any:
     if how == "other layers":
         model = Model(1 + rank)
         return plain(two_readings(model, x))
-    if rank == 1:  # "failing": its own work raises, in two places
+    if rank == 1:  # "failing": its own work raises
 
         def broken(*args: Any, **kwargs: Any) -> Any:
             raise FloatingPointError("of this rank alone")
 
-        outputs_of_monitor.OutputMoments.from_tokens = broken
-        outputs_of_monitor.count_and_total = broken
+        forward_source.contribution_sums = broken
     found = two_readings(model, x)
     return [(list(one.layers["layers.0"].values), one.layers["layers.0"].absent) for one in found]
 
@@ -129,7 +127,7 @@ def test_two_ranks_read_what_one_process_reads(how, on_two_ranks):
 def test_heads_that_are_spread_over_ranks_are_read_whole(on_two_ranks):
     for found in on_two_ranks["tp"]:
         # Rows are of the heads that a rank computes: absent.
-        assert_same(found, expected(), without=("attention_", "query_norm", "key_norm"))
+        assert_same(found, expected(), without=("attention_",))
 
 
 def test_a_rank_whose_own_work_fails_leaves_nobody_waiting(on_two_ranks):
@@ -137,7 +135,7 @@ def test_a_rank_whose_own_work_fails_leaves_nobody_waiting(on_two_ranks):
     for values, absent in (*healthy[:2], *broken[:2]):
         assert "head_covariance" not in values
         assert "head outputs" in absent
-        assert {"hdi", "circuit_qk", "attention_entropy", "query_norm"} <= set(values)
+        assert {"hdi", "circuit_qk_norm", "attention_entropy"} <= set(values)
 
 
 def test_ranks_that_hold_other_layers_read_their_own(on_two_ranks):

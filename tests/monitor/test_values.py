@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hdi_callback.attention.capture.capture import IN_VMAP
-from hdi_callback.monitor import MEASURED, METRICS, HeadDiversityMonitor
+from hdi_callback.monitor import METRICS, HeadDiversityMonitor
 from hdi_callback.monitor.metrics import HEADS, MATRICES, SOURCES, WHY_NOT
 from hdi_callback.record import Record
 from tests.monitor.models import HEADS as H
@@ -53,9 +53,8 @@ def test_every_metric_is_what_its_definition_says(eager):
     for layer, own in zip(record.layers.values(), expected):
         own |= COUNTS
         assert own.keys() | CHANCE_OF_ENERGY >= METRICS.keys(), "a metric that nothing outside of the package computes"
-        unknown = {"query_norm", "key_norm"} if eager else set()
-        assert layer.values.keys() == METRICS.keys() - unknown
-        for name in own.keys() - unknown - {"_energy"}:
+        assert layer.values.keys() == METRICS.keys()
+        for name in METRICS.keys() - CHANCE_OF_ENERGY:
             assert layer.values[name] == pytest.approx(own[name], rel=2e-5, abs=2e-6), name
 
 
@@ -102,8 +101,8 @@ def test_what_is_kept_of_heads_and_pairs_has_their_shape():
         assert matrix.shape == ((2, 2) if name in of_keys else (H, 32, 32) if name == "attention_pattern" else (H, H))
         assert matrix.dtype == torch.float32
         assert matrix.device.type == "cpu"
-    assert layer.heads["worst_pair"] == [0, 1]
-    assert all(isinstance(head, int) for head in layer.heads["circuit_qk_worst_pair"])
+    assert layer.heads["worst_alignment_pair"] == [0, 1]
+    assert all(isinstance(rank, int) for rank in layer.heads["rank"])
     assert len(layer.heads["attention_entropy"]) == H
     assert layer.absent["movement of weights"] == WHY_NOT["movement of weights"]
 
@@ -188,7 +187,6 @@ def test_the_catalogue_is_of_one_piece():
     assert {metric.source for metric in METRICS.values()} <= {*SOURCES, "training"}
     assert {detail.source for table in (HEADS, MATRICES) for detail in table.values()} <= set(SOURCES)
     assert WHY_NOT.keys() >= {metric.source for metric in METRICS.values()}
-    assert set(MEASURED) == METRICS.keys() - {"token_rank"}
     assert all(metric.summary.endswith(".") for metric in METRICS.values())
 
 

@@ -15,9 +15,7 @@ def pair(value: float, mean: float = 0.02, *pairs, heads=None, step_pair=(1, 3))
     """A layer with one close pair."""
     matrices = {"pair_alignment": closest(*(pairs or ((*step_pair, value),)))}
     values = quiet(hdi_worst_alignment=value, hdi_worst_pair=0.125 + 0.875 * value, hdi_alignment=mean)
-    return layer(
-        values, {"worst_alignment_pair": list(step_pair), "worst_pair": list(step_pair), "rank": [8] * 4}, matrices
-    )
+    return layer(values, {"worst_alignment_pair": list(step_pair), "rank": [8] * 4}, matrices)
 
 
 def equal(one: int = 0, other: int = 1) -> object:

@@ -73,9 +73,9 @@ class Capture:
         max_tokens: largest number of tokens kept of a layer.
         padding: how padding is known, see `PaddingChoice`.
         rows: makes numbers of sampled rows of attention of some layers that are alike: ``rows(logits, weights,
-            positions=, visible=, norms=)`` with logits and weights ``(layers, b, H, q, k)`` in float32, the positions
-            ``(q,)`` of the queries, `visible` boolean of the shape of the weights, and the mean norms of queries and
-            keys, ``(layers, H)`` each, or `None`; gives one item for each layer. `None` if rows are not wanted.
+            positions=, visible=)`` with logits and weights ``(layers, b, H, q, k)`` in float32, the positions ``(q,)``
+            of the queries, and `visible` boolean of the shape of the weights; gives one item for each layer. `None` if
+            rows are not wanted.
         inputs: capture the tokens that keys are made of.
         max_rows: largest number of queries of one attention, over all sequences.
     """
@@ -453,7 +453,6 @@ class Capture:
                         sample.weights_of(visible),
                         positions=sample.positions,
                         visible=visible,
-                        norms=sample.norms(visible),
                     )
                 except Exception as error:
                     for layer, _ in group:

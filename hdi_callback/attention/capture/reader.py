@@ -139,16 +139,6 @@ class CoreSample:
         weights = torch.softmax(self.logits, -1) if self.weights is None else self.weights
         return weights.masked_fill(~visible.any(-1, keepdim=True), 0)
 
-    def norms(self, visible: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Mean norms of the queries and keys of each head, ``(H,)`` each, of those that meet."""
-        if self.query is None or self.key is None:
-            return None
-        of_keys = self.key.norm(dim=-1).repeat_interleave(self.query.shape[-3] // self.key.shape[-3], dim=-2)
-        lengths = self.query.norm(dim=-1), of_keys
-        meet = (visible.any(dim).expand_as(length) for dim, length in zip((-1, -2), lengths))
-        query, key = ((each * met).sum((-3, -1)) / met.sum((-3, -1)).clamp_min(1) for each, met in zip(lengths, meet))
-        return query, key
-
 
 class Reader(Mode):
     """Hands samples of attention to a sink while it is entered.

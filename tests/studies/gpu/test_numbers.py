@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hdi_callback import HeadDiversityMonitor, load_history, watch_heads
-from hdi_callback.core import head_covariance, head_diversity, ov_circuits, qk_circuits
+from hdi_callback.core import circuit_similarity, head_covariance, head_diversity
 from tests.monitor.models import Model, inputs_of, naive, of_outputs, of_rows
 from tests.studies.gpu.training import DEVICE, HEADS, LENGTH, Gpt, batch, kernel, note
 
@@ -70,8 +70,8 @@ def test_circuits_are_those_of_float64_on_the_cpu(tf32):
     query[:, 1] = query[:, 0]
     query_on, key_on, output_on = (one.to(DEVICE, torch.float32) for one in (query, key, output))
     pairs = [
-        (qk_circuits(query, key), qk_circuits(query_on, key_on)),
-        (ov_circuits(output, query[:, :6]), ov_circuits(output_on, query_on[:, :6])),
+        (circuit_similarity(query, key), circuit_similarity(query_on, key_on)),
+        (circuit_similarity(query[:, :6], output), circuit_similarity(query_on[:, :6], output_on)),
     ]
     for expected, measured in pairs:
         found = error(measured, expected, "cosine")
@@ -153,10 +153,9 @@ def test_rows_and_outputs_are_those_of_the_queries_and_keys_that_the_kernel_gets
         mix: nn.Linear = model.blocks[place].attention.mix
         weight = mix.weight.detach().double().cpu().T.reshape(HEADS, head_dim, -1)
         expected = of_rows(scores.softmax(-1)[None], scores[None]) | of_outputs(outputs, weight)
-        expected |= {"query_norm": float(q.norm(dim=-1).mean()), "key_norm": float(k.norm(dim=-1).mean())}
         # Written out, scores and weights are rounded to the type of the model; kernels keep float32 within.
         tolerance = 2e-2 if name is None and dtype != torch.float32 else 5e-4
-        missing = expected.keys() - layer.values.keys() - ({"query_norm", "key_norm"} if name == "math" else set())
+        missing = expected.keys() - layer.values.keys()
         assert not missing, layer.absent
         for metric in expected.keys() & layer.values.keys():
             assert layer.values[metric] == pytest.approx(expected[metric], rel=tolerance, abs=tolerance), metric
@@ -198,7 +197,7 @@ def test_torch_attention_with_padding_is_read_as_on_the_cpu():
             model(x, x, x, key_padding_mask=padding, need_weights=False)[0].sum().backward()
             found.append(monitor.measure(0).record().layers[""].values)
     expected, measured = found
-    assert {"hdi", "head_covariance", "attention_entropy", "query_norm"} <= measured.keys()
+    assert {"hdi", "head_covariance", "attention_entropy", "circuit_qk_norm"} <= measured.keys()
     assert measured == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 

@@ -38,6 +38,7 @@ def test_a_training_is_bit_identical_with_and_without_the_monitor(case: str, tmp
     for record in watched.history.records[:-1]:
         assert len(record.layers) == 2
         for layer in record.layers.values():
-            assert {"hdi", "circuit_qk", "circuit_ov", "head_covariance"} <= layer.values.keys(), layer.absent
+            names = {"hdi", "circuit_qk_norm", "circuit_ov_worst", "head_covariance"}
+            assert names <= layer.values.keys(), layer.absent
             if case not in COMPILED:
                 assert "attention_entropy" in layer.values, layer.absent

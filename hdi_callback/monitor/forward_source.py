@@ -1,0 +1,261 @@
+"""Measure what armed forwards show: head outputs, rows of attention and input tokens, over all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
+from operator import add
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from hdi_callback.attention.capture.capture import Captured
+from hdi_callback.attention.layer import AttentionLayer
+from hdi_callback.core.covariance import ContributionSums, contribution_sums, covariance_term, outputs_not_finite
+from hdi_callback.core.rows import RowSums, attention_rows, row_metrics
+from hdi_callback.core.tokens import TokenSums, mean_cosine, token_sums
+from hdi_callback.monitor.metrics import FINITE_OUTPUTS, OUTPUTS, ROWS, TOKENS
+from hdi_callback.monitor.ranks import Ranks, chunks, failed, repeats_tokens
+from hdi_callback.monitor.reading import Absent, Result, apart, joined, stacked
+
+_AT_ONCE = 2**24
+"""Numbers that are stacked at once on a device."""
+
+_AT_ONCE_ON_CPU = 2**19
+"""The same on a CPU, whose cache would not hold more."""
+
+NOT_ARMED = "no forward was armed before this reading"
+"""Why a reading has nothing of forwards, such as the last one of a run, which reads the final weights."""
+
+
+class Samples(NamedTuple):
+    """What was captured of layers of one shape."""
+
+    tokens: Any  # ``(layers, tokens, ...)``, head outputs or inputs; of rows the sums of each layer's runs
+    weight: Tensor | None  # ``(layers, H, d_v, d)``, the output weight, for the covariance
+    valid: Tensor | None  # ``(layers, tokens)``, false of padding; `None` if all count
+
+
+class ForwardSource(NamedTuple):
+    """A measurement of armed forwards.
+
+    Attributes:
+        name: one of `FORWARD_SOURCES`.
+        reads: the field of `Captured` that it is computed from.
+        sums: samples, whether this is the only rank -> sums of this rank, a named tuple of tensors ``(layers, ...)``.
+        blank: layer, device -> sums over nothing, of the same shapes but for the layers.
+        finish: layer, sums over all ranks of layers like it, on the host -> what the catalogue reads.
+    """
+
+    name: str
+    reads: str
+    sums: Callable[[Samples, bool], Any]
+    blank: Callable[[AttentionLayer, torch.device], Any]
+    finish: Callable[..., Any]
+
+
+class FinitenessSums(NamedTuple):
+    """On how many ranks heads were read, and have outputs that are not finite, ``(layers, H)``."""
+
+    ranks: Tensor
+    not_finite: Tensor
+
+
+def _finiteness(samples: Samples, is_alone: bool) -> FinitenessSums:
+    bad = outputs_not_finite(samples.tokens, samples.valid).float()
+    return FinitenessSums(torch.ones_like(bad), bad)
+
+
+def _no_contributions(layer: AttentionLayer, device: torch.device) -> ContributionSums:
+    count, own, whole = torch.zeros(3, dtype=torch.float64, device=device)
+    total = torch.zeros(layer.num_heads, layer.weights["output"].in_features, dtype=torch.float64, device=device)
+    return ContributionSums(count, total, own, whole)
+
+
+def _no_rows(layer: AttentionLayer, device: torch.device) -> RowSums:
+    unseen = torch.zeros(layer.num_heads, 1, 1, device=device)
+    return attention_rows(unseen, unseen > 0, positions=torch.zeros(1, device=device))
+
+
+def take_rows(logits: Tensor, weights: Tensor, *, positions: Tensor, visible: Tensor) -> list[RowSums]:
+    """Reduce sampled rows of some layers to sums, as `Capture` asks for."""
+    return apart(attention_rows(weights, visible, logits=logits, positions=positions, layers=True))
+
+
+FORWARD = (
+    ForwardSource(
+        OUTPUTS,
+        "outputs",
+        lambda samples, is_alone: contribution_sums(
+            samples.tokens, cast(Tensor, samples.weight), samples.valid, about_mean=is_alone
+        ),
+        _no_contributions,
+        lambda layer, *sums: covariance_term(ContributionSums(*sums), layer.num_heads),
+    ),
+    ForwardSource(
+        FINITE_OUTPUTS,
+        "outputs",
+        _finiteness,
+        lambda layer, device: FinitenessSums(*torch.zeros(2, layer.num_heads, device=device)),
+        lambda layer, ranks, not_finite: torch.where(ranks == 0, torch.nan, not_finite.clamp(max=1)),
+    ),
+    ForwardSource(
+        ROWS,
+        "rows",
+        lambda samples, is_alone: joined([reduce(add, runs) for runs in samples.tokens]),
+        _no_rows,
+        lambda layer, *sums: row_metrics(RowSums(*sums)),
+    ),
+    ForwardSource(
+        TOKENS,
+        "inputs",
+        lambda samples, is_alone: token_sums(samples.tokens, samples.valid),
+        lambda layer, device: token_sums(torch.zeros(0, layer.weights["key"].in_features, device=device)),
+        lambda layer, *sums: mean_cosine(TokenSums(*sums)),
+    ),
+)
+"""Everything that is measured of armed forwards."""
+
+OutputWeight = Callable[[Sequence[AttentionLayer]], Tensor]
+
+
+def measure_forwards(
+    sources: Sequence[ForwardSource],
+    layers: Sequence[AttentionLayer],
+    captured: Mapping[str, Captured],
+    output_weight: OutputWeight,
+    ranks: Ranks,
+    absent: Absent,
+) -> list[Result]:
+    """Return one result of each source for each group of layers of one shape, over all ranks.
+
+    Args:
+        sources: what is measured.
+        layers: what is watched.
+        captured: layer -> what was captured on this rank.
+        output_weight: returns the stacked output weights of layers; a collective call where ranks share them.
+        ranks: those that measure together; all of them call this.
+        absent: takes the reasons of what cannot be measured.
+    """
+    for source in sources:
+        for layer in layers:
+            why = _why_not(source, layer) or _why_nothing(source, captured.get(layer.name))
+            if why:
+                absent.note(layer.name, source.name, why)
+    results: list[Result] = []
+    for reads in dict.fromkeys(source.reads for source in sources):
+        of_kind = [source for source in sources if source.reads == reads]
+        results += _measure(of_kind, layers, captured, output_weight, ranks, absent)
+    return results
+
+
+def _why_not(source: ForwardSource, layer: AttentionLayer) -> str:
+    """Return why a layer cannot be measured, by facts that are the same on every rank; empty if it can."""
+    has_weight = source.name != OUTPUTS or "output" in layer.weights
+    return "" if has_weight else "the layer has no output weight of its own"
+
+
+def _why_nothing(source: ForwardSource, captured: Captured | None) -> str:
+    """Return why this rank has nothing of a layer; empty if it has."""
+    if captured is None:
+        return NOT_ARMED
+    reason = captured.reasons.get(source.reads) or "the layer was not called in a forward that was armed"
+    return "" if _has(captured, source.reads) else reason
+
+
+def _has(captured: Captured | None, reads: str) -> bool:
+    """Whether something was captured of a layer."""
+    value = getattr(captured, reads, None)
+    return value is not None and (isinstance(value, Tensor) or len(value) > 0)
+
+
+def _measure(
+    sources: Sequence[ForwardSource],
+    layers: Sequence[AttentionLayer],
+    captured: Mapping[str, Captured],
+    output_weight: OutputWeight,
+    ranks: Ranks,
+    absent: Absent,
+) -> list[Result]:
+    """Return the results of sources that read the same field of what was captured."""
+    results: list[Result] = []
+    own: dict[tuple[str, str], Any] = {}  # source and layer -> sums of this rank, where they are to be added up
+    reads, is_alone = sources[0].reads, ranks.size == 1
+    # Ranks that share the heads of a layer have the same tokens.
+    broken = {name for name, of_layer in captured.items() if reads in of_layer.failed}
+    counted = {
+        layer.name: captured[layer.name]
+        for layer in layers
+        if layer.name not in broken
+        and _has(captured.get(layer.name), reads)
+        and (is_alone or not repeats_tokens(layer))
+    }
+    for batch in _batches(sources, layers, counted, ranks):
+        able, names = [each for each in sources if not _why_not(each, batch[0])], tuple(x.name for x in batch)
+        with absent.unless([source.name for source in able], names):
+            weight = output_weight(batch) if any(source.name == OUTPUTS for source in able) else None
+            samples = _stacked([counted[name] for name in names if name in counted], reads, weight)
+            if samples is None:
+                continue
+            for source in able:
+                with absent.unless([source.name], names):
+                    sums = source.sums(samples, is_alone)
+                    if is_alone:
+                        results.append(Result(source.name, names, sums, partial(source.finish, batch[0])))
+                    else:
+                        own |= {(source.name, name): of_layer for name, of_layer in zip(names, apart(sums))}
+    for source in () if is_alone else sources:
+        able_layers = [layer for layer in layers if not _why_not(source, layer)]
+        for layer in able_layers:
+            if (source.name, layer.name) not in own:
+                blank = source.blank(layer, ranks.device)
+                own[source.name, layer.name] = failed(blank) if layer.name in broken | counted.keys() else blank
+        groups: dict[Any, list[tuple[AttentionLayer, Any]]] = {}
+        for layer, total in zip(able_layers, ranks.add([own[source.name, layer.name] for layer in able_layers])):
+            groups.setdefault(tuple(map(_kind, total)), []).append((layer, total))
+        for group in groups.values():
+            of_group, totals = zip(*group)
+            names, finish = tuple(layer.name for layer in of_group), partial(source.finish, of_group[0])
+            results.append(Result(source.name, names, joined(totals), finish))
+    return results
+
+
+def _batches(
+    sources: Sequence[ForwardSource], layers: Sequence[AttentionLayer], counted: Mapping[str, Captured], ranks: Ranks
+) -> list[list[AttentionLayer]]:
+    """Return layers that are measured in one call; each alone where weights are gathered, in one order on all ranks."""
+    if ranks.is_sharded:
+        return [[layer] for layer in layers]
+    reads = sources[0].reads
+    groups: dict[Any, list[AttentionLayer]] = {}
+    for layer in layers:
+        if layer.name in counted:
+            of_layer, weight = counted[layer.name], layer.weights.get("output")
+            sample = of_layer.rows[0].entropy if reads == "rows" else getattr(of_layer, reads)
+            kind = _kind(sample), _kind(_valid(of_layer, reads)), None if weight is None else weight.in_features
+            groups.setdefault(kind, []).append(layer)
+    batches: list[list[AttentionLayer]] = []
+    for ((shape, _, device), *_), group in groups.items():
+        at_once = _AT_ONCE_ON_CPU if device.type == "cpu" else _AT_ONCE
+        batches += chunks(group, [math.prod(shape)] * len(group), at_once)
+    return batches
+
+
+def _valid(captured: Captured, reads: str) -> Tensor | None:
+    return captured.valid if reads == "outputs" else captured.inputs_valid
+
+
+def _stacked(captured: Sequence[Captured], reads: str, weight: Tensor | None) -> Samples | None:
+    """Stack what was captured of layers; `None` if nothing was."""
+    if reads == "rows" or not captured:
+        return Samples([of_layer.rows for of_layer in captured], weight, None) if captured else None
+    valid = [mask for of_layer in captured if (mask := _valid(of_layer, reads)) is not None]
+    tokens = stacked([getattr(of_layer, reads) for of_layer in captured])
+    return Samples(tokens, weight, stacked(valid) if valid else None)
+
+
+def _kind(tensor: Tensor | None) -> Any:
+    """Return what tensors must have alike to be stacked."""
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
