@@ -9,6 +9,4 @@ from hdi_callback.rules.engine import Alerts
 from hdi_callback.rules.limits import LIMITS, check_thresholds
 from hdi_callback.rules.rule import Finding, Rule
 
-__all__ = [
-    "LIMITS", "RULES", "Alerts", "Finding", "Rule", "check_thresholds", "default_rules",
-]  # fmt: skip
+__all__ = ["LIMITS", "RULES", "Alerts", "Finding", "Rule", "check_thresholds", "default_rules"]

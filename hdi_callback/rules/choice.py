@@ -33,13 +33,10 @@ RULES: tuple[type[Rule], ...] = (
 
 
 def default_rules(limits: Limits | None = None) -> list[Rule]:
-    """Make the default rules.
+    """Return a rule of each kind, but for those with all of their limits off.
 
     Args:
         limits: limits that differ from the default, `None` to switch one off.
-
-    Returns:
-        A rule of each kind; those with all of their limits off are left out.
 
     Example:
         >>> [rule.name for rule in default_rules({"start": None})][:3]

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import describe, warn
-from hdi_callback.record import LEVELS, Alert, LayerRecord, Record
+from hdi_callback.record import LEVELS, Alert, Record
 from hdi_callback.rules.attention_rules import AHEAD, HIDDEN
 from hdi_callback.rules.choice import RULES, check_rules, default_rules
 from hdi_callback.rules.events import Events, Key, Report, Sighting
@@ -18,7 +18,7 @@ from hdi_callback.rules.initialisation import has_been_trained
 from hdi_callback.rules.limits import Thresholds, check_thresholds, limits_of
 from hdi_callback.rules.losses import Losses
 from hdi_callback.rules.rule import Finding, Rule
-from hdi_callback.rules.series import STILL, Row, Series
+from hdi_callback.rules.series import Row, Series
 from hdi_callback.rules.words import heads_in_words
 
 
@@ -69,11 +69,6 @@ class Alerts:
         return self._events.active
 
     @property
-    def findings(self) -> dict[Key, Finding]:
-        """What the rules find in each layer now, before it is merged to alerts: (layer, rule) -> finding."""
-        return {key: finding for key, (finding, _) in self._findings.items()}
-
-    @property
     def names(self) -> tuple[str, ...]:
         """The names of the rules."""
         return tuple(rule.name for rule in (RULES if self._own is None else self._own))
@@ -87,13 +82,12 @@ class Alerts:
         self._losses.note(record.loss)
         rows = {name: Row.from_record(record.step, layer) for name, layer in record.layers.items()}
         pretrained = self._pretrained_layers({name: row for name, row in rows.items() if name not in self._series})
-        model_moves = any(map(_moves, record.layers.values()))
         for name, row in rows.items():
             if name not in self._series:
                 self._series[name] = Series(name, self._facts.get(name, {}), row, is_pretrained=name in pretrained)
                 self._series[name].peers_hide = _peers_hide(name, rows)
             series = self._series[name]
-            series.model_moves, series.has_loss_risen = model_moves, self._losses.has_risen
+            series.has_loss_risen = self._losses.has_risen
             series.append(row)
             for rank, rule in enumerate(self._rules_of(name)):
                 if rule.name not in self._failed and rule.is_measured(row):
@@ -101,9 +95,7 @@ class Alerts:
                         self._ask(rule, rank, series, report)
                     except Exception as error:
                         self._failed.add(rule.name)
-                        warn(
-                            f"The rule {rule.name!r} failed ({describe(error)}) and is switched off. Training goes on."
-                        )
+                        warn(f"The rule {rule.name!r} failed ({describe(error)}) and is off. Training goes on.")
         return self._events.update(report)
 
     def expect_change(self, layer: str, heads: Sequence[int], step: int, by: str = "") -> None:
@@ -176,13 +168,6 @@ def _peers_hide(name: str, rows: Mapping[str, Row]) -> bool:
     return 2 * sum(share <= HIDDEN for share in ahead) > len(ahead)
 
 
-def _moves(layer: LayerRecord) -> bool:
-    """Whether something of a layer, or outside all layers, has moved since the reading before."""
-    moves = [move for name in STILL.values() if name != "parameter_still" for move in layer.heads.get(name, ())]
-    still = layer.heads.get("parameter_still", ())
-    return any((move or 0) > 0 for move in moves) or 0 in still or layer.values.get("others_move", 0) > 0
-
-
 def _plain(finding: Any, rule: Rule, *, is_loss_good: bool) -> Finding:
     """Return a finding with its level and plain numbers, as a notice where the loss says that nothing is wrong."""
     if not isinstance(finding, Finding):
@@ -196,16 +181,13 @@ def _plain(finding: Any, rule: Rule, *, is_loss_good: bool) -> Finding:
         float(number) if number is not None and math.isfinite(number) else None
         for number in (finding.value, finding.threshold)
     )
-    heads = tuple(int(head) for head in finding.heads)
-    groups = tuple(tuple(int(head) for head in group) for group in finding.groups)
-    return replace(finding, level=level, value=value, threshold=threshold, heads=heads, groups=groups)
+    heads = tuple(map(int, finding.heads))
+    return replace(finding, level=level, value=value, threshold=threshold, heads=heads)
 
 
 def _is_worse(finding: Finding, before: Finding, facts: Mapping[str, Any]) -> bool:
-    """Whether a finding is more serious than it was, or names all heads, or twice as many."""
-    if LEVELS.index(finding.level or "warning") > LEVELS.index(before.level or "warning"):
-        return True
-    if not before.heads or set(finding.heads) <= set(before.heads) != set():
-        return False
-    count = facts.get("num_key_heads" if finding.of_keys else "num_heads")
-    return len(finding.heads) in {0, count} or len(finding.heads) >= 2 * len(before.heads)
+    """Return whether a finding is more serious than it was, or names all heads, or twice as many."""
+    count, heads = facts.get("num_key_heads" if finding.of_keys else "num_heads"), finding.heads
+    is_wider = bool(before.heads) and not {*heads} <= {*before.heads}
+    levels = [LEVELS.index(each.level or "warning") for each in (before, finding)]
+    return levels[1] > levels[0] or (is_wider and (len(heads) == count or len(heads) >= 2 * len(before.heads)))

@@ -16,11 +16,7 @@ DEVIATIONS = 6.0
 """Standard deviations from which on the spectrum of a layer is none of an initialisation."""
 
 SMALL = 0.4
-"""Size of key weights, relative to independent ones of variance one over the input width, below which they are small.
-
-GPT-2's standard deviation of 0.02 is 0.55 of that at its width of 768, and 0.16 at a width of 64; the default of
-`torch.nn.Linear` is 0.58.
-"""
+"""Size of key weights, relative to variance one over the input width, below which they are small: GPT-2 has 0.55."""
 
 
 def has_been_trained(row: Row, facts: Mapping[str, Any]) -> bool:

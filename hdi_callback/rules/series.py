@@ -59,7 +59,6 @@ class Series:
         peers_hide: whether most layers of its name, but for the number, hid later tokens when it was first read.
         still: (role or "parameter", its place) -> step since which it has not moved though it is to, and at how many
             readings that was seen.
-        model_moves: whether at the latest reading any weight of the model had moved.
         writes: head -> step at which an intervention has written its weights.
         writer: which intervention wrote which heads at which step last, in words.
         has_loss_risen: whether the training loss has risen, see `Losses`.
@@ -70,7 +69,6 @@ class Series:
         self.first = Row(first.step, first.values, first.heads)
         self.rows: deque[Row] = deque(maxlen=KEPT)
         self.still: dict[tuple[str, int], tuple[int, int]] = {}
-        self.model_moves = False
         self.writes: dict[int, int] = {}
         self.writer = ""
         self.has_loss_risen = False
@@ -153,15 +151,12 @@ class Series:
         return f"{verb} {values} between steps {steps[begin]} and {steps[end]}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the readings as plain data."""
+        """Return the readings as plain data, without their matrices."""
+        rows = [vars(row) | {"matrices": {}} for row in (self.first, *self.rows)]
         return {
-            "first": {"step": self.first.step, "values": dict(self.first.values), "heads": dict(self.first.heads)},
-            "rows": [
-                {"step": row.step, "values": dict(row.values), "heads": dict(row.heads), "before": row.before}
-                for row in self.rows
-            ],
+            "rows": rows,
             "still": [[*key, *since] for key, since in self.still.items()],
-            "writes": [[head, step] for head, step in self.writes.items()],
+            "writes": [*self.writes.items()],
             "writer": self.writer,
             "is_pretrained": self.is_pretrained,
             "peers_hide": self.peers_hide,
@@ -170,9 +165,10 @@ class Series:
     @classmethod
     def from_state(cls, layer: str, facts: Mapping[str, Any], state: Mapping[str, Any]) -> Series:
         """Make a series from the result of `state_dict`."""
-        series = cls(layer, facts, Row(**state["first"]), is_pretrained=state["is_pretrained"])
-        series.rows.extend(Row(**row) for row in state["rows"])
+        first, *rows = (Row(**row) for row in state["rows"])
+        series = cls(layer, facts, first, is_pretrained=state["is_pretrained"])
+        series.rows.extend(rows)
         series.still = {(kind, place): (since, count) for kind, place, since, count in state["still"]}
-        series.peers_hide = state["peers_hide"]
         series.writes, series.writer = dict(state["writes"]), state["writer"]
+        series.peers_hide = state["peers_hide"]
         return series

@@ -65,8 +65,7 @@ class CopiedHeads(Rule):
     is_cause = True
     condition = (
         "the weights of two key heads are equal, to a thousandth and up to rotation and scale; or their alignment has "
-        "jumped by 0.5 to 0.95 or more between two readings. "
-        "Of pretrained weights only what was not so at the first reading. It ends when their alignment is below 0.7"
+        "jumped by 0.5 to 0.95 or more. Of pretrained weights only what was not so at first. It ends below 0.7"
     )
     action = (
         "look at which parameters they share, at what wrote these weights since then, such as a loop over heads or a "

@@ -142,13 +142,12 @@ class FrozenWeights(Rule):
         are_zero = bool(heads) and zero >= heads
         weights = "weights" if roles == trained else listed([PLURAL[role] for role in roles] or [""])
         clause = f"the {weights} of {{heads}} {'are zero and ' if are_zero else ''}do not move"
-        moves = "other weights do" if series.model_moves else "nothing else that is to train does either"
         since = max(since for (kind, place), since in still.items() if kind == "parameter" or place in heads)
         # The movement of whole heads does not show that of a role.
         metric = "parameters_still" if not heads else "head_movement_min" if roles == trained else None
         return Finding(
             clause if heads else f"{quoted} of {{layer}} {verb} not move",
-            f"not since step {since}, while {moves}{f'; nor {verb} {quoted}' if heads and names else ''}",
+            f"not since step {since}{f'; nor {verb} {quoted}' if heads and names else ''}",
             tuple(sorted(heads)),
             value=0.0,
             threshold=0.0,

@@ -247,7 +247,7 @@ EVERY_SENTENCE = {
     ),
     "frozen weights": (
         [moves(0.01, 0.01, 0.01, 0.01)] + [moves(0.0, 0.01, 0.0, 0.01)] * 3,
-        "the weights of heads 0 and 2 of {layer} do not move: not since step 0, while other weights do",
+        "the weights of heads 0 and 2 of {layer} do not move: not since step 0",
     ),
     "rounded away": (
         [moves(0.1, 0.1, 0.1, 0.1, unchanged=0.1)] + [moves(1e-5, 1e-5, 1e-5, 1e-5, unchanged=0.95)] * 3,

@@ -63,9 +63,9 @@ def judge(run: dict[str, Any]) -> tuple[list[Alert], dict[tuple[int, str, str], 
     """Give the alerts, the heads of each finding at each reading, and the findings that began."""
     engine, alerts, findings, began = Alerts(layers=run["facts"]), [], {}, set()
     for record in records(run):
-        before = set(engine.findings)
+        before = set(engine._findings)
         alerts += engine.judge(record)
-        for (layer, rule), finding in engine.findings.items():
+        for (layer, rule), (finding, _) in engine._findings.items():
             findings[record.step, layer, rule] = finding.heads
             if (layer, rule) not in before:
                 began.add((record.step, layer, rule))
