@@ -149,7 +149,7 @@ class Reading:
                 with absent.unless([result.source], result.layers):
                     columns = _read(result.source, result.finish(*(self._arrived(*place) for place in places)))
             for row, name in enumerate(result.layers):
-                _enter(layers[name], result.source, [(column, column.numbers[row]) for column in columns])
+                _enter(layers[name], result.source, [(kind, entry, numbers[row]) for kind, entry, numbers in columns])
         loss = None if self.loss is None else float(self.loss)
         return Record(self.step, layers, epoch=self.epoch, time=self.time, loss=loss, alerts=self._alerts())
 
