@@ -43,7 +43,7 @@ def did_you_mean(word: Any, words: Iterable[str]) -> str:
 
 
 def whole_number(argument: str, value: Any, *, least: int, example: int) -> int:
-    """Check a count; numpy's whole numbers are counts as well."""
+    """Return a count, checked; numpy's whole numbers are counts as well."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise MisconfigurationError(
             f"{_quoted(argument)} must be a whole number of at least {least}, got {shown(value)}: write {example}."
@@ -52,7 +52,7 @@ def whole_number(argument: str, value: Any, *, least: int, example: int) -> int:
 
 
 def number(argument: str, value: Any, *, example: float, most: float = math.inf, allows_zero: bool = False) -> float:
-    """Check a finite number above zero, or from zero on."""
+    """Return a finite number above zero, or from zero on, checked."""
     is_number = type(value) is not bool and isinstance(value, numbers.Real) and math.isfinite(value)
     if not is_number or not (0 < value <= most or (value == 0 and allows_zero)):
         bounds = ("of at least 0" if allows_zero else "above 0") + (f", at most {most:g}" if most < math.inf else "")
@@ -63,35 +63,37 @@ def number(argument: str, value: Any, *, example: float, most: float = math.inf,
 
 
 def torch_module(argument: str, value: Any) -> nn.Module:
-    """Check a model."""
+    """Return a model, checked."""
     if not isinstance(value, nn.Module):
         raise MisconfigurationError(f"{_quoted(argument)} must be a torch.nn.Module, got {shown(value)}.")
     return value
 
 
 def function(argument: str, value: Any, example: str) -> Callable[..., Any] | None:
-    """Check a function, or `None`."""
+    """Return a function or `None`, checked."""
     if value is not None and not callable(value):
         raise MisconfigurationError(f"{_quoted(argument)} must be a function, got {shown(value)}: write {example}.")
     return value  # type: ignore[no-any-return]
 
 
-def file_path(argument: str, value: Any, example: str) -> Path:
-    """Check a path, and put the home directory for ``~``."""
-    if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
-        raise MisconfigurationError(f'{_quoted(argument)} must be a path, got {shown(value)}: write "{example}".')
+def file_path(argument: str, value: Any, example: str, others: str = "") -> Path:
+    """Return a path, with the home directory for ``~``, checked."""
+    if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str) or not os.fspath(value):
+        raise MisconfigurationError(
+            f'{_quoted(argument)} must be {others}a path, got {shown(value)}: write "{example}".'
+        )
     return Path(value).expanduser()
 
 
 def flag(argument: str, value: Any) -> bool:
-    """Check a switch."""
+    """Return a switch, checked."""
     if not isinstance(value, bool):
         raise MisconfigurationError(f"{_quoted(argument)} must be True or False, got {shown(value)}.")
     return value
 
 
 def one_of(argument: str, value: Any, choices: Sequence[Any]) -> Any:
-    """Check a value that must be one of a few."""
+    """Return a value that must be one of a few, checked."""
     # By type as well: 1 is not True here.
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         listed = " or ".join(f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in choices)
@@ -103,19 +105,16 @@ def one_of(argument: str, value: Any, choices: Sequence[Any]) -> Any:
 
 
 def strings(argument: str, value: Any, content: str) -> tuple[str, ...] | None:
-    """Check a list of names or patterns, or `None`."""
+    """Return a list of names or patterns, or `None`, checked."""
     if value is None:
         return None
-    if isinstance(value, str):
+    is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes)
+    items = tuple(value) if is_list else ()
+    if not is_list or not all(isinstance(item, str) for item in items):
+        hint = f": write [{shown(value)}]" if isinstance(value, str) else ""
         raise MisconfigurationError(
-            f"{_quoted(argument)} must be a list of {content}, got the string {shown(value)}: write [{shown(value)}]."
+            f"{_quoted(argument)} must be a list of {content} or None, got {shown(value)}{hint}."
         )
-    if not isinstance(value, Iterable) or isinstance(value, bytes):
-        raise MisconfigurationError(f"{_quoted(argument)} must be a list of {content} or None, got {shown(value)}.")
-    items = tuple(value)
-    for item in items:
-        if not isinstance(item, str):
-            raise MisconfigurationError(f"{_quoted(argument)} must be a list of {content}; it holds {shown(item)}.")
     return items
 
 

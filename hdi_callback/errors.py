@@ -1,16 +1,5 @@
 """The errors and warnings of the package; this module imports nothing."""
 
-__all__ = [
-    "HDIError",
-    "HDIWarning",
-    "MisconfigurationError",
-    "MonitoringWarning",
-    "NothingToWatchError",
-    "ShapeError",
-    "UnsupportedAttentionError",
-    "UnsupportedAttentionWarning",
-]
-
 
 class HDIError(Exception):
     """Base of every error that this package raises."""

@@ -23,18 +23,7 @@ _held = threading.local()  # its `warnings` take those of a thread, while there 
 
 
 def warn(message: str, category: type[HDIWarning] = MonitoringWarning) -> None:
-    """Warn the user, without a source line; where warnings are errors, print the message instead of raising.
-
-    Args:
-        message: the message.
-        category: the class of the warning.
-
-    Example:
-        >>> import warnings
-        >>> with warnings.catch_warnings():
-        ...     warnings.simplefilter("error")
-        ...     warn("The history cannot be written. Training goes on.")  # printed to stderr
-    """
+    """Warn the user, without a source line; where warnings are errors, print the message instead of raising."""
     if getattr(_held, "warnings", None) is not None:
         _held.warnings.append((message, category))
         return
@@ -47,7 +36,7 @@ def warn(message: str, category: type[HDIWarning] = MonitoringWarning) -> None:
 
 
 def with_warnings(work: Callable[..., Any], *args: Any) -> tuple[Any, list[tuple[str, type[HDIWarning]]]]:
-    """Return what work returns, and its warnings, for another thread to give: filters are those of the process."""
+    """Return the result of `work` and its warnings, for another thread to give: filters are those of the process."""
     _held.warnings = []
     try:
         return work(*args), _held.warnings
@@ -64,12 +53,7 @@ def describe(error: BaseException) -> str:
 
 
 class Guard:
-    """Turn failures of this package into one warning for each kind of work.
-
-    Interruptions (`KeyboardInterrupt` and what else is no `Exception`) pass.
-
-    Attributes:
-        count: kind of work -> how often it has failed.
+    """Turns failures of this package into one warning for each kind of work; interruptions pass.
 
     Example:
         >>> import warnings
@@ -108,17 +92,10 @@ class Guard:
 
 
 def guarded(work: str, *, passes: tuple[type[Exception], ...] = ()) -> Callable[[F], F]:
-    """Decorate a method that a trainer calls: failures go to the `_guard` of its object, and `None` is returned.
+    """Return a decorator of methods that a trainer calls: of failures the `_guard` of its object warns.
 
-    Within it the user's dispatch and function modes, autocast and autograd are off. While a graph is compiled the
-    method is called as it is.
-
-    Args:
-        work: what the method does, for the warning: ``"watching heads"``.
-        passes: exceptions that the caller shall see, such as those of misuse.
-
-    Returns:
-        A decorator.
+    Of them but `passes` the method returns `None`. Within it the user's dispatch and function modes, autocast and
+    autograd are off. While a graph is compiled the method is called as it is.
     """
 
     def decorate(method: F) -> F:

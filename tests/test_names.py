@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import subprocess
 import sys
 from dataclasses import replace
@@ -83,3 +85,14 @@ def test_a_name_that_is_none_suggests_the_closest_of_any_kind() -> None:
     for word, close in {"hdi/mim": "hdi/min", "ReviveHead": "ReviveHeads", "worst pairs": "worst pair"}.items():
         with pytest.raises(MisconfigurationError, match=f"Did you mean '{close}'"):
             look_up(word)
+
+
+def test_type_checkers_and_editors_see_the_names_that_there_are():
+    stub = ast.parse(Path(hdi_callback.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    imported = {
+        alias.name: getattr(importlib.import_module(statement.module), alias.name)
+        for statement in stub.body
+        if isinstance(statement, ast.ImportFrom) and statement.module.startswith("hdi_callback")
+        for alias in statement.names
+    }
+    assert imported == {name: getattr(hdi_callback, name) for name in hdi_callback.__all__}

@@ -82,7 +82,7 @@ def watch_heads(
     torch_module("model", model)
     function("log", log, "log=accelerator.log")
     function("save_checkpoint", save_checkpoint, "save_checkpoint=lambda name: torch.save(..., name + '.pt')")
-    folder = file_path("log_dir", log_dir, "runs/a")
+    folder = file_path("log_dir", log_dir, "runs/a").absolute()
     if tensorboard is not None and not isinstance(tensorboard, bool) and not hasattr(tensorboard, "add_scalar"):
         raise MisconfigurationError(f"`tensorboard` must be a SummaryWriter or True, got {shown(tensorboard)}.")
     if wandb is not None and (not hasattr(wandb, "log") or isinstance(wandb, type(os))):
@@ -262,7 +262,7 @@ class _Loop(Trainer):
         targets: Sequence[Any],
         save_checkpoint: Callable[[str], Any] | None,
     ) -> None:
-        self.optimizers, self.folder, self.is_stopped = optimizers, folder.absolute(), False
+        self.optimizers, self.folder, self.is_stopped = optimizers, folder, False
         self._targets, self._save = targets, save_checkpoint
 
     @property

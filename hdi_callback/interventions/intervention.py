@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from torch.optim import Optimizer
 
@@ -19,19 +18,12 @@ if TYPE_CHECKING:
     from hdi_callback.session import Trainer
 
 
-@dataclass(frozen=True)
-class Training:
-    """What an intervention sees of a training, and may do to it, under any trainer.
+class Training(NamedTuple):
+    """What an intervention sees of a training, and may do to it, under any trainer."""
 
-    Attributes:
-        trainer: stops the training and saves checkpoints.
-        layers: name -> layer.
-        expect_change: tells the rules that the weights of heads of a layer are written at a step, and by which
-            intervention, so that this raises no alert.
-    """
-
-    trainer: Trainer
-    layers: Mapping[str, AttentionLayer]
+    trainer: Trainer  # stops the training and saves checkpoints
+    layers: Mapping[str, AttentionLayer]  # by name
+    # Tells the rules which heads of a layer are written at a step, and by whom, so that this raises no alert.
     expect_change: Callable[[str, Sequence[int], int, str], None]
 
     @property
@@ -56,22 +48,16 @@ class Intervention(ABC):
         at_most: how often to act in a run; `None` for the default of the class.
         dry_run: only report what would have been done.
 
-    Attributes:
-        name: its name in logs.
-        chosen_rules: names of rules that were given, each of which has to judge in the run.
-        rules: names of the rules to act on by default; `None` for all.
-        at_most: how often to act by default; `None` for any number of times.
-        ignores_start: True to leave alone what was so at step 0 already, unless `rules` are given: heads may be equal
-            on purpose.
-
     Raises:
         MisconfigurationError: if an argument cannot work.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # in logs
     rules: Sequence[str] | None = None
     at_most: int | None = None
-    ignores_start: bool = False
+    ignores_start: bool = (
+        False  # what was so at step 0 already, unless `rules` are given: heads may be equal on purpose
+    )
 
     def __init__(
         self,
@@ -81,7 +67,7 @@ class Intervention(ABC):
         at_most: int | None = None,
         dry_run: bool = False,
     ) -> None:
-        self.chosen_rules: tuple[str, ...] = ()
+        self.chosen_rules: tuple[str, ...] = ()  # each of which has to judge in the run
         self.on: Level = one_of(f"on of {self.name}", on, LEVELS)
         self.dry_run = flag(f"dry_run of {self.name}", dry_run)
         if rules is not None:
@@ -119,7 +105,6 @@ class Intervention(ABC):
     def handle(self, record: Record) -> tuple[Action, ...]:
         """Return what was done about a reading: about its alerts, and active ones that were not answered yet."""
         actions = list(self.on_reading(record))
-        actions += [self.on_resolved(alert) for alert in record.alerts if alert.is_over and self.answers(alert)]
         for alert in record.active:
             key = json.dumps([alert.step, alert.rule, sorted(alert.where.items())])
             if key in self._answered or not self.answers(alert):
@@ -142,10 +127,6 @@ class Intervention(ABC):
     @abstractmethod
     def on_alert(self, alert: Alert) -> Action | None:
         """Act on an alert, once; return what was done, `None` for nothing."""
-
-    def on_resolved(self, alert: Alert) -> Action | None:
-        """Act on the end of an alert."""
-        return None
 
     def on_reading(self, record: Record) -> Sequence[Action | None]:
         """Act on a reading, whatever its alerts."""

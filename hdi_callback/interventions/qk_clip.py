@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hdi_callback.arguments import number
-from hdi_callback.attention.layer import AttentionLayer, HeadWeight
-from hdi_callback.errors import MisconfigurationError
+from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.interventions.intervention import Intervention
 from hdi_callback.interventions.writing import bias_of, refuse, why_not_writable
 from hdi_callback.record import Action, Alert, Record
@@ -33,7 +31,8 @@ class QKClip(Intervention):
 
     Args:
         limit: largest score that is left as it is.
-        options: `at_most` and `dry_run`, see `Intervention`.
+        at_most: how often to act in a run; any number of times by default.
+        dry_run: only report what would have been done.
 
     Raises:
         MisconfigurationError: if an argument cannot work.
@@ -42,13 +41,8 @@ class QKClip(Intervention):
     name = "QKClip"
     rules = ()
 
-    def __init__(self, limit: float = 100.0, **options: Any) -> None:
-        unknown = sorted(set(options) - {"at_most", "dry_run"})
-        if unknown:
-            raise MisconfigurationError(
-                f"QKClip does not depend on alerts, so it takes `at_most` and `dry_run`, and not {unknown[0]!r}."
-            )
-        super().__init__(**options)
+    def __init__(self, limit: float = 100.0, *, at_most: int | None = None, dry_run: bool = False) -> None:
+        super().__init__(at_most=at_most, dry_run=dry_run)
         self.limit = number("limit of QKClip", limit, example=100)
 
     def check(self) -> None:
@@ -57,9 +51,9 @@ class QKClip(Intervention):
             normed = [role for role in ("query", "key") if role in layer.normed]
             why = f"a norm follows its {normed[0]} heads, which undoes it" if normed else ""
             why = why or why_not_writable(layer, ("query", "key"))
-            if not why and layer.weights["query"].index(0)[1].equal(layer.weights["key"].index(0)[1]):
-                same = layer.weights["query"].index(0)[0] is layer.weights["key"].index(0)[0]
-                why = "its queries and keys share their weight" if same else ""
+            if not why:
+                (query, rows), (key, key_rows) = (layer.weights[role].index(0) for role in ("query", "key"))
+                why = "its queries and keys share their weight" if query is key and rows.equal(key_rows) else ""
             refuse(layer, self.name, why)
 
     def on_alert(self, alert: Alert) -> Action | None:
@@ -101,23 +95,18 @@ def scale_scores(layer: AttentionLayer, factors: Sequence[float]) -> None:
         math.sqrt(max(factor for head, factor in enumerate(factors) if layer.key_of[head] == key))
         for key in range(layer.num_key_heads)
     ]
-    for head, factor in enumerate(factors):
-        _scale(layer.weights["query"], head, factor / of_key[layer.key_of[head]])
-    for key, factor in enumerate(of_key):
-        _scale(layer.weights["key"], key, factor)
-
-
-def _scale(weight: HeadWeight, head: int, factor: float) -> None:
-    parts: list[tuple[nn.Parameter, Tensor]] = [weight.index(head)]
-    bias = bias_of(weight, head)
-    for parameter, index in parts if bias is None else [*parts, bias]:
-        if factor < 1:
-            rows = parameter.take(index)
-            parameter.put_(index, rows * _rounded_down(factor, rows))
+    of_query = [factor / of_key[key] for factor, key in zip(factors, layer.key_of)]
+    for role, of_role in (("query", of_query), ("key", of_key)):
+        for head, factor in enumerate(of_role):
+            bias = bias_of(layer.weights[role], head)
+            for parameter, index in [layer.weights[role].index(head), *([] if bias is None else [bias])]:
+                if factor < 1:
+                    rows = parameter.take(index)
+                    parameter.put_(index, rows * _rounded_down(factor, rows))
 
 
 def _rounded_down(factor: float, like: Tensor) -> Tensor:
-    """The factor in the type of a weight; in bfloat16 the nearest to 0.999 is 1, and scores would stay above."""
+    """Return the factor in the type of a weight; in bfloat16 the nearest to 0.999 is 1, and scores would stay above."""
     nearest = torch.tensor(factor, dtype=like.dtype, device=like.device)
     below = torch.tensor(factor * (1 - torch.finfo(like.dtype).eps / 2), dtype=like.dtype, device=like.device)
     return below if float(nearest) > factor else nearest

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar
 
-from hdi_callback.arguments import did_you_mean, flag, one_of, shown, strings, whole_number
+from hdi_callback.arguments import did_you_mean, file_path, flag, one_of, shown, strings, whole_number
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.interventions import Intervention
 from hdi_callback.monitor.metrics import DEFAULT_METRICS, METRICS, check_metric
@@ -139,11 +139,7 @@ def _check_padding(value: Any) -> None:
 def _history(value: Any) -> bool | Path:
     if isinstance(value, bool):
         return value
-    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise MisconfigurationError(
-            f'`history` must be True, False or a path, got {shown(value)}: write "runs/a/history.jsonl".'
-        )
-    path = Path(value).absolute()  # the training may change its directory
+    path = file_path("history", value, "runs/a/history.jsonl", "True, False or ").absolute()
     if path.is_dir():
         raise MisconfigurationError(
             f"`history` must be the path of a file, and {str(value)!r} is a folder: write "

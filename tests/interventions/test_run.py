@@ -32,9 +32,6 @@ class Note(Intervention):
         self.seen.append(alert.rule)
         return self.action(alert.layers, "took note")
 
-    def on_resolved(self, alert):
-        self.seen.append(f"{alert.rule} is over")
-
 
 def open_training(*interventions, step: int = 101):
     model = Model()
@@ -77,14 +74,6 @@ def test_a_rule_that_joins_an_event_in_silence_is_answered():
     assert merged.seen == ["worst pair"]
 
 
-def test_the_end_of_an_alert_is_told():
-    note = Note()
-    open_training(note)
-    note.handle(reading(alert()))
-    note.handle(reading(alerts=[alert(status="resolved")]))
-    assert note.seen == ["worst pair", "worst pair is over"]
-
-
 def test_it_acts_at_most_so_often_and_the_action_has_the_step_and_names_each_layer_once():
     save = SaveCheckpoint(at_most=2)
     training = open_training(save)
@@ -121,7 +110,6 @@ MISUSE = {
     "an error above one": (lambda: ReviveHeads(max_output_error=2), "of at least 0, at most 1"),
     "a seed": (lambda: ReviveHeads(seed=-1), "at least 0"),
     "a limit": (lambda: QKClip(limit=0), "above 0"),
-    "rules of QKClip": (lambda: QKClip(rules=["sudden sharpening"]), "does not depend on alerts"),
     "without a callback": (lambda: StopTraining().training, r"HDICallback\(interventions=\[...\]\)"),
 }  # fmt: skip
 

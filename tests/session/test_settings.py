@@ -39,7 +39,7 @@ MISUSE: dict[str, tuple[dict[str, Any], str]] = {
     "a misspelt metric": ({"metrics": ["hdi_worst_pairs"]}, "Did you mean 'hdi_worst_pair'"),
     "a string for a list": ({"metrics": "hdi"}, r"write \['hdi'\]"),
     "a string as pattern": ({"exclude": "encoder.*"}, r"write \['encoder.\*'\]"),
-    "a number as pattern": ({"include": [3]}, "it holds 3"),
+    "a number as pattern": ({"include": [3]}, r"must be a list of patterns of layer names or None, got \[3\]"),
     "padding by another word": ({"padding": "autos"}, 'must be "auto".*Did you mean'),
     "padding by a fraction": ({"padding": 0.5}, "`padding`"),
     "a number as history": ({"history": 3}, "`history` must be True, False or a path"),
