@@ -184,7 +184,7 @@ class MeanAlignment(Rule):
 
 
 class MergedValues(Rule):
-    """Value and output weights of some heads write the same: the cosine of their OV circuits reaches a limit."""
+    """The heads write the same message into the residual stream, wherever they attend."""
 
     name = "merged values"
     needs = ("circuit_ov_worst",)
@@ -194,7 +194,6 @@ class MergedValues(Rule):
         "the cosine of the OV circuits of two heads reaches 0.9; a notice while the loss is good. Of pretrained "
         "weights only what was not so at the first reading. It ends at 0.8"
     )
-    meaning = "The heads write the same message into the residual stream, wherever they attend."
     action = SEPARATE
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:

@@ -21,7 +21,8 @@ def test_what_was_held_back_and_what_is_new_shares_no_task_fault_or_seed_with_wh
         its_tasks, its_faults, *_ = PARTS[name]
         assert {job.task for job in parts[name]} == {*its_tasks}
         assert {job.kind for job in parts[name]} == {HEALTHY, *its_faults}
-    assert not {job.seed for job in parts["held back"]} & {job.seed for job in parts["new seeds"]}
+    for before, after in (("held back", "new seeds"), ("new kinds", "new kinds, new seeds")):
+        assert not {job.seed for job in parts[before]} & {job.seed for job in parts[after]}
 
 
 def test_each_fault_has_a_healthy_training_of_its_seed():
