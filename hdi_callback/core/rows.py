@@ -25,7 +25,6 @@ class RowMetrics(NamedTuple):
         entropy: ``(H,)``, mean of the entropy over log n: 1 uniform, 0 one token.
         logit: ``(H,)``, the largest score of a sampled query less the mean of all keys that it sees: what softmax does
             not ignore.
-        keys: mean number of visible keys, over queries that see one of several keys.
         ahead: ``(H,)``, mean attention to keys behind the query: 0 under a causal mask.
         pattern: ``(H, 32, 32)``, mean attention from queries in a part of the sequence to keys in a part of it; of up
             to 32 keys a part is one token. NaN in rows of which no query was sampled.
@@ -33,7 +32,6 @@ class RowMetrics(NamedTuple):
 
     entropy: Tensor
     logit: Tensor
-    keys: Tensor
     ahead: Tensor
     pattern: Tensor
 
@@ -44,7 +42,6 @@ class RowSums(NamedTuple):
     queries: Tensor  # ``()``, number of queries that see two keys, which alone have an entropy
     entropy: Tensor  # ``(H,)``, sum of their normalised entropies
     seeing: Tensor  # ``()``, number of queries that see a key, where there are several keys
-    visible: Tensor  # ``()``, sum of the numbers of keys that they see, mean over heads
     ahead: Tensor  # ``(H,)``, sum of their attention to later keys; NaN where positions are not known
     pattern: Tensor  # ``(H, 32, 32)``, sum of the attention from queries in a part of the sequence to keys in one
     in_part: Tensor  # ``(32,)``, number of queries in each part of the sequence
@@ -121,7 +118,6 @@ def attention_rows(
         queries=counts.sum((1, 2, 3), dtype=wide.dtype),
         entropy=entropy.sum((1, 3)),
         seeing=seeing.sum((1, 2, 3), dtype=wide.dtype),
-        visible=torch.where(seeing, sees, 0).mean(2).sum((1, 2)),
         ahead=ahead,
         pattern=pattern,
         in_part=in_part,
@@ -136,7 +132,6 @@ def row_metrics(sums: RowSums) -> RowMetrics:
     return RowMetrics(
         entropy=sums.entropy / sums.queries[..., None],
         logit=torch.where(sums.largest == -torch.inf, torch.nan, sums.largest),
-        keys=sums.visible / sums.seeing,
         ahead=sums.ahead / sums.seeing[..., None],
         pattern=sums.pattern / sums.in_part[..., None, :, None],
     )

@@ -1,4 +1,4 @@
-"""Measure what armed forwards show: head outputs, rows of attention and input tokens, over all ranks."""
+"""Measure what armed forwards show: head outputs and rows of attention, over all ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from hdi_callback.attention.capture.capture import Captured
 from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.core.covariance import ContributionSums, contribution_sums, covariance_term, outputs_not_finite
 from hdi_callback.core.rows import RowSums, attention_rows, row_metrics
-from hdi_callback.core.tokens import TokenSums, mean_cosine, token_sums
-from hdi_callback.monitor.metrics import FINITE_OUTPUTS, OUTPUTS, ROWS, TOKENS
+from hdi_callback.monitor.metrics import FINITE_OUTPUTS, OUTPUTS, ROWS
 from hdi_callback.monitor.ranks import Ranks, chunks, failed, repeats_tokens
 from hdi_callback.monitor.reading import Absent, Result, apart, joined, stacked
 
@@ -33,7 +32,7 @@ NOT_ARMED = "no forward was armed before this reading"
 class Samples(NamedTuple):
     """What was captured of layers of one shape."""
 
-    tokens: Any  # ``(layers, tokens, ...)``, head outputs or inputs; of rows the sums of each layer's runs
+    tokens: Any  # ``(layers, tokens, H, d_v)``, head outputs; of rows the sums of each layer's runs
     weight: Tensor | None  # ``(layers, H, d_v, d)``, the output weight, for the covariance
     valid: Tensor | None  # ``(layers, tokens)``, false of padding; `None` if all count
 
@@ -107,13 +106,6 @@ FORWARD = (
         lambda samples, is_alone: joined([reduce(add, runs) for runs in samples.tokens]),
         _no_rows,
         lambda layer, *sums: row_metrics(RowSums(*sums)),
-    ),
-    ForwardSource(
-        TOKENS,
-        "inputs",
-        lambda samples, is_alone: token_sums(samples.tokens, samples.valid),
-        lambda layer, device: token_sums(torch.zeros(0, layer.weights["key"].in_features, device=device)),
-        lambda layer, *sums: mean_cosine(TokenSums(*sums)),
     ),
 )
 """Everything that is measured of armed forwards."""
@@ -233,8 +225,8 @@ def _batches(
     for layer in layers:
         if layer.name in counted:
             of_layer, weight = counted[layer.name], layer.weights.get("output")
-            sample = of_layer.rows[0].entropy if reads == "rows" else getattr(of_layer, reads)
-            kind = _kind(sample), _kind(_valid(of_layer, reads)), None if weight is None else weight.in_features
+            sample = of_layer.rows[0].entropy if reads == "rows" else of_layer.outputs
+            kind = _kind(sample), _kind(of_layer.valid), None if weight is None else weight.in_features
             groups.setdefault(kind, []).append(layer)
     batches: list[list[AttentionLayer]] = []
     for ((shape, _, device), *_), group in groups.items():
@@ -243,16 +235,12 @@ def _batches(
     return batches
 
 
-def _valid(captured: Captured, reads: str) -> Tensor | None:
-    return captured.valid if reads == "outputs" else captured.inputs_valid
-
-
 def _stacked(captured: Sequence[Captured], reads: str, weight: Tensor | None) -> Samples | None:
     """Stack what was captured of layers; `None` if nothing was."""
     if reads == "rows" or not captured:
         return Samples([of_layer.rows for of_layer in captured], weight, None) if captured else None
-    valid = [mask for of_layer in captured if (mask := _valid(of_layer, reads)) is not None]
-    tokens = stacked([getattr(of_layer, reads) for of_layer in captured])
+    valid = [of_layer.valid for of_layer in captured if of_layer.valid is not None]
+    tokens = stacked([of_layer.outputs for of_layer in captured if of_layer.outputs is not None])
     return Samples(tokens, weight, stacked(valid) if valid else None)
 
 

@@ -18,12 +18,11 @@ QK, OV = "QK circuits", "OV circuits"
 FINITENESS = "finiteness of weights"
 MOVEMENT = "movement of weights"
 ROWS = "attention rows"
-TOKENS = "input tokens"
 PARAMETERS = "movement of other parameters"
 TRAINING = "training"
 
 WEIGHT_SOURCES = (KEYS, QK, OV, FINITENESS, MOVEMENT)
-FORWARD_SOURCES = (OUTPUTS, FINITE_OUTPUTS, ROWS, TOKENS)
+FORWARD_SOURCES = (OUTPUTS, FINITE_OUTPUTS, ROWS)
 SOURCES = (*WEIGHT_SOURCES, *FORWARD_SOURCES, PARAMETERS)
 """What a reading measures, in the order in which it does; `TRAINING` is asked of the layers, beside them."""
 
@@ -134,12 +133,6 @@ _METRICS = (
         "Largest score of a sampled query, less the mean over the keys that it sees, which softmax ignores.",
     ),
     Metric(
-        "attention_keys",
-        ROWS,
-        lambda r: r.keys,
-        "Number of keys that a query sees, mean over queries: 1 is a mask that leaves one token each.",
-    ),
-    Metric(
         "attention_ahead",
         ROWS,
         lambda r: r.ahead.amax(-1),
@@ -149,16 +142,9 @@ _METRICS = (
     Metric(
         "parameters_still",
         PARAMETERS,
-        lambda p: p.still.nansum(-1) + 0 * p.others_move,
+        lambda p: p.number,
         "Number of adapters, gains and biases of a layer that are to train and are what they were at the last reading.",
     ),
-    Metric(
-        "others_move",
-        PARAMETERS,
-        lambda p: p.others_move,
-        "1 if parameters outside all watched layers have changed since the last reading, else 0.",
-    ),
-    Metric("token_cosine", TOKENS, lambda cosine: cosine, "Mean cosine of two input tokens: 1 if all point alike."),
 )
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _METRICS}
@@ -232,6 +218,5 @@ WHY_NOT = {
     FINITE_OUTPUTS: "the outputs were not read on a rank",
     OUTPUTS: "there were fewer than two tokens without padding, or outputs are zero, not finite or not read on a rank",
     ROWS: "no query that was read sees two keys, or the scores are not known, not finite, or not read on a rank",
-    TOKENS: "there were fewer than two tokens without padding, or they are not finite, or not read on a rank",
 }
 """Source -> why a metric of it is absent where its value is NaN."""

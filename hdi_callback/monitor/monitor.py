@@ -36,7 +36,6 @@ from hdi_callback.monitor.metrics import (
     METRICS,
     PARAMETERS,
     ROWS,
-    TOKENS,
     check_metric,
 )
 from hdi_callback.monitor.parameter_source import ParameterReader
@@ -374,7 +373,7 @@ class HeadDiversityMonitor:
                 max_tokens=self._max_tokens,
                 padding=self._padding,
                 rows=take_rows if ROWS in names else None,
-                inputs=TOKENS in names,
+                inputs=False,
             )
             if before is not None:
                 before.disarm()

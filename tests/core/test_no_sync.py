@@ -16,7 +16,6 @@ from hdi_callback.core import (
 )
 from hdi_callback.core.covariance import contribution_sums, covariance_term, outputs_not_finite
 from hdi_callback.core.movement import movement_of, movement_sums, not_finite
-from hdi_callback.core.tokens import mean_cosine, token_sums
 from tests.core.no_sync import NoSync
 
 
@@ -35,7 +34,6 @@ SILENT = {
     "rows": lambda: row_metrics(
         attention_rows(on_meta(2, 4, 5, 9), logits=on_meta(2, 4, 5, 9), positions=on_meta(5, dtype=torch.int64))
     ),
-    "tokens": lambda: mean_cosine(token_sums(on_meta(20, 32), VALID)),
     "movement": lambda: movement_of({"query": movement_sums(QUERIES, QUERIES.bfloat16())}, {"query": 256}),
     "finiteness": lambda: (not_finite(QUERIES), outputs_not_finite(OUTPUTS, VALID)),
 }

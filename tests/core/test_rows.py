@@ -36,15 +36,12 @@ def plain(rows: Tensor, visible: Tensor, logits: Tensor) -> dict:
     rows, logits = rows.double().numpy(), logits.double().numpy()
     logit = np.full(H, -np.inf)
     entropy: list[np.ndarray] = []
-    seen: list[int] = []
     for b in range(B):
         for i in range(q):
             for h in range(H):
                 scores = logits[b, h, i][visible[b, h, i]]
                 logit[h] = max([logit[h], *(scores - scores.mean() if len(scores) else [])])
             keys = [j for j in range(n) if visible[b, 0, i, j]]
-            if keys and n > 1:
-                seen.append(len(keys))
             if len(keys) < 2:
                 continue
             a = rows[b, :, i][:, keys]
@@ -52,7 +49,6 @@ def plain(rows: Tensor, visible: Tensor, logits: Tensor) -> dict:
                 entropy.append(-np.where(a > 0, a * np.log(a), 0).sum(-1) / math.log(len(keys)))
     return {
         "entropy": np.mean(entropy, 0) if entropy else np.full(H, np.nan),
-        "keys": np.mean(seen) if seen else np.nan,
         "logit": np.where(np.isinf(logit), np.nan, logit),
     }
 
@@ -124,7 +120,6 @@ def test_uniform_rows_average_over_everything():
     causal = torch.ones(40, 40, dtype=torch.bool).tril()
     found = read((causal / n[:, None]).expand(3, 40, 40), causal)
     assert found.entropy.tolist() == pytest.approx([1] * 3)
-    assert float(found.keys) == pytest.approx(float(n.float().mean()))
 
 
 def test_one_hot_rows_have_no_entropy():
@@ -146,7 +141,7 @@ def test_masked_scores_are_not_the_largest():
     logits = torch.tensor([[[1.0, 2.0, -torch.inf]]])
     assert float(read(logits.softmax(-1), logits=logits).logit) == 0.5
     finite = torch.tensor([[[1.0, 2.0, torch.finfo(torch.float32).min]]])
-    assert float(read(finite.softmax(-1), logits=finite).keys) == 2
+    assert float(read(finite.softmax(-1), logits=finite).logit) == 0.5
 
 
 def test_without_a_counted_query_all_is_nan():

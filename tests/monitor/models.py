@@ -84,7 +84,7 @@ def naive(layer: Attention, x: Tensor, before: dict[str, Tensor] | None = None) 
     rows = scores.softmax(-1)
     found |= of_rows(rows, scores)
     outputs = (rows @ v).transpose(1, 2).flatten(0, 1)  # (tokens, H, d_v)
-    found |= of_outputs(outputs, output) | of_tokens(x.flatten(0, 1))
+    found |= of_outputs(outputs, output)
     if before is not None:
         own = ("query.weight", "mix.weight")  # of heads, and not of groups
         moved, size = torch.zeros(HEADS).double(), torch.zeros(HEADS).double()
@@ -138,14 +138,6 @@ def of_outputs(outputs: Tensor, output: Tensor) -> dict[str, float]:
     return {"head_covariance": float((T.sum() - T.trace()) / (H * (H - 1)))}
 
 
-def of_tokens(x: Tensor) -> dict[str, float]:
-    """Metrics of tokens ``(n, d)``."""
-    units = x / x.norm(dim=-1, keepdim=True)
-    cosines = units @ units.T
-    n = len(x)
-    return {"token_cosine": float((cosines.sum() - cosines.trace()) / (n * (n - 1)))}
-
-
 def of_rows(rows: Tensor, scores: Tensor) -> dict[str, float]:
     """Metrics of causal attention ``(batch, H, t, t)``; the first query, which sees one key, is left out."""
     b, H, t, _ = rows.shape
@@ -161,6 +153,5 @@ def of_rows(rows: Tensor, scores: Tensor) -> dict[str, float]:
     return {
         "attention_entropy": float(entropy.mean() / n),
         "attention_logit": float((scores.amax(-1) - mean).max()),
-        "attention_keys": (t + 1) / 2,
         "attention_ahead": 0.0,
     }

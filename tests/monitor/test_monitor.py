@@ -68,7 +68,7 @@ def test_measuring_waits_for_nothing_before_the_record():
         rows = attention_rows(torch.zeros(2, 4, 5, 5, device="meta"))
         captured[layer.name] = Captured(
             outputs=torch.zeros(20, 4, 8, device="meta"), valid=torch.ones(20, dtype=torch.bool, device="meta"),
-            inputs=torch.zeros(20, 32, device="meta"), rows=[rows],
+            rows=[rows],
         )  # fmt: skip
     absent, reader = Absent(), WeightReader(SOURCES)
     results = [*reader.measure(0, layers, absent), *reader.measure(1, layers, absent)]
@@ -206,7 +206,7 @@ def test_one_source_that_fails_leaves_the_others(monkeypatch):
         model(X).sum().backward()
         record = monitor.measure(0).record()
     for layer in record.layers.values():
-        assert {"hdi", "weights_not_finite", "head_covariance", "token_cosine"} <= layer.values.keys()
+        assert {"hdi", "weights_not_finite", "head_covariance"} <= layer.values.keys()
         assert layer.absent["OV circuits"] == "measuring it failed (FloatingPointError: no such number)"
         assert "no such number" in layer.absent["attention rows"]
 

@@ -16,7 +16,7 @@ from hdi_callback.monitor import HeadDiversityMonitor, forward_source
 from tests.monitor.models import Model
 from tests.versions import HAS_FSDP2_ON_CPU, Outcomes
 
-METRICS = ["token_cosine", "head_covariance", "attention_entropy", "circuit_qk_norm", "head_movement_min"]
+METRICS = ["head_covariance", "attention_entropy", "circuit_qk_norm", "head_movement_min"]
 pytestmark = pytest.mark.ranks
 HOW = ["ddp", "uneven", "fsdp", "tp", "idle", "other layers", "failing"]  # the last leaves broken code behind
 HOW = HOW if HAS_FSDP2_ON_CPU else [how for how in HOW if how != "fsdp"]

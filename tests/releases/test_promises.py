@@ -60,7 +60,7 @@ def train(model: nn.Module, call: Any, history: Path | None, around: Any = None)
 
 def full_readings(history: Path) -> int:
     """How many readings have attention rows, head outputs and tokens of both layers."""
-    complete = {"attention_entropy", "head_covariance", "token_cosine"}
+    complete = {"attention_entropy", "head_covariance"}
     records = load_history(history).records
     return sum(
         len(record.layers) == 2 and all(complete <= layer.values.keys() for layer in record.layers.values())

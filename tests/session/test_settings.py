@@ -87,9 +87,9 @@ def test_a_relative_history_is_where_it_was_meant_when_the_training_changes_its_
 
 
 def test_more_metrics_are_drawn_beside_the_default_ones() -> None:
-    settings = Settings(metrics=["token_cosine"])
-    assert settings.curves == ("hdi", "hdi_worst_alignment", "head_covariance", "token_cosine")
-    assert "token_cosine" in settings.measured
+    settings = Settings(metrics=["circuit_ov_norm"])
+    assert settings.curves == ("hdi", "hdi_worst_alignment", "head_covariance", "circuit_ov_norm")
+    assert "circuit_ov_norm" in settings.measured
     assert "attention_logit" in settings.measured, "which a rule needs"
     assert Settings(alerts=None).measured == ("hdi", "hdi_worst_alignment", "head_covariance")
 
