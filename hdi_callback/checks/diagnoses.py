@@ -19,8 +19,8 @@ from torch import Tensor
 
 from hdi_callback.attention.discovery.cores import OVER_HEADS, OVER_QUERIES
 from hdi_callback.attention.discovery.heads import IN
-from hdi_callback.attention.discovery.labels import CENTRED, NORMED, Flag
-from hdi_callback.checks.facts import PLURAL, Facts, HeadRows, shown_rows
+from hdi_callback.attention.discovery.labels import NORMED
+from hdi_callback.checks.facts import PLURAL, Facts
 from hdi_callback.checks.scores import Change
 
 Verdict = Literal["wrong", "odd"]
@@ -86,32 +86,18 @@ def merge(facts: Facts, _: Sequence[Facts]) -> Found:
     )
 
 
-def interleaved(facts: Facts, _: Sequence[Facts]) -> Found:
-    """Heads lie differently in queries, keys and values."""
-    maps = {role: head_rows for role in IN if (head_rows := _only(facts, role)) is not None}
-    orders = {role: head_rows.order for role, head_rows in maps.items() if head_rows.rows.shape[0] > 1}
-    if set(orders.values()) == {"head by head", "interleaved"}:
-        orders_in_words = _and([f"{PLURAL[role]} in {maps[role].module} lie {order}" for role, order in orders.items()])
-        return (
-            "odd",
-            f"{orders_in_words}: {_CONVENTION}; cut all of them alike, as .view(B, T, H, d) or as .view(B, T, d, H)",
-        )
-    for first, second in (("query", "key"), ("query", "value"), ("key", "value")):
-        if first not in maps or second not in maps or maps[first].name != maps[second].name:
-            continue
-        rows, second_rows = maps[first].rows, maps[second].rows
-        common = set(rows.flatten().tolist()) & set(second_rows.flatten().tolist())
-        if (
-            common
-            and rows.shape == second_rows.shape
-            and not torch.equal(rows.sort(-1).values, second_rows.sort(-1).values)
-        ):
-            return "wrong", (
-                f"rows {shown_rows(torch.tensor(sorted(common)))} of {maps[first].module} make {PLURAL[first]} of "
-                f"one head and {PLURAL[second]} of another: cut the projection in one order, as .chunk(3, -1) or "
-                "as .view(B, T, H, 3, d)"
-            )
-    return None
+def head_order(facts: Facts, _: Sequence[Facts]) -> Found:
+    """Heads lie differently in queries, keys, values and the columns of the output, or in maps that are summed."""
+    maps = [
+        (role, head_rows) for role in (*IN, "output") for head_rows in facts.rows.get(role, ())
+        if head_rows.rows.shape[0] > 1 and head_rows.order
+    ]  # fmt: skip
+    if len({head_rows.order for _, head_rows in maps}) < 2:
+        return None
+    orders = _and(
+        [f"{PLURAL.get(role, 'outputs')} in {head_rows.module} lie {head_rows.order}" for role, head_rows in maps]
+    )
+    return "odd", f"{orders}: {_CONVENTION}; cut all of them alike, as .view(B, T, H, d) or as .view(B, T, d, H)"
 
 
 def tiled_key_heads(facts: Facts, _: Sequence[Facts]) -> Found:
@@ -124,37 +110,6 @@ def tiled_key_heads(facts: Facts, _: Sequence[Facts]) -> Found:
         f"query heads 0 to {facts.heads - 1} meet key heads {shared}: the {count} key heads are tiled where neighbours "
         f"mostly share; {_CONVENTION}; write .repeat_interleave({each}, dim=1) in the place of .repeat"
     )
-
-
-def adapter_rows(facts: Facts, _: Sequence[Facts]) -> Found:
-    """The rows of a map that is added belong to other heads than those of the base."""
-    for role in IN:
-        if len(facts.rows.get(role, ())) < 2:
-            continue
-        base, added = facts.rows[role][:2]
-        if base.rows.shape == added.rows.shape and {base.order, added.order} == {"head by head", "interleaved"}:
-            return "odd", (
-                f"{PLURAL[role]} are the sum of {base.module}, where heads lie {base.order}, and of {added.module}, "
-                f"where they lie {added.order}: head 1 adds rows {shown_rows(added.rows[1])} of {added.module}. It "
-                "learns as well, but merged into the base, or in other code, it changes other heads; cut both alike"
-            )
-    return None
-
-
-def output_order(facts: Facts, _: Sequence[Facts]) -> Found:
-    """Heads enter the output projection in another order than they leave the value projection."""
-    output, value = _only(facts, "output"), _only(facts, "value")
-    if output is None or value is None or facts.heads < 2 or output.rows.shape[0] != facts.heads:
-        return None
-    if {value.order, output.order} == {"head by head", "interleaved"}:
-        return "odd", (
-            f"heads lie {value.order} in {value.module} and {output.order} in the columns of {output.module}; write "
-            ".transpose(1, 2).reshape(B, T, H * d)"
-        )
-    first = output.rows.amin(1)
-    if output.order == "head by head" and len(first.unique()) == facts.heads and not bool((first.diff() > 0).all()):
-        return "odd", f"heads enter {output.module} in the order {_listed(first.argsort().tolist())}"
-    return None
 
 
 # scale and softmax
@@ -170,21 +125,17 @@ def scale(facts: Facts, among: Sequence[Facts]) -> Found:
     if any(math.isclose(facts.scale, (terms * facts.width) ** -0.5, rel_tol=0.01) for terms in (2, 3)):  # DeBERTa's
         return None
     right = facts.width**-0.5
+    inverse = f"they are multiplied with sqrt({facts.width}); divide by it"
+    reasons = {
+        1 / right: inverse,
+        right * right: "they may be scaled twice",
+        1.0: "they are not scaled",
+        (facts.features or 1) ** -0.5: "it is 1/sqrt(the model's width)",
+        (facts.heads or 1) ** -0.5: "it is 1/sqrt(the number of heads)",
+    }
+    why = next((why for number, why in reasons.items() if math.isclose(facts.scale, number, rel_tol=0.01)), "")
     text = f"scores are scaled by {facts.scale:.4g}, and 1/sqrt({facts.width}) is {right:.4g}"
-
-    def is_near(number: float) -> bool:
-        return math.isclose(facts.scale or 0, number, rel_tol=0.01)
-
-    if is_near(1 / right):
-        return "wrong", f"{text}: they are multiplied with sqrt({facts.width}); divide by it"
-    if is_near(right * right):
-        return "odd", f"{text}: they may be scaled twice"
-    if is_near(1):
-        return "odd", f"scores are not scaled, and 1/sqrt({facts.width}) is {right:.4g}"
-    for name, size in (("the model's width", facts.features), ("the number of heads", facts.heads)):
-        if size and is_near(size**-0.5):
-            return "odd", f"{text}: it is 1/sqrt({name})"
-    return "odd", text
+    return "wrong" if why == inverse else "odd", f"{text}{why and ': '}{why}"
 
 
 def softmax(facts: Facts, _: Sequence[Facts]) -> Found:
@@ -212,74 +163,58 @@ def dropout(facts: Facts, _: Sequence[Facts]) -> Found:
 
 
 def mask_missing(facts: Facts, among: Sequence[Facts]) -> Found:
-    """A mask has no effect, or only this layer has none."""
-    for at, change in enumerate(facts.changes):
-        text = _without_effect(change, before=facts.changes[:at], behind=facts.changes[at + 1 :])
-        if text is not None:
-            return "wrong", text
+    """Only this layer has no mask."""
     if facts.hidden is None or bool(facts.hidden.any()) or facts.queries != facts.keys:
         return None
-    siblings = {sibling.path: sibling for sibling in among if _pattern(sibling.path) == _pattern(facts.path)}
+    siblings = {each.path: each for each in among if _pattern(each.path) == _pattern(facts.path)}
     del siblings[facts.path]
     if siblings and all(sibling.is_causal for sibling in siblings.values()):
         return "odd", f"no mask hides later tokens here, and the {len(siblings)} other layers of its kind have one"
     return None
 
 
-def _without_effect(change: Change, before: Sequence[Change], behind: Sequence[Change]) -> str | None:
-    value, remedy = change.value, "write scores.masked_fill(mask == 0, -torch.inf)"
-    if value is None:
+def mask_without_effect(facts: Facts, _: Sequence[Facts]) -> Found:
+    """A mask hides nothing, or hides behind the softmax."""
+    for at, change in enumerate(facts.changes):
+        value, others, text = change.value, [*facts.changes[:at], *facts.changes[at + 1 :]], ""
+        is_number = change.is_added and value is not None and value.dtype != torch.bool
+        numbers = value if value is not None and is_number else torch.empty(0)
+        if _sets_to_zero(change) and all(each.hides is not None and not bool(each.hides.any()) for each in others):
+            text = "a mask sets scores to 0, which hides nothing, as exp(0) is 1"
+        elif numbers.unique().tolist() == [0, 1] and _is_mask(numbers == 0):
+            text = "a mask of 0 and 1 is added to the scores, which hides nothing"
+        if text:
+            return "wrong", f"{text}; write scores.masked_fill(mask == 0, -torch.inf)"
+    if facts.hidden is None or bool(facts.hidden.any()) or facts.is_renormalised:
         return None
-    is_of_0_and_1 = value.dtype != torch.bool and value.unique().tolist() == [0, 1] and _is_mask(value == 0)
-    is_added = change.op in {"add", "attn_mask"} or change.op.startswith("score_mod")
-    if is_added and is_of_0_and_1:
-        return f"a mask of 0 and 1 is added to the scores, which hides nothing; {remedy}"
-    if _sets_to_zero(change) and not _may_hide([*before, *behind]):
-        return f"a mask sets scores to 0, which hides nothing, as exp(0) is 1; {remedy}"
-    if change.op == "mul" and bool((value == 0).any()) and _may_hide(before):
-        return (
-            "scores are multiplied with 0 behind the mask, which is gone there: those queries see every key; multiply "
-            "the weights behind the softmax"
-        )
-    return None
-
-
-def mask_inverted(facts: Facts, among: Sequence[Facts]) -> Found:
-    """Each token sees later ones, and none before it."""
-    if facts.seen is None or facts.queries < 3 or any(layer.is_causal for layer in among):
-        return None  # beside a layer that reads from left to right, one from right to left is meant
-    earlier, itself, later = facts.seen
-    if bool(earlier.any()) or not bool(later.any()):
+    if not any(map(_sets_to_zero, facts.changes_behind)):
         return None
-    if not bool(itself.any()):
-        return "wrong", f"each token sees later ones alone, and the last one none: the mask is inverted; {_CAUSAL}"
-    return "odd", (
-        "token 1 sees the tokens behind it and not token 0, as in a model that reads from right to left: if it is to "
-        f"predict the next token, it sees it, and the causal mask is inverted; {_CAUSAL}"
+    return "wrong", (
+        "keys are hidden behind the softmax: hidden tokens take part in its sum, and the weights of a query do not add "
+        "up to 1; write scores.masked_fill(hidden, -torch.inf) before it"
     )
 
 
-def mask_off_by_one(facts: Facts, _: Sequence[Facts]) -> Found:
-    """Each token sees the next one."""
-    if (
-        facts.seen is None
-        or facts.queries < 4
-        or bool(facts.seen[2][:, 1:].any())
-        or not bool((facts.seen[2] == 1).any())
-    ):
-        return None
-    text = f"each token attends to the next one, which it must predict: the causal mask is off by one; {_CAUSAL}"
-    return ("wrong", text) if bool((facts.seen[0] == 1).all()) else None
-
-
-def window(facts: Facts, _: Sequence[Facts]) -> Found:
-    """A query sees more tokens than its module declares, or hides the next one and shows later ones."""
+def mask(facts: Facts, among: Sequence[Facts]) -> Found:
+    """A mask is inverted, off by one, or of a window that is wider than its module declares."""
     if facts.seen is None or facts.queries < 4:
         return None
-    earlier, _itself, later = facts.seen
+    earlier, itself, later = facts.seen
+    if not bool(earlier.any()) and bool(later.any()):
+        if any(layer.is_causal for layer in among):  # beside one that reads from left to right, this one is meant
+            return None
+        if not bool(itself.any()):
+            return "wrong", f"each token sees later ones alone, and the last one none: the mask is inverted; {_CAUSAL}"
+        text = (
+            "token 1 sees the tokens behind it and not token 0, as in a model that reads from right to left: if it is "
+        )
+        return "odd", f"{text}to predict the next token, it sees it, and the causal mask is inverted; {_CAUSAL}"
+    if bool((earlier == 1).all()) and bool((later[:, 0] == 1).any()) and not bool(later[:, 1:].any()):
+        text = "each token attends to the next one, which it must predict: the causal mask is off by one"
+        return "wrong", f"{text}; {_CAUSAL}"
     if any(not bool(shares[0]) and bool(shares.any()) for shares in later):
-        text = f"the next token is hidden, and later ones are seen: a mask of a window lacks .tril(); {_CAUSAL}"
-        return "wrong", text
+        text = "the next token is hidden, and later ones are seen: a mask of a window lacks .tril()"
+        return "wrong", f"{text}; {_CAUSAL}"
     most = 1 + int((earlier > 0).sum(-1).max())
     if not facts.is_causal or not 0 < facts.window < most:
         return None
@@ -298,36 +233,35 @@ def distance(facts: Facts, _: Sequence[Facts]) -> Found:
     )
 
 
-def mask_behind_softmax(facts: Facts, _: Sequence[Facts]) -> Found:
-    """Keys are hidden behind the softmax, and not before it."""
-    if facts.hidden is None or bool(facts.hidden.any()) or facts.is_renormalised:
-        return None
-    if not any(map(_sets_to_zero, facts.changes_behind)):
-        return None
-    return "wrong", (
-        "keys are hidden behind the softmax: hidden tokens take part in its sum, and the weights of a query do not add "
-        "up to 1; write scores.masked_fill(hidden, -torch.inf) before it"
-    )
-
-
 # positions, norms, biases
 
 
 def rotation(facts: Facts, _: Sequence[Facts]) -> Found:
     """Rotary positions are wrong, or of something else than queries and keys."""
-    text = _wrong_angles(facts)
-    if text is not None:
-        return "wrong", text
-    by_head = [role for role, table in facts.cosines.items() if _is_by_head(table[:, : facts.keys])]
-    if by_head:
+    cosines = {role: table[:, : facts.keys] for role, table in facts.cosines.items()}  # of one sequence
+    for role, table in cosines.items():
+        for place, partner in sorted(facts.pairs[role]):
+            if _differ(table[:, :, place], table[:, :, partner]):
+                return "wrong", (
+                    f"features {place} and {partner} of {PLURAL[role]} are turned together, by two different angles: "
+                    "the angles are laid out for other pairs; write torch.cat([angles, angles], -1) for halves, "
+                    "angles.repeat_interleave(2, -1) for neighbours"
+                )
+    if facts.shift and facts.queries == facts.keys:
+        tokens = f"{abs(facts.shift)} token{'s' if abs(facts.shift) > 1 else ''}"
+        return "wrong", (
+            f"queries are turned as if they were {tokens} {'later' if facts.shift > 0 else 'earlier'} than keys; turn "
+            "both by the same positions"
+        )
+    pairs = {role: facts.pairs[role] for role in ("query", "key") if facts.pairs.get(role)}
+    if facts.heads and len(set(pairs.values())) == 2:
+        return "wrong", "queries and keys are rotated in different pairs of features; use one layout for both"
+    if by_head := [role for role, table in cosines.items() if _is_by_head(table)]:
         return "odd", (
             f"{_and([PLURAL[role] for role in by_head])} of all tokens are turned by the same angle, and those of each "
             "head by another: positions run along heads, and the order of tokens is not seen; transpose before the "
             "rotation"
         )
-    pairs = [facts.pairs[role] for role in ("query", "key") if facts.pairs.get(role)]
-    if facts.heads and len(pairs) == 2 and pairs[0] != pairs[1]:
-        return "wrong", "queries and keys are rotated in different pairs of features; use one layout for both"
     if facts.length is not None and abs(facts.length - 1) > 0.02:
         return "odd", (
             f"rotary positions turn queries and keys, and make them {facts.length:.3g} times as long, so that scores "
@@ -335,54 +269,11 @@ def rotation(facts: Facts, _: Sequence[Facts]) -> Found:
         )
     if facts.pairs.get("value"):
         return "odd", "rotary positions are applied to values as well; queries and keys are enough"
-    turned = [role for role in ("query", "key") if facts.pairs.get(role)]
-    if facts.heads and len(turned) == 1 and {"query", "key"} <= facts.pairs.keys():
-        text = f"rotary positions are applied to {PLURAL[turned[0]]} alone, so that scores depend on absolute ones"
-        return "odd", f"{text}; rotate {'keys' if turned == ['query'] else 'queries'} too"
+    if facts.heads and len(pairs) == 1 and {"query", "key"} <= facts.pairs.keys():
+        turned, other = ("queries", "keys") if "query" in pairs else ("keys", "queries")
+        text = f"rotary positions are applied to {turned} alone, so that scores depend on absolute ones; rotate {other}"
+        return "odd", f"{text} too"
     return None
-
-
-def _wrong_angles(facts: Facts) -> str | None:
-    cosines = {role: table[:, : facts.keys] for role, table in facts.cosines.items()}  # of one sequence
-    for role, table in cosines.items():
-        for place, partner in sorted(facts.pairs[role]):
-            if _differ(table[:, :, place], table[:, :, partner]):
-                return (
-                    f"features {place} and {partner} of {PLURAL[role]} are turned together, by two different angles: "
-                    "the angles are laid out for other pairs; write torch.cat([angles, angles], -1) for halves, "
-                    "angles.repeat_interleave(2, -1) for neighbours"
-                )
-    if facts.shift and facts.queries == facts.keys:
-        tokens = f"{abs(facts.shift)} token{'s' if abs(facts.shift) > 1 else ''}"
-        return (
-            f"queries are turned as if they were {tokens} {'later' if facts.shift > 0 else 'earlier'} than keys; turn "
-            "both by the same positions"
-        )
-    return None
-
-
-def shared_bias(facts: Facts, _: Sequence[Facts]) -> Found:
-    """All heads add the same learned bias."""
-    for change in facts.changes:
-        *heads, queries, keys = (1, 1, *change.bias)
-        if change.op == "add" and min(queries, keys) > 1 and math.prod(heads) == 1 < facts.heads:
-            return "odd", (
-                f"a learned bias {change.bias} is added to the scores of all {facts.heads} heads: each head may have "
-                "one of its own, (heads, queries, keys)"
-            )
-    return None
-
-
-def norm_over_heads(facts: Facts, _: Sequence[Facts]) -> Found:
-    """One norm runs over the features of all heads."""
-    width = facts.heads * facts.width
-    normed = [PLURAL[role] for role in ("query", "key") if Flag(CENTRED, width, role) in facts.flags]
-    if facts.heads < 2 or not normed:
-        return None
-    return "odd", (
-        f"the norm of {_and(normed)} runs over {width} features of all heads, so that a head's size depends on the "
-        f"others; write LayerNorm({facts.width}) behind the split for one of each head"
-    )
 
 
 def norm_of_values(facts: Facts, _: Sequence[Facts]) -> Found:
@@ -392,19 +283,12 @@ def norm_of_values(facts: Facts, _: Sequence[Facts]) -> Found:
 
 
 DIAGNOSES = (
-    split, merge, interleaved, tiled_key_heads, adapter_rows, output_order, scale, softmax, dropout, mask_missing,
-    mask_inverted, mask_off_by_one, window, distance, mask_behind_softmax, rotation, shared_bias, norm_over_heads,
-    norm_of_values,
+    split, merge, head_order, tiled_key_heads, scale, softmax, dropout, mask_missing, mask_without_effect, mask,
+    distance, rotation, norm_of_values,
 )  # fmt: skip
 
 
 # what conditions and texts are made of
-
-
-def _only(facts: Facts, role: str) -> HeadRows | None:
-    """Return the rows of a role, if one parameter alone has them."""
-    rows = facts.rows.get(role, ())
-    return rows[0] if len(rows) == 1 else None
 
 
 def _and(parts: Sequence[str]) -> str:
@@ -436,10 +320,6 @@ def _sets_to_zero(change: Change) -> bool:
     return bool((zeros | value.isnan() | (value == 1)).all()) and _is_mask(zeros)
 
 
-def _may_hide(changes: Sequence[Change]) -> bool:
-    return any(change.hides is None or bool(change.hides.any()) for change in changes)
-
-
 def _differ(first: Tensor, second: Tensor) -> bool:
     """Whether two tables differ where both are known."""
     is_read = ~(first.isnan() | second.isnan())
@@ -448,9 +328,6 @@ def _differ(first: Tensor, second: Tensor) -> bool:
 
 def _is_by_head(table: Tensor) -> bool:
     """Whether angles are the same at all tokens, and differ between heads."""
-    read_angles = table[:, ~table[0, :, 0].isnan()]
-    if len(read_angles) < 2 or read_angles.shape[1] < 2:
-        return False
-    return not _differ(read_angles, read_angles[:, :1].expand_as(read_angles)) and _differ(
-        read_angles[0], read_angles[1]
-    )
+    angles = table[:, ~table[0, :, 0].isnan()]
+    is_read = len(angles) > 1 and angles.shape[1] > 1
+    return is_read and not _differ(angles, angles[:, :1].expand_as(angles)) and _differ(angles[0], angles[1])

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +34,8 @@ from hdi_callback.checks.scores import (
     is_by_rows,
     is_curve,
     is_renormalised,
+    links_back,
     scale_of,
-    walk_back,
 )
 
 __all__ = ["PLURAL", "Facts", "HeadRows", "facts_of", "shown_rows"]
@@ -72,11 +73,11 @@ class Facts:
 
     path: str  # of its layer
     line: str  # file and line of the forward where the softmax runs; "" if that is not known
-    reason: str  # why its heads cannot be told; "" if they can
     is_training: bool  # whether its module is in training mode
-    batch: tuple[int, ...]  # shape of the first tensor that the model is given
     is_renormalised: bool  # whether weights are divided by their sums behind the softmax
-    window: int = 0  # how many tokens a query may see, as its module declares; 0 if it does not
+    window: int  # how many tokens a query may see, as its module declares; 0 if it does not
+
+    reason: str = ""  # why its heads cannot be told; "" if they can
 
     # of its heads
     heads: int = 0  # 0 if they cannot be told
@@ -85,12 +86,10 @@ class Facts:
     flags: frozenset[Flag] = frozenset()  # what was seen on the way from maps to scores
     mixed: tuple[tuple[int, int], ...] = ()  # (head, token) in the first row of the output projection, if in disorder
     cosines: Mapping[str, Tensor] = field(default_factory=dict)  # by role: ``(heads, tokens, width)``, of rotations
-
     length: float | None = None  # of rotations: 1 if queries and keys are only turned, and not scaled too
     shift: int | None = None  # by how many tokens queries are turned more than keys
 
     # of its softmax
-    matrices: int = 0  # of scores
     width: int = 0  # features of a query
     queries: int = 0  # in each matrix
     keys: int = 0
@@ -148,21 +147,17 @@ class Facts:
             return None
         total = torch.zeros(1, min(self.queries, KEPT), min(self.keys, KEPT))
         for change in self.changes:
-            is_added = change.op in {"add", "sub", "attn_mask"} or change.op.startswith("score_mod")
-            if is_added and change.value is not None and change.hides is not None and change.value.is_floating_point():
+            if (
+                change.is_added
+                and change.value is not None
+                and change.hides is not None
+                and change.value.is_floating_point()
+            ):
                 value = change.value.float().masked_fill(change.hides, torch.nan)
                 if value.dim() > 3 and float((value - value[:1]).abs().nan_to_num(0).max()) > 0:
                     return None  # of the data
                 total = total + (value[0] if value.dim() > 3 else value)
         return total
-
-    @cached_property
-    def hidden_keys(self) -> Tensor | None:
-        """Return which keys are hidden from all queries, ``(sequences, keys)``, one row if all sequences are alike."""
-        if self.hidden is None:
-            return None
-        hidden = self.hidden.all(-2)
-        return hidden.reshape(len(hidden), -1, hidden.shape[-1])[:, 0] if hidden.dim() > 1 else hidden[None]
 
     @cached_property
     def is_causal(self) -> bool | None:
@@ -183,103 +178,100 @@ def facts_of(labels: Labels, claims: list[FoundAttention], refused: list[tuple[S
     collected: list[Facts] = []
     every: list[tuple[Step, FoundAttention | str]] = [*((claim.core.step, claim) for claim in claims), *refused]
     for step, attention in sorted(every, key=lambda pair: pair[0].number):
+        values = _of_step(labels, step)
         try:
-            facts = _of_refused(labels, step, attention) if isinstance(attention, str) else _of_claim(labels, attention)
+            core = _core(labels, step) if isinstance(attention, str) else attention.core
+            values |= {} if core is None else _of_core(labels, core)
+            values |= {"reason": attention} if isinstance(attention, str) else _of_claim(labels, attention, values)
         except Exception as error:  # one attention that is not understood leaves the others
-            reason = f"its facts could not be collected ({type(error).__name__}: {error})"
-            facts = replace(_of_step(labels, step), reason=reason)
-        collected.append(facts)
+            values = _of_step(labels, step)
+            values["reason"] = f"its facts could not be collected ({type(error).__name__}: {error})"
+        collected.append(Facts(**values))
     return collected
 
 
-def _of_claim(labels: Labels, claim: FoundAttention) -> Facts:
-    facts = _of_core(labels, claim.core)
-    rows = {
-        role: tuple(_rows(labels, projection) for projection in claim.maps[role]) for role in IN if role in claim.maps
+def _core(labels: Labels, step: Step) -> Core | None:
+    try:
+        return core_of(labels, step)
+    except Unreadable:
+        return None
+
+
+def _of_step(labels: Labels, step: Step) -> dict[str, Any]:
+    """Return what is known of a softmax without its queries, keys and values."""
+    line = step.line.replace("\\", "/")
+    module = labels.tape.model.get_submodule(step.path or "")
+    window = getattr(module, "sliding_window", None)
+    return {
+        "path": step.path or "",
+        "line": "" if "/torch/nn/" in line else line.rpartition("/")[2],  # without folders, and nothing of torch's own
+        "is_training": module.training,
+        "is_renormalised": is_renormalised(labels.tape, step),
+        "window": window if type(window) is int and window > 1 else 0,
     }
-    if claim.outputs:
-        rows["output"] = tuple(_rows(labels, projection) for _, projection in claim.outputs)
-    asking = {role: claim.maps[role][0] for role in ("query", "key") if role in claim.maps}
+
+
+def _of_core(labels: Labels, core: Core) -> dict[str, Any]:
+    """Return what is known of an attention without its heads."""
+    part, step = core.parts[0], core.step
+    scores: list[Link] | None = []
+    behind: list[Link] | None = []
+    if part.product is None:
+        changes, dropout = changes_of_fused(step), dropout_of_fused(step)
+    else:
+        scores = None if core.scores is None else links_back(core.scores.cell, lambda value: value is core.score_step)
+        behind = links_back(part.product.first.cell, lambda value: value is step)
+        changes = changes_of(scores) if scores is not None and is_by_rows(core) else [Change("not followed", None)]
+        dropout = None if behind is None else dropout_behind(behind)
+    softmaxes = 1 + sum(link.step.op in SOFTMAXES for link in [*(scores or ()), *(behind or ())])
+    labelled = {role: getattr(part, role) for role in IN}
+    across = {role: _cut_across(labels, label) for role, label in labelled.items()}
+    return {
+        "width": part.query.features.shape[-1],
+        "queries": part.query.features.shape[1],
+        "keys": part.key.features.shape[1],
+        "scale": None if scores is None else scale_of(labels, core, scores),
+        "changes": tuple(changes),
+        "score_dropout": dropout_behind(scores or []),
+        "curves": tuple(link.step.op for link in scores or () if is_curve(link.step)),
+        "hidden": hidden_by(changes) if softmaxes == 1 else None,  # what one hides the next one shows
+        "softmaxes": softmaxes,
+        "changes_behind": tuple(changes_of(behind or [])) if is_by_rows(core) else (),
+        "dropout": dropout,
+        "pairs": {role: pairs_of(labels, label) for role, label in labelled.items()},
+        "cut_across": {role: value for role, value in across.items() if value is not None},
+        "padding": {name: value.cpu() for name, value in step.padding.items()},
+    }
+
+
+def _of_claim(labels: Labels, claim: FoundAttention, values: dict[str, Any]) -> dict[str, Any]:
+    """Return what is known of heads."""
+    maps = {role: claim.maps.get(role, []) for role in IN} | {"output": [columns for _, columns in claim.outputs]}
+    asking = {role: maps[role][0] for role in ("query", "key") if maps[role]}
     tables = {role: cosines_of(labels, claim.core, projection.starts) for role, projection in asking.items()}
-    cosines: dict[str, Tensor] = {role: table for role, table in tables.items() if table is not None}
+    cosines = [table[0] for table in tables.values() if table is not None]
+    is_usual = math.isclose(values["scale"] or 0, values["width"] ** -0.5, rel_tol=0.01)
     is_sum = bool({SUM.of("query"), SUM.of("key")} & claim.flags)  # of which each part may have a scale of its own
-    return replace(
-        facts,
-        path=place_of(claim, claim.maps),
-        heads=claim.heads,
-        features=next((projection.count for projection in asking.values()), 0),
-        rows=rows,
-        flags=frozenset(claim.flags),
-        scale=None if is_sum and not facts.is_usual_scale else facts.scale,
-        cosines=cosines,
-        length=None if _is_rotation_scaled(labels.tape.model) else length_of(labels, claim.core),
-        shift=shift_of(*(table[0] for table in cosines.values())) if len(cosines) == 2 else None,
+    return {
+        "path": place_of(claim, claim.maps),
+        "heads": claim.heads,
+        "features": next((projection.count for projection in asking.values()), 0),
+        "rows": {role: tuple(_rows(labels, each) for each in listed) for role, listed in maps.items() if listed},
+        "flags": frozenset(claim.flags),
+        "scale": None if is_sum and not is_usual else values["scale"],
+        "cosines": {role: table for role, table in tables.items() if table is not None},
+        "length": None if _is_rotation_scaled(labels.tape.model) else length_of(labels, claim.core),
+        "shift": shift_of(*cosines) if len(cosines) == 2 else None,
         # Of a sum of maps features are of more pairs than their own.
-        pairs={role: pairs for role, pairs in facts.pairs.items() if len(claim.maps.get(role, ())) < 2},
-        mixed=_mixed(labels, claim),
-    )
+        "pairs": {role: pairs for role, pairs in values["pairs"].items() if len(claim.maps.get(role, ())) < 2},
+        "mixed": _mixed(labels, claim),
+    }
 
 
 def _is_rotation_scaled(model: nn.Module) -> bool:
     """Whether a module declares that rotary tables are scaled, as YaRN does."""
     names = ("attention_scaling", "attention_factor", "mscale")
     return any(getattr(module, name, 1) not in {1, None} for module in model.modules() for name in names)
-
-
-def _of_refused(labels: Labels, step: Step, reason: str) -> Facts:
-    try:
-        core = core_of(labels, step)
-    except Unreadable:
-        core = None
-    return replace(_of_step(labels, step) if core is None else _of_core(labels, core), reason=reason)
-
-
-def _of_step(labels: Labels, step: Step) -> Facts:
-    """Return what is known of a softmax without its queries, keys and values."""
-    path, line = step.path or "", step.line.replace("\\", "/")
-    line = "" if "/torch/nn/" in line else line.rpartition("/")[2]  # without folders, and nothing of torch's own
-    module = labels.tape.model.get_submodule(path)
-    window = getattr(module, "sliding_window", None)
-    views = (view for each in labels.tape.steps for view in each.inputs)
-    shapes = (view.shape for view in views if view.cell.kind == DATA and view.cell.step is None and len(view.shape) > 1)
-    window = window if type(window) is int and window > 1 else 0
-    return Facts(path, line, "", module.training, next(shapes, ()), is_renormalised(labels.tape, step), window)
-
-
-def _of_core(labels: Labels, core: Core) -> Facts:
-    """Return what is known of an attention without its heads."""
-    facts, part, step = _of_step(labels, core.step), core.parts[0], core.step
-    scores: list[Link] | None = []
-    behind: list[Link] | None = []
-    if part.product is None:
-        changes = changes_of_fused(step)
-        dropout = dropout_of_fused(step)
-    else:
-        scores = None if core.scores is None else walk_back(core.scores.cell, lambda value: value is core.score_step)
-        behind = walk_back(part.product.first.cell, lambda value: value is step)
-        changes = changes_of(scores) if scores is not None and is_by_rows(core) else [Change("not followed", None)]
-        dropout = None if behind is None else dropout_behind(behind)
-    softmaxes = 1 + sum(link.step.op in SOFTMAXES for link in [*(scores or ()), *(behind or ())])
-    labelled = {role: getattr(part, role) for role in IN}
-    across = {role: _cut_across(labels, label, facts.batch) for role, label in labelled.items()}
-    return replace(
-        facts,
-        matrices=len(part.query.features),
-        width=part.query.features.shape[-1],
-        queries=part.query.features.shape[1],
-        keys=part.key.features.shape[1],
-        scale=None if scores is None else scale_of(labels, core, scores),
-        changes=tuple(changes),
-        score_dropout=dropout_behind(scores or []),
-        curves=tuple(link.step.op for link in scores or () if is_curve(link.step)),
-        hidden=hidden_by(changes) if softmaxes == 1 else None,  # what one hides the next one shows
-        softmaxes=softmaxes,
-        changes_behind=tuple(changes_of(behind or [])) if is_by_rows(core) else (),
-        dropout=dropout,
-        pairs={role: pairs_of(labels, label) for role, label in labelled.items()},
-        cut_across={role: value for role, value in across.items() if value is not None},
-        padding={name: value.cpu() for name, value in step.padding.items()},
-    )
 
 
 # rows of parameters
@@ -310,7 +302,7 @@ def shown_rows(rows: Tensor) -> str:
 # tokens and heads that lie in the wrong place
 
 
-def _cut_across(labels: Labels, label: Label, batch: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
+def _cut_across(labels: Labels, label: Label) -> tuple[str, tuple[int, ...]] | None:
     """Return module and tokens of the first rows of a role, if memory ``(token, head)`` is read as something else."""
     n, rows, _ = label.features.shape
     if rows < 2 or label.features.stride(1) == 0:
@@ -322,7 +314,11 @@ def _cut_across(labels: Labels, label: Label, batch: tuple[int, ...]) -> tuple[s
     by_token, numbers = kinds.reshape(-1, heads), tokens.reshape(-1, heads)
     is_cut = bool((by_token == by_token[0]).all()) and bool((numbers == numbers[:, :1]).all())
     in_order = bool((numbers[1:, 0] > numbers[:-1, 0]).all())
-    of_a_token = rows == heads and len(batch) > 1 and n > batch[0]  # more matrices than sequences
+    views = (view for step in labels.tape.steps for view in step.inputs)
+    batches = (
+        view.shape for view in views if view.cell.kind == DATA and view.cell.step is None and len(view.shape) > 1
+    )
+    of_a_token = rows == heads and n > next(batches, (n,))[0]  # more matrices than sequences
     if not is_cut or not in_order or not (of_a_token or n % heads == 0):
         return None
     owner = min(labels.owners(label.features))

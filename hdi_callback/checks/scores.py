@@ -39,6 +39,11 @@ class Change:
     value: Tensor | None = None
     bias: tuple[int, ...] = ()
 
+    @property
+    def is_added(self) -> bool:
+        """Whether a tensor is added to scores, or subtracted from them."""
+        return self.op in {"add", "sub", "attn_mask"} or self.op.startswith("score_mod")
+
 
 @dataclass(frozen=True, eq=False)
 class Link:
@@ -53,7 +58,7 @@ class Link:
         return [view for view in self.step.inputs if view is not self.main and view.numel > 1]
 
 
-def walk_back(cell: Cell, is_end: Callable[[Step], bool]) -> list[Link] | None:
+def links_back(cell: Cell, is_end: Callable[[Step], bool]) -> list[Link] | None:
     """Return the shortest path from a cell back to a step that is an end, without it; `None` if there is none."""
     todo: list[tuple[Cell, list[Link]]] = [(cell, [])]
     visited = {cell}
@@ -92,7 +97,7 @@ def scale_of(labels: Labels, core: Core, scores: list[Link]) -> float | None:
         return product is not None and product.kind in {"weight", "filter"}
 
     for view in sides_of(labels, core):
-        links = walk_back(view.cell, is_map) if view.cell.step is not None else []
+        links = links_back(view.cell, is_map) if view.cell.step is not None else []
         if links is None:
             return None
         factors += [_factor(link, of_features=True) for link in links]

@@ -232,10 +232,12 @@ def _tell_seen(before: Tensor, after: Tensor) -> Clauses:
 def _hides_padding(each: Facts) -> str | None:
     masks = [mask for mask in each.padding.values() if mask.shape[1] == min(each.keys, KEPT) and len(mask) > 1]
     masks = [mask for mask in masks if bool(mask.any()) and not bool(mask.all())]
-    if not masks or each.hidden_keys is None:
+    if not masks or each.hidden is None:
         return None
-    is_hidden = any(torch.equal(each.hidden_keys, side) for mask in masks for side in (mask, ~mask))
-    return "hidden" if is_hidden else None if bool(each.hidden_keys.any()) else "seen"
+    hidden = each.hidden.all(-2)
+    hidden = hidden.reshape(len(hidden), -1, hidden.shape[-1])[:, 0] if hidden.dim() > 1 else hidden[None]
+    is_hidden = any(torch.equal(hidden, side) for mask in masks for side in (mask, ~mask))
+    return "hidden" if is_hidden else None if bool(hidden.any()) else "seen"
 
 
 def _tell_turns(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Clauses:

@@ -85,7 +85,7 @@ def test_an_inverted_mask_may_be_meant_only_if_each_token_sees_itself(diagonal, 
             return scores.masked_fill(causal(scores, diagonal), -math.inf)
 
     (found,) = checked(Model(Inverted).eval()).findings
-    assert (found.name, found.verdict) == ("mask inverted", verdict)
+    assert (found.name, found.verdict) == ("mask", verdict)
 
 
 # Behind their attention tokens lie elsewhere, whatever it sees.
@@ -202,7 +202,7 @@ def test_a_mask_is_not_known_where_scores_lie_in_another_order():
 def test_a_mask_is_read_from_the_first_tokens_of_a_long_sequence():
     model = Model(BY_NAME["mask shows the next token"].kind).eval()
     found = checked(model, torch.randint(VOCABULARY, (1, 150)))
-    assert [one.name for one in found.findings] == ["mask off by one"]
+    assert [one.name for one in found.findings] == ["mask"]
 
 
 def test_a_model_without_attention_has_no_card():
@@ -332,7 +332,7 @@ def test_a_monitor_warns_once_of_what_is_wrong_and_odd():
         for _ in range(3):
             model(TOKENS)
     (one,) = [one for one in caught if issubclass(one.category, HDIWarning)]
-    assert "ODD  blocks.0-1.attn: scores are not scaled" in str(one.message)
+    assert "1/sqrt(8) is 0.3536: they are not scaled" in str(one.message)
 
 
 def test_a_monitor_says_nothing_of_layers_that_are_left_out_or_of_what_is_right():
