@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from hdi_callback.checks import Card, Check, check
+from hdi_callback.checks import Check, check
 
 __all__ = ["assert_heads"]
 
@@ -46,23 +46,12 @@ def assert_heads(
     result = check(model, forward)
     cards = [card for card in result.cards if fnmatchcase(card.layer, layers)]
     reasons = [str(finding) for finding in result.wrong if fnmatchcase(finding.layer, layers)]
-    reasons += [reason for card in cards for reason in _reasons(card, heads, key_heads, causal)]
+    reasons += [f"the heads of {card.layer} are not known: {card.lines['why']}" for card in cards if not card.heads]
+    for name, expected in {"heads": heads, "key_heads": key_heads, "is_causal": causal}.items():
+        differing = [card for card in cards if card.heads and expected not in {None, getattr(card, name)}]
+        reasons += [f"{name} of {card.layer} is {getattr(card, name)}, and not {expected}" for card in differing]
     if not cards:
         reasons.append(f"no attention ran in a layer like {layers!r}")
     if reasons:
         raise AssertionError("\n".join([*reasons, "", str(result)]))
     return result
-
-
-def _reasons(card: Card, heads: int | None, key_heads: int | None, causal: bool | None) -> list[str]:
-    if not card.heads:
-        return [f"the heads of {card.layer} are not known: {card.lines['why']}"]
-    reasons = []
-    if heads is not None and card.heads != heads:
-        reasons.append(f"{card.layer} has {card.heads} heads, and not {heads}")
-    if key_heads is not None and card.key_heads != key_heads:
-        reasons.append(f"{card.layer} has {card.key_heads} heads of keys, and not {key_heads}")
-    if causal is not None and card.is_causal is not causal:
-        words = {None: "it is not known whether it is", True: "it is", False: "it is not"}[card.is_causal]
-        reasons.append(f"{card.layer} should{'' if causal else ' not'} be causal, and {words}")
-    return reasons

@@ -48,29 +48,26 @@ class Card:
     is_causal: bool | None
     lines: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def title(self) -> str:
-        """Return how many heads there are, and of which widths."""
-        if not self.heads:
-            return "heads not known"
-        each = self.heads // max(1, self.key_heads)
-        shared = "none" if each == 1 else f"{each} heads each"
-        return f"{self.heads} heads of width {self.head_dim} on {self.width or UNKNOWN}, keys shared by {shared}"
-
     def __str__(self) -> str:
         """The card as it is printed."""
+        each = self.heads // max(1, self.key_heads)
+        shared = "none" if each == 1 else f"{each} heads each"
+        title = f"{self.heads} heads of width {self.head_dim} on {self.width or UNKNOWN}, keys shared by {shared}"
+        name = f"{self.layer:{_LABEL}}{'' if len(self.layer) < _LABEL else ' '}"
         rows = [f"  {label:{_LABEL - 2}}{text}" for label, text in self.lines.items()]
-        return "\n".join([f"{self.layer:{_LABEL}}{'' if len(self.layer) < _LABEL else ' '}{self.title}", *rows])
+        return "\n".join([f"{name}{title if self.heads else 'heads not known'}", *rows])
 
 
 def card_of(facts: Facts) -> Card:
     """Return the card of an attention."""
     lines = {"why": facts.reason} if facts.reason else {"queries, keys, values": _rows(facts)}
     if facts.queries:
-        behind = f"dropout {UNKNOWN}" if facts.dropout is None else f"dropout {facts.dropout:.3g} behind it"
         lines["positions"] = _positions(facts)
         lines["scores"] = "; ".join([_scale(facts), *_masks(facts)])
-        lines["softmax"] = "over keys" if facts.dropout == 0 else f"over keys; {behind}"
+        lines["softmax"] = "over keys"
+        if facts.dropout != 0:
+            dropout = UNKNOWN if facts.dropout is None else f"{facts.dropout:.3g} behind it"
+            lines["softmax"] += f"; dropout {dropout}"
     if not facts.reason:
         maps = facts.rows.get("output", ())
         lines["output"] = f"columns {_summed(maps)}, {_order(maps)}" if maps else UNKNOWN
@@ -107,10 +104,10 @@ def _positions(facts: Facts) -> str:
         kind = f", pairs (i, i+{steps.pop()})" if len(steps) == 1 else ""
         roles = " and ".join(PLURAL[role] for role in turned)
         return f"rotary on {2 * len(pairs)} of {facts.width} features of {roles}{kind}"
-    mods = [change.op for change in facts.changes if change.op.startswith("score_mod")]
-    if mods:
-        return f"scores changed by its {mods[0]}"
-    has_bias = any(change.bias and change.op in {"add", "attn_mask"} for change in facts.changes)
+    biases = [change.op for change in facts.changes if change.op.startswith("score_mod")]
+    if biases:
+        return f"scores changed by its {biases[0]}"
+    has_bias = any(change.bias and change.is_added for change in facts.changes)
     return "a learned bias on the scores" if has_bias else "none in the attention"
 
 

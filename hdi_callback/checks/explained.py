@@ -10,7 +10,7 @@ from hdi_callback.attention.discovery.find import survey
 from hdi_callback.attention.discovery.heads import FoundAttention
 from hdi_callback.attention.discovery.labels import Labels, Unreadable
 from hdi_callback.attention.discovery.planes import small
-from hdi_callback.attention.tape import Step, View
+from hdi_callback.attention.tape import Step
 
 __all__ = ["explained"]
 
@@ -62,21 +62,14 @@ def _of_claim(labels: Labels, claim: FoundAttention) -> str:
 
 
 def _lines(labels: Labels, steps: Iterable[Step]) -> list[str]:
-    ordered = sorted({step.number: step for step in steps}.items())
-    shapes = [
-        f"{' '.join(map(_shape, step.inputs))} -> {' '.join(_shape(view) for view in step.outputs if view is not None)}"
-        for _, step in ordered
-    ]
-    names = max((len(step.op) for _, step in ordered), default=0)
-    width = min(max(map(len, shapes), default=0), 60)
-    return [
-        f"{number:5d}  {step.op:{names}}  {shape:{width}}  {_origin(labels, step)}".rstrip()
-        for (number, step), shape in zip(ordered, shapes)
-    ]
-
-
-def _shape(view: View) -> str:
-    return f"({', '.join(map(str, view.shape))})"
+    lines = []
+    for number, step in sorted({step.number: step for step in steps}.items()):
+        inputs, outputs = (
+            " ".join(f"({', '.join(map(str, view.shape))})" for view in views if view is not None)
+            for views in (step.inputs, step.outputs)
+        )
+        lines.append(f"{number:5d}  {step.op:24}  {f'{inputs} -> {outputs}':60}  {_origin(labels, step)}".rstrip())
+    return lines
 
 
 def _origin(labels: Labels, step: Step) -> str:

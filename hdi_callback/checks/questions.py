@@ -440,13 +440,17 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
         yield "wrong", f"{text}neither ever moves; start one of the two at random", stuck[0].rpartition(".")[0]
     moved = moves[1] | moves[2]
     maps = {rows.name for each in facts for listed in each.rows.values() for rows in listed}
+    counts = {each.heads for each in facts}
     inputs_of = {rows.name for each in facts for role in IN for rows in each.rows.get(role, ())}
     alive = {path for name, path in inside.items() if name in inputs_of & moved}  # others are detached as a whole
     idle: dict[str, tuple[Verdict, str]] = {}
     for name, path in sorted(inside.items()):
         owner, short = name.rpartition(".")[0], name.removeprefix(f"{path}.").removesuffix(".weight")
         if name in moves[1]:
-            part = _idle_part(runs[1][name], short, isinstance(model.get_submodule(owner), nn.Embedding))
+            # Of a table of positions that the attention itself holds, rows may go unread, too.
+            is_own_table = owner == path and name not in maps and len(runs[1][name]) not in counts
+            is_table = is_own_table or isinstance(model.get_submodule(owner), nn.Embedding)
+            part = _idle_part(runs[1][name], short, is_table)
             idle |= {name: ("wrong", part)} if part else {}
         elif name in maps:
             idle |= {name: ("wrong", short)} if path in alive and name not in moved else {}
@@ -474,10 +478,9 @@ def _idle_part(gradient: Tensor, name: str, is_table: bool) -> str:
     if is_zero.dim() < 2:
         return ""
     rows = is_zero.flatten(1).all(1)
-    if is_table:
-        is_one_read = is_zero.dim() == 2 and len(rows) > 1 and int((~rows).sum()) == 1
-        return f"all but one of the {len(rows)} rows of {name}" if is_one_read else ""
-    if is_zero.dim() == 2 and bool(rows.any()):
+    if is_table and is_zero.dim() == 2 and len(rows) > 1 and int((~rows).sum()) == 1:
+        return f"all but one of the {len(rows)} rows of {name}"
+    if not is_table and is_zero.dim() == 2 and bool(rows.any()):
         return f"rows {shown_rows(rows.nonzero())} of {name}" if float(rows.float().mean()) > 1 / 64 else ""
     is_sliced = any(bool(is_zero.transpose(0, dim).flatten(1).all(1).any()) for dim in range(is_zero.dim()))
     share = float(is_zero.float().mean())

@@ -244,7 +244,7 @@ def of_transformers(name, implementation):
     if implementation == "sdpa" and not transformers.T5ForConditionalGeneration._supports_sdpa:
         pytest.skip(f"T5 of transformers {transformers.__version__} has no sdpa")
     config = transformers.T5Config(vocab_size=50, d_model=32, d_kv=8, num_layers=2, num_heads=4, d_ff=64, **how)
-    return transformers.T5ForConditionalGeneration(config), {"attention_mask": PADDED, "decoder_input_ids": IDS}
+    return transformers.T5ForConditionalGeneration(config), {"attention_mask": PADDED, "decoder_input_ids": IDS.flip(1)}
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -308,10 +308,10 @@ def test_assert_heads_passes_and_returns_what_was_found():
 @pytest.mark.parametrize(
     ("kind", "expected", "message"),
     [
-        (Attention, {"heads": 12}, "blocks.0.attn has 4 heads, and not 12"),
-        (Attention, {"key_heads": 2}, "has 4 heads of keys, and not 2"),
-        (Attention, {"causal": False}, "should not be causal, and it is"),
-        (Biased, {"causal": True}, "should be causal, and it is not"),
+        (Attention, {"heads": 12}, "heads of blocks.0.attn is 4, and not 12"),
+        (Attention, {"key_heads": 2}, "key_heads of blocks.0.attn is 4, and not 2"),
+        (Attention, {"causal": False}, "is_causal of blocks.0.attn is True, and not False"),
+        (Biased, {"causal": True}, "is_causal of blocks.0.attn is False, and not True"),
         (Attention, {"layers": "encoder.*"}, "no attention ran in a layer like 'encoder.*'"),
         (BY_NAME["mask shows the next token"].kind, {}, "WRONG  blocks.0.attn: each token attends to the next one"),
         (BY_NAME["split without transpose"].kind, {"heads": 4}, "the heads of blocks.0.attn are not known"),

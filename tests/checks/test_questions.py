@@ -273,6 +273,37 @@ def test_nothing_that_trains_imports_or_asks_a_question(forwards):
     assert forwards.count(model) == 1
 
 
+class QueriesOfZeros(Attention):
+    """As in the first decoder layer of DETR: queries are made of zeros and a bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj = nn.Linear(self.width, self.width)
+
+    def project(self, x):
+        _, k, v = super().project(x)
+        return self.split(self.q_proj(0 * x), self.heads), k, v
+
+
+class TableOfPositions(Attention):
+    """As in SAM: a table is longer than this batch needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(40, self.d))
+
+    def score(self, q, k):
+        return super().score(q, k) + torch.einsum("bhkd,kd->bhk", k, self.table[: k.shape[2]])[:, :, None]
+
+
+@pytest.mark.parametrize("kind", [QueriesOfZeros, TableOfPositions])
+def test_maps_of_zeros_and_rows_of_a_long_table_need_no_gradient(kind):
+    model = Decoder(kind).eval()
+    result = check(model, lambda: model(TOKENS))
+    assert "gradients" not in result.not_asked
+    assert not [each for each in result.findings if each.name == "gradients"]
+
+
 def test_attention_that_is_detached_as_a_whole_is_not_told_part_by_part():
     class Detached(Attention):
         def project(self, x):
