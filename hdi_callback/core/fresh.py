@@ -10,17 +10,16 @@ _TINY = 1e-300
 
 
 @torch.no_grad()
-def fresh_head(weight: Tensor, head: int, *, generator: torch.Generator | None = None) -> Tensor:
-    r"""Return a random projection for one head, as far from the subspaces of the others as the width allows.
+def fresh_head(weight: Tensor, head: int) -> Tensor:
+    r"""Return a projection for one head, as far from the subspaces of the others as the width allows.
 
-    Where the others leave ``d_k`` free dimensions, its row space is uniformly random among them, orthogonal to all
-    others; else it is spanned by the directions that the others use least (the smallest eigenvectors of the sum of
-    their projectors). Its rows are orthogonal, of equal length, and of the mean norm of the other heads. Ours.
+    It is spanned by the directions that the others use least, the smallest eigenvectors of the sum of their
+    projectors: orthogonal to all others where they leave ``d_k`` free dimensions. Its rows are orthogonal, of equal
+    length, and of the mean norm of the other heads. Ours.
 
     Args:
         weight: ``(H, d_k, d)``, the projections of all heads, two at least.
-        head: the head that is drawn anew.
-        generator: source of the random numbers, on the CPU; torch's own by default.
+        head: the head whose projection is replaced.
 
     Returns:
         ``(d_k, d)``, in the type and on the device of `weight`.
@@ -31,14 +30,11 @@ def fresh_head(weight: Tensor, head: int, *, generator: torch.Generator | None =
         >>> bool((weight[:2] @ fresh.mT).abs().max() < 1e-6), round(float(fresh.norm() / weight[2].norm()), 4)
         (True, 1.0)
     """
-    _, k, d = weight.shape
+    k = weight.shape[1]
     others = torch.cat([weight[:head], weight[head + 1 :]]).double()
     _, sigma, right = torch.linalg.svd(others, full_matrices=False)
     bases = (right * (sigma > 1e-6 * sigma[..., :1])[..., None]).flatten(0, 1)  # orthonormal rows of each head
-    used, directions = torch.linalg.eigh(bases.mT @ bases)  # ascending
-    free = min(d, max(k, int((used < 1e-9).sum())))
-    draw = torch.randn(free, k, generator=generator, dtype=torch.float64).to(weight.device)
-    rows = torch.linalg.qr(draw).Q.mT @ directions[:, :free].mT  # (min(k, free), d)
+    rows = torch.linalg.eigh(bases.mT @ bases).eigenvectors[:, :k].mT  # the least used first
     norm = torch.linalg.vector_norm(others, dim=(-2, -1)).mean()
     return F.pad(rows * (norm / len(rows) ** 0.5), (0, 0, 0, k - len(rows))).to(weight.dtype)
 

@@ -88,20 +88,13 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
             session.after_step(self._logged_loss if loss is None else loss)
 
         self._tell(after_step)
-        self._keep_state(state, control)
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep the state, if the trainer saves a checkpoint now."""
-        self._keep_state(state, control)
 
     @guarded("saving the state of head diversity")
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep the state in a checkpoint that another callback has asked for after this one was called."""
-        heads_state = (state.stateful_callbacks or {}).get(_KEY)
+        """Keep the state in the checkpoint that the trainer has written."""
+        state.stateful_callbacks[_KEY] = self.state_dict()
         file = Path(args.output_dir) / f"checkpoint-{state.global_step}" / _STATE_FILE
-        is_old = heads_state is not None and heads_state["step"] != state.global_step
-        if is_old and state.is_world_process_zero and file.is_file():
-            state.stateful_callbacks[_KEY] = self.state_dict()
+        if args.should_save and file.is_file():
             state.save_to_json(str(file))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -114,11 +107,6 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read the final weights, deliver everything, and remove all hooks."""
         self._tell(Session.finish)
-
-    @guarded("keeping the state of head diversity")
-    def _keep_state(self, state: Any, control: Any) -> None:
-        if self._session is not None and (control.should_save or _KEY not in state.stateful_callbacks):
-            state.stateful_callbacks[_KEY] = self.state_dict()
 
 
 class _TransformersTrainer(Trainer):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hdi_callback.arguments import number, whole_number
+from hdi_callback.arguments import number
 from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.core import circuit_similarity, fold_head, fresh_head, head_diversity
 from hdi_callback.interventions.intervention import Intervention
@@ -36,7 +35,6 @@ class ReviveHeads(Intervention):
     sinks differ; terms that are passed to the module, as ALiBi's, are not known.
 
     Args:
-        seed: seed of its own random generator, the same on every rank.
         max_output_error: largest relative error of a head's output, in [0, 1], that the head it is folded into may
             leave; 1 for any.
         options: see `Intervention`; by default it acts on "copied heads" and "worst pair".
@@ -50,9 +48,8 @@ class ReviveHeads(Intervention):
     at_most = 16
     ignores_start = True
 
-    def __init__(self, *, seed: int = 0, max_output_error: float = 0.1, **options: Any) -> None:
+    def __init__(self, *, max_output_error: float = 0.1, **options: Any) -> None:
         super().__init__(**options)
-        self.seed = whole_number("seed of ReviveHeads", seed, least=0, example=0)
         self.max_output_error = number(
             "max_output_error of ReviveHeads", max_output_error, most=1, allows_zero=True, example=0.1
         )
@@ -65,7 +62,7 @@ class ReviveHeads(Intervention):
     @torch.no_grad()
     def on_alert(self, alert: Alert) -> Action | None:
         """Revive all but the strongest of the heads that are alike, in every layer that the alert names."""
-        revived, refusals, layers = [], [], []
+        revived, spared, layers = list[str](), list[str](), list[str]()
         for name in alert.layers:
             layer = self.training.layers.get(name)
             if layer is None or _why_not(layer):
@@ -74,26 +71,18 @@ class ReviveHeads(Intervention):
             for leaves, stays in _pairs(layer, alert):
                 layers.append(name)
                 error = _error(layer, leaves, stays)
-                about = f"a relative error of about {100 * error:.0f} %"
-                if error <= self.max_output_error:  # NaN is not
-                    leaving.append((leaves, stays))
-                    about = "" if error < 0.005 else f", with {about}"
-                    revived.append(f"{unit} {leaves} of {name} (folded into {unit} {stays}{about})")
-                else:
-                    refusals.append(
-                        f"left {unit} {leaves} of {name} as before, for {unit} {stays} would "
-                        f"replace its output with {about}, above max_output_error={self.max_output_error:g}"
-                    )
+                about = "" if error < 0.005 else f", with a relative error of about {100 * error:.0f} %"
+                is_leaving = error <= self.max_output_error  # NaN is not
+                (revived if is_leaving else spared).append(f"{unit} {leaves} of {name} (folded into {stays}{about})")
+                leaving += [(leaves, stays)] if is_leaving else []
             if leaving and not self.dry_run:
                 self._revive(layer, leaving)
-        if not layers:
-            return None
-        done = [f"assigned fresh weights to {', head '.join(revived)}"] if revived else []
-        return self.action(dict.fromkeys(layers), "; ".join([*done, *refusals]), is_refusal=not revived)
+        done = [f"assigned fresh weights to {', '.join(revived)}"] if revived else []
+        if spared:
+            done.append(f"left as before, above max_output_error={self.max_output_error:g}: {', '.join(spared)}")
+        return self.action(dict.fromkeys(layers), "; ".join(done), is_refusal=not revived) if done else None
 
     def _revive(self, layer: AttentionLayer, pairs: Sequence[tuple[int, int]]) -> None:
-        seed = zlib.crc32(f"{self.seed} {self.training.step} {layer.name}".encode())
-        generator = torch.Generator().manual_seed(seed)
         weights = {role: layer.weight(role).detach().clone() for role in ROLES}
         members = [member for pair in pairs for member in _query_heads(layer, *pair)]
         for leaves, stays in members:
@@ -101,7 +90,7 @@ class ReviveHeads(Intervention):
             weights["output"][leaves] = 0
         fresh = [("query", leaves) for leaves, _ in members] + [("key", leaves) for leaves, _ in pairs]
         for role, head in fresh:
-            weights[role][head] = fresh_head(weights[role], head, generator=generator)
+            weights[role][head] = fresh_head(weights[role], head)
         # Nothing is written before all of it is computed, so that a failure leaves the layer as it was.
         for _, stays in members:
             layer.weights["output"].write(stays, weights["output"][stays])
