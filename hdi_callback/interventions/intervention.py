@@ -43,7 +43,7 @@ class Intervention(ABC):
     A subclass overrides `on_alert`, and others of the hooks that it needs.
 
     Args:
-        on: the lowest level of alerts to act on.
+        on: the lowest level of alerts to act on; `None` for that of the class.
         rules: names of the rules to act on; `None` for those of the class.
         at_most: how often to act in a run; `None` for the default of the class.
         dry_run: only report what would have been done.
@@ -53,6 +53,7 @@ class Intervention(ABC):
     """
 
     name: ClassVar[str]  # in logs
+    on: Level = "warning"
     rules: Sequence[str] | None = None
     at_most: int | None = None
     ignores_start: bool = (
@@ -62,13 +63,13 @@ class Intervention(ABC):
     def __init__(
         self,
         *,
-        on: Level = "warning",
+        on: Level | None = None,
         rules: Sequence[str] | None = None,
         at_most: int | None = None,
         dry_run: bool = False,
     ) -> None:
         self.chosen_rules: tuple[str, ...] = ()  # each of which has to judge in the run
-        self.on: Level = one_of(f"on of {self.name}", on, LEVELS)
+        self.on: Level = one_of(f"on of {self.name}", self.on if on is None else on, LEVELS)
         self.dry_run = flag(f"dry_run of {self.name}", dry_run)
         if rules is not None:
             self.rules = self.chosen_rules = strings(f"rules of {self.name}", rules, "names of rules") or ()
@@ -95,9 +96,6 @@ class Intervention(ABC):
         self._training, self.count, self._answered = training, 0, set()
         if not self.dry_run:
             self.check()
-
-    def unbind(self) -> None:  # noqa: B027
-        """End: remove what was hooked into the training."""
 
     def check(self) -> None:  # noqa: B027
         """Raise an error for a model that it cannot work on."""

@@ -12,18 +12,11 @@ from hdi_callback.record import Action, Alert, Level
 
 
 class StopTraining(Intervention):
-    """End the training; by default on the first critical alert.
-
-    Args:
-        on: the lowest level of alerts to act on.
-        options: see `Intervention`.
-    """
+    """End the training; by default on the first critical alert."""
 
     name = "StopTraining"
+    on: Level = "critical"
     at_most = 1
-
-    def __init__(self, *, on: Level = "critical", **options: Any) -> None:
-        super().__init__(on=on, **options)
 
     def on_alert(self, alert: Alert) -> Action:
         """End the training after this step."""

@@ -184,13 +184,10 @@ class Session:
         finally:
             self._worker.shutdown()
             self.monitor.close()
-            self._close_all()
+            self._close_sinks()
 
-    def _close_all(self) -> None:
-        """End interventions and close dashboards and history."""
-        for intervention in self._interventions:
-            with self._guard(f"ending the intervention {intervention.name}"):
-                intervention.unbind()
+    def _close_sinks(self) -> None:
+        """Close dashboards and history."""
         for sink in (self.history, *self._sinks):
             if sink is not None:
                 with self._showing(sink.name):
@@ -367,7 +364,7 @@ class Session:
         """
         if self._number_of_layers:
             self._state = self.state_dict()
-            self._close_all()
+            self._close_sinks()
         self._is_open, self._number_of_layers = True, len(self.monitor.layers)
         self._go_alone_if_ranks_differ()
         if self._is_closed:

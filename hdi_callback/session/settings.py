@@ -65,7 +65,7 @@ class Settings:
         MisconfigurationError: if one of them cannot work; the message says what to write instead.
 
     Example:
-        >>> Settings(every_n_steps=10).curves
+        >>> Settings(every_n_steps=10, alerts=None).measured
         ('hdi', 'hdi_worst_alignment', 'head_covariance')
     """
 
@@ -87,7 +87,9 @@ class Settings:
         whole_number("max_tokens", self.max_tokens, least=2, example=2048)
         one_of("pretrained", self.pretrained, ["auto", True, False])
         flag("strict", self.strict)
-        self._set("metrics", _metrics(self.metrics))
+        self._set("metrics", strings("metrics", self.metrics, "names of metrics"))
+        for name in self.metrics or ():
+            check_metric(name)
         self._set("include", strings("include", self.include, "patterns of layer names"))
         self._set("exclude", strings("exclude", self.exclude, "patterns of layer names"))
         _check_padding(self.padding)
@@ -96,14 +98,10 @@ class Settings:
         self._set("interventions", _interventions(self.interventions, self.alerts, rules))
 
     @property
-    def curves(self) -> tuple[str, ...]:
-        """The metrics that are drawn for each layer."""
-        return tuple(dict.fromkeys([*DEFAULT_METRICS, *(self.metrics or ())]))
-
-    @property
     def measured(self) -> tuple[str, ...]:
         """The metrics to measure: those of the curves, and with rules what they need."""
-        return tuple(dict.fromkeys([*(() if self.alerts is None else METRICS), *self.curves]))
+        needed = () if self.alerts is None else METRICS
+        return tuple(dict.fromkeys([*needed, *DEFAULT_METRICS, *(self.metrics or ())]))
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -120,13 +118,6 @@ def takes_settings(door: T) -> T:
     described = (Settings.__doc__ or "").partition("        metrics:")[2].partition("\n\n    Raises:")[0]
     door.__doc__ = (door.__doc__ or "").replace("        settings: see `Settings`.", f"        metrics:{described}")
     return door
-
-
-def _metrics(value: Any) -> tuple[str, ...] | None:
-    names = strings("metrics", value, "names of metrics")
-    for name in names or ():
-        check_metric(name)
-    return names
 
 
 def _check_padding(value: Any) -> None:

@@ -86,9 +86,14 @@ def test_a_relative_history_is_where_it_was_meant_when_the_training_changes_its_
     assert settings.history == tmp_path / "runs" / "history.jsonl"
 
 
-def test_more_metrics_are_drawn_beside_the_default_ones() -> None:
+def test_more_metrics_are_measured_beside_the_default_ones() -> None:
     settings = Settings(metrics=["circuit_ov_norm"])
-    assert settings.curves == ("hdi", "hdi_worst_alignment", "head_covariance", "circuit_ov_norm")
+    assert Settings(metrics=["circuit_ov_norm"], alerts=None).measured == (
+        "hdi",
+        "hdi_worst_alignment",
+        "head_covariance",
+        "circuit_ov_norm",
+    )
     assert "circuit_ov_norm" in settings.measured
     assert "attention_logit" in settings.measured, "which a rule needs"
     assert Settings(alerts=None).measured == ("hdi", "hdi_worst_alignment", "head_covariance")
