@@ -7,6 +7,7 @@ does with its kernel. Sums over queries add up over chunks, sequences and ranks,
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -108,10 +109,10 @@ def attention_rows(
         ahead, pattern = ahead.expand(-1, H), ahead[..., None, None].expand(-1, H, PATTERN, PATTERN)
         in_part = in_part.expand(-1, PATTERN)
     else:
-        places = torch.arange(keys, device=wide.device)
+        places, of_keys = _places(keys, wide.device, wide.dtype)
         later = visible_keys & seeing[..., None] & (places > positions[:, None])
         ahead = torch.where(later, wide, 0).sum((1, 3, 4))
-        of_queries, of_keys = (_in_parts(at, keys, wide) for at in (positions, places))
+        of_queries = _in_parts(positions, keys, wide.dtype)
         pattern = of_queries.mT @ a.sum(1) @ of_keys
         in_part = counts.sum((1, 2), dtype=wide.dtype) @ of_queries
     sums = RowSums(
@@ -137,10 +138,17 @@ def row_metrics(sums: RowSums) -> RowMetrics:
     )
 
 
-def _in_parts(places: Tensor, length: int, like: Tensor) -> Tensor:
+@lru_cache(maxsize=16)
+def _places(length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the places in a sequence, and the parts in which they are."""
+    places = torch.arange(length, device=device)
+    return places, _in_parts(places, length, dtype)
+
+
+def _in_parts(places: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """Return ``(places, 32)``, 1 at the part of the sequence in which each place is."""
     parts = (places * PATTERN // length if length > PATTERN else places).clamp(max=PATTERN - 1)
-    return (parts[:, None] == torch.arange(PATTERN, device=like.device)).to(like.dtype)
+    return (parts[:, None] == torch.arange(PATTERN, device=places.device)).to(dtype)
 
 
 def _seen(weights: Tensor, visible: Tensor | None, logits: Tensor | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -175,10 +176,9 @@ class WeightReader:
         }
 
         def finish(*sums: Tensor) -> HeadMovement:
-            left, of_role = list(sums), {}
+            arrived, of_role = iter(sums), {}
             for roles in stacks.whole:
-                moved, size, same = (left[place * len(roles) :][: len(roles)] for place in range(3))
-                del left[: 3 * len(roles)]
+                moved, size, same = (list(islice(arrived, len(roles))) for _ in range(3))
                 for role, *parts in zip(roles, moved, size, same):
                     of_role[role] = MovementSums(*(_by_head(layer, role, part) for part in parts))
             measured = movement_of(of_role, own)
