@@ -230,6 +230,53 @@ def test_a_metric_that_is_asked_for_is_all_that_is_measured():
     assert not layer.absent
 
 
+def _replaced(attention: nn.Module, name: str) -> None:
+    setattr(attention, name, nn.Linear(32, getattr(attention, name).out_features))
+
+
+def _tied(attention: nn.Module, name: str) -> None:
+    linear = getattr(attention, name)
+    nn.utils.parametrize.register_parametrization(linear, "weight", nn.Hardtanh(-0.05, 0.05))
+
+
+NEW_WEIGHTS = {
+    "in place": lambda attention, name: getattr(attention, name).weight.copy_(torch.randn(1, 32)),
+    "new memory": lambda attention, name: setattr(
+        getattr(attention, name).weight, "data", torch.randn_like(getattr(attention, name).weight)
+    ),
+    "a new parameter": lambda attention, name: setattr(
+        getattr(attention, name), "weight", nn.Parameter(torch.randn_like(getattr(attention, name).weight))
+    ),
+    "a new module": _replaced,
+    "a parametrization": _tied,
+    "a loaded state": lambda attention, name: getattr(attention, name).load_state_dict(
+        {key: torch.randn_like(each) for key, each in getattr(attention, name).state_dict().items()}, assign=True
+    ),
+    "another type": lambda attention, name: getattr(attention, name).to(torch.bfloat16),
+    "another type and back": lambda attention, name: getattr(attention, name).to(torch.bfloat16).to(torch.float32),
+    "memory of another weight": lambda attention, name: setattr(
+        getattr(attention, name).weight, "data", attention.mix.weight.data[: len(getattr(attention, name).weight)]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["key", "query", "value"])
+@pytest.mark.parametrize("change", NEW_WEIGHTS)
+def test_a_weight_is_read_where_it_is_now(change, name):
+    torch.manual_seed(0)
+    model = Model(2)
+    with HeadDiversityMonitor(model, forward=lambda: model(X)) as monitor, torch.no_grad():
+        monitor.measure(0)
+        NEW_WEIGHTS[change](model.layers[1], name)
+        measured = monitor.measure(1).record().layers
+        fresh = HeadDiversityMonitor(model, layers=monitor.layers).measure(1).record().layers
+    for layer in ("layers.0", "layers.1"):
+        of_weights = {key: value for key, value in measured[layer].values.items() if key in fresh[layer].values}
+        assert of_weights == fresh[layer].values
+    if change != "another type":  # which is not compared with the last one
+        assert min(measured["layers.1"].heads[f"{name}_movement"]) > 0
+
+
 # --- which layers
 
 
