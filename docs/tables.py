@@ -11,7 +11,6 @@ from pathlib import Path
 from hdi_callback import check
 from hdi_callback.dashboards.names import INTERVENTIONS
 from hdi_callback.dashboards.tags import MODEL_CURVES
-from hdi_callback.interventions import Intervention
 from hdi_callback.monitor import METRICS
 from hdi_callback.rules import RULES, Rule
 
@@ -59,13 +58,11 @@ def acts() -> list[tuple[str, ...]]:
     """Make a row for each intervention, with its defaults."""
     rows = []
     for name, kind in INTERVENTIONS.items():
-        own = inspect.signature(kind).parameters.get("on")
-        level = (own or inspect.signature(Intervention).parameters["on"]).default
         answers = kind.rules is None or len(kind.rules) > 0
         rows.append((
             f"`{name}`",
             inspect.getdoc(kind).splitlines()[0],
-            f"{level}{'' if level == 'critical' else ' or worse'}" if answers else "every reading",
+            f"{kind.on}{'' if kind.on == 'critical' else ' or worse'}" if answers else "every reading",
             "any" if kind.rules is None else ", ".join(f"*{rule}*" for rule in kind.rules) or "-",
             "any number of times" if kind.at_most is None else f"{kind.at_most} time{'s' if kind.at_most > 1 else ''}",
         ))  # fmt: skip

@@ -18,12 +18,7 @@ _LONGEST_SHOWN = 80
 
 
 def shown(value: Any) -> str:
-    """Return a short one-line representation of any value.
-
-    Example:
-        >>> shown(2.5), shown("x" * 200)
-        ('2.5', 'a str')
-    """
+    """Return a short one-line representation of any value."""
     try:
         text = repr(value)
     except Exception:
@@ -32,12 +27,7 @@ def shown(value: Any) -> str:
 
 
 def did_you_mean(word: Any, words: Iterable[str]) -> str:
-    """Return a sentence that suggests the closest known word, with a leading blank; empty if none is close.
-
-    Example:
-        >>> did_you_mean("hdi_worst_pairs", ["hdi", "hdi_worst_pair"])
-        " Did you mean 'hdi_worst_pair'?"
-    """
+    """Return a sentence that suggests the closest known word, with a leading blank; empty if none is close."""
     close = difflib.get_close_matches(word.lower(), list(words), 1) if isinstance(word, str) else []
     return f" Did you mean {close[0]!r}?" if close else ""
 

@@ -53,10 +53,9 @@ def fold_head(
     .. math:: \epsilon = \min(1, \sqrt{s^2 + \ell^2}), \qquad
               s = \frac{\lVert B_a - B_b \rVert_F}{\min(\sqrt{d_k}, \lVert B_b \rVert_F)}
 
-    for independent tokens of unit variance, as behind a LayerNorm: :math:`s^2` is then the variance of the difference
-    of the scores, their rows of attention have a cosine of :math:`\gamma = e^{-s^2/2}`, and the error is
-    :math:`\sqrt{1 + (1 - 2 \gamma)(1 - \ell^2)}`. Small scores count relative to their size: heads that both attend
-    nearly uniformly need not be alike. Ours.
+    for independent tokens of unit variance: :math:`s^2` is then the variance of the difference of the scores, rows of
+    attention have a cosine of :math:`\gamma = e^{-s^2/2}`, and the error is
+    :math:`\sqrt{1 + (1 - 2 \gamma)(1 - \ell^2)}`. Small scores count relative to their size. Ours.
 
     Args:
         queries: ``(2, d_k, d)``, of the head that stays and of the one that leaves; a bias is one more column.

@@ -7,8 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from torch.optim import Optimizer
-
 from hdi_callback.arguments import flag, one_of, strings, whole_number
 from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.errors import MisconfigurationError
@@ -21,20 +19,10 @@ if TYPE_CHECKING:
 class Training(NamedTuple):
     """What an intervention sees of a training, and may do to it, under any trainer."""
 
-    trainer: Trainer  # stops the training and saves checkpoints
+    trainer: Trainer  # has `step` and `optimizers`; stops the training and saves checkpoints
     layers: Mapping[str, AttentionLayer]  # by name
     # Tells the rules which heads of a layer are written at a step, and by whom, so that this raises no alert.
     expect_change: Callable[[str, Sequence[int], int, str], None]
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps taken so far."""
-        return self.trainer.step
-
-    @property
-    def optimizers(self) -> Sequence[Optimizer]:
-        """The optimizers of the run."""
-        return self.trainer.optimizers
 
 
 class Intervention(ABC):
@@ -82,11 +70,7 @@ class Intervention(ABC):
 
     @property
     def training(self) -> Training:
-        """The training that it acts on.
-
-        Raises:
-            MisconfigurationError: before `bind`.
-        """
+        """The training that it acts on, from `bind` on."""
         if self._training is None:
             raise MisconfigurationError(f"{self.name} acts through a callback: HDICallback(interventions=[...]).")
         return self._training
@@ -145,4 +129,4 @@ class Intervention(ABC):
     def action(self, layers: Iterable[str], done: str, *, is_refusal: bool = False) -> Action:
         """Return what was done to layers, a verb in the past, as an action; with `is_refusal` why nothing was."""
         verb = "would have " if self.dry_run and not is_refusal else ""
-        return Action(self.training.step, self.name, tuple(layers), f"{verb}{done}", self.dry_run, is_refusal)
+        return Action(self.training.trainer.step, self.name, tuple(layers), f"{verb}{done}", self.dry_run, is_refusal)

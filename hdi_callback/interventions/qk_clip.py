@@ -73,7 +73,7 @@ class QKClip(Intervention):
                 continue
             if not self.dry_run:
                 scale_scores(layer, factors)
-                self.training.expect_change(name, heads, self.training.step, self.name)
+                self.training.expect_change(name, heads, self.training.trainer.step, self.name)
             largest = max(scores[head] for head in heads)
             phrase = f"{'head' if len(heads) == 1 else 'heads'} {', '.join(map(str, heads))}"
             parts.append(f"{name} ({phrase}, up to {largest:.3g})")

@@ -98,11 +98,11 @@ class ReviveHeads(Intervention):
             layer.weights[role].write(head, weights[role][head])
             self._clear_state(*layer.weights[role].index(head))
         written = sorted({head for member in members for head in member})
-        self.training.expect_change(layer.name, written, self.training.step, self.name)
+        self.training.expect_change(layer.name, written, self.training.trainer.step, self.name)
 
     def _clear_state(self, parameter: nn.Parameter, index: Tensor) -> None:
         """Set what optimizers keep of some elements of a parameter to zero: momentum, mean squares."""
-        for optimizer in self.training.optimizers:
+        for optimizer in self.training.trainer.optimizers:
             for state in optimizer.state.get(parameter, {}).values():
                 if isinstance(state, Tensor) and state.shape == parameter.shape:
                     state.put_(index.to(state.device), torch.zeros_like(index, dtype=state.dtype, device=state.device))

@@ -33,7 +33,7 @@ class SaveCheckpoint(Intervention):
 
     def on_alert(self, alert: Alert) -> Action:
         """Save a checkpoint named for rule and step."""
-        name = f"heads-{alert.rule.replace(' ', '-')}-step={self.training.step}"
+        name = f"heads-{alert.rule.replace(' ', '-')}-step={self.training.trainer.step}"
         path = name if self.dry_run else self.training.trainer.save(name)
         return self.action(alert.layers, f"saved {path}")
 

@@ -37,14 +37,13 @@ _STATE = {"step", "last_step", "history", "run", "layers", "alerts", "interventi
 
 
 class Session:
-    """Take readings on schedule; judge, intervene, record, show.
+    """Takes readings on schedule; judges, intervenes, records, shows.
 
-    A reading is due at step 0 and whenever a multiple of ``every_n_steps`` has been reached since the last one:
-    counting by crossings serves trainers whose count advances by more than one (several optimizers), repeats (gradient
-    accumulation) or starts in the middle (a resumed run). It is taken after the backward of the forward that was
-    captured, while the weights are still those of the forward, and handed on once the optimizer has stepped and its
-    numbers have arrived on the host: a thread makes the record, judges it and writes it to the history, in order, and
-    the training's own thread delivers it to dashboards at a later event. With interventions all of it is done at once.
+    A reading is due at step 0 and whenever a multiple of ``every_n_steps`` has been reached since the last one, as the
+    count of steps may advance by more than one, repeat, or start in the middle. It is taken after the backward of the
+    forward that was captured, while the weights are still those of the forward, and handed on once the optimizer has
+    stepped and its numbers have arrived on the host: a thread makes the record, judges it and writes it to the history,
+    in order, and the training's own thread delivers it to dashboards later. With interventions all is done at once.
 
     Attributes:
         monitor: the monitor that measures.
@@ -264,14 +263,10 @@ class Session:
     def _hand_to_worker(
         self, *, waits: bool, before: int | None = None, final: int | None = None, may_intervene: bool = True
     ) -> None:
-        """Have readings judged in order, and deliver their records.
+        """Have readings of steps before `before` judged in order, and deliver their records.
 
-        Args:
-            waits: also for those whose numbers have not arrived.
-            before: only readings of earlier steps; that of the present step is not complete: under gradient
-                accumulation the optimizer has yet to step.
-            final: the step of the last reading of the run.
-            may_intervene: whether interventions see them.
+        That of the present step is not complete: under gradient accumulation the optimizer has yet to step. Those whose
+        numbers have not arrived are left, unless it `waits`. `final` is the step of the last reading of the run.
         """
         if self._pending:
             self._closed_after_following_ranks()
