@@ -34,8 +34,8 @@ EVERY = 10
 NAME = "contract change"
 MEANING = (
     "Raised when attention computes something else than in the first forward: what queries see, dropout, scale, "
-    "positions, biases, or the rows that heads are made of. Read at each tenth reading, confirmed by the next; a "
-    "notice of what changes from reading to reading."
+    "positions, biases, or the rows that heads are made of. Read at each tenth reading and after an alert, confirmed "
+    "by the next; a notice of what changes from reading to reading."
 )
 _ACTION = "find what changed it: code, a configuration, a callback, or batches of another kind"
 _ROUNDING = 0.02  # of rotary tables in bf16
@@ -51,6 +51,9 @@ class Contract:
 
     Args:
         is_chosen: whether a layer is watched.
+
+    Attributes:
+        is_wanted: whether it is compared at the next reading, whichever it is: an alert has come, and this may be why.
     """
 
     def __init__(self, is_chosen: Callable[[str], bool]) -> None:
@@ -59,12 +62,14 @@ class Contract:
         self._pending: dict[Key, tuple[Any, int]] = {}  # changes that wait for the next reading
         self._scheduled: set[Key] = set()
         self._readings = 0
-        self._has_failed = False
+        self._has_failed = self.is_wanted = False
 
     def is_due(self) -> bool:
         """Return whether the forward of the reading that begins is to be written down."""
         self._readings += 1
-        return not self._has_failed and (self._readings % EVERY == 0 or bool(self._pending))
+        is_due = self.is_wanted or self._readings % EVERY == 0 or bool(self._pending)
+        self.is_wanted = False
+        return is_due and not self._has_failed
 
     def compare(
         self, step: int, read: Iterable[Facts | Tape], no_gradient: Mapping[str, Mapping[str, Tensor]]

@@ -117,7 +117,7 @@ class HeadDiversityMonitor:
         self._first_forwards: list[FirstForward] = []  # of this armed step
         self._read: list[Any] = []  # of forwards, and not yet checked: warnings are off while a forward is read
         self._said: set[str] = set()  # of findings
-        self._contract = Contract(self._is_chosen)
+        self.contract = Contract(self._is_chosen)
         self._facts: list[Facts] = []  # of first forwards, which the contract has not taken yet
         self._is_compared = False  # whether the reading that begins is compared with the contract
         self._left_out: set[str] = set()  # by `include` and `exclude`
@@ -171,7 +171,7 @@ class HeadDiversityMonitor:
             self._first_calls.is_called, self._first_calls.on_called, self._first_calls.loss = False, None, None
         if self._capture is not None:
             self._capture.arm(training_only=training_only)
-            self._is_compared = self._contract.is_due()
+            self._is_compared = self.contract.is_due()
             if self._is_compared and self._first_calls is not None:
                 self._first_calls.write_down()
 
@@ -256,7 +256,7 @@ class HeadDiversityMonitor:
         if self._is_compared and self._first_calls is not None:
             read += self._first_calls.tapes
         self._facts, self._is_compared = [], False
-        return partial(self._contract.compare, step, read, without_gradient(self.layers)) if read else tuple
+        return partial(self.contract.compare, step, read, without_gradient(self.layers)) if read else tuple
 
     def _take(self, absent: Absent) -> Mapping[str, Captured]:
         """Return the captured tensors of each layer; nothing if no forward was armed."""

@@ -304,6 +304,8 @@ class Session:
             record, warnings = self._judged.popleft().result()
             for message, category in warnings:
                 warn(message, category)
+            # What attention computes may be the cause, and is read at the next reading, whichever that is.
+            self.monitor.contract.is_wanted |= any(each.level != "notice" for each in record.alerts)
             self._intervene_and_write(record, intervenes)
             self._last_delivered_step = record.step
 

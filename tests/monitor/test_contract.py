@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hdi_callback import HeadDiversityMonitor
+from hdi_callback import HeadDiversityMonitor, load_history, watch_heads
 from hdi_callback.monitor import contract
 from tests.monitor.changes import CHANGES, HEALTHY, SCHEDULES, START, Model, Ways, batch
 
@@ -161,3 +161,25 @@ def test_a_comparison_that_fails_is_one_warning_and_training_goes_on(monkeypatch
         warnings.simplefilter("always")
         assert train(CHANGES["scores four times as large"])[0] == []
     assert sum("Comparing what attention computes" in str(each.message) for each in caught) == 1
+
+
+def test_after_an_alert_it_is_read_at_once_what_has_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr(contract, "EVERY", 1000)
+    torch.manual_seed(0)
+    ways = Ways(dropout=0.0)
+    model = Model(ways)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    with watch_heads(model, optimizer, every_n_steps=2, log_dir=tmp_path) as heads:
+        for step in range(80):
+            ways.mask = "causal" if step < 20 else "none"
+            with heads.step():
+                heads.loss = model(batch(step))
+                heads.loss.backward()
+                optimizer.step()
+            optimizer.zero_grad()
+    later, change = (
+        [alert.step for alert in load_history(tmp_path).alerts if alert.rule == rule]
+        for rule in ("later tokens", "contract change")
+    )
+    assert len(later) == len(change) == 1
+    assert later[0] < change[0], "and without the alert it would have been read at step 2000"
