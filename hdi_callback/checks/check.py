@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from itertools import product
@@ -100,24 +99,17 @@ def check(model: nn.Module, forward: Callable[[], object] | None = None) -> Chec
     forward = own_forward(model) if forward is None else forward
     if not facts or forward is None:
         return Check()
-    with _in_mode(model, training=not model.training):
-        survey(model, forward, lambda *read: other_mode.extend(facts_of(*read)))
-    with _in_mode(model, training=False):
-        broken, not_asked, forwards = ask_model(model, forward, facts)
-    result = examine(facts, other_mode=other_mode, broken=broken)
-    return replace(result, not_asked=not_asked, forwards=forwards)
-
-
-@contextmanager
-def _in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Put all modules into a mode, and back into their own."""
     modes = {module: module.training for module in model.modules()}
     try:
-        model.train(training)
-        yield
+        model.train(not model.training)
+        survey(model, forward, lambda *read: other_mode.extend(facts_of(*read)))
+        model.eval()
+        broken, not_asked, forwards = ask_model(model, forward, facts)
     finally:
         for module, mode in modes.items():
             module.training = mode
+    result = examine(facts, other_mode=other_mode, broken=broken)
+    return replace(result, not_asked=not_asked, forwards=forwards)
 
 
 def examine(
