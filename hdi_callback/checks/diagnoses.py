@@ -176,10 +176,12 @@ def mask_missing(facts: Facts, among: Sequence[Facts]) -> Found:
 def mask_without_effect(facts: Facts, _: Sequence[Facts]) -> Found:
     """A mask hides nothing, or hides behind the softmax."""
     for at, change in enumerate(facts.changes):
-        value, others, text = change.value, [*facts.changes[:at], *facts.changes[at + 1 :]], ""
+        value, further_changes, text = change.value, [*facts.changes[:at], *facts.changes[at + 1 :]], ""
         is_number = change.is_added and value is not None and value.dtype != torch.bool
         numbers = value if value is not None and is_number else torch.empty(0)
-        if _sets_to_zero(change) and all(each.hides is not None and not bool(each.hides.any()) for each in others):
+        if _sets_to_zero(change) and all(
+            each.hides is not None and not bool(each.hides.any()) for each in further_changes
+        ):
             text = "a mask sets scores to 0, which hides nothing, as exp(0) is 1"
         elif numbers.unique().tolist() == [0, 1] and _is_mask(numbers == 0):
             text = "a mask of 0 and 1 is added to the scores, which hides nothing"
@@ -270,8 +272,10 @@ def rotation(facts: Facts, _: Sequence[Facts]) -> Found:
     if facts.pairs.get("value"):
         return "odd", "rotary positions are applied to values as well; queries and keys are enough"
     if facts.heads and len(pairs) == 1 and {"query", "key"} <= facts.pairs.keys():
-        turned, other = ("queries", "keys") if "query" in pairs else ("keys", "queries")
-        text = f"rotary positions are applied to {turned} alone, so that scores depend on absolute ones; rotate {other}"
+        turned, unturned = ("queries", "keys") if "query" in pairs else ("keys", "queries")
+        text = (
+            f"rotary positions are applied to {turned} alone, so that scores depend on absolute ones; rotate {unturned}"
+        )
         return "odd", f"{text} too"
     return None
 

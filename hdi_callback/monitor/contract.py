@@ -169,14 +169,14 @@ def without_gradient(layers: Iterable[AttentionLayer]) -> dict[str, dict[str, Te
 # terms that are compared, and how a change of each is told
 
 
-def _tell_value(what: str) -> Callable[[Any, Any], Clauses]:
+def _tell_value(phrase: str) -> Callable[[Any, Any], Clauses]:
     def tell(before: Any, after: Any) -> Clauses:
         is_same = math.isclose(before, after, rel_tol=1e-3) if isinstance(after, float) else before == after
         old, new = (
             f"{value:.4g}" if isinstance(value, float) else "nothing" if value == "" else value
             for value in (before, after)
         )
-        return {} if is_same else {f"{what} {new}, and {old} before": ()}
+        return {} if is_same else {f"{phrase} {new}, and {old} before": ()}
 
     return tell
 
@@ -198,15 +198,15 @@ def _rows(each: Facts) -> dict[str, list[tuple[str, Tensor]]] | None:
 def _tell_rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> Clauses:
     clauses: Clauses = {}
     for role, old in before.items():
-        new, what = after[role], f"{PLURAL[role]} are made by" if role in PLURAL else "heads enter"
+        new, phrase = after[role], f"{PLURAL[role]} are made by" if role in PLURAL else "heads enter"
         was, now = (" + ".join(name.removesuffix(".weight") for name, _ in maps) for maps in (old, new))
         if was != now and old and (new or role in PLURAL):
-            clauses[f"{what} {now or 'no parameter, perhaps by the call before'}, and {was} before"] = ()
-        for (_, rows), (_, others) in zip(old, new) if was == now else ():
-            if rows.shape == others.shape and not torch.equal(rows, others):
-                heads = tuple((rows != others).any(1).nonzero().flatten().tolist())
-                moved, still = (shown_rows(each[heads[0]]) for each in (others, rows))
-                clauses[f"{what} {now} in another order: head {heads[0]} is {moved}, and {still} before"] = heads
+            clauses[f"{phrase} {now or 'no parameter, perhaps by the call before'}, and {was} before"] = ()
+        for (_, rows), (_, new_rows) in zip(old, new) if was == now else ():
+            if rows.shape == new_rows.shape and not torch.equal(rows, new_rows):
+                heads = tuple((rows != new_rows).any(1).nonzero().flatten().tolist())
+                moved, still = (shown_rows(each[heads[0]]) for each in (new_rows, rows))
+                clauses[f"{phrase} {now} in another order: head {heads[0]} is {moved}, and {still} before"] = heads
     return clauses
 
 
