@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from hdi_callback.dashboards.evidence import draw_evidence, point_of
+from hdi_callback.dashboards.evidence import draw_evidence
 from hdi_callback.record import Alert
 from hdi_callback.rules import RULES, Alerts
 
@@ -64,7 +64,7 @@ if __name__ == "__main__":
     alerts = first_alerts()
     (FOLDER / "images" / "alerts").mkdir(parents=True, exist_ok=True)
     for name, (_, alert, read) in alerts.items():
-        figure = draw_evidence(alert, [point_of(record) for record in read])
+        figure = draw_evidence(alert, read)
         if figure is not None:
             figure.savefig(FOLDER / picture(name), dpi=80, metadata={"Software": None})
     (FOLDER / "gallery.md").write_text(page(alerts), encoding="utf-8")

@@ -7,7 +7,7 @@ import textwrap
 from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hdi_callback.dashboards.layer_table import name_layers
 from hdi_callback.monitor.metrics import METRICS
-from hdi_callback.record import Alert, Record
+from hdi_callback.record import Alert, LayerRecord, Record
 from hdi_callback.rules import RULES
 
 if TYPE_CHECKING:
@@ -24,44 +24,23 @@ if TYPE_CHECKING:
 READINGS = 64
 """Readings up to the alert that its evidence shows."""
 
-ALIKE = {
-    "hdi_worst_alignment": "pair_alignment",
-    "hdi_worst_pair": "pair_alignment",
-    "hdi_alignment": "pair_alignment",
-    "hdi_energy_alignment": "energy_pair_alignment",
-    "circuit_ov_worst": "circuit_ov",
-}
-"""Metric of heads that are alike -> the matrix that shows which."""
-
 ACCUSED, OTHERS, LIMIT = "#d1242f", "#8a8f96", "#c25100"
-_JUDGED = frozenset(metric for rule in RULES for metric in (*rule.needs, *rule.reads))
-_OF_HEADS = {metric: metric for metric in _JUDGED} | {"head_movement_min": "head_movement"}
-_MOST_PANELS = 6
+_OF_HEADS = {metric: metric for rule in RULES for metric in (*rule.needs, *rule.reads)}
+_OF_HEADS["head_movement_min"] = "head_movement"
 _MOST_PATTERNS = 3  # heads
 _MOST_LINES = 16  # of what is not accused; more are drawn as the range between the least and the largest
 _LETTERS = 10
+_WIDTH = 4.4  # inches
 
 
-@dataclass(frozen=True)
-class Point:
-    """The numbers of a reading that rules judge: metric -> layer -> value, and -> values of its heads."""
-
-    step: int
-    values: Mapping[str, Mapping[str, float]]
-    heads: Mapping[str, Mapping[str, array[float]]]
+def slim(record: Record) -> Record:
+    """Return a record with the numbers that evidence may show, in little memory."""
+    return replace(record, layers={name: LayerRecord(at.values, _of_heads(at)) for name, at in record.layers.items()})
 
 
-def point_of(record: Record) -> Point:
-    """Return the numbers of a record that evidence may show, in little memory."""
-    values: dict[str, dict[str, float]] = {}
-    heads: dict[str, dict[str, array[float]]] = {}
-    for name, layer in record.layers.items():
-        for metric in _JUDGED & layer.values.keys():
-            values.setdefault(metric, {})[name] = layer.values[metric]
-        for key in set(_OF_HEADS.values()) & layer.heads.keys():
-            numbers = (math.nan if number is None else float(number) for number in layer.heads[key])
-            heads.setdefault(key, {})[name] = array("f", numbers)
-    return Point(record.step, values, heads)
+def _of_heads(layer: LayerRecord) -> dict[str, Any]:
+    keys = set(_OF_HEADS.values()) & layer.heads.keys()
+    return {key: array("f", (math.nan if number is None else number for number in layer.heads[key])) for key in keys}
 
 
 class Patterns:
@@ -90,70 +69,58 @@ class Patterns:
 
 
 def draw_evidence(
-    alert: Alert, points: Sequence[Point], patterns: Mapping[int, Tensor] | None = None, width: float = 4.4
+    alert: Alert, records: Sequence[Record], patterns: Mapping[int, Tensor] | None = None
 ) -> Figure | None:
     """Draw the accused number over the steps with the others in grey, its limit, and where it began.
 
     Args:
         alert: the alert.
-        points: the readings up to it.
+        records: the readings up to it.
         patterns: step -> patterns of attention of the first accused layer, see `Patterns.around`.
-        width: in inches.
 
     Returns:
-        A figure with a panel of the layers; where heads are accused and were measured one by one, a panel for each of
-        them; and patterns of the heads that are accused, or stand out most. `None` if the alert names no number that
-        was read.
+        A figure with a panel of the layers; where heads are accused and were measured one by one, one of the heads of
+        the first layer; and patterns of the heads that are accused, or stand out most. `None` if the alert names no
+        number that was read.
     """
     from matplotlib.figure import Figure
 
     metric = alert.metric or ""
-    points = [point for point in points if point.step <= alert.step][-READINGS:]
-    steps = [point.step for point in points]
-    layers = dict.fromkeys(name for point in points for name in point.values.get(metric, {}))
-    curves = {name: [point.values.get(metric, {}).get(name, math.nan) for point in points] for name in layers}
+    records = [record for record in records if record.step <= alert.step][-READINGS:]
+    read = [record.values(metric) for record in records]
+    layers = dict.fromkeys(name for values in read for name in values)
+    curves = {name: [values.get(name, math.nan) for values in read] for name in layers}
     accused = [name for name in alert.where if name in curves]
     if not accused:
         return None
-    layer, heads, by_head = accused[0], alert.where[accused[0]], _curves_of_heads(alert, points, accused[0])
-    panels = heads[:_MOST_PANELS] if by_head and len(heads) < len(by_head) else ()
-    rows = math.ceil(len(panels) / 3)
+    layer, heads, by_head = accused[0], alert.where[accused[0]], _curves_of_heads(alert, records, accused[0])
+    has_heads = 0 < len(heads) < len(by_head)
     of_steps = sorted((patterns or {}).items())
-    figure = Figure(figsize=(width, 2.9 + 1.25 * rows + 1.4 * len(of_steps)), layout="constrained")
-    grid = figure.add_gridspec(1 + rows + len(of_steps), 3, height_ratios=[2.3, *[1] * rows, *[1.1] * len(of_steps)])
-    panel = figure.add_subplot(grid[0, :])
-    _draw_panel(
-        panel, alert, steps, [curves[name] for name in accused], [curves[n] for n in curves if n not in accused]
-    )
+    figure = Figure(figsize=(_WIDTH, 2.9 + 1.9 * has_heads + 1.4 * len(of_steps)), layout="constrained")
+    heights = [2.3, *[1.4] * has_heads, *[1.1] * len(of_steps)]
+    grid = figure.add_gridspec(len(heights), _MOST_PATTERNS, height_ratios=heights)
     meaning = METRICS[metric].summary.split(":")[0].rstrip(".") if metric in METRICS else metric
-    title = f"{meaning}\nred: {_shortened(name_layers(accused))}" + ("; grey: other layers" if len(layers) > 1 else "")
-    panel.set_title(
-        "\n".join(part for line in title.splitlines() for part in textwrap.wrap(line, round(10.5 * width))),
-        fontsize=_LETTERS, loc="left",
-    )  # fmt: skip
-    panel.set_xlabel(f"optimizer step; dotted: began at {_onset(alert)}, triangle: alert", fontsize=_LETTERS)
-    for place, head in enumerate(panels):
-        small = figure.add_subplot(grid[1 + place // 3, place % 3])
-        other_curves = [by_head[other_head] for other_head in range(len(by_head)) if other_head not in heads]
-        _draw_panel(small, alert, steps, [by_head[head]], other_curves)
-        more = f" (+{len(heads) - len(panels)})" if place == len(panels) - 1 and len(heads) > len(panels) else ""
-        small.set_title(f"{alert.unit.removesuffix('s')} {head}{more}", fontsize=_LETTERS, loc="left")
-        small.locator_params(nbins=2)
-    if of_steps:
-        drawn_heads = heads[:_MOST_PATTERNS] or _most_accused(by_head, len(of_steps[-1][1]))
-        for row, (step, of_heads) in enumerate(of_steps, 1 + rows):
-            for column, head in enumerate(head for head in drawn_heads if head < len(of_heads)):
-                _draw_pattern(figure.add_subplot(grid[row, column]), of_heads[head], f"head {head}, step {step}")
-    lines = "\n".join(["grey: its other heads"] * bool(panels) + ["patterns: a query each row"] * bool(of_steps))
-    if lines:
-        figure.supxlabel(f"heads of {_shortened(layer)};\n{lines}", fontsize=_LETTERS)
+    title = f"{meaning}\nred: {shortened(name_layers(accused), 34)}" + (
+        "; grey: other layers" if len(layers) > 1 else ""
+    )
+    _draw_panel(figure.add_subplot(grid[0, :]), alert, records, curves, accused, title)
+    if has_heads:
+        title = f"red: {alert.unit} {', '.join(map(str, heads))}; grey: others of {shortened(layer, 28)}"
+        _draw_panel(figure.add_subplot(grid[1, :]), alert, records, by_head, heads, title)
+    chosen = heads[:_MOST_PATTERNS] or _largest(by_head, len(of_steps[-1][1]) if of_steps else 0)
+    for row, (step, of_heads) in enumerate(of_steps, 1 + has_heads):
+        for column, head in enumerate(head for head in chosen if head < len(of_heads)):
+            _draw_pattern(figure.add_subplot(grid[row, column]), of_heads[head], f"head {head}, step {step}")
+    patterns_read = f"\npatterns of {shortened(layer, 34)}: a query each row" if of_steps else ""
+    began = f"optimizer step; dotted: began at {_onset(alert)}, triangle: alert"
+    figure.supxlabel(began + patterns_read, fontsize=_LETTERS)
     return figure
 
 
-def _most_accused(by_head: list[list[float]], count: int) -> list[int]:
+def _largest(by_head: Mapping[int, list[float]], count: int) -> list[int]:
     """Return the heads of which the accused number is largest at the alert; the first where it is not of heads."""
-    last = [curve[-1] if math.isfinite(curve[-1]) else 0.0 for curve in by_head] or [0.0] * count
-    return sorted(sorted(range(len(last)), key=lambda head: -last[head])[:_MOST_PATTERNS])
+    last = {head: curve[-1] if math.isfinite(curve[-1]) else 0.0 for head, curve in by_head.items()}
+    return sorted(sorted(last or range(count), key=lambda head: -last.get(head, 0.0))[:_MOST_PATTERNS])
 
 
 def _draw_pattern(panel: Any, pattern: Tensor, title: str) -> None:
@@ -167,29 +134,32 @@ def _draw_pattern(panel: Any, pattern: Tensor, title: str) -> None:
     panel.set_title(title, fontsize=_LETTERS - 1, loc="left")
 
 
-def _curves_of_heads(alert: Alert, points: Sequence[Point], layer: str) -> list[list[float]]:
-    """The curve of each head of a layer; empty if heads were not measured one by one."""
+def _curves_of_heads(alert: Alert, records: Sequence[Record], layer: str) -> dict[int, list[float]]:
+    """Return head -> curve of a layer; empty if heads were not measured one by one."""
     key = _OF_HEADS.get(alert.metric or "", "")
-    rows = [point.heads.get(key, {}).get(layer) for point in points]
-    count = max((len(row) for row in rows if row is not None), default=0)
-    if not count or max(alert.where[layer], default=0) >= count:
-        return []
-    return [[row[head] if row is not None and head < len(row) else math.nan for row in rows] for head in range(count)]
+    rows = [record.layers[layer].heads.get(key, ()) if layer in record.layers else () for record in records]
+    count = max(map(len, rows), default=0)
+    if max(alert.where[layer], default=0) >= count:
+        return {}
+    return {head: [row[head] if head < len(row) else math.nan for row in rows] for head in range(count)}
 
 
 def _draw_panel(
-    panel: Any, alert: Alert, steps: Sequence[int], accused: list[list[float]], others: list[list[float]]
-) -> None:
+    panel: Any, alert: Alert, records: Sequence[Record], curves: Mapping[Any, list[float]], accused: Sequence[Any],
+    title: str,
+) -> None:  # fmt: skip
     """Draw curves, those that are accused on top."""
-    if len(others) > _MOST_LINES:
-        table = np.ma.masked_invalid(np.array(others))
+    steps = [record.step for record in records]
+    grey, red = ([curve for key, curve in curves.items() if (key in accused) == is_red] for is_red in (False, True))
+    if len(grey) > _MOST_LINES:
+        table = np.ma.masked_invalid(np.array(grey, dtype=float))
         panel.fill_between(steps, table.min(0), table.max(0), color=OTHERS, alpha=0.35, linewidth=0)
-        others = [table.mean(0).filled(math.nan).tolist()]
-    for colour, width, curves in ((OTHERS, 0.9, others), (ACCUSED, 2.0, accused)):
-        for curve in curves:
+        grey = [table.mean(0).filled(math.nan).tolist()]
+    for colour, thickness, lines in ((OTHERS, 0.9, grey), (ACCUSED, 2.0, red)):
+        for curve in np.array(lines, dtype=float):
             isolated = np.isfinite(curve).sum() < 3
-            panel.plot(steps, curve, color=colour, linewidth=width, marker="." if isolated else None)
-    at_alert = [curve[-1] for curve in accused if math.isfinite(curve[-1])]
+            panel.plot(steps, curve, color=colour, linewidth=thickness, marker="." if isolated else None)
+    at_alert = [curve[-1] for curve in red if math.isfinite(curve[-1])]
     judged = math.nan if alert.value is None else alert.value
     is_judged = any(math.isclose(value, judged, rel_tol=1e-3, abs_tol=1e-9) for value in at_alert)
     if alert.threshold is not None and is_judged:  # else the limit is of another number, as a share of the first
@@ -202,6 +172,8 @@ def _draw_panel(
         panel.set_ylim(min(0.0, 1.1 * low), max(0.0, 1.1 * high))
     if len(steps) == 1:
         panel.set_xticks(steps)
+    wrapped = [part for line in title.splitlines() for part in textwrap.wrap(line, round(10.5 * _WIDTH))]
+    panel.set_title("\n".join(wrapped), fontsize=_LETTERS, loc="left")
     panel.tick_params(labelsize=_LETTERS - 1)
     panel.spines[["top", "right"]].set_visible(False)
 
@@ -210,5 +182,6 @@ def _onset(alert: Alert) -> int:
     return alert.step if alert.since is None else alert.since
 
 
-def _shortened(name: str, most: int = 34) -> str:
+def shortened(name: str, most: int = 28) -> str:
+    """Return the end of a name that is too long for its place."""
     return name if len(name) <= most else f"…{name[1 - most :]}"

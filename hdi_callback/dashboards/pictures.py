@@ -9,31 +9,26 @@ from __future__ import annotations
 import io
 import math
 import re
-import textwrap
+import statistics
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
-from hdi_callback.dashboards.evidence import ALIKE, READINGS, Patterns, Point, draw_evidence, point_of
+from hdi_callback.dashboards.evidence import READINGS, Patterns, draw_evidence, shortened, slim
 from hdi_callback.dashboards.layer_table import closest_pair, compared, name_layers, number_in
 from hdi_callback.dashboards.tags import EVIDENCE, HEADS, MAP
 from hdi_callback.dashboards.verdict import becomes_warning, events
-from hdi_callback.monitor.metrics import METRICS
-from hdi_callback.record import LEVELS, Alert, Record
+from hdi_callback.record import Alert, Record
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from matplotlib.figure import Figure
-
-Curve = tuple[Sequence[float], Sequence[float]]
-"""Steps and values."""
 
 WORST = "hdi_worst_alignment"
 _NOT_MEASURED = "#b8b8b8"
@@ -51,10 +46,9 @@ def draw_map(
     worst: Mapping[str, Sequence[float]],
     alerts: Sequence[Alert] = (),
     *,
-    metric: str = WORST,
     size: tuple[float, float] = (4.4, 4.0),
 ) -> Figure:
-    """Draw a metric, a row for each layer and a column for each reading."""
+    """Draw the alignment of the two closest heads, a row for each layer and a column for each reading."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
@@ -64,31 +58,29 @@ def draw_map(
     panel = figure.subplots()
     last_width = columns[-1] - columns[-2] if len(columns) > 1 else 1
     edges = [*columns, columns[-1] + max(last_width, 1)]  # a column reaches from its step to the next
-    low, high = (0, 1) if metric == WORST else (None, None)
     mesh = panel.pcolormesh(
         edges, range(len(names) + 1), np.ma.masked_invalid(table), cmap=colormaps["cividis"], rasterized=True,
-vmin=low, vmax=high,
+        vmin=0, vmax=1,
     )  # fmt: skip
     panel.set_facecolor(_NOT_MEASURED)
     panel.set_ylim(len(names), 0)
-    alerted = {layer for alert in alerts for layer in alert.where if layer in worst}
+    marks = [(alert.step, names.index(layer) + 0.5) for alert in alerts for layer in alert.where if layer in worst]
+    alerted = {names[int(row)] for _, row in marks}
     labelled = _rows_named(names, alerted)
-    labels = [_short(number_in(name, names)) for name in labelled]
+    labels = [shortened(number_in(name, names)) for name in labelled]
     panel.set_yticks([names.index(name) + 0.5 for name in labelled], labels, fontsize=9)
-    if labelled and labels[0] != _short(labelled[0]):
-        panel.set_ylabel(_short(name_layers(names), 40), fontsize=9)
+    if labelled and labels[0] != shortened(labelled[0]):
+        panel.set_ylabel(shortened(name_layers(names), 40), fontsize=9)
     for label, name in zip(panel.get_yticklabels(), labelled):
         if name in alerted:
             label.set(fontweight="bold", color=_MARK)
-    marks = [(alert.step, names.index(layer) + 0.5) for alert in alerts for layer in alert.where if layer in worst]
     if marks:
         x, y = zip(*marks)
         panel.scatter(x, y, marker="v", s=50, color=_MARK, edgecolors="white", linewidths=0.8, zorder=3)
     panel.set_xlabel("optimizer step" + ("; triangles: alerts" if marks else ""), fontsize=9)
     panel.tick_params(axis="x", labelsize=9)
-    title = "Alignment of the two closest heads" if metric == WORST else METRICS[metric].summary.split(":")[0]
-    panel.set_title(textwrap.fill(title.rstrip("."), round(9 * size[0])), fontsize=10, loc="left")
-    _add_scale(figure, mesh, panel, is_alignment=metric == WORST)
+    panel.set_title("Alignment of the two closest heads", fontsize=10, loc="left")
+    _add_scale(figure, mesh, panel)
     return figure
 
 
@@ -111,7 +103,7 @@ def draw_heads(
     ticks = sorted({*ticks, *pair})
     panel.set_xticks(ticks, list(map(str, ticks)), fontsize=8)
     panel.set_yticks(ticks, list(map(str, ticks)), fontsize=8)
-    title = _short(layer, 40) + ("" if step is None else f", step {step}")
+    title = shortened(layer, 40) + ("" if step is None else f", step {step}")
     least = np.nanmin(table) if np.isfinite(table).any() else 0.0
     if heads > 2 and least >= _ALL_ALIKE:
         title += f"\nall {heads} {unit}: alignment of at least {least:.2f}"
@@ -128,63 +120,38 @@ def draw_heads(
     return figure
 
 
-def of_layer(records: Sequence[Record], layer: str) -> list[Record]:
-    """Return the records with the numbers, alerts and actions of one layer alone."""
-    return [
-        replace(
-            record,
-            layers={name: numbers for name, numbers in record.layers.items() if name == layer},
-            alerts=tuple(alert for alert in record.alerts if layer in alert.where),
-            actions=tuple(action for action in record.actions if layer in action.layers),
-        )
-        for record in records
-    ]
-
-
-def losses_of(records: Sequence[Record]) -> dict[str, Curve]:
-    """Return the training loss at the readings as a curve."""
-    points = [(float(record.step), record.loss) for record in records if record.loss is not None]
-    return {"training loss": ([step for step, _ in points], [loss for _, loss in points])} if points else {}
-
-
-def draw_curves(records: Sequence[Record], losses: Mapping[str, Curve]) -> Figure | None:
+def draw_curves(records: Sequence[Record]) -> Figure | None:
     """Draw the curves of a model, or of its only layer, in panels, with alerts and interventions marked."""
     from matplotlib.figure import Figure
 
-    steps = [record.step for record in records]
-    values = {metric: [list(record.values(metric).values()) for record in records] for metric in _CURVE_METRICS}
-
-    def curve(metric: str, reduce: Callable[[list[float]], float]) -> tuple[list[int], list[float]]:
-        return steps, [
-            reduce(finite) if (finite := list(filter(math.isfinite, at))) else math.nan for at in values[metric]
-        ]
+    def curve(metric: str, reduce: Callable[[list[float]], float]) -> list[float]:
+        values = [list(filter(math.isfinite, record.values(metric).values())) for record in records]
+        return [reduce(finite) if finite else math.nan for finite in values]
 
     is_single = len({name for record in records for name in record.layers}) == 1
     of_any, of_worst = ("", " of all pairs") if is_single else (" of any layer", " of the worst layer")
-    panels: dict[str, dict[str, Curve]] = {
-        "alignment": {
-            f"closest pair{of_any}": curve(WORST, max),
-            f"mean{of_worst}": curve("hdi_alignment", max),
-        },
-        "HDI": {
-            "HDI" if is_single else "lowest layer": curve("hdi", min),
-            "HDI" if is_single else "mean of the layers": curve("hdi", lambda at: math.fsum(at) / len(at)),
-        },
-        "covariance": {"two heads, mean" if is_single else "largest of any layer": curve("head_covariance", max)},
-        "loss": dict(losses),
-    }
-    panels = {
-        title: {name: xy for name, xy in drawn.items() if np.isfinite(xy[1]).any()} for title, drawn in panels.items()
-    }
-    panels = {title: drawn for title, drawn in panels.items() if drawn}
+    lines = [
+        ("alignment", f"closest pair{of_any}", curve(WORST, max)),
+        ("alignment", f"mean{of_worst}", curve("hdi_alignment", max)),
+        ("HDI", "HDI" if is_single else "lowest layer", curve("hdi", min)),
+        ("HDI", "" if is_single else "mean of the layers", curve("hdi", statistics.fmean)),
+        ("covariance", "two heads, mean" if is_single else "largest of any layer", curve("head_covariance", max)),
+        ("loss", "training loss", [math.nan if record.loss is None else record.loss for record in records]),
+    ]
+    panels: dict[str, dict[str, list[float]]] = {}
+    for title, name, values in lines:
+        if name and np.isfinite(values).any():
+            panels.setdefault(title, {})[name] = values
     if not panels:
         return None
+    steps = [record.step for record in records]
     figure = Figure(figsize=(10, 0.4 + 1.6 * len(panels)), layout="constrained")
     for panel, (title, drawn) in zip(figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0], panels.items()):
-        for colour, (name, (x, y)) in zip(("#c25100", "#3b82c4"), drawn.items()):
+        for colour, (name, values) in zip(("#c25100", "#3b82c4"), drawn.items()):
+            x, y = zip(*((step, value) for step, value in zip(steps, values) if title != "loss" or value == value))
             panel.plot(x, y, color=colour, linewidth=1.6, label=name, marker="." if len(x) < 3 else None)
         if title == "alignment":
-            _mark_events(panel, records, drawn)
+            _mark_events(panel, records, dict(zip(steps, next(iter(drawn.values())))))
             panel.set_ylim(min(0.0, panel.get_ylim()[0]), 1.12)
         panel.set_ylabel(title, fontsize=9)
         panel.tick_params(labelsize=8)
@@ -195,18 +162,14 @@ def draw_curves(records: Sequence[Record], losses: Mapping[str, Curve]) -> Figur
     return figure
 
 
-_CURVE_METRICS = (WORST, "hdi_alignment", "hdi", "head_covariance")
-
-
-def _mark_events(panel: Any, records: Sequence[Record], drawn: Mapping[str, Curve]) -> None:
-    """Mark alerts that began on the first curve of a panel, and interventions at its foot."""
-    at = dict(zip(*next(iter(drawn.values()))))
-    began = {event.alert.step for event in events(records) if event.alert.level != "notice"} & at.keys()
-    acted = [r.step for r in records if any(not action.is_refusal for action in r.actions)]
+def _mark_events(panel: Any, records: Sequence[Record], heights: Mapping[int, float]) -> None:
+    """Mark alerts that began on a curve, and interventions at the foot of the panel."""
+    began = {event.alert.step for event in events(records) if event.alert.level != "notice"} & heights.keys()
+    acted = [record.step for record in records if any(not action.is_refusal for action in record.actions)]
     style = {"s": 46, "edgecolors": "white", "linewidths": 0.8, "zorder": 3}
     if began:
-        heights = [at[step] if math.isfinite(at[step]) else 0 for step in began]
-        panel.scatter(list(began), heights, marker="v", color=_MARK, label="alert", **style)
+        y = [heights[step] if math.isfinite(heights[step]) else 0 for step in began]
+        panel.scatter(list(began), y, marker="v", color=_MARK, label="alert", **style)
     if acted:
         panel.scatter(acted, [0] * len(acted), marker="D", color="#8250df", label="intervention", **style)
 
@@ -220,15 +183,15 @@ class Pictures:
         self._worst: dict[str, array[float]] = {}
         self._alerts: list[Alert] = []
         self._marked: list[Alert] = []
-        self._compared: dict[str, str] = {}
-        self._points: deque[Point] = deque(maxlen=READINGS)
+        self._units: dict[str, str] = {}
+        self._records: deque[Record] = deque(maxlen=READINGS)
         self._patterns = Patterns()
         for record in past:
             self._add(record)
 
     def open(self, layers: Sequence[Mapping[str, Any]]) -> None:
         """Take the facts of the layers."""
-        self._compared = {facts["name"]: compared(facts) for facts in layers}
+        self._units = {facts["name"]: compared(facts) for facts in layers}
 
     def add(self, record: Record) -> dict[str, npt.NDArray[np.uint8]]:
         """Take a record; return the pictures if they are due: tag -> ``(height, width, 3)``."""
@@ -238,36 +201,24 @@ class Pictures:
         drawn = {
             f"{EVIDENCE}/{alert.rule.replace(' ', '_')}": pixels(figure)
             for alert in reversed(urgent)  # the first of a rule, where there are several
-            if (figure := draw_evidence(alert, [*self._points], self._patterns.around(alert))) is not None
+            if (figure := draw_evidence(alert, [*self._records], self._patterns.around(alert))) is not None
         }
         is_due = record.is_last or (len(self._steps) > 1 and began >= self._next)
         if not is_due or not self._worst:
             return drawn
-        drawn[MAP] = pixels(self._map(record))
+        drawn[MAP] = pixels(draw_map(self._steps, self._worst, self._marked))
         worst = record.values(WORST)
         layer = max(worst, key=lambda name: worst[name], default=None)
         matrix = None if layer is None else record.layers[layer].matrices.get("pair_alignment")
-        if layer is not None and matrix is not None and map_metric(record.active) == WORST:
-            unit = self._compared.get(layer, "heads")
+        if layer is not None and matrix is not None:
+            unit = self._units.get(layer, "heads")
             drawn[HEADS] = pixels(draw_heads(layer, record.step, matrix, closest_pair(record, layer), unit=unit))
         now = self._clock()
         self._next = now + (now - began) / _SHARE
         return drawn
 
-    def _map(self, record: Record) -> Figure:
-        """The map of what is wrong; of alignment it reaches back to the beginning, of others over the last readings."""
-        metric = map_metric(record.active)
-        read = [point.values.get(metric, {}) for point in self._points]
-        names = [name for name in record.layers if any(name in values for values in read)]
-        if metric == WORST or not names:
-            return draw_map(self._steps, self._worst, self._marked)
-        steps = [point.step for point in self._points]
-        values = {name: [value.get(name, math.nan) for value in read] for name in names}
-        marked = [alert for alert in self._marked if alert.metric == metric and alert.step >= steps[0]]
-        return draw_map(steps, values, marked, metric=metric)
-
     def _add(self, record: Record) -> None:
-        self._points.append(point_of(record))
+        self._records.append(slim(record))
         self._patterns.add(record)
         values = record.values(WORST)
         for name in values:
@@ -328,31 +279,15 @@ def _thinned(steps: Sequence[int], table: npt.NDArray[Any], most: float) -> tupl
     return [steps[start] for start in starts], np.where(np.isfinite(merged), merged, np.nan)
 
 
-def _rows_named(names: Sequence[str], alerted: set[str]) -> list[str]:
-    """The layers whose names fit beside the rows: those with an alert before all others."""
-    if len(names) <= _MOST_NAMED:
-        return list(names)
-    chosen = [place for place, name in enumerate(names) if name in alerted][:_MOST_NAMED]
-    apart = len(names) / 12
-    for place in (round(part * (len(names) - 1) / 8) for part in range(9)):
-        if all(abs(place - chosen_place) >= apart / 2 for chosen_place in chosen):
-            chosen.append(place)
-    return [names[place] for place in sorted(chosen)]
+def _rows_named(names: Sequence[str], alerted: Collection[str]) -> list[str]:
+    """Return the layers whose names fit beside the rows: those with an alert, and every few others far from them."""
+    every = math.ceil(len(names) / _MOST_NAMED)
+    marked = {place for place, name in enumerate(names) if name in alerted and len(alerted) <= _MOST_NAMED}
+    regular = {place for place in range(0, len(names), every) if all(abs(place - at) > every for at in marked)}
+    return [names[place] for place in sorted(marked | (regular if every > 1 else {*range(len(names))}))]
 
 
-def _short(name: str, most: int = 28) -> str:
-    return name if len(name) <= most else f"…{name[1 - most :]}"
-
-
-def map_metric(alerts: Sequence[Alert]) -> str:
-    """Return the metric that a map shows: of the most serious active alert, else the alignment of the closest heads."""
-    judged = [alert for alert in alerts if alert.metric in METRICS and alert.level != "notice"]
-    first = max(judged, key=lambda alert: LEVELS.index(alert.level), default=None)
-    return WORST if first is None or first.metric is None or first.metric in ALIKE else first.metric
-
-
-def _add_scale(figure: Any, mesh: Any, panel: Any, *, is_alignment: bool = True) -> None:
+def _add_scale(figure: Any, mesh: Any, panel: Any) -> None:
     bar = figure.colorbar(mesh, ax=panel, fraction=0.05, pad=0.02)
-    if is_alignment:
-        bar.set_ticks([0, 0.5, 1], labels=["0 chance", "0.5", "1 same"])
+    bar.set_ticks([0, 0.5, 1], labels=["0 chance", "0.5", "1 same"])
     bar.ax.tick_params(labelsize=9)

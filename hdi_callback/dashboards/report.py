@@ -11,19 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hdi_callback.arguments import file_path, shown
-from hdi_callback.dashboards.evidence import draw_evidence, point_of
+from hdi_callback.dashboards.evidence import draw_evidence
 from hdi_callback.dashboards.layer_table import closest_pair, compared, layer_rows, name_heads, name_layers
-from hdi_callback.dashboards.pictures import (
-    WORST,
-    Curve,
-    draw_curves,
-    draw_heads,
-    draw_map,
-    losses_of,
-    map_metric,
-    svg,
-    svg_style,
-)
+from hdi_callback.dashboards.pictures import WORST, draw_curves, draw_heads, draw_map, svg, svg_style
 from hdi_callback.dashboards.verdict import RaisedAlert, events, verdict
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.record import LEVELS
@@ -92,7 +82,6 @@ def _contents(run: RunHistory) -> dict[str, Any]:
         "rows": layer_rows(run.layers, last, active),
         "every_row": layer_rows(run.layers, last, active, is_grouped=False),
         "is_audit": run.is_audit,
-        "is_alignment": map_metric(active) == WORST,
         "last": last,
     }
 
@@ -100,22 +89,16 @@ def _contents(run: RunHistory) -> dict[str, Any]:
 def _pictures(run: RunHistory) -> dict[str, str]:
     """The pictures that can be drawn, as elements of the page."""
     drawn: dict[str, str] = {}
-    metric = map_metric(run.records[-1].active) if run.records else WORST
-    worst = {name: row for name, row in run.series(metric).items() if any(map(math.isfinite, row))}
+    worst = {name: row for name, row in run.series(WORST).items() if any(map(math.isfinite, row))}
     with svg_style():
-        if len(run.records) > 1:
-            if worst:
-                steps = [record.step for record in run.records]
-                began = [event.alert for event in events(run.records) if event.alert.level != "notice"]
-                if metric != WORST:
-                    began = [alert for alert in began if alert.metric == metric]
-                figure = draw_map(steps, worst, began, metric=metric, size=(7.2, 4.7))
-                of = "Alignment of the two closest heads" if metric == WORST else metric
-                drawn["map"] = svg(figure, f"{of} of each layer over the steps")
-            curves = draw_curves(run.records, _losses(run))
-            if curves is not None:
-                drawn["curves"] = svg(curves, "Curves of the model over the steps")
-        at_worst = _worst_heads(run) if metric == WORST else None
+        if len(run.records) > 1 and worst:
+            began = [event.alert for event in events(run.records) if event.alert.level != "notice"]
+            figure = draw_map([record.step for record in run.records], worst, began, size=(7.2, 4.7))
+            drawn["map"] = svg(figure, "Alignment of the two closest heads of each layer over the steps")
+        curves = draw_curves(run.records) if len(run.records) > 1 else None
+        if curves is not None:
+            drawn["curves"] = svg(curves, "Curves of the model over the steps")
+        at_worst = _worst_heads(run)
         if at_worst is not None:
             drawn["heads"] = svg(at_worst, "Alignment of every two heads of the worst layer at its worst step")
     return drawn
@@ -128,7 +111,6 @@ def _evidence(run: RunHistory, raised: Sequence[RaisedAlert]) -> list[dict[str, 
         key=lambda alert: (LEVELS.index(alert.level), alert.step),
     )[-_MOST_DRAWN:]
     figures = []
-    points = [point_of(record) for record in run.records] if serious else []
     with svg_style():
         for alert in sorted(serious, key=lambda alert: alert.step):
             of_layer = run.matrices(alert.step).get(next(iter(alert.where), ""), {})
@@ -137,7 +119,7 @@ def _evidence(run: RunHistory, raised: Sequence[RaisedAlert]) -> list[dict[str, 
                 for name, pattern in of_layer.items()
                 if name.startswith("attention_pattern_")
             }
-            figure = draw_evidence(alert, points, patterns)
+            figure = draw_evidence(alert, run.records, patterns)
             if figure is not None:
                 text = f"step {alert.step}, {alert.level}: {alert.rule}"
                 figures.append({"picture": svg(figure, f"Evidence of {text}"), "text": text})
@@ -226,20 +208,3 @@ def _name(run: RunHistory) -> str:
     folder = run.path.parent.parent if run.path.parent.name == "hdi" else run.path.parent
     own = run.path.stem.removeprefix("history").strip("-")
     return "/".join(folder.parts[-2:]).lstrip("/") + (f" ({own})" if own else "")
-
-
-def _losses(run: RunHistory) -> dict[str, Curve]:
-    """The training loss at the readings, and a validation loss from the TensorBoard files in the folder of the run."""
-    losses = losses_of(run.records)
-    folder = run.path.parent.parent if run.path.parent.name == "hdi" else run.path.parent
-    for place in sorted({file.parent for file in [*folder.glob("*tfevents*"), *folder.glob("runs/*/*tfevents*")]}):
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-        written = EventAccumulator(str(place), size_guidance={"scalars": 1000})
-        written.Reload()
-        for tag in written.Tags()["scalars"]:
-            if "loss" in tag.lower() and "val" in tag.lower():  # val_loss, eval/loss, validation loss
-                points = written.Scalars(tag)
-                losses[tag] = [float(point.step) for point in points], [point.value for point in points]
-                return losses
-    return losses

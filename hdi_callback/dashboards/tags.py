@@ -54,8 +54,7 @@ MODEL_CURVES = {
 """Tag -> meaning."""
 
 PICTURES = {
-    MAP: "A row for each layer and a column for each reading, coloured by the alignment of the two closest heads, or "
-    "by the number that an active alert accuses.",
+    MAP: "A row for each layer and a column for each reading, coloured by the alignment of the two closest heads.",
     HEADS: "Alignment of every two heads of the worst layer.",
     EVIDENCE: "The number that an alert accuses over the steps, the accused layer or heads in red; below it the "
     "patterns of attention of some of these heads before it began, and at the alert.",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.arguments import file_path, one_of
-from hdi_callback.dashboards.pictures import draw_curves, losses_of, of_layer, svg, svg_style
+from hdi_callback.dashboards.pictures import draw_curves, svg, svg_style
 from hdi_callback.dashboards.report import in_notebook
 from hdi_callback.dashboards.verdict import events, verdict
 from hdi_callback.errors import MisconfigurationError
@@ -85,8 +85,7 @@ class RunHistory:
         if layer is not None:
             one_of("layer", layer, names)
         with svg_style():
-            own = self.records if layer is None else of_layer(self.records, layer)
-            figure = draw_curves(own, losses_of(self.records))
+            figure = draw_curves(self.records if layer is None else [_of_layer(at, layer) for at in self.records])
         if figure is None:
             raise MisconfigurationError(f"There is nothing to draw: {verdict(self.records, self.layers)}")
         drawn: Any = figure
@@ -162,6 +161,16 @@ class RunHistory:
         ]
         frame: pd.DataFrame = pd.DataFrame(rows, columns=None if rows else ["step", "epoch", "time", "loss", "layer"])
         return frame
+
+
+def _of_layer(record: Record, layer: str) -> Record:
+    """Return a record with the numbers, alerts and actions of one layer alone."""
+    return replace(
+        record,
+        layers={name: numbers for name, numbers in record.layers.items() if name == layer},
+        alerts=tuple(alert for alert in record.alerts if layer in alert.where),
+        actions=tuple(action for action in record.actions if layer in action.layers),
+    )
 
 
 def _rows_of_heads(layer: LayerRecord, num_heads: int | None) -> list[dict[str, Any]]:

@@ -10,12 +10,12 @@ import pytest
 import torch
 from matplotlib.colors import to_hex
 
-from hdi_callback.dashboards.evidence import ACCUSED, OTHERS, Patterns, draw_evidence, point_of
-from hdi_callback.dashboards.pictures import Pictures, map_metric
+from hdi_callback.dashboards.evidence import ACCUSED, OTHERS, Patterns, draw_evidence
+from hdi_callback.dashboards.pictures import Pictures
 from hdi_callback.dashboards.report import write_report
-from hdi_callback.dashboards.tags import EVIDENCE, HEADS, MAP
+from hdi_callback.dashboards.tags import EVIDENCE
 from hdi_callback.record import Alert, LayerRecord, Record
-from tests.dashboards.synthetic import collapsing, facts_of, write
+from tests.dashboards.synthetic import facts_of, write
 
 NAMES = [facts["name"] for facts in facts_of(3, 4)]
 
@@ -56,7 +56,7 @@ def of_colour(panel, colour) -> list[list[float]]:
 def test_the_accused_number_is_drawn_over_the_steps_with_the_other_layers_in_grey_and_the_onset_marked():
     records = leaking()
     (alert,) = records[8].alerts
-    figure = draw_evidence(alert, [point_of(record) for record in records])
+    figure = draw_evidence(alert, records)
     panel = figure.axes[0]
     assert of_colour(panel, ACCUSED) == [[record.layers[NAMES[1]].values["attention_ahead"] for record in records[:9]]]
     assert of_colour(panel, OTHERS) == [[0.0] * 9] * 2
@@ -64,15 +64,14 @@ def test_the_accused_number_is_drawn_over_the_steps_with_the_other_layers_in_gre
     assert panel.collections[-1].get_offsets().tolist() == [[80, pytest.approx(0.5)]]
 
 
-def test_heads_that_are_accused_have_a_panel_each_with_the_others_in_grey():
+def test_heads_that_are_accused_have_a_panel_of_their_own_with_the_others_in_grey():
     records = leaking()
     (alert,) = records[8].alerts
-    _, *panels = draw_evidence(alert, [point_of(record) for record in records]).axes
-    assert [panel.get_title(loc="left") for panel in panels] == ["head 1", "head 2"]
-    for head, panel in zip((1, 2), panels):
-        (curve,) = of_colour(panel, ACCUSED)
-        np.testing.assert_allclose(curve, [0.0] * 8 + [0.3 + 0.1 * head], rtol=1e-6)
-        assert len(of_colour(panel, OTHERS)) == 2
+    _, panel = draw_evidence(alert, records).axes
+    assert panel.get_title(loc="left").startswith("red: heads 1, 2; grey: others of")
+    expected = [[0.0] * 8 + [0.3 + 0.1 * head] for head in (1, 2)]
+    np.testing.assert_allclose(of_colour(panel, ACCUSED), expected, rtol=1e-6)
+    assert len(of_colour(panel, OTHERS)) == 2
 
 
 def with_patterns(records: list[Record]) -> list[Record]:
@@ -92,7 +91,7 @@ def test_the_pattern_of_each_accused_head_is_drawn_before_the_alert_began_and_at
         kept.add(record)
     (alert,) = records[8].alerts
     assert list(kept.around(alert)) == [70, 80], "the reading before step 75, at which it began, and that of the alert"
-    figure = draw_evidence(alert, [point_of(record) for record in records], kept.around(alert))
+    figure = draw_evidence(alert, records, kept.around(alert))
     pictures = {panel.get_title(loc="left"): panel.images[0].get_array() for panel in figure.axes if panel.images}
     assert list(pictures) == ["head 1, step 70", "head 2, step 70", "head 1, step 80", "head 2, step 80"]
     before, after = (torch.eye(32).roll(shift, 1)[::2].numpy() for shift in (0, 1))
@@ -108,7 +107,7 @@ def test_heads_that_stand_out_most_are_shown_where_a_whole_layer_is_accused_and_
         kept.add(record)
     (alert,) = records[8].alerts
     of_layer = replace(alert, where={NAMES[1]: ()})
-    figure = draw_evidence(of_layer, [point_of(record) for record in records], kept.around(of_layer))
+    figure = draw_evidence(of_layer, records, kept.around(of_layer))
     titles = [panel.get_title(loc="left") for panel in figure.axes if panel.images]
     assert titles[:3] == ["head 0, step 70", "head 1, step 70", "head 3, step 70"]
     assert kept.around(replace(alert, unit="key heads")) == {}
@@ -133,58 +132,41 @@ def test_the_heads_of_frozen_weights_are_drawn_by_their_own_movement():
         for step, move in enumerate(moves)
     ]
     alert = Alert(2, "frozen weights", "warning", {"a": (1,)}, "", value=0.0, threshold=0.0, metric="head_movement_min")
-    _, panel = draw_evidence(alert, [point_of(record) for record in records]).axes
+    _, panel = draw_evidence(alert, records).axes
     np.testing.assert_allclose(of_colour(panel, ACCUSED), [[0.02, 0.0, 0.0]], rtol=1e-6)
 
 
 def test_more_layers_than_can_be_told_apart_are_one_range():
     records = leaking(layers=40)
     (alert,) = records[8].alerts
-    panel = draw_evidence(alert, [point_of(record) for record in records]).axes[0]
+    panel = draw_evidence(alert, records).axes[0]
     assert len(of_colour(panel, OTHERS)) == 1
 
 
 def test_an_alert_without_a_number_that_was_read_has_no_evidence():
     records = leaking()
     (alert,) = records[8].alerts
-    points = [point_of(record) for record in records]
-    assert draw_evidence(Alert(80, "own", "warning", {NAMES[1]: ()}, ""), points) is None
-    assert draw_evidence(Alert(80, "own", "warning", {"gone": ()}, "", metric="attention_ahead"), points) is None
+    assert draw_evidence(Alert(80, "own", "warning", {NAMES[1]: ()}, ""), records) is None
+    assert draw_evidence(Alert(80, "own", "warning", {"gone": ()}, "", metric="attention_ahead"), records) is None
     assert draw_evidence(alert, []) is None
 
 
-def test_it_is_drawn_at_the_alert_however_short_the_share_of_time_is_and_the_map_is_of_what_is_wrong():
+def test_it_is_drawn_at_the_alert_however_short_the_share_of_time_is():
     pictures = Pictures(clock=iter(range(0, 10**9, 1000)).__next__)
     drawn = [pictures.add(record) for record in leaking()]
-    tag = f"{EVIDENCE}/later_tokens"
-    assert [tag in at for at in drawn] == [False] * 8 + [True] + [False] * 3
-    assert HEADS not in drawn[-1], "no two heads are accused"
-    bright = drawn[-1][MAP].astype(int)
-    bright = (bright[..., 0] > 215) & (bright[..., 1] > 180) & (bright[..., 2] < 110)
-    width = bright.shape[1]
-    assert bright[:, : int(0.7 * width)].sum() > 200, "the layer stands out, of which the alignment is 0.1 all along"
-
-
-def test_the_map_is_of_the_most_serious_alert():
-    lost = leaking()[8].alerts[0]
-    pair = list(collapsing(2, 4, 40, layer=1, pair=(0, 1)))[-1].active
-    assert map_metric([*pair, lost]) == "attention_ahead"
-    assert map_metric(pair) == map_metric([]) == "hdi_worst_alignment"
+    assert [f"{EVIDENCE}/later_tokens" in at for at in drawn] == [False] * 8 + [True] + [False] * 3
 
 
 def test_a_number_that_is_not_finite_leaves_a_gap():
     values = [0.1, math.nan, 0.3, 0.5]
     records = [Record(step, {"a": LayerRecord({"attention_ahead": value})}) for step, value in enumerate(values)]
     alert = Alert(3, "later tokens", "critical", {"a": ()}, "", metric="attention_ahead")
-    panel = draw_evidence(alert, [point_of(record) for record in records]).axes[0]
+    panel = draw_evidence(alert, records).axes[0]
     (curve,) = of_colour(panel, ACCUSED)
     assert math.isnan(curve[1])
     assert curve[2:] == [0.3, 0.5]
 
 
-def test_the_report_draws_the_same_evidence_and_no_healthy_heads(tmp_path):
+def test_the_report_draws_the_same_evidence(tmp_path):
     run = write(tmp_path / "hdi" / "history.jsonl", facts_of(3, 4), iter(leaking()))
-    page = write_report(run).read_text()
-    assert 'aria-label="Evidence of step 80, critical: later tokens"' in page
-    assert 'aria-label="attention_ahead of each layer over the steps"' in page
-    assert "Alignment of every two heads of the worst layer" not in page
+    assert 'aria-label="Evidence of step 80, critical: later tokens"' in write_report(run).read_text()
