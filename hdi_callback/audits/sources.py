@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
+import pkgutil
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ _WHAT = (
 _BUILDS = "write module:function that builds and loads it"
 _REMEDY = "write module:function that gives a model and a batch, or set example_input_array"
 _TOKENS = (2, 8)  # sequences and their length, in a made-up batch
-_WRAPPERS = ("_orig_mod.", "_forward_module.", "module.")  # put into names by torch.compile, Lightning and DDP
+_WRAPPERS = r"\b(_orig_mod|_forward_module)\."  # put into names by torch.compile and Lightning; `module.` by DDP
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,8 @@ def _open_file(path: Path, build: str | Callable[..., Any] | None) -> Target:
     stored, step = content.get("state_dict", content), content.get("global_step")
     target = _built(build, build if isinstance(build, str) else build.__name__, content.get("hyper_parameters"))
     own = target.model.state_dict()
-    tensors = {_without_wrappers(name): tensor for name, tensor in stored.items() if isinstance(tensor, Tensor)}
+    plain = {re.sub(_WRAPPERS, "", name).removeprefix("module."): value for name, value in stored.items()}
+    tensors = {name: value for name, value in plain.items() if isinstance(value, Tensor)}
     if own and not own.keys() & tensors.keys():  # of a LightningModule, read into the network within it
         last = next(iter(own))
         prefix = next((name.removesuffix(last) for name in tensors if name.endswith(f".{last}")), "")
@@ -227,19 +229,6 @@ def _load_plain(file: Path) -> dict[str, Any]:
             f"`{file}` holds a {type(content).__name__}, expected a checkpoint or a state dict."
         )
     return content
-
-
-def _without_wrappers(name: str) -> str:
-    """Return a tensor's name without the parts that training wrappers insert.
-
-    Example:
-        >>> _without_wrappers("model._orig_mod.0.weight"), _without_wrappers("module.0.weight")
-        ('model.0.weight', '0.weight')
-    """
-    plain = name.replace("._orig_mod.", ".").replace("._forward_module.", ".")
-    for wrapper in _WRAPPERS:
-        plain = plain.removeprefix(wrapper)
-    return plain
 
 
 def _reason(error: BaseException) -> str:
@@ -295,21 +284,17 @@ def _batches_of(model: Any) -> tuple[Any, ...]:
 
 
 def _imported(text: str) -> Any:
-    module, _, name = text.rpartition(":")
-    if not module or not name:
-        raise MisconfigurationError(f"`{text}` must be the name of something in a module: write package.module:Name.")
     here = os.getcwd()
     sys.path.insert(0, here)
     try:
-        target: Any = importlib.import_module(module)
+        return pkgutil.resolve_name(text)
+    except AttributeError as error:
+        raise MisconfigurationError(f"`{text}` is not there ({error}): write the name of something in it.") from error
     except ImportError as error:
-        raise MisconfigurationError(f"`{module}` cannot be imported: {error}. {_WHAT}") from error
+        raise MisconfigurationError(f"`{text}` cannot be imported: {error}. {_WHAT}") from error
+    except ValueError as error:
+        raise MisconfigurationError(f"`{text}` is no name of something in a module. {_WHAT}") from error
     except Exception as error:
-        raise MisconfigurationError(f"Importing `{module}` raised {_reason(error)}.") from error
+        raise MisconfigurationError(f"Importing `{text}` raised {_reason(error)}.") from error
     finally:
         sys.path.remove(here)
-    for part in name.split("."):
-        if not hasattr(target, part):
-            raise MisconfigurationError(f"`{module}` has no `{name}`: write the name of something in it.")
-        target = getattr(target, part)
-    return target

@@ -80,7 +80,7 @@ class History:
         Raises:
             OSError: if it cannot be written; later records still can.
         """
-        self._check_file()
+        self._ensure_file()
         line = record_to_line(record)
         if record.active != self._active:
             line["active"] = [alert.to_dict() for alert in record.active]
@@ -97,16 +97,16 @@ class History:
         os.close(self._file)
 
     def _begin(self, past: Sequence[bytes] = ()) -> None:
-        """Create a file that nobody has, and write the first line, and those of a run that it goes on with."""
+        """Create a file that nobody has, with the readings of a run that it goes on with."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for path in _names(self.path):
             try:
-                self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
+                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
             except FileExistsError:
                 continue
             break
-        self.path, self._size = path, 0
-        self._append(to_text({**self._header, "run": self.run}) + b"".join(past))
+        self.path = path
+        self._write_all(past)
 
     def _resume(self, last: int, run: str | None, before: Path | None) -> None:
         """Go on after the reading at step `last`: in the file of the run, or in a new one that begins as it did."""
@@ -120,7 +120,10 @@ class History:
                 header, past = read
                 self.path, self.run = file, header.get("run", self.run)
                 self._header["resumed"] = [*header.get("resumed", ()), last]
-                self._cut(past, last)
+                self._write_all(past)
+                for matrices in matrices_folder(self.path).glob("step_*.npz"):
+                    if int(matrices.stem.removeprefix("step_")) > last:
+                        matrices.unlink()
                 return
         read = None if before is None else self._read(before, last, run)
         if before is None or read is None:
@@ -128,7 +131,6 @@ class History:
             return
         header, past = read
         self._header["resumed"] = [*header.get("resumed", ()), last]
-        self._count = len(past)
         self._begin(past)
         for matrices in matrices_folder(before).glob("step_*.npz"):
             if int(matrices.stem.removeprefix("step_")) <= last:
@@ -153,47 +155,35 @@ class History:
         steps = [(line or {}).get("step") for line in map(from_text, lines)]
         return header, [text for text, step in zip(lines, steps) if type(step) is int and step <= last]
 
-    def _cut(self, past: Sequence[bytes], last: int) -> None:
-        """Cut from the file of this run what came after its checkpoint, and open it."""
+    def _write_all(self, past: Sequence[bytes]) -> None:
+        """Make the file of this run the first line and these readings, and open it."""
         part = self.path.with_name(f"{self.path.name}.part")
         with part.open("wb") as file:
             file.writelines([to_text({**self._header, "run": self.run}), *past])
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, self.path)  # a process killed before leaves the file as it was
-        for matrices in matrices_folder(self.path).glob("step_*.npz"):
-            if int(matrices.stem.removeprefix("step_")) > last:
-                matrices.unlink()
         self._count = len(past)
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
-        self._size = os.fstat(self._file).st_size
 
     def _append(self, text: bytes) -> None:
         """Write a line in one call, on a line of its own also after one that was written in part."""
         data = b"\n" + text if self._is_torn else text
         self._is_torn = True
         written = os.write(self._file, data)
-        self._size += written
         if written < len(data):
             raise OSError(f"{written} of {len(data)} bytes were written to `{self.path}`: is the disk full?")
         self._is_torn = False
 
-    def _check_file(self) -> None:
-        """Warn of what has happened to the file since the last line; go on in a new one if it is gone."""
+    def _ensure_file(self) -> None:
+        """Go on in a new file, with a warning, if the file was deleted, moved or replaced since the last line."""
         before = self.path
-        is_there = before.exists()
-        if not is_there or not os.path.samestat(os.stat(before), os.fstat(self._file)):
+        if not before.exists() or not os.path.samestat(os.stat(before), os.fstat(self._file)):
             self.close()
             self._active = None
             self._begin()
-            event = "was replaced by another file" if is_there else "was moved or deleted"
+            event = "was moved, deleted or replaced"
             warn(f"The history `{before}` {event}; this run goes on in a new file, `{self.path}`.")
-            return
-        size = os.fstat(self._file).st_size
-        if size != self._size:
-            event = "was cut" if size < self._size else "has grown"
-            warn(f"The history `{before}` {event} from outside: {self._size} bytes were written, now it has {size}.")
-            self._size, self._is_torn = size, True
 
     def _write_matrices(self, record: Record) -> None:
         """Write all matrices of a record to one file; patterns of attention only of what new alerts accuse."""

@@ -395,8 +395,8 @@ def test_weights_of_another_shape_than_the_config_says_are_not_read(llama, tmp_p
     [
         ("no/such/place", "There is no file or folder `no/such/place`. Write a folder"),
         ("", "must be a torch.nn.Module, a path or a name"),
-        (f"{HERE}:nothing", "has no `nothing`"),
-        ("no_such_module:build", "`no_such_module` cannot be imported"),
+        (f"{HERE}:nothing", "has no attribute 'nothing'"),
+        ("no_such_module:build", "`no_such_module:build` cannot be imported"),
         (f"{HERE}:NOT_A_MODEL", "must be a function that builds a model, got a int"),
         (f"{HERE}:build_with_argument", "it must build a model, or a model and a batch"),
         (f"{HERE}:copy_head", "called without arguments, raised TypeError"),
