@@ -51,7 +51,7 @@ def test_checks_runs_audits_and_plots_show_themselves_in_a_notebook(shown):
     assert "reaches tokens after the query" in unescape(html["run"])
     assert html["run"].startswith("<iframe srcdoc=")
     (audit,) = (text for source, text in html.items() if source.startswith("audit("))
-    assert "NOTHING UNUSUAL" in unescape(audit)
+    assert "Nothing unusual in" in unescape(audit)
     plot = html["run.plot(layer)"]
     assert plot.startswith("<svg")
     texts = set(re.findall(r">([^<]+)</text>", plot))

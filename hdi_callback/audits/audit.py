@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from pathlib import Path
+from html import escape
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from hdi_callback.attention.registry import known_layers
 from hdi_callback.audits.pairs import unmatched_weights
 from hdi_callback.audits.sources import NOT_STORED, Target, open_target
 from hdi_callback.dashboards.layer_table import layers_text, name_heads
-from hdi_callback.dashboards.report import in_notebook
 from hdi_callback.dashboards.verdict import Verdict, verdict
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.history import RunHistory
@@ -81,10 +80,6 @@ class Audit:
         """The result in a sentence or two, and what to do."""
         return verdict([self.record], self.layers, is_audit=True)
 
-    def as_run(self) -> RunHistory:
-        """Return the audit as a run of one reading, for `write_report`."""
-        return RunHistory(Path(self.name), self.layers, (self.record,), is_audit=True)
-
     def to_dict(self) -> dict[str, Any]:
         """Return the audit as plain data, without the matrices: what ``hdi audit --json`` prints."""
         return {
@@ -100,8 +95,7 @@ class Audit:
         }
 
     def _repr_html_(self) -> str:
-        """Return the report, for a notebook."""
-        return in_notebook(self.as_run())
+        return f'<pre style="white-space: pre-wrap">{escape(repr(self))}</pre>'
 
     def __repr__(self) -> str:
         """The table of layers, what was not audited, and the verdict."""

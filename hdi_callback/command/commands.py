@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -85,33 +84,21 @@ def check(target: str, build: str | None, strict: bool, explain: str | None, as_
 @click.argument("target")
 @_MODEL
 @_THRESHOLD
-@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write the audit as an HTML page, too.")
 @_JSON
-def audit(
-    target: str,
-    build: str | None,
-    thresholds: tuple[str, ...],
-    html: Path | None,
-    as_json: bool,
-) -> int:
+def audit(target: str, build: str | None, thresholds: tuple[str, ...], as_json: bool) -> int:
     """Judge the heads of a model or checkpoint.
 
     Code in files is never executed. The last line is the verdict.
 
     \b
     Examples:
-      hdi audit ./Llama-3.2-1B --html audit.html
+      hdi audit ./Llama-3.2-1B
       hdi audit epoch=3.ckpt --model my_package.models:LitGPT
       hdi audit my_package.models:build_model --json
     """
     from hdi_callback.audits import audit as audit_target
 
     result = audit_target(target, model=build, thresholds=parse_thresholds(thresholds))
-    if html is not None:
-        from hdi_callback.dashboards.report import write_report
-
-        written = write_report(result.as_run(), path=html)
-        click.echo(f"Written: {written}", err=True)
     _print_result(result, as_json)
     if not as_json:
         _print_action(result.verdict)
@@ -183,8 +170,7 @@ def report(run: str, output: Path | None, thresholds: tuple[str, ...], as_json: 
 
 @hdi.command()
 @click.argument("name", nargs=-1, metavar="[NAME]")
-@_JSON
-def explain(name: tuple[str, ...], as_json: bool) -> int:
+def explain(name: tuple[str, ...]) -> None:
     """Explain a curve, a picture, a rule, a metric or an intervention, and what to do about it.
 
     Lists every name if none is given.
@@ -195,68 +181,43 @@ def explain(name: tuple[str, ...], as_json: bool) -> int:
       hdi explain hdi/closest_pair
       hdi explain ReviveHeads
     """
-    from hdi_callback.dashboards.names import INTERVENTIONS, NAMES, look_up
+    from hdi_callback.dashboards.names import NAMES, look_up
     from hdi_callback.monitor.metrics import METRICS
     from hdi_callback.rules import LIMITS, RULES
 
     if not name:
-        if as_json:
-            print_json([asdict(listed) for listed in NAMES.values()])
-            return NOTHING_UNUSUAL
-        for kind in dict.fromkeys(listed.kind for listed in NAMES.values()):
-            own = [listed for listed in NAMES.values() if listed.kind == kind]
+        for kind in dict.fromkeys(entry.kind for entry in NAMES.values()):
+            entries = [entry for entry in NAMES.values() if entry.kind == kind]
             click.echo(f"{kind}:\n")
-            print_rows(
-                [(listed.text, _clause(listed.meaning)) for listed in own],
-                label=2 + max(len(listed.text) for listed in own),
-            )
+            width = 2 + max(len(entry.text) for entry in entries)
+            print_rows([(entry.text, _clause(entry.meaning)) for entry in entries], label=width)
             click.echo()
         click.echo("hdi explain NAME says more, and what to do.")
-        return NOTHING_UNUSUAL
+        return
     entry = look_up(" ".join(name))
-    title, code = f"{entry.text} ({entry.kind})", ""
-    data: dict[str, Any] = {"what it is": entry.meaning}
+    data = {"what it is": entry.meaning}
     if entry.kind == "metric" or entry.metric:
         metric = METRICS[entry.metric or entry.text]
         judged = [rule.name for rule in RULES if metric.name in (*rule.needs, *rule.reads)]
-        data |= {
-            "read from": metric.source,
-            "judged by": ", ".join(judged) or "no rule",
-            "to draw it": f'HDICallback(metrics=["{metric.name}"])',
-        }
+        data["judged by"] = ", ".join(judged) or "no rule"
+        data["to draw it"] = f'HDICallback(metrics=["{metric.name}"])'
     elif entry.kind == "intervention":
-        intervention = INTERVENTIONS[entry.text]
-        data["answers"] = ", ".join(intervention.rules or ()) or (
-            "every alert" if intervention.rules is None else "no alert: it looks at every reading"
-        )
-        data["at most"] = (
-            "as often as needed" if intervention.at_most is None else f"{intervention.at_most} times a run"
-        )
         data["to use it"] = f"HDICallback(interventions=[{entry.text}(...)])"
     elif entry.kind == "rule":
         rule = next(rule for rule in RULES if rule.name == entry.text)
         limits = [f"{limit}={LIMITS[limit].value:g}: {LIMITS[limit].meaning}" for limit in rule.limits]
         data = {
             "raised when": rule.condition,
-            "level": rule.level,
             "meaning": rule.meaning,
             "what to do now": rule.action,
+            "arguments": rule.code or "none that help",
             "reads": ", ".join((*rule.needs, *rule.reads)),
             "limits": "\n".join(limits) or "none to set",
         }
         if rule.limits:
-            limit = next(iter(rule.limits))
-            data["to try another"] = f"hdi report RUN --threshold {limit}=VALUE"
-            data["to set one"] = f'HDICallback(thresholds={{"*": {{"{limit}": VALUE}}}})'
-        code = rule.code
-    if as_json:
-        print_json({"name": title, **data, "code": code})
-    else:
-        click.echo(f"{title}\n")
-        print_rows(data.items())
-        if code:
-            click.echo(f"\nArguments that help: {code}")
-    return NOTHING_UNUSUAL
+            data["to try another"] = f"hdi report RUN --threshold {next(iter(rule.limits))}=VALUE"
+    click.echo(f"{entry.text} ({entry.kind})\n")
+    print_rows(data.items())
 
 
 def _clause(sentence: str) -> str:

@@ -85,7 +85,7 @@ def draw_map(
 
 
 def draw_heads(
-    layer: str, step: int | None, alignment: Tensor, pair: Sequence[int] = (), *, unit: str = "heads", size: float = 4.4
+    layer: str, step: int, alignment: Tensor, pair: Sequence[int] = (), *, unit: str = "heads", size: float = 4.4
 ) -> Figure:
     """Draw the alignment of every two heads of a layer."""
     from matplotlib import colormaps
@@ -103,7 +103,7 @@ def draw_heads(
     ticks = sorted({*ticks, *pair})
     panel.set_xticks(ticks, list(map(str, ticks)), fontsize=8)
     panel.set_yticks(ticks, list(map(str, ticks)), fontsize=8)
-    title = shortened(layer, 40) + ("" if step is None else f", step {step}")
+    title = f"{shortened(layer, 40)}, step {step}"
     least = np.nanmin(table) if np.isfinite(table).any() else 0.0
     if heads > 2 and least >= _ALL_ALIKE:
         title += f"\nall {heads} {unit}: alignment of at least {least:.2f}"

@@ -71,17 +71,16 @@ def _contents(run: RunHistory) -> dict[str, Any]:
     active = () if last is None else last.active
     return {
         "title": f"Attention heads of {_name(run)}",
-        "verdict": verdict(run.records, run.layers, is_audit=run.is_audit),
+        "verdict": verdict(run.records, run.layers),
         "pictures": _pictures(run),
         "facts": _facts(run, raised),
         "events": [_event_row(event, run) for event in raised[-_MOST_EVENTS:]],
-        "evidence": [] if run.is_audit else _evidence(run, raised),
-        "counts": f"{len(raised)}" if run.is_audit else _counts(raised),
+        "evidence": _evidence(run, raised),
+        "counts": _counts(raised),
         "num_events": len(raised),
         "actions": [action for record in run.records for action in record.actions],
         "rows": layer_rows(run.layers, last, active),
         "every_row": layer_rows(run.layers, last, active, is_grouped=False),
-        "is_audit": run.is_audit,
         "last": last,
     }
 
@@ -143,16 +142,13 @@ def _worst_heads(run: RunHistory) -> Any:
     if matrix is None:
         return None
     facts = next((facts for facts in run.layers if facts["name"] == layer), {})
-    step = None if run.is_audit else record.step
-    return draw_heads(layer, step, matrix, closest_pair(record, layer), unit=compared(facts), size=4.7)
+    return draw_heads(layer, record.step, matrix, closest_pair(record, layer), unit=compared(facts), size=4.7)
 
 
 def _facts(run: RunHistory, raised: Sequence[RaisedAlert]) -> list[tuple[str, str]]:
     """What was trained and watched."""
     rows = layer_rows(run.layers)
     facts = [("layers", "; ".join(f"{row.layer}: {row.heads} heads of width {row.width}, {row.kind}" for row in rows))]
-    if run.is_audit:
-        return facts
     if run.records:
         first, last = run.records[0], run.records[-1]
         end = ", the end of the run" if last.is_last else ""
@@ -192,7 +188,7 @@ def _event_row(event: RaisedAlert, run: RunHistory) -> dict[str, Any]:
         "step": alert.step,
         "level": alert.level,
         "is_serious": LEVELS.index(alert.level) > 0,
-        "state": "found" if run.is_audit else event.state,
+        "state": event.state,
         "layers": name_layers(alert.layers),
         "heads": "; ".join(phrases),
         "message": alert.message,
@@ -203,8 +199,6 @@ def _event_row(event: RaisedAlert, run: RunHistory) -> dict[str, Any]:
 
 def _name(run: RunHistory) -> str:
     """The run by the last two folders of its path."""
-    if run.is_audit:
-        return run.path.name
     folder = run.path.parent.parent if run.path.parent.name == "hdi" else run.path.parent
     own = run.path.stem.removeprefix("history").strip("-")
     return "/".join(folder.parts[-2:]).lstrip("/") + (f" ({own})" if own else "")

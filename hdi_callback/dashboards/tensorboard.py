@@ -6,7 +6,6 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hdi_callback.dashboards.names import describe_tag
 from hdi_callback.dashboards.pictures import Pictures
 from hdi_callback.dashboards.tags import ALERTS, curves
 from hdi_callback.record import Alert, Record
@@ -20,7 +19,6 @@ class TensorBoard:
     def __init__(self, writer: Any, metrics: Sequence[str] = (), prefix: str = "", past: Sequence[Record] = ()) -> None:
         self._writer, self._metrics, self._prefix = writer, metrics, prefix
         self._pictures = Pictures(past)
-        self._described: set[str] = set()
 
     def open(self, layers: Sequence[Mapping[str, Any]]) -> None:
         """Take the facts of the layers."""
@@ -29,28 +27,13 @@ class TensorBoard:
     def write(self, record: Record) -> None:
         """Write one record."""
         for tag, value in curves(record, self._metrics, self._prefix).items():
-            self._add_scalar(tag, value, record.step)
+            self._writer.add_scalar(tag, value, record.step)
         lines = [_as_text(alert) for alert in record.alerts]
         lines += [f"**{action.name}**: {action.message}" for action in record.actions]
         if lines:
             self._writer.add_text(self._prefix + ALERTS, "\n\n".join(lines), record.step)
         for tag, picture in self._pictures.add(record).items():
             self._writer.add_image(self._prefix + tag, picture, record.step, dataformats="HWC")
-
-    def _add_scalar(self, tag: str, value: float, step: int) -> None:
-        """Write a point; the first of a curve brings its description, which `SummaryWriter` has no argument for."""
-        name = None if tag in self._described else describe_tag(tag.removeprefix(self._prefix))
-        own_file = getattr(self._writer, "_get_file_writer", None)
-        if name is None or own_file is None:
-            self._writer.add_scalar(tag, value, step)
-            return
-        from torch.utils.tensorboard.summary import scalar
-
-        point = scalar(tag, value)
-        metadata = point.value[0].metadata
-        metadata.summary_description, metadata.plugin_data.plugin_name = name.meaning, "scalars"
-        own_file().add_summary(point, step)
-        self._described.add(tag)
 
     def close(self) -> None:
         """Write out what is buffered."""

@@ -38,7 +38,6 @@ class RunHistory:
         skipped_lines: lines that could not be read, such as one that was being written when its process was killed.
         resumed: steps of the last readings before each resumption.
         others: further histories in the folder that was given.
-        is_audit: True for one reading of a model that does not train.
     """
 
     path: Path
@@ -47,7 +46,6 @@ class RunHistory:
     skipped_lines: int = 0
     resumed: Sequence[int] = ()
     others: Sequence[Path] = ()
-    is_audit: bool = False
 
     def __repr__(self) -> str:
         return f"<RunHistory: {self.path}, {len(self.records)} readings of {len(self.layers)} layers>"
@@ -110,9 +108,8 @@ class RunHistory:
     @property
     def matrix_steps(self) -> list[int]:
         """Steps of which matrices are kept: the first, every tenth, those with new alerts, and the last."""
-        in_memory = [record.step for record in self.records if any(at.matrices for at in record.layers.values())]
         files = matrices_folder(self.path).glob("step_*.npz")
-        return in_memory or sorted(int(file.stem.removeprefix("step_")) for file in files)
+        return sorted(int(file.stem.removeprefix("step_")) for file in files)
 
     def matrices(self, step: int) -> dict[str, dict[str, Tensor]]:
         """Read the matrices over heads of a step.
@@ -126,11 +123,8 @@ class RunHistory:
             alert, and at its own.
         """
         by_layer: dict[str, dict[str, Tensor]] = {}
-        for record in self.records:
-            if record.step == step:
-                by_layer = {name: dict(layer.matrices) for name, layer in record.layers.items() if layer.matrices}
         file = matrices_folder(self.path) / f"step_{step:09d}.npz"
-        if not by_layer and file.is_file():
+        if file.is_file():
             with np.load(file) as arrays:
                 for key in arrays.files:
                     layer, _, name = key.rpartition("/")

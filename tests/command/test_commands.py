@@ -152,13 +152,6 @@ def test_audit_takes_limits_and_prints_json(checkpoint):
     assert run(*words, "--threshold", "pair=off", "--threshold", "copied=off").exit_code == 0
 
 
-def test_audit_writes_a_page(checkpoint, tmp_path):
-    page = tmp_path / "audit.html"
-    shown = run("audit", checkpoint, "--model", f"{MODELS}:build_encoder", "--html", page)
-    assert shown.exit_code == 1
-    assert "heads 1 and 3" in page.read_text(encoding="utf-8")
-
-
 # --- report
 
 

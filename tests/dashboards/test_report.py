@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -133,17 +132,6 @@ def test_a_run_without_a_reading_and_one_that_measured_nothing_are_nothing_to_ju
     blank = [replace(record, layers={}) for record in collapsing(2, 4, 3, layer=1, pair=(1, 3))]
     page = page_of(replace(empty, records=[replace(record, active=(), alerts=()) for record in blank]))
     assert any("NOTHING TO JUDGE" in text for text in page.of("div.verdict nothing"))
-
-
-def test_an_audit_has_findings_and_no_steps(tmp_path):
-    *_, last = collapsing(4, 6, 60, layer=2, pair=(1, 3))
-    found = Alert(0, "worst pair", "warning", {"model.layers.2.self_attn": (1, 3)}, "heads 1 and 3 are nearly one head")
-    record = replace(last, step=0, alerts=(found,), active=(found,), actions=(), loss=None, time=0.0)
-    page = page_of(RunHistory(tmp_path / "model.ckpt", facts_of(4, 6), [record], is_audit=True))
-    assert page.of("title") == ["Attention heads of model.ckpt"]
-    words = " ".join(text for _, text in page.texts)
-    assert "Findings (1)" in words
-    assert not re.search(r"\bsteps? \d", words)
 
 
 def test_a_path_that_cannot_be_written_is_an_error_that_says_so(small, tmp_path):

@@ -97,12 +97,6 @@ def test_matrices_are_kept_of_the_first_reading_every_tenth_alerts_and_the_last(
     assert run.matrices(7) == {}
 
 
-def test_a_run_of_one_reading_in_memory_has_its_matrices(tmp_path):
-    run = RunHistory(tmp_path / "model.ckpt", FACTS, [record_at(0)])
-    assert run.matrix_steps == [0]
-    assert torch.equal(run.matrices(0)["attn"]["pair_alignment"], torch.eye(4) * 0.25)
-
-
 def test_a_series_has_nan_where_a_layer_was_not_measured(tmp_path):
     run = RunHistory(tmp_path, FACTS, [record_at(0, 0.25), replace(record_at(1), layers={})])
     assert run.series("hdi")["attn"] == pytest.approx([0.25, math.nan], nan_ok=True)
