@@ -62,21 +62,20 @@ class Comparison:
             sentences.append(f"{layer} changed most: the {role} weights of head {head} by {share:.3g} of their norm.")
         elif self.changes and not self.broken:
             roles = listed(list(dict.fromkeys(role for roles in self.changes.values() for role in roles)))
-            sentences.append(f"The {roles} weights that are in both are equal bit by bit, in {_layers(self.changes)}.")
+            layers = f"{len(self.changes)} layer{'s' if len(self.changes) > 1 else ''}"
+            sentences.append(f"The {roles} weights that are in both are equal bit by bit, in {layers}.")
         elif not self.changes:
             sentences.append("Nothing to compare: no layer could be read in both.")
         if self.other_parameters:
-            names = [
-                *self.other_parameters[:3],
-                *([f"{len(self.other_parameters) - 3} more"][: len(self.other_parameters) > 3]),
-            ]
-            sentences.append(f"Of the other parameters {len(self.other_parameters)} differ: {listed(names)}.")
+            count = len(self.other_parameters)
+            more = [f"{count - 3} more"] if count > 3 else []
+            sentences.append(f"Of the other parameters {count} differ: {listed([*self.other_parameters[:3], *more])}.")
         elif self.changes:
             sentences.append("All other parameters are equal.")
         if self.not_compared:
             name, reason = next(iter(self.not_compared.items()))
-            more = f", and {len(self.not_compared) - 1} more" if len(self.not_compared) > 1 else ""
-            sentences.append(f"Not compared: {name} ({reason}){more}.")
+            further = f", and {len(self.not_compared) - 1} more" if len(self.not_compared) > 1 else ""
+            sentences.append(f"Not compared: {name} ({reason}){further}.")
         return " ".join(sentences)
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,12 +84,14 @@ class Comparison:
 
     def __repr__(self) -> str:
         """The layers that changed most, with the head of each role that did, and the summary."""
-        size = {
-            layer: max((_largest(shares)[1] for shares in roles.values()), default=0.0)
-            for layer, roles in self.changes.items()
+        largest = {
+            layer: {role: _largest(shares) for role, shares in roles.items()} for layer, roles in self.changes.items()
         }
-        ordered = sorted(self.changes, key=lambda layer: -size[layer])
-        rows = [[layer, *(_cell(self.changes[layer].get(role)) for role in _ROLES)] for layer in ordered[:_MOST_ROWS]]
+        ordered = sorted(largest, key=lambda layer: -max(share for _, share in largest[layer].values()))
+        rows = [
+            [layer, *(f"{at[1]:.2g} (head {at[0]})" if (at := largest[layer].get(role)) else "-" for role in _ROLES)]
+            for layer in ordered[:_MOST_ROWS]
+        ]
         lines = [f"A  {self.first}", f"B  {self.second}", ""]
         lines += table_lines(("layer", *_ROLES), rows, width=100) if rows else []
         if len(ordered) > _MOST_ROWS:
@@ -149,8 +150,8 @@ def compare(
         for weight in before[name].weights.values()
         for parameter in weight.parameters()
     }
-    others = _other_parameters(targets[0], targets[1], of_heads)
-    return Comparison(targets[0].name, targets[1].name, changes, tuple(broken), reasons, others)
+    other_parameters = _other_parameters(targets[0], targets[1], of_heads)
+    return Comparison(targets[0].name, targets[1].name, changes, tuple(broken), reasons, other_parameters)
 
 
 def _weight(target: Target, layer: AttentionLayer, role: str) -> Tensor | str:
@@ -169,50 +170,33 @@ def _shares(before: Tensor, after: Tensor) -> tuple[float, ...]:
 def _broken(role: str, before: Tensor, after: Tensor) -> list[str]:
     """Name heads that are not finite, or zero."""
     clauses = []
-    for fault in ("not finite", "zero"):
-        in_first, in_second = (_heads_that_are(fault, weight) for weight in (before, after))
-        for side, heads in (
-            ("A and B", in_first & in_second),
-            ("A", in_first - in_second),
-            ("B", in_second - in_first),
-        ):
-            if heads:
-                clauses.append(f"the {role} weights of {name_heads(sorted(heads), len(before))} are {fault} in {side}")
+    rows = before.flatten(1), after.flatten(1)
+    not_finite, zero = [~of_side.isfinite().all(1) for of_side in rows], [(of_side == 0).all(1) for of_side in rows]
+    for fault, (in_first, in_second) in (("not finite", not_finite), ("zero", zero)):
+        sides = {"A and B": in_first & in_second, "A": in_first & ~in_second, "B": in_second & ~in_first}
+        for side, heads in sides.items():
+            if heads.any():
+                names = name_heads(heads.nonzero().flatten().tolist(), len(before))
+                clauses.append(f"the {role} weights of {names} are {fault} in {side}")
     return clauses
-
-
-def _heads_that_are(fault: str, weight: Tensor) -> set[int]:
-    rows = weight.flatten(1)
-    is_faulty = ~rows.isfinite().all(1) if fault == "not finite" else (rows == 0).all(1)
-    return set(is_faulty.nonzero().flatten().tolist())
 
 
 def _other_parameters(first: Target, second: Target, of_heads: set[int]) -> tuple[str, ...]:
     """Name parameters beside the weights of heads that differ, or are in one of the two alone."""
     before, after = (dict(side.model.named_parameters()) for side in (first, second))
-    names = [*(name for name in before if name not in after), *(name for name in after if name not in before)]
+    names = [name for name in before if name not in after] + [name for name in after if name not in before]
     for name in (name for name in before if name in after and id(before[name]) not in of_heads):
         in_first, in_second = before[name].detach(), after[name].detach()
-        if in_first.is_meta or in_second.is_meta or in_first.shape != in_second.shape:
-            is_equal = in_first.is_meta and in_second.is_meta
-        else:
-            in_first, in_second = in_first.cpu(), in_second.cpu()
-            is_equal = bool(((in_first == in_second) | (in_first.isnan() & in_second.isnan())).all())
-        names += [] if is_equal else [name]
+        are_alike = in_first.shape == in_second.shape and in_first.is_meta == in_second.is_meta
+        if not are_alike or not (in_first.is_meta or _is_equal(in_first.cpu(), in_second.cpu())):
+            names.append(name)
     return tuple(names)
+
+
+def _is_equal(before: Tensor, after: Tensor) -> bool:
+    return bool(((before == after) | (before.isnan() & after.isnan())).all())
 
 
 def _largest(shares: tuple[float, ...]) -> tuple[int, float]:
     """Return the head that changed most, and its share; what is not finite comes first."""
     return max(enumerate(shares), key=lambda change: change[1] if math.isfinite(change[1]) else math.inf)
-
-
-def _cell(shares: tuple[float, ...] | None) -> str:
-    if shares is None:
-        return "-"
-    head, share = _largest(shares)
-    return "equal" if share == 0 else f"{share:.2g} (head {head})"
-
-
-def _layers(names: Mapping[str, object]) -> str:
-    return f"{len(names)} layer{'s' if len(names) > 1 else ''}"

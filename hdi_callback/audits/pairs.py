@@ -47,8 +47,8 @@ def unmatched_weights(layers: Sequence[AttentionLayer], step: int) -> list[Alert
             partner = _partner(name, rows) if size < 1 else ""
             if partner:
                 is_sure.add(name)
-                whose = "other heads" if partner == name else partner
-                clauses.setdefault(name, []).append(f"its {pair[1]} weights match the {pair[0]} weights of {whose}")
+                heads = "other heads" if partner == name else partner
+                clauses.setdefault(name, []).append(f"its {pair[1]} weights match the {pair[0]} weights of {heads}")
             elif size < 1:
                 clauses.setdefault(name, []).append(f"its {pair[0]} and {pair[1]} weights match by chance alone")
             elif not 1 / _FACTOR < norms[name] / usual < _FACTOR:

@@ -229,8 +229,8 @@ def _load(run: str) -> Any:
     from hdi_callback.history import load_history
 
     history = load_history(run)
-    if history.taken:
-        click.echo(history.taken, err=True)
+    if history.choice:
+        click.echo(history.choice, err=True)
     if history.skipped_lines:
         click.echo(f"{history.skipped_lines} lines of {history.path} could not be read and are left out.", err=True)
     return history

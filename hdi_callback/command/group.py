@@ -29,10 +29,10 @@ class CommandGroup(click.Group):
     """Commands that return their exit code."""
 
     def main(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, prog_name: str | None = None, **others: Any
+        self, args: Sequence[str] | None = None, prog_name: str | None = None, **options: Any
     ) -> NoReturn:
         """Run a command and end the process."""
-        others["standalone_mode"] = False
+        options["standalone_mode"] = False
         for stream in (sys.stdout, sys.stderr):  # names of layers and files may have any letters
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
@@ -41,7 +41,7 @@ class CommandGroup(click.Group):
                 warnings.simplefilter("ignore")
                 warnings.simplefilter("default", HDIWarning)
                 warnings.showwarning = lambda message, *_, **__: click.echo(f"hdi: {_one_line(message)}", err=True)
-                code = super().main(args=args, prog_name=prog_name, **others)
+                code = super().main(args=args, prog_name=prog_name, **options)
         except (click.Abort, KeyboardInterrupt):
             sys.exit(INTERRUPTED)
         except click.exceptions.NoArgsIsHelpError as error:

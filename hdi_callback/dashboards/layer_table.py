@@ -7,7 +7,6 @@ import math
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from hdi_callback.record import Alert, Record
@@ -16,29 +15,14 @@ _MOST_HEADS = 8
 _SHAPE = ("kind", "num_heads", "num_key_heads", "num_value_heads", "head_dim", "value_dim")
 
 
-@dataclass(frozen=True)
-class LayerRow:
-    """A line of the table."""
-
-    layer: str  # name of the layer, or of several at once: ``blocks.0-11.attn``
-    heads: str  # how many heads, and key heads if fewer
-    width: str  # of a head
-    kind: str  # how its weights are laid out
-    hdi: str = ""  # HDI, or its range
-    alignment: str = ""  # of the two closest heads, ``-`` if it was not measured
-    pair: str = ""  # the two closest heads
-    mean_alignment: str = ""  # mean over all pairs of the worst layer
-    alert: str = ""  # rules that report it
-
-
 def layer_rows(
     layers: Sequence[Mapping[str, Any]],
     record: Record | None = None,
     active: Iterable[Alert] = (),
     *,
     is_grouped: bool = True,
-) -> list[LayerRow]:
-    """Return the lines of the table."""
+) -> list[dict[str, str]]:
+    """Return the lines of the table: layer or layers, heads, width of a head, and so on -> text."""
     rules: dict[str, list[str]] = {}
     for alert in active:
         if alert.level != "notice":
@@ -53,7 +37,7 @@ def layer_rows(
     return [_row(group, record, rules.get(group[0]["name"], [])) for group in groups.values()]
 
 
-def _row(group: Sequence[Mapping[str, Any]], record: Record | None, rules: Sequence[str]) -> LayerRow:
+def _row(group: Sequence[Mapping[str, Any]], record: Record | None, rules: Sequence[str]) -> dict[str, str]:
     """The line of layers of one shape."""
     facts, names = group[0], [facts["name"] for facts in group]
     heads, key_heads = facts.get("num_heads", "?"), facts.get("num_key_heads")
@@ -62,25 +46,23 @@ def _row(group: Sequence[Mapping[str, Any]], record: Record | None, rules: Seque
         "layer": name_layers(names),
         "heads": f"{heads}" if key_heads in (None, heads) else f"{heads} ({key_heads} key)",
         "width": f"{head_dim}" if value_dim in (None, head_dim) else f"{head_dim} ({value_dim} value)",
-        "kind": str(facts.get("kind", "")),
+        "layout": str(facts.get("kind", "")),
         "alert": ", ".join(dict.fromkeys(rules)),
     }
     if record is None:
-        return LayerRow(**row)
+        return row
     hdi, worst, mean = (
         {name: value for name, value in record.values(metric).items() if name in names and math.isfinite(value)}
         for metric in ("hdi", "hdi_worst_alignment", "hdi_alignment")
     )
-    row["hdi"] = _range(hdi.values())
-    row["mean_alignment"] = f"{max(mean.values()):.2f}" if mean else "-"
-    row["alignment"] = "-"
+    row |= {"HDI": _range(hdi.values()), "closest": "-", "pair": ""}
+    row["mean"] = f"{max(mean.values()):.2f}" if mean else "-"
     if worst:
         layer = max(worst, key=lambda name: worst[name])
-        row["alignment"] = f"{worst[layer]:.2f}"
-        row["pair"] = " and ".join(map(str, closest_pair(record, layer)))
+        row |= {"closest": f"{worst[layer]:.2f}", "pair": " and ".join(map(str, closest_pair(record, layer)))}
         if row["pair"] and len(names) > 1:
             row["pair"] += f" of {number_in(layer, names)}"
-    return LayerRow(**row)
+    return row
 
 
 def layers_text(
@@ -99,12 +81,12 @@ def layers_text(
         layer             heads  width  layout
         blocks.0-11.attn  12     64     `qkv`
     """
-    columns = {"layer": "layer", "heads": "heads", "width": "width", "layout": "kind"}
+    columns = ["layer", "heads", "width", "layout"]
     if record is not None:
-        columns = {"layer": "layer", "heads": "heads", "HDI": "hdi", "closest": "alignment", "pair": "pair"}
-        columns |= {"alert": "alert"} if any(alert.level != "notice" for alert in active) else {}
-    rows = [[getattr(row, field) for field in columns.values()] for row in layer_rows(layers, record, active)]
-    lines = table_lines(list(columns), rows, width, gap=2 if record is None else 1) if rows else []
+        columns = ["layer", "heads", "HDI", "closest", "pair"]
+        columns += ["alert"] if any(alert.level != "notice" for alert in active) else []
+    rows = [[row[column] for column in columns] for row in layer_rows(layers, record, active)]
+    lines = table_lines(columns, rows, width, gap=2 if record is None else 1) if rows else []
     reasons: dict[str, list[str]] = {}
     for name, reason in (refused or {}).items():
         reasons.setdefault(reason, []).append(name)

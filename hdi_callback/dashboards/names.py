@@ -40,7 +40,9 @@ class Name:
 def _all_names() -> dict[str, Name]:
     names = [Name(rule.name, "rule", f"Raised when {rule.condition}. {rule.meaning}") for rule in RULES]
     names += [Name(contract.NAME, "alert", contract.MEANING)]
-    names += [Name(tag, "curve", curve.sentence) for tag, curve in MODEL_CURVES.items()]
+    for tag, curve in MODEL_CURVES.items():
+        meaning = f"{curve.meaning[0].upper()}{curve.meaning[1:]}; {curve.range}. To expect: {curve.expect}."
+        names.append(Name(tag, "curve", meaning))
     names += [Name(tag, "picture", meaning) for tag, meaning in PICTURES.items()]
     names += [Name(metric.name, "metric", metric.summary) for metric in METRICS.values()]
     names += [Name(name, "intervention", (kind.__doc__ or "").split("\n")[0]) for name, kind in INTERVENTIONS.items()]

@@ -148,7 +148,7 @@ def _worst_heads(run: RunHistory) -> Any:
 def _facts(run: RunHistory, raised: Sequence[RaisedAlert]) -> list[tuple[str, str]]:
     """What was trained and watched."""
     rows = layer_rows(run.layers)
-    facts = [("layers", "; ".join(f"{row.layer}: {row.heads} heads of width {row.width}, {row.kind}" for row in rows))]
+    facts = [("layers", "; ".join("{layer}: {heads} heads of width {width}, {layout}".format(**row) for row in rows))]
     if run.records:
         first, last = run.records[0], run.records[-1]
         end = ", the end of the run" if last.is_last else ""

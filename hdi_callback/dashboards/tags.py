@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hdi_callback.record import Record
 
@@ -11,18 +11,12 @@ ALERTS = "hdi/alerts"
 MAP, HEADS, EVIDENCE = "hdi/map", "hdi/heads", "hdi/evidence"
 
 
-@dataclass(frozen=True)
-class ModelCurve:
+class ModelCurve(NamedTuple):
     """What a curve of the model means."""
 
     range: str  # of its values
     meaning: str  # a clause
     expect: str  # what is usual
-
-    @property
-    def sentence(self) -> str:
-        """All of it, as sentences."""
-        return f"{self.meaning[0].upper()}{self.meaning[1:]}; {self.range}. To expect: {self.expect}."
 
 
 MODEL_CURVES = {

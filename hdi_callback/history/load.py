@@ -37,7 +37,7 @@ class RunHistory:
         records: the readings in the order of steps, without matrices.
         skipped_lines: lines that could not be read, such as one that was being written when its process was killed.
         resumed: steps of the last readings before each resumption.
-        others: further histories in the folder that was given.
+        choice: which of several histories of a folder this is, as a sentence; empty if it is the only one.
     """
 
     path: Path
@@ -45,18 +45,10 @@ class RunHistory:
     records: Sequence[Record]
     skipped_lines: int = 0
     resumed: Sequence[int] = ()
-    others: Sequence[Path] = ()
+    choice: str = ""
 
     def __repr__(self) -> str:
         return f"<RunHistory: {self.path}, {len(self.records)} readings of {len(self.layers)} layers>"
-
-    @property
-    def taken(self) -> str:
-        """Which of several histories of a folder this is, as a sentence; empty if it is the only one."""
-        if not self.others:
-            return ""
-        others = ", ".join(map(str, self.others))
-        return f"Reading {self.path}, the newest of {len(self.others) + 1}; the others: {others}."
 
     @property
     def alerts(self) -> tuple[Alert, ...]:
@@ -166,7 +158,7 @@ def load_history(run: str | os.PathLike[str]) -> RunHistory:
 
     Args:
         run: the file, or a folder that contains it at any depth; of several the newest is taken, see
-            `RunHistory.taken`.
+            `RunHistory.choice`.
 
     Returns:
         The readings, alerts and actions.
@@ -183,7 +175,7 @@ def load_history(run: str | os.PathLike[str]) -> RunHistory:
         >>> load_history(folder).records
         (<Record at step 0: 0 layers, no active alert>,)
     """
-    path, *others = _files(file_path("run", run, "lightning_logs/version_0"))
+    path, *further = _files(file_path("run", run, "lightning_logs/version_0"))
     header: dict[str, Any] = {}
     records: dict[int, Record] = {}
     skipped = 0
@@ -204,7 +196,9 @@ def load_history(run: str | os.PathLike[str]) -> RunHistory:
                 records[record.step], active = record, record.active
     in_order = tuple(records[step] for step in sorted(records))
     resumed = tuple(header.get("resumed", ()))
-    return RunHistory(path, header.get("layers", []), in_order, skipped, resumed, tuple(others))
+    names = ", ".join(map(str, further))
+    choice = f"Reading {path}, the newest of {len(further) + 1}; the others: {names}." if further else ""
+    return RunHistory(path, header.get("layers", []), in_order, skipped, resumed, choice)
 
 
 def _files(run: Path) -> list[Path]:

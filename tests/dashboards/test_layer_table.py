@@ -19,7 +19,7 @@ def test_layers_of_other_shapes_and_layers_with_an_alert_have_lines_of_their_own
     facts = [*facts_of(4, 8), {**facts_of(1, 8, key_heads=2)[0], "name": "head.attn", "value_dim": 32}]
     alert = Alert(0, "worst pair", "warning", {"model.layers.2.self_attn": (1, 3)}, "m")
     rows = layer_rows(facts, active=[alert])
-    assert [(row.layer, row.heads, row.width, row.alert) for row in rows] == [
+    assert [(row["layer"], row["heads"], row["width"], row["alert"]) for row in rows] == [
         ("model.layers.0-1,3.self_attn", "8", "64", ""),
         ("model.layers.2.self_attn", "8", "64", "worst pair"),
         ("head.attn", "8 (2 key)", "64 (32 value)", ""),
@@ -31,11 +31,11 @@ def test_a_table_with_numbers_names_the_closest_pair_of_each_line():
     rows = layer_rows(facts_of(48, 32), record, record.active)
     assert len(rows) == 2
     worst = rows[1]
-    assert (worst.layer, worst.alignment, worst.pair, worst.alert) == (
+    assert tuple(worst[column] for column in ("layer", "closest", "pair", "alert")) == (
         "model.layers.17.self_attn", "1.00", "3 and 21", "worst pair",
     )  # fmt: skip
-    assert rows[0].pair.endswith(tuple(f" of {layer}" for layer in range(48)))
-    assert rows[0].hdi.startswith("0.9")
+    assert rows[0]["pair"].endswith(tuple(f" of {layer}" for layer in range(48)))
+    assert rows[0]["HDI"].startswith("0.9")
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -117,8 +117,8 @@ def test_a_folder_with_two_histories_says_which_one_was_taken(tmp_path):
     os.utime(old.path, (1, 1))
     run = load_history(tmp_path)
     assert run.path == new.path
-    assert run.taken == f"Reading {new.path}, the newest of 2; the others: {old.path}."
-    assert load_history(old.path).taken == ""
+    assert run.choice == f"Reading {new.path}, the newest of 2; the others: {old.path}."
+    assert load_history(old.path).choice == ""
 
 
 def test_a_change_of_directory_does_not_matter(tmp_path, monkeypatch):
