@@ -36,7 +36,8 @@ def unmatched_weights(layers: Sequence[AttentionLayer], step: int) -> list[Alert
     clauses: dict[str, list[str]] = {}
     is_sure = set()
     for pair in _PAIRS:
-        compared = [layer for layer in layers if layer.weight(pair[0]).shape[1] >= _FEWEST_ROWS]
+        both = [layer for layer in layers if all(role in layer.weights for role in pair)]
+        compared = [layer for layer in both if layer.weight(pair[0]).shape[1] >= _FEWEST_ROWS]
         rows = {layer.name: _cosines(layer, pair) for layer in compared}
         sizes = {name: _size(_match(*of_layer).diagonal()) for name, of_layer in rows.items()}
         if len(sizes) < _FEWEST_LAYERS or sorted(sizes.values())[len(sizes) // 3] < _TRAINED:

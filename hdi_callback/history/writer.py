@@ -114,28 +114,27 @@ class History:
         if run is not None and folder.is_dir():  # several runs of one folder have numbered files
             candidates += sorted(file for file in folder.iterdir() if file.suffix == self.path.suffix)
         if before is not None:
-            candidates.sort(key=lambda file: file.name != before.name)
+            candidates = [*sorted(candidates, key=lambda file: file.name != before.name), before]
         for file in candidates:
-            if (read := self._read(file, last, run)) is not None:
-                header, past = read
+            read = self._read(file, last, run)
+            if read is None:
+                continue
+            header, past = read
+            self._header["resumed"] = [*header.get("resumed", ()), last]
+            if is_own := file.parent == folder:
                 self.path, self.run = file, header.get("run", self.run)
-                self._header["resumed"] = [*header.get("resumed", ()), last]
                 self._write_all(past)
-                for matrices in matrices_folder(self.path).glob("step_*.npz"):
-                    if int(matrices.stem.removeprefix("step_")) > last:
-                        matrices.unlink()
-                return
-        read = None if before is None else self._read(before, last, run)
-        if before is None or read is None:
-            self._begin()
+            else:
+                self._begin(past)
+            for matrices in matrices_folder(file).glob("step_*.npz"):
+                is_past = int(matrices.stem.removeprefix("step_")) <= last
+                if is_own and not is_past:
+                    matrices.unlink()
+                elif is_past and not is_own:
+                    matrices_folder(self.path).mkdir(exist_ok=True)
+                    shutil.copyfile(matrices, matrices_folder(self.path) / matrices.name)
             return
-        header, past = read
-        self._header["resumed"] = [*header.get("resumed", ()), last]
-        self._begin(past)
-        for matrices in matrices_folder(before).glob("step_*.npz"):
-            if int(matrices.stem.removeprefix("step_")) <= last:
-                matrices_folder(self.path).mkdir(exist_ok=True)
-                shutil.copyfile(matrices, matrices_folder(self.path) / matrices.name)
+        self._begin()
 
     def _read(self, file: Path, last: int, run: str | None) -> tuple[dict[str, Any], list[bytes]] | None:
         """Return the first line and the readings up to step `last`; `None` if another run or model has this file."""
