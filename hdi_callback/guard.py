@@ -132,16 +132,26 @@ def without_modes() -> Iterator[None]:
         with torch.no_grad():
             yield
         return
-    function_modes = []
-    while torch._C._len_torch_function_stack():  # first: they see that autograd is switched off, too
-        function_modes.append(_pop_mode())
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(_disable_current_modes())
-            stack.enter_context(torch.no_grad())
-            for device in devices:
-                stack.enter_context(torch.autocast(device, enabled=False))
-            yield
-    finally:
-        for mode in reversed(function_modes):
+    with modes_off(), torch.no_grad(), ExitStack() as stack:
+        for device in devices:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@contextmanager
+def modes_off(but: tuple[type, ...] = ()) -> Iterator[None]:
+    """Switch off the user's dispatch modes, and function modes `but` those of some kinds."""
+    modes = []
+    while torch._C._len_torch_function_stack():
+        modes.append(_pop_mode())
+    staying = [mode for mode in reversed(modes) if isinstance(mode, but)]
+    with _disable_current_modes():
+        for mode in staying:
             _push_mode(mode)
+        try:
+            yield
+        finally:
+            for _ in staying:
+                _pop_mode()
+            for mode in reversed(modes):
+                _push_mode(mode)

@@ -7,26 +7,24 @@ call, its first sequences run once more. `check` uses it for the forward that it
 from __future__ import annotations
 
 import random
-import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hdi_callback.attention.calls import is_rehearsal
 from hdi_callback.attention.compiled_calls import uncompiled_here
 from hdi_callback.attention.kept_state import KeptState, KeptTensors
-from hdi_callback.guard import warn, without_modes
+from hdi_callback.guard import modes_off, without_modes
 
-__all__ = ["first_sequences", "inner_model", "is_extra", "nothing_remains"]
+__all__ = ["CannotRunAgainError", "first_sequences", "inner_model", "is_extra", "nothing_remains"]
 
 _here = threading.local()  # `is_extra`: whether an extra forward runs in this thread
 
@@ -43,98 +41,55 @@ def inner_model(model: nn.Module) -> nn.Module:
     return model
 
 
-def _warn_of(lost: list[str]) -> None:
-    warn(f"A forward that ran once more, to show its attention, used {' and '.join(lost)}: this is not put back.")
-
-
 @contextmanager
-def nothing_remains(model: nn.Module, *roots: Any, on_lost: Callable[[list[str]], None] = _warn_of) -> Iterator[None]:
+def nothing_remains(model: nn.Module, *roots: Any, is_training: bool = False) -> Iterator[None]:
     """Run forwards uncompiled and without autograd, and put back what they change.
 
     Random states, tensors that are written, attributes and containers, the cache of autocast and the shards of FSDP2
-    are restored; the user's dispatch and function modes are off.
+    are restored; the user's dispatch and function modes are off, but that of a default device.
 
     Args:
         model: the model.
         roots: what else the forwards reach: their arguments, or the function that runs them.
-        on_lost: takes what has changed and cannot be put back, in words.
+        is_training: refuse to run where something is held that could not be put back.
 
     Yields:
         Nothing.
+
+    Raises:
+        CannotRunAgainError: where `is_training` refuses.
     """
-    with ExitStack() as stack:
-        for context in (
-            _without_modes(),
-            torch.inference_mode(False),
-            torch.no_grad(),
-            uncompiled_here(),
-            _random_states_kept(),
-            _state_kept(model, roots, on_lost),
-            _autocast_cache_off(),
-            _FAST_PATH_OFF,
-            _WARNINGS_OFF,
-            _shards_kept(model),
-        ):
+    outside = modes_off((DeviceContext,))
+    with outside, torch.inference_mode(False), torch.no_grad(), uncompiled_here(), ExitStack() as stack:
+        state, tensors = KeptState([*model.modules(), *roots, *_default_generators()]), KeptTensors()
+        if is_training and state.beyond:
+            raise CannotRunAgainError(
+                f"something in it is compiled, which is read in calls that run once more, and it holds "
+                f"{' and '.join(sorted(state.beyond))}, which could not be put back"
+            )
+        stack.callback(state.put_back)
+        stack.callback(tensors.put_back)
+        for context in (tensors, _autocast_cache_off(), _SETTINGS_OFF, _shards_kept(model)):
             stack.enter_context(context)
         was_extra, _here.is_extra = getattr(_here, "is_extra", False), True
         stack.callback(setattr, _here, "is_extra", was_extra)
         yield
 
 
-@contextmanager
-def _state_kept(model: nn.Module, roots: tuple[Any, ...], on_lost: Callable[[list[str]], None]) -> Iterator[None]:
-    state, tensors = KeptState([*model.modules(), *roots]), KeptTensors()
-    lost: list[str] = []
-    try:
-        with tensors:
-            yield
-    finally:
-        tensors.put_back()
-        lost = state.put_back()
-        if lost:
-            on_lost(lost)
+class CannotRunAgainError(Exception):
+    """A call holds what could not be put back if it ran once more."""
 
 
-@contextmanager
-def _without_modes() -> Iterator[None]:
-    """Switch off the user's modes, but that of a default device, which forwards rely on."""
-    modes: list[Any] = []
-    while torch._C._len_torch_function_stack():
-        modes.append(_pop_mode())
-    of_devices = [mode for mode in reversed(modes) if isinstance(mode, DeviceContext)]
-    with _disable_current_modes():
-        for mode in of_devices:
-            _push_mode(mode)
-        try:
-            yield
-        finally:
-            for _ in of_devices:
-                _pop_mode()
-            for mode in reversed(modes):
-                _push_mode(mode)
-
-
-@contextmanager
-def _random_states_kept() -> Iterator[None]:
-    """Restore the states of the default generators; nothing is seeded."""
-    generators = [torch.default_generator]
+def _default_generators() -> list[Any]:
+    """Return the generators of torch, Python and numpy that are used where none is named."""
+    generators: list[Any] = [torch.default_generator, random._inst]
     for name in ("cuda", "xpu"):
         backend = getattr(torch, name, None)
         if backend is not None and backend.is_initialized():
             generators += backend.default_generators
     if torch.backends.mps.is_available():
         generators.append(torch.mps._get_default_mps_generator())
-    numpy: Any = sys.modules.get("numpy.random")
-    states = [(generator, generator.get_state()) for generator in generators]
-    of_python, of_numpy = random.getstate(), None if numpy is None else numpy.get_state()
-    try:
-        yield
-    finally:
-        for generator, state in states:
-            generator.set_state(state)
-        random.setstate(of_python)
-        if of_numpy is not None:
-            numpy.set_state(of_numpy)
+    return [*generators, np.random.mtrand._rand]
 
 
 @contextmanager
@@ -149,43 +104,34 @@ def _autocast_cache_off() -> Iterator[None]:
         torch.clear_autocast_cache()  # an autocast that was made earlier, as accelerate does, switches its own cache on
 
 
-class _SettingOff:
-    """A setting of the process, which several threads switch off at once: the last of them puts it back."""
+class _SettingsOff:
+    """Settings of the process are off while a thread is within: the last one puts them back.
 
-    def __init__(self, switch_off: Callable[[], Callable[[], object]]) -> None:
-        self._switch_off, self._lock, self._count = switch_off, threading.Lock(), 0
-        self._put_back: Callable[[], object] = lambda: None
+    The fast path of torch's encoder would pack tokens; the real forward gives the same warnings, and where they are
+    errors they would end this one.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._count = threading.Lock(), 0
 
     def __enter__(self) -> None:
         with self._lock:
             if self._count == 0:
-                self._put_back = self._switch_off()
+                self._fast_path, self._warnings = torch.backends.mha.get_fastpath_enabled(), warnings.catch_warnings()
+                torch.backends.mha.set_fastpath_enabled(False)
+                self._warnings.__enter__()
+                warnings.simplefilter("ignore")
             self._count += 1
 
     def __exit__(self, *exception: Any) -> None:
         with self._lock:
             self._count -= 1
             if self._count == 0:
-                self._put_back()
+                self._warnings.__exit__(None, None, None)
+                torch.backends.mha.set_fastpath_enabled(self._fast_path)
 
 
-def _fast_path_off() -> Callable[[], object]:
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    return lambda: torch.backends.mha.set_fastpath_enabled(before)
-
-
-def _warnings_off() -> Callable[[], object]:
-    context = warnings.catch_warnings()
-    context.__enter__()
-    warnings.simplefilter("ignore")
-    return lambda: context.__exit__(None, None, None)
-
-
-# In evaluation mode, before training begins, torch's encoder would pack its tokens into nested tensors.
-_FAST_PATH_OFF = _SettingOff(_fast_path_off)
-# The real forward gives the same warnings; where they are errors they would end this one.
-_WARNINGS_OFF = _SettingOff(_warnings_off)
+_SETTINGS_OFF = _SettingsOff()
 
 
 @contextmanager

@@ -22,7 +22,13 @@ from torch.utils.hooks import RemovableHandle
 
 from hdi_callback.attention.calls import running_modules
 from hdi_callback.attention.compiled_calls import BeforeCompiledCalls, is_compiled
-from hdi_callback.attention.extra_forward import first_sequences, inner_model, is_extra, nothing_remains
+from hdi_callback.attention.extra_forward import (
+    CannotRunAgainError,
+    first_sequences,
+    inner_model,
+    is_extra,
+    nothing_remains,
+)
 from hdi_callback.attention.hooks import Hook
 from hdi_callback.attention.layer import Refusal, Survey
 from hdi_callback.attention.sharding import over_all_ranks
@@ -95,7 +101,6 @@ class FirstCalls:
         self._may_agree = may_agree
         self._lock = threading.Lock()
         self._known: set[str] = set()
-        self._has_warned = False
         self._recorded: _Recorded | None = None  # the call that is recorded now
         self._seen_untrained: set[nn.Module] = set()
         self._called: set[nn.Module] = set()
@@ -389,8 +394,7 @@ class FirstCalls:
         except MisconfigurationError:  # of a registered layout
             raise
         except Exception as error:
-            reason = f"reading the heads failed: {describe(error)}"
-            survey = Survey(refused=(Refusal("", reason, type(self._model).__name__),))
+            survey = self._refused(f"reading the heads failed: {describe(error)}")
         self._report(survey, recorded.recording)
 
     # compiled: its first sequences run once more
@@ -421,20 +425,25 @@ class FirstCalls:
         handles = [inner.register_forward_pre_hook(Hook(self, "_note_run")) for inner in unseen]
         self._has_failed = True
         try:
-            with nothing_remains(own, inputs, on_lost=self.warn_of_lost):
+            with nothing_remains(own, inputs, is_training=True):
                 with Tape(own) as tape:
                     module(*inputs[0], **inputs[1])
                 self._has_failed = False
                 return Survey() if self._read_tape is None else self._read_tape(own, tape)
         except MisconfigurationError:  # of a registered layout
             raise
+        except CannotRunAgainError as reason:
+            self._has_failed = False
+            return self._refused(reason)
         except Exception as error:
-            reason = f"the forward that shows where heads are failed: {describe(error)}"
-            return Survey(refused=(Refusal("", reason, type(own).__name__),))
+            return self._refused(f"the forward that shows where heads are failed: {describe(error)}")
         finally:
             for handle in handles:
                 handle.remove()
             unseen -= self._ran
+
+    def _refused(self, reason: object) -> Survey:
+        return Survey(refused=(Refusal("", str(reason), type(inner_model(self._model)).__name__),))
 
     def _note_run(self, module: nn.Module, args: Any) -> None:
         self._ran.add(module)
@@ -443,15 +452,6 @@ class FirstCalls:
         """Look again while modules of an attention's class have not run yet: dropped layers, parts that come later."""
         if any(type(inner) in self._kinds for inner in self._unseen.get(module, ())):
             self._report(self._survey(module, args, kwargs), None)
-
-    def warn_of_lost(self, lost: Sequence[str]) -> None:
-        """Warn once of side effects of an extra forward that cannot be undone."""
-        if not self._has_warned:
-            self._has_warned = True
-            warn(
-                "Calls that are compiled run once more at readings, with their first sequences, and what that changes "
-                f"is put back. It cannot be put back that they used {' and '.join(lost)}."
-            )
 
     @_harmless
     def _before_compiled_call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -484,10 +484,13 @@ class FirstCalls:
         ]
         reached = None
         try:
-            with nothing_remains(inner_model(self._model), function, args, kwargs, on_lost=self.warn_of_lost):
+            with nothing_remains(inner_model(self._model), function, args, kwargs, is_training=True):
                 function(*args, **kwargs)
         except _ReachedError as error:
             reached = error
+        except CannotRunAgainError as reason:
+            self._leave(list(self._handles))
+            self._report(self._refused(reason), None)
         except Exception:  # the real call will raise it
             pass
         finally:
@@ -529,8 +532,7 @@ class FirstCalls:
                 try:
                     survey = over_all_ranks(survey, self._model)
                 except Exception as error:  # within the user's forward
-                    reason = f"the heads of all ranks could not be put together: {describe(error)}"
-                    survey = Survey(refused=(Refusal("", reason, type(self._model).__name__),))
+                    survey = self._refused(f"the heads of all ranks could not be put together: {describe(error)}")
         layers = tuple(layer for layer in survey.layers if layer.name not in self._known)
         refused = tuple(refusal for refusal in survey.refused if refusal.name not in self._known)
         self._kinds |= {type(layer.module) for layer in survey.layers}

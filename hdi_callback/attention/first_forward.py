@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from hdi_callback.attention.calls import ModuleCall, running_calls
 from hdi_callback.attention.capture.capture import IN_VMAP, Capture, Sample, given_to
 from hdi_callback.attention.capture.padding import PaddingChoice, TokenMask, find_padding
-from hdi_callback.attention.capture.reader import KINDS, PRODUCTS, Aside, CoreSample, Reader, received_by
+from hdi_callback.attention.capture.reader import KINDS, PRODUCTS, Aside, CoreSample, Reader
 from hdi_callback.attention.discovery.find import OnRead, TapeReader, survey_tape
 from hdi_callback.attention.discovery.sites import is_recognised, site_of
 from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.hooks import within_transforms
 from hdi_callback.attention.layer import Survey
-from hdi_callback.attention.releases import has_saving_hooks
+from hdi_callback.attention.releases import arguments_of, has_saving_hooks
 from hdi_callback.attention.tape import Step, Tape
 from hdi_callback.guard import describe
 
@@ -161,7 +161,7 @@ class FirstForward:
                 site = site_of(claim, held.ordinal)
                 stub: Any = SimpleNamespace(name=held.step.number, value_dim=claim.width)
                 if site.kind == "fused":
-                    received = received_by(held.func, held.args, held.kwargs)
+                    received = arguments_of(held.func, held.args, held.kwargs)
                     self._reader._read_fused(stub, site, received, held.out)
                 else:
                     self._reader._read_softmax(stub, site, held.args[0], held.out)

@@ -1,8 +1,8 @@
 """Put back what a forward changes: all that can be reached from the modules and the arguments of a call.
 
 Tensors are copied right before an operation first writes into their memory, wherever they are held. Python objects
-are listed before the forward, and put back in place after it. What cannot be put back, such as a file that was
-written or a generator function that went on, is named where it has happened.
+are listed before the forward, and put back in place after it. What is met and could not be put back, such as an open
+file or a generator function that runs, is named before the forward runs.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ import array
 import copy
 import functools
 import io
-import operator
 import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -26,8 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from hdi_callback.attention.dtensors import is_sharded
-from hdi_callback.attention.operations import RESHAPED_IN_PLACE
-from hdi_callback.attention.releases import Mode
+from hdi_callback.attention.releases import Mode, arguments_of
 from hdi_callback.attention.tape import tensors_in, written_tensors
 from hdi_callback.guard import describe
 
@@ -42,6 +39,8 @@ _NOT_ENTERED = (
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, range, slice, types.ModuleType, types.CodeType)
 _LARGEST = 2**20  # items of a container, and numbers of an array, that are listed
 _MOST_ENTERED = 10_000  # items of a container that are looked into: data, not state, has more
+_INSTALLED = {"torch", *sys.stdlib_module_names}
+_Items = list[tuple[Any, Any]]  # name or place -> item
 
 
 class KeptTensors(Mode):
@@ -50,14 +49,8 @@ class KeptTensors(Mode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fresh: set[int | None] = set()  # storages that the forward itself has made
-        self._copies: dict[int, tuple[Any, Any]] = {}
-        self._versions: dict[int, Any] = {}
-        self._geometries: dict[int, tuple[Any, ...]] = {}  # of tensors that are reshaped in place
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile go on with what runs under this mode, then and later."""
-        return True
+        self._contents: dict[int, tuple[Any, Any]] = {}  # of storages that are written
+        self._tensors: dict[int, tuple[Tensor, Tensor, Any]] = {}  # with their geometry, and their versions
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Copy the tensors that an operation is about to write into, then run it."""
@@ -65,10 +58,10 @@ class KeptTensors(Mode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a DTensor asks for operations on the part of this rank, which come here
         written = written_tensors(func, args, kwargs)
-        if written and str(getattr(func, "overloadpacket", func)).rpartition(".")[2].rstrip("_") in RESHAPED_IN_PLACE:
-            for tensor in written:
-                self._keep_geometry(tensor)
-        for tensor in (*written, *_statistics(func, args, kwargs)):
+        if "batch_norm" in getattr(func, "__name__", ""):  # it writes into statistics, and its schema does not say so
+            received = arguments_of(func, args, kwargs)
+            written += tensors_in([received.get("running_mean"), received.get("running_var")])
+        for tensor in written:
             self._keep(tensor)
         out = func(*args, **kwargs)
         if not written:
@@ -78,54 +71,54 @@ class KeptTensors(Mode):
         return out
 
     def put_back(self) -> None:
-        """Write the memory back as it was, and the counters of autograd."""
-        for tensor, storage, size, geometry, requires_grad in self._geometries.values():
-            if storage.nbytes() != size:
-                storage.resize_(size)
-            with torch.no_grad(), torch._C.DisableTorchFunction():
-                tensor.set_(storage, *geometry)
-                tensor.requires_grad_(requires_grad)
-        for storage, content in self._copies.values():
-            if storage.nbytes() == content.nbytes():  # FSDP frees what it has gathered
-                storage.copy_(content)
-        for version in reversed(self._versions.values()):
-            version.__exit__(None, None, None)
-        for table in (self._copies, self._versions, self._geometries):
-            table.clear()
+        """Write the memory back as it was, geometries that were changed in place, and the counters of autograd."""
+        for tensor, before, _ in self._tensors.values():
+            if _geometry(tensor) != _geometry(before):
+                with torch.no_grad(), torch._C.DisableTorchFunction():
+                    requires_grad = tensor.requires_grad
+                    tensor.set_(before)  # type: ignore[call-overload]
+                    tensor.requires_grad_(requires_grad)
+        for storage, content in self._contents.values():
+            if storage.nbytes() == 0:  # FSDP frees what it has gathered
+                continue
+            if storage.nbytes() != content.nbytes():
+                storage.resize_(content.nbytes())
+            storage.copy_(content)
+        for _, _, version in reversed(self._tensors.values()):
+            if version is not None:
+                version.__exit__(None, None, None)
+        self._contents.clear()
+        self._tensors.clear()
 
     def _keep(self, tensor: Tensor) -> None:
         address = _address(tensor)
         if address is None or address in self._fresh or tensor.is_meta:
             return
-        if address not in self._copies:
+        if address not in self._contents:
             storage = tensor.untyped_storage()
-            self._copies[address] = storage, storage.clone()
-        if id(tensor) not in self._versions and not tensor.is_inference():
-            self._versions[id(tensor)] = _unsafe_preserve_version_counter(tensor)
-
-    def _keep_geometry(self, tensor: Tensor) -> None:
-        address = _address(tensor)
-        if address is not None and address not in self._fresh and id(tensor) not in self._geometries:
-            storage = tensor.untyped_storage()
-            geometry = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-            self._geometries[id(tensor)] = tensor, storage, storage.nbytes(), geometry, tensor.requires_grad
+            self._contents[address] = storage, storage.clone()
+        if id(tensor) not in self._tensors:
+            version = None if tensor.is_inference() else _unsafe_preserve_version_counter(tensor)
+            self._tensors[id(tensor)] = tensor, tensor.detach(), version
 
 
 class KeptState:
     """List the Python objects that can be reached from some roots; `put_back` restores them in place.
 
-    Containers, attributes and slots, those of classes, closures, global names that the user's forwards use, arrays,
-    positions of files and generators of random numbers are restored. Iterators that can be copied are replaced by
-    copies meanwhile.
+    Containers, attributes and slots, those of classes, closures, global names that the user's forwards use, arrays
+    and generators of random numbers are restored. Iterators that can be copied are replaced by copies meanwhile.
 
     Args:
         roots: modules, and arguments of their calls.
+
+    Attributes:
+        beyond: what was met and could not be put back if it changed, in words.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
+        self.beyond: set[str] = set()
         self._met: dict[int, Any] = {}  # kept alive, so that no number is used again
         self._undo: list[Callable[[], object]] = []
-        self._lost: list[tuple[str, Callable[[], Any], Any]] = []
         self._stack: list[Any] = list(roots)
         while self._stack:
             value = self._stack.pop()
@@ -135,185 +128,144 @@ class KeptState:
                 if not isinstance(value, (types.FunctionType, type)):  # a container may have attributes as well
                     self._list_attributes(value)
 
-    def put_back(self) -> list[str]:
+    def put_back(self) -> None:
         """Restore everything.
 
-        Returns:
-            What has changed and cannot be restored, in words.
+        Raises:
+            RuntimeError: if an object does not take back what it held.
         """
-        lost = [words for words, state, before in self._lost if state() != before]
+        errors = []
         for undo in reversed(self._undo):
             try:
                 undo()
-            except Exception as error:  # noqa: PERF203  an object that defends itself
-                lost.append(f"an object that cannot be written ({describe(error)})")
-        return list(dict.fromkeys(lost))
+            except Exception as error:  # noqa: PERF203  the others are restored
+                errors.append(error)
+        if errors:
+            raise RuntimeError(f"what it changed could not be put back ({describe(errors[0])})")
 
     def _list_content(self, value: Any) -> None:
         if isinstance(value, dict):
             self._list_dict(value)
         elif isinstance(value, (list, deque)):
-            self._list_items(value, functools.partial(_refill, value))
+            self._list(lambda: list(enumerate(value)), functools.partial(_refill, value), value.__setitem__)
         elif isinstance(value, set):
-            self._list_items(value, functools.partial(_reset, value))
+            self._list(lambda: list(enumerate(value)), functools.partial(_reset, value), None)
         elif isinstance(value, (tuple, frozenset)):
             self._stack.extend(value if len(value) <= _LARGEST else ())
-        elif isinstance(value, (bytearray, array.array)):
-            self._undo.append(functools.partial(value.__setitem__, slice(None), value[:]))
-        elif isinstance(value, (torch.Generator, np.random.RandomState)):
-            self._keep(value.get_state, value.set_state, _never)
-        elif isinstance(value, random.Random):
-            self._keep(value.getstate, value.setstate)
-        elif isinstance(value, (np.random.Generator, np.random.BitGenerator)):
-            bits: Any = getattr(value, "bit_generator", value)
-            self._keep(lambda: bits.state, lambda state: setattr(bits, "state", state), _never)
-        elif isinstance(value, np.ndarray):
-            self._list_array(value)
-        elif isinstance(value, (io.StringIO, io.BytesIO)) and not value.closed:
-            self._keep(value.getvalue, lambda content: (value.seek(0), value.truncate(), value.write(content)))
-        elif isinstance(value, io.IOBase):
-            self._list_file(value)
-        elif isinstance(value, types.GeneratorType):
-            self._lost.append(("a generator function, which went on", lambda: _place(value), _place(value)))
-        elif _is_iterator(value):  # held by what cannot lend a copy
-            self._lost.append(("an iterator, which went on", lambda: _numbers(value), _numbers(value)))
         elif isinstance(value, types.MethodType):
             self._stack += [value.__self__, value.__func__]
         elif isinstance(value, types.BuiltinMethodType):
             self._stack.append(value.__self__)
         elif isinstance(value, functools.partial):
             self._stack += [value.func, value.args, value.keywords]
-        elif isinstance(value, functools._lru_cache_wrapper):
-            self._list_cache(value)
         elif isinstance(value, types.FunctionType):
             self._list_function(value)
         elif isinstance(value, type):
             self._list_class(value)
+        elif isinstance(value, functools._lru_cache_wrapper):
+            self._stack.append(value.__wrapped__)
+            size = value.cache_info().currsize
+            self._undo.append(lambda: value.cache_clear() if value.cache_info().currsize != size else None)
+        elif isinstance(value, (torch.Generator, np.random.RandomState)):
+            state: Any = value.get_state()
+            self._undo.append(functools.partial(value.set_state, state))
+        elif isinstance(value, random.Random):
+            self._undo.append(functools.partial(value.setstate, value.getstate()))
+        elif isinstance(value, (np.random.Generator, np.random.BitGenerator)):
+            bits: Any = getattr(value, "bit_generator", value)
+            self._undo.append(functools.partial(setattr, bits, "state", bits.state))
+        elif isinstance(value, np.ndarray):
+            if value.flags.writeable and value.size <= 16 * _LARGEST:
+                self._undo.append(functools.partial(np.copyto, value, value.copy()))
+        elif isinstance(value, (bytearray, array.array)):
+            self._undo.append(functools.partial(value.__setitem__, slice(None), value[:]))
+        elif isinstance(value, io.IOBase):
+            is_used = not value.closed and value not in (sys.stdin, sys.stdout, sys.stderr)
+            self.beyond |= {"an open file"} if is_used else set()
+        elif isinstance(value, types.GeneratorType):
+            self.beyond |= set() if value.gi_frame is None else {"a generator function that runs"}
+        elif _is_iterator(value):  # held by what cannot lend a copy
+            self.beyond.add("an iterator")
 
-    def _list_dict(self, value: dict[Any, Any]) -> None:
-        """List the items of a dict, also of a module or another object; iterators in it give way to copies."""
-        if len(value) > _LARGEST or any(map(is_sharded, value.values())):  # FSDP exchanges parameters
+    def _list(
+        self,
+        read: Callable[[], _Items],
+        restore: Callable[[_Items, _Items], object],
+        lend: Callable[[Any, Any], object] | None,
+    ) -> None:
+        """List items by name or place, to restore them later; `lend` writes copies of iterators meanwhile."""
+        before = read()
+        if len(before) > _LARGEST:
             return
-        items = list(value.items())
 
         def undo() -> None:
-            now = list(value.items())
-            is_changed = len(now) != len(items) or any(a is not c or b is not d for (a, b), (c, d) in zip(now, items))
-            if is_changed and not any(map(is_sharded, value.values())):
+            now = read()
+            if len(now) != len(before) or any(map(_is_other, _flat(now), _flat(before))):
+                restore(now, before)
+
+        self._undo.append(undo)
+        for name, item in before if len(before) <= _MOST_ENTERED else ():
+            iterator = _copied_iterator(item) if _is_iterator(item) and lend is not None else None
+            if iterator is None or lend is None:
+                self._stack.append(item)
+            else:
+                lend(name, iterator)
+
+    def _list_dict(self, value: dict[Any, Any]) -> None:
+        """List the items of a dict, also of a module or another object."""
+        if any(map(is_sharded, value.values())):  # FSDP exchanges parameters
+            return
+
+        def restore(now: _Items, before: _Items) -> None:
+            if not any(map(is_sharded, value.values())):
                 # of the class itself: transformers' outputs refuse some of these methods
                 kind: Any = next(base for base in type(value).__mro__ if base.__module__ in ("builtins", "collections"))
                 kind.clear(value)
-                for name, item in items:
+                for name, item in before:
                     kind.__setitem__(value, name, item)
 
-        self._undo.append(undo)
-        for name, item in items:
-            self._meet(item, functools.partial(dict.__setitem__, value, name))
+        self._list(lambda: list(value.items()), restore, functools.partial(dict.__setitem__, value))
 
-    def _list_items(self, value: Any, write: Callable[[list[Any]], None]) -> None:
-        if len(value) > _LARGEST:
-            return
-        items = list(value)
-
-        def undo() -> None:
-            if len(value) != len(items) or any(now is not item for now, item in zip(value, items)):
-                write(items)
-
-        self._undo.append(undo)
-        for place, item in enumerate(items if len(items) <= _MOST_ENTERED else ()):
-            if not isinstance(item, _ATOMS):
-                self._meet(item, functools.partial(value.__setitem__, place) if hasattr(value, "insert") else None)
-
-    def _meet(self, item: Any, lend: Callable[[Any], Any] | None) -> None:
-        """Queue an item of a container; an iterator is replaced by a copy, which `lend` writes in its place."""
-        iterator = None if lend is None else _copied_iterator(item)
-        if iterator is None or lend is None:
-            self._stack.append(item)
-        else:
-            lend(iterator)
-
-    def _keep(
-        self, read: Callable[[], Any], write: Callable[[Any], Any], is_same: Callable[[Any, Any], bool] = operator.eq
+    def _list_named(
+        self, read: Callable[[], _Items], write: Callable[[Any, Any], object], delete: Callable[[Any], object]
     ) -> None:
-        state = read()
-        self._undo.append(lambda: None if is_same(read(), state) else write(state))
+        """List items of what is no container: attributes of classes, slots, closures, global names."""
 
-    def _list_array(self, value: Any) -> None:
-        if value.size > 16 * _LARGEST or not value.flags.writeable:
-            return
-        content = value.copy()
+        def restore(now: _Items, before: _Items) -> None:
+            held = dict(now)
+            for name in held.keys() - dict(before).keys():
+                delete(name)
+            for name, item in before:
+                if name not in held or held[name] is not item:
+                    write(name, item)
 
-        def undo() -> None:
-            if not value.flags.writeable:
-                value.flags.writeable = True
-            if value.shape != content.shape:
-                value.resize(content.shape, refcheck=False)
-            np.copyto(value, content)
-
-        self._undo.append(undo)
-
-    def _list_file(self, value: Any) -> None:
-        try:
-            place = value.tell()
-        except (OSError, ValueError):  # a pipe, or closed
-            return
-        if value.writable():
-            self._lost.append(("a file, which was written", lambda: None if value.closed else value.tell(), place))
-        else:
-            self._undo.append(lambda: None if value.closed else value.seek(place))
-
-    def _list_cache(self, value: Any) -> None:
-        """List a function with a cache, which can only be emptied as a whole."""
-        size = value.cache_info().currsize
-        self._stack.append(value.__wrapped__)
-        if size:
-            words = "a function with a cache, which was filled further"
-            self._lost.append((words, lambda: value.cache_info().currsize, size))
-        else:
-            self._undo.append(lambda: value.cache_clear() if value.cache_info().currsize else None)
+        self._list(read, restore, write)
 
     def _list_function(self, value: types.FunctionType) -> None:
-        for cell in value.__closure__ or ():
-            try:
-                content = cell.cell_contents
-            except ValueError:  # not filled yet
-                continue
-            write = functools.partial(setattr, cell, "cell_contents")
-            self._undo.append(functools.partial(write, content))
-            self._meet(content, write)
+        cells = value.__closure__ or ()
+        self._list_named(
+            lambda: [(at, item) for at, cell in enumerate(cells) for item in _filled(lambda: cell.cell_contents)],  # noqa: B023
+            lambda at, item: setattr(cells[at], "cell_contents", item),
+            lambda at: delattr(cells[at], "cell_contents"),
+        )
         self._stack += [value.__defaults__, value.__kwdefaults__, vars(value)]
         if _is_users(value.__module__):
             names = _names_in(value.__code__)
-            self._list_names(value.__globals__, names)
-            for name in names:
-                module = value.__globals__.get(name)
-                if isinstance(module, types.ModuleType) and _is_users(module.__name__):
-                    self._list_names(vars(module), names)
-
-    def _list_names(self, names: dict[str, Any], used: Iterable[str]) -> None:
-        """List global names that a function uses."""
-        for name in used:
-            if name in names and not isinstance(names[name], types.ModuleType):
-                write = functools.partial(names.__setitem__, name)
-                self._undo.append(functools.partial(write, names[name]))
-                self._meet(names[name], write)
+            modules = [value.__globals__.get(name) for name in names]
+            own = [vars(module) for module in modules if isinstance(module, types.ModuleType)]
+            for space in (value.__globals__, *(each for each in own if _is_users(each["__name__"]))):
+                read = functools.partial(_used_names, space, names)
+                self._list_named(read, space.__setitem__, space.__delitem__)
 
     def _list_class(self, value: type) -> None:
         """List attributes of a class, and what the methods of a user's class use."""
         if value.__module__ == "builtins" or _is_not_entered(value.__module__):
             return
-        own = {name: item for name, item in vars(value).items() if _is_data(name, item)}
-
-        def undo() -> None:
-            for name in [name for name, item in vars(value).items() if _is_data(name, item) and name not in own]:
-                delattr(value, name)
-            for name, item in own.items():
-                if vars(value).get(name) is not item:
-                    setattr(value, name, item)
-
-        self._undo.append(undo)
-        for name, item in own.items():
-            self._meet(item, functools.partial(setattr, value, name))
+        self._list_named(
+            lambda: [(name, item) for name, item in vars(value).items() if _is_data(name, item)],
+            functools.partial(setattr, value),
+            functools.partial(delattr, value),
+        )
         if _is_users(value.__module__):
             self._stack += [function for item in vars(value).values() for function in _functions_in(item)]
         self._stack += value.__bases__
@@ -329,55 +281,51 @@ class KeptState:
             self._list_tensor(value)
             return
         self._stack.append(kind)
-        for slot in _slots_of(kind):
-            self._list_slot(value, slot)
+        if slots := _slots_of(kind):
+            self._list_named(
+                lambda: [(slot, item) for slot in slots for item in _filled(lambda: slot.__get__(value))],  # noqa: B023
+                lambda slot, item: slot.__set__(value, item),
+                lambda slot: slot.__delete__(value),
+            )
 
     def _list_tensor(self, value: Tensor) -> None:
         """List what no operation shows: the memory behind `.data`, the gradient, and hooks."""
         if is_sharded(value) or not value.is_leaf or (address := _address(value)) is None:
             return
-        before, gradient, hooks = value.detach(), value.grad, value._backward_hooks
+        before, names = value.detach(), ("grad", "_backward_hooks", "requires_grad")
         late = getattr(value, "_post_accumulate_grad_hooks", None)
-        self._stack += [hooks, late]
 
         def undo() -> None:
             if _address(value) != address and before.shape == value.shape:
                 value.data = before
-            if value.grad is not gradient:
-                value.grad = gradient
-            if value._backward_hooks is not hooks:
-                value._backward_hooks = hooks
             if late is None and getattr(value, "_post_accumulate_grad_hooks", None) is not None:
                 value._post_accumulate_grad_hooks.clear()
 
         self._undo.append(undo)
-
-    def _list_slot(self, value: Any, slot: types.MemberDescriptorType) -> None:
-        try:
-            item = slot.__get__(value)
-        except AttributeError:  # not filled yet
-            self._undo.append(functools.partial(_empty, slot, value))
-            return
-        with suppress(AttributeError, TypeError):  # of a type in C, which cannot be written
-            slot.__set__(value, item)
-            self._undo.append(functools.partial(slot.__set__, value, item))
-            self._meet(item, functools.partial(slot.__set__, value))
+        read = lambda: [(name, getattr(value, name)) for name in names]  # noqa: E731
+        self._list_named(read, functools.partial(setattr, value), functools.partial(delattr, value))
 
 
-def _never(now: Any, before: Any) -> bool:
-    return False
+def _is_other(now: Any, before: Any) -> bool:
+    return now is not before and not (type(now) is type(before) is int and now == before)
 
 
-def _empty(slot: types.MemberDescriptorType, value: Any) -> None:
-    with suppress(AttributeError):
-        slot.__delete__(value)
+def _flat(items: _Items) -> Iterator[Any]:
+    return (part for item in items for part in item)
+
+
+def _filled(read: Callable[[], Any]) -> list[Any]:
+    """Return the content of a slot or a cell, if it has any."""
+    try:
+        return [read()]
+    except (AttributeError, ValueError):
+        return []
 
 
 @functools.lru_cache(maxsize=4096)
 def _slots_of(kind: Any) -> list[types.MemberDescriptorType]:
-    slots = [slot for base in kind.__mro__ for slot in vars(base).values()]
-    slots = [slot for slot in slots if isinstance(slot, types.MemberDescriptorType)]
-    return [slot for slot in slots if not _is_not_entered(slot.__objclass__.__module__)]
+    bases = (base for base in kind.__mro__ if "__slots__" in vars(base) and not _is_not_entered(base.__module__))
+    return [slot for base in bases for slot in vars(base).values() if isinstance(slot, types.MemberDescriptorType)]
 
 
 def _is_data(name: str, item: Any) -> bool:
@@ -386,45 +334,33 @@ def _is_data(name: str, item: Any) -> bool:
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    """List the names that a function uses, also in its comprehensions and lambdas."""
+    """Return the names that a function uses, also in its comprehensions and lambdas."""
     nested = (part for part in code.co_consts if isinstance(part, types.CodeType))
     return set(code.co_names).union(*map(_names_in, nested))
 
 
+def _used_names(space: dict[str, Any], names: Iterable[str]) -> _Items:
+    """Return the global names that a function uses, but for modules."""
+    items = ((name, space[name]) for name in names if name in space)
+    return [(name, item) for name, item in items if not isinstance(item, types.ModuleType)]
+
+
 def _functions_in(item: Any) -> list[Any]:
-    """List the functions of a method, a property, a static method or a class method."""
+    """Return the functions of a method, a property, a static method or a class method."""
     parts = (item.fget, item.fset) if isinstance(item, property) else (getattr(item, "__func__", item),)
     return [part for part in parts if isinstance(part, (types.FunctionType, functools._lru_cache_wrapper))]
 
 
-def _refill(value: Any, items: list[Any]) -> None:
+def _refill(value: Any, now: _Items, before: _Items) -> None:
     value.clear()
-    value.extend(items)
+    value.extend(item for _, item in before)
 
 
-def _reset(value: set[Any], items: list[Any]) -> None:
+def _reset(value: set[Any], now: _Items, before: _Items) -> None:
     """Remove the added items and add the removed ones; the others stay in their order."""
-    before = set(map(id, items))
-    value.difference_update([item for item in value if id(item) not in before])
-    value.update(items)
-
-
-def _statistics(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """List the running statistics that a batch norm is given: it writes into them, and its schema does not say so."""
-    places = _places_of_statistics(func)
-    values = [args[place] if place < len(args) else kwargs.get(name) for name, place in places]
-    return [tensor for tensor in values if isinstance(tensor, Tensor)]
-
-
-@functools.lru_cache(maxsize=4096)
-def _places_of_statistics(func: Any) -> list[tuple[str, int]]:
-    names = [argument.name for argument in getattr(getattr(func, "_schema", None), "arguments", ())]
-    return [(name, place) for place, name in enumerate(names) if name in ("running_mean", "running_var")]
-
-
-def _place(generator: types.GeneratorType[Any, Any, Any]) -> Any:
-    frame = generator.gi_frame
-    return None if frame is None else (frame.f_lasti, {name: id(value) for name, value in frame.f_locals.items()})
+    numbers = {id(item) for _, item in before}
+    value.difference_update([item for _, item in now if id(item) not in numbers])
+    value.update(item for _, item in before)
 
 
 def _is_iterator(value: Any) -> bool:
@@ -432,34 +368,20 @@ def _is_iterator(value: Any) -> bool:
     return is_iterator and not isinstance(value, types.GeneratorType)
 
 
-def _numbers(iterator: Any) -> list[int]:
-    """List the numbers that say how far an iterator is, as pickling shows them."""
-    try:
-        _, arguments, *state = iterator.__reduce__()
-    except Exception:  # of a kind that cannot be pickled
-        return []
-    return [number for number in (*arguments, *state) if isinstance(number, int)]
-
-
 def _copied_iterator(value: Any) -> Any:
-    """Return a copy of an iterator of Python's own (a list's, `itertools.count`); `None` of anything else."""
-    if not _is_iterator(value):
-        return None
+    """Return a copy of an iterator of Python's own (a list's, `itertools.count`); `None` if it cannot be copied."""
     try:
         return copy.deepcopy(value)  # with the iterators within it
-    except Exception:  # of an iterator that cannot be copied
+    except Exception:
         return None
 
 
 @functools.cache
 def _is_users(module: str) -> bool:
     """Whether a module is the user's own code, and not an installed package."""
-    loaded = sys.modules.get(module or "")
-    file = getattr(loaded, "__file__", None) or ""
-    if module == "__main__":
-        return True
-    is_own = loaded is not None and bool(file) and module.partition(".")[0] not in {"torch", *_STANDARD}
-    return is_own and not _is_not_entered(module) and "site-packages" not in file and "dist-packages" not in file
+    file = getattr(sys.modules.get(module or ""), "__file__", None) or "site-packages"
+    is_installed = "site-packages" in file or "dist-packages" in file or module.partition(".")[0] in _INSTALLED
+    return module == "__main__" or not (is_installed or _is_not_entered(module))
 
 
 @functools.cache
@@ -470,11 +392,12 @@ def _is_not_entered(module: str | None) -> bool:
     )
 
 
-_STANDARD = frozenset(sys.stdlib_module_names)
-
-
 def _address(tensor: Tensor) -> int | None:
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # a tensor without memory
         return None
+
+
+def _geometry(tensor: Tensor) -> tuple[Any, ...]:
+    return _address(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()

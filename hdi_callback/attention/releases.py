@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from types import CodeType
 from typing import Any
 
@@ -45,12 +45,30 @@ class Mode(TorchDispatchMode):
 
     supports_higher_order_operators = True  # since torch 2.8
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile go on with what runs under this mode, then and later."""
+        return True
+
     def __enter__(self) -> Any:
         """Begin; older releases ask each such operator for a rule of the mode's class."""
         if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):
             for operator in torch._ops._higher_order_ops.values():
                 operator.python_key_table.setdefault(type(self), partial(_come, operator))
         return super().__enter__()  # type: ignore[no-untyped-call]
+
+
+def arguments_of(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of an operation by name, with its defaults."""
+    names, defaults = _schema_of(func)
+    return {**defaults, **dict(zip(names, args)), **kwargs}
+
+
+@lru_cache(maxsize=64)
+def _schema_of(func: Any) -> tuple[list[str], dict[str, Any]]:
+    arguments = func._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    return [argument.name for argument in arguments], defaults
 
 
 def passed_on(func: Any, args: Any, kwargs: Any) -> Any:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
+import os
 import pickle
 import random
 import threading
-import warnings
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hdi_callback import HeadDiversityMonitor, MisconfigurationError, MonitoringWarning
 from hdi_callback.attention.discovery.find import survey_tape
-from hdi_callback.attention.extra_forward import nothing_remains
+from hdi_callback.attention.extra_forward import CannotRunAgainError, nothing_remains
 from hdi_callback.attention.first_calls import FirstCalls
 from hdi_callback.attention.first_forward import FirstForward
 from tests.attention.models import Counting, Model, batches, is_equal, train
@@ -428,8 +429,8 @@ def test_a_layer_that_does_not_run_in_the_first_forward_is_found_when_it_runs():
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-class Losing(Model):
-    """Writes a file and goes on with a generator function: neither can be put back."""
+class Writing(Model):
+    """Writes a file and goes on with a generator function: neither could be put back."""
 
     def __init__(self, path) -> None:
         super().__init__()
@@ -441,29 +442,77 @@ class Losing(Model):
         return super().forward(x)
 
 
-def test_what_cannot_be_put_back_is_said_once_where_it_is_seen_to_have_happened(tmp_path):
-    model, (x, _) = Losing(tmp_path / "written"), batches(1)[0]
-    for block in model.blocks:
-        block.compile(backend="eager")
-    monitor = HeadDiversityMonitor(model)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", MonitoringWarning)
-        for _ in range(2):
+@pytest.mark.parametrize("way", ["blocks", "function around"])
+def test_a_compiled_model_that_holds_what_could_not_be_put_back_is_refused_and_never_runs_twice(way, tmp_path):
+    torch._dynamo.reset()
+    model, (x, _) = Writing(tmp_path / "written"), batches(1)[0]
+    run = torch.compile(lambda x: model(x), backend="eager") if way == "function around" else blocks(model)
+    with HeadDiversityMonitor(model, strict=False) as monitor:
+        for _ in range(10):
             monitor.arm()
-            model(x)
+            run(x)
             monitor.disarm()
-    monitor.close()
-    (warning,) = [str(entry.message) for entry in caught if issubclass(entry.category, MonitoringWarning)]
-    assert "a file, which was written" in warning
-    assert "a generator function, which went on" in warning
+        assert "it holds a generator function that runs and an open file" in monitor.refused[0].reason
+    model.file.close()
+    assert (tmp_path / "written").read_text().split() == [str(number) for number in range(10)]
+
+
+@pytest.mark.parametrize("hold", [lambda: open(os.devnull, "w"), lambda: (iter([1]),), lambda: (n for n in [1])])  # noqa: SIM115
+def test_what_could_not_be_put_back_is_named_before_a_training_runs_twice(hold):
+    model = Counting()
+    model.held = hold()
+    with pytest.raises(CannotRunAgainError, match="could not be put back"), nothing_remains(model, is_training=True):
+        model(batches(1)[0][0])
+    assert model.calls == 0
+
+
+@pytest.mark.parametrize(
+    ("hold", "change", "state"),
+    [
+        (bytearray, lambda held: held.append(1), len),
+        (lambda: np.zeros((3, 4))[:, ::2], lambda held: held.fill(1), lambda held: held.sum()),
+        (lambda: np.random.default_rng(0).random, lambda held: held(), lambda held: held.__self__.bit_generator.state),
+        (lambda: torch.zeros(3), lambda held: held.resize_(6), lambda held: tuple(held.shape)),
+        (lambda: torch.zeros(3), lambda held: held.set_(torch.ones(2)), lambda held: held.tolist()),
+        (
+            lambda: nn.Parameter(torch.zeros(3)),
+            lambda held: held.requires_grad_(False),
+            lambda held: held.requires_grad,
+        ),
+        (
+            lambda: nn.Parameter(torch.zeros(3)),
+            lambda held: setattr(held, "data", torch.ones(3)),
+            lambda held: held.sum().item(),
+        ),
+        (
+            lambda: nn.Parameter(torch.zeros(3)),
+            lambda held: held.register_hook(torch.neg),
+            lambda held: bool(held._backward_hooks),
+        ),
+        (lambda: {"a": 1, "b": 2}, lambda held: held.update(a=held.pop("a")), list),
+        (
+            lambda: functools.lru_cache(lambda number: number),
+            lambda held: held(1),
+            lambda held: held.cache_info().currsize,
+        ),
+        (lambda: zip([1, 2], [3, 4]), None, None),
+    ],
+)
+def test_what_a_model_holds_is_as_it_was(hold, change, state):
+    model = Counting()
+    held = model.held = hold()
+    before = None if state is None else state(held)
+    with nothing_remains(model, is_training=True):
+        next(model.held) if change is None else change(held)
+    assert model.held is held
+    assert next(held) == (1, 3) if state is None else state(held) == before
 
 
 def test_nothing_is_said_of_a_forward_that_can_be_put_back():
-    lost = []
     model, (x, _) = Counting(), batches(1)[0]
-    with nothing_remains(model, x, on_lost=lost.append):
+    with nothing_remains(model, x, is_training=True):
         model(x)
-    assert (lost, model.calls, model.seen) == ([], 0, [])
+    assert (model.calls, model.seen) == (0, [])
 
 
 class LateBlock(Model):

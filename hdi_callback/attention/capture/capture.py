@@ -233,7 +233,7 @@ class Capture:
         self._reader.begin()
         self.is_again = True
         try:
-            with nothing_remains(self._model, inputs, on_lost=self._calls.warn_of_lost):
+            with nothing_remains(self._model, inputs, is_training=True):
                 taps = ((inner, tap) for inner, tap in self.taps if inner in within)
                 handles += [inner.register_forward_pre_hook(tap, with_kwargs=True) for inner, tap in taps]
                 with self._calls.writing(module), self._reader:

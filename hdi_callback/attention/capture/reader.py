@@ -15,7 +15,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +26,7 @@ from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.flex import FLEX, FlexCall
 from hdi_callback.attention.hooks import outside_transforms
 from hdi_callback.attention.layer import AttentionLayer, Site
-from hdi_callback.attention.releases import Mode, passed_on
+from hdi_callback.attention.releases import Mode, arguments_of, passed_on
 from hdi_callback.attention.tape import Tape
 from hdi_callback.guard import describe
 
@@ -168,11 +167,6 @@ class Reader(Mode):
         self._views: dict[Any, _SampledViews] = {}
         self.begin()
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile go on with what runs under this mode, then and later."""
-        return True
-
     def look_again(self) -> None:
         """Make the mode read the next forward, which shows again whether autograd saves the same tensors."""
         self._shown.clear()
@@ -243,7 +237,7 @@ class Reader(Mode):
                 if kind == _FLEX:
                     self._read_flex(layer, how, args[0], out[0])
                 elif kind == _FUSED:
-                    received = received_by(func, args, kwargs)
+                    received = arguments_of(func, args, kwargs)
                     self._read_fused(layer, how, received, out)
                     if len(layer.sites) == site.period == 1 and not self._sink.wants_outputs(layer.name):
                         self._received[layer.name] = how, _identity(received)
@@ -448,21 +442,6 @@ class Aside:
         for context in reversed(self._within):
             context.__exit__(*exception)
         del self._autocast
-
-
-def received_by(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of an operation by name, with its defaults."""
-    names, defaults = _arguments(func)
-    return {**defaults, **dict(zip(names, args)), **kwargs}
-
-
-@lru_cache(maxsize=64)
-def _arguments(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Names of the arguments of an operation, and their defaults."""
-    arguments = func._schema.arguments
-    return tuple(argument.name for argument in arguments), {
-        argument.name: argument.default_value for argument in arguments if argument.has_default_value()
-    }
 
 
 def _saved_behind(outputs: Tensor) -> dict[str, Any] | None:
