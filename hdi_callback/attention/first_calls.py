@@ -346,7 +346,7 @@ class FirstCalls:
         assert self._record is not None
         with torch._C.DisableTorchFunction():  # modes of the user's see nothing of it
             recording = self._record()
-        recorded = self._recorded = _Recorded(recording, threading.get_ident(), recording.keeps)
+        recorded = self._recorded = _Recorded(recording, threading.get_ident(), recording.keeps())
         if not recorded.trains:  # torch's encoder takes its fast path only without hooks
             self._uninstall_first([inner for inner in module.modules() if inner in self._handles])
         recorded.is_on = recorded.trains or module not in self._seen_untrained

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from hdi_callback.attention.calls import ModuleCall, running_calls
 from hdi_callback.attention.capture.capture import IN_VMAP, Capture, Sample, given_to
@@ -45,12 +46,8 @@ class _Held:
     out: Any
     calls: list[ModuleCall]
     ordinal: int
-    versions: list[int]
+    versions: list[int]  # of inputs and outputs: whether they were written into since
     products: dict[int, Tensor] = field(default_factory=dict)
-
-    def is_unchanged(self) -> bool:
-        """Whether no input or output was written into since."""
-        return self.versions == _versions((self.args, self.kwargs, self.out))
 
 
 class FirstForward:
@@ -60,7 +57,7 @@ class FirstForward:
         model: the model.
         padding: how padding is known.
         max_tokens: largest number of tokens of a module that are copied.
-        keeps: whether a forward is to be captured.
+        keeps: whether the forward that runs now is to be captured.
         on_read: takes what `claims_of` returns of the forward.
     """
 
@@ -72,9 +69,8 @@ class FirstForward:
         keeps: Callable[[], bool],
         on_read: OnRead | None = None,
     ) -> None:
-        self.tape = Tape(model, self._on_step)
-        self._model, self._padding, self._max_tokens, self._keeps = model, padding, max_tokens, keeps
-        self._on_read = on_read
+        self.tape, self.keeps = Tape(model, self._on_step), keeps
+        self._model, self._padding, self._max_tokens, self._on_read = model, padding, max_tokens, on_read
         self._paths = {module: name for name, module in model.named_modules()}
         self._reading = TapeReader(self.tape)
         self._reader = Reader({}, [], self, 64)
@@ -86,11 +82,6 @@ class FirstForward:
         self._rows: dict[int, CoreSample] = {}
         self._outputs: dict[int, Sample] = {}
         self._masks: dict[int, TokenMask] = {}
-
-    @property
-    def keeps(self) -> bool:
-        """Whether the forward that runs now is to be captured."""
-        return self._keeps()
 
     # --- while it runs
 
@@ -106,7 +97,7 @@ class FirstForward:
         weights = [
             parameter for parameter in module._parameters.values() if parameter is not None and parameter.dim() > 1
         ]
-        if not (weights and self._keeps() and torch._C._current_graph_task_id() == -1):
+        if not (weights and self.keeps() and torch._C._current_graph_task_id() == -1):
             return
         tensor = given_to(module, args, kwargs)
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.is_meta or tensor.is_nested:
@@ -129,8 +120,7 @@ class FirstForward:
         self._inputs.setdefault(module, []).append((tokens, tensor._version if is_kept else 0, mask))
 
     def _on_step(self, step: Step | None, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        if KINDS.get(func) == "shift":
-            self._reader._see(func, args, kwargs, out)
+        kind = KINDS.get(func)
         if self._held is not None and func in PRODUCTS and step is not None:
             self._held.products[step.number] = out
         if step is None or not is_recognised(step):
@@ -138,23 +128,20 @@ class FirstForward:
         self._read_held()
         ordinal = self._counts[step.path]
         self._counts[step.path] += 1
-        if step.path is None or not self._keeps() or torch._C._current_graph_task_id() != -1 or func not in KINDS:
-            return
-        if KINDS[func] == "softmax":
-            args = (self._reader.unshifted(args[0]), *args[1:])
-        self._held = _Held(step, func, args, kwargs, out, running_calls(), ordinal, _versions((args, kwargs, out)))
-        self._at[step.path, ordinal] = step.number
+        if step.path is not None and kind is not None and self.keeps() and torch._C._current_graph_task_id() == -1:
+            versions = _versions((args, kwargs, out))
+            self._held = _Held(step, func, args, kwargs, out, running_calls(), ordinal, versions)
+            self._at[step.path, ordinal] = step.number
 
     def _read_held(self) -> None:
         """Read the attention before this one, whose matmul with the values has run."""
-        held, self._reader._shifted = self._held, None
-        if held is None or not held.is_unchanged():
+        held = self._held
+        if held is None or held.versions != _versions((held.args, held.kwargs, held.out)):
             self._held = None
             return
-        with Aside(), _quiet():
+        with _quiet():
             self._reading.go_on(held.step.number)
-            claims = (attention for attention in self._reading.claims if attention.core.step is held.step)
-            claim = next(claims, None)
+            claim = next((claim for claim in self._reading.claims if claim.core.step is held.step), None)
             try:
                 if claim is None:
                     return
@@ -163,11 +150,11 @@ class FirstForward:
                 if site.kind == "fused":
                     received = arguments_of(held.func, held.args, held.kwargs)
                     self._reader._read_fused(stub, site, received, held.out)
-                else:
-                    self._reader._read_softmax(stub, site, held.args[0], held.out)
-                    out = held.products.get(claim.core.parts[0].step.number)
-                    if out is not None:
-                        self._reader._hand_outputs(stub, site, out.mT if site.flipped else out)
+                    return
+                self._reader._read_softmax(stub, site, held.args[0], held.out)
+                out = held.products.get(claim.core.parts[0].step.number)
+                if out is not None:
+                    self._reader._hand_outputs(stub, site, out.mT if site.flipped else out)
             except Exception:  # its rows are named as absent
                 pass
             finally:
@@ -205,7 +192,7 @@ class FirstForward:
     def survey(self) -> Survey:
         """Return the layers that the recorded forward shows."""
         self._read_held()
-        with Aside(), _quiet():
+        with _quiet():
             return survey_tape(self._model, self.tape, self._on_read, self._reading)
 
     def hand_over(self, capture: Capture) -> None:
@@ -242,19 +229,14 @@ class FirstForward:
         return mask
 
 
-class _quiet(ExitStack):  # noqa: N801
-    def __enter__(self) -> Any:
-        super().__enter__()
-        self.enter_context(warnings.catch_warnings())
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with Aside(), torch.device("cpu"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        self.enter_context(torch.device("cpu"))
-        return self
+        yield
 
 
 def _versions(value: Any) -> list[int]:
-    versions = []
-    if isinstance(value, Tensor):
-        return [-1 if value.is_inference() else value._version]
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
-        versions += _versions(item)
-    return versions
+    """Return how often the tensors in lists, tuples and dicts were written into."""
+    tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]

@@ -377,7 +377,7 @@ def test_heads_in_another_order_and_heads_side_by_side_features():
     x = torch.randn(2, 5, 12)
     found = captured(module, lambda: module(x), [layer], padding=None)[""]
     assert torch.equal(found.outputs, x.view(10, 4, 3).mT)
-    assert found.reasons["rows"] == "its attention was not recognised in a forward"
+    assert found.reasons["rows"] == "no softmax and no fused attention of it was recognised in a forward"
 
 
 def test_a_layer_that_shares_its_output_projection_has_no_outputs():

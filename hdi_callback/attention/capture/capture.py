@@ -322,7 +322,7 @@ class Capture:
         """Whether the attention of a layer is read where it runs; notes why its rows are not."""
         why = None
         if not layer.sites:
-            why = "its attention was not recognised in a forward"
+            why = "no softmax and no fused attention of it was recognised in a forward"
         elif any(site.heads != layer.num_heads for site in layer.sites):
             is_spread = any(weight.is_sharded for weight in layer.weights.values())
             why = "its heads are spread over ranks" if is_spread else "its heads are computed one after the other"

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["CoreSample", "Reader"]
 
 aten = torch.ops.aten
-_FUSED, _SOFTMAX, _SHIFT, _FLEX = "fused", "softmax", "shift", "flex"
+_FUSED, _SOFTMAX, _FLEX = "fused", "softmax", "flex"
 KINDS = {
     aten._scaled_dot_product_efficient_attention.default: _FUSED,
     aten._scaled_dot_product_cudnn_attention.default: _FUSED,
@@ -46,7 +46,6 @@ KINDS = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: _FUSED,
     aten._softmax.default: _SOFTMAX,
     aten._safe_softmax.default: _SOFTMAX,
-    aten.sub.Tensor: _SHIFT,  # some take off the largest score before the softmax
     FLEX: _FLEX,
 }
 # Products with values, and the place of their two matrices.
@@ -186,7 +185,6 @@ class Reader(Mode):
         """Release all tensors."""
         # The weights that are on their way to a product with values, by storage; kept alive, as addresses are reused.
         self._waiting: dict[int, tuple[AttentionLayer, Site, int, Tensor]] = {}
-        self._shifted: tuple[Tensor, Tensor] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation as it is, and look at it if it is one of attention."""
@@ -200,27 +198,18 @@ class Reader(Mode):
             args = (call,)
         else:
             out = passed_on(func, args, kwargs or {})
-        if (func in KINDS or self._waiting) and all(kind.__torch_dispatch__ is _PLAIN for kind in types):
+        kind = KINDS.get(func)
+        if (kind is not None or self._waiting) and all(each.__torch_dispatch__ is _PLAIN for each in types):
             try:
-                self._see(func, args, kwargs or {}, out)
+                if kind is None:
+                    self._follow(func, args, out)
+                else:
+                    self._read(kind, func, args, kwargs or {}, out)
             except Exception as error:  # of a kind of tensor that has no storage, or no strides
-                for layer in {id(kind[0]): kind[0] for kind in self._waiting.values()}.values():
+                for layer in {id(waiting[0]): waiting[0] for waiting in self._waiting.values()}.values():
                     self._sink.fail(layer.name, f"its head outputs cannot be followed ({describe(error)})")
                 self.forget()
         return out
-
-    def _see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        kind = KINDS.get(func)
-        if kind is None:
-            if self._waiting:
-                self._follow(func, args, out)
-        elif kind == _SHIFT:
-            minuend, subtrahend = args[:2]
-            is_of_rows = isinstance(subtrahend, Tensor) and subtrahend.dim() == minuend.dim() > 0
-            self._shifted = (out, minuend) if is_of_rows and subtrahend.shape[-1] == 1 < minuend.shape[-1] else None
-        else:
-            self._read(kind, func, args, kwargs, out)
-            self._shifted = None
 
     def _read(self, kind: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         layer, site = self._next_site()
@@ -256,7 +245,6 @@ class Reader(Mode):
         return self._sites.get((path, ordinal), (None, None))
 
     def _read_softmax(self, layer: AttentionLayer, how: Site, scores: Tensor, out: Tensor) -> None:
-        scores = self.unshifted(scores)
         if self._sink.wants_outputs(layer.name):
             self._waiting[_memory(out)] = layer, how, out.numel() // out.shape[how.keys], out
         logits, weights = (_arranged(tensor.movedim(how.keys, -1), how.rows, how) for tensor in (scores, out))
@@ -265,11 +253,6 @@ class Reader(Mode):
         few, of_few = (_copied(tensor[sequences][:, :, queries]) for tensor in (logits, weights))
         sample = CoreSample(self._place_in(logits, queries)[0], few, of_few)
         self._hand_over(layer, sample, _batch_and_queries(logits), sequences, queries, hidden)
-
-    def unshifted(self, scores: Tensor) -> Tensor:
-        """Return the scores before their maximum was subtracted."""
-        is_shifted = self._shifted is not None and _memory(self._shifted[0]) == _memory(scores)
-        return self._shifted[1] if is_shifted else scores  # type: ignore[index]
 
     def show(self, layer: AttentionLayer, outputs: Tensor) -> None:
         """Compare queries and keys that the mode read with those that autograd saved; trust these if equal."""
