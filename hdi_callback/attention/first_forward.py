@@ -198,7 +198,7 @@ class FirstForward:
     def hand_over(self, capture: Capture) -> None:
         """Pass this forward's samples on to a capture, as if it had been armed."""
         for module, tap in capture.taps:
-            tap.failure = tap.failure or (IN_VMAP if module in self._batched else None)
+            tap.taken.failure = tap.taken.failure or (IN_VMAP if module in self._batched else None)
             for tokens, version, mask in self._inputs.get(module, ()):
                 if isinstance(tokens, Sample) or tokens._version == version:
                     tap.hand_over(tokens, mask if mask.padded is not None else self._mask_of(tap, mask))
@@ -211,7 +211,7 @@ class FirstForward:
                 capture.take_rows(layer.name, self._rows[number])
                 capture.has_entered(layer)
                 if layer.output_module is None and number in self._outputs:
-                    capture.outputs[layer.name].hand_over(self._outputs[number], self._masks[number])
+                    capture.layers[layer.name].outputs.hand_over(self._outputs[number], self._masks[number])
 
     def forget(self) -> None:
         """Release all tensors now, and not when Python collects cycles."""

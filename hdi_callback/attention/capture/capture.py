@@ -15,7 +15,8 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -94,14 +95,16 @@ class Capture:
     ) -> None:
         self._model, self._rows, self._padding = inner_model(model), rows, padding
         self._calls = FirstCalls(model) if calls is None else calls
-        self._layers = {layer.name: layer for layer in layers}
-        self._never: dict[str, dict[str, str]] = {layer.name: {} for layer in layers}
-        self.outputs = {layer.name: _Tap(layer, self, "outputs", max_tokens) for layer in layers}
-        self._inputs = {layer.name: _Tap(layer, self, "inputs", max_tokens) for layer in layers if inputs}
-        self._taken_rows: dict[str, list[Any]] = {}
+        self.layers = {
+            layer.name: _CapturedLayer(
+                layer,
+                _Tap(layer, self, "outputs", max_tokens),
+                _Tap(layer, self, "inputs", max_tokens) if inputs else None,
+                ["outputs", *(["rows"] if rows is not None else []), *(["inputs"] if inputs else [])],
+            )
+            for layer in layers
+        }
         self._samples: list[tuple[str, CoreSample]] = []  # of rows, that are not numbers yet
-        self._numel = 0
-        self._failed: dict[str, dict[str, str]] = {}
         self._entered: set[int] = set()  # modules within which the reader was, outside of a backward
         self._handles: dict[nn.Module, list[RemovableHandle]] = {}  # of eager calls
         self._is_broken = self._is_paused = self.is_armed = False
@@ -114,15 +117,10 @@ class Capture:
         self.taps = list(self._hooked())
         self.read_layers = [layer for layer in layers if self._may_read(layer)]
         self._reader = Reader(self._names, self.read_layers, self, max_rows)
-        self._entries = {id(module): module for layer in self.read_layers for module in self._entries_of(layer)}
-        self._within = {
-            key: {
-                inner.name
-                for inner in self.read_layers
-                if not set(self._entries_of(inner)).isdisjoint(module.modules())
-            }
-            for key, module in self._entries.items()
-        }
+        self._entries = {module: set[str]() for layer in self.read_layers for module in self._entries_of(layer)}
+        for module, names in self._entries.items():
+            within = set(module.modules())
+            names |= {layer.name for layer in self.read_layers if not within.isdisjoint(self._entries_of(layer))}
         self._inside, self._is_mode_on, self._readings = 0, False, 0
         self._without_mode: set[str] = set()  # layers whose module was last entered without the mode
         self._padding_of_call: dict[tuple[str, tuple[int, ...]], TokenMask] = {}  # of the innermost entered module
@@ -142,22 +140,18 @@ class Capture:
         if self._readings % _SHOWN_EVERY == 0:
             self._reader.look_again()
         self._readings += 1
-        if not self._is_paused:
-            self._install()
+        self._install()
         self._calls.wait(self._run_again, self._give_up)
 
     def take(self) -> dict[str, Captured]:
-        """Return outputs, rows and inputs of all layers since `arm`, and disarm.
+        """Return what was captured of each layer since `arm`, and why something was not; and disarm.
 
         A collective call where the heads of a layer are spread over ranks.
-
-        Returns:
-            Layer name -> what was captured of it, and why something was not.
         """
         self.disarm()
         self._make_rows()
-        captured = {name: self._captured(layer) for name, layer in self._layers.items()}
-        gathered = gathered_heads({name: (self._layers[name], of_layer.outputs) for name, of_layer in captured.items()})
+        captured = {name: each.captured() for name, each in self.layers.items()}
+        gathered = gathered_heads({name: (self.layers[name].layer, each.outputs) for name, each in captured.items()})
         for name, outputs in gathered.items():
             captured[name].outputs = outputs
             if outputs is None:
@@ -168,7 +162,7 @@ class Capture:
     def pause(self) -> None:
         """Remove the hooks for an evaluation: torch's encoder takes its fast path only without any."""
         self._uninstall()
-        self.is_armed, self._is_paused = False, True
+        self._is_paused = True
 
     def go_on(self) -> None:
         """Install the hooks again."""
@@ -181,20 +175,26 @@ class Capture:
         self.disarm()
         self._forget()
 
+    def disarm(self) -> None:
+        """Capture nothing more; to be called before each forward that is not to be captured."""
+        self.is_armed = False
+        self._uninstall()
+        self._calls.wait(None)
+        self._reader.forget()
+
     def _install(self) -> None:
         """Install hooks on the modules that run in eager calls."""
-        if self._handles:
+        if self._handles or self._is_paused:
             return
         read_again = self._calls.read_again
         for module, tap in self.taps:
             if module not in read_again:
-                self._handles.setdefault(module, []).append(module.register_forward_pre_hook(tap, with_kwargs=True))
-        for module in () if self._is_broken else self._entries.values():
+                self._handles.setdefault(module, []).append(tap.hooked(module))
+        for module in () if self._is_broken else self._entries:
             if module not in read_again:
-                enter, leave = Hook(self, "_enter"), Hook(self, "_leave")
                 handles = self._handles.setdefault(module, [])
-                handles.append(module.register_forward_pre_hook(enter))
-                handles.append(module.register_forward_hook(leave, always_call=True))
+                handles.append(module.register_forward_pre_hook(Hook(self, "_enter")))
+                handles.append(module.register_forward_hook(Hook(self, "_leave"), always_call=True))
 
     def _uninstall(self, within: nn.Module | None = None) -> None:
         """Remove hooks from all modules, or from those within one that is about to run compiled code."""
@@ -202,12 +202,14 @@ class Capture:
             for handle in self._handles.pop(module, ()):
                 handle.remove()
 
-    def disarm(self) -> None:
-        """Capture nothing more; to be called before each forward that is not to be captured."""
-        self.is_armed = False
-        self._uninstall()
-        self._calls.wait(None)
-        self._reader.forget()
+    def _forget(self, within: nn.Module | None = None) -> None:
+        modules = None if within is None else set(within.modules())
+        names = {name for name, each in self.layers.items() if modules is None or each.layer.module in modules}
+        for name in names:
+            self.layers[name].forget()
+        self._samples = [(name, sample) for name, sample in self._samples if name not in names]
+        if modules is None:
+            self._entered.clear()
 
     # --- calls in which something is compiled
 
@@ -234,14 +236,11 @@ class Capture:
         self.is_again = True
         try:
             with nothing_remains(self._model, inputs, is_training=True):
-                taps = ((inner, tap) for inner, tap in self.taps if inner in within)
-                handles += [inner.register_forward_pre_hook(tap, with_kwargs=True) for inner, tap in taps]
+                handles += [tap.hooked(inner) for inner, tap in self.taps if inner in within]
                 with self._calls.writing(module), self._reader:
                     module(*inputs[0], **inputs[1])
         except Exception as error:
-            for layer in self._layers.values():
-                if layer.module in within:
-                    self.fail(layer.name, f"the forward that shows what its heads do failed: {describe(error)}")
+            self._fail_within(module, f"the forward that shows what its heads do failed: {describe(error)}")
         finally:
             self.is_again = False
             for handle in handles:
@@ -256,67 +255,34 @@ class Capture:
                 take_off(self._reader)
             self._reader.forget()
         self._uninstall(within=entry)
-        within = set(entry.modules())
-        read = {name for name, _ in self._samples} | self._taken_rows.keys()
-        for layer in self._layers.values():
-            if layer.module in within and layer.name not in read:
-                self.fail(layer.name, _TURNED_UP)
+        self._fail_within(entry, _TURNED_UP)
 
-    def _forget(self, within: nn.Module | None = None) -> None:
-        modules = None if within is None else set(within.modules())
-        names = {name for name, layer in self._layers.items() if modules is None or layer.module in modules}
-        for taps in (self.outputs, self._inputs):
-            for name in names & taps.keys():
-                taps[name].forget()
-        for name in names:
-            self._taken_rows.pop(name, None)
-            self._failed.pop(name, None)
-        self._samples = [(name, sample) for name, sample in self._samples if name not in names]
-        self._numel = sum(sample.numel for _, sample in self._samples)
-        if modules is None:
-            self._entered.clear()
-
-    def _captured(self, layer: AttentionLayer) -> Captured:
-        outputs = self.outputs[layer.name]
-        captured = Captured(rows=self._taken_rows.get(layer.name, []))
-        captured.outputs, captured.valid = outputs.joined()
-        reasons = {**self._never[layer.name], **self._failed.get(layer.name, {})}
-        if outputs.doubt is not None:
-            reasons["padding"] = outputs.doubt
-        if layer.name in self._inputs:
-            captured.inputs, captured.inputs_valid = self._inputs[layer.name].joined()
-        if captured.outputs is not None:
-            captured.outputs = captured.outputs.view(len(captured.outputs), -1, layer.value_dim)
-            reasons.pop("outputs", None)
-        for kind, value in (("outputs", captured.outputs), ("inputs", captured.inputs)):
-            if value is None and (kind == "outputs" or self._inputs):
-                reasons.setdefault(kind, outputs.why_nothing())
-        if not captured.rows and self._rows is not None:
-            reasons.setdefault("rows", outputs.why_nothing())
-        captured.reasons = reasons
-        taps = {"outputs": self.outputs, "inputs": self._inputs}
-        broken = [kind for kind, of in taps.items() if layer.name in of and of[layer.name].failure is not None]
-        captured.failed = frozenset([*broken, *self._failed.get(layer.name, {})])
-        return captured
+    def _fail_within(self, entry: nn.Module, reason: str) -> None:
+        within, sampled = set(entry.modules()), {name for name, _ in self._samples}
+        for name, each in self.layers.items():
+            if each.layer.module in within and name not in sampled and not each.rows:
+                self.fail(name, reason)
 
     # --- hooks
 
     def _hooked(self) -> Iterator[tuple[nn.Module, _Tap]]:
         """Yield the module whose input each tap takes; note why some taps have none."""
-        used = Counter(id(layer.output_module) for layer in self._layers.values() if layer.output_module is not None)
-        for name, layer in self._layers.items():
-            if layer.output_module is not None and used[id(layer.output_module)] > 1:
-                self._never[name]["outputs"] = "it shares its output projection with another layer"
-            elif layer.output_module is not None:
-                yield layer.output_module, self.outputs[name]
-            elif not layer.sites:
-                self._never[name]["outputs"] = "there is no module that takes its head outputs side by side"
-            if name in self._inputs:
-                owner = _input_module(layer)
+        used = Counter(each.layer.output_module for each in self.layers.values())
+        for each in self.layers.values():
+            output_module = each.layer.output_module
+            if output_module is None:
+                if not each.layer.sites:
+                    each.never["outputs"] = "there is no module that takes its head outputs side by side"
+            elif used[output_module] > 1:
+                each.never["outputs"] = "it shares its output projection with another layer"
+            else:
+                yield output_module, each.outputs
+            if each.inputs is not None:
+                owner = _input_module(each.layer)
                 if isinstance(owner, str):
-                    self._never[name]["inputs"] = owner
+                    each.never["inputs"] = owner
                 else:
-                    yield owner, self._inputs[name]
+                    yield owner, each.inputs
 
     def _may_read(self, layer: AttentionLayer) -> bool:
         """Whether the attention of a layer is read where it runs; notes why its rows are not."""
@@ -327,9 +293,8 @@ class Capture:
             is_spread = any(weight.is_sharded for weight in layer.weights.values())
             why = "its heads are spread over ranks" if is_spread else "its heads are computed one after the other"
         if why is not None:
-            self._never[layer.name]["rows"] = why
-            if layer.output_module is None:
-                self._never[layer.name].setdefault("outputs", why)
+            for kind in ("rows", "outputs") if layer.output_module is None else ("rows",):
+                self.layers[layer.name].never.setdefault(kind, why)
         return why is None and (self._rows is not None or layer.output_module is None)
 
     def _entries_of(self, layer: AttentionLayer) -> list[nn.Module]:
@@ -345,13 +310,13 @@ class Capture:
         return [self._by_name[path] for path in paths if path in self._by_name]
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        is_replica = id(module) not in self._entries
-        if self._is_broken or is_replica or is_extra() or torch.compiler.is_compiling():
+        is_replica = module not in self._entries
+        if self._is_broken or is_replica or is_extra():
             return
         if self._inside == 0:
             if not self._counts_now(module) or is_within_compiled_call():
                 return
-            layers = self._within[id(module)]
+            layers = self._entries[module]
             is_saved = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and not has_saving_hooks()
             self._is_mode_on = not (is_saved and self._reader.is_shown(layers))
             if self._is_mode_on:
@@ -363,7 +328,7 @@ class Capture:
         self._padding_of_call.clear()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._inside == 0 or id(module) not in self._entries:
+        if self._inside == 0 or module not in self._entries:
             return
         self._inside -= 1
         self._padding_of_call.clear()
@@ -398,13 +363,13 @@ class Capture:
 
     def wants_outputs(self, layer: str) -> bool:
         """Return whether head outputs are read where attention runs."""
-        return self._layers[layer].output_module is None
+        return self.layers[layer].layer.output_module is None
 
     def padded_queries(self, layer: str, shape: tuple[int, int], hidden_keys: Tensor | None) -> Tensor | None:
         """Return which queries are padding, ``(batch, queries)``; `None` if none is known."""
         if self._cut is not None and shape[0] % self._cut:
             self._cut = None
-        tap = self.outputs[layer]
+        tap = self.layers[layer].outputs
         tap.hidden_keys = hidden_keys if hidden_keys is not None and tuple(hidden_keys.shape) == shape else None
         return tap.find(shape).padded
 
@@ -423,26 +388,24 @@ class Capture:
 
     def go_on_from(self, earlier: Capture) -> None:
         """Take over the samples of an earlier capture, made before further layers were found."""
-        for taps, earlier_taps in ((self.outputs, earlier.outputs), (self._inputs, earlier._inputs)):
-            for name in taps.keys() & earlier_taps.keys():
-                taps[name].go_on_from(earlier_taps[name])
-        self._samples += [sample for sample in earlier._samples if sample[0] in self._layers]
-        self._taken_rows.update({name: rows for name, rows in earlier._taken_rows.items() if name in self._layers})
+        for name in self.layers.keys() & earlier.layers.keys():
+            self.layers[name].go_on_from(earlier.layers[name])
+        self._samples += [sample for sample in earlier._samples if sample[0] in self.layers]
         self._entered |= earlier._entered
 
     def take_rows(self, layer: str, sample: CoreSample) -> None:
         """Collect sampled rows; layers that are alike are measured in one call."""
         if self._rows is not None:
             self._samples.append((layer, sample))
-            self._numel += sample.numel
-            if self._numel > (_ROWS_AT_ONCE_ON_CPU if sample.positions.is_cpu else _ROWS_AT_ONCE):
+            numel = sum(sample.numel for _, sample in self._samples)
+            if numel > (_ROWS_AT_ONCE_ON_CPU if sample.positions.is_cpu else _ROWS_AT_ONCE):
                 self._make_rows()
 
     def _make_rows(self) -> None:
         groups: dict[Any, list[tuple[str, CoreSample]]] = {}
         for layer, sample in self._samples:
             groups.setdefault(sample.kind, []).append((layer, sample))
-        self._samples, self._numel = [], 0
+        self._samples = []
         with without_modes():
             for group in groups.values():
                 try:
@@ -459,18 +422,18 @@ class Capture:
                         self.fail(layer, f"its rows of attention cannot be read ({describe(error)})")
                     continue
                 for (layer, _), rows in zip(group, numbers):
-                    self._taken_rows.setdefault(layer, []).append(rows)
+                    self.layers[layer].rows.append(rows)
 
     def take_outputs(self, layer: str, outputs: Tensor) -> None:
         """Store head outputs, ``(batch, queries, H, d_v)``."""
-        self.outputs[layer].keep(outputs.flatten(2))
+        self.layers[layer].outputs.keep(outputs.flatten(2))
 
     def fail(self, layer: str, reason: str) -> None:
         """Note why something of a layer cannot be read."""
-        reasons = self._failed.setdefault(layer, {})
-        reasons.setdefault("rows", reason)
+        failed = self.layers[layer].failed
+        failed.setdefault("rows", reason)
         if self.wants_outputs(layer):
-            reasons.setdefault("outputs", reason)
+            failed.setdefault("outputs", reason)
 
 
 _SHOWN_EVERY = 10
@@ -480,65 +443,108 @@ _ROWS_AT_ONCE = 2**26  # numbers in samples that are kept until their layers are
 _ROWS_AT_ONCE_ON_CPU = 2**18  # whose cache would not hold more
 
 _TURNED_UP = "compiled code turned up within its call: from the next reading on its first sequences are read"
-
-
 IN_VMAP = "nested tensors, and what runs within `torch.func.vmap`, are not captured"
 
 
-class _Tap:
-    """The hook at the input of a module, and the tokens that it took."""
+@dataclass(eq=False)
+class _CapturedLayer:
+    """What is captured of one layer, and why something is not."""
 
-    def __init__(self, layer: AttentionLayer, capture: Capture, kind: str, max_tokens: int) -> None:
-        self.layer, self.capture, self.what = layer, capture, kind
-        self._max_tokens = max(2, max_tokens)
-        self._order = _order_of_features(layer) if kind == "outputs" and layer.output_module is not None else None
-        self._owner = layer.output_module if kind == "outputs" else _input_module(layer)
-        weight = layer.weights.get("key" if kind == "inputs" else "output")
-        self._width = layer.num_heads * layer.value_dim if kind == "outputs" or weight is None else weight.in_features
-        # Under tensor parallelism a rank has some of the heads.
-        self._may_be_part = kind == "outputs" and weight is not None and weight.is_sharded
-        self._padding_seen: dict[tuple[int, ...], TokenMask] = {}
-        self.forget()
-
-    def __deepcopy__(self, memo: Any) -> Hook:
-        return Hook()  # a copy of the model is not watched
-
-    def __reduce__(self) -> Any:
-        return Hook, ()
+    layer: AttentionLayer
+    outputs: _Tap
+    inputs: _Tap | None
+    wanted: list[str]
+    never: dict[str, str] = field(default_factory=dict)  # what no forward can show, with the reason
+    failed: dict[str, str] = field(default_factory=dict)  # what these forwards have not shown
+    rows: list[Any] = field(default_factory=list)
 
     def forget(self) -> None:
         """Discard all samples."""
-        self._samples: list[Sample] = []
-        self.failure: str | None = None
-        self.doubt: str | None = None
-        self.has_outside = self.has_run = False
-        self.hidden_keys: Tensor | None = None
-        self._padding_seen.clear()
+        self.failed, self.rows = {}, []
+        for tap in (self.outputs, self.inputs):
+            if tap is not None:
+                tap.taken = _Taken()
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def go_on_from(self, earlier: _CapturedLayer) -> None:
+        """Take over samples."""
+        self.rows += earlier.rows
+        self.outputs.taken = earlier.outputs.taken
+        if self.inputs is not None and earlier.inputs is not None:
+            self.inputs.taken = earlier.inputs.taken
+
+    def captured(self) -> Captured:
+        """Return the samples of all forwards."""
+        captured = Captured(rows=self.rows, reasons={**self.never, **self.failed})
+        captured.outputs, captured.valid = self.outputs.joined()
+        if self.inputs is not None:
+            captured.inputs, captured.inputs_valid = self.inputs.joined()
+        if captured.outputs is not None:
+            captured.outputs = captured.outputs.view(len(captured.outputs), -1, self.layer.value_dim)
+            captured.reasons.pop("outputs", None)
+        for kind in self.wanted:
+            if getattr(captured, kind) is None or getattr(captured, kind) == []:
+                captured.reasons.setdefault(kind, self.outputs.why_nothing())
+        if self.outputs.taken.doubt is not None:
+            captured.reasons["padding"] = self.outputs.taken.doubt
+        broken = [tap.what for tap in (self.outputs, self.inputs) if tap is not None and tap.taken.failure is not None]
+        captured.failed = frozenset([*broken, *self.failed])
+        return captured
+
+
+@dataclass
+class _Taken:
+    """What a tap took since it was armed."""
+
+    samples: list[Sample] = field(default_factory=list)
+    failure: str | None = None
+    doubt: str | None = None
+    has_run: bool = False
+    has_outside: bool = False  # whether a sample was taken outside of a backward
+    padding: dict[tuple[int, ...], TokenMask] = field(default_factory=dict)  # of forwards without autograd, by shape
+
+
+class _Tap:
+    """Takes samples of the tokens that go into a module."""
+
+    def __init__(self, layer: AttentionLayer, capture: Capture, what: str, max_tokens: int) -> None:
+        self.layer, self.capture, self.what = layer, capture, what
+        self.taken = _Taken()
+        self.hidden_keys: Tensor | None = None
+        self._max_tokens = max(2, max_tokens)
+        is_outputs = what == "outputs"
+        self._order = _order_of_features(layer) if is_outputs and layer.output_module is not None else None
+        self._owner = layer.output_module if is_outputs else _input_module(layer)
+        weight = layer.weights.get("output" if is_outputs else "key")
+        self._width = layer.num_heads * layer.value_dim if is_outputs or weight is None else weight.in_features
+        # Under tensor parallelism a rank has some of the heads.
+        self._may_be_part = is_outputs and weight is not None and weight.is_sharded
+
+    def hooked(self, module: nn.Module) -> RemovableHandle:
+        """Hook the input of a module."""
+        return module.register_forward_pre_hook(Hook(self, "take"), with_kwargs=True)
+
+    def take(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take the input of the module."""
         is_other = is_extra() and not self.capture.is_again  # of another monitor, or a check
-        if self.capture.is_armed and not is_other and not torch.compiler.is_compiling():
+        if self.capture.is_armed and not is_other:
             is_recorded = torch.is_grad_enabled() or self.capture.is_again
             with without_modes(), outside_transforms():
                 try:
                     tensor = given_to(module, args, kwargs)
-                    if isinstance(tensor, Tensor):
-                        self._keep_recorded(within_transforms(tensor), is_recorded=is_recorded)
+                    if isinstance(tensor, Tensor) and not tensor.is_meta:
+                        self._take(within_transforms(tensor), is_recorded=is_recorded)
                 except Exception as error:
-                    self.failure = f"its {self.what} cannot be captured ({describe(error)})"
+                    self.taken.failure = f"its {self.what} cannot be captured ({describe(error)})"
 
-    def _keep_recorded(self, tensor: Tensor, *, is_recorded: bool) -> None:
+    def _take(self, tensor: Tensor, *, is_recorded: bool) -> None:
         """Store a sample if autograd records the forward; else remember its padding only, for recomputation."""
-        if tensor.device.type == "meta":
-            return
-        self.has_run = True
+        self.taken.has_run = True
         is_outside = torch._C._current_graph_task_id() == -1
         if self.capture.training_only and not is_recorded:
             if is_outside:  # what is known of padding now, for when the forward is repeated within the backward
                 shape = tuple(self._features_last(tensor).shape[:-1])
-                self._padding_seen[shape] = self.find(shape)
-        elif is_outside or not self.has_outside:
+                self.taken.padding[shape] = self.find(shape)
+        elif is_outside or not self.taken.has_outside:
             if self.what == "outputs":
                 self.capture.read_behind(self.layer, tensor)
             self.keep(self._features_last(tensor))
@@ -546,90 +552,77 @@ class _Tap:
     def keep(self, tokens: Tensor) -> None:
         """Keep a sample of tokens, ``(..., length, features)``."""
         if tokens.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(tokens):
-            self.failure = IN_VMAP
+            self.taken.failure = IN_VMAP
             return
-        self.has_outside |= torch._C._current_graph_task_id() == -1
+        self.taken.has_outside |= torch._C._current_graph_task_id() == -1
         local: Any = tokens.detach()
         local = local.to_local() if is_sharded(local) else local
         mask = self.find(tuple(local.shape[:-1]))
         self.hidden_keys = None
         self._keep(local, mask)
 
-    def go_on_from(self, earlier: _Tap) -> None:
-        """Take over the samples of an earlier tap."""
-        self._samples, self.failure, self.doubt = earlier._samples, earlier.failure, earlier.doubt
-        self.has_outside, self.has_run = earlier.has_outside, earlier.has_run
-        self._padding_seen = earlier._padding_seen
-
     @torch.no_grad()
     def hand_over(self, tokens: Tensor | Sample, mask: TokenMask) -> None:
         """Store a tensor or sample of the forward in which the heads were found."""
-        self.has_outside = True
-        if isinstance(tokens, Tensor):
-            with without_modes():
-                self._keep(self._features_last(tokens.detach()), mask)
-        else:
-            self._keep(tokens, mask)
+        self.taken.has_outside = True
+        with without_modes():
+            self._keep(self._features_last(tokens.detach()) if isinstance(tokens, Tensor) else tokens, mask)
 
     def _keep(self, tokens: Tensor | Sample, mask: TokenMask) -> None:
-        self.has_run = True
-        self.doubt = self.doubt or mask.doubt
+        self.taken.has_run = True
+        self.taken.doubt = self.taken.doubt or mask.doubt
         flat = tokens if isinstance(tokens, Tensor) else tokens.tokens
-        if not self._fits(flat.shape[-1]):
+        width = flat.shape[-1]
+        if width != self._width and not (self._may_be_part and self._width % width == 0):
+            self.taken.failure = f"the tensor that holds its {self.what} has {width} features, expected {self._width}"
             return
-        if self._order is not None and flat.shape[-1] == len(self._order):
+        if self._order is not None and width == len(self._order):
             flat = flat[..., self._order.to(flat.device)]
         if isinstance(tokens, Tensor):
-            self._samples.append(Sample.of(flat, self._max_tokens, mask.padded))
+            self.taken.samples.append(Sample.of(flat, self._max_tokens, mask.padded))
         else:
-            self._samples.append(Sample(flat, tokens.valid, tokens.count))
-        if sum(len(sample.tokens) for sample in self._samples) > 2 * self._max_tokens:
-            self._thin()
+            self.taken.samples.append(replace(tokens, tokens=flat))
+        self._thin(2 * self._max_tokens)
 
     def find(self, shape: tuple[int, ...]) -> TokenMask:
         """Return the padding among tokens of a shape."""
-        if torch._C._current_graph_task_id() != -1 and shape in self._padding_seen:
-            return self._padding_seen[shape]  # of the modules around, only some run again
+        if torch._C._current_graph_task_id() != -1 and shape in self.taken.padding:
+            return self.taken.padding[shape]  # of the modules around, only some run again
         return self.capture.find_padding(shape, self.layer.name, self.hidden_keys)
 
     def joined(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the tokens of all forwards, and which of them are no padding."""
-        if self.failure is not None or not self._samples:
+        if self.taken.failure is not None or not self.taken.samples:
             return None, None
-        self._thin()
-        if len(self._samples) == 1:  # no copy of it
-            return self._samples[0].tokens, self._samples[0].valid
-        tokens = torch.cat([sample.tokens for sample in self._samples])
-        if all(sample.valid is None for sample in self._samples):
+        self._thin(self._max_tokens)
+        samples = self.taken.samples
+        if len(samples) == 1:  # no copy of it
+            return samples[0].tokens, samples[0].valid
+        tokens = torch.cat([sample.tokens for sample in samples])
+        if all(sample.valid is None for sample in samples):
             return tokens, None
-        all_valid = (torch.ones(len(each.tokens), dtype=torch.bool, device=tokens.device) for each in self._samples)
-        return tokens, torch.cat(
-            [own if each.valid is None else each.valid for each, own in zip(self._samples, all_valid)]
-        )
+        full = [tokens.new_ones(len(sample.tokens), dtype=torch.bool) for sample in samples]
+        return tokens, torch.cat([own if each.valid is None else each.valid for each, own in zip(samples, full)])
 
     def why_nothing(self) -> str:
         """Return why there is no sample."""
-        if self.failure is not None:
-            return self.failure
-        if self.has_run:
+        if self.taken.failure is not None:
+            return self.taken.failure
+        if self.taken.has_run:
             return "it ran only without autograd, and only forwards that train are captured"
         return "it was not called in a forward that was captured"
-
-    def _fits(self, width: int) -> bool:
-        if width == self._width or (self._may_be_part and self._width % width == 0):
-            return True
-        self.failure = f"the tensor that holds its {self.what} has {width} features, expected {self._width}"
-        return False
 
     def _features_last(self, tensor: Tensor) -> Tensor:
         """Return the input of a convolution, ``(batch, features, ...)``, as ``(batch, positions, features)``."""
         size = getattr(self._owner, "kernel_size", None)
         return tensor.flatten(-len(size)).mT if isinstance(size, tuple) else tensor
 
-    def _thin(self) -> None:
-        total = sum(sample.count for sample in self._samples)
-        if sum(len(sample.tokens) for sample in self._samples) > self._max_tokens:
-            self._samples = [each.thinned(self._max_tokens * each.count // max(total, 1)) for each in self._samples]
+    def _thin(self, limit: int) -> None:
+        """Thin all samples alike, if together they are more than a limit."""
+        samples = self.taken.samples
+        if sum(len(sample.tokens) for sample in samples) > limit:
+            total = sum(sample.count for sample in samples)
+            self.taken.samples = [each.thinned(self._max_tokens * each.count // max(total, 1)) for each in samples]
 
 
 # --- samples of tokens
@@ -648,25 +641,28 @@ class Sample:
         """Return tokens spread evenly over a forward, padding last; the host does not wait for the device."""
         flat = tokens.reshape(-1, tokens.shape[-1])
         count = len(flat)
+        padded = None if padded is None else padded.reshape(-1).to(flat.device)
         if count <= limit:
-            return cls(flat.clone(), None if padded is None else ~padded.reshape(-1).to(flat.device), count)
-        # A prime: a plain stride with a common factor would see the same few positions of every sequence.
-        number_of_places = next(n for n in range(limit, 1, -1) if all(n % f for f in range(2, math.isqrt(n) + 1)))
-        places = torch.arange(number_of_places, device=flat.device)
+            return cls(flat.clone(), None if padded is None else ~padded, count)
+        size = _prime_below(limit)
+        places = torch.arange(size, device=flat.device)
         if padded is None:
-            return cls(flat[places * count // number_of_places], None, count)
-        padded = padded.reshape(-1).to(flat.device)
+            return cls(flat[places * count // size], None, count)
         order, number = padded.to(torch.int8).argsort(stable=True), (~padded).sum()
-        spread = torch.where(number > number_of_places, places * number // number_of_places, places)
+        spread = torch.where(number > size, places * number // size, places)
         return cls(flat[order[spread.clamp_max(count - 1)]], places < number, count)
 
     def thinned(self, size: int) -> Sample:
         """Return a smaller sample, spread evenly over this one."""
-        number_of_places = min(len(self.tokens), max(1, size))
-        places = (
-            torch.arange(number_of_places, device=self.tokens.device) * len(self.tokens) // max(number_of_places, 1)
-        )
+        size = min(len(self.tokens), max(1, size))
+        places = torch.arange(size, device=self.tokens.device) * len(self.tokens) // max(size, 1)
         return Sample(self.tokens[places], None if self.valid is None else self.valid[places], self.count)
+
+
+@lru_cache
+def _prime_below(limit: int) -> int:
+    """Return a prime: a plain stride with a common factor would see the same few positions of every sequence."""
+    return next(n for n in range(limit, 1, -1) if all(n % factor for factor in range(2, math.isqrt(n) + 1)))
 
 
 def _order_of_features(layer: AttentionLayer) -> Tensor | None:
