@@ -13,10 +13,6 @@ needs_saved_tensors = pytest.mark.skipif(
     reason=f"torch {torch.__version__} does not tell whether hooks save tensors: rows are read by the mode",
 )
 
-needs_torch_func = pytest.mark.skipif(
-    not TELLS_OF_SAVING_HOOKS,
-    reason=f"torch {torch.__version__} shows no storages within torch.func: the forward is refused, with the reason",
-)
 needs_dropout_of_tables = pytest.mark.skipif(
     not TELLS_OF_SAVING_HOOKS,
     reason=f"dropout of torch {torch.__version__} draws other numbers than that with which the tables were made",

@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hdi_callback.attention.calls import ModuleCall, running_calls
-from hdi_callback.attention.capture.capture import IN_VMAP, Capture, Sample, given_to
+from hdi_callback.attention.capture.capture import Capture, Sample, given_to
 from hdi_callback.attention.capture.padding import PaddingChoice, TokenMask, find_padding
 from hdi_callback.attention.capture.reader import KINDS, PRODUCTS, Aside, CoreSample, Reader
 from hdi_callback.attention.discovery.find import OnRead, TapeReader, survey_tape
 from hdi_callback.attention.discovery.sites import is_recognised, site_of
 from hdi_callback.attention.dtensors import is_sharded
-from hdi_callback.attention.hooks import within_transforms
 from hdi_callback.attention.layer import Survey
 from hdi_callback.attention.releases import arguments_of, has_saving_hooks
 from hdi_callback.attention.tape import Step, Tape
@@ -78,7 +77,6 @@ class FirstForward:
         self._counts: Counter[str | None] = Counter()
         self._at: dict[tuple[str, int], int] = {}  # path and ordinal of a site -> the number of its step
         self._inputs: dict[nn.Module, list[tuple[Tensor | Sample, int, TokenMask]]] = {}
-        self._batched: set[nn.Module] = set()  # modules that ran within `torch.func.vmap`
         self._rows: dict[int, CoreSample] = {}
         self._outputs: dict[int, Sample] = {}
         self._masks: dict[int, TokenMask] = {}
@@ -101,10 +99,6 @@ class FirstForward:
             return
         tensor = given_to(module, args, kwargs)
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.is_meta or tensor.is_nested:
-            return
-        tensor = within_transforms(tensor)
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            self._batched.add(module)
             return
         if is_sharded(tensor):
             return
@@ -198,7 +192,6 @@ class FirstForward:
     def hand_over(self, capture: Capture) -> None:
         """Pass this forward's samples on to a capture, as if it had been armed."""
         for module, tap in capture.taps:
-            tap.taken.failure = tap.taken.failure or (IN_VMAP if module in self._batched else None)
             for tokens, version, mask in self._inputs.get(module, ()):
                 if isinstance(tokens, Sample) or tokens._version == version:
                     tap.hand_over(tokens, mask if mask.padded is not None else self._mask_of(tap, mask))

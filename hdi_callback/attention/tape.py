@@ -223,8 +223,6 @@ class Tape(Mode):
         return self.first[self.places[parameter]]
 
     def _add(self, name: str, tensor: Tensor, kind: int) -> None:
-        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            tensor = torch._C._functorch.get_unwrapped(tensor)
         numel = tensor.numel()
         if isinstance(tensor, DTensor):
             tensor = self._of_this_rank(name, tensor)

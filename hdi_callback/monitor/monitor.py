@@ -396,9 +396,8 @@ class HeadDiversityMonitor:
             reasons = f" `include` and `exclude` leave none of {len(self._left_out)}, such as `{min(self._left_out)}`."
         elif not reasons and self._first_calls is not None and self._first_calls.calls:
             reasons = " its first calls ran no softmax and no fused attention of queries and keys."
-        return (
-            f"No attention layer of `{self.model_name}` was read:{reasons or ' none of its modules has been called.'}"
-        )
+        reasons = reasons or " none of its modules has been called outside of `torch.func`."
+        return f"No attention layer of `{self.model_name}` was read:{reasons}"
 
     @property
     def model_name(self) -> str:

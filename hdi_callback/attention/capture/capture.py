@@ -29,7 +29,7 @@ from hdi_callback.attention.compiled_calls import is_within_compiled_call
 from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.extra_forward import first_sequences, inner_model, is_extra, nothing_remains
 from hdi_callback.attention.first_calls import SEQUENCES, FirstCalls, take_off
-from hdi_callback.attention.hooks import Hook, outside_transforms, within_transforms
+from hdi_callback.attention.hooks import Hook
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight
 from hdi_callback.attention.releases import has_saving_hooks
 from hdi_callback.attention.sharding import gathered_heads
@@ -443,7 +443,6 @@ _ROWS_AT_ONCE = 2**26  # numbers in samples that are kept until their layers are
 _ROWS_AT_ONCE_ON_CPU = 2**18  # whose cache would not hold more
 
 _TURNED_UP = "compiled code turned up within its call: from the next reading on its first sequences are read"
-IN_VMAP = "nested tensors, and what runs within `torch.func.vmap`, are not captured"
 
 
 @dataclass(eq=False)
@@ -528,11 +527,11 @@ class _Tap:
         is_other = is_extra() and not self.capture.is_again  # of another monitor, or a check
         if self.capture.is_armed and not is_other:
             is_recorded = torch.is_grad_enabled() or self.capture.is_again
-            with without_modes(), outside_transforms():
+            with without_modes():
                 try:
                     tensor = given_to(module, args, kwargs)
                     if isinstance(tensor, Tensor) and not tensor.is_meta:
-                        self._take(within_transforms(tensor), is_recorded=is_recorded)
+                        self._take(tensor, is_recorded=is_recorded)
                 except Exception as error:
                     self.taken.failure = f"its {self.what} cannot be captured ({describe(error)})"
 
@@ -551,8 +550,8 @@ class _Tap:
 
     def keep(self, tokens: Tensor) -> None:
         """Keep a sample of tokens, ``(..., length, features)``."""
-        if tokens.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(tokens):
-            self.taken.failure = IN_VMAP
+        if tokens.is_nested:
+            self.taken.failure = "nested tensors are not captured"
             return
         self.taken.has_outside |= torch._C._current_graph_task_id() == -1
         local: Any = tokens.detach()

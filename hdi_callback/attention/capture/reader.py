@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hdi_callback.attention.calls import running_module
 from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.flex import FLEX, FlexCall
-from hdi_callback.attention.hooks import outside_transforms
 from hdi_callback.attention.layer import AttentionLayer, Site
 from hdi_callback.attention.releases import Mode, arguments_of, passed_on
 from hdi_callback.attention.tape import Tape
@@ -416,8 +415,7 @@ class Aside:
 
     def __enter__(self) -> None:
         self._autocast = torch._C._DisableAutocast()  # as long as it lives
-        modes = (torch._C.DisableTorchFunction(), _disable_current_modes(), outside_transforms(), torch.no_grad())
-        self._within: Any = modes
+        self._within: Any = torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad()
         for context in self._within:
             context.__enter__()
 
