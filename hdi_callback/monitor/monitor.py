@@ -60,8 +60,7 @@ class HeadDiversityMonitor:
         exclude: patterns of names of layers to leave out.
         max_tokens: largest number of tokens of a layer in one reading.
         padding: how it is known which tokens are padding, which do not count: ``"auto"`` from masks that attention and
-            the modules around it receive, the number of the token that is padding, a function of the arguments of the
-            model, or `None` to count every token.
+            the modules around it receive, the number of the token that is padding, or `None` to count every token.
         strict: raise an error at the first reading for a model of which no attention is read.
         layers: the layers, if they are known; nothing is searched for then.
         forward: a function without arguments that runs the model once, to show its heads. Without it they are found by

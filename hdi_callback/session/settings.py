@@ -15,7 +15,7 @@ from hdi_callback.interventions import Intervention
 from hdi_callback.monitor.metrics import DEFAULT_METRICS, METRICS, check_metric
 from hdi_callback.rules import Alerts, Rule
 
-Padding = Literal["auto"] | int | Callable[..., Any] | None
+Padding = Literal["auto"] | int | None
 History = bool | str | os.PathLike[str]
 ChosenAlerts = Literal["default"] | Sequence[Rule] | None
 Thresholds = Mapping[str, Mapping[str, float | None]] | None
@@ -50,8 +50,7 @@ class Settings:
         exclude: patterns of layer names to leave out.
         max_tokens: largest number of tokens kept per layer for one reading of the head outputs.
         padding: which tokens are padding, whose head outputs are left out: ``"auto"`` to read it from the masks that
-            the attention receives; the id of the padding token; a function that takes the arguments of the model by
-            their names and returns ``(batch, length)``, true where a token is padding; `None` to count every token.
+            the attention receives; the id of the padding token; `None` to count every token.
         history: write the history, to ``hdi/history.jsonl`` in the folder of the run, or to a path.
         alerts: ``"default"``, a list of rules, or `None` for no alerts.
         thresholds: limits of the rules by pattern of layer names: ``{"decoder.*": {"pair": 0.95}}``; `None` in
@@ -123,7 +122,7 @@ def takes_settings(door: T) -> T:
 def _check_padding(value: Any) -> None:
     if isinstance(value, str):
         one_of("padding", value, ["auto"])
-    elif value is not None and not callable(value):
+    elif value is not None:
         whole_number("padding", value, least=0, example='"auto", or the id of the padding token')  # type: ignore[arg-type]
 
 

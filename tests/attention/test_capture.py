@@ -409,12 +409,6 @@ def test_a_plan_of_another_attention_ends_in_a_reason():
     assert "its rows of attention cannot be read" in found.reasons["rows"]
 
 
-def test_a_function_for_padding_that_raises_costs_the_outputs_and_says_why():
-    model, (x, _) = Model(), batches(1)[0]
-    found = captured(model, lambda: model(x), padding=lambda tokens: tokens)["blocks.0.attention"]
-    assert "unexpected keyword argument" in found.reasons["outputs"]
-
-
 class Watch:
     """Captures steps 0 and 2, as a callback does."""
 

@@ -95,10 +95,3 @@ def test_the_token_that_is_padding():
     ids = torch.tensor([[5, 6, 7, 0], [5, 6, 0, 0]])
     assert torch.equal(ask(0, input_ids=ids).padded, PADDED)
     assert ask(0, input_ids=ids, shape=(2, 9)).padded is None
-
-
-def test_a_function_of_the_models_arguments():
-    ids = torch.tensor([[5, 6, 7, 0], [5, 6, 0, 0]])
-    assert torch.equal(ask(lambda input_ids: input_ids == 0, input_ids=ids).padded, PADDED)
-    with pytest.raises(TypeError, match="unexpected keyword argument"):
-        ask(lambda tokens: tokens == 0, input_ids=ids)

@@ -1,4 +1,4 @@
-"""Which tokens are padding: from the masks that the calls around an attention take, or as the user says.
+"""Which tokens are padding: from the masks that the calls around an attention take, or by the token that is padding.
 
 Masks over tokens, ``(batch, length)``, are looked for from the attention outwards to the model. Where there is none, a
 key that the attention itself hides from every query is padding. Nothing here waits for the device.
@@ -6,11 +6,10 @@ key that the attention itself hides from every query is padding. Nothing here wa
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,8 +18,8 @@ from hdi_callback.attention.calls import ModuleCall, running_calls
 
 __all__ = ["PaddingChoice", "TokenMask", "find_padding"]
 
-PaddingChoice = Literal["auto"] | int | Callable[..., Any] | None
-"""How padding is known: from masks, by the token that is padding, by a function of the model's arguments, or not."""
+PaddingChoice = Literal["auto"] | int | None
+"""How padding is known: from masks, by the token that is padding, or not."""
 
 HIDDEN = -1e3
 """What is added to the score of a key that is hidden is less: -10000, the smallest number, minus infinity."""
@@ -32,8 +31,7 @@ _OF_PADDING = {
 }  # fmt: skip
 # True or 1 where there is a token:
 _OF_TOKENS = {"attention_mask", "decoder_attention_mask", "input_mask", "token_mask", "valid_mask"}
-_OF_DECODER = {"decoder_attention_mask", "decoder_padding_mask", "tgt_key_padding_mask"}
-_OF_ANY = _OF_PADDING | _OF_TOKENS
+_NO_TOKENS = ("mask", "position", "type", "label")  # in names of whole numbers that are no tokens
 _LONGEST_PREFIX = 8  # tokens of a class, of registers, that masks may leave out
 
 
@@ -72,18 +70,14 @@ def find_padding(
     """
     if choice is None:
         return TokenMask()
-    calls = running_calls() if calls is None else calls
-    if choice != "auto":
-        return _chosen(shape, choice, calls, layer)
-    doubt = None
-    for name, mask, module in _masks(calls, layer):
-        padded = fit(mask, shape)
-        if padded is not None:
+    calls, doubt = running_calls() if calls is None else calls, None
+    for name, mask, module in _masks(calls, layer) if choice == "auto" else _tokens(calls, layer, choice):
+        if (padded := fit(mask, shape)) is not None:
             return TokenMask(padded)
         prefix = shape[-1] - mask.shape[-1] if len(shape) == 2 and shape[0] == mask.shape[0] else 0
         if doubt is None and (mask.numel() == math.prod(shape) or 0 < prefix <= _LONGEST_PREFIX):
             doubt = f"`{name}` of {module} has the shape {tuple(mask.shape)}, and the tokens have {tuple(shape)}"
-    if hidden_keys is not None and (padded := fit(hidden_keys, shape)) is not None:
+    if choice == "auto" and hidden_keys is not None and (padded := fit(hidden_keys, shape)) is not None:
         return TokenMask(padded)
     return TokenMask(None, doubt)
 
@@ -98,25 +92,34 @@ def fit(padded: Tensor, shape: Sequence[int]) -> Tensor | None:
     return padded.reshape(shape) if is_same or is_flat else None
 
 
-def _masks(calls: Sequence[ModuleCall], layer: str) -> list[tuple[str, Tensor, str]]:
-    """The masks over tokens that calls take: name, true where a token is padding, and whose argument it is."""
-    is_decoder = "decoder" in layer.lower()
-    masks = []
+def _masks(calls: Sequence[ModuleCall], layer: str) -> Iterator[tuple[str, Tensor, str]]:
+    """Yield the masks over tokens that calls take: name, true where a token is padding, and whose argument it is."""
     for call in calls:
         names = call.arguments.keys()
-        if names.isdisjoint(_OF_ANY):
-            continue
-        has_two_sides = any(name.startswith(("decoder_", "tgt")) for name in names) and bool(
+        has_two_sides = any(map(_is_of_decoder, names)) and bool(
             names & {"input_ids", "attention_mask", "src", "src_key_padding_mask", "inputs_embeds"}
         )
-        for name, value in call.arguments.items():
-            if name not in _OF_ANY or not isinstance(value, Tensor):
+        for name, mask in call.arguments.items():
+            if name not in _OF_PADDING | _OF_TOKENS or not isinstance(mask, Tensor) or mask.dim() not in (1, 2):
                 continue
-            of_other_side = has_two_sides and is_decoder != (name in _OF_DECODER)
-            if of_other_side or value.dim() not in (1, 2) or value.is_nested or _is_of_other_keys(name, call):
+            if mask.is_nested or (has_two_sides and ("decoder" in layer.lower()) != _is_of_decoder(name)):
                 continue
-            masks.append((name, _as_padding(value, name in _OF_PADDING), type(call.module).__name__))
-    return masks
+            if not _is_of_other_keys(name, call):
+                yield name, _as_padding(mask, name in _OF_PADDING), type(call.module).__name__
+
+
+def _tokens(calls: Sequence[ModuleCall], layer: str, padding: int) -> Iterator[tuple[str, Tensor, str]]:
+    """Yield, of the tokens that calls take, which are padding; first those of the layer's side."""
+    for call in calls:
+        for name in sorted(call.arguments, key=lambda name: _is_of_decoder(name) != ("decoder" in layer.lower())):
+            ids = call.arguments[name]
+            is_of_tokens = isinstance(ids, Tensor) and ids.dtype in (torch.int64, torch.int32) and ids.dim() in (1, 2)
+            if is_of_tokens and not any(word in name for word in _NO_TOKENS):
+                yield name, ids == padding, type(call.module).__name__
+
+
+def _is_of_decoder(name: str) -> bool:
+    return name.startswith(("decoder", "tgt"))
 
 
 def _is_of_other_keys(name: str, call: ModuleCall) -> bool:
@@ -132,40 +135,3 @@ def _as_padding(mask: Tensor, is_of_padding: bool) -> Tensor:
         is_added = (mask < 0).any() | (mask == 0).all()
         return torch.where(is_added, mask < HIDDEN, mask == 0)
     return mask.bool() if is_of_padding else ~mask.bool()
-
-
-def _chosen(shape: Sequence[int], choice: Any, calls: Sequence[ModuleCall], layer: str) -> TokenMask:
-    """Ask the user's function, or look for the token that is padding."""
-    masks: list[Any] = []
-    if callable(choice):
-        call = _call_for(choice, calls)
-        masks = [] if call is None else [choice(**call.arguments)]
-    else:
-        is_decoder = "decoder" in layer.lower()
-        for call in calls:
-            ids = [
-                (name, value)
-                for name, value in call.arguments.items()
-                if isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32) and value.dim() in (1, 2)
-                and not any(word in name for word in ("mask", "position", "type", "label"))
-            ]  # fmt: skip
-            ids.sort(key=lambda item: item[0].startswith(("decoder", "tgt")) != is_decoder)
-            masks += [value == choice for _, value in ids]
-    for mask in masks:
-        if mask is not None and (padded := fit(mask.bool(), shape)) is not None:
-            return TokenMask(padded)
-    shapes = [tuple(mask.shape) for mask in masks if mask is not None]
-    doubt = f"`padding` gives masks of the shapes {shapes}, and the tokens have {tuple(shape)}" if shapes else None
-    return TokenMask(None, doubt)
-
-
-def _call_for(function: Callable[..., Any], calls: Sequence[ModuleCall]) -> ModuleCall | None:
-    """The outermost call with the arguments that a function takes: wrappers of a model do not name them."""
-    candidates = [call for call in reversed(calls) if all(name.isidentifier() for name in call.arguments)]
-    for call in candidates:
-        try:
-            inspect.signature(function).bind(**call.arguments)
-        except (TypeError, ValueError):
-            continue
-        return call
-    return candidates[0] if candidates else None  # its error names the missing argument
