@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import wraps
@@ -61,13 +61,32 @@ def _harmless(method: Callable[..., None]) -> Callable[..., None]:
         except HDIError:  # of misuse
             raise
         except Exception as error:
-            recorded, self._recorded = self._recorded, None
-            if recorded is not None and recorded.is_on:
-                take_off(recorded.recording.tape)
+            self._stop_writing()
             self.remove()
             warn(f"Watching the calls of the model failed ({describe(error)}). Training goes on.")
 
     return called
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call that is looked at while it runs."""
+
+    module: nn.Module
+    handle: RemovableHandle  # of the hook after it
+    tape: Tape | None
+    recording: Any  # of a first call
+    trains: bool = True
+    is_given_up: bool = False  # as something compiled turned up
+    ran: set[nn.Module] = field(default_factory=set)
+
+
+class _Here(threading.local):
+    """What runs in a thread: calls that are looked at, innermost last; a compiled function up to its first module."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+        self.is_looking = False
 
 
 class FirstCalls:
@@ -87,6 +106,7 @@ class FirstCalls:
         is_called: whether a call that autograd records has happened in this armed step.
         on_called: called once when it happens: after an eager call, right before a compiled one.
         loss: the loss that its output has, as those of transformers do; `None` if it has none.
+        tapes: calls of this armed step that were written down.
     """
 
     def __init__(
@@ -98,53 +118,42 @@ class FirstCalls:
         may_agree: Callable[[], bool] = lambda: True,
     ) -> None:
         self._model, self._on_found, self._read_tape, self._record = model, on_found, read_tape, record
-        self._may_agree = may_agree
-        self._lock = threading.Lock()
-        self._known: set[str] = set()
-        self._recorded: _Recorded | None = None  # the call that is recorded now
+        self._may_agree, self._here = may_agree, _Here()
+        self._known: set[str] = set()  # names of layers and of refusals
+        self._awaited = dict.fromkeys(filter(_may_be_called, model.modules()))  # modules that have not run yet
+        self._entries: dict[nn.Module, None] = {}  # modules that are called from outside
+        self._handles: dict[nn.Module, RemovableHandle] = {}  # of both
+        self._with_compiled: set[nn.Module] = set()  # entries that run compiled code
+        self._within_compiled: set[nn.Module] = set()  # entries that are called within compiled code
+        self._due: set[nn.Module] = set()  # entries that may run once more in this armed step
+        self._unwritten: set[nn.Module] = set()  # entries whose call is to be written down
         self._seen_untrained: set[nn.Module] = set()
         self._called: set[nn.Module] = set()
+        self._unseen: dict[nn.Module, set[nn.Module]] = {}  # of compiled entries: what has not run in their calls
+        self._kinds: set[type[nn.Module]] = set()  # of modules whose attention was found
         self.calls = self._failures = 0
         self._has_failed = False  # the last forward that ran once more
-        self._unseen: dict[nn.Module, set[nn.Module]] = {}  # of entries: what has not run in their calls
-        self._kinds: set[type[nn.Module]] = set()  # of modules whose attention was found
-        # Modules that have not run yet, with a hook while their first call is waited for.
-        self._handles: dict[nn.Module, RemovableHandle | None] = {}
-        # Of armed steps: modules that are called from outside, those of them that run compiled code, and those that
-        # are called within compiled code.
-        self._entries: dict[nn.Module, tuple[RemovableHandle, ...]] = {}
-        self._with_compiled: set[nn.Module] = set()
-        self._within_compiled: set[nn.Module] = set()
-        self._due: set[nn.Module] = set()
-        self.is_called = False
+        self.is_called = self._is_paused = self._is_reporting = False
         self.loss: torch.Tensor | None = None
         self.on_called: Callable[[], None] | None = None
-        self.tapes: list[Tape] = []  # calls of this armed step that were written down
-        self._unwritten: set[nn.Module] = set()  # entries whose call is to be
-        self._writing: tuple[Tape, int] | None = None  # and the thread in which it runs
+        self.tapes: list[Tape] = []
         self._on_again: OnAgain | None = None
         self._on_compiled: Callable[[nn.Module], None] | None = None
-        self._is_paused = self._is_reporting = False
-        self._looking: int | None = None  # the thread in which a compiled function runs up to its first module
-        self._is_recorded = True  # whether autograd records that function
-        self._handles.update((module, None) for module in model.modules() if _may_be_called(module))
-        if on_found is not None:
-            self._install_first()
+        self._install()
         self._before_compiled = BeforeCompiledCalls(self._before_compiled_call)
 
     def remove(self) -> None:
         """Wait no longer; calling it again does nothing."""
         self._is_paused = True
         self.wait(None)
-        self._leave(list(self._handles))
+        self._leave(self._awaited)
         self._before_compiled.remove()
 
     @property
     def is_looking(self) -> bool:
         """Whether something has not run yet, in the first calls."""
         # A module of which parts are called apart, as a LightningModule, is perhaps never called itself.
-        never = (module for module in self._handles if self._called.isdisjoint(module.modules()))
-        return self.calls < _PATIENCE and next(never, None) is not None
+        return self.calls < _PATIENCE and any(self._called.isdisjoint(module.modules()) for module in self._awaited)
 
     @property
     def read_again(self) -> set[nn.Module]:
@@ -178,46 +187,54 @@ class FirstCalls:
         self._on_again, self._on_compiled, self._due = on_again, on_compiled, set(self._entries)
         if not self._is_reporting:
             self.is_called, self.on_called = False, None
-        if on_again is None:
-            self._uninstall_entries()
-            if self._on_found is None:  # the heads are known: first calls matter in armed steps alone
-                self._uninstall_first()
-            if self._on_found is None or not self._handles:
-                self._before_compiled.remove()
+        if on_again is not None:
+            self._install()
+            self._listen()
             return
-        if not self._is_paused:
-            self._install_first()
-            self._install_entries()
-        self._listen()
+        # Where the heads are known, first calls matter in armed steps alone.
+        self._uninstall(list(self._handles) if self._on_found is None else self._entries)
+        if self._on_found is None or not self._awaited:
+            self._before_compiled.remove()
 
     def pause(self) -> None:
         """Remove the hooks for an evaluation: torch's encoder takes its fast path only without any."""
         self._is_paused = True
-        self._uninstall_entries()
-        self._uninstall_first()
+        self._uninstall(list(self._handles))
 
     def go_on(self) -> None:
         """Install them again."""
         self._is_paused = False
-        if self._on_found is not None or self._on_again is not None:
-            self._install_first()
-        if self._on_again is not None:
-            self._install_entries()
+        self._install()
 
-    def _install_entries(self) -> None:
-        for entry, handles in self._entries.items():
-            if not handles and entry not in self._within_compiled:
-                before, after = Hook(self, "_before_armed_call"), Hook(self, "_after_armed_call")
-                self._entries[entry] = (
-                    entry.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-                    entry.register_forward_hook(after, always_call=True),
-                )
+    def _install(self) -> None:
+        """Install hooks on modules that have not run yet and, in armed steps, on those that are called from outside."""
+        is_armed = self._on_again is not None
+        awaited = self._awaited if is_armed or self._on_found is not None else ()
+        entries = self._entries if is_armed else ()
+        for module in () if self._is_paused else (*awaited, *entries):
+            if module not in self._handles and module not in self._within_compiled:
+                # First of all hooks, so that what is recorded includes all others, FSDP's among them.
+                hook = Hook(self, "_before")
+                self._handles[module] = module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
-    def _uninstall_entries(self, entries: Iterable[nn.Module] | None = None) -> None:
-        for entry in list(self._entries) if entries is None else entries:
-            for handle in self._entries.get(entry, ()):
-                handle.remove()
-            self._entries[entry] = ()
+    def _uninstall(self, modules: Iterable[nn.Module]) -> None:
+        for module in modules:
+            if module in self._handles:
+                self._handles.pop(module).remove()
+
+    def _leave(self, modules: Iterable[nn.Module]) -> None:
+        """Wait no longer for the first call of some modules."""
+        for module in [module for module in modules if module in self._awaited]:
+            del self._awaited[module]
+            self._uninstall([module])
+        if not self._awaited and self._on_again is None:
+            self._before_compiled.remove()
+
+    def _enter(self, module: nn.Module) -> None:
+        """Make a module an entry: it is called from outside, and the modules in it are not."""
+        self._leave(module.modules())
+        self._entries[module] = None
+        self._due.add(module)
 
     def _listen(self) -> None:
         """Listen for compiled calls, also for the first in this process."""
@@ -226,47 +243,77 @@ class FirstCalls:
         self._before_compiled.remove()
         self._before_compiled = BeforeCompiledCalls(self._before_compiled_call)
 
-    @_harmless
-    def _before_armed_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module not in self._due or is_extra() or torch._C._get_tracing_state() is not None:
-            return
-        if torch._C._current_graph_task_id() != -1:  # checkpointing runs it again
-            return
-        if module in self._with_compiled or any(map(is_compiled, module.modules())):
-            self._with_compiled.add(module)
-            self._again(module, args, kwargs, is_recorded=torch.is_grad_enabled())
-        elif module in self._unwritten and self._writing is None and torch.is_grad_enabled():
-            self._unwritten.discard(module)
-            tape = Tape(inner_model(self._model))
-            self._writing = tape, threading.get_ident()
-            tape.__enter__()
-
-    @_harmless
-    def _after_armed_call(self, module: nn.Module, args: Any, output: Any) -> None:
-        tape = self._stop_writing()
-        if sys.exc_info()[0] is not None and output is None:
-            return
-        if tape is not None:
-            self.tapes.append(tape)
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and not is_extra():
-            loss = output.get("loss") if isinstance(output, Mapping) else None
-            with without_modes():  # one that draws random numbers would change the training
-                self.loss = loss.detach() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
-            self._note_call()
-
-    def _stop_writing(self) -> Tape | None:
-        writing = self._writing
-        if writing is None or writing[1] != threading.get_ident():
-            return None
-        self._writing = None
-        take_off(writing[0])
-        return writing[0]
-
     def _note_call(self) -> None:
         self.is_called = True
         on_called, self.on_called = self.on_called, None
         if on_called is not None:
             on_called()
+
+    # --- calls of modules
+
+    @_harmless
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if is_extra() or torch._C._get_tracing_state() is not None:  # that of another monitor, which waits as well
+            return
+        calls = self._here.calls
+        if calls and calls[-1].recording is not None:
+            calls[-1].ran.add(module)
+            calls[-1].recording.take_input(module, args, kwargs)
+        elif module not in self._handles or torch._C._current_graph_task_id() != -1:
+            return  # a replica of `nn.DataParallel`, or checkpointing runs it again
+        elif module in self._awaited:
+            self._before_first(module, args, kwargs)
+        else:
+            self._before_armed(module, args, kwargs)
+
+    @_harmless
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        calls = self._here.calls
+        if not calls or calls[-1].module is not module:
+            return
+        call = calls.pop()
+        call.handle.remove()
+        if call.tape is not None:
+            take_off(call.tape)
+        has_raised = sys.exc_info()[0] is not None and output is None
+        if call.recording is not None:
+            self._install()
+            if not has_raised:  # else the next call may be a first one
+                self._after_first(call, args, kwargs)
+        elif not has_raised:
+            self.tapes += [] if call.tape is None else [call.tape]
+            if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and not is_extra():
+                loss = output.get("loss") if isinstance(output, Mapping) else None
+                with without_modes():  # one that draws random numbers would change the training
+                    self.loss = loss.detach() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
+                self._note_call()
+
+    def _begin(self, module: nn.Module, tape: Tape | None, recording: Any = None, *, trains: bool = True) -> _Call:
+        """Look at a call until it has returned."""
+        handle = module.register_forward_hook(Hook(self, "_after"), with_kwargs=True, always_call=True)
+        call = _Call(module, handle, tape, recording, trains)
+        self._here.calls.append(call)
+        if tape is not None:
+            tape.__enter__()
+        return call
+
+    def _stop_writing(self) -> None:
+        """Take off all tapes: compilation would not bear them."""
+        for call in self._here.calls:
+            if call.tape is not None:
+                take_off(call.tape)
+                call.tape, call.is_given_up = None, True
+
+    def _before_armed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tape = None
+        if module in self._with_compiled or any(map(is_compiled, module.modules())):
+            self._with_compiled.add(module)
+            if module in self._due:
+                self._again(module, args, kwargs, is_recorded=torch.is_grad_enabled())
+        elif module in self._unwritten and torch.is_grad_enabled() and not any(call.tape for call in self._here.calls):
+            self._unwritten.discard(module)
+            tape = Tape(inner_model(self._model))
+        self._begin(module, tape)
 
     def _again(self, module: nn.Module, args: Any, kwargs: Any, *, is_recorded: bool) -> None:
         if self._on_again is None:
@@ -277,125 +324,56 @@ class FirstCalls:
             self._due.discard(module)
             self._note_call()
 
-    # --- first calls
+    # eager: the first call itself is recorded
 
-    def _install_first(self) -> None:
-        for module, handle in self._handles.items():
-            if handle is None:
-                # First of all hooks, so that what is recorded includes all others, FSDP's among them.
-                hook = Hook(self, "_before_call")
-                self._handles[module] = module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
-
-    def _uninstall_first(self, modules: Iterable[nn.Module] | None = None) -> None:
-        for module in list(self._handles) if modules is None else modules:
-            handle = self._handles[module]
-            self._handles[module] = None
-            if handle is not None:
-                handle.remove()
-
-    def _leave(self, modules: Sequence[nn.Module]) -> None:
-        self._uninstall_first(modules)
-        for module in modules:
-            del self._handles[module]
-        if not self._handles and self._on_again is None:
-            self._before_compiled.remove()
-
-    @_harmless
-    def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if is_extra() or torch._C._get_tracing_state() is not None:  # that of another monitor, which waits as well
-            return
-        with self._lock:
-            if module not in self._handles:  # a replica of `nn.DataParallel`, or another thread was first
-                return
-            recorded = self._recorded
-            if recorded is not None:
-                if recorded.thread == threading.get_ident():
-                    recorded.ran.add(module)
-                    recorded.recording.take_input(module, args, kwargs)
-                return
-            if torch._C._current_graph_task_id() != -1:
-                return
-            if _shows_nothing(module, (args, kwargs)):
-                if any(map(is_compiled, module.modules())):  # whose graphs would be guarded by these hooks
-                    self._uninstall_first([inner for inner in module.modules() if inner in self._handles])
-                return
-            if self._on_found is not None and self._record is not None and not any(map(is_compiled, module.modules())):
-                recorded = self._begin(module)
-        if recorded is not None:
-            if recorded.trains:
-                recorded.ran.add(module)
-                recorded.recording.take_input(module, args, kwargs)
-        elif any(map(is_compiled, module.modules())):
+    def _before_first(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        has_compiled = any(map(is_compiled, module.modules()))
+        if _shows_nothing(module, (args, kwargs)):
+            if has_compiled:  # whose graphs would be guarded by these hooks
+                self._uninstall(module.modules())
+        elif has_compiled:
             self._with_compiled.add(module)
             self._look_again(module, args, kwargs, is_recorded=torch.is_grad_enabled())
-        else:
+        elif self._on_found is None or self._record is None:
             self._enter(module)
-            if self._on_found is not None:  # and nothing records calls
+            if self._on_found is not None:
                 self._report(self._survey(module, args, kwargs), None)
+        else:
+            self._listen()
+            with torch._C.DisableTorchFunction():  # modes of the user's see nothing of it
+                recording = self._record()
+            trains = recording.keeps()
+            is_new = trains or module not in self._seen_untrained
+            call = self._begin(module, recording.tape if is_new else None, recording, trains=trains)
+            if trains:
+                call.ran.add(module)
+                recording.take_input(module, args, kwargs)
+            else:  # torch's encoder takes its fast path only without hooks
+                self._seen_untrained.add(module)
+                self._uninstall(module.modules())
 
-    def _enter(self, module: nn.Module) -> None:
-        """Make a module an entry: it is called from outside, and the modules in it are not."""
-        self._leave([inner for inner in module.modules() if inner in self._handles])
-        self._entries.setdefault(module, ())
-        self._due.add(module)
-
-    # eager: the call itself is recorded
-
-    def _begin(self, module: nn.Module) -> _Recorded:
-        self._listen()
-        assert self._record is not None
-        with torch._C.DisableTorchFunction():  # modes of the user's see nothing of it
-            recording = self._record()
-        recorded = self._recorded = _Recorded(recording, threading.get_ident(), recording.keeps())
-        if not recorded.trains:  # torch's encoder takes its fast path only without hooks
-            self._uninstall_first([inner for inner in module.modules() if inner in self._handles])
-        recorded.is_on = recorded.trains or module not in self._seen_untrained
-        self._seen_untrained |= set() if recorded.trains else {module}
-        leave = Hook(self, "_after_call")
-        recorded.handle = module.register_forward_hook(leave, with_kwargs=True, always_call=True)
-        if recorded.is_on:
-            recording.tape.__enter__()
-        return recorded
-
-    @_harmless
-    def _after_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        recorded = self._recorded
-        if recorded is None or recorded.thread != threading.get_ident() or recorded.handle is None:
+    def _after_first(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if call.trains:
+            self.calls += 1
+            self._called.add(call.module)
+        if call.is_given_up and call.trains:
+            self._with_compiled.add(call.module)
+            self._look_again(call.module, args, kwargs, is_recorded=True)
+        if call.tape is None:
             return
-        recorded.handle.remove()
-        if recorded.is_on:
-            take_off(recorded.recording.tape)
-        if not self._is_paused:
-            self._install_first()
-        try:
-            if sys.exc_info()[0] is not None and output is None:  # it raised: the next call may be a first one
-                return
-            if recorded.trains:
-                self.calls += 1
-                self._called.add(module)
-            if recorded.is_given_up and recorded.trains:
-                self._recorded = None
-                self._with_compiled.add(module)
-                self._look_again(module, args, kwargs, is_recorded=True)
-            elif recorded.is_on:
-                self._read(module, recorded)
-                if recorded.trains:
-                    self._note_call()
-        finally:
-            self._recorded = None
-
-    def _read(self, module: nn.Module, recorded: _Recorded) -> None:
-        if recorded.trains:
-            self._leave([inner for inner in self._handles if inner in recorded.ran or isinstance(inner, _NEVER_CALLED)])
-            self._entries.setdefault(module, ())
+        if call.trains:
+            self._leave([module for module in self._awaited if module in call.ran or isinstance(module, _NEVER_CALLED)])
+            self._entries[call.module] = None
         try:
             with without_modes():
-                survey = recorded.recording.survey()
+                survey = call.recording.survey()
         except MisconfigurationError:  # of a registered layout
             raise
         except Exception as error:
             survey = self._refused(f"reading the heads failed: {describe(error)}")
-        self._report(survey, recorded.recording)
+        self._report(survey, call.recording)
+        if call.trains:
+            self._note_call()
 
     # compiled: its first sequences run once more
 
@@ -458,12 +436,8 @@ class FirstCalls:
         """Remove hooks and modes before a compiled call, which dynamo has not looked at yet."""
         if is_extra() or self._is_paused:
             return
-        self._stop_writing()  # compilation would not bear a mode
-        recorded = self._recorded
-        if recorded is not None:
-            if recorded.thread == threading.get_ident() and recorded.is_on:  # its compilation would not bear a mode
-                take_off(recorded.recording.tape)
-                recorded.is_on, recorded.is_given_up = False, True
+        self._stop_writing()
+        if self._here.calls and self._here.calls[-1].recording is not None:
             return
         running = running_modules() if self._on_again is not None else set()
         entry = next((entry for entry in self._entries if entry in running), None)
@@ -472,46 +446,44 @@ class FirstCalls:
                 self._with_compiled.add(entry)
                 if self._on_compiled is not None:
                     self._on_compiled(entry)
-        elif self._looking is None and self._reaches(function, args, kwargs):
+        elif not self._here.is_looking and self._reaches(function, args, kwargs):
             self._look_within(function, args, kwargs)
 
     def _look_within(self, function: Any, args: Any, kwargs: Any) -> None:
         """Run a compiled function that reaches the model as it is written, up to its first call of a module."""
-        self._looking, self._is_recorded = threading.get_ident(), torch.is_grad_enabled()
+        is_recorded, reached = torch.is_grad_enabled(), None
         handles = [
             module.register_forward_pre_hook(Hook(self, "_reached"), with_kwargs=True, prepend=True)
-            for module in {*self._handles, *self._due}
+            for module in {*self._awaited, *self._due}
         ]
-        reached = None
+        self._here.is_looking = True
         try:
             with nothing_remains(inner_model(self._model), function, args, kwargs, is_training=True):
                 function(*args, **kwargs)
         except _ReachedError as error:
             reached = error
         except CannotRunAgainError as reason:
-            self._leave(list(self._handles))
+            self._leave(self._awaited)
             self._report(self._refused(reason), None)
         except Exception:  # the real call will raise it
             pass
         finally:
+            self._here.is_looking = False
             for handle in handles:
                 handle.remove()
-            self._looking = None
         if reached is None:
             return
         entry = reached.module
         if _shows_nothing(entry, (reached.args, reached.kwargs)):
-            self._uninstall_first([inner for inner in entry.modules() if inner in self._handles])
+            self._uninstall(entry.modules())
             return
         self._within_compiled.add(entry)
-        self._uninstall_entries([entry])
-        if entry in self._handles:
-            self._look_again(entry, reached.args, reached.kwargs, is_recorded=self._is_recorded)
-        else:
-            self._again(entry, reached.args, reached.kwargs, is_recorded=self._is_recorded)
+        self._uninstall([entry])
+        look = self._look_again if entry in self._awaited else self._again
+        look(entry, reached.args, reached.kwargs, is_recorded=is_recorded)
 
     def _reached(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._looking == threading.get_ident():
+        if self._here.is_looking:
             raise _ReachedError(module, args, kwargs)
 
     def _reaches(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -522,7 +494,7 @@ class FirstCalls:
         globals_used = [names[name] for name in (code.co_names if code is not None else ()) if name in names]
         near = [getattr(function, "__self__", None), *cells, *globals_used, *args, *kwargs.values()]
         near += [value for holder in near if hasattr(holder, "__dict__") for value in vars(holder).values()]
-        awaited = {inner_model(module) for module in (*self._handles, *self._due)}
+        awaited = {inner_model(module) for module in (*self._awaited, *self._due)}
         modules = (holder for holder in near if isinstance(holder, nn.Module))
         return any(not awaited.isdisjoint(map(inner_model, module.modules())) for module in modules)
 
@@ -543,19 +515,6 @@ class FirstCalls:
                 self._on_found(Survey(layers, refused), recording)
             finally:
                 self._is_reporting = False
-
-
-@dataclass
-class _Recorded:
-    """A call that is being recorded."""
-
-    recording: Any
-    thread: int
-    trains: bool
-    ran: set[nn.Module] = field(default_factory=set)
-    handle: RemovableHandle | None = None
-    is_on: bool = False
-    is_given_up: bool = False
 
 
 class _ReachedError(BaseException):
