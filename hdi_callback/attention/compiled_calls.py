@@ -11,13 +11,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from types import FrameType
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 from torch.compiler import set_stance
 
+from hdi_callback.attention.calls import running_frames
 from hdi_callback.attention.releases import Compiler, compiler
 
 
@@ -25,33 +26,26 @@ class _Stance:
     """A dynamo stance that wraps the previous one; once left it delegates, even if a thread restores it."""
 
     def __init__(self, before: Any) -> None:
-        self.before = before
+        self.before, self.eager_thread = before, 0  # in which compiled code runs as it is written
 
     @property
     def stance(self) -> Any:
-        return self.before.stance
+        """The stance before; older releases ask for it first."""
+        self._tell("stance")
+        return "force_eager" if threading.get_ident() == self.eager_thread else self.before.stance
 
     @property
     def skip_guard_eval_unsafe(self) -> bool:
-        return bool(self.before.skip_guard_eval_unsafe)
+        """That of the stance before; newer releases ask for it first, with nothing compiled yet."""
+        self._tell("skip_guard_eval_unsafe")
+        return threading.get_ident() != self.eager_thread and bool(self.before.skip_guard_eval_unsafe)
 
     @property
     def backend(self) -> Any:
         return self.before.backend
 
-
-class _EagerHere(_Stance):
-    def __init__(self, before: Any) -> None:
-        super().__init__(before)
-        self.thread: int | None = threading.get_ident()
-
-    @property
-    def stance(self) -> Any:
-        return "force_eager" if threading.get_ident() == self.thread else self.before.stance
-
-    @property
-    def skip_guard_eval_unsafe(self) -> bool:
-        return threading.get_ident() != self.thread and bool(self.before.skip_guard_eval_unsafe)
+    def _tell(self, attribute: str) -> None:
+        pass
 
 
 @contextmanager
@@ -64,21 +58,20 @@ def uncompiled_here() -> Iterator[None]:
         with nullcontext() if "torch._dynamo.eval_frame" not in sys.modules else set_stance("force_eager"):
             yield
         return
-    stance = _EagerHere(dynamo.frames._stance)
+    stance = _Stance(dynamo.frames._stance)
+    stance.eager_thread = threading.get_ident()
     _put(dynamo, stance)
     try:
         yield
     finally:
-        stance.thread = None
+        stance.eager_thread = 0
         _leave(dynamo, stance)
 
 
 class BeforeCompiledCalls(_Stance):
-    """Calls a function before each call of compiled code, outside of all tracing.
+    """Calls a method, whose object it does not keep alive, before each call of compiled code, outside of all tracing.
 
-    Args:
-        function: a method that takes the function that is compiled, as it is written, and the arguments of the call;
-            it does not keep its object alive.
+    The method takes the function that is compiled, as it is written, and the arguments of the call.
     """
 
     def __init__(self, function: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
@@ -94,47 +87,27 @@ class BeforeCompiledCalls(_Stance):
         if self._compiler is not None:
             _leave(self._compiler, self)
 
-    @property
-    def stance(self) -> Any:
-        """The stance before; older releases ask for it first."""
-        self._tell("stance")
-        return self.before.stance
-
-    @property
-    def skip_guard_eval_unsafe(self) -> bool:
-        """That of the stance before; newer releases ask for it first, with nothing compiled yet."""
-        self._tell("skip_guard_eval_unsafe")
-        return bool(self.before.skip_guard_eval_unsafe)
-
     def _tell(self, attribute: str) -> None:
         """Call the function where dynamo asks first, with the arguments of the call on the stack."""
-        function = self._function()
-        if function is None or self._compiler is None:
+        function, dynamo = self._function(), self._compiler
+        if function is None or dynamo is None:
             return
-        if attribute != self._compiler.first:
+        if attribute != dynamo.first:
             self._has_told.thread = False
             return
-        frame: FrameType | None = sys._getframe(2)
-        for _ in range(3):
-            if frame is not None and frame.f_code is self._compiler.wrapper:
-                if self._compiler.first == "stance":  # which is asked for several times
-                    if getattr(self._has_told, "thread", False):
-                        return
-                    self._has_told.thread = True
-                local = frame.f_locals
-                with self._compiler.switched_off():
-                    function(local["fn"], local["args"], local["kwargs"])
-                return
-            frame = None if frame is None else frame.f_back
+        frame = next((frame for frame in islice(running_frames(), 4) if frame.f_code is dynamo.wrapper), None)
+        if frame is None or (attribute == "stance" and getattr(self._has_told, "thread", False)):
+            return  # older releases ask for the stance several times
+        self._has_told.thread = True
+        local = frame.f_locals
+        with dynamo.switched_off():
+            function(local["fn"], local["args"], local["kwargs"])
 
 
 def is_within_compiled_call() -> bool:
     """Return whether compiled code is being called, by its frame on the stack."""
     dynamo = compiler()
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and dynamo is not None and frame.f_code is not dynamo.wrapper:
-        frame = frame.f_back
-    return frame is not None and dynamo is not None
+    return dynamo is not None and any(frame.f_code is dynamo.wrapper for frame in running_frames())
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -147,9 +120,8 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def _put(dynamo: Compiler, stance: _Stance) -> None:
-    for kind in (_Stance, _EagerHere, BeforeCompiledCalls):
-        dynamo.skip_compiling(*(value.fget for value in vars(kind).values() if isinstance(value, property)))
-    dynamo.skip_compiling(BeforeCompiledCalls._tell)
+    properties = (value.fget for value in vars(_Stance).values() if isinstance(value, property))
+    dynamo.skip_compiling(*properties, _Stance._tell, BeforeCompiledCalls._tell)
     dynamo.frames._stance = stance
 
 

@@ -28,13 +28,7 @@ def is_in_first_fsdp(model: nn.Module) -> bool:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gather a tensor of which other ranks hold a part: a collective call, and differentiable.
-
-    Args:
-        tensor: any tensor.
-
-    Returns:
-        All of it; the tensor itself if it is not spread.
+    """Return all of a tensor of which other ranks hold a part, itself if they do not: collective, and differentiable.
 
     Raises:
         UnsupportedAttentionError: of parameters that DeepSpeed or the first FSDP keep in pieces that are no DTensors.

@@ -46,18 +46,11 @@ def nothing_remains(model: nn.Module, *roots: Any, is_training: bool = False) ->
     """Run forwards uncompiled and without autograd, and put back what they change.
 
     Random states, tensors that are written, attributes and containers, the cache of autocast and the shards of FSDP2
-    are restored; the user's dispatch and function modes are off, but that of a default device.
-
-    Args:
-        model: the model.
-        roots: what else the forwards reach: their arguments, or the function that runs them.
-        is_training: refuse to run where something is held that could not be put back.
-
-    Yields:
-        Nothing.
+    are restored; the user's dispatch and function modes are off, but that of a default device. What else the forwards
+    reach are `roots`: their arguments, or the function that runs them.
 
     Raises:
-        CannotRunAgainError: where `is_training` refuses.
+        CannotRunAgainError: in a training, where something is held that could not be put back.
     """
     outside = modes_off((DeviceContext,))
     with outside, torch.inference_mode(False), torch.no_grad(), uncompiled_here(), ExitStack() as stack:
@@ -150,17 +143,10 @@ def _shards_kept(model: nn.Module) -> Iterator[None]:
 
 
 def first_sequences(inputs: Any, most: int) -> tuple[Any, int | None]:
-    """Return the first sequences of a batch.
+    """Return arguments of a call with the first sequences of its batch, and of how many; as they are and `None` if not.
 
     Only where nothing but a batch can be meant: every tensor of at least one dimension begins with the same size, or
     with 1 and has more dimensions.
-
-    Args:
-        inputs: arguments of a call: tensors in lists, tuples, dicts.
-        most: how many sequences are taken.
-
-    Returns:
-        The inputs with few sequences, and of how many they were taken; or the inputs as they are, and `None`.
     """
     with without_modes():
         # An object of another kind may hold more of the batch.

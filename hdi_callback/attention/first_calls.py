@@ -178,11 +178,9 @@ class FirstCalls:
         self.tapes.append(tape)
 
     def wait(self, on_again: OnAgain | None, on_compiled: Callable[[nn.Module], None] | None = None) -> None:
-        """Set the function that runs compiled calls of an armed step once more; `None` ends it.
+        """Set the function that runs compiled calls of an armed step once more, `None` to end it.
 
-        Args:
-            on_again: runs a call once more, right before it happens.
-            on_compiled: told that compiled code turned up within a call that was taken for eager, before it runs.
+        `on_compiled` is told of compiled code that turned up within a call that was taken for eager, before it runs.
         """
         self._on_again, self._on_compiled, self._due = on_again, on_compiled, set(self._entries)
         if not self._is_reporting:

@@ -52,12 +52,7 @@ class _Held:
 class FirstForward:
     """Records a forward on a tape, with the samples that a reading needs of it.
 
-    Args:
-        model: the model.
-        padding: how padding is known.
-        max_tokens: largest number of tokens of a module that are copied.
-        keeps: whether the forward that runs now is to be captured.
-        on_read: takes what `claims_of` returns of the forward.
+    At most `max_tokens` tokens of a module are copied; `keeps` says whether the forward that runs now is captured.
     """
 
     def __init__(

@@ -18,26 +18,14 @@ _SCORES_AT_ONCE = 2**26
 
 @dataclass(frozen=True)
 class FlexCall:
-    """One call of FlexAttention, by the arguments of its operator.
+    """One call of FlexAttention, by the arguments of its operator."""
 
-    Attributes:
-        query: ``(b, H, q, width)``.
-        key: ``(b, key heads, k, width)``.
-        value: ``(b, key heads, k, d_v)``.
-        score_mod: changes scores: ``score_mod(score, b, h, q, k, *buffers)``.
-        block_mask: what the call was given; its last item is ``mask_mod(b, h, q, k, *buffers)``.
-        scale: what products of queries and keys are multiplied by.
-        kernel_options: not used.
-        score_buffers: tensors that `score_mod` reads.
-        mask_buffers: tensors that ``mask_mod`` reads.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    score_mod: Any
-    block_mask: Any
-    scale: float
+    query: Tensor  # ``(b, H, q, width)``
+    key: Tensor  # ``(b, key heads, k, width)``
+    value: Tensor  # ``(b, key heads, k, d_v)``
+    score_mod: Any  # changes scores: ``score_mod(score, b, h, q, k, *buffers)``
+    block_mask: Any  # its last item is ``mask_mod(b, h, q, k, *buffers)``
+    scale: float  # what products of queries and keys are multiplied by
     kernel_options: Any = None
     score_buffers: tuple[Any, ...] = ()
     mask_buffers: tuple[Any, ...] = ()
@@ -48,17 +36,7 @@ class FlexCall:
         return "" if self.score_mod is identity else str(getattr(self.score_mod, "__name__", "score_mod"))
 
     def visible(self, queries: Tensor, keys: Tensor, *, batch: int | None = None, heads: int | None = None) -> Tensor:
-        """Evaluate the mask on a grid.
-
-        Args:
-            queries: ``(q,)``, positions of queries.
-            keys: ``(k,)``, positions of keys.
-            batch: how many of the first sequences; all by default.
-            heads: how many of the first heads; all by default.
-
-        Returns:
-            ``(batch, heads, q, k)``, true where a query sees a key.
-        """
+        """Return ``(batch, heads, q, k)``, true where a query sees a key, of some positions, sequences and heads."""
         b, h = (self._range(size) for size in (batch or len(self.query), heads or self.query.shape[1]))
         is_visible = vmap(self.block_mask[-1], prefix=(), suffix=(None,) * len(self.mask_buffers))
         with TransformGetItemToIndex():

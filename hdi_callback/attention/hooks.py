@@ -12,10 +12,6 @@ class Hook:
     """Calls a method of its owner; a copy of it, or one without its owner, does nothing.
 
     Nor does it within compiled code and within transforms of `torch.func`, which would record what is computed.
-
-    Args:
-        owner: the object.
-        method: name of its method.
     """
 
     def __init__(self, owner: Any = None, method: str = "") -> None:

@@ -89,17 +89,11 @@ def _come(operator: Any, mode: TorchDispatchMode, *args: Any, **kwargs: Any) -> 
 
 @dataclass(frozen=True)
 class Compiler:
-    """How dynamo calls compiled code.
+    """How dynamo calls compiled code."""
 
-    Attributes:
-        frames: its module that holds ``_stance``, which every call of compiled code asks.
-        wrapper: the code of what `torch.compile` returns; it has ``fn``, ``args`` and ``kwargs``.
-        first: the attribute of a stance that it asks for first: ``"stance"`` before torch 2.8.
-    """
-
-    frames: Any
-    wrapper: CodeType
-    first: str
+    frames: Any  # its module that holds ``_stance``, which every call of compiled code asks
+    wrapper: CodeType  # of what `torch.compile` returns; it has ``fn``, ``args`` and ``kwargs``
+    first: str  # the attribute of a stance that it asks for first: "stance" before torch 2.8
 
     def skip_compiling(self, *functions: Any) -> None:
         """Keep dynamo from compiling functions of ours: before torch 2.8 it traces them while it asks for a stance."""

@@ -19,14 +19,7 @@ __all__ = ["gathered_heads", "group_of_heads", "over_all_ranks"]
 def over_all_ranks(survey: Survey, model: nn.Module) -> Survey:
     """Return layers with the heads of all ranks where each computes some: the union, in the order of ranks.
 
-    A collective call, if the model has parameters that are DTensors.
-
-    Args:
-        survey: what this rank has found; its rows are numbered as those of the whole parameters.
-        model: the model.
-
-    Returns:
-        The same layers with the heads of all ranks.
+    A collective call, if the model has parameters that are DTensors. Rows are numbered as those of whole parameters.
     """
     spread: list[Any] = [parameter for parameter in model.parameters() if is_sharded(parameter)]
     meshes = dict.fromkeys(parameter.device_mesh for parameter in spread)
@@ -90,13 +83,9 @@ def _with_heads(layer: AttentionLayer, heads: list[Any]) -> AttentionLayer:
 
 
 def gathered_heads(outputs: Mapping[str, tuple[AttentionLayer, Tensor | None]]) -> dict[str, Tensor | None]:
-    """Gather the head outputs of layers of which each rank computes some heads: a collective call.
+    """Return ``(tokens, H, d_v)`` of each layer whose heads are spread, `None` if a rank has none: a collective call.
 
-    Args:
-        outputs: layer name -> the layer, and ``(tokens, heads of this rank, d_v)``, or `None` if there are none.
-
-    Returns:
-        Layer name -> ``(tokens, H, d_v)``, of layers whose heads are spread; `None` if a rank has none.
+    Of each layer `outputs` has ``(tokens, heads of this rank, d_v)``, or `None` if there are none.
     """
     groups: dict[Any, list[str]] = {}
     for name, (layer, _) in outputs.items():

@@ -38,47 +38,32 @@ from hdi_callback.guard import describe, without_modes
 __all__ = ["Capture", "Captured"]
 
 Rows = Callable[..., Any]
+"""Makes numbers of sampled rows of attention of some layers that are alike, one item for each layer.
+
+``rows(logits, weights, positions=, visible=)`` with logits and weights ``(layers, b, H, q, k)`` in float32, the
+positions ``(q,)`` of the queries, and `visible` boolean of the shape of the weights.
+"""
 
 
 @dataclass
 class Captured:
-    """Tensors of one layer from the forwards of one step, detached, and why some are absent.
+    """Tensors of one layer from the forwards of one step, detached, and why some are absent."""
 
-    Attributes:
-        outputs: ``(tokens, H, d_v)``.
-        valid: ``(tokens,)``, false of padding among `outputs`; `None` if all count.
-        rows: what the function `rows` returned, one item for each time that the attention ran.
-        inputs: ``(tokens, d)``, what the keys are made of.
-        inputs_valid: ``(tokens,)``, false of padding among `inputs`; `None` if all count.
-        reasons: ``"outputs"``, ``"rows"``, ``"inputs"`` -> why it is absent; ``"padding"`` -> a mask that was seen and
-            could not be used.
-        failed: those of them that this rank has and could not read.
-    """
-
-    outputs: Tensor | None = None
-    valid: Tensor | None = None
-    rows: list[Any] = field(default_factory=list)
-    inputs: Tensor | None = None
-    inputs_valid: Tensor | None = None
+    outputs: Tensor | None = None  # ``(tokens, H, d_v)``
+    valid: Tensor | None = None  # ``(tokens,)``, false of padding among `outputs`; `None` if all count
+    rows: list[Any] = field(default_factory=list)  # of each time that the attention ran, what the function made of it
+    inputs: Tensor | None = None  # ``(tokens, d)``, what the keys are made of
+    inputs_valid: Tensor | None = None  # ``(tokens,)``, as `valid`
+    # "outputs", "rows", "inputs" -> why it is absent; "padding" -> a mask that was seen and could not be used.
     reasons: dict[str, str] = field(default_factory=dict)
-    failed: frozenset[str] = frozenset()
+    failed: frozenset[str] = frozenset()  # those of them that this rank has and could not read
 
 
 class Capture:
     """Captures the forwards of armed steps.
 
-    Args:
-        model: the model.
-        layers: its attention layers.
-        calls: shows calls of the model from outside.
-        max_tokens: largest number of tokens kept of a layer.
-        padding: how padding is known, see `PaddingChoice`.
-        rows: makes numbers of sampled rows of attention of some layers that are alike: ``rows(logits, weights,
-            positions=, visible=)`` with logits and weights ``(layers, b, H, q, k)`` in float32, the positions ``(q,)``
-            of the queries, and `visible` boolean of the shape of the weights; gives one item for each layer. `None` if
-            rows are not wanted.
-        inputs: capture the tokens that keys are made of.
-        max_rows: largest number of queries of one attention, over all sequences.
+    At most `max_tokens` tokens of a layer are kept, and `max_rows` queries of one attention, over all sequences; with
+    `inputs` also the tokens that keys are made of.
     """
 
     def __init__(

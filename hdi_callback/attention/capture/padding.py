@@ -37,15 +37,10 @@ _LONGEST_PREFIX = 8  # tokens of a class, of registers, that masks may leave out
 
 @dataclass(frozen=True)
 class TokenMask:
-    """The padding among some tokens, as far as masks show it.
+    """The padding among some tokens, as far as masks show it."""
 
-    Attributes:
-        padded: ``(batch, length)`` as the tokens, true where one is padding; `None` if nothing says that there is any.
-        doubt: a mask that was seen and does not fit the tokens, in words.
-    """
-
-    padded: Tensor | None = None
-    doubt: str | None = None
+    padded: Tensor | None = None  # as the tokens, true where one is padding; `None` if nothing says that there is any
+    doubt: str | None = None  # a mask that was seen and does not fit the tokens, in words
 
 
 def find_padding(
@@ -56,17 +51,10 @@ def find_padding(
     hidden_keys: Tensor | None = None,
     calls: Sequence[ModuleCall] | None = None,
 ) -> TokenMask:
-    """Return which tokens of a running call are padding.
+    """Return which tokens of a running call, of a shape ``(batch, length)`` or another, are padding.
 
-    Args:
-        shape: ``(batch, length)`` of the tokens, or more or fewer dimensions.
-        choice: how padding is known.
-        layer: name of the attention layer, by which encoders and decoders are told apart.
-        hidden_keys: ``(batch, keys)``, true where the attention has hidden a key from every query.
-        calls: the running calls, if they are known.
-
-    Returns:
-        What is known.
+    By the name of the layer encoders and decoders are told apart; `hidden_keys` is true where the attention has hidden
+    a key from every query.
     """
     if choice is None:
         return TokenMask()

@@ -67,29 +67,17 @@ _STACKED = ("logits", "weights", "query", "key", "mask", "padded")  # of a `Core
 
 @dataclass(frozen=True)
 class CoreSample:
-    """Sampled rows of one attention, or of several that are alike, stacked in front.
+    """Sampled rows of one attention, or of several that are alike, stacked in front."""
 
-    Attributes:
-        positions: ``(q,)``, of the queries among all.
-        logits: ``(b, H, q, k)`` float32, as they enter the softmax, where it is written out.
-        weights: ``(b, H, q, k)`` float32, as they leave it, before dropout.
-        query: ``(b, H, q, width)`` float32, where attention is one operation.
-        key: ``(b, key heads, k, width)`` float32.
-        scale: what their products are multiplied by.
-        mask: ``(b, H, q, k)``, added to them, or true where a key is seen.
-        later: ``(q, k)``, true of keys that are behind a query, and so are not seen.
-        padded: ``(b, q)``, queries that are padding; `None` for none.
-    """
-
-    positions: Tensor
-    logits: Tensor | None = None
-    weights: Tensor | None = None
-    query: Tensor | None = None
-    key: Tensor | None = None
-    scale: float = 1.0
-    mask: Tensor | None = None
-    later: Tensor | None = None
-    padded: Tensor | None = None
+    positions: Tensor  # ``(q,)``, of the queries among all
+    logits: Tensor | None = None  # ``(b, H, q, k)`` float32, as they enter the softmax, where it is written out
+    weights: Tensor | None = None  # ``(b, H, q, k)`` float32, as they leave it, before dropout
+    query: Tensor | None = None  # ``(b, H, q, width)`` float32, where attention is one operation
+    key: Tensor | None = None  # ``(b, key heads, k, width)`` float32
+    scale: float = 1.0  # what their products are multiplied by
+    mask: Tensor | None = None  # ``(b, H, q, k)``, added to them, or true where a key is seen
+    later: Tensor | None = None  # ``(q, k)``, true of keys that are behind a query, and so are not seen
+    padded: Tensor | None = None  # ``(b, q)``, queries that are padding; `None` for none
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -138,14 +126,7 @@ class CoreSample:
 
 
 class Reader(Mode):
-    """Hands samples of attention to a sink while it is entered.
-
-    Args:
-        names: module -> dotted name, as sites call them.
-        layers: the layers, with their sites.
-        sink: takes what is read.
-        max_rows: largest number of queries of one attention, over all sequences.
-    """
+    """Hands samples of the attention of layers to a sink while it is entered, of at most `max_rows` queries each."""
 
     def __init__(
         self,
