@@ -95,7 +95,7 @@ class BeforeCompiledCalls(_Stance):
         if attribute != dynamo.first:
             self._has_told.thread = False
             return
-        frame = next((frame for frame in islice(running_frames(), 4) if frame.f_code is dynamo.wrapper), None)
+        frame = next((frame for frame in islice(running_frames(), 6) if frame.f_code is dynamo.wrapper), None)
         if frame is None or (attribute == "stance" and getattr(self._has_told, "thread", False)):
             return  # older releases ask for the stance several times
         self._has_told.thread = True

@@ -143,7 +143,7 @@ class Reader(Mode):
         # Of layers: how to read what the node behind their outputs saves, and what the last fused attention received.
         self._shown: dict[str, Site] = {}
         self._received: dict[str, tuple[Site, tuple[Any, ...]]] = {}
-        self._views: dict[Any, _SampledViews] = {}
+        self._views: dict[Any, tuple[_Sampled, _View, _View]] = {}
         self.begin()
 
     def look_again(self) -> None:
@@ -228,11 +228,10 @@ class Reader(Mode):
         if self._sink.wants_outputs(layer.name):
             self._waiting[_memory(out)] = layer, how, out.numel() // out.shape[how.keys], out
         logits, weights = (_arranged(tensor.movedim(how.keys, -1), how.rows, how) for tensor in (scores, out))
-        hidden = logits[:, 0].amax(1) <= _SEEN
-        sequences, queries = self._sample(logits.shape[0], logits.shape[2])
-        few, of_few = (_copied(tensor[sequences][:, :, queries]) for tensor in (logits, weights))
-        sample = CoreSample(self._place_in(logits, queries)[0], few, of_few)
-        self._hand_over(layer, sample, _batch_and_queries(logits), sequences, queries, hidden)
+        sampled, hidden = self._sampled(logits), logits[:, 0].amax(1) <= _SEEN
+        positions, _ = self._place(sampled, logits.shape[3], logits.device)
+        sample = CoreSample(positions, _copied(sampled.rows(logits)), _copied(sampled.rows(weights)))
+        self._hand_over(layer, sample, sampled, hidden)
 
     def show(self, layer: AttentionLayer, outputs: Tensor) -> None:
         """Compare queries and keys that the mode read with those that autograd saved; trust these if equal."""
@@ -255,28 +254,27 @@ class Reader(Mode):
 
     def _read_fused(self, layer: AttentionLayer, how: Site, received: Mapping[str, Any], out: Any) -> None:
         query, key, mask = received["query"], received["key"], received.get("attn_mask", received.get("attn_bias"))
-        views = self._sampled_views(query, key, how)
-        sequences, queries = views.sequences, views.queries
+        sampled, view_query, view_key = self._views_of(query, key, how)
         hidden = None
-        positions, is_later = self._place(views.shape[1], queries, key.shape[-2], query.device)
+        positions, is_later = self._place(sampled, key.shape[-2], query.device)
         if mask is not None:
             mask = _arranged(mask.expand(*query.shape[:-1], key.shape[-2]), how.rows, how)
             of_first = mask[:, 0]
             hidden = (~of_first if mask.dtype == torch.bool else of_first <= _SEEN).all(1)
-            mask = mask[sequences][:, :, queries].clone()
+            mask = sampled.rows(mask).clone()
         sample = CoreSample(
             positions,
-            query=_copied(views.query(query)),
-            key=_copied(views.key(key)),
+            query=_copied(view_query(query)),
+            key=_copied(view_key(key)),
             scale=query.shape[-1] ** -0.5 if received["scale"] is None else received["scale"],
             mask=mask,
             later=is_later if received.get("is_causal") else None,
         )
-        self._hand_over(layer, sample, views.shape, sequences, queries, hidden)
+        self._hand_over(layer, sample, sampled, hidden)
         if self._sink.wants_outputs(layer.name):
             self._hand_outputs(layer, how, out[0] if isinstance(out, (tuple, list)) else out)
 
-    def _sampled_views(self, query: Tensor, key: Tensor, how: Site) -> _SampledViews:
+    def _views_of(self, query: Tensor, key: Tensor, how: Site) -> tuple[_Sampled, _View, _View]:
         """Return how to view the sampled rows of queries and keys; found once for each geometry."""
         geometry = query.shape, query.stride(), key.shape, key.stride(), how
         if geometry not in self._views:
@@ -284,46 +282,34 @@ class Reader(Mode):
             groups = how.heads // (math.prod(key.shape[:-2]) // whole.shape[0])
             if how.order and groups > 1:
                 raise ValueError("grouped heads in another order")
-            of_keys = replace(how, heads=how.heads // groups, order=())
-            sequences, queries = self._sample(whole.shape[0], query.shape[-2])
+            of_keys, sampled = replace(how, heads=how.heads // groups, order=()), self._sampled(whole)
             if len(self._views) == _MOST_VIEWS:
                 self._views.clear()
-            self._views[geometry] = _SampledViews(
-                (whole.shape[0], whole.shape[2]),
-                sequences,
-                queries,
-                _replayed(query, lambda x: _arranged(x, how.rows, how)[sequences][:, :, queries]),
-                _replayed(key, lambda x: _arranged(x, how.rows, of_keys)[sequences]),
+            self._views[geometry] = (
+                sampled,
+                _replayed(query, lambda x: sampled.rows(_arranged(x, how.rows, how))),
+                _replayed(key, lambda x: _arranged(x, how.rows, of_keys)[sampled.sequences]),
             )
         return self._views[geometry]
 
     def _read_flex(self, layer: AttentionLayer, how: Site, call: FlexCall, out: Tensor) -> None:
-        query = call.query
-        sequences, queries = self._sample(query.shape[0], query.shape[2])
-        positions = self._place(query.shape[2], queries, call.key.shape[2], query.device)[0]
+        sampled = self._sampled(call.query)
+        positions, _ = self._place(sampled, call.key.shape[2], call.query.device)
         sample = CoreSample(
             positions,
-            logits=call.logits(positions)[sequences].float(),
-            query=_copied(query[sequences][:, :, queries]),
-            key=_copied(call.key.expand(len(query), *call.key.shape[1:])[sequences]),
+            logits=call.logits(positions)[sampled.sequences].float(),
+            query=_copied(sampled.rows(call.query)),
+            key=_copied(call.key.expand(len(call.query), *call.key.shape[1:])[sampled.sequences]),
         )
-        self._hand_over(layer, sample, _batch_and_queries(query), sequences, queries, None)
+        self._hand_over(layer, sample, sampled, None)
         if self._sink.wants_outputs(layer.name):
             self._sink.take_outputs(layer.name, out.transpose(1, 2)[..., : layer.value_dim])
 
-    def _hand_over(
-        self,
-        layer: AttentionLayer,
-        sample: CoreSample,
-        shape: tuple[int, int],
-        sequences: slice,
-        queries: slice,
-        hidden: Any,
-    ) -> None:
-        padded = self._sink.padded_queries(layer.name, shape, hidden)
+    def _hand_over(self, layer: AttentionLayer, sample: CoreSample, sampled: _Sampled, hidden: Any) -> None:
+        padded = self._sink.padded_queries(layer.name, sampled.shape, hidden)
         if padded is not None:
-            sample = replace(sample, padded=padded[sequences][:, queries].to(sample.positions.device))
-        self._sink.take_rows(layer.name, sample)
+            padded = padded[sampled.sequences][:, sampled.queries].to(sample.positions.device)
+        self._sink.take_rows(layer.name, replace(sample, padded=padded))
 
     def _follow(self, func: Any, args: Any, out: Any) -> None:
         """Follow weights through dropout, casts and copies, to the product with values."""
@@ -352,37 +338,40 @@ class Reader(Mode):
         except Exception as error:
             self._sink.fail(layer.name, f"its head outputs cannot be read ({describe(error)})")
 
-    def _place(self, size: int, queries: slice, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Positions of sampled queries, and which keys are later; layers of a step share them."""
-        key = size, queries.start, queries.step, keys, device
-        if key not in self._places:
-            positions = torch.arange(size, device=device)[queries]
-            self._places[key] = positions, torch.arange(keys, device=device) > positions[:, None]
-        return self._places[key]
+    def _place(self, sampled: _Sampled, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return positions of sampled queries, and which keys are later; layers of a step share them."""
+        place = sampled.shape[1], sampled.queries.start, sampled.queries.step, keys, device
+        if place not in self._places:
+            positions = torch.arange(sampled.shape[1], device=device)[sampled.queries]
+            self._places[place] = positions, torch.arange(keys, device=device) > positions[:, None]
+        return self._places[place]
 
-    def _place_in(self, scores: Tensor, queries: slice) -> tuple[Tensor, Tensor]:
-        return self._place(scores.shape[2], queries, scores.shape[3], scores.device)
-
-    def _sample(self, sequences: int, queries: int) -> tuple[slice, slice]:
-        """Return slices of sequences and queries, the same at each step: other samples would look like changes."""
+    def _sampled(self, rows: Tensor) -> _Sampled:
+        """Return which sequences and queries are sampled, the same at each step: others would look like changes."""
+        sequences, queries = rows.shape[0], rows.shape[2]
         by_sequence = max(1, math.ceil(sequences / min(_MOST_SEQUENCES, self._max_rows)))
         each = max(1, self._max_rows // max(1, math.ceil(sequences / by_sequence)))
         by_query = max(1, math.ceil(queries / each))
-        return slice(0, None, by_sequence), slice(by_query // 2, None, by_query)
+        return _Sampled((sequences, queries), slice(0, None, by_sequence), slice(by_query // 2, None, by_query))
 
 
 @dataclass(frozen=True)
-class _SampledViews:
-    """How queries and keys of one geometry are viewed: the rows that are sampled of them."""
+class _Sampled:
+    """Which rows of an attention are sampled."""
 
     shape: tuple[int, int]  # sequences and queries
     sequences: slice
     queries: slice
-    query: Callable[[Tensor], Tensor]
-    key: Callable[[Tensor], Tensor]
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Return them of ``(b, H, q, ...)``."""
+        return x[self.sequences][:, :, self.queries]
 
 
-def _replayed(x: Tensor, view: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+_View = Callable[[Tensor], Tensor]
+
+
+def _replayed(x: Tensor, view: _View) -> _View:
     """Return a function that views tensors of the geometry of `x` in one call; `view` itself where it copies."""
     viewed = view(x)
     if _memory(viewed) != _memory(x):
@@ -430,10 +419,6 @@ def _identity(received: Mapping[str, Any]) -> tuple[Any, ...]:
         (value.data_ptr(), value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value
         for value in values
     )
-
-
-def _batch_and_queries(rows: Tensor) -> tuple[int, int]:
-    return rows.shape[0], rows.shape[2]
 
 
 def _copied(x: Tensor) -> Tensor:
