@@ -62,7 +62,9 @@ def nothing_remains(model: nn.Module, *roots: Any, is_training: bool = False) ->
             )
         stack.callback(state.put_back)
         stack.callback(tensors.put_back)
-        for context in (tensors, _autocast_cache_off(), _SETTINGS_OFF, _shards_kept(model)):
+        # No weight that is cast without autograd may be found in the cache by the forward that trains.
+        stack.callback(torch.clear_autocast_cache)
+        for context in (tensors, _SETTINGS_OFF, _shards_kept(model)):
             stack.enter_context(context)
         was_extra, _here.is_extra = getattr(_here, "is_extra", False), True
         stack.callback(setattr, _here, "is_extra", was_extra)
@@ -83,18 +85,6 @@ def _default_generators() -> list[Any]:
     if torch.backends.mps.is_available():
         generators.append(torch.mps._get_default_mps_generator())
     return [*generators, np.random.mtrand._rand]
-
-
-@contextmanager
-def _autocast_cache_off() -> Iterator[None]:
-    """No weight that is cast without autograd may be found in the cache by the forward that trains."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-        torch.clear_autocast_cache()  # an autocast that was made earlier, as accelerate does, switches its own cache on
 
 
 class _SettingsOff:

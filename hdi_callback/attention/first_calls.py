@@ -30,6 +30,7 @@ from hdi_callback.attention.extra_forward import (
     nothing_remains,
 )
 from hdi_callback.attention.hooks import Hook
+from hdi_callback.attention.kept_state import content
 from hdi_callback.attention.layer import Refusal, Survey
 from hdi_callback.attention.sharding import over_all_ranks
 from hdi_callback.attention.tape import Tape
@@ -92,21 +93,16 @@ class _Here(threading.local):
 class FirstCalls:
     """Waits for the first call of a model, or of its parts, and in armed steps for calls that are compiled.
 
+    Where the model's own forward is not called, as that of many a LightningModule, its outermost modules that are
+    called take its place, each in its own first call; parts that run only later likewise.
+
     Args:
-        model: the model. Where its own forward is not called, as that of many a LightningModule, its outermost modules
-            that are called take its place, each in its own first call; parts that run only later likewise.
-        on_found: takes what the first call of a part has shown. It is called once more where another part is called
-            first, and never with nothing, unless a forward failed: then `refused` says why. `None` if heads are known.
+        model: the model.
+        on_found: takes what a first call has shown, never nothing: `refused` says if it failed. `None` if heads are
+            known.
         read_tape: returns the layers that a call which was written down shows; needed where calls are not recorded.
         record: makes what records a call while it runs; `None` to run each first call once more.
         may_agree: whether all ranks see the same part for the first time now, so that they may put heads together.
-
-    Attributes:
-        calls: calls that trained and were looked at.
-        is_called: whether a call that autograd records has happened in this armed step.
-        on_called: called once when it happens: after an eager call, right before a compiled one.
-        loss: the loss that its output has, as those of transformers do; `None` if it has none.
-        tapes: calls of this armed step that were written down.
     """
 
     def __init__(
@@ -131,12 +127,12 @@ class FirstCalls:
         self._called: set[nn.Module] = set()
         self._unseen: dict[nn.Module, set[nn.Module]] = {}  # of compiled entries: what has not run in their calls
         self._kinds: set[type[nn.Module]] = set()  # of modules whose attention was found
-        self.calls = self._failures = 0
+        self.calls = self._failures = 0  # that trained and were looked at; that failed
         self._has_failed = False  # the last forward that ran once more
         self.is_called = self._is_paused = self._is_reporting = False
-        self.loss: torch.Tensor | None = None
-        self.on_called: Callable[[], None] | None = None
-        self.tapes: list[Tape] = []
+        self.on_called: Callable[[], None] | None = None  # once after an eager call, right before a compiled one
+        self.loss: torch.Tensor | None = None  # that the output of an armed call has, as those of transformers do
+        self.tapes: list[Tape] = []  # calls of this armed step that were written down
         self._on_again: OnAgain | None = None
         self._on_compiled: Callable[[nn.Module], None] | None = None
         self._install()
@@ -487,7 +483,7 @@ class FirstCalls:
     def _reaches(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a function has a module of the model at hand: nothing else runs twice, such as an optimizer."""
         own = getattr(function, "__func__", function)
-        cells = [cell.cell_contents for cell in getattr(own, "__closure__", None) or () if _is_filled(cell)]
+        cells = [item for cell in getattr(own, "__closure__", None) or () for item in content(cell, "cell_contents")]
         code, names = getattr(own, "__code__", None), getattr(own, "__globals__", {})
         globals_used = [names[name] for name in (code.co_names if code is not None else ()) if name in names]
         near = [getattr(function, "__self__", None), *cells, *globals_used, *args, *kwargs.values()]
@@ -535,14 +531,6 @@ def _shows_nothing(module: nn.Module, inputs: Any) -> bool:
     with torch._C.DisableTorchFunction():  # modes of the user's see nothing of it
         is_empty = any(leaf.numel() == 0 for leaf in tree_leaves(inputs) if type(leaf) is Tensor)
         return is_empty or any(nn.parameter.is_lazy(parameter) for parameter in module.parameters())
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 def take_off(mode: Any) -> None:

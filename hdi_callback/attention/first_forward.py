@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from hdi_callback.attention.calls import ModuleCall, running_calls
 from hdi_callback.attention.capture.capture import Capture, Sample, given_to
 from hdi_callback.attention.capture.padding import PaddingChoice, TokenMask, find_padding
-from hdi_callback.attention.capture.reader import KINDS, PRODUCTS, Aside, CoreSample, Reader
+from hdi_callback.attention.capture.reader import KINDS, PRODUCTS, CoreSample, Reader, aside
 from hdi_callback.attention.discovery.find import OnRead, TapeReader, survey_tape
 from hdi_callback.attention.discovery.sites import is_recognised, site_of
 from hdi_callback.attention.dtensors import is_sharded
@@ -97,14 +97,14 @@ class FirstForward:
             return
         if is_sharded(tensor):
             return
-        with Aside():
+        with aside():
             mask = find_padding(tuple(tensor.shape[:-1]), self._padding, layer=self._paths.get(module, ""))
         is_kept = (
             all(parameter.requires_grad for parameter in weights) and torch.is_grad_enabled() and not has_saving_hooks()
         )
         tokens: Tensor | Sample = tensor
         if not is_kept and tensor.shape[-1] in weights[0].shape:
-            with Aside():
+            with aside():
                 tokens = Sample.of(tensor, self._max_tokens, mask.padded)
         self._inputs.setdefault(module, []).append((tokens, tensor._version if is_kept else 0, mask))
 
@@ -219,7 +219,7 @@ class FirstForward:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    with Aside(), torch.device("cpu"), warnings.catch_warnings():
+    with aside(), torch.device("cpu"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 

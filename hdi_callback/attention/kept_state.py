@@ -28,7 +28,7 @@ from hdi_callback.attention.releases import Mode, arguments_of
 from hdi_callback.attention.tape import tensors_in, written_tensors
 from hdi_callback.guard import describe
 
-__all__ = ["KeptState", "KeptTensors"]
+__all__ = ["KeptState", "KeptTensors", "content"]
 
 # Objects of these packages are the training around a forward, or torch's own machinery, which looks after itself.
 _NOT_ENTERED = (
@@ -107,16 +107,10 @@ class KeptState:
 
     Containers, attributes and slots, those of classes, closures, global names that the user's forwards use, arrays
     and generators of random numbers are restored. Iterators that can be copied are replaced by copies meanwhile.
-
-    Args:
-        roots: modules, and arguments of their calls.
-
-    Attributes:
-        beyond: what was met and could not be put back if it changed, in words.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
-        self.beyond: set[str] = set()
+        self.beyond: set[str] = set()  # what was met and could not be put back if it changed, in words
         self._met: dict[int, Any] = {}  # kept alive, so that no number is used again
         self._undo: list[Callable[[], object]] = []
         self._stack: list[Any] = list(roots)
@@ -226,46 +220,37 @@ class KeptState:
 
         self._list(lambda: list(value.items()), restore, functools.partial(dict.__setitem__, value))
 
-    def _list_named(
-        self, read: Callable[[], _Items], write: Callable[[Any, Any], object], delete: Callable[[Any], object]
-    ) -> None:
-        """List items of what is no container: attributes of classes, slots, closures, global names."""
+    def _list_named(self, holder: Any, names: Callable[[], Iterable[str]]) -> None:
+        """List attributes of what has no dict of them: of classes and modules, slots, what a closure holds."""
+        kind: Any = type if isinstance(holder, type) else object
+
+        def read() -> _Items:
+            return [(name, item) for name in names() for item in content(holder, name)]
 
         def restore(now: _Items, before: _Items) -> None:
             held = dict(now)
             for name in held.keys() - dict(before).keys():
-                delete(name)
+                kind.__delattr__(holder, name)
             for name, item in before:
                 if name not in held or held[name] is not item:
-                    write(name, item)
+                    kind.__setattr__(holder, name, item)
 
-        self._list(read, restore, write)
+        self._list(read, restore, functools.partial(kind.__setattr__, holder))
 
     def _list_function(self, value: types.FunctionType) -> None:
-        cells = value.__closure__ or ()
-        self._list_named(
-            lambda: [(at, item) for at, cell in enumerate(cells) for item in _filled(lambda: cell.cell_contents)],  # noqa: B023
-            lambda at, item: setattr(cells[at], "cell_contents", item),
-            lambda at: delattr(cells[at], "cell_contents"),
-        )
+        for cell in value.__closure__ or ():
+            self._list_named(cell, lambda: ["cell_contents"])
         self._stack += [value.__defaults__, value.__kwdefaults__, vars(value)]
-        if _is_users(value.__module__):
-            names = _names_in(value.__code__)
-            modules = [value.__globals__.get(name) for name in names]
-            own = [vars(module) for module in modules if isinstance(module, types.ModuleType)]
-            for space in (value.__globals__, *(each for each in own if _is_users(each["__name__"]))):
-                read = functools.partial(_used_names, space, names)
-                self._list_named(read, space.__setitem__, space.__delitem__)
+        names = _names_in(value.__code__) if _is_users(value.__module__) else ()
+        for module in (sys.modules.get(value.__module__), *map(value.__globals__.get, names)):
+            if names and isinstance(module, types.ModuleType) and _is_users(module.__name__):
+                self._list_named(module, functools.partial(_data_in, module, names))
 
     def _list_class(self, value: type) -> None:
         """List attributes of a class, and what the methods of a user's class use."""
         if value.__module__ == "builtins" or _is_not_entered(value.__module__):
             return
-        self._list_named(
-            lambda: [(name, item) for name, item in vars(value).items() if _is_data(name, item)],
-            functools.partial(setattr, value),
-            functools.partial(delattr, value),
-        )
+        self._list_named(value, functools.partial(_data_in, value))
         if _is_users(value.__module__):
             self._stack += [function for item in vars(value).values() for function in _functions_in(item)]
         self._stack += value.__bases__
@@ -282,18 +267,13 @@ class KeptState:
             return
         self._stack.append(kind)
         if slots := _slots_of(kind):
-            self._list_named(
-                lambda: [(slot, item) for slot in slots for item in _filled(lambda: slot.__get__(value))],  # noqa: B023
-                lambda slot, item: slot.__set__(value, item),
-                lambda slot: slot.__delete__(value),
-            )
+            self._list_named(value, lambda: slots)
 
     def _list_tensor(self, value: Tensor) -> None:
         """List what no operation shows: the memory behind `.data`, the gradient, and hooks."""
         if is_sharded(value) or not value.is_leaf or (address := _address(value)) is None:
             return
-        before, names = value.detach(), ("grad", "_backward_hooks", "requires_grad")
-        late = getattr(value, "_post_accumulate_grad_hooks", None)
+        before, late = value.detach(), getattr(value, "_post_accumulate_grad_hooks", None)
 
         def undo() -> None:
             if _address(value) != address and before.shape == value.shape:
@@ -302,8 +282,7 @@ class KeptState:
                 value._post_accumulate_grad_hooks.clear()
 
         self._undo.append(undo)
-        read = lambda: [(name, getattr(value, name)) for name in names]  # noqa: E731
-        self._list_named(read, functools.partial(setattr, value), functools.partial(delattr, value))
+        self._list_named(value, lambda: ("grad", "_backward_hooks", "requires_grad"))
 
 
 def _is_other(now: Any, before: Any) -> bool:
@@ -314,35 +293,34 @@ def _flat(items: _Items) -> Iterator[Any]:
     return (part for item in items for part in item)
 
 
-def _filled(read: Callable[[], Any]) -> list[Any]:
-    """Return the content of a slot or a cell, if it has any."""
+def content(holder: Any, name: str) -> list[Any]:
+    """Return what an attribute holds, if it holds anything."""
     try:
-        return [read()]
-    except (AttributeError, ValueError):
+        return [getattr(holder, name)]
+    except (AttributeError, ValueError):  # an empty slot, an empty cell
         return []
 
 
 @functools.lru_cache(maxsize=4096)
-def _slots_of(kind: Any) -> list[types.MemberDescriptorType]:
+def _slots_of(kind: Any) -> list[str]:
     bases = (base for base in kind.__mro__ if "__slots__" in vars(base) and not _is_not_entered(base.__module__))
-    return [slot for base in bases for slot in vars(base).values() if isinstance(slot, types.MemberDescriptorType)]
+    return [slot for base in bases for slot, item in vars(base).items() if isinstance(item, types.MemberDescriptorType)]
 
 
-def _is_data(name: str, item: Any) -> bool:
-    """Whether an attribute of a class is neither Python's own nor a descriptor."""
-    return not name.startswith("__") and not isinstance(item, types.FunctionType) and not hasattr(item, "__get__")
+def _data_in(holder: Any, names: Iterable[str] | None = None) -> list[str]:
+    """Return the names of a class or module, of all or of some, that are neither Python's own, modules nor methods."""
+    items = ((name, vars(holder).get(name)) for name in (list(vars(holder)) if names is None else names))
+    return [
+        name for name, item in items
+        if not name.startswith("__") and not isinstance(item, types.ModuleType)
+        and not (isinstance(holder, type) and hasattr(item, "__get__"))
+    ]  # fmt: skip
 
 
 def _names_in(code: types.CodeType) -> set[str]:
     """Return the names that a function uses, also in its comprehensions and lambdas."""
     nested = (part for part in code.co_consts if isinstance(part, types.CodeType))
     return set(code.co_names).union(*map(_names_in, nested))
-
-
-def _used_names(space: dict[str, Any], names: Iterable[str]) -> _Items:
-    """Return the global names that a function uses, but for modules."""
-    items = ((name, space[name]) for name in names if name in space)
-    return [(name, item) for name, item in items if not isinstance(item, types.ModuleType)]
 
 
 def _functions_in(item: Any) -> list[Any]:

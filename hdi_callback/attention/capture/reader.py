@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hdi_callback.attention.calls import running_module
 from hdi_callback.attention.dtensors import is_sharded
@@ -27,7 +27,7 @@ from hdi_callback.attention.flex import FLEX, FlexCall
 from hdi_callback.attention.layer import AttentionLayer, Site
 from hdi_callback.attention.releases import Mode, arguments_of, passed_on
 from hdi_callback.attention.tape import Tape
-from hdi_callback.guard import describe
+from hdi_callback.guard import describe, without_modes
 
 if TYPE_CHECKING:
     from hdi_callback.attention.capture.capture import Capture
@@ -202,7 +202,7 @@ class Reader(Mode):
             behind = rows if kind == _FUSED else ("bh", "q")
             how = replace(site, kind=kind, rows=rows, out=behind, keys=-1, flipped=False)
         try:
-            with Aside():
+            with aside():
                 if kind == _FLEX:
                     self._read_flex(layer, how, args[0], out[0])
                 elif kind == _FUSED:
@@ -327,7 +327,7 @@ class Reader(Mode):
                         self._waiting.setdefault(_memory(result), (layer, how, rows, result))
             elif rows in (tensor.numel() // tensor.shape[-1], tensor.numel() // tensor.shape[-2]):
                 self._waiting = {key: item for key, item in self._waiting.items() if item[0] is not layer}
-                with Aside():
+                with aside():
                     self._hand_outputs(layer, how, out.mT if how.flipped else out)
                 return
 
@@ -380,19 +380,11 @@ def _replayed(x: Tensor, view: _View) -> _View:
     return lambda x: x.as_strided(size, stride, x.storage_offset() + offset)
 
 
-class Aside:
-    """Compute where neither autograd nor autocast nor any mode or transform sees it."""
-
-    def __enter__(self) -> None:
-        self._autocast = torch._C._DisableAutocast()  # as long as it lives
-        self._within: Any = torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad()
-        for context in self._within:
-            context.__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        for context in reversed(self._within):
-            context.__exit__(*exception)
-        del self._autocast
+@contextmanager
+def aside() -> Iterator[None]:
+    """Compute where neither autograd nor autocast nor any mode or subclass of the user's sees it."""
+    with torch._C.DisableTorchFunction(), without_modes():
+        yield
 
 
 def _saved_behind(outputs: Tensor) -> dict[str, Any] | None:
