@@ -64,7 +64,7 @@ def nothing_remains(model: nn.Module, *roots: Any, is_training: bool = False) ->
         stack.callback(tensors.put_back)
         # No weight that is cast without autograd may be found in the cache by the forward that trains.
         stack.callback(torch.clear_autocast_cache)
-        for context in (tensors, _SETTINGS_OFF, _shards_kept(model)):
+        for context in (tensors, _settings_off(), _shards_kept(model)):
             stack.enter_context(context)
         was_extra, _here.is_extra = getattr(_here, "is_extra", False), True
         stack.callback(setattr, _here, "is_extra", was_extra)
@@ -87,34 +87,24 @@ def _default_generators() -> list[Any]:
     return [*generators, np.random.mtrand._rand]
 
 
-class _SettingsOff:
-    """Settings of the process are off while a thread is within: the last one puts them back.
+_LOCK = threading.RLock()
+
+
+@contextmanager
+def _settings_off() -> Iterator[None]:
+    """Switch off settings of the process, in one thread at a time.
 
     The fast path of torch's encoder would pack tokens; the real forward gives the same warnings, and where they are
     errors they would end this one.
     """
-
-    def __init__(self) -> None:
-        self._lock, self._count = threading.Lock(), 0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._count == 0:
-                self._fast_path, self._warnings = torch.backends.mha.get_fastpath_enabled(), warnings.catch_warnings()
-                torch.backends.mha.set_fastpath_enabled(False)
-                self._warnings.__enter__()
-                warnings.simplefilter("ignore")
-            self._count += 1
-
-    def __exit__(self, *exception: Any) -> None:
-        with self._lock:
-            self._count -= 1
-            if self._count == 0:
-                self._warnings.__exit__(None, None, None)
-                torch.backends.mha.set_fastpath_enabled(self._fast_path)
-
-
-_SETTINGS_OFF = _SettingsOff()
+    with _LOCK, warnings.catch_warnings():
+        before = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextmanager

@@ -96,13 +96,9 @@ class FirstCalls:
     Where the model's own forward is not called, as that of many a LightningModule, its outermost modules that are
     called take its place, each in its own first call; parts that run only later likewise.
 
-    Args:
-        model: the model.
-        on_found: takes what a first call has shown, never nothing: `refused` says if it failed. `None` if heads are
-            known.
-        read_tape: returns the layers that a call which was written down shows; needed where calls are not recorded.
-        record: makes what records a call while it runs; `None` to run each first call once more.
-        may_agree: whether all ranks see the same part for the first time now, so that they may put heads together.
+    `on_found` takes what a first call has shown, never nothing; it is `None` if heads are known. `record` makes what
+    records a call while it runs, `read_tape` returns the layers of one that ran once more. `may_agree` says whether all
+    ranks see the same part for the first time now, so that they may put heads together.
     """
 
     def __init__(
@@ -467,14 +463,14 @@ class FirstCalls:
                 handle.remove()
         if reached is None:
             return
-        entry = reached.module
-        if _shows_nothing(entry, (reached.args, reached.kwargs)):
+        entry, inputs, options = reached.args
+        if _shows_nothing(entry, (inputs, options)):
             self._uninstall(entry.modules())
             return
         self._within_compiled.add(entry)
         self._uninstall([entry])
         look = self._look_again if entry in self._awaited else self._again
-        look(entry, reached.args, reached.kwargs, is_recorded=is_recorded)
+        look(entry, inputs, options, is_recorded=is_recorded)
 
     def _reached(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._here.is_looking:
@@ -512,11 +508,7 @@ class FirstCalls:
 
 
 class _ReachedError(BaseException):
-    """A BaseException that ends the dry run of a compiled function once a module of the model is reached."""
-
-    def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        super().__init__()
-        self.module, self.args, self.kwargs = module, args, kwargs
+    """Ends the dry run of a compiled function at a module of the model, with its arguments."""
 
 
 def _may_be_called(module: nn.Module) -> bool:

@@ -67,7 +67,7 @@ class FirstForward:
         self._model, self._padding, self._max_tokens, self._on_read = model, padding, max_tokens, on_read
         self._paths = {module: name for name, module in model.named_modules()}
         self._reading = TapeReader(self.tape)
-        self._reader = Reader({}, [], self, 64)
+        self._reader = Reader({}, self, 64)
         self._held: _Held | None = None
         self._counts: Counter[str | None] = Counter()
         self._at: dict[tuple[str, int], int] = {}  # path and ordinal of a site -> the number of its step
@@ -207,7 +207,7 @@ class FirstForward:
             tensors.clear()
         self.tape.steps = []
         self.tape._on_step = self._held = None
-        self._reading, self._reader = TapeReader(self.tape), Reader({}, [], self, 64)
+        self._reading, self._reader = TapeReader(self.tape), Reader({}, self, 64)
 
     def _mask_of(self, tap: Any, mask: TokenMask) -> TokenMask:
         for site in tap.layer.sites if tap.what == "outputs" else ():

@@ -25,8 +25,5 @@ class Hook:
         owner = None if self._owner is None else self._owner()
         return None if owner is None else getattr(owner, self._method)(*args, **kwargs)
 
-    def __deepcopy__(self, memo: Any) -> Hook:
-        return Hook()
-
     def __reduce__(self) -> Any:
         return Hook, ()

@@ -15,7 +15,8 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -194,7 +195,8 @@ class KeptState:
 
         def undo() -> None:
             now = read()
-            if len(now) != len(before) or any(map(_is_other, _flat(now), _flat(before))):
+            pairs = zip(chain(*now), chain(*before))  # of names or places, and of items
+            if len(now) != len(before) or any(_is_other(*pair) for pair in pairs):
                 restore(now, before)
 
         self._undo.append(undo)
@@ -287,10 +289,6 @@ class KeptState:
 
 def _is_other(now: Any, before: Any) -> bool:
     return now is not before and not (type(now) is type(before) is int and now == before)
-
-
-def _flat(items: _Items) -> Iterator[Any]:
-    return (part for item in items for part in item)
 
 
 def content(holder: Any, name: str) -> list[Any]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hdi_callback.attention.dtensors import is_sharded
-from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Survey
+from hdi_callback.attention.layer import AttentionLayer, Survey
 
 __all__ = ["gathered_heads", "group_of_heads", "over_all_ranks"]
 
@@ -45,16 +45,12 @@ def _heads(layer: AttentionLayer) -> list[Any]:
         parts = []
         for role, weight in sorted(layer.weights.items()):
             at = distinct[role][head] if role in distinct else head
-            for rows in _factors(weight):
+            for rows in (rows for term in weight.terms for rows in term.factors):
                 own = 0 if rows.heads == 1 else at
                 name = rows.names[own] if len(rows.names) > 1 else rows.names[0]
                 parts.append((role, name, tuple(rows.starts[own].tolist())))
         heads.append(tuple(parts))
     return heads
-
-
-def _factors(weight: HeadWeight) -> list[Any]:
-    return [rows for term in weight.terms for rows in term.factors]
 
 
 def _with_heads(layer: AttentionLayer, heads: list[Any]) -> AttentionLayer:

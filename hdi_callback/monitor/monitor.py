@@ -149,7 +149,7 @@ class HeadDiversityMonitor:
         if self._first_calls is not None:
             self._first_calls.remove()
         if self._capture is not None:
-            self._capture.remove()
+            self._capture.disarm()
         self._capture = self._first_calls = None
 
     # --- steps
@@ -193,7 +193,6 @@ class HeadDiversityMonitor:
         if self._first_calls is not None and self.layers:
             self._first_calls.go_on()
         if self._capture is not None:
-            self._capture.is_armed = self._is_armed
             self._capture.go_on()
 
     def join_ranks(self) -> Ranks:
@@ -362,24 +361,23 @@ class HeadDiversityMonitor:
         if layers == self.layers and self._capture is not None:
             return  # hooks stay as they are: those of the module that is being called are on their way
         self.layers = layers
-        before = self._capture
         if self._forwards and self._first_calls is not None:  # before the first call nothing waits for it but they
-            names = {source.name for source in self._forwards}
-            self._capture = Capture(
-                self._model,
-                self.layers,
-                calls=self._first_calls,
-                max_tokens=self._max_tokens,
-                padding=self._padding,
-                rows=take_rows if ROWS in names else None,
-                inputs=False,
-            )
-            if before is not None:
-                before.disarm()
+            if self._capture is None:
+                names = {source.name for source in self._forwards}
+                self._capture = Capture(
+                    self._model,
+                    self.layers,
+                    calls=self._first_calls,
+                    max_tokens=self._max_tokens,
+                    padding=self._padding,
+                    rows=take_rows if ROWS in names else None,
+                    inputs=False,
+                )
+            else:
+                self._capture.watch(self.layers)
             if self._is_armed:
-                self._capture.arm(training_only=self._training_only)
-                if before is not None:
-                    self._capture.go_on_from(before)
+                if not self._capture.is_armed:
+                    self._capture.arm(training_only=self._training_only)
                 for forward in self._first_forwards:
                     forward.hand_over(self._capture)
                 self._forget_first()

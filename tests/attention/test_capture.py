@@ -51,7 +51,7 @@ def captured(model: nn.Module, run, layers=None, **options: Any) -> dict[str, Ca
     capture.arm()
     run()
     found = capture.take()
-    capture.remove()
+    capture.disarm()
     return found
 
 
@@ -339,7 +339,7 @@ def test_nothing_is_captured_while_it_is_not_armed_and_hooks_leave():
     reasons = capture.take()["blocks.0.attention"].reasons
     assert reasons == dict.fromkeys(("outputs", "inputs", "rows"), "it was not called in a forward that was captured")
     capture.arm()
-    capture.remove()
+    capture.disarm()
     assert sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()) == before
 
 
@@ -502,7 +502,7 @@ def test_a_model_that_is_compiled_after_some_steps_is_captured_again():
     for name, found in capture.take().items():
         assert found.outputs is not None, found.reasons
         assert torch.allclose(found.outputs, eager[name].outputs, atol=1e-5)
-    capture.remove()
+    capture.disarm()
 
 
 def compiled(model):
@@ -635,7 +635,7 @@ def test_a_mode_of_the_users_counts_what_the_model_does_alone():
                 capture.arm()
             model(x)
             counts.append(mode.count)
-        capture.remove()
+        capture.disarm()
     assert counts[0] == counts[1]
 
 
@@ -658,7 +658,7 @@ def test_a_forward_that_raises_leaves_no_mode_behind():
         model(x)
     assert torch._C._len_torch_dispatch_stack() == 0
     capture.take()
-    capture.remove()
+    capture.disarm()
 
 
 def test_copies_and_saved_models_are_not_watched():

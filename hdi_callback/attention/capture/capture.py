@@ -1,12 +1,8 @@
 """`Capture`: head outputs, rows of attention and input tokens of the forwards of one armed step.
 
 Only forwards that autograd records are captured; what activation checkpointing runs again within the backward is not
-counted twice. Eager calls are captured while they run, all of a step up to a bounded number of tokens. Of a call in
-which something is compiled the first sequences run once more right before it (see `FirstCalls`), the first such call
-of a step alone.
-
-Head outputs are taken by a forward-pre-hook at the output projection, where that is a module that is called, and where
-attention runs elsewhere (see `Reader`).
+counted twice. Eager calls are captured while they run, of compiled ones the first of a step (see `FirstCalls`). Head
+outputs are taken at the output projection, where that is a module that is called, and else where attention runs.
 """
 
 from __future__ import annotations
@@ -80,15 +76,8 @@ class Capture:
     ) -> None:
         self._model, self._rows, self._padding = inner_model(model), rows, padding
         self._calls = FirstCalls(model) if calls is None else calls
-        self.layers = {
-            layer.name: _CapturedLayer(
-                layer,
-                _Tap(layer, self, "outputs", max_tokens),
-                _Tap(layer, self, "inputs", max_tokens) if inputs else None,
-                ["outputs", *(["rows"] if rows is not None else []), *(["inputs"] if inputs else [])],
-            )
-            for layer in layers
-        }
+        self._max_tokens, self._wants_inputs = max_tokens, inputs
+        self.layers: dict[str, _CapturedLayer] = {}
         self._samples: list[tuple[str, CoreSample]] = []  # of rows, that are not numbers yet
         self._entered: set[int] = set()  # modules within which the reader was, outside of a backward
         self._handles: dict[nn.Module, list[RemovableHandle]] = {}  # of eager calls
@@ -99,16 +88,36 @@ class Capture:
         self.training_only = True
         self._by_name = dict(self._model.named_modules())
         self._names = {module: name for name, module in self._by_name.items()}
+        self._reader = Reader(self._names, self, max_rows)
+        self._inside, self._is_mode_on, self._readings = 0, False, 0
+        self._without_mode: set[str] = set()  # layers whose module was last entered without the mode
+        self._padding_of_call: dict[tuple[str, tuple[int, ...]], TokenMask] = {}  # of the innermost entered module
+        self.watch(layers)
+
+    def watch(self, layers: Sequence[AttentionLayer]) -> None:
+        """Capture some layers from now on; samples of those that were captured before stay."""
+        self._uninstall()
+        before = self.layers
+        self.layers = {
+            layer.name: before[layer.name]
+            if layer.name in before and before[layer.name].layer is layer
+            else _CapturedLayer(
+                layer,
+                _Tap(layer, self, "outputs", self._max_tokens),
+                _Tap(layer, self, "inputs", self._max_tokens) if self._wants_inputs else None,
+            )
+            for layer in layers
+        }
+        self._samples = [(name, sample) for name, sample in self._samples if self.layers.get(name) is before[name]]
         self.taps = list(self._hooked())
         self.read_layers = [layer for layer in layers if self._may_read(layer)]
-        self._reader = Reader(self._names, self.read_layers, self, max_rows)
+        self._reader.watch(self.read_layers)
         self._entries = {module: set[str]() for layer in self.read_layers for module in self._entries_of(layer)}
         for module, names in self._entries.items():
             within = set(module.modules())
             names |= {layer.name for layer in self.read_layers if not within.isdisjoint(self._entries_of(layer))}
-        self._inside, self._is_mode_on, self._readings = 0, False, 0
-        self._without_mode: set[str] = set()  # layers whose module was last entered without the mode
-        self._padding_of_call: dict[tuple[str, tuple[int, ...]], TokenMask] = {}  # of the innermost entered module
+        if self.is_armed:
+            self._install()
 
     # --- steps
 
@@ -123,7 +132,7 @@ class Capture:
         self._reader.begin()
         self._without_mode.clear()
         if self._readings % _SHOWN_EVERY == 0:
-            self._reader.look_again()
+            self._reader.shown.clear()  # the mode reads the next forward, and shows anew what autograd saves
         self._readings += 1
         self._install()
         self._calls.wait(self._run_again, self._give_up)
@@ -135,7 +144,7 @@ class Capture:
         """
         self.disarm()
         self._make_rows()
-        captured = {name: each.captured() for name, each in self.layers.items()}
+        captured = {name: each.captured(self._rows is not None) for name, each in self.layers.items()}
         gathered = gathered_heads({name: (self.layers[name].layer, each.outputs) for name, each in captured.items()})
         for name, outputs in gathered.items():
             captured[name].outputs = outputs
@@ -155,13 +164,8 @@ class Capture:
         if self.is_armed:
             self._install()
 
-    def remove(self) -> None:
-        """Remove all hooks and forget what was captured; calling it again does nothing."""
-        self.disarm()
-        self._forget()
-
     def disarm(self) -> None:
-        """Capture nothing more; to be called before each forward that is not to be captured."""
+        """Capture nothing more, and remove all hooks; to be called before each forward that is not to be captured."""
         self.is_armed = False
         self._uninstall()
         self._calls.wait(None)
@@ -174,7 +178,8 @@ class Capture:
         read_again = self._calls.read_again
         for module, tap in self.taps:
             if module not in read_again:
-                self._handles.setdefault(module, []).append(tap.hooked(module))
+                handle = module.register_forward_pre_hook(Hook(tap, "take"), with_kwargs=True)
+                self._handles.setdefault(module, []).append(handle)
         for module in () if self._is_broken else self._entries:
             if module not in read_again:
                 handles = self._handles.setdefault(module, [])
@@ -221,7 +226,8 @@ class Capture:
         self.is_again = True
         try:
             with nothing_remains(self._model, inputs, is_training=True):
-                handles += [tap.hooked(inner) for inner, tap in self.taps if inner in within]
+                for inner, tap in (pair for pair in self.taps if pair[0] in within):
+                    handles.append(inner.register_forward_pre_hook(Hook(tap, "take"), with_kwargs=True))
                 with self._calls.writing(module), self._reader:
                     module(*inputs[0], **inputs[1])
         except Exception as error:
@@ -295,15 +301,14 @@ class Capture:
         return [self._by_name[path] for path in paths if path in self._by_name]
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        is_replica = module not in self._entries
-        if self._is_broken or is_replica or is_extra():
+        if self._is_broken or module not in self._entries or is_extra():  # a replica of `nn.DataParallel` is no entry
             return
         if self._inside == 0:
             if not self._counts_now(module) or is_within_compiled_call():
                 return
             layers = self._entries[module]
             is_saved = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and not has_saving_hooks()
-            self._is_mode_on = not (is_saved and self._reader.is_shown(layers))
+            self._is_mode_on = not (is_saved and layers <= self._reader.shown.keys())
             if self._is_mode_on:
                 self._without_mode -= layers
                 self._reader.__enter__()
@@ -371,13 +376,6 @@ class Capture:
         """Mark a layer as captured, so that its recomputation within the backward is not captured."""
         self._entered |= {id(module) for module in self._entries_of(layer)}
 
-    def go_on_from(self, earlier: Capture) -> None:
-        """Take over the samples of an earlier capture, made before further layers were found."""
-        for name in self.layers.keys() & earlier.layers.keys():
-            self.layers[name].go_on_from(earlier.layers[name])
-        self._samples += [sample for sample in earlier._samples if sample[0] in self.layers]
-        self._entered |= earlier._entered
-
     def take_rows(self, layer: str, sample: CoreSample) -> None:
         """Collect sampled rows; layers that are alike are measured in one call."""
         if self._rows is not None:
@@ -421,9 +419,7 @@ class Capture:
             failed.setdefault("outputs", reason)
 
 
-_SHOWN_EVERY = 10
-"""After so many readings the mode reads once more, and shows anew what autograd saves."""
-
+_SHOWN_EVERY = 10  # readings
 _ROWS_AT_ONCE = 2**26  # numbers in samples that are kept until their layers are measured together
 _ROWS_AT_ONCE_ON_CPU = 2**18  # whose cache would not hold more
 
@@ -437,7 +433,6 @@ class _CapturedLayer:
     layer: AttentionLayer
     outputs: _Tap
     inputs: _Tap | None
-    wanted: list[str]
     never: dict[str, str] = field(default_factory=dict)  # what no forward can show, with the reason
     failed: dict[str, str] = field(default_factory=dict)  # what these forwards have not shown
     rows: list[Any] = field(default_factory=list)
@@ -449,14 +444,7 @@ class _CapturedLayer:
             if tap is not None:
                 tap.taken = _Taken()
 
-    def go_on_from(self, earlier: _CapturedLayer) -> None:
-        """Take over samples."""
-        self.rows += earlier.rows
-        self.outputs.taken = earlier.outputs.taken
-        if self.inputs is not None and earlier.inputs is not None:
-            self.inputs.taken = earlier.inputs.taken
-
-    def captured(self) -> Captured:
+    def captured(self, wants_rows: bool) -> Captured:
         """Return the samples of all forwards."""
         captured = Captured(rows=self.rows, reasons={**self.never, **self.failed})
         captured.outputs, captured.valid = self.outputs.joined()
@@ -465,9 +453,10 @@ class _CapturedLayer:
         if captured.outputs is not None:
             captured.outputs = captured.outputs.view(len(captured.outputs), -1, self.layer.value_dim)
             captured.reasons.pop("outputs", None)
-        for kind in self.wanted:
-            if getattr(captured, kind) is None or getattr(captured, kind) == []:
-                captured.reasons.setdefault(kind, self.outputs.why_nothing())
+        absent = {"outputs": captured.outputs is None, "rows": wants_rows and not captured.rows}
+        absent["inputs"] = captured.inputs is None and self.inputs is not None
+        for kind in (kind for kind, is_absent in absent.items() if is_absent):
+            captured.reasons.setdefault(kind, self.outputs.why_nothing())
         if self.outputs.taken.doubt is not None:
             captured.reasons["padding"] = self.outputs.taken.doubt
         broken = [tap.what for tap in (self.outputs, self.inputs) if tap is not None and tap.taken.failure is not None]
@@ -502,10 +491,6 @@ class _Tap:
         self._width = layer.num_heads * layer.value_dim if is_outputs or weight is None else weight.in_features
         # Under tensor parallelism a rank has some of the heads.
         self._may_be_part = is_outputs and weight is not None and weight.is_sharded
-
-    def hooked(self, module: nn.Module) -> RemovableHandle:
-        """Hook the input of a module."""
-        return module.register_forward_pre_hook(Hook(self, "take"), with_kwargs=True)
 
     def take(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take the input of the module."""

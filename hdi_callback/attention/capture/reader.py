@@ -128,31 +128,22 @@ class CoreSample:
 class Reader(Mode):
     """Hands samples of the attention of layers to a sink while it is entered, of at most `max_rows` queries each."""
 
-    def __init__(
-        self,
-        names: Mapping[nn.Module, str],
-        layers: Sequence[AttentionLayer],
-        sink: Capture | FirstForward,
-        max_rows: int,
-    ) -> None:
+    def __init__(self, names: Mapping[nn.Module, str], sink: Capture | FirstForward, max_rows: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._names, self._sink, self._max_rows = names, sink, max_rows
+        # Of layers of which autograd was shown to save queries and keys: how to read them; and what the last fused
+        # attention received.
+        self.shown: dict[str, Site] = {}
+        self._received: dict[str, tuple[Site, tuple[Any, ...]]] = {}
+        self._views: dict[Any, tuple[_Sampled, _View, _View]] = {}
+        self.watch([])
+        self.begin()
+
+    def watch(self, layers: Sequence[AttentionLayer]) -> None:
+        """Read the attention of some layers."""
         sites = [(layer, site) for layer in layers for site in layer.sites]
         self._sites = {(site.path, site.ordinal): (layer, site) for layer, site in sites}
         self._periods = {site.path: site.period for _, site in sites}
-        # Of layers: how to read what the node behind their outputs saves, and what the last fused attention received.
-        self._shown: dict[str, Site] = {}
-        self._received: dict[str, tuple[Site, tuple[Any, ...]]] = {}
-        self._views: dict[Any, tuple[_Sampled, _View, _View]] = {}
-        self.begin()
-
-    def look_again(self) -> None:
-        """Make the mode read the next forward, which shows again whether autograd saves the same tensors."""
-        self._shown.clear()
-
-    def is_shown(self, layers: set[str]) -> bool:
-        """Whether autograd was shown to save the queries and keys of all these layers."""
-        return layers <= self._shown.keys()
 
     def begin(self) -> None:
         """Begin another armed step."""
@@ -239,13 +230,13 @@ class Reader(Mode):
             how, identity = self._received.pop(layer.name)
             saved = _saved_behind(outputs)
             if saved is not None and _identity(saved) == identity:
-                self._shown[layer.name] = how
+                self.shown[layer.name] = how
 
     def read_behind(self, layer: AttentionLayer, outputs: Tensor) -> None:
         """Read the fused attention before the output projection from the tensors that autograd saved."""
-        how, saved = self._shown.get(layer.name), _saved_behind(outputs)
+        how, saved = self.shown.get(layer.name), _saved_behind(outputs)
         if how is None or saved is None:
-            self._shown.pop(layer.name, None)
+            self.shown.pop(layer.name, None)
             raise ValueError(
                 "the attention before its output projection is no longer one fused operation; "
                 "the next reading reads it anew"
