@@ -44,16 +44,12 @@ def module_of(frame: FrameType, modules: Container[nn.Module]) -> nn.Module | No
 def running_calls() -> list[ModuleCall]:
     """Return the running calls of modules, innermost first; of a compiled module that of the whole."""
     calls: list[ModuleCall] = []
-    inner = None
     for frame in running_frames():
-        code = frame.f_code
-        if code in _CALLS and not (code is _WRAPPED and inner is _INNER):  # one call of one module
+        if frame.f_code is _WRAPPED:
             local = frame.f_locals
-            module = getattr(local["self"], "_orig_mod", local["self"])
+            module = local["self"]._modules.get("_orig_mod", local["self"])
             if not calls or calls[-1].module is not module:
                 calls.append(call_of(module, local["args"], local["kwargs"]))
-        if code in _CALLS:
-            inner = code
     return calls
 
 
