@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hdi_callback.attention.calls import ModuleCall, running_calls
-from hdi_callback.attention.capture.capture import Capture, Sample, given_to
+from hdi_callback.attention.capture.capture import Capture, Sample, first_of
 from hdi_callback.attention.capture.padding import PaddingChoice, TokenMask, find_padding
 from hdi_callback.attention.capture.reader import KINDS, PRODUCTS, CoreSample, Reader, aside
 from hdi_callback.attention.discovery.find import OnRead, TapeReader, survey_tape
@@ -92,7 +92,7 @@ class FirstForward:
         ]
         if not (weights and self.keeps() and torch._C._current_graph_task_id() == -1):
             return
-        tensor = given_to(module, args, kwargs)
+        tensor = first_of(args, kwargs)
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.is_meta or tensor.is_nested:
             return
         if is_sharded(tensor):
@@ -210,7 +210,7 @@ class FirstForward:
         self._reading, self._reader = TapeReader(self.tape), Reader({}, self, 64)
 
     def _mask_of(self, tap: Any, mask: TokenMask) -> TokenMask:
-        for site in tap.layer.sites if tap.what == "outputs" else ():
+        for site in tap.layer.sites:
             number = self._at.get((site.path, site.ordinal))
             if number in self._masks and self._masks[number].padded is not None:
                 return self._masks[number]

@@ -261,7 +261,7 @@ class HeadDiversityMonitor:
         names = [layer.name for layer in self.layers]
         captured: Mapping[str, Captured] = {}
         if self._capture is not None and self._forwards:
-            captured = {name: Captured(failed=frozenset({"outputs", "rows", "inputs"})) for name in names}
+            captured = {name: Captured(failed=frozenset({"outputs", "rows"})) for name in names}
             with absent.unless(FORWARD_SOURCES, names):
                 captured = self._capture.take()  # on every rank: it may gather
         captured = captured if self._is_armed else {}
@@ -371,7 +371,6 @@ class HeadDiversityMonitor:
                     max_tokens=self._max_tokens,
                     padding=self._padding,
                     rows=take_rows if ROWS in names else None,
-                    inputs=False,
                 )
             else:
                 self._capture.watch(self.layers)

@@ -40,7 +40,7 @@ def rows_of(logits: Tensor, weights: Tensor, *, positions: Tensor, visible: Tens
 
 
 def capture_of(model: nn.Module, layers, **options: Any) -> Capture:
-    settings = {"max_tokens": 1000, "padding": "auto", "rows": rows_of, "inputs": True, "max_rows": 1000} | options
+    settings = {"max_tokens": 1000, "padding": "auto", "rows": rows_of, "max_rows": 1000} | options
     return Capture(model, layers, **settings)
 
 
@@ -257,7 +257,6 @@ def test_torchs_attention_against_its_own_weights(options, batch_first):
     expected = out if batch_first else out.transpose(0, 1)
     assert torch.allclose(joined.view(3, 6, 16), expected, atol=1e-6)
     assert torch.equal(found.valid.view(3, 6), ~padded)
-    assert torch.equal(found.inputs.view(3, 6, 16), x)
 
 
 def test_equal_keys_are_attended_uniformly():
@@ -337,7 +336,7 @@ def test_nothing_is_captured_while_it_is_not_armed_and_hooks_leave():
     capture.disarm()
     model(x)
     reasons = capture.take()["blocks.0.attention"].reasons
-    assert reasons == dict.fromkeys(("outputs", "inputs", "rows"), "it was not called in a forward that was captured")
+    assert reasons == dict.fromkeys(("outputs", "rows"), "it was not called in a forward that was captured")
     capture.arm()
     capture.disarm()
     assert sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()) == before
@@ -470,7 +469,7 @@ def test_training_stays_as_it_is_bit_by_bit(name, dtype):
         assert not found.reasons
         assert len(found.outputs) <= 12
         assert len(found.rows) == 1
-        assert not any(one.requires_grad for one in (found.outputs, found.inputs, found.rows[0]["weights"]))
+        assert not any(one.requires_grad for one in (found.outputs, found.rows[0]["weights"]))
 
 
 def test_modules_have_hooks_only_while_a_step_is_captured():
@@ -491,7 +490,7 @@ def test_modules_have_hooks_only_while_a_step_is_captured():
 
 def test_a_model_that_is_compiled_after_some_steps_is_captured_again():
     model, (x, _) = without_dropout(Model()), batches(1)[0]
-    capture = capture_of(model, survey(model, lambda: model(x)).layers, inputs=False, rows=None)
+    capture = capture_of(model, survey(model, lambda: model(x)).layers, rows=None)
     capture.arm()
     model(x)
     eager = capture.take()
@@ -537,7 +536,6 @@ def test_compiled_graphs_are_those_of_an_unwatched_training_and_everything_is_ca
     assert graphs[1] == graphs[0]
     for found in (one for taken in kept[1][1].taken.values() for one in taken.values()):
         assert found.outputs.shape[1:] == (4, 8)
-        assert found.inputs.shape[1:] == (32,)
         assert found.rows
         assert not found.reasons
 
@@ -684,7 +682,6 @@ def test_convolutions_of_kernel_size_one_give_positions_as_tokens():
     model.out.register_forward_pre_hook(lambda module, args: given.append(args[0].detach()))
     found = captured(model, lambda: model(x), padding=None)[""]
     assert torch.equal(found.outputs, given[-1].flatten(2).mT.reshape(24, 2, 4))
-    assert torch.equal(found.inputs, x.flatten(2).mT.reshape(24, 8))
 
 
 def test_dropout_is_left_out_of_rows():

@@ -111,9 +111,7 @@ class Watch:
         assert not survey.refused
         self.layers = survey.layers
         rows = lambda logits, weights, **facts: weights  # noqa: E731
-        self.capture = Capture(
-            self.model, survey.layers, calls=self.handle, max_tokens=100, padding=None, rows=rows, inputs=False
-        )
+        self.capture = Capture(self.model, survey.layers, calls=self.handle, max_tokens=100, padding=None, rows=rows)
         self.capture.arm()
 
 
@@ -162,9 +160,7 @@ def check(rank: int, name: str, folder: str) -> None:
     fresh.model.eval()(x)
     taken = fresh.capture.take()
     single.eval()
-    capture = Capture(
-        single, alone, max_tokens=100, padding=None, rows=lambda logits, *_, **__: [1] * len(logits), inputs=False
-    )
+    capture = Capture(single, alone, max_tokens=100, padding=None, rows=lambda logits, *_, **__: [1] * len(logits))
     capture.arm()
     single(x)
     truth = capture.take()

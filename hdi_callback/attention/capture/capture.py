@@ -1,4 +1,4 @@
-"""`Capture`: head outputs, rows of attention and input tokens of the forwards of one armed step.
+"""`Capture`: head outputs and rows of attention of the forwards of one armed step.
 
 Only forwards that autograd records are captured; what activation checkpointing runs again within the backward is not
 counted twice. Eager calls are captured while they run, of compiled ones the first of a step (see `FirstCalls`). Head
@@ -26,7 +26,7 @@ from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.extra_forward import first_sequences, inner_model, is_extra, nothing_remains
 from hdi_callback.attention.first_calls import SEQUENCES, FirstCalls, take_off
 from hdi_callback.attention.hooks import Hook
-from hdi_callback.attention.layer import AttentionLayer, HeadWeight
+from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.attention.releases import has_saving_hooks
 from hdi_callback.attention.sharding import gathered_heads
 from hdi_callback.guard import describe, without_modes
@@ -48,9 +48,7 @@ class Captured:
     outputs: Tensor | None = None  # ``(tokens, H, d_v)``
     valid: Tensor | None = None  # ``(tokens,)``, false of padding among `outputs`; `None` if all count
     rows: list[Any] = field(default_factory=list)  # of each time that the attention ran, what the function made of it
-    inputs: Tensor | None = None  # ``(tokens, d)``, what the keys are made of
-    inputs_valid: Tensor | None = None  # ``(tokens,)``, as `valid`
-    # "outputs", "rows", "inputs" -> why it is absent; "padding" -> a mask that was seen and could not be used.
+    # "outputs", "rows" -> why it is absent; "padding" -> a mask that was seen and could not be used.
     reasons: dict[str, str] = field(default_factory=dict)
     failed: frozenset[str] = frozenset()  # those of them that this rank has and could not read
 
@@ -58,8 +56,7 @@ class Captured:
 class Capture:
     """Captures the forwards of armed steps.
 
-    At most `max_tokens` tokens of a layer are kept, and `max_rows` queries of one attention, over all sequences; with
-    `inputs` also the tokens that keys are made of.
+    At most `max_tokens` tokens of a layer are kept, and `max_rows` queries of one attention, over all sequences.
     """
 
     def __init__(
@@ -71,12 +68,11 @@ class Capture:
         max_tokens: int,
         padding: PaddingChoice,
         rows: Rows | None,
-        inputs: bool,
         max_rows: int = 64,
     ) -> None:
         self._model, self._rows, self._padding = inner_model(model), rows, padding
         self._calls = FirstCalls(model) if calls is None else calls
-        self._max_tokens, self._wants_inputs = max_tokens, inputs
+        self._max_tokens = max_tokens
         self.layers: dict[str, _CapturedLayer] = {}
         self._samples: list[tuple[str, CoreSample]] = []  # of rows, that are not numbers yet
         self._entered: set[int] = set()  # modules within which the reader was, outside of a backward
@@ -101,11 +97,7 @@ class Capture:
         self.layers = {
             layer.name: before[layer.name]
             if layer.name in before and before[layer.name].layer is layer
-            else _CapturedLayer(
-                layer,
-                _Tap(layer, self, "outputs", self._max_tokens),
-                _Tap(layer, self, "inputs", self._max_tokens) if self._wants_inputs else None,
-            )
+            else _CapturedLayer(layer, _Tap(layer, self, self._max_tokens))
             for layer in layers
         }
         self._samples = [(name, sample) for name, sample in self._samples if self.layers.get(name) is before[name]]
@@ -268,12 +260,6 @@ class Capture:
                 each.never["outputs"] = "it shares its output projection with another layer"
             else:
                 yield output_module, each.outputs
-            if each.inputs is not None:
-                owner = _input_module(each.layer)
-                if isinstance(owner, str):
-                    each.never["inputs"] = owner
-                else:
-                    yield owner, each.inputs
 
     def _may_read(self, layer: AttentionLayer) -> bool:
         """Whether the attention of a layer is read where it runs; notes why its rows are not."""
@@ -432,35 +418,28 @@ class _CapturedLayer:
 
     layer: AttentionLayer
     outputs: _Tap
-    inputs: _Tap | None
     never: dict[str, str] = field(default_factory=dict)  # what no forward can show, with the reason
     failed: dict[str, str] = field(default_factory=dict)  # what these forwards have not shown
     rows: list[Any] = field(default_factory=list)
 
     def forget(self) -> None:
         """Discard all samples."""
-        self.failed, self.rows = {}, []
-        for tap in (self.outputs, self.inputs):
-            if tap is not None:
-                tap.taken = _Taken()
+        self.failed, self.rows, self.outputs.taken = {}, [], _Taken()
 
     def captured(self, wants_rows: bool) -> Captured:
         """Return the samples of all forwards."""
         captured = Captured(rows=self.rows, reasons={**self.never, **self.failed})
         captured.outputs, captured.valid = self.outputs.joined()
-        if self.inputs is not None:
-            captured.inputs, captured.inputs_valid = self.inputs.joined()
         if captured.outputs is not None:
             captured.outputs = captured.outputs.view(len(captured.outputs), -1, self.layer.value_dim)
             captured.reasons.pop("outputs", None)
-        absent = {"outputs": captured.outputs is None, "rows": wants_rows and not captured.rows}
-        absent["inputs"] = captured.inputs is None and self.inputs is not None
-        for kind in (kind for kind, is_absent in absent.items() if is_absent):
-            captured.reasons.setdefault(kind, self.outputs.why_nothing())
+        if captured.outputs is None:
+            captured.reasons.setdefault("outputs", self.outputs.why_nothing())
+        if wants_rows and not captured.rows:
+            captured.reasons.setdefault("rows", self.outputs.why_nothing())
         if self.outputs.taken.doubt is not None:
             captured.reasons["padding"] = self.outputs.taken.doubt
-        broken = [tap.what for tap in (self.outputs, self.inputs) if tap is not None and tap.taken.failure is not None]
-        captured.failed = frozenset([*broken, *self.failed])
+        captured.failed = frozenset([*(["outputs"] if self.outputs.taken.failure is not None else []), *self.failed])
         return captured
 
 
@@ -477,20 +456,17 @@ class _Taken:
 
 
 class _Tap:
-    """Takes samples of the tokens that go into a module."""
+    """Takes samples of the head outputs that go into an output projection."""
 
-    def __init__(self, layer: AttentionLayer, capture: Capture, what: str, max_tokens: int) -> None:
-        self.layer, self.capture, self.what = layer, capture, what
+    def __init__(self, layer: AttentionLayer, capture: Capture, max_tokens: int) -> None:
+        self.layer, self.capture = layer, capture
         self.taken = _Taken()
         self.hidden_keys: Tensor | None = None
         self._max_tokens = max(2, max_tokens)
-        is_outputs = what == "outputs"
-        self._order = _order_of_features(layer) if is_outputs and layer.output_module is not None else None
-        self._owner = layer.output_module if is_outputs else _input_module(layer)
-        weight = layer.weights.get("output" if is_outputs else "key")
-        self._width = layer.num_heads * layer.value_dim if is_outputs or weight is None else weight.in_features
-        # Under tensor parallelism a rank has some of the heads.
-        self._may_be_part = is_outputs and weight is not None and weight.is_sharded
+        self._order = _order_of_features(layer) if layer.output_module is not None else None
+        weight = layer.weights.get("output")
+        self._width = layer.num_heads * layer.value_dim
+        self._may_be_part = weight is not None and weight.is_sharded  # a rank has some of the heads
 
     def take(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take the input of the module."""
@@ -499,11 +475,11 @@ class _Tap:
             is_recorded = torch.is_grad_enabled() or self.capture.is_again
             with without_modes():
                 try:
-                    tensor = given_to(module, args, kwargs)
+                    tensor = first_of(args, kwargs)
                     if isinstance(tensor, Tensor) and not tensor.is_meta:
                         self._take(tensor, is_recorded=is_recorded)
                 except Exception as error:
-                    self.taken.failure = f"its {self.what} cannot be captured ({describe(error)})"
+                    self.taken.failure = f"its outputs cannot be captured ({describe(error)})"
 
     def _take(self, tensor: Tensor, *, is_recorded: bool) -> None:
         """Store a sample if autograd records the forward; else remember its padding only, for recomputation."""
@@ -514,8 +490,7 @@ class _Tap:
                 shape = tuple(self._features_last(tensor).shape[:-1])
                 self.taken.padding[shape] = self.find(shape)
         elif is_outside or not self.taken.has_outside:
-            if self.what == "outputs":
-                self.capture.read_behind(self.layer, tensor)
+            self.capture.read_behind(self.layer, tensor)
             self.keep(self._features_last(tensor))
 
     def keep(self, tokens: Tensor) -> None:
@@ -543,7 +518,7 @@ class _Tap:
         flat = tokens if isinstance(tokens, Tensor) else tokens.tokens
         width = flat.shape[-1]
         if width != self._width and not (self._may_be_part and self._width % width == 0):
-            self.taken.failure = f"the tensor that holds its {self.what} has {width} features, expected {self._width}"
+            self.taken.failure = f"the tensor that holds its outputs has {width} features, expected {self._width}"
             return
         if self._order is not None and width == len(self._order):
             flat = flat[..., self._order.to(flat.device)]
@@ -583,7 +558,7 @@ class _Tap:
 
     def _features_last(self, tensor: Tensor) -> Tensor:
         """Return the input of a convolution, ``(batch, features, ...)``, as ``(batch, positions, features)``."""
-        size = getattr(self._owner, "kernel_size", None)
+        size = getattr(self.layer.output_module, "kernel_size", None)
         return tensor.flatten(-len(size)).mT if isinstance(size, tuple) else tensor
 
     def _thin(self, limit: int) -> None:
@@ -644,24 +619,6 @@ def _order_of_features(layer: AttentionLayer) -> Tensor | None:
     return None if torch.equal(features, torch.arange(len(features))) else features
 
 
-def _input_module(layer: AttentionLayer) -> nn.Module | str:
-    """Return the module whose input the keys are computed from; a reason if there is none."""
-    key: HeadWeight | None = layer.weights.get("key")
-    if key is None:
-        return "it has no key weight"
-    rows = key.terms[0].factors[-1]
-    owner, name = rows.owners()[0]
-    if len(rows.names) > 1:
-        return "its keys come from several maps"
-    if name == "weight" or isinstance(owner, nn.MultiheadAttention):
-        return owner
-    return f"its key projection is a parameter of {type(owner).__name__} and not a module that is called"
-
-
-def given_to(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The first argument; of torch's attention the keys, ``(batch, length, features)``."""
-    if not isinstance(module, nn.MultiheadAttention):
-        return args[0] if args else next(iter(kwargs.values()), None)
-    key = args[1] if len(args) > 1 else kwargs.get("key")
-    turn = isinstance(key, Tensor) and key.dim() == 3 and not module.batch_first
-    return key.transpose(0, 1) if turn else key  # type: ignore[union-attr]
+def first_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the first argument of a call."""
+    return args[0] if args else next(iter(kwargs.values()), None)
