@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import islice
+from types import FrameType
 from typing import Any
 
 import torch
@@ -95,9 +95,14 @@ class BeforeCompiledCalls(_Stance):
         if attribute != dynamo.first:
             self._has_told.thread = False
             return
-        frame = next((frame for frame in islice(running_frames(), 6) if frame.f_code is dynamo.wrapper), None)
-        if frame is None or (attribute == "stance" and getattr(self._has_told, "thread", False)):
-            return  # older releases ask for the stance several times
+        frame: FrameType | None = sys._getframe(2)
+        for _ in range(3):  # older releases would compile a generator here
+            if frame is not None and frame.f_code is not dynamo.wrapper:
+                frame = frame.f_back
+        if frame is None or frame.f_code is not dynamo.wrapper:
+            return
+        if attribute == "stance" and getattr(self._has_told, "thread", False):
+            return  # older releases ask for it several times
         self._has_told.thread = True
         local = frame.f_locals
         with dynamo.switched_off():
