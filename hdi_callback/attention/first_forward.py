@@ -79,7 +79,7 @@ class FirstForward:
     # --- while it runs
 
     def take_input(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Store the input of a module that may hold head outputs or input tokens."""
+        """Store the input of a module that may hold head outputs."""
         try:
             with torch._C.DisableTorchFunction():  # modes of the user's see nothing of it
                 self._take_input(module, args, kwargs)
