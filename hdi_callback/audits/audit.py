@@ -237,12 +237,11 @@ def _copied_layers(layers: Sequence[AttentionLayer], step: int) -> list[Alert]:
             tensor = weight.tensor().detach()
             if not tensor.any():
                 continue  # told as dead
-            other, same = before.setdefault(
-                (role, hash((tensor.shape, float(tensor.sum(dtype=torch.float64))))), (layer, tensor)
-            )
-            shares = {*map(id, weight.parameters())} & {*map(id, other.weights[role].parameters())}
-            if other is not layer and not shares and torch.equal(tensor, same):
-                copied.setdefault(other.name, []).append(role)
+            key = role, hash((tensor.shape, float(tensor.sum(dtype=torch.float64))))
+            earlier, weights = before.setdefault(key, (layer, tensor))
+            shared = {*map(id, weight.parameters())} & {*map(id, earlier.weights[role].parameters())}
+            if earlier is not layer and not shared and torch.equal(tensor, weights):
+                copied.setdefault(earlier.name, []).append(role)
         for name, roles in copied.items():
             message = f"the {listed(roles)} weights of {layer.name} are those of {name} to the bit"
             action = "Look at the loop that filled the layers, and at how the file was written."

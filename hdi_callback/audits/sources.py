@@ -82,7 +82,7 @@ def open_target(
     """Open what `hdi audit` and `hdi check` are given."""
     if isinstance(target, nn.Module):
         inner = inner_model(target)  # of torch.compile
-        return Target(type(inner).__name__, inner, _batches_of(inner))
+        return Target(type(inner).__name__, inner, made_up_batches(inner))
     if not isinstance(target, str | os.PathLike) or not os.fspath(target):
         raise MisconfigurationError(f"A model must be a torch.nn.Module, a path or a name. {_WHAT}")
     text = os.fspath(target)
@@ -143,17 +143,24 @@ def _open_folder(folder: Path, *, needs_weights: bool) -> Target:
     return Target(str(folder), model.eval(), made_up_batches(model), missing)
 
 
-def made_up_batches(model: Any, device: str | torch.device = "cpu") -> tuple[dict[str, Any], ...]:
+def made_up_batches(model: Any) -> tuple[dict[str, Any], ...]:
     """Return batches for a model of transformers: a few tokens, an image, or a second of sound; none for others."""
+    if not (hasattr(model, "main_input_name") and hasattr(model, "config")):
+        return ()
     config, takes, main = model.config, inspect.signature(model.forward).parameters, model.main_input_name
     vision = getattr(config, "vision_config", config)
-    with torch.device(device):
+
+    def image() -> Tensor:
+        size = vision.image_size
+        return torch.zeros(1, getattr(vision, "num_channels", 3), *((size, size) if isinstance(size, int) else size))
+
+    with torch.device(next(model.parameters()).device):
         ids = torch.arange(_TOKENS[0] * _TOKENS[1]).view(_TOKENS) % config.get_text_config().to_dict().get(
             "vocab_size", 2
         )
         inputs: dict[str, Callable[[], Tensor]] = {
             "input_ids": lambda: ids,
-            "pixel_values": lambda: torch.zeros(1, getattr(vision, "num_channels", 3), *_both(vision.image_size)),
+            "pixel_values": image,
             "input_values": lambda: torch.zeros(1, 16_000),
             "input_features": lambda: torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions),
         }
@@ -162,7 +169,7 @@ def made_up_batches(model: Any, device: str | torch.device = "cpu") -> tuple[dic
         batch: dict[str, Any] = {main: inputs[main]()}
         # CLIP and its like take both; others put images in place of tokens, and there are none here.
         if main == "input_ids" and vision is not config and not hasattr(config, "image_token_id"):
-            batch["pixel_values"] = inputs["pixel_values"]()
+            batch["pixel_values"] = image()
         if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in takes:
             batch["decoder_input_ids"] = ids[: len(batch[main])]
         if "use_cache" in takes:
@@ -170,10 +177,6 @@ def made_up_batches(model: Any, device: str | torch.device = "cpu") -> tuple[dic
         if main != "input_ids" or "attention_mask" not in takes:
             return (batch,)
         return batch, {**batch, "attention_mask": torch.ones_like(ids)}
-
-
-def _both(size: Any) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else tuple(size)
 
 
 def _open_file(path: Path, build: str | Callable[..., Any] | None) -> Target:
@@ -264,7 +267,7 @@ def _built(build: Any, name: str, arguments: Any = None) -> Target:
     configure = getattr(model, "configure_model", None)
     if callable(configure):  # of Lightning: layers that are made late
         configure()
-    return Target(name, model, _batches_of(model) if batch is None else (batch,))
+    return Target(name, model, made_up_batches(model) if batch is None else (batch,))
 
 
 def _taken(build: Callable[..., Any], arguments: Any) -> dict[str, Any]:
@@ -274,13 +277,6 @@ def _taken(build: Callable[..., Any], arguments: Any) -> dict[str, Any]:
     takes = inspect.signature(build).parameters
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values())
     return {key: value for key, value in arguments.items() if not key.startswith("_") and (takes_all or key in takes)}
-
-
-def _batches_of(model: Any) -> tuple[Any, ...]:
-    """Make up batches for a model of transformers; others bring inputs of their own, or none."""
-    if hasattr(model, "main_input_name") and hasattr(model, "config"):
-        return made_up_batches(model, next(model.parameters()).device)
-    return ()
 
 
 def _imported(text: str) -> Any:

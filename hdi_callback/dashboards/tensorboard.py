@@ -35,7 +35,7 @@ class TensorBoard:
             self._writer.add_image(self._prefix + tag, picture, record.step, dataformats="HWC")
 
     def _add_scalars(self, points: Mapping[str, float], step: int) -> None:
-        """Write the points of all curves as one event where the writer has a file: a fifth of the time of as many."""
+        """Write the points of all curves as one event, where the writer has a file of events."""
         if not hasattr(self._writer, "_get_file_writer"):
             for tag, value in points.items():
                 self._writer.add_scalar(tag, value, step)
