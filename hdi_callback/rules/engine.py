@@ -149,7 +149,8 @@ class Alerts:
                 del self._findings[key]
                 report.over[key] = series.writer if series.was_written else ""
             return
-        finding = _plain(finding, rule, is_loss_good=self._losses.is_good)
+        was_notice = before is None or before.level == "notice"  # a warning stays one as long as it lasts
+        finding = _plain(finding, rule, is_loss_good=self._losses.is_good and was_notice)
         if before is None and finding.since is not None:
             since = finding.since
         sentence = rule.sentence(finding, series.layer, series.facts)

@@ -255,9 +255,9 @@ def test_heads_that_write_alike_are_a_notice_while_the_loss_is_at_its_best_and_a
 
 
 def test_attention_that_stays_sharp_is_a_warning_once_the_loss_is_not_good_any_more():
-    readings = entropy(*[0.9] * 14, *[0.2] * 8)
+    readings = entropy(*[0.9] * 14, *[0.2] * 22)
     falling = [3.0 - 0.1 * place for place in range(16)]
-    given = run(readings, losses=[*falling, *[2.5] * 6])
+    given = run(readings, losses=[*falling, *[2.5] * 6, 2.4, 2.3, 2.2, 2.1, 2.0, 1.9, 1.8, *[2.5] * 7])
     assert [alert[:3] for alert in raised(given)] == [
         (14, "sudden sharpening", "notice"), (18, "sudden sharpening", "warning"),
     ]  # fmt: skip

@@ -41,7 +41,6 @@ class Job:
 PARTS = {
     "first": (tasks.FIRST, faults.FIRST, 710_000, 1),
     "held back": (tasks.HELD_BACK, faults.HELD_BACK, 830_000, 2),
-    "new seeds": (tasks.HELD_BACK, faults.HELD_BACK, 830_004, 3),
     "new kinds": (tasks.NEW, faults.NEW, 950_000, 4),
     "new kinds, new seeds": (tasks.NEW, faults.NEW, 950_004, 5),
 }
