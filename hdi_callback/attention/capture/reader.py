@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,7 +87,7 @@ class CoreSample:
         shapes = (None if tensor is None else (tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
         return id(self.positions), id(self.later), self.scale, *shapes
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """How many numbers it holds, about."""
         return sum(tensor.numel() for name in _STACKED if (tensor := getattr(self, name)) is not None)
@@ -286,12 +287,7 @@ class Reader(Mode):
     def _read_flex(self, layer: AttentionLayer, how: Site, call: FlexCall, out: Tensor) -> None:
         sampled = self._sampled(call.query)
         positions, _ = self._place(sampled, call.key.shape[2], call.query.device)
-        sample = CoreSample(
-            positions,
-            logits=call.logits(positions)[sampled.sequences].float(),
-            query=_copied(sampled.rows(call.query)),
-            key=_copied(call.key.expand(len(call.query), *call.key.shape[1:])[sampled.sequences]),
-        )
+        sample = CoreSample(positions, logits=call.logits(positions)[sampled.sequences].float())
         self._hand_over(layer, sample, sampled, None)
         if self._sink.wants_outputs(layer.name):
             self._sink.take_outputs(layer.name, out.transpose(1, 2)[..., : layer.value_dim])
