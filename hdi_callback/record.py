@@ -11,7 +11,7 @@ from torch import Tensor
 
 Level = Literal["notice", "warning", "critical"]
 LEVELS: tuple[Level, ...] = ("notice", "warning", "critical")
-Status = Literal["new", "worse", "resolved", "not measured"]
+Status = Literal["new", "worse", "resolved"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,7 +51,7 @@ class Alert:
         since: first step of an unbroken series of readings with this finding.
         also: names of other rules that report the same event.
         unit: what the heads are: ``"heads"``, or ``"key heads"`` under grouped keys.
-        status: ``"new"``, ``"worse"``, ``"resolved"`` or ``"not measured"`` (its metric is gone).
+        status: ``"new"``, ``"worse"`` or ``"resolved"``.
         code: arguments of the callback that help; empty if none do.
     """
 
@@ -83,7 +83,7 @@ class Alert:
     @property
     def is_over(self) -> bool:
         """Whether this is the end of an earlier alert."""
-        return self.status in {"resolved", "not measured"}
+        return self.status == "resolved"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the alert as plain data, the argument of `from_dict`."""

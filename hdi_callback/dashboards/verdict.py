@@ -11,7 +11,7 @@ from typing import Any, Literal
 from hdi_callback.dashboards.layer_table import closest_pair, compared, name_heads, name_layers
 from hdi_callback.monitor.forward_source import NOT_ARMED
 from hdi_callback.monitor.metrics import OUTPUTS, ROWS
-from hdi_callback.record import LEVELS, Alert, LayerRecord, Record, Status
+from hdi_callback.record import LEVELS, Alert, LayerRecord, Record
 
 State = Literal["alert", "clear", "nothing to judge"]
 
@@ -35,12 +35,11 @@ class RaisedAlert:
 
     alert: Alert  # as it began, with the level and the sentence that it came to
     ended: int | None = None  # step at which it was over; `None` while it is active
-    end: Status | None = None  # how it ended: ``"resolved"`` or ``"not measured"``
 
     @property
     def state(self) -> str:
         """Its state in words."""
-        return "active" if self.ended is None else f"{self.end} at step {self.ended}"
+        return "active" if self.ended is None else f"resolved at step {self.ended}"
 
 
 def events(records: Sequence[Record]) -> list[RaisedAlert]:
@@ -52,7 +51,7 @@ def events(records: Sequence[Record]) -> list[RaisedAlert]:
             if not alert.is_over:
                 begun.append(RaisedAlert(alert))
         elif alert.is_over:
-            begun[place] = replace(begun[place], ended=alert.step, end=alert.status)
+            begun[place] = replace(begun[place], ended=alert.step)
         else:
             begun[place] = RaisedAlert(replace(alert, step=begun[place].alert.step))
     return begun

@@ -92,11 +92,11 @@ def test_an_event_is_one_row_from_its_beginning_to_its_end():
         record(10, alerts=(alert(10, "worse", "critical"),)),
         record(20, alerts=(alert(20, "resolved", "critical"),)),
         record(30, alerts=(alert(30),)),
-        record(40, alerts=(alert(40, "not measured", layer="b"),)),
+        record(40, alerts=(alert(40, "resolved", layer="b"),)),
     ]
     assert [(one.alert.step, one.alert.level, one.alert.layers, one.state) for one in events(records)] == [
         (0, "critical", ("a",), "resolved at step 20"),
-        (0, "warning", ("b",), "not measured at step 40"),
+        (0, "warning", ("b",), "resolved at step 40"),
         (30, "warning", ("a",), "active"),
     ]
 
