@@ -358,7 +358,7 @@ class _Layers:
         try:
             weights["output"], base = self._weights.output(outputs)
         except Unreadable as error:
-            notes.append(f"the output projection{error}")
+            notes.append(f"the output projection: {error}".removesuffix(": "))
         value_dim = weights["value"].width if "value" in weights else claim.width
         if "output" in weights and weights["output"].width != value_dim:
             notes.append("the output projection, which takes heads of another width")

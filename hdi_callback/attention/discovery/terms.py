@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -60,7 +61,8 @@ class Weights:
         terms = []
         for projection in maps:
             term = self._term(projection, common, "", centred)
-            scale = self._scale_after(next(iter(self._labels.products_of[projection.owners[0]])))
+            first = self._labels.tape.steps[next(iter(self._labels.products_of[projection.owners[0]]))]
+            _, scale, _ = self._to_sum(first)
             terms.append(replace(term, scale=term.scale * scale))
         return HeadWeight(tuple(terms))
 
@@ -77,48 +79,60 @@ class Weights:
 
     def _update(self, base: Step, step: Step, projection: Projection) -> Term | None:
         """Return a projection of the heads, perhaps with a second one, as a term if its output is added to a base's."""
-        factors, scale, out = [self._rows(projection)], 1.0, step.output
-        for _ in range(_FAR):
-            user = next((user for user in out.cell.users if user.number > step.number), None)
-            if user is None:
-                return None
-            product = self._labels.products.of(user)
-            if product is not None:
-                if product.kind != "weight" or product.first.cell is not out.cell or len(factors) > 1:
-                    return None
-                factors.append(self._rows_of(product))
-            elif user.op in {"add", "sub"} and len(user.inputs) > 1:
-                summand = next(view for view in user.inputs if view.cell is not out.cell)
-                is_second = user.inputs[1].cell is out.cell
-                sign = float(user.argument("alpha", 1)) * (-1 if user.op == "sub" else 1) if is_second else 1.0
-                return Term(tuple(factors), scale * sign) if self._is_output_of(summand.cell, base) else None
-            elif user.op in {"mul", "div"} and not _keeps(user):
-                scale *= _number(user)
-            elif not _keeps(user):
-                return None
-            out = user.output
-        return None
+        products, scale, summand = self._to_sum(step, is_through=True)
+        if summand is None or len(products) > 1 or not self._is_output_of(summand.cell, base):
+            return None
+        return Term((self._rows(projection), *map(self._rows_of, products)), scale)
 
     def _rows_of(self, product: Product) -> Rows:
         """Return the rows of a second projection, which all heads share."""
         columns = column_numbers(self._labels, product.second)
         owner = self._labels.products.parameter_of(product.second)
         if columns is None or len(columns[0]) > 1 or owner < 0:
-            raise Unreadable(", of which an update is computed otherwise")
+            raise Unreadable("an update of it is computed otherwise")
         (starts,), stride = columns
         names = (self._labels.tape.names[owner],)
         return self._rows(Projection(names, (owner,), torch.tensor([starts]), stride, product.second.shape[-1]))
 
     def _is_output_of(self, cell: Cell, base: Step) -> bool:
         """Whether a tensor is the output of a product, perhaps with other updates added."""
-        todo = [cell]
+
+        def summands(cell: Cell) -> list[Cell]:
+            is_sum = cell.step is not None and (_keeps(cell.step) or cell.step.op in {"add", "sub"})
+            return [view.cell for view in cell.step.inputs if view.is_float] if is_sum and cell.step else []
+
+        return any(cell.step is base for cell in islice(walk_back([cell], summands), _FAR))
+
+    def _to_sum(self, step: Step, *, is_through: bool = False) -> tuple[list[Product], float, View | None]:
+        """Return the factor of a projection's output in the next sum, and the summand beside it.
+
+        `is_through`: also through further projections, which come first.
+        """  # noqa: DOC501
+        products, scale, out = list[Product](), 1.0, step.output
         for _ in range(_FAR):
-            step = todo.pop().step if todo else None
-            if step is base:
-                return True
-            if step is not None and (_keeps(step) or step.op in {"add", "sub"}):
-                todo += [view.cell for view in step.inputs if view.is_float]
-        return False
+            users = (user for user in out.cell.users if user.number > step.number)
+            user = next((user for user in users if self._goes_on(user, out, is_through=is_through)), None)
+            if user is None:
+                break
+            product = self._labels.products.of(user)
+            summands = [view for view in user.inputs if view.cell.kind == DATA and view.is_float]
+            if product is not None:
+                products.append(product)
+            elif user.op in {"add", "sub"} and len(summands) > 1:
+                if user.inputs[1].cell is out.cell:
+                    scale *= float(user.argument("alpha", 1)) * (-1 if user.op == "sub" else 1)
+                return products, scale, next((view for view in summands if view.cell is not out.cell), None)
+            elif user.op in {"mul", "div"} and not _keeps(user):
+                if _gain_of([user], user.output.shape[-1]):
+                    raise Unreadable("what a map gives is multiplied with something that is no plain number")
+                scale *= _number(user)
+            step, out = user, user.output
+        return products, scale, None
+
+    def _goes_on(self, user: Step, out: View, *, is_through: bool) -> bool:
+        product = self._labels.products.of(user) if is_through else None
+        is_second_map = product is not None and product.kind == "weight" and product.first.cell is out.cell
+        return is_second_map or user.op in KEEPS | {"mul", "div", "add", "sub"}
 
     def inputs(self, projection: Projection, *, far: bool = False) -> frozenset[object]:
         """Return what a projection takes, if `far` also what those before it take."""
@@ -212,28 +226,6 @@ class Weights:
 
     def _input(self, owner: int) -> View:
         return next(iter(self._labels.products_of[owner].values())).first
-
-    def _scale_after(self, number: int) -> float:
-        """Return the number that the output of a projection is multiplied with, before it is added to something."""
-        step = self._labels.tape.steps[number]
-        scale, cell = 1.0, step.output.cell
-        for _ in range(_FAR):
-            users = (user for user in cell.users if user.number > step.number)
-            user = next((user for user in users if user.op in KEEPS | {"mul", "div", "add", "sub"}), None)
-            if user is None:
-                return scale
-            position = next(at for at, view in enumerate(user.inputs) if view.cell is cell)
-            data = [view for view in user.inputs if view.cell.kind == DATA and view.is_float]
-            if user.op in {"add", "sub"} and len(data) > 1:
-                if position == 1:
-                    scale *= float(user.argument("alpha", 1)) * (-1 if user.op == "sub" else 1)
-                return scale
-            if user.op in {"mul", "div"}:
-                if _gain_of([user], user.output.shape[-1]):
-                    raise Unreadable("what a map gives is multiplied with something that is no plain number")
-                scale *= _number(user)
-            cell, step = user.output.cell, user
-        return scale
 
 
 def _in_the_whole(tape: Tape, name: str, starts: Tensor, stride: int) -> tuple[Tensor, int]:
