@@ -164,22 +164,6 @@ class HeadWeight:
 
         Returns:
             Their weight, ``(heads, width, features of the other dimension)``.
-        """
-        first = torch.arange(heads, device="cpu")[:, None] * (width if stride is None else stride) + start
-        return cls.from_features(module, name, first + torch.arange(width, device="cpu"), dim=dim)
-
-    @classmethod
-    def from_features(cls, module: nn.Module, name: str, features: Tensor, *, dim: int) -> HeadWeight:
-        """Return the weight of heads by the numbers of their features along one dim of a matrix.
-
-        Args:
-            module: the module that `name` starts from.
-            name: dotted name of a parameter that is a matrix, or the weight of a convolution of kernel size one.
-            features: ``(heads, width)``, whole numbers.
-            dim: the dim of the parameter that they number.
-
-        Returns:
-            Their weight, ``(heads, width, features of the other dim)``.
 
         Raises:
             UnsupportedAttentionError: if the parameter is no matrix, or has fewer features.
@@ -187,11 +171,12 @@ class HeadWeight:
         shape = shape_of(module, name)
         if len(shape) < 2 or any(size != 1 for size in shape[2:]):
             raise UnsupportedAttentionError(f"`{name}` has the shape {tuple(shape)}, expected that of a matrix.")
+        first = torch.arange(heads, device="cpu")[:, None] * (width if stride is None else stride) + start
+        features = first + torch.arange(width, device="cpu")
         if int(features.min()) < 0 or int(features.max()) >= shape[dim]:
-            H, width = features.shape
             raise UnsupportedAttentionError(
-                f"`{name}` has the shape {tuple(shape)}, so {shape[dim]} features of heads; {H} heads of {width} were "
-                f"said to reach up to feature {int(features.max())}: correct `heads`, `width`, `start` or `stride`."
+                f"`{name}` has the shape {tuple(shape)}, so {shape[dim]} features of heads; {heads} heads of {width} "
+                f"reach up to feature {int(features.max())}: correct `heads`, `width`, `start` or `stride`."
             )
         by_feature, by_column = (shape[1], 1) if dim == 0 else (1, shape[1])
         return cls((Term((Rows(module, (name,), features * by_feature, shape[1 - dim], by_column),)),))

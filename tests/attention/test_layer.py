@@ -51,7 +51,7 @@ def test_three_dimensional_and_pointwise_parameters_are_read_by_the_same_numbers
 def test_irregular_rows_are_read_one_by_one():
     linear = nn.Linear(5, 6)
     features = torch.tensor([[4, 1], [0, 5]])
-    weight = HeadWeight.from_features(linear, "weight", features, dim=0)
+    weight = HeadWeight((Term((Rows(linear, ("weight",), features * 5, 5),)),))
     assert torch.equal(weight.tensor(), linear.weight[features])
 
 
