@@ -57,7 +57,7 @@ class Weights:
             return HeadWeight((self._term(maps[0], shared, path, centred),))
         common = frozenset.intersection(*(self.inputs(projection, far=True) for projection in maps))
         if not common:
-            raise Unreadable(f"its {role} is a sum of maps of several inputs")
+            raise Unreadable(f"its {role} is a sum of maps of several inputs, or of one that is not followed")
         terms = []
         for projection in maps:
             term = self._term(projection, common, "", centred)
