@@ -8,10 +8,16 @@ EXPONENTIALS = {"exp", "exp2"}
 SOFTMAX_LIKE = SOFTMAXES | EXPONENTIALS  # the exponentials of a softmax that is written out
 WHOLE_LAYERS = {"_native_multi_head_attention", "_transformer_encoder_layer_fwd"}  # with their projections
 FUSED_FLEX = "_scaled_dot_product_flex_attention"  # FlexAttention on a tape
-# Operations of packages, which take queries, keys and values as ``(batch, tokens, heads, width)``.
-FUSED_BY_TOKENS = {"flash_attn::_flash_attn_forward", "flash_attn_3::fwd", "_flash_attention_forward",
-                   "_efficient_attention_forward", "xformers::efficient_attention_forward_cutlass",
-                   "xformers_flash::flash_fwd", "xformers_flash3::flash_fwd"}  # fmt: skip
+# Attention in one operation -> the order in which it takes the dims of queries, keys and values but their features.
+FUSED = {
+    **{f"_scaled_dot_product_{name}": "b h q" for name in (
+        "flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention", "attention_math",
+        "attention_math_for_mps", "fused_attention_overrideable", "flex_attention",
+    )},
+    **dict.fromkeys(("_flash_attention_forward", "_efficient_attention_forward", "flash_attn::_flash_attn_forward",
+                     "flash_attn_3::fwd", "xformers::efficient_attention_forward_cutlass", "xformers_flash::flash_fwd",
+                     "xformers_flash3::flash_fwd"), "b q h"),
+}  # fmt: skip
 
 # Matmuls, with the position of the first factor among the arguments, and convolutions.
 MATMULS = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "linear": 0, "addmm": 1, "baddbmm": 1, "addmv": 1, "addbmm": 1,
@@ -71,7 +77,7 @@ NORMS = {"native_layer_norm", "native_group_norm", "native_batch_norm", "_native
          "_native_batch_norm_legit_no_training", "layer_norm", "group_norm", "batch_norm",
          "_batch_norm_with_update"}  # fmt: skip
 CUMULATIVE = {"cumsum", "cumprod", "cummax", "logcumsumexp"}
-REDUCTIONS = CUMULATIVE | {"sum", "mean", "amax", "amin", "max", "min", "var", "std", "var_mean", "std_mean", "norm",
+REDUCTIONS = {"sum", "mean", "amax", "amin", "max", "min", "var", "std", "var_mean", "std_mean", "norm",
                            "linalg_vector_norm", "logsumexp", "prod", "nansum", "any", "all", "median"}  # fmt: skip
 RESAMPLINGS = {"avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool2d_with_indices", "max_pool3d_with_indices",
                "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "upsample_bilinear2d",
@@ -81,8 +87,3 @@ RESAMPLINGS = {"avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool2d_with_indice
 # Between two maps of a low-rank weight.
 BETWEEN = KEEPS | NORMS | {"mul", "div", "pow", "mean", "rsqrt", "sqrt", "add", "reciprocal", "square", "sum",
                            "linalg_vector_norm", "clamp_min", "neg", "sub"}  # fmt: skip
-
-
-def is_fused(op: str) -> bool:
-    """Return whether torch computes attention in this one operation."""
-    return op.startswith("_scaled_dot_product") and not op.endswith("backward")

@@ -372,7 +372,7 @@ class Tape(Mode):
         return cell.written
 
     def _place(self, op: str) -> tuple[str | None, str, dict[str, Tensor]]:
-        if not (op in ops.SOFTMAX_LIKE | ops.WHOLE_LAYERS | ops.BATCHED or ops.is_fused(op) or "::" in op):
+        if not (op in ops.SOFTMAX_LIKE | ops.WHOLE_LAYERS | ops.BATCHED or op in ops.FUSED or "::" in op):
             return None, "", {}
         module, line, padding = _running_module(self._paths)
         return (None if module is None else self._paths[module]), line, padding
@@ -445,7 +445,7 @@ def _is_composite(func: Any) -> bool:
 
 def _value(tensor: Tensor, op: str, cell: Cell, *, is_float: bool) -> Tensor | None:
     """Return a copy of an index or number, or of the beginning of a mask or factor; else `None`."""
-    is_mask = op in ops.MASKS or ops.is_fused(op)
+    is_mask = op in ops.MASKS or ops.FUSED.get(op) == "b h q"
     is_number = cell.numel == 1 and not cell.is_mapped
     if not is_number and ((is_float and not is_mask) or (is_mask and cell.is_mapped)):
         return None

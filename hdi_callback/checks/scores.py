@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hdi_callback.attention.discovery.cores import Core
 from hdi_callback.attention.discovery.labels import Labels
-from hdi_callback.attention.operations import FUSED_BY_TOKENS, SOFTMAXES
+from hdi_callback.attention.operations import FUSED, SOFTMAXES
 from hdi_callback.attention.tape import Cell, Step, Tape, View
 
 KEPT = 64  # of masks and tables the tape keeps so many queries and keys
@@ -108,7 +108,7 @@ def scale_of(labels: Labels, core: Core, scores: list[Link]) -> float | None:
 def _scale_of_fused(step: Step, width: int) -> float | None:
     """Return by what a fused attention scales scores; `None` where a package gives it another name than is known."""
     names = [name for name in ("scale", "softmax_scale") if name in step.argument_names]
-    if not names and step.op in FUSED_BY_TOKENS:
+    if not names and FUSED.get(step.op) == "b q h":
         return None
     number = step.argument(names[0]) if names else None
     return width**-0.5 if number is None else float(number)
@@ -117,7 +117,7 @@ def _scale_of_fused(step: Step, width: int) -> float | None:
 def dropout_of_fused(step: Step) -> float | None:
     """Return the probability of dropout of a fused attention; `None` where a package gives it another name."""
     is_named = "dropout_p" in step.argument_names
-    return float(step.argument("dropout_p") or 0.0) if is_named or step.op not in FUSED_BY_TOKENS else None
+    return float(step.argument("dropout_p") or 0.0) if is_named or FUSED.get(step.op) != "b q h" else None
 
 
 def _factor(link: Link, *, of_features: bool = False) -> float | None:
@@ -144,7 +144,7 @@ def changes_of(links: list[Link]) -> list[Change]:
 
 def changes_of_fused(step: Step) -> list[Change]:
     """Return the masks of a fused attention."""
-    if step.op in FUSED_BY_TOKENS:
+    if FUSED.get(step.op) == "b q h":
         return _changes_of_package(step)
     mask = step.argument("attn_mask", step.argument("attn_bias"))
     changes = _added("attn_mask", mask) if isinstance(mask, View) else []

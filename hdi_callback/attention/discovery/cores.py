@@ -36,9 +36,9 @@ __all__ = ["OVER_HEADS", "OVER_QUERIES", "Core", "ValueProduct", "core_of", "lay
 OVER_QUERIES = "its softmax runs over queries, not over keys"
 ELEMENT_BY_ELEMENT = "its weights are multiplied with values element by element"
 OVER_HEADS = "its softmax runs over heads, or over sequences"
-_FAR = 400  # cells to walk back from a softmax
-_NEAR_MAP = 9  # the same, where a map mixes the scores of heads
-_NEAR = 60  # steps to walk on from it
+_MOST_CELLS_TO_SCORES = 400  # from a softmax back to the matmul of queries and keys
+_MOST_STEPS_TO_MAP = 9  # from a softmax back to a map that mixes the scores of heads
+_MOST_STEPS_TO_VALUES = 60
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,9 +101,8 @@ def _read(labels: Labels, view: View, role: str) -> Label:
 
 def layout_of_fused(step: Step) -> str:
     """Return in which order a fused attention takes the dimensions of queries, ``""`` if it is none."""
-    if ops.is_fused(step.op):
-        return "b h q"
-    return "b q h" if step.op in ops.FUSED_BY_TOKENS and len(step.inputs[0].shape) == 4 else ""
+    layout = ops.FUSED.get(step.op, "")
+    return layout if layout != "b q h" or len(step.inputs[0].shape) == 4 else ""
 
 
 def _fused_core(labels: Labels, step: Step) -> Core:
@@ -192,7 +191,9 @@ def _divides(step: Step) -> bool:
         users = [user for out in current.outputs if out is not None for user in out.cell.users]
         if any(user.op in {"div", "reciprocal", "log", "pow"} for user in users):
             return True
-        todo += [user for user in users if len(todo) < _NEAR and (user.is_pointwise or user.op in ops.COPIES)]
+        todo += [
+            user for user in users if len(todo) < _MOST_STEPS_TO_VALUES and (user.is_pointwise or user.op in ops.COPIES)
+        ]
     return False
 
 
@@ -227,7 +228,7 @@ def _score_steps(labels: Labels, cell: Cell) -> Iterator[Step]:
             return before
         return [view.cell for view in cell.step.inputs if view.is_float and view.cell.kind >= MADE] + before
 
-    for current in islice(walk_back([cell], inputs), _FAR):
+    for current in islice(walk_back([cell], inputs), _MOST_CELLS_TO_SCORES):
         product = labels.products.of(current.step) if current.step is not None else None
         if current.step is not None and product is not None and product.kind == "scores":
             yield current.step
@@ -242,7 +243,7 @@ def _mapped_scores(labels: Labels, cell: Cell, *, beside: bool) -> set[Step]:
     todo = [(cell, False, 0)]
     while todo:
         current, is_mapped, far = todo.pop()
-        if current.step is None or current.step.number in labels.installed or far > _NEAR_MAP:
+        if current.step is None or current.step.number in labels.installed or far > _MOST_STEPS_TO_MAP:
             continue
         product = labels.products.of(current.step)
         if product is not None and product.kind == "scores":
@@ -432,7 +433,7 @@ def _products_behind(labels: Labels, softmax: Step) -> list[tuple[Step, Product]
     """Return the products of a softmax with values; the weights are the first factor of each."""
     with_values: list[tuple[Step, Product]] = []
     with_constants: list[tuple[Step, Product]] = []  # of positions, say
-    walk = WalkOn([softmax.output.cell], most=_NEAR)
+    walk = WalkOn([softmax.output.cell], most=_MOST_STEPS_TO_VALUES)
     for step in walk:
         if step.number <= softmax.number or "backward" in step.op or step.op in ops.CHOICES:
             continue

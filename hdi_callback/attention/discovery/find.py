@@ -49,7 +49,7 @@ from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarni
 __all__ = ["OnRead", "claims_of", "find_attention", "place_of", "read_tape", "survey", "survey_tape"]
 
 
-Reasons = list[tuple[Step, str]]  # of what cannot be read
+RefusedSteps = list[tuple[Step, str]]  # of what cannot be read
 Projections = dict[str, list[Projection]]  # role -> those that are summed
 
 
@@ -62,7 +62,7 @@ class TapeReader:
     def __init__(self, tape: Tape) -> None:
         self.labels = Labels(tape)
         self.claims: list[FoundAttention] = []
-        self.refused: Reasons = []
+        self.refused: RefusedSteps = []
         self._next = 0
 
     @torch.no_grad()
@@ -85,18 +85,18 @@ class TapeReader:
 
 
 @torch.no_grad()
-def claims_of(tape: Tape, reading: TapeReader | None = None) -> tuple[Labels, list[FoundAttention], Reasons]:
-    """Return the labels of a tape, each attention on it, and what cannot be read; `reading` was read while written."""
-    reading = TapeReader(tape) if reading is None else reading
-    reading.go_on()
-    labels, claims, refused = reading.labels, reading.claims, reading.refused
+def claims_of(tape: Tape, tape_reader: TapeReader | None = None) -> tuple[Labels, list[FoundAttention], RefusedSteps]:
+    """Return the labels of a tape, each attention on it, and what cannot be read; `tape_reader` may have begun."""
+    tape_reader = TapeReader(tape) if tape_reader is None else tape_reader
+    tape_reader.go_on()
+    labels, claims, refused = tape_reader.labels, tape_reader.claims, tape_reader.refused
     refused += _without_softmax(labels, claims, refused)
     refused += _over_edges(labels)
     labels.forget()
     for claim in claims:
         columns_of(labels, claim)
-    claims, more = _joined(labels, claims)
-    claims, further = _without_single_heads(_summed(labels, claims), refused)
+    claims, more = _joined_side_by_side(labels, claims)
+    claims, further = _without_single_heads(_joined_in_a_sum(labels, claims), refused)
     return labels, claims, refused + more + further
 
 
@@ -120,7 +120,7 @@ def _looks_like_attention(step: Step) -> bool:
     return are_data and query.shape[-1] == key.shape[-1] and query.cell.is_mapped and key.cell.is_mapped
 
 
-def _without_softmax(labels: Labels, claims: list[FoundAttention], refused: Reasons) -> Reasons:
+def _without_softmax(labels: Labels, claims: list[FoundAttention], refused: RefusedSteps) -> RefusedSteps:
     """Return what multiplies three computed tensors without a softmax: linear attention, state spaces."""
     paths = {step.path for step, _ in refused} | {claim.path for claim in claims}
     first: dict[str | None, Step] = {}
@@ -135,10 +135,10 @@ def _without_softmax(labels: Labels, claims: list[FoundAttention], refused: Reas
     return [(step, reason) for step in first.values()]
 
 
-_FAR = 200  # tensors that are looked at for a product
+_MOST_TENSORS = 200  # that are looked at before a product
 
 
-def _over_edges(labels: Labels) -> Reasons:
+def _over_edges(labels: Labels) -> RefusedSteps:
     """Return attention over the edges of a graph: exponentials of products of queries and keys, scattered."""
     first: dict[str | None, Step] = {}
     for step in labels.tape.steps:
@@ -183,11 +183,11 @@ def _is_of_two_computed(labels: Labels, cell: Cell, path: str | None) -> bool:
             return True
         fresh = [view.cell for view in views if view.cell not in met]
         met.update(fresh)
-        todo += fresh if len(todo) < _FAR else []
+        todo += fresh if len(todo) < _MOST_TENSORS else []
     return False
 
 
-def _joined(labels: Labels, claims: list[FoundAttention]) -> tuple[list[FoundAttention], Reasons]:
+def _joined_side_by_side(labels: Labels, claims: list[FoundAttention]) -> tuple[list[FoundAttention], RefusedSteps]:
     """Join heads that are computed one after the other, and enter one product side by side."""
     groups: dict[tuple[Any, ...], list[FoundAttention]] = {}
     for claim in claims:
@@ -221,7 +221,7 @@ def _join(group: list[FoundAttention]) -> None:
     first.flags = set().union(*(claim.flags for claim in group))
 
 
-def _summed(labels: Labels, claims: list[FoundAttention]) -> list[FoundAttention]:
+def _joined_in_a_sum(labels: Labels, claims: list[FoundAttention]) -> list[FoundAttention]:
     """Join heads that are modules of their own, with the same inputs, and an output projection each that is summed."""
     groups: dict[tuple[Any, ...], list[FoundAttention]] = {}
     for claim in claims:
@@ -244,7 +244,9 @@ def _inputs_of(labels: Labels, owner: int) -> frozenset[object]:
     return frozenset(origin(product.first) for product in labels.products_of[owner].values())
 
 
-def _without_single_heads(claims: list[FoundAttention], refused: Reasons) -> tuple[list[FoundAttention], Reasons]:
+def _without_single_heads(
+    claims: list[FoundAttention], refused: RefusedSteps
+) -> tuple[list[FoundAttention], RefusedSteps]:
     """Drop a lone head if other heads of its module were refused."""
     paths = {step.path for step, _ in refused}
     lone = [claim for claim in claims if claim.heads == 1 and claim.path in paths]
@@ -271,22 +273,22 @@ def _together(items: Sequence[Projection]) -> Projection:
 # from claims to layers
 
 
-OnRead = Callable[[Labels, list[FoundAttention], Reasons], None]
+OnRead = Callable[[Labels, list[FoundAttention], RefusedSteps], None]
 
 
-def read_tape(tape: Tape, on_read: OnRead | None = None, reading: TapeReader | None = None) -> Survey:
+def read_tape(tape: Tape, on_read: OnRead | None = None, tape_reader: TapeReader | None = None) -> Survey:
     """Return the attention layers of a model, from a forward that was written down.
 
     Args:
         tape: the forward; labels are on the CPU, wherever the model is.
         on_read: takes what `claims_of` returns, for others to look at.
-        reading: what was read of it while it was written.
+        tape_reader: has read it while it was written, as far as it got.
 
     Returns:
         The layers, in the order in which their attention ran, and what cannot be read, with reasons.
     """
     with torch._C.DisableTorchFunction(), torch.device("cpu"):  # a model may run under torch.device("meta")
-        labels, claims, refused = claims_of(tape, reading)
+        labels, claims, refused = claims_of(tape, tape_reader)
         result = _Layers(labels, claims).survey(refused)
         if on_read is not None:
             on_read(labels, claims, refused)
@@ -305,7 +307,7 @@ class _Layers:
         self._sites: list[tuple[Site, object]] = []
         self._refused: dict[str, Refusal] = {}
 
-    def survey(self, refused: Reasons) -> Survey:
+    def survey(self, refused: RefusedSteps) -> Survey:
         """Return a layer for each different claim; claims with the same rows are calls of one layer."""
         for claim in self._claims:
             try:
@@ -323,8 +325,7 @@ class _Layers:
         return Survey(_with_own_names(layers), tuple(self._refused.values()))
 
     def _refuse(self, path: str, reason: str) -> None:
-        module = self._model.get_submodule(path)
-        self._refused.setdefault(f"{path}: {reason}", Refusal(path, reason, type(module).__name__))
+        self._refused[path] = Refusal(path, reason, type(self._model.get_submodule(path)).__name__)
 
     def _add(self, claim: FoundAttention) -> None:
         streams = [claim.maps, *claim.streams]
@@ -559,26 +560,27 @@ def find_attention(model: nn.Module, forward: Callable[[], object] | None = None
 
 
 def survey_tape(
-    model: nn.Module, tape: Tape, on_read: OnRead | None = None, reading: TapeReader | None = None
+    model: nn.Module, tape: Tape, on_read: OnRead | None = None, tape_reader: TapeReader | None = None
 ) -> Survey:
     """Return the layers of a model, with those that are known without a forward, from one that was written down."""
-    return put_together(model, known_layers(model), read_tape(tape, on_read, reading))
+    return put_together(model, known_layers(model), read_tape(tape, on_read, tape_reader))
 
 
 def put_together(model: nn.Module, described: list[AttentionLayer | Refusal], read: Survey) -> Survey:
     """Return both surveys together: registered layouts win, and have the sites that the forward showed."""
     layers = {layer.name: layer for layer in map(_without_wrappers, read.layers)}
-    refused = {refusal.name: refusal for refusal in map(_without_wrappers, read.refused)}
-    for item in map(_without_wrappers, described):
-        refused.pop(item.name, None)
+    described = list(map(_without_wrappers, described))
+    names = {item.name for item in described}
+    refused = [refusal for refusal in map(_without_wrappers, read.refused) if refusal.name not in names]
+    for item in described:
         if isinstance(item, Refusal):
-            refused[item.name] = item
+            refused.append(item)
             continue
         layer = layers.get(item.name)
         layers[item.name] = item if layer is None else replace(item, sites=layer.sites or item.sites)
     order = {name_without_wrappers(name): at for at, (name, _) in enumerate(model.named_modules())}
     in_order = sorted(layers.values(), key=lambda layer: order.get(layer.name.partition("#")[0], 0))
-    return Survey(tuple(in_order), tuple(refused.values()))
+    return Survey(tuple(in_order), tuple(refused))
 
 
 # Of torch.compile, Fabric, the first FSDP and activation checkpointing: layers have the names of the model within.

@@ -34,7 +34,7 @@ __all__ = ["FoundAttention", "Projection", "column_numbers", "columns_of", "head
 
 IN = ("query", "key", "value")
 PLURAL = {"query": "queries", "key": "keys", "value": "values"}
-_FAR = 60  # steps to walk on from an attention to its output projection
+_MOST_STEPS_TO_OUTPUT = 60
 
 _Head = dict[str, "dict[frozenset[int], Vector]"]  # role -> its vectors, by the parameters of a stream of tokens
 Vector = dict[int, tuple[tuple[int, int], ...]]  # of one token: parameter -> (place in the head, feature)
@@ -398,7 +398,7 @@ def _install(labels: Labels, claim: FoundAttention, parts: list[tuple[ValueProdu
 def columns_of(labels: Labels, claim: FoundAttention) -> None:
     """Find the products with parameters that take what an attention returns."""
     first = min(part.step.number for part in claim.core.parts)
-    walk = WalkOn([part.step.output.cell for part in claim.core.parts], most=_FAR)
+    walk = WalkOn([part.step.output.cell for part in claim.core.parts], most=_MOST_STEPS_TO_OUTPUT)
     for step in walk:
         if step.number <= first:
             continue

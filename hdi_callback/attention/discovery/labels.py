@@ -282,7 +282,7 @@ class Labels:
         product = self.products.of(step)
         if product is not None and product.sizes:
             cells = [view.cell for view in (product.first, product.second, *step.inputs)]
-        elif (product is not None and product.kind == "scores") or ops.is_fused(step.op) or step.op in ops.WHOLE_LAYERS:
+        elif (product is not None and product.kind == "scores") or step.op in {*ops.FUSED, *ops.WHOLE_LAYERS}:
             cells = []
         elif product is not None and product.kind in {"weight", "filter"} and step.number not in self.deep:
             cells = [product.first.cell] if product.kind == "filter" and _is_depthwise(step, product) else []
@@ -352,6 +352,8 @@ class Labels:
             return labels[0].flagged(*flags) if place == 0 and labels[0] is not None else None
         if step.op in {*ops.SOFTMAXES, "_log_softmax"}:
             return labels[0].flagged(Flag(NONLINEAR, step.op)) if place == 0 and labels[0] is not None else None
+        if step.op in ops.CUMULATIVE:
+            return self._accumulated(step, labels[0]) if labels[0] is not None else None
         if step.op in ops.REDUCTIONS:
             return self._reduced(step, labels[0], out) if labels[0] is not None else None
         if step.op in ops.RESAMPLINGS:
@@ -387,7 +389,7 @@ class Labels:
             pairs, back = torch.unique(at_left * count + at_right, return_inverse=True)
             numbers, are_statistics = [], True
             for number_left, number_right in zip(lefts[pairs // count].tolist(), rights[pairs % count].tolist()):
-                number, is_statistic = self._joined(number_left, number_right)
+                number, is_statistic = self._feature_of_sum(number_left, number_right)
                 numbers.append(number)
                 are_statistics &= is_statistic
             features = features.masked_scatter(apart, torch.tensor(numbers)[back])
@@ -395,7 +397,7 @@ class Labels:
                 statistic_of = summand if self.is_statistic(int(first[apart][0])) else label
         return features.expand(shape), statistic_of
 
-    def _joined(self, number: int, summand: int) -> tuple[int, bool]:
+    def _feature_of_sum(self, number: int, summand: int) -> tuple[int, bool]:
         """Return the id of two features together, and whether one is a norm over the other: then it is that feature."""
         first, second = self.members(number), self.members(summand)
         if self.is_statistic(summand) and first <= second and not (self.is_statistic(number) and first == second):
@@ -470,17 +472,20 @@ class Labels:
             planes.append(thin(run_on(step, place, plane)).expand(out.shape))
         return Label(planes[0], planes[1], flags)
 
+    @staticmethod
+    def _accumulated(step: Step, label: Label) -> Label:
+        dim = int(step.args[1])
+        moved = label.features.movedim(dim, -1)
+        feature = _only_feature(small(moved), f"features are summed up by {step.op}")
+        return Label(feature.expand(moved.shape).movedim(-1, dim), label.tokens, label.flags)
+
     def _reduced(self, step: Step, label: Label, out: View) -> Label:
-        if step.op in ops.CUMULATIVE:
-            moved = label.features.movedim(int(step.args[1]), -1)
-            feature = _only_feature(small(moved), f"features are summed up by {step.op}")
-            return Label(feature.expand(moved.shape).movedim(-1, int(step.args[1])), label.tokens, label.flags)
         dims = reduced_dims(step)
-        features = self.joined(_last(label.features, dims))
+        features = self.summed_features(_last(label.features, dims))
         tokens = only_one(_last(label.tokens, dims))
         return Label(reshaped(features, out.shape), reshaped(tokens, out.shape), label.flags)
 
-    def joined(self, features: Tensor) -> Tensor:
+    def summed_features(self, features: Tensor) -> Tensor:
         """Return features of a sum over the last dimension: the feature if all agree, else a statistic over the set."""
         short = small(features)
         shape = features.shape[:-1]
@@ -516,7 +521,7 @@ class Labels:
         x, weight = product.first, product.second
         shape = n, rows, _ = product.shape
         if step.number in self.deep and (label := self.read(x)) is not None:
-            features = self.plain(self.joined(label.features))[..., None].expand(shape)
+            features = self.plain(self.summed_features(label.features))[..., None].expand(shape)
             tokens = small(label.tokens).amin(-1, keepdim=True).expand(shape)
             return Label(features, tokens, label.flags | {SHARED})
         features = self.products.features(weight)
@@ -537,7 +542,7 @@ class Labels:
         if label is None:
             return None
         dim = 1 if first is None else -1
-        features, tokens = self.joined(label.features).unsqueeze(dim), only_one(label.tokens).unsqueeze(dim)
+        features, tokens = self.summed_features(label.features).unsqueeze(dim), only_one(label.tokens).unsqueeze(dim)
         return Label(self.plain(features.expand(product.shape)), tokens.expand(product.shape), label.flags | {WEIGHED})
 
     def _scores(self, step: Step, product: Product) -> Label:

@@ -24,7 +24,7 @@ from hdi_callback.attention.tape import DATA, WEIGHT, Cell, Step, Tape, View, wa
 
 __all__ = ["Weights", "origin"]
 
-_FAR = 40  # steps between two maps
+_MOST_STEPS_BETWEEN_MAPS = 40
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +101,7 @@ class Weights:
             is_sum = cell.step is not None and (_keeps(cell.step) or cell.step.op in {"add", "sub"})
             return [view.cell for view in cell.step.inputs if view.is_float] if is_sum and cell.step else []
 
-        return any(cell.step is base for cell in islice(walk_back([cell], summands), _FAR))
+        return any(cell.step is base for cell in islice(walk_back([cell], summands), _MOST_STEPS_BETWEEN_MAPS))
 
     def _to_sum(self, step: Step, *, is_through: bool = False) -> tuple[list[Product], float, View | None]:
         """Return the factor of a projection's output in the next sum, and the summand beside it.
@@ -109,7 +109,7 @@ class Weights:
         `is_through`: also through further projections, which come first.
         """  # noqa: DOC501
         products, scale, out = list[Product](), 1.0, step.output
-        for _ in range(_FAR):
+        for _ in range(_MOST_STEPS_BETWEEN_MAPS):
             users = (user for user in out.cell.users if user.number > step.number)
             user = next((user for user in users if self._goes_on(user, out, is_through=is_through)), None)
             if user is None:
@@ -273,7 +273,7 @@ def _path_to_product(labels: Labels, cell: Cell) -> tuple[Product, list[Step]] |
 
     for current in walk_back([cell], inputs):
         step = current.step
-        if step is None or len(between) > _FAR:
+        if step is None or len(between) > _MOST_STEPS_BETWEEN_MAPS:
             return None
         product = labels.products.of(step)
         if product is not None and product.kind in {"weight", "filter"}:
