@@ -492,8 +492,8 @@ class AttentionLayer:
         if "key" in plain and not (plain["query"].names == plain["key"].names if "query" in plain else False):
             owner, _ = owner_of(plain["key"].module, plain["key"].names[0])
             weights.add(id(getattr(owner, "bias", None)))
-        own = self.module.named_parameters()
-        return {name: parameter for name, parameter in own if id(parameter) not in weights}
+        parameters = self.module.named_parameters()
+        return {name: parameter for name, parameter in parameters if id(parameter) not in weights}
 
     def contradiction(self) -> str | None:
         """Return how the weights contradict each other, `None` if they do not."""

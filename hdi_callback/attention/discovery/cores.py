@@ -27,7 +27,7 @@ from hdi_callback.attention.discovery.labels import (
     Unreadable,
     only_one,
 )
-from hdi_callback.attention.discovery.planes import repeats, reshaped, small, thin, unique_rows
+from hdi_callback.attention.discovery.planes import repeats, reshaped, small, thin
 from hdi_callback.attention.discovery.products import Product, reduced_dims
 from hdi_callback.attention.tape import DATA, MADE, Cell, Step, View, WalkOn, walk_back
 
@@ -133,12 +133,12 @@ def _core_behind(labels: Labels, step: Step) -> Core | None:
     scores, dim = step.inputs[0], softmax_dim(step)
     if scores.cell.kind < MADE or dim is None:
         return None
-    own = set(_score_steps(labels, scores.cell))
-    mapped = _mapped_scores(labels, scores.cell, beside=bool(own))
-    consumers = _products_behind(labels, step) if own or (mapped and len(scores.shape) > 2) else []
-    if consumers and (mapped & own if own else mapped):
+    score_steps = set(_score_steps(labels, scores.cell))
+    mapped_steps = _mapped_scores(labels, scores.cell, beside=bool(score_steps))
+    consumers = _products_behind(labels, step) if score_steps or (mapped_steps and len(scores.shape) > 2) else []
+    if consumers and (mapped_steps & score_steps if score_steps else mapped_steps):
         raise Unreadable("a map with a parameter mixes the scores of heads in front of its softmax")
-    if not own:
+    if not score_steps:
         _refuse_other_scores(labels, step, scores, dim)
     if not consumers:
         return None
@@ -152,15 +152,16 @@ def _core_behind(labels: Labels, step: Step) -> Core | None:
     source = _own_source(labels, label, sources)
     for summand in sources:
         _slots(labels, label.features, summand)
-    is_flipped, renumbered = _side(labels, label, dim, source)  # flipped: keys are the rows of the product
+    slots = _slots(labels, label.features, source)
+    is_flipped = not _runs_over_columns(slots, label.tokens, dim, source)  # keys are the rows of the product
     parts = []
     for consumer in consumers:
         try:
-            parts.append(_part(labels, consumer, sources, source, is_flipped=is_flipped, renumbered=renumbered))
+            parts.append(_part(labels, consumer, sources, source, is_flipped=is_flipped))
         except Unreadable:  # noqa: PERF203
             if not parts:
                 raise
-    query_of = _numbered(_slots(labels, label.features, source), label.tokens, source, is_flipped, renumbered)
+    query_of = _numbered(slots, label.tokens, source, is_flipped)
     flags = {Flag("scores are a sum of several products")} if len(sources) > 1 else set()
     flags |= label.flags & {SHARED, TIMES}
     return Core(step, tuple(parts), source.step, query_of.amax(dim), dim - len(scores.shape), frozenset(flags), scores)
@@ -269,13 +270,15 @@ def _own_source(labels: Labels, label: Label, sources: list[FeatureRange]) -> Fe
 
     strongest = max(map(strength, sources))
     strong = [source for source in sources if strength(source) == strongest]
-    own = [source for source in strong if source.step is None or source.step.number not in labels.score_steps] or strong
+    candidates = [
+        source for source in strong if source.step is None or source.step.number not in labels.score_steps
+    ] or strong
     short = small(label.features)
     for number in short[short < -1].unique().tolist():
         owners = {labels.owner(member) for member in labels.members(number)}
-        if len(owners & {labels.owner(source.start) for source in own}) > 1:
+        if len(owners & {labels.owner(source.start) for source in candidates}) > 1:
             raise Unreadable("its scores are a sum of several products of queries and keys")
-    return own[-1]
+    return candidates[-1]
 
 
 def _slots(labels: Labels, features: Tensor, source: FeatureRange) -> Tensor:
@@ -283,30 +286,11 @@ def _slots(labels: Labels, features: Tensor, source: FeatureRange) -> Tensor:
     short = small(features)
     slots = torch.where((short >= source.start) & (short < source.end), short - source.start, -1)
     for number in short[short < -1].unique().tolist():
-        own = [member for member in labels.members(number) if source.start <= member < source.end]
-        if len(own) > 1:
+        members = [member for member in labels.members(number) if source.start <= member < source.end]
+        if len(members) > 1:
             raise Unreadable("the scores of several heads, or of several queries, are mixed")
-        slots[short == number] = own[0] - source.start if own else -1
+        slots[short == number] = members[0] - source.start if members else -1
     return slots.expand(features.shape)
-
-
-def _side(labels: Labels, label: Label, dim: int, source: FeatureRange) -> tuple[bool, Tensor | None]:
-    """Return whether keys are the rows of QK^T, and new numbers of rows where windows repeat a query."""
-    slots = _slots(labels, label.features, source)
-    try:
-        return not _runs_over_columns(slots, label.tokens, dim, source), None
-    except Unreadable:  # perhaps the same queries are in several rows, with the keys of several windows
-        n, rows, _ = source.shape
-        product = labels.products.of(source.step) if source.step is not None else None
-        if product is None:
-            raise
-        first = _read(labels, product.first, "queries").reshaped(product.first_shape)
-        wide = torch.cat([plane.expand(n, -1, -1) for plane in (first.features, first.tokens)], -1)
-        _, alike = unique_rows(wide.flatten(0, 1))
-        at = torch.full((int(alike.max()) + 1,), n * rows).scatter_reduce(0, alike, torch.arange(n * rows), "amin")
-        renumbered = at[alike]
-        slots = torch.where(slots < 0, -1, renumbered[slots.clamp(min=0)])
-        return not _runs_over_columns(slots, label.tokens, dim, source), renumbered
 
 
 def _runs_over_columns(slots: Tensor, tokens: Tensor, dim: int, source: FeatureRange) -> bool:
@@ -343,12 +327,8 @@ def _pairs(plane: Tensor, dim: int) -> Tensor:
     return torch.stack([plane.narrow(dim, start, size - 1).flatten() for start in (0, 1)])
 
 
-def _numbered(
-    slots: Tensor, tokens: Tensor, source: FeatureRange, is_flipped: bool, renumbered: Tensor | None
-) -> Tensor:
+def _numbered(slots: Tensor, tokens: Tensor, source: FeatureRange, is_flipped: bool) -> Tensor:
     """Return the numbers of queries: by the rows of the product, or by its columns."""
-    if renumbered is not None:
-        slots = torch.where(slots < 0, -1, renumbered[slots.clamp(min=0)])
     if is_flipped:
         _, rows, columns = source.shape
         return torch.where(slots < 0, -1, slots // rows * columns + tokens - 1)
@@ -357,17 +337,17 @@ def _numbered(
 
 def _part(
     labels: Labels, consumer: tuple[Step, Product], sources: list[FeatureRange], source: FeatureRange, *,
-    is_flipped: bool, renumbered: Tensor | None
+    is_flipped: bool
 ) -> ValueProduct:  # fmt: skip
     """Return a product of weights and values, with the queries and keys of these weights."""
     step, product = consumer
     _, rows, columns = source.shape
-    behind = _read(labels, product.first, "weights behind the softmax").reshaped(product.first_shape)
-    if source not in labels.sources_in(behind.features, "scores"):
+    weights = _read(labels, product.first, "weights behind the softmax").reshaped(product.first_shape)
+    if source not in labels.sources_in(weights.features, "scores"):
         raise Unreadable("the weights behind its softmax are not followed to the values")
-    _refuse_several_softmaxes(labels, behind, sources)
-    slots = _slots(labels, behind.features, source)
-    units = _numbered(slots, behind.tokens, source, is_flipped, renumbered)
+    _refuse_several_softmaxes(labels, weights, sources)
+    slots = _slots(labels, weights.features, source)
+    units = _numbered(slots, weights.tokens, source, is_flipped)
     units = units.expand(product.shape[0], -1, -1)
     unit = _one_unit(units)
     queries, keys = _factors(labels, source, is_flipped=is_flipped)
@@ -380,9 +360,9 @@ def _part(
     return ValueProduct(query, key, value, step, product, unit)
 
 
-def _refuse_several_softmaxes(labels: Labels, behind: Label, sources: list[FeatureRange]) -> None:
+def _refuse_several_softmaxes(labels: Labels, weights: Label, sources: list[FeatureRange]) -> None:
     """Refuse weights that are combined element by element from those of several softmaxes."""
-    short = small(behind.features)
+    short = small(weights.features)
     for number in short[short < -1].unique().tolist():
         ranges = {labels.source_of(labels.owner(member)) for member in labels.members(number)}
         if any(item is not None and item.kind == "scores" and item not in sources for item in ranges):

@@ -95,9 +95,9 @@ def claims_of(tape: Tape, tape_reader: TapeReader | None = None) -> tuple[Labels
     labels.forget()
     for claim in claims:
         columns_of(labels, claim)
-    claims, more = _joined_side_by_side(labels, claims)
-    claims, further = _without_single_heads(_joined_in_a_sum(labels, claims), refused)
-    return labels, claims, refused + more + further
+    claims, refused_groups = _joined_side_by_side(labels, claims)
+    claims, lone_heads = _without_single_heads(_joined_in_a_sum(labels, claims), refused)
+    return labels, claims, refused + refused_groups + lone_heads
 
 
 def _claim(labels: Labels, step: Step) -> FoundAttention | None:
@@ -250,8 +250,8 @@ def _without_single_heads(
     """Drop a lone head if other heads of its module were refused."""
     paths = {step.path for step, _ in refused}
     lone = [claim for claim in claims if claim.heads == 1 and claim.path in paths]
-    further = [(claim.core.step, "other heads of it cannot be read") for claim in lone]
-    return [claim for claim in claims if claim not in lone], further
+    refused_heads = [(claim.core.step, "other heads of it cannot be read") for claim in lone]
+    return [claim for claim in claims if claim not in lone], refused_heads
 
 
 def _role_with_inputs_of_heads(labels: Labels, group: list[FoundAttention]) -> str:
@@ -330,8 +330,8 @@ class _Layers:
     def _add(self, claim: FoundAttention) -> None:
         streams = [claim.maps, *claim.streams]
         for place, maps in enumerate(streams):
-            own = [output for output, stream in zip(claim.outputs, claim.stream_of_output) if stream == place]
-            outputs = own or claim.outputs
+            of_stream = [output for output, stream in zip(claim.outputs, claim.stream_of_output) if stream == place]
+            outputs = of_stream or claim.outputs
             key = tuple((role, *(item.key for item in items)) for role, items in sorted(maps.items()))
             if key not in self._layers:
                 self._layers[key] = self._layer(claim, maps, outputs)
@@ -536,8 +536,8 @@ def survey(model: nn.Module, forward: Callable[[], object] | None = None, on_rea
         )
     read = Survey()
     if forward is not None:
-        own = inner_model(model)
-        with nothing_remains(own, forward), Tape(own) as tape:
+        inner = inner_model(model)
+        with nothing_remains(inner, forward), Tape(inner) as tape:
             forward()
         read = read_tape(tape, on_read)
     return put_together(model, described, read)

@@ -419,7 +419,7 @@ def columns_of(labels: Labels, claim: FoundAttention) -> None:
 
 def _adds_something_else(labels: Labels, claim: FoundAttention, step: Step, met: set[Cell]) -> bool:
     """Whether a residual is added; other attention, and what comes of the layer's own projections, is none."""
-    own = {owner for maps in claim.maps.values() for projection in maps for owner in projection.owners}
+    projected = {owner for maps in claim.maps.values() for projection in maps for owner in projection.owners}
     for view in step.inputs:
         if not view.is_float or view.cell.kind != DATA or view.cell in met or not view.shape or view.shape[-1] == 1:
             continue
@@ -428,7 +428,7 @@ def _adds_something_else(labels: Labels, claim: FoundAttention, step: Step, met:
             return True
         owners = labels.owners(label.features)
         sources = [labels.source_of(owner) for owner in owners]
-        if not owners <= own and not any(source is not None and source.kind != "input" for source in sources):
+        if not owners <= projected and not any(source is not None and source.kind != "input" for source in sources):
             return True
     return False
 
@@ -495,12 +495,12 @@ def _columns_by_head(
         numbers = turned[batch if len(turned) > 1 else 0]
         for row in rows.tolist():
             for column, number in enumerate(row):
-                own = [at - source.start for at in labels.members(number) if source.start <= at < source.end]
-                heads = {at // width for at in own}
+                places = [at - source.start for at in labels.members(number) if source.start <= at < source.end]
+                heads = {at // width for at in places}
                 if len(heads) > 1:
                     raise Unreadable("several heads are summed or mixed before the map")
                 for head in heads:
-                    of_heads.setdefault(head, {}).setdefault(numbers[column], min(own) % width)
+                    of_heads.setdefault(head, {}).setdefault(numbers[column], min(places) % width)
     if of_heads and (len(of_heads) != claim.heads or len(set(map(len, of_heads.values()))) > 1):
         raise Unreadable("a map of some heads only")
     if len(set().union(*of_heads.values())) != sum(map(len, of_heads.values())):

@@ -186,9 +186,9 @@ class Labels:
     def owners(self, features: Tensor) -> set[int]:
         """Return the parameters and feature ranges in a plane."""
         numbers = small(features).unique().tolist()
-        own = numbers[bisect.bisect_right(numbers, 0) :]
-        end = bisect.bisect_left(own, _FIRST_OF_RANGES)
-        owners = {*runs_of(own[:end], self.tape.first), *(RANGES_FROM + at for at in runs_of(own[end:], self._starts))}
+        ids = numbers[bisect.bisect_right(numbers, 0) :]
+        end = bisect.bisect_left(ids, _FIRST_OF_RANGES)
+        owners = {*runs_of(ids[:end], self.tape.first), *(RANGES_FROM + at for at in runs_of(ids[end:], self._starts))}
         sets = numbers[: bisect.bisect_left(numbers, -1)]
         return owners.union(*({self.owner(member) for member in self.members(number)} for number in sets))
 
@@ -220,28 +220,28 @@ class Labels:
             return None
         if isinstance(written, str):
             raise Unreadable(written)
-        own, wanted, label = written.geometry, geometry(view), written.label
-        if own == wanted and view.itemsize == view.cell.itemsize:
+        stored, wanted, label = written.geometry, geometry(view), written.label
+        if stored == wanted and view.itemsize == view.cell.itemsize:
             return label
         if view.itemsize == 2 * view.cell.itemsize:  # complex numbers of pairs
-            pairs = self._read(label, own, wanted.scaled(2), view.cell.numel)
+            pairs = self._read(label, stored, wanted.scaled(2), view.cell.numel)
             real, imaginary = pairs.mapped(lambda plane: plane[..., 0]), pairs.mapped(lambda plane: plane[..., 1])
             if self.owners(real.features) != self.owners(imaginary.features):
                 raise Unreadable("complex numbers, of which two maps make the parts")
             return self.union(real, imaginary)
         if 2 * view.itemsize == view.cell.itemsize:  # pairs of complex numbers
-            label, own = label.reshaped((*own.shape, 1)).expanded((*own.shape, 2)), own.scaled(2)
-            return self._read(label, own, wanted, 2 * view.cell.numel)
+            label, stored = label.reshaped((*stored.shape, 1)).expanded((*stored.shape, 2)), stored.scaled(2)
+            return self._read(label, stored, wanted, 2 * view.cell.numel)
         if view.itemsize != view.cell.itemsize:
             raise Unreadable("a tensor is viewed in another type")
-        return self._read(label, own, wanted, view.cell.numel)
+        return self._read(label, stored, wanted, view.cell.numel)
 
-    def _read(self, label: Label, own: Geometry, wanted: Geometry, numel: int) -> Label:
+    def _read(self, label: Label, stored: Geometry, wanted: Geometry, numel: int) -> Label:
         def through(plane: Tensor) -> Tensor:
-            view = seen_through(plane, own, wanted)
+            view = seen_through(plane, stored, wanted)
             if view is not None:
                 return view
-            return thin(written_out(plane, own, numel).as_strided(wanted.shape, wanted.stride, wanted.offset))
+            return thin(written_out(plane, stored, numel).as_strided(wanted.shape, wanted.stride, wanted.offset))
 
         return label.mapped(through)
 

@@ -144,8 +144,8 @@ def _walk(size: int, step: int, dims: list[tuple[int, int, int]], reached: list[
         at = max((i for i, dim in enumerate(dims) if dim[1] <= step), default=None)
         if at is None or step % dims[at][1]:
             return None
-        length, own, by = dims[at]
-        each = step // own
+        length, stride, by = dims[at]
+        each = step // stride
         if (size - 1) * each + reached[at] < length:
             reached[at] += (size - 1) * each
             return [*pieces, (size, each * by)]
@@ -154,7 +154,7 @@ def _walk(size: int, step: int, dims: list[tuple[int, int, int]], reached: list[
             return None
         reached[at] += (count - 1) * each
         pieces.append((count, each * by))
-        size, step = size // count, own * length
+        size, step = size // count, stride * length
         if size > 1 and not any(dim[1] == step for dim in dims):
             return None
     return pieces
