@@ -110,14 +110,12 @@ FORWARD = (
 )
 """Everything that is measured of armed forwards."""
 
-OutputWeight = Callable[[Sequence[AttentionLayer]], Tensor]
-
 
 def measure_forwards(
     sources: Sequence[ForwardSource],
     layers: Sequence[AttentionLayer],
     captured: Mapping[str, Captured],
-    output_weight: OutputWeight,
+    output_weight: Callable[[Sequence[AttentionLayer]], Tensor],
     ranks: Ranks,
     absent: Absent,
 ) -> list[Result]:
@@ -167,7 +165,7 @@ def _measure(
     sources: Sequence[ForwardSource],
     layers: Sequence[AttentionLayer],
     captured: Mapping[str, Captured],
-    output_weight: OutputWeight,
+    output_weight: Callable[[Sequence[AttentionLayer]], Tensor],
     ranks: Ranks,
     absent: Absent,
 ) -> list[Result]:
