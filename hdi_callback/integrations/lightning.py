@@ -123,6 +123,13 @@ class HDICallback(Watcher, pl.Callback):
         """Remove all hooks."""
         self.close()
 
+    def on_init_end(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse a transformers trainer, which calls this first."""
+        raise MisconfigurationError(
+            "HDICallback is for a Lightning trainer, and a transformers Trainer takes HDITrainerCallback: write "
+            "transformers.Trainer(..., callbacks=[HDITrainerCallback(...)])."
+        )
+
 
 class _LightningTrainer(Trainer):
     """A Lightning trainer as the `Trainer` of a session."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import transformers
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from hdi_callback.arguments import function
+from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import guarded, warn
 from hdi_callback.integrations.base import MISUSE, Log, Watcher
 from hdi_callback.record import Record
@@ -28,8 +29,9 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
     """Watch the diversity of the attention heads of a model that a transformers `Trainer` trains.
 
     Reads, judges and intervenes as `HDICallback` does. The history is ``hdi/history.jsonl`` under the output
-    directory. Curves go where the trainer's go, into the run of TensorBoard, W&B, MLflow or Comet that ``report_to``
-    names; a warning names one that gets none. A checkpoint keeps what a resumed run needs in the trainer's state.
+    directory. Curves go where the trainer's go, into the run of TensorBoard, W&B, MLflow, Comet, Trackio or SwanLab
+    that ``report_to`` names; a warning names one that gets none. A checkpoint keeps what a resumed run needs in the
+    trainer's state.
 
     The trainer does not notify its callbacks of exceptions: until `close` is called, or the next training begins,
     hooks may stay on the model.
@@ -50,6 +52,14 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
         super().__init__(Settings(every_n_steps=every_n_steps, **settings))
         self._log = function("log", log, "log=mlflow.log_metrics")
         self._logged_loss: float | None = None
+
+    @property
+    def state_key(self) -> str:
+        """Refuse the trainer of Lightning, which reads this first."""
+        raise MisconfigurationError(
+            "HDITrainerCallback is for a transformers Trainer, and a Lightning trainer takes HDICallback: write "
+            "L.Trainer(callbacks=[HDICallback(...)])."
+        )
 
     @guarded("starting to watch heads", passes=MISUSE)
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -167,4 +177,9 @@ def _run_of(callback: Any, name: str) -> Any:
     if name == "wandb":
         return getattr(sys.modules.get("wandb"), "run", None)
     candidates = [value for value in vars(callback).values() if not isinstance(value, type)]
-    return next((run for run in candidates if hasattr(run, "add_image") or hasattr(run, "log_metrics")), None)
+    run = next((run for run in candidates if hasattr(run, "add_image") or hasattr(run, "log_metrics")), None)
+    package = next((value for value in candidates if isinstance(value, ModuleType) and hasattr(value, "log")), None)
+    if run is not None or package is None:
+        return run
+    # Trackio and SwanLab: their steps are their own, and the trainer gives its step as a curve too.
+    return lambda values, step: package.log({**values, "train/global_step": step})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -89,6 +90,27 @@ def test_what_has_log_metrics_takes_the_curves(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(reporters, "comet_ml", Reports)
     train(tmp_path, [], Reports())
     assert [step for step, _ in rows] == STEPS_READ
+
+
+@pytest.mark.parametrize("name", ["trackio", "swanlab"])
+def test_what_logs_by_a_package_takes_the_curves_with_the_step(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """Packages that are not installed here: their callbacks hold the package, whose `log` takes a dictionary."""
+    rows: list[dict[str, float]] = []
+    package = ModuleType(name)
+    package.log = rows.append  # type: ignore[attr-defined]
+
+    class Reports(transformers.TrainerCallback):
+        def __init__(self) -> None:
+            self._package = package
+
+        def on_log(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+    reporters = transformers.integrations.integration_utils.INTEGRATION_TO_CALLBACK
+    monkeypatch.setitem(reporters, name, Reports)
+    train(tmp_path, [], Reports())
+    assert [row["train/global_step"] for row in rows] == STEPS_READ
+    assert all(0 <= row["hdi/min"] <= 1 for row in rows)
 
 
 def test_a_function_takes_the_curves_of_a_trainer(tmp_path: Path) -> None:
