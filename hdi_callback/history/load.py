@@ -20,7 +20,7 @@ from hdi_callback.dashboards.verdict import events, verdict
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.history.lines import from_text, matrices_folder, record_from_line
 from hdi_callback.monitor.metrics import check_metric
-from hdi_callback.record import Alert, Record
+from hdi_callback.record import Alert, LayerRecord, Record
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -125,8 +125,12 @@ class RunHistory:
                     by_layer.setdefault(layer, {})[name] = torch.from_numpy(arrays[key].astype(np.float32))
         return by_layer
 
-    def to_frame(self) -> pd.DataFrame:
+    def to_frame(self, *, heads: bool = False) -> pd.DataFrame:
         """Return a table with a row for each step and layer: step, epoch, time, loss, layer, and every metric.
+
+        Args:
+            heads: give each head a row, with its number, what it is (``"head"``, or ``"key head"`` under grouped
+                keys), and what was measured of it alone.
 
         Raises:
             MisconfigurationError: if pandas is not installed.
@@ -135,14 +139,27 @@ class RunHistory:
             import pandas as pd
         except ImportError as error:
             raise MisconfigurationError("`to_frame` needs pandas: pip install pandas.") from error
+        counts = {facts["name"]: facts.get("num_heads") for facts in self.layers}
         rows: list[dict[str, Any]] = [
             {"step": record.step, "epoch": record.epoch, "time": record.time, "loss": record.loss, "layer": name}
-            | layer.values
+            | values
             for record in self.records
             for name, layer in record.layers.items()
+            for values in (_rows_of_heads(layer, counts.get(name)) if heads else [layer.values])
         ]
         frame: pd.DataFrame = pd.DataFrame(rows, columns=None if rows else ["step", "epoch", "time", "loss", "layer"])
         return frame
+
+
+def _rows_of_heads(layer: LayerRecord, num_heads: int | None) -> list[dict[str, Any]]:
+    """Return a row for each head of a layer, and where heads share keys further rows for each key head."""
+    of_heads = {name: numbers for name, numbers in layer.heads.items() if not name.endswith("_pair")}
+    return [
+        {"unit": "head" if count == num_heads else "key head", "head": head}
+        | {name: numbers[head] for name, numbers in of_heads.items() if len(numbers) == count}
+        for count in sorted({len(numbers) for numbers in of_heads.values()}, reverse=True)
+        for head in range(count)
+    ]
 
 
 def _of_layer(record: Record, layer: str) -> Record:
