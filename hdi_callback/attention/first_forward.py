@@ -70,7 +70,7 @@ class FirstForward:
         self._reader = Reader({}, self, 64)
         self._held: _Held | None = None
         self._counts: Counter[str | None] = Counter()
-        self._at: dict[tuple[str, int], int] = {}  # path and ordinal of a site -> the number of its step
+        self._at: dict[tuple[tuple[str, bool], int], int] = {}  # `Site.place` and ordinal -> the number of its step
         self._inputs: dict[nn.Module, list[tuple[Tensor | Sample, int, TokenMask]]] = {}
         self._rows: dict[int, CoreSample] = {}
         self._outputs: dict[int, Sample] = {}
@@ -110,40 +110,46 @@ class FirstForward:
 
     def _on_step(self, step: Step | None, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         kind = KINDS.get(func)
-        if self._held is not None and func in PRODUCTS and step is not None:
+        if self._held is not None and func in PRODUCTS and step is not None and self.keeps():
             self._held.products[step.number] = out
-        if step is None or not is_recognised(step):
+        normaliser = step.normaliser if step is not None else None
+        if step is None or not (normaliser or is_recognised(step)):
             return
         self._read_held()
-        ordinal = self._counts[step.path]
-        self._counts[step.path] += 1
-        if step.path is not None and kind is not None and self.keeps() and torch._C._current_graph_task_id() == -1:
+        ordinal = self._counts[step.path] if normaliser is None else normaliser.ordinal
+        self._counts[step.path] += normaliser is None
+        if normaliser is not None:  # a function of autograd's computes without it: the product with values decides
+            args, kwargs = (self.tape.normalisers.scores_of(normaliser),), {}
+        elif kind is None or not self.keeps():
+            return
+        if step.path is not None and torch._C._current_graph_task_id() == -1:
             versions = _versions((args, kwargs, out))
             self._held = _Held(step, func, args, kwargs, out, running_calls(), ordinal, versions)
-            self._at[step.path, ordinal] = step.number
+            self._at[(step.path, normaliser is not None), ordinal] = step.number
 
     def _read_held(self) -> None:
         """Read the attention before this one, whose matmul with the values has run."""
         held = self._held
-        if held is None or held.versions != _versions((held.args, held.kwargs, held.out)):
+        is_superseded = held is not None and held.func not in KINDS and held.step.normaliser is None
+        if held is None or is_superseded or held.versions != _versions((held.args, held.kwargs, held.out)):
             self._held = None
             return
         with _quiet():
             self._reading.go_on(held.step.number)
             claim = next((claim for claim in self._reading.claims if claim.core.step is held.step), None)
             try:
-                if claim is None:
+                product = None if claim is None else held.products.get(claim.core.parts[0].step.number)
+                if claim is None or (claim.core.normaliser is not None and product is None):
                     return
-                site = site_of(claim, held.ordinal)
+                site = site_of(claim, held.ordinal, self.tape.steps)
                 stub: Any = SimpleNamespace(name=held.step.number, value_dim=claim.width)
                 if site.kind == "fused":
                     received = arguments_of(held.func, held.args, held.kwargs)
                     self._reader._read_fused(stub, site, received, held.out)
                     return
-                self._reader._read_softmax(stub, site, held.args[0], held.out)
-                out = held.products.get(claim.core.parts[0].step.number)
-                if out is not None:
-                    self._reader._hand_outputs(stub, site, out.mT if site.flipped else out)
+                self._reader._read_weights(stub, site, self._reader._rows_of_scores(site, held.args[0]), held.out)
+                if product is not None:
+                    self._reader._hand_outputs(stub, site, product.mT if site.flipped else product)
             except Exception:  # its rows are named as absent
                 pass
             finally:
@@ -192,8 +198,8 @@ class FirstForward:
                     tap.hand_over(tokens, mask if mask.padded is not None else self._mask_of(tap, mask))
         for layer in capture.read_layers:
             numbers = [
-                number for (path, at), number in self._at.items() for site in layer.sites
-                if site.path == path and at % site.period == site.ordinal and number in self._rows
+                number for (place, at), number in self._at.items() for site in layer.sites
+                if site.place == place and at % site.period == site.ordinal and number in self._rows
             ]  # fmt: skip
             for number in sorted(set(numbers)):
                 capture.take_rows(layer.name, self._rows[number])
@@ -206,12 +212,13 @@ class FirstForward:
         for tensors in (self._inputs, self._rows, self._outputs, self._masks, self._at, self.tape._cells):
             tensors.clear()
         self.tape.steps = []
+        self.tape.normalisers.forget()
         self.tape._on_step = self._held = None
         self._reading, self._reader = TapeReader(self.tape), Reader({}, self, 64)
 
     def _mask_of(self, tap: Any, mask: TokenMask) -> TokenMask:
         for site in tap.layer.sites:
-            number = self._at.get((site.path, site.ordinal))
+            number = self._at.get((site.place, site.ordinal))
             if number in self._masks and self._masks[number].padded is not None:
                 return self._masks[number]
         return mask

@@ -365,8 +365,10 @@ class Site:
     """
 
     path: str  # dotted name of the module whose forward runs it
-    ordinal: int  # its number among softmaxes and fused attentions of that module, modulo `period`
-    kind: str  # "fused" or "softmax"
+    # Its number among softmaxes and fused attentions of that module, modulo `period`; of another normaliser that of its
+    # product of queries and keys, among products of batches.
+    ordinal: int
+    kind: str  # "fused", "softmax" or "normaliser"
     heads: int  # that it computes
     rows: tuple[str, ...] = ("b", "h", "q")  # dims of the softmax but the one that it runs over; of queries if fused
     out: tuple[str, ...] = ("b", "h", "q")  # dims of what the product with the values returns, but the features
@@ -374,6 +376,16 @@ class Site:
     flipped: bool = False  # the product returns features times queries
     period: int = 1  # after so many the same attentions come again: loops, shared modules
     order: tuple[int, ...] = ()  # number of each of the layer's heads among those computed here; ``()`` if the same
+    # Of a normaliser: which operation returns its scores, and the how manieth of that name after the product it is (0
+    # for the product itself); the same of its weights; whether it hides later keys, perhaps by a mask on weights.
+    scores: tuple[str, int] = ("", 0)
+    weights: tuple[str, int] = ("", 0)
+    is_causal: bool = False
+
+    @property
+    def place(self) -> tuple[str, bool]:
+        """What `ordinal` counts: the module, and whether products of batches in place of softmaxes."""
+        return self.path, self.kind == "normaliser"
 
 
 @dataclass(frozen=True, eq=False)

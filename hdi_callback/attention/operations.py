@@ -63,6 +63,8 @@ LINEAR = COPIES | DROPOUTS | {"add", "sub", "rsub", "mul", "div", "neg", "where"
 POINTWISE = {"hardswish", "hardsigmoid", "hardtanh", "elu", "silu", "softplus", "mish", "selu", "leaky_relu", "gelu",
              "_prelu_kernel", "addcdiv", "relu", "dropout", "logsigmoid", "log_sigmoid_forward", "log_sigmoid",
              "view_as_complex_copy", "rrelu_with_noise"}  # fmt: skip
+# What scores pass before they are turned into weights: scale, bias, mask, a soft limit.
+OF_SCORES = COPIES | {"add", "sub", "mul", "div", "masked_fill", "where", "tanh", "neg"}
 MASKS = {"add", "sub", "mul", "where", "masked_fill", "div", "constant_pad_nd"}  # what scores are scaled and masked by
 # What they return is a weight if what they take is one, perhaps with dropout or a norm: the first tensor of that size.
 OF_WEIGHTS = DROPOUTS | QUANTISATIONS | {

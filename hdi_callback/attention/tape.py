@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hdi_callback.attention import operations as ops
 from hdi_callback.attention.calls import module_of, running_frames
 from hdi_callback.attention.flex import FLEX, FlexCall
+from hdi_callback.attention.normalisers import Normaliser, Normalisers
 from hdi_callback.attention.releases import Mode, passed_on
 
 # What a cell is: of neither parameters nor data (buffers, zeros); a parameter itself; made of parameters alone; of what
@@ -155,6 +156,7 @@ class Step:
     line: str  # where its forward called it
     inputs: list[View]
     outputs: list[View | None] = field(default_factory=list)
+    normaliser: Normaliser | None = None  # how it makes weights of scores
     padding: dict[str, Tensor] = field(default_factory=dict)  # masks of tokens that the forwards around it were given
 
     def __repr__(self) -> str:
@@ -206,6 +208,7 @@ class Tape(Mode):
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         # A storage's address is not used again while it is held.
         self._cells: dict[int, tuple[StorageWeakRef, Cell]] = {}
+        self.normalisers = Normalisers()
         self._paths = {module: name for name, module in model.named_modules()}
         for name, parameter in model.named_parameters():
             self._add(name, parameter, WEIGHT)
@@ -278,6 +281,8 @@ class Tape(Mode):
         try:
             with torch._C.DisableTorchFunction():
                 step = self._write(func, name, inputs, options, *views, out)
+                if step is not None:
+                    self.normalisers.look(step, tensors_in((inputs, tuple(options.values()))), tensors_in((out,)))
                 if self._on_step is not None:
                     self._on_step(step, func, args, kwargs, out)
         except Exception as error:

@@ -64,7 +64,7 @@ def card_of(facts: Facts) -> Card:
     if facts.queries:
         lines["positions"] = _positions(facts)
         lines["scores"] = "; ".join([_scale(facts), *_masks(facts)])
-        lines["softmax"] = "over keys"
+        lines["softmax"] = "over keys" if facts.normaliser == "softmax" else f"none: {facts.normaliser}, over keys"
         if facts.dropout != 0:
             dropout = UNKNOWN if facts.dropout is None else f"{facts.dropout:.3g} behind it"
             lines["softmax"] += f"; dropout {dropout}"

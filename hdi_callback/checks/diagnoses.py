@@ -117,7 +117,7 @@ def tiled_key_heads(facts: Facts, _: Sequence[Facts]) -> Found:
 
 def scale(facts: Facts, among: Sequence[Facts]) -> Found:
     """Scores are not scaled by 1 / sqrt(width)."""
-    is_normed = any(flag.kind == NORMED.kind for flag in facts.flags)
+    is_normed = any(flag.kind == NORMED.kind for flag in facts.flags) or facts.normaliser != "softmax"
     if facts.scale is None or facts.width < 2 or is_normed or facts.is_usual_scale:
         return None
     if facts.scale == 1 and any(len(change.bias) > 2 for layer in among for change in layer.changes):  # T5's
@@ -175,7 +175,7 @@ def mask_missing(facts: Facts, among: Sequence[Facts]) -> Found:
 
 def mask_without_effect(facts: Facts, _: Sequence[Facts]) -> Found:
     """A mask hides nothing, or hides behind the softmax."""
-    for at, change in enumerate(facts.changes):
+    for at, change in enumerate(facts.changes if facts.normaliser == "softmax" else ()):  # a ReLU hides what is 0
         value, further_changes, text = change.value, [*facts.changes[:at], *facts.changes[at + 1 :]], ""
         is_number = change.is_added and value is not None and value.dtype != torch.bool
         numbers = value if value is not None and is_number else torch.empty(0)

@@ -98,6 +98,7 @@ class Facts:
     curves: tuple[str, ...] = ()  # what bends scores, point by point: a soft cap
     score_dropout: float = 0.0  # its probability before the softmax
     hidden: Tensor | None = None  # which keys, ``(..., queries, keys)``
+    normaliser: str = "softmax"  # what makes weights of scores
     softmaxes: int = 1  # that run one after the other
     changes_behind: tuple[Change, ...] = ()  # of weights
     dropout: float | None = None  # its probability
@@ -235,6 +236,7 @@ def _of_core(labels: Labels, core: Core) -> dict[str, Any]:
         "score_dropout": dropout_behind(scores or []),
         "curves": tuple(link.step.op for link in scores or () if is_curve(link.step)),
         "hidden": hidden_by(changes) if softmaxes == 1 else None,  # what one hides the next one shows
+        "normaliser": "softmax" if core.normaliser is None else core.normaliser.name,
         "softmaxes": softmaxes,
         "changes_behind": tuple(changes_of(behind or [])) if is_by_rows(core) else (),
         "dropout": dropout,

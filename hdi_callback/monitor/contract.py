@@ -184,7 +184,7 @@ def _tell_value(phrase: str) -> Callable[[Any, Any], Clauses]:
 def _weights(each: Facts) -> str | None:
     if each.reason:
         return each.reason.removeprefix("its ") if "softmax runs over" in each.reason else None
-    return "a softmax of a softmax" if each.softmaxes > 1 else "softmax"
+    return "a softmax of a softmax" if each.softmaxes > 1 else each.normaliser
 
 
 def _rows(each: Facts) -> dict[str, list[tuple[str, Tensor]]] | None:

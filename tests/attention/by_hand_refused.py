@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import entmax
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -199,7 +198,7 @@ def weights_times_values_element_by_element():
     return between(lambda m, q, k, v: (q @ k.mT).softmax(-1).diagonal(dim1=2, dim2=3)[..., None] * v)
 
 
-# no softmax
+# what adds up to one over keys is read; this does not
 
 
 @refused("without a softmax")
@@ -217,24 +216,14 @@ def weights_of_length_one():
     return between(lambda m, q, k, v: F.normalize((q @ k.mT).relu(), dim=-1) @ v)
 
 
-@refused("without a softmax")
-def a_relu_over_its_sum():
-    return between(lambda m, q, k, v: ((r := (q @ k.mT).relu()) / r.sum(-1, keepdim=True).clamp_min(1e-9)) @ v)
+@refused("runs over queries")
+def a_relu_over_its_sum_over_queries():
+    return between(lambda m, q, k, v: ((r := (q @ k.mT).relu()) / r.sum(-2, keepdim=True).clamp_min(1e-9)) @ v)
 
 
-@refused("without a softmax")
+@refused("runs over heads")
 def a_relu_over_its_sum_over_heads():
     return between(lambda m, q, k, v: ((r := (q @ k.mT).relu()) / r.sum(1, keepdim=True).clamp_min(1e-9)) @ v)
-
-
-@refused("without a softmax")
-def entmax_in_place_of_a_softmax():
-    return between(lambda m, q, k, v: entmax.entmax15(q @ k.mT / D**0.5, -1) @ v)
-
-
-@refused("without a softmax")
-def sparsemax_in_place_of_a_softmax():
-    return between(lambda m, q, k, v: entmax.sparsemax(q @ k.mT / D**0.5, -1) @ v)
 
 
 # heads

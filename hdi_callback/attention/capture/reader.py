@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +26,9 @@ from hdi_callback.attention.calls import running_module
 from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.flex import FLEX, FlexCall
 from hdi_callback.attention.layer import AttentionLayer, Site
+from hdi_callback.attention.operations import BATCHED
 from hdi_callback.attention.releases import Mode, arguments_of, passed_on
-from hdi_callback.attention.tape import Tape
+from hdi_callback.attention.tape import Tape, op_name, tensors_in
 from hdi_callback.guard import describe, without_modes
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ _VIEWS = {
 _SAVED_TENSORS = ("query", "key", "attn_mask", "attn_bias")
 _SETTINGS = ("scale", "is_causal")
 _MOST_VIEWS = 256  # shapes of queries and keys whose views are kept
+_ADDS_UP = 0.02  # weights in bfloat16 add up to one as exactly as that
 _SEEN = -5e3  # scores of keys that a mask hides are less
 _MOST_SEQUENCES = 4
 _PLAIN = Tensor.__torch_dispatch__
@@ -143,12 +145,13 @@ class Reader(Mode):
     def watch(self, layers: Sequence[AttentionLayer]) -> None:
         """Read the attention of some layers."""
         sites = [(layer, site) for layer in layers for site in layer.sites]
-        self._sites = {(site.path, site.ordinal): (layer, site) for layer, site in sites}
-        self._periods = {site.path: site.period for _, site in sites}
+        self._sites = {(site.place, site.ordinal): (layer, site) for layer, site in sites}
+        self._periods = {site.place: site.period for _, site in sites}
+        self._has_normalisers = any(site.kind == "normaliser" for _, site in sites)
 
     def begin(self) -> None:
         """Begin another armed step."""
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[tuple[str, bool]] = Counter()
         self._places: dict[Any, tuple[Tensor, Tensor]] = {}
         self._received.clear()
         self.forget()
@@ -157,6 +160,7 @@ class Reader(Mode):
         """Release all tensors."""
         # The weights that are on their way to a product with values, by storage; kept alive, as addresses are reused.
         self._waiting: dict[int, tuple[AttentionLayer, Site, int, Tensor]] = {}
+        self._begun: list[_Begun] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation as it is, and look at it if it is one of attention."""
@@ -171,8 +175,11 @@ class Reader(Mode):
         else:
             out = passed_on(func, args, kwargs or {})
         kind = KINDS.get(func)
-        if (kind is not None or self._waiting) and all(each.__torch_dispatch__ is _PLAIN for each in types):
+        is_looked_at = kind is not None or self._waiting or self._has_normalisers
+        if is_looked_at and all(each.__torch_dispatch__ is _PLAIN for each in types):
             try:
+                if self._has_normalisers:
+                    self._go_on(op_name(func), next(tensors_in((out,)), None))
                 if kind is None:
                     self._follow(func, args, out)
                 else:
@@ -184,7 +191,7 @@ class Reader(Mode):
         return out
 
     def _read(self, kind: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        layer, site = self._next_site()
+        layer, site = self._next_site(is_product=False)
         if layer is None or site is None:
             return
         how = site
@@ -203,27 +210,68 @@ class Reader(Mode):
                     if len(layer.sites) == site.period == 1 and not self._sink.wants_outputs(layer.name):
                         self._received[layer.name] = how, _identity(received)
                 else:
-                    self._read_softmax(layer, how, args[0], out)
+                    self._read_weights(layer, how, self._rows_of_scores(how, args[0]), out)
         except Exception as error:
             self._sink.fail(layer.name, f"its rows of attention cannot be read ({describe(error)})")
 
-    def _next_site(self) -> tuple[AttentionLayer, Site] | tuple[None, None]:
+    def _next_site(self, *, is_product: bool) -> tuple[AttentionLayer, Site] | tuple[None, None]:
         """Return the site of an attention that begins in the module that runs now, and count it."""
         path = running_module(self._names)
         if path is None:
             return None, None
-        ordinal = self._counts[path] % self._periods.get(path, 1)
-        self._counts[path] += 1
-        return self._sites.get((path, ordinal), (None, None))
+        place = path, is_product
+        ordinal = self._counts[place] % self._periods.get(place, 1)
+        self._counts[place] += 1
+        return self._sites.get((place, ordinal), (None, None))
 
-    def _read_softmax(self, layer: AttentionLayer, how: Site, scores: Tensor, out: Tensor) -> None:
+    def _go_on(self, name: str, out: Tensor | None) -> None:
+        """Follow each product of queries and keys to its scores and weights, counting operations by their names."""
+        if out is None:
+            return
+        layer, site = self._next_site(is_product=True) if name in BATCHED else (None, None)
+        for product in self._begun:
+            product.counts[name] += 1
+        if layer is not None and site is not None:
+            self._begun.append(_Begun(layer, site))
+        for product in list(self._begun):
+            how, place = product.site, (name, product.counts[name]) if product.counts else ("", 0)
+            try:
+                with aside():
+                    if place == how.scores:
+                        product.scores = self._rows_of_scores(how, out)
+                    elif place == how.weights:
+                        self._begun.remove(product)
+                        self._read_weights(product.layer, how, product.scores, out)
+            except Exception as error:
+                self._sink.fail(product.layer.name, f"its rows of attention cannot be read ({describe(error)})")
+
+    def _rows_of_scores(self, how: Site, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Copy sampled rows of scores, ``(b, H, q, keys)``, and say which keys are hidden, ``(batch, keys)``."""
+        if scores.dim() != len(how.rows) + 1:
+            how = replace(how, rows=("bh", "q"))  # as a product of batches returns them
+        logits = _arranged(scores.movedim(how.keys, -1), how.rows, how)
+        sampled = self._sampled(logits)
+        rows = _copied(sampled.rows(logits))
+        if how.is_causal:
+            rows = rows.masked_fill(self._place(sampled, logits.shape[3], logits.device)[1], -math.inf)
+        return rows, logits[:, 0].amax(1) <= _SEEN
+
+    def _read_weights(
+        self, layer: AttentionLayer, how: Site, scores: tuple[Tensor, Tensor] | None, out: Tensor
+    ) -> None:
+        """Read weights; a row of another normaliser than a softmax whose sum is neither 1 nor 0 becomes NaN."""
+        if scores is None:
+            raise ValueError("its scores were not met")
         if self._sink.wants_outputs(layer.name):
             self._waiting[_memory(out)] = layer, how, out.numel() // out.shape[how.keys], out
-        logits, weights = (_arranged(tensor.movedim(how.keys, -1), how.rows, how) for tensor in (scores, out))
-        sampled, hidden = self._sampled(logits), logits[:, 0].amax(1) <= _SEEN
-        positions, _ = self._place(sampled, logits.shape[3], logits.device)
-        sample = CoreSample(positions, _copied(sampled.rows(logits)), _copied(sampled.rows(weights)))
-        self._hand_over(layer, sample, sampled, hidden)
+        weights = _arranged(out.movedim(how.keys, -1), how.rows, how)
+        sampled = self._sampled(weights)
+        rows = _copied(sampled.rows(weights))
+        if how.kind == "normaliser":
+            sums = rows.sum(-1, keepdim=True)
+            rows = rows.masked_fill(((sums - 1).abs() > _ADDS_UP) & (sums.abs() > _ADDS_UP), math.nan)
+        positions, _ = self._place(sampled, weights.shape[3], weights.device)
+        self._hand_over(layer, CoreSample(positions, scores[0], rows), sampled, scores[1])
 
     def show(self, layer: AttentionLayer, outputs: Tensor) -> None:
         """Compare queries and keys that the mode read with those that autograd saved; trust these if equal."""
@@ -365,6 +413,16 @@ def _replayed(x: Tensor, view: _View) -> _View:
         return view
     size, stride, offset = viewed.size(), viewed.stride(), viewed.storage_offset() - x.storage_offset()
     return lambda x: x.as_strided(size, stride, x.storage_offset() + offset)
+
+
+@dataclass(eq=False)
+class _Begun:
+    """A product of queries and keys, until weights are made of it by something else than a softmax."""
+
+    layer: AttentionLayer
+    site: Site
+    counts: Counter[str] = field(default_factory=Counter)  # of operations after it
+    scores: tuple[Tensor, Tensor] | None = None
 
 
 @contextmanager

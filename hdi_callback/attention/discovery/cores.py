@@ -29,6 +29,7 @@ from hdi_callback.attention.discovery.labels import (
 )
 from hdi_callback.attention.discovery.planes import repeats, reshaped, small, thin
 from hdi_callback.attention.discovery.products import Product, reduced_dims
+from hdi_callback.attention.normalisers import Normaliser
 from hdi_callback.attention.tape import DATA, MADE, Cell, Step, View, WalkOn, walk_back
 
 __all__ = ["OVER_HEADS", "OVER_QUERIES", "Core", "ValueProduct", "core_of", "layout_of_fused"]
@@ -76,13 +77,21 @@ class Core:
     dim: int = -1  # that the softmax runs over
     flags: frozenset[Flag] = frozenset()  # what else is true of its scores
     scores: View | None = None  # what the softmax takes; `None` of a fused operation
+    normaliser: Normaliser | None = None  # in place of a softmax
 
 
 def core_of(labels: Labels, step: Step) -> Core | None:
     """Return the attention of a step, `None` if it is none; raise `Unreadable` if it cannot be read."""
     if layout_of_fused(step):
         return _fused_core(labels, step)
-    return _core_behind(labels, step) if step.op in ops.SOFTMAX_LIKE else None
+    if step.op in ops.SOFTMAX_LIKE:
+        return _core_behind(labels, step, step.inputs[0], softmax_dim(step))
+    normaliser, label = step.normaliser, labels.read(step.normaliser.scores) if step.normaliser is not None else None
+    if normaliser is None or label is None:
+        return None
+    labels.installed[step.number] = label
+    core = _core_behind(labels, step, normaliser.scores, normaliser.dim)
+    return None if core is None else replace(core, normaliser=normaliser)
 
 
 def _read(labels: Labels, view: View, role: str) -> Label:
@@ -128,9 +137,8 @@ def _fused_core(labels: Labels, step: Step) -> Core:
 _MIXED = "heads are mixed, or cut in pieces, between its softmax and its values"
 
 
-def _core_behind(labels: Labels, step: Step) -> Core | None:
-    """Return the attention of a softmax."""
-    scores, dim = step.inputs[0], softmax_dim(step)
+def _core_behind(labels: Labels, step: Step, scores: View, dim: int | None) -> Core | None:
+    """Return the attention of what makes weights of scores over a dimension."""
     if scores.cell.kind < MADE or dim is None:
         return None
     score_steps = set(_score_steps(labels, scores.cell))

@@ -93,6 +93,7 @@ def claims_of(tape: Tape, tape_reader: TapeReader | None = None) -> tuple[Labels
     refused += _without_softmax(labels, claims, refused)
     refused += _over_edges(labels)
     labels.forget()
+    labels.tape.normalisers.forget()
     for claim in claims:
         columns_of(labels, claim)
     claims, refused_groups = _joined_side_by_side(labels, claims)
@@ -130,7 +131,7 @@ def _without_softmax(labels: Labels, claims: list[FoundAttention], refused: Refu
             sides = [(product.first.cell, product.second), (product.second.cell, product.first)]
             if any(labels.may_read(side) and _is_of_two_computed(labels, cell, step.path) for cell, side in sides):
                 first[step.path] = step
-    kinds = "linear, random-feature, sigmoid, ReLU, entmax attention, a state space, hyper-connections"
+    kinds = "linear, random-feature, sigmoid, ReLU attention, a state space, hyper-connections"
     reason = f"it multiplies three computed tensors without a softmax ({kinds})"
     return [(step, reason) for step in first.values()]
 
@@ -346,7 +347,7 @@ class _Layers:
             if ordinal is not None:
                 order = tuple(range(first, first + count)) if claim.members else ()
                 with suppress(Unreadable):
-                    self._sites.append((replace(site_of(member, ordinal), order=order), key))
+                    self._sites.append((replace(site_of(member, ordinal, self._tape.steps), order=order), key))
             first += count
 
     def _layer(
@@ -488,7 +489,8 @@ def _kind(claim: FoundAttention, maps: Projections) -> str:
     names = list(dict.fromkeys(name.removesuffix(".weight") for name in parameters))
     short = [name.rpartition(".")[2] for name in names]
     where = f"{'packed in' if len(names) == 1 else 'in'} {', '.join(f'`{name}`' for name in short[:4])}"
-    return f"{claim.heads} heads, {where}"
+    normaliser = f"; {claim.core.normaliser.name} in place of a softmax" if claim.core.normaliser is not None else ""
+    return f"{claim.heads} heads, {where}{normaliser}"
 
 
 def _common(paths: list[str]) -> str:

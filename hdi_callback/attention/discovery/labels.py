@@ -302,7 +302,7 @@ class Labels:
         view = cell.written
         if view is None or not view.is_float:
             return None
-        before = self._memo[cell.before] if cell.before is not None else None
+        before = self._memo.get(cell.before) if cell.before is not None else None  # none is read before weights
         is_whole = view.numel * view.itemsize >= cell.numel * cell.itemsize
         try:
             if step.number in self.installed and view is step.outputs[0]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,20 +14,23 @@ from hdi_callback.attention.discovery.heads import FoundAttention
 from hdi_callback.attention.discovery.planes import repeats, reshaped
 from hdi_callback.attention.discovery.products import Unreadable
 from hdi_callback.attention.layer import Site
-from hdi_callback.attention.operations import SOFTMAXES
+from hdi_callback.attention.operations import BATCHED, SOFTMAXES
 from hdi_callback.attention.tape import Step, Tape
 
 __all__ = ["merged_sites", "ordinals", "site_of"]
 
 
-def ordinals(tape: Tape) -> tuple[dict[int, int], Counter[str | None]]:
-    """Return step -> its number among the softmaxes and fused attentions of its module; and their counts, by module."""
+def ordinals(tape: Tape) -> tuple[dict[int, int], Counter[Any]]:
+    """Return step -> its number among the softmaxes, or products, of its module; and their counts, by `Site.place`."""
     numbers: dict[int, int] = {}
-    counts: Counter[str | None] = Counter()
+    counts: Counter[Any] = Counter()
     for step in tape.steps:
-        if is_recognised(step):
-            numbers[step.number] = counts[step.path]
-            counts[step.path] += 1
+        if is_recognised(step) or step.op in BATCHED:
+            place = step.path, step.op in BATCHED
+            numbers[step.number] = counts[place]
+            counts[place] += 1
+        elif step.normaliser is not None:
+            numbers[step.number] = step.normaliser.ordinal
     return numbers, counts
 
 
@@ -35,8 +39,8 @@ def is_recognised(step: Step) -> bool:
     return layout_of_fused(step) == "b h q" or step.op in SOFTMAXES
 
 
-def site_of(claim: FoundAttention, ordinal: int) -> Site:
-    """Return where an attention runs; raise `Unreadable` if that is not regular."""
+def site_of(claim: FoundAttention, ordinal: int, steps: list[Step]) -> Site:
+    """Return where an attention runs, among the steps of its tape; raise `Unreadable` if that is not regular."""
     step, heads = claim.core.step, claim.heads
     part, number = claim.core.parts[0], claim.numbers[0]
     query = torch.arange(number.shape[1]).expand_as(number)
@@ -57,7 +61,17 @@ def site_of(claim: FoundAttention, ordinal: int) -> Site:
     rows = _dims(head_of[query_of], place_of[query_of], heads)
     out = _dims(number, query, heads)
     is_flipped = part.product is not None and part.product.is_flipped
-    return Site(step.path or "", ordinal, "softmax", heads, rows, out, claim.core.dim, is_flipped)
+    site = Site(step.path or "", ordinal, "softmax", heads, rows, out, claim.core.dim, is_flipped)
+    normaliser = claim.core.normaliser
+    if normaliser is None:
+        return site
+
+    def behind(step: Step) -> tuple[str, int]:
+        between = steps[normaliser.start.number + 1 : step.number + 1]
+        return (step.op, [each.op for each in between].count(step.op)) if between else ("", 0)
+
+    scores = behind(normaliser.scores.cell.step or normaliser.start)
+    return replace(site, kind="normaliser", scores=scores, weights=behind(step), is_causal=normaliser.is_causal)
 
 
 def _dims(head: Tensor, query: Tensor, heads: int) -> tuple[str, ...]:
@@ -87,21 +101,21 @@ def _dims(head: Tensor, query: Tensor, heads: int) -> tuple[str, ...]:
     return tuple(names)
 
 
-def merged_sites(sites: list[tuple[Site, object]], counts: Counter[str | None]) -> list[tuple[Site, object]]:
+def merged_sites(sites: list[tuple[Site, object]], counts: Counter[Any]) -> list[tuple[Site, object]]:
     """Return the first of attentions of one module that come again after a period, with their period.
 
     So loops, shared modules and recomputation are one attention each.
 
     Args:
         sites: each with its layer, in the order of a forward.
-        counts: how many there are in each module, those of other layers among them.
+        counts: how many there are at each `Site.place`, those of other layers among them.
     """
-    paths: dict[str, list[tuple[Site, object]]] = {}
+    places: dict[Any, list[tuple[Site, object]]] = {}
     for site, layer in sites:
-        paths.setdefault(site.path, []).append((site, layer))
+        places.setdefault(site.place, []).append((site, layer))
     merged = []
-    for path, items in paths.items():
-        count = counts[path]
+    for place, items in places.items():
+        count = counts[place]
         at = {site.ordinal: (replace(site, ordinal=0), layer) for site, layer in items}
         period = next(p for p in range(1, count + 1) if all(at.get(i) == at.get(i % p) for i in range(count)))
         merged += [(replace(site, period=period), layer) for site, layer in items if site.ordinal < period]

@@ -1,0 +1,195 @@
+"""What makes weights of scores in place of a softmax: entmax, sparsemax, a ReLU over its sum.
+
+It is known by what it does and not by a name: while a forward runs, what it makes of a product of queries and keys is
+looked at. Rows that add up to one, and are not negative, are weights.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hdi_callback.attention import operations as ops
+
+if TYPE_CHECKING:
+    from hdi_callback.attention.tape import Cell, Step, View
+
+__all__ = ["Normaliser", "Normalisers"]
+
+_MOST_PRODUCTS = 4  # of queries and keys that are followed at the same time
+_KEEPS_PLACES = ops.COPIES | ops.DROPOUTS | {"tril", "triu"}  # besides what torch calls pointwise
+
+
+@dataclass(frozen=True, eq=False)
+class Normaliser:
+    """How a step made weights of scores."""
+
+    start: Step  # the product of queries and keys
+    ordinal: int  # its number among the products of batches of its module
+    scores: View  # what the weights are made of
+    dim: int  # over which they add up to one
+    name: str  # of the function, in words
+    is_causal: bool  # whether keys after a query have no weight
+
+
+@dataclass(eq=False)
+class _Product:
+    """A product of batches, and what was made of it."""
+
+    step: Step
+    ordinal: int
+    # It, and what scales, shifts and masks it: the tensor, how often that was written into, and its first matrix.
+    scores: list[tuple[View, Tensor, int, Tensor]] = field(default_factory=list)
+    is_past_scores: bool = False
+    weights: Step | None = None  # the last step that made weights
+
+    def add_scores(self, view: View, tensor: Tensor) -> None:
+        version = -1 if tensor.is_inference() else tensor._version
+        self.scores.append((view, tensor, version, _first_matrix(tensor).clone()))
+
+
+class Normalisers:
+    """Looks at what a forward makes of products of batches, and notes the normaliser on the step of the weights."""
+
+    def __init__(self) -> None:
+        self._products: list[_Product] = []
+        self._product_of: dict[Cell, _Product | None] = {}  # of contents made of it; `None` behind a softmax
+        self._counts: Counter[str | None] = Counter()
+
+    def scores_of(self, normaliser: Normaliser) -> Tensor | None:
+        """Return the scores of the last weights, `None` if they were written into since."""
+        for product in self._products:
+            for view, tensor, version, _ in product.scores:
+                if view is normaliser.scores and version == (-1 if tensor.is_inference() else tensor._version):
+                    return tensor
+        return None
+
+    def forget(self) -> None:
+        """Release all tensors."""
+        self._products, self._product_of = [], {}
+
+    @torch.no_grad()
+    def look(self, step: Step, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
+        """Look at what a step took and returned."""
+        view, tensor = next(zip(step.outputs, outputs), (None, None))
+        if view is None or tensor is None or not view.is_float or tensor.is_meta or type(tensor) is not Tensor:
+            return
+        of_scores = [item for item in zip(step.inputs, inputs) if item[0].cell in self._product_of]
+        products = [self._product_of[each.cell] for each, _ in of_scores]
+        if step.op in ops.BATCHED:
+            self._begin(step, view, tensor)
+        elif of_scores and step.op not in ops.SHAPED_LIKE | ops.MATMULS.keys():
+            product = None if step.op in ops.SOFTMAX_LIKE or None in products else products[0]
+            self._product_of.update({out.cell: product for out in step.outputs if out is not None})
+            alike = [item for item in of_scores if item[0].numel == view.numel and item[0].is_float]
+            if product is not None and alike and (step.is_pointwise or step.op in _KEEPS_PLACES):
+                product.is_past_scores |= step.op not in ops.OF_SCORES or len(of_scores) > 1
+                self._follow(product, step, *alike[0], tensor)
+
+    def _begin(self, step: Step, view: View, tensor: Tensor) -> None:
+        product = _Product(step, self._counts[step.path])
+        self._counts[step.path] += 1
+        product.add_scores(view, tensor)
+        self._products = [*self._products, product][-_MOST_PRODUCTS:]
+        self._product_of = {cell: each for cell, each in self._product_of.items() if each in (None, *self._products)}
+        self._product_of[view.cell] = product
+
+    def _follow(self, product: _Product, step: Step, view: View, before: Tensor, tensor: Tensor) -> None:
+        last = product.scores[-1][0]
+        if last.cell is view.cell and last.shape != view.shape:
+            product.add_scores(view, before)
+        if not product.is_past_scores:
+            product.add_scores(step.output, tensor)
+        elif step.op not in ops.COPIES | ops.DROPOUTS and (dim := _dim_that_adds_up(tensor)) is not None:
+            scores, name = _scores_and_name(product, tensor, dim)
+            if scores is None:
+                return
+            if product.weights is not None:  # some divide once more by the sum
+                product.weights.normaliser = None
+            product.weights = step
+            is_causal = _is_causal(tensor if dim == -1 else tensor.mT)
+            step.normaliser = Normaliser(product.step, product.ordinal, scores, dim, name, is_causal)
+            step.path, step.line, step.padding = product.step.path, product.step.line, product.step.padding
+
+
+def _first_matrix(x: Tensor) -> Tensor:
+    return x.detach()[(0,) * (x.dim() - 2)].float()
+
+
+def _error(x: Tensor) -> float:
+    return 0.02 if x.element_size() < 4 else 1e-3
+
+
+def _dim_that_adds_up(weights: Tensor) -> int | None:
+    """Return the dimension over which weights that differ add up to one, or to nothing where nothing is seen."""
+    for dim in range(-1, -weights.dim() - 1, -1) if weights.dim() > 1 else ():
+        rows = weights.detach().movedim(dim, -1)
+        if all(_adds_up(part, _error(weights)) for part in (_first_matrix(rows), rows.float())):  # the first is small
+            return dim
+    return None
+
+
+def _adds_up(weights: Tensor, error: float) -> bool:
+    sums = weights.sum(-1)
+    is_one = (sums - 1).abs() < error
+    differ = (weights != 0) & (weights < weights.amax(-1, keepdim=True) * (1 - 2 * error))
+    conditions = ((is_one | (sums.abs() < error) | sums.isnan()).all(), is_one.float().mean() > 0.5,
+                  ~(weights < -1e-5).any(), differ.any())  # fmt: skip
+    return all(map(bool, conditions))
+
+
+def _is_causal(weights: Tensor) -> bool:
+    return weights.shape[-2] == weights.shape[-1] > 2 and not bool(weights.triu(1).any())
+
+
+# names
+
+
+def _sparsemax(x: Tensor) -> Tensor:
+    """Project on the simplex (Martins and Astudillo 2016)."""
+    ordered = x.sort(-1, descending=True).values
+    count = torch.arange(1, x.shape[-1] + 1, device=x.device)
+    sums = ordered.cumsum(-1) - 1
+    size = (count * ordered > sums).sum(-1, keepdim=True)
+    return (x - sums.gather(-1, size - 1) / size).clamp(min=0)
+
+
+def _entmax(x: Tensor) -> Tensor:
+    """Entmax of order 1.5 (Peters, Niculae and Martins 2019)."""
+    ordered = ((x - x.amax(-1, keepdim=True)) / 2).sort(-1, descending=True).values
+    count = torch.arange(1, x.shape[-1] + 1, device=x.device)
+    mean = ordered.cumsum(-1) / count
+    spread = count * (ordered.square().cumsum(-1) / count - mean.square())
+    threshold = mean - ((1 - spread) / count).clamp(min=0).sqrt()
+    size = (threshold <= ordered).sum(-1, keepdim=True)
+    return ((x - x.amax(-1, keepdim=True)) / 2 - threshold.gather(-1, size - 1)).clamp(min=0).square()
+
+
+def _over_its_sum(x: Tensor) -> Tensor:
+    return x / x.sum(-1, keepdim=True).clamp_min(1e-9)
+
+
+_NAMES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sparsemax": _sparsemax,
+    "entmax of order 1.5": _entmax,
+    "ReLU over its sum": lambda x: _over_its_sum(x.relu()),
+    "squared ReLU over its sum": lambda x: _over_its_sum(x.relu().square()),
+    "sigmoid over its sum": lambda x: _over_its_sum(x.sigmoid()),
+}
+
+
+def _scores_and_name(product: _Product, weights: Tensor, dim: int) -> tuple[View | None, str]:
+    """Return the scores from which a function that has a name makes the weights; the last ones if it has none."""
+    error = _error(weights)
+    alike = [(view, scores) for view, _, _, scores in reversed(product.scores) if view.shape == tuple(weights.shape)]
+    for view, scores in alike:
+        for name, function in _NAMES.items() if dim >= -2 else ():
+            expected = function(scores.movedim(dim, -1)).movedim(-1, dim)
+            if torch.allclose(expected, _first_matrix(weights), rtol=10 * error, atol=error / weights.shape[dim]):
+                return view, name
+    return alike[0][0] if alike else None, "weights that add up to one"
