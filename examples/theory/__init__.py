@@ -21,12 +21,12 @@ CLAIMS = (
     "merging_key_heads",
     "rank_and_identifiability",
     "synergistic_graphs",
+    "neighbours",
 )
 
 PAGES_ALONE = {
     "best_allocation": "The best number of heads, from measured constants",
     "scaling_law": "The best head width grows with log n, in one regime",
     "specialisation": "Do heads specialise in training?",
-    "neighbours": "HDI in related designs",
 }
 """Pages whose programs are no longer kept: name -> title."""
