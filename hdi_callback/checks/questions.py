@@ -294,6 +294,8 @@ def padding(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answ
     if main is None:
         raise NotAskedError("no padding of tokens in this batch")
     pads = inputs.pads[main]
+    if not inputs.is_pair and any(0 < each.keys < pads.shape[1] for each in facts):
+        raise NotAskedError("tokens are pooled")
     if not inputs.is_pair or door.is_random or door.axis != 0:
         door, main, _ = inputs.sequence(facts)
     real = ~pads if pads.shape == door.base.shape[:2] else torch.ones_like(door.base[..., 0], dtype=torch.bool)
@@ -303,7 +305,13 @@ def padding(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answ
     place = lambda tensor: real if tensor.dim() > 2 and tensor.shape[:2] == real.shape else None  # noqa: E731
     layer = door.first(door.record({}, place), door.record({}, place, _noise_at_padding(door, pads, main)))
     is_masked = any(at in inputs.pads for at in inputs.masks)
-    is_attention = any(f"{each.path}.".startswith(f"{layer}.") or layer.startswith(f"{each.path}.") for each in facts)
+    shown = {each.path: each.hidden for each in facts if each.hidden is not None and each.hidden.dim() == 4}
+    masks = {path: mask.all(-2) for path, mask in shown.items() if mask.shape[-1] > 1}
+    hidden = {path for path, mask in masks.items() if torch.equal(mask[:, 0], pads[:, : mask.shape[-1]].cpu())}
+    is_attention = any(  # one that does hide it has something else that carries it, as the filters of ConvBERT
+        f"{each.path}.".startswith(f"{layer}.") or layer.startswith(f"{each.path}.")
+        for each in facts if each.path not in hidden
+    )  # fmt: skip
     text = f"what stands at padding changes the outputs of real tokens (by {gap:.2g}), "
     if layer and is_attention and is_masked:  # else a filter, a pool or a norm over tokens carries it
         yield "wrong", f"{text}though a mask of it is given", layer
