@@ -224,6 +224,14 @@ def mask(facts: Facts, among: Sequence[Facts]) -> Found:
     return "odd" if most == facts.window + 1 else "wrong", f"{text}query - key >= window"
 
 
+def single_key(facts: Facts, _: Sequence[Facts]) -> Found:
+    """Each token sees one key alone."""
+    if facts.keys < 2 or not facts.sees_single_key:
+        return None
+    text = "each token of this batch sees a single key, whose weight is 1: queries and keys do nothing, and get no "
+    return "odd", f"{text}gradient; where that is not meant, the mask hides too much"
+
+
 def distance(facts: Facts, _: Sequence[Facts]) -> Found:
     """A constant bias prefers far tokens in each head."""
     last = None if facts.bias is None or facts.queries < 4 else facts.bias[:, -1]
@@ -288,7 +296,7 @@ def norm_of_values(facts: Facts, _: Sequence[Facts]) -> Found:
 
 DIAGNOSES = (
     split, merge, head_order, tiled_key_heads, scale, softmax, dropout, mask_missing, mask_without_effect, mask,
-    distance, rotation, norm_of_values,
+    single_key, distance, rotation, norm_of_values,
 )  # fmt: skip
 
 

@@ -168,6 +168,13 @@ class Facts:
         _, itself, later = self.seen
         return not bool(later.any()) and bool(itself.any())
 
+    @cached_property
+    def sees_single_key(self) -> bool:
+        """Whether each query sees a single key, so that its weight is 1 whatever queries and keys are."""
+        if self.keys == 1 or self.hidden is None or (self.keys > KEPT and self.queries != self.keys):
+            return self.keys == 1
+        return bool(((~self.hidden).expand(*self.hidden.shape[:-1], min(self.keys, KEPT)).sum(-1) == 1).all())
+
     @property
     def is_usual_scale(self) -> bool:
         """Whether scores are scaled by 1 / sqrt(width)."""

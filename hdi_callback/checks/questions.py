@@ -258,7 +258,7 @@ def token_before(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator
     door, main, count = inputs.sequence(facts)
     if not facts or any(each.hidden is None for each in facts):
         raise NotAskedError("masks are not known")
-    if any(each.seen is not None and not bool(each.seen[0].any()) for each in facts):
+    if any(each.sees_single_key or (each.seen is not None and not bool(each.seen[0].any())) for each in facts):
         raise NotAskedError("a mask reads from right to left, or windows are of one token")
     pads = inputs.pads.get(main)
     row = 0 if pads is None else int((~pads).sum(1).argmax())
@@ -409,7 +409,15 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
         if parameter.requires_grad and parameter.is_floating_point()
     }
     paths = {each.path for each in facts if each.path and each.rows and each.keys > 1}
-    inside = {name: path for path in sorted(paths, key=len) for name in trained if name.startswith(f"{path}.")}
+    single, several = (
+        {rows.name for each in facts if each.sees_single_key is is_single
+         for role in ("query", "key") for rows in each.rows.get(role, ())}
+        for is_single in (True, False)
+    )  # fmt: skip
+    inside = {
+        name: path for path in sorted(paths, key=len) for name in trained
+        if name.startswith(f"{path}.") and name not in single - several  # a single weight is 1 whatever they are
+    }  # fmt: skip
     size = sum(parameter.nbytes for parameter in trained.values())
     if not inside or size > _MOST_BYTES:
         raise NotAskedError("no attention is trained" if not inside else f"they take {size / 2**30:.1f} GiB")

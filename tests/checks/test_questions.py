@@ -304,6 +304,39 @@ def test_maps_of_zeros_and_rows_of_a_long_table_need_no_gradient(kind):
     assert not [each for each in result.findings if each.name == "gradients"]
 
 
+class SeesItself(Attention):
+    def mask(self, scores, padding):
+        return scores.masked_fill(~torch.eye(scores.shape[-1], dtype=torch.bool), -1e9)
+
+
+class FusedSeesItself(SeesItself):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(self.width, 3 * self.width)
+        del self.q_proj, self.k_proj, self.v_proj
+
+    def project(self, x):
+        return tuple(self.split(part, self.heads) for part in self.qkv(x).chunk(3, -1))
+
+
+@pytest.mark.parametrize("kind", [SeesItself, FusedSeesItself])
+def test_tokens_that_see_a_single_key_are_odd_and_their_queries_and_keys_are_not_accused(kind):
+    model = Decoder(kind).eval()
+    (finding,) = check(model, lambda: model(TOKENS)).findings
+    assert (finding.layer, finding.verdict, finding.name) == ("blocks.0-1.attn", "odd", "single key")
+
+
+class WindowsOfOneToken(Attention):
+    def forward(self, x, padding=None):
+        return super().forward(x.reshape(-1, 1, self.width)).view_as(x)
+
+
+@pytest.mark.parametrize(("kind", "length"), [(Attention, 1), (Full, 1), (WindowsOfOneToken, T)])
+def test_one_token_alone_is_right(kind, length):
+    model = Decoder(kind).eval()
+    assert check(model, lambda: model(TOKENS[:, :length])).findings == ()
+
+
 def test_attention_that_is_detached_as_a_whole_is_not_told_part_by_part():
     class Detached(Attention):
         def project(self, x):
