@@ -24,6 +24,7 @@ class RowMetrics(NamedTuple):
 
     Attributes:
         entropy: ``(H,)``, mean of the entropy over log n: 1 uniform, 0 one token.
+        sink: ``(H,)``, mean attention to the first token that a query sees: 1 if all queries attend to it alone.
         logit: ``(H,)``, the largest score of a sampled query less the mean of all keys that it sees: what softmax does
             not ignore.
         ahead: ``(H,)``, mean attention to keys behind the query: 0 under a causal mask.
@@ -32,6 +33,7 @@ class RowMetrics(NamedTuple):
     """
 
     entropy: Tensor
+    sink: Tensor
     logit: Tensor
     ahead: Tensor
     pattern: Tensor
@@ -42,6 +44,7 @@ class RowSums(NamedTuple):
 
     queries: Tensor  # ``()``, number of queries that see two keys, which alone have an entropy
     entropy: Tensor  # ``(H,)``, sum of their normalised entropies
+    first: Tensor  # ``(H,)``, sum of their attention to the first key that they see
     seeing: Tensor  # ``()``, number of queries that see a key, where there are several keys
     ahead: Tensor  # ``(H,)``, sum of their attention to later keys; NaN where positions are not known
     pattern: Tensor  # ``(H, 32, 32)``, sum of the attention from queries in a part of the sequence to keys in one
@@ -104,6 +107,7 @@ def attention_rows(
     seeing, counts = (fewest > 0) & (keys > 1), fewest > 1
     a = torch.where(visible_keys & counts[..., None], wide, 0)
     entropy = torch.special.entr(a).sum(-1) / torch.where(counts, sees, 2).log()
+    first = visible_keys.byte().argmax(-1, keepdim=True).expand(*a.shape[:-1], 1)
     ahead = pattern = in_part = wide.new_full((count, 1), torch.nan)
     if positions is None:
         ahead, pattern = ahead.expand(-1, H), ahead[..., None, None].expand(-1, H, PATTERN, PATTERN)
@@ -118,6 +122,7 @@ def attention_rows(
     sums = RowSums(
         queries=counts.sum((1, 2, 3), dtype=wide.dtype),
         entropy=entropy.sum((1, 3)),
+        first=a.gather(-1, first).sum((1, 3, 4)),
         seeing=seeing.sum((1, 2, 3), dtype=wide.dtype),
         ahead=ahead,
         pattern=pattern,
@@ -132,6 +137,7 @@ def row_metrics(sums: RowSums) -> RowMetrics:
     """Return the averages over queries of one layer, or of several, stacked in front; NaN where no query counts."""
     return RowMetrics(
         entropy=sums.entropy / sums.queries[..., None],
+        sink=sums.first / sums.queries[..., None],
         logit=torch.where(sums.largest == -torch.inf, torch.nan, sums.largest),
         ahead=sums.ahead / sums.seeing[..., None],
         pattern=sums.pattern / sums.in_part[..., None, :, None],

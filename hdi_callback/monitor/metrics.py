@@ -127,6 +127,12 @@ _METRICS = (
         "Entropy of attention over log n, mean over heads: 1 uniform, 0 one token.",
     ),
     Metric(
+        "attention_sink",
+        ROWS,
+        lambda r: r.sink.amax(-1),
+        "Largest mean attention of a head to the first token that a query sees: 1 if all queries attend to it alone.",
+    ),
+    Metric(
         "attention_logit",
         ROWS,
         lambda r: r.logit.amax(-1),
@@ -186,6 +192,7 @@ HEADS: dict[str, Detail] = {
     "parameter_still": Detail(PARAMETERS, lambda p: p.still),
     "outputs_not_finite": Detail(FINITE_OUTPUTS, lambda bad: bad),
     "attention_entropy": Detail(ROWS, lambda r: r.entropy),
+    "attention_sink": Detail(ROWS, lambda r: r.sink),
     "attention_logit": Detail(ROWS, lambda r: r.logit),
     "attention_ahead": Detail(ROWS, lambda r: r.ahead),
 }

@@ -36,6 +36,7 @@ def plain(rows: Tensor, visible: Tensor, logits: Tensor) -> dict:
     rows, logits = rows.double().numpy(), logits.double().numpy()
     logit = np.full(H, -np.inf)
     entropy: list[np.ndarray] = []
+    sink: list[np.ndarray] = []
     for b in range(B):
         for i in range(q):
             for h in range(H):
@@ -45,10 +46,12 @@ def plain(rows: Tensor, visible: Tensor, logits: Tensor) -> dict:
             if len(keys) < 2:
                 continue
             a = rows[b, :, i][:, keys]
+            sink.append(a[:, 0])
             with np.errstate(divide="ignore", invalid="ignore"):
                 entropy.append(-np.where(a > 0, a * np.log(a), 0).sum(-1) / math.log(len(keys)))
     return {
         "entropy": np.mean(entropy, 0) if entropy else np.full(H, np.nan),
+        "sink": np.mean(sink, 0) if sink else np.full(H, np.nan),
         "logit": np.where(np.isinf(logit), np.nan, logit),
     }
 
@@ -127,6 +130,15 @@ def test_one_hot_rows_have_no_entropy():
     rows[0, :, 3] = 1
     rows[1, torch.arange(5), torch.arange(5)] = 1
     assert read(rows).entropy.tolist() == [0, 0]
+
+
+def test_a_sink_is_the_first_token_that_a_query_sees():
+    rows = torch.zeros(1, 2, 4, 6)
+    rows[0, 0, :, 2] = 1
+    rows[0, 1, :, 3], rows[0, 1, :, 2] = 0.9, 0.1
+    padded_left = torch.arange(6).expand(4, 6) >= 2
+    assert read(rows, padded_left).sink.tolist() == pytest.approx([1, 0.1])
+    assert read(rows).sink.tolist() == [0, 0]
 
 
 def test_attention_to_later_keys_is_their_mean_weight():

@@ -153,5 +153,6 @@ def of_rows(rows: Tensor, scores: Tensor) -> dict[str, float]:
     return {
         "attention_entropy": float(entropy.mean() / n),
         "attention_logit": float((scores.amax(-1) - mean).max()),
+        "attention_sink": float((rows[:, :, 1:, 0].double().sum((0, 2)) / n).max()),
         "attention_ahead": 0.0,
     }
