@@ -488,6 +488,7 @@ class AttentionLayer:
             "value_dim": self.value_dim,
             "width": None if key is None else key.in_features,
             "kind": self.kind,
+            "has_softmax": all(site.kind != "normaliser" for site in self.sites),
             "normed": sorted(self.normed),
             "trains": any(parameter.requires_grad for parameter in parameters),
             "all_train": all(parameter.requires_grad for parameter in parameters),

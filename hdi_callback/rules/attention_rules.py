@@ -33,7 +33,8 @@ class SharpFromStart(Rule):
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
         entropy, logit = series.value(ENTROPY), series.latest.values.get(LOGIT)
         limit = self.limit["start"] or 0.0
-        if active is None and (series.latest.step > 0 or series.is_pretrained):
+        is_sparse = not series.facts.get("has_softmax", True)  # sparsemax or a ReLU leave most keys out by design
+        if active is None and (series.latest.step > 0 or series.is_pretrained or is_sparse):
             return None
         if entropy > limit + (self.margin if active else 0.0):
             return None

@@ -238,6 +238,20 @@ def test_entropy_is_measured_from_the_first_step_on(way, tmp_path):
         assert first["attention_entropy"] == pytest.approx(float(entropy.mean()), abs=1e-5)
 
 
+@pytest.mark.parametrize(("name", "alerts"), [("squared ReLU", []), ("softmax of 20 times", ["sharp from the start"])])
+def test_only_a_softmax_is_told_to_be_sharp_from_the_start(name, alerts, tmp_path):
+    module = attention(NORMALISERS.get(name, (lambda x: (20 * x).softmax(-1), ""))[0], causal=True)
+    scale = 40.0 if name == "squared ReLU" else 1.0  # of inputs: large scores make a sparse row sparser
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    path = str(tmp_path / "history.jsonl")
+    with watch_heads(module, optimizer, every_n_steps=1, history=path) as heads, heads.step():
+        module(scale * torch.randn(B, T, C)).square().mean().backward()
+        optimizer.step()
+    first = load_history(path).records[0]
+    assert first.layers[""].values["attention_entropy"] < 0.5
+    assert [alert.rule for alert in first.alerts] == alerts
+
+
 def test_a_row_that_adds_up_neither_to_one_nor_to_nothing_is_not_measured():
     factor = torch.ones(())
     module, x = attention(lambda x: over_its_sum(x.relu()) * factor), torch.randn(B, T, C)
