@@ -282,7 +282,8 @@ class Tape(Mode):
             with torch._C.DisableTorchFunction():
                 step = self._write(func, name, inputs, options, *views, out)
                 if step is not None:
-                    self.normalisers.look(step, tensors_in((inputs, tuple(options.values()))), tensors_in((out,)))
+                    with _disable_current_modes():
+                        self.normalisers.look(step, tensors_in((inputs, tuple(options.values()))), tensors_in((out,)))
                 if self._on_step is not None:
                     self._on_step(step, func, args, kwargs, out)
         except Exception as error:

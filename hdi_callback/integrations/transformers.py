@@ -8,7 +8,6 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-import transformers
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
@@ -19,6 +18,13 @@ from hdi_callback.integrations.base import MISUSE, Log, Watcher
 from hdi_callback.record import Record
 from hdi_callback.session import Session, Settings, Trainer
 from hdi_callback.session.settings import Options, takes_settings
+
+try:
+    import transformers
+except ImportError as error:
+    raise ImportError(
+        "HDITrainerCallback needs transformers 4.46 or newer: pip install 'hdi-callback[transformers]'."
+    ) from error
 
 _KEY = "hdi_callback"  # in the trainer's own state; under the name of a class the trainer would make an instance of it
 _STATE_FILE = "trainer_state.json"
