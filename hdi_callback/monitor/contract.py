@@ -8,8 +8,10 @@ taken for a schedule, and named once. A fact that could not be read is no change
 from __future__ import annotations
 
 import math
+from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from io import BytesIO
 from typing import Any
 
 import torch
@@ -100,6 +102,17 @@ class Contract:
                   f"attention in {joined_name(list(where))} {when}: {'; '.join(clauses)}", _ACTION, since=step)
             for (when, *clauses), where in events.items()
         )  # fmt: skip
+
+    def state_dict(self) -> str:
+        """Return what was read last, as text, for the first reading of a resumed run."""
+        torch.save((self._terms, list(self._scheduled)), data := BytesIO())
+        return b64encode(data.getvalue()).decode()
+
+    def load_state_dict(self, state: str) -> None:
+        """Compare the next reading with what was read before a checkpoint."""
+        terms, scheduled = torch.load(BytesIO(b64decode(state)), weights_only=True)
+        self._terms |= terms
+        self._scheduled |= set(scheduled)
 
     def _terms_of(self, facts: Sequence[Facts], no_gradient: Mapping[str, Mapping[str, Tensor]]) -> dict[Key, Any]:
         terms: dict[Key, Any] = {}

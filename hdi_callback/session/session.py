@@ -33,7 +33,7 @@ from hdi_callback.session.trainer import Trainer, shared_name, why_ranks_differ
 
 _PATIENCE = 8  # readings that find nothing, until that is said
 _SIZES = ("num_heads", "num_key_heads", "head_dim", "value_dim")
-_STATE = {"step", "last_step", "history", "run", "layers", "alerts", "interventions"}
+_STATE = {"step", "last_step", "history", "run", "layers", "alerts", "interventions", "contract"}
 
 
 class Session:
@@ -214,6 +214,7 @@ class Session:
             "layers": self._sizes(),
             "alerts": None if self.alerts is None else self.alerts.state_dict(),
             "interventions": [(item.name, item.state_dict()) for item in self._interventions],
+            "contract": self.monitor.contract.state_dict(),
         }
 
     def load_state_dict(self, state: Any) -> None:
@@ -419,6 +420,7 @@ class Session:
                 raise ValueError(f"this model has no layer `{name}` with the same heads")
         if self.alerts is not None and state["alerts"] is not None:
             self.alerts.load_state_dict(state["alerts"])
+        self.monitor.contract.load_state_dict(state["contract"])
         saved = list(state["interventions"])
         for intervention in self._interventions:
             pair = next((pair for pair in saved if pair[0] == intervention.name), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 
 import pytest
@@ -183,3 +184,46 @@ def test_after_an_alert_it_is_read_at_once_what_has_changed(tmp_path, monkeypatc
     )
     assert len(later) == len(change) == 1
     assert later[0] < change[0], "and without the alert it would have been read at step 2000"
+
+
+def resumed(folder, before, after, steps=12):
+    """Train, save as plain data, go on in a second run with other ways, and return its alerts of the contract."""
+    state, alerts = None, []
+    for at, values in enumerate((before, after)):
+        torch.manual_seed(0)
+        model = Model(Ways(**values))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        with watch_heads(model, optimizer, every_n_steps=2, log_dir=folder / str(at)) as heads:
+            heads.load_state_dict(state)
+            for step in range(at * steps, (at + 1) * steps):
+                with heads.step():
+                    heads.loss = model(batch(step, lengths=True))
+                    heads.loss.backward()
+                    optimizer.step()
+                optimizer.zero_grad()
+            state = json.loads(json.dumps(heads.state_dict()))
+        alerts = [alert for alert in load_history(heads.history_path).alerts if alert.rule == contract.NAME]
+    return alerts
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "tells"),
+    [
+        ({"mask": "causal"}, {"mask": "none"}, "each head now sees later tokens"),
+        ({"window": 4}, {}, "each head sees all tokens before, and 4 tokens till then"),
+        ({}, {"dropout": 0.9}, "dropout is 0.9, and 0.1 before"),
+        ({}, {"scale": 4.0}, "scores are scaled by 1.414, and 0.3536 before"),
+        ({"rotary": 100.0, "slope": 0.5}, {"rotary": 1e4, "slope": 0.5}, "another base"),
+    ],
+)
+def test_what_changes_between_a_checkpoint_and_its_resumption_is_told_with_before_and_after(
+    before, after, tells, tmp_path
+):
+    (alert,) = resumed(tmp_path, before, after)
+    assert tells in alert.message
+    assert "has changed between steps 6 and 12:" in alert.message
+
+
+@pytest.mark.parametrize("ways", [{}, {"fused": True}, {"rotary": 100.0, "window": 5, "slope": 0.5, "tiled": True}])
+def test_nothing_is_told_of_a_resumption_that_changes_nothing(ways, tmp_path):
+    assert resumed(tmp_path, ways, ways) == []

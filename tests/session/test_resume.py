@@ -21,17 +21,19 @@ ODD: dict[str, Any] = {
     "another dictionary": {"epoch": 3},
     "a reading beyond the checkpoint": {
         "step": 5, "last_step": 900, "history": None, "run": None, "layers": {}, "alerts": None, "interventions": [],
+        "contract": "",
     },
     "another model": {
         "step": 5, "last_step": 4, "history": None, "run": None, "layers": {"encoder.0": [4, 4, 8, 8]}, "alerts": None,
-        "interventions": [],
+        "interventions": [], "contract": "",
     },
     "broken alerts": {
         "step": 5, "last_step": 4, "history": None, "run": None, "layers": {}, "alerts": {"a": 1}, "interventions": [],
+        "contract": "",
     },
     "a step that is none": {
         "step": "five", "last_step": "four", "history": None, "run": None, "layers": {}, "alerts": None,
-        "interventions": [],
+        "interventions": [], "contract": "",
     },
 }  # fmt: skip
 
