@@ -34,7 +34,8 @@ from hdi_callback.attention.releases import Mode, passed_on
 # the model is given. What is made of several is the last of them.
 CONSTANT, WEIGHT, MADE, DATA = range(4)
 _KEPT = 64  # of masks and factors so many queries and keys are kept, of the first 8 sequences and heads
-_PADDING = ("pad", "attention_mask", "key_mask")  # arguments with such names say which tokens are padding
+# Arguments with such names say which tokens are padding, or by a position of 0 where documents start.
+_PADDING = ("pad", "attention_mask", "key_mask", "position_ids")
 
 
 @dataclass(eq=False, repr=False)

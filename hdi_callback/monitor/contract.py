@@ -248,7 +248,8 @@ def _tell_seen(before: Tensor, after: Tensor) -> Clauses:
 
 
 def _hides_padding(each: Facts) -> str | None:
-    masks = [mask for mask in each.padding.values() if mask.shape[1] == min(each.keys, KEPT) and len(mask) > 1]
+    masks = [mask for name, mask in each.padding.items() if "position" not in name and len(mask) > 1]
+    masks = [mask for mask in masks if mask.shape[1] == min(each.keys, KEPT)]
     masks = [mask for mask in masks if bool(mask.any()) and not bool(mask.all())]
     if not masks or each.hidden is None:
         return None
@@ -256,6 +257,20 @@ def _hides_padding(each: Facts) -> str | None:
     hidden = hidden.reshape(len(hidden), -1, hidden.shape[-1])[:, 0] if hidden.dim() > 1 else hidden[None]
     is_hidden = any(torch.equal(hidden, side) for mask in masks for side in (mask, ~mask))
     return "hidden" if is_hidden else None if bool(hidden.any()) else "seen"
+
+
+def _hides_documents(each: Facts) -> str | None:
+    """Return whether tokens see documents before their own, where positions start again; `None` if that is unknown."""
+    moved = next((mask for name, mask in each.padding.items() if "position" in name), None)  # positions that are not 0
+    if each.hidden is None or each.hidden.dim() not in {2, 4} or moved is None or each.queries != each.keys:
+        return None
+    hidden = each.hidden[:, 0] if each.hidden.dim() == 4 else each.hidden
+    number = (~moved).cumsum(1)
+    inside = moved & (number > 0)  # padding may have positions of 0, or of what comes before them
+    others = (number[:, :, None] > number[:, None]) & inside[:, :, None] & inside[:, None]
+    if others.shape[1:] != hidden.shape[-2:] or not bool(others.any()):
+        return None
+    return "seen" if bool((others & ~hidden).any()) else "hidden"
 
 
 def _tell_turns(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Clauses:
@@ -299,6 +314,7 @@ _TERMS: dict[str, tuple[Callable[[Facts], Any], Callable[[Any, Any], Clauses]]] 
     "rows": (_rows, _tell_rows),
     "seen": (lambda each: each.distances, _tell_seen),
     "padding": (_hides_padding, _tell_value("padding is")),
+    "documents": (_hides_documents, _tell_value("documents before the own one, by positions that start again, are")),
     "rotated": (
         lambda each: None if each.reason else " and ".join(PLURAL[role] for role in PLURAL if each.pairs.get(role)),
         _tell_value("positions turn"),

@@ -11,7 +11,7 @@ from torch import nn
 
 from hdi_callback import HeadDiversityMonitor, load_history, watch_heads
 from hdi_callback.monitor import contract
-from tests.monitor.changes import CHANGES, HEALTHY, SCHEDULES, START, Model, Ways, batch
+from tests.monitor.changes import CHANGES, HEALTHY, LENGTH, SCHEDULES, START, Model, Ways, batch
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +72,29 @@ def test_what_changes_from_reading_to_reading_is_a_notice_that_names_it_once(nam
     assert alert.level == "notice"
     assert SCHEDULES[name].tells in alert.message
     assert "from reading to reading" in alert.message
+
+
+class Packed(Model):
+    """Two documents in each sequence, or three, as positions say."""
+
+    def forward(self, tokens, position_ids=None):
+        return super().forward(tokens)
+
+
+@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True), (True, True), (False, False)])
+def test_packed_documents_that_begin_to_see_each_other_are_told(before, after):
+    torch.manual_seed(0)
+    model, messages = Packed(ways := Ways(documents=before)), []
+    with HeadDiversityMonitor(model) as monitor:
+        for step in range(30):
+            ways.documents = before if step < START else after
+            monitor.arm()
+            positions = torch.arange(LENGTH) % (6 if step % 5 else LENGTH)  # some batches hold one document
+            model(batch(step), positions.expand(4, -1)).backward()
+            messages += [alert.message for alert in monitor.measure(step).record().alerts]
+    words = {True: "hidden", False: "seen"}
+    told = f"by positions that start again, are {words[after]}, and {words[before]} before"
+    assert [message.partition("own one, ")[2] for message in messages] == [told] * (before != after)
 
 
 def test_a_change_that_is_gone_at_the_next_reading_is_not_told():
