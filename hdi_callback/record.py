@@ -169,7 +169,7 @@ class Sink(Protocol):
     name: str
 
     def open(self, layers: Sequence[Mapping[str, Any]]) -> None:
-        """Begin, with the facts of the layers (see `AttentionLayer.facts`)."""
+        """Begin, with the facts of the layers (see `AttentionLayer.description`)."""
 
     def write(self, record: Record) -> None:
         """Take one record."""

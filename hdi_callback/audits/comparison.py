@@ -92,7 +92,7 @@ class Comparison:
             [layer, *(f"{at[1]:.2g} (head {at[0]})" if (at := largest[layer].get(role)) else "-" for role in _ROLES)]
             for layer in ordered[:_MOST_ROWS]
         ]
-        lines = [f"A  {self.first}", f"B  {self.second}", ""]
+        lines = [f"A  {self.first}", f"B  {self.second}", "Largest change of a head, as a share of its norm:"]
         lines += table_lines(("layer", *_ROLES), rows, width=100) if rows else []
         if len(ordered) > _MOST_ROWS:
             lines.append(f"{len(ordered) - _MOST_ROWS} more layers changed less.")

@@ -14,6 +14,8 @@ from hdi_callback.attention.tape import Step
 
 __all__ = ["explained"]
 
+_ROOT = "the model"  # as cards call it
+
 
 def explained(model: nn.Module, forward: Callable[[], object], name: str) -> str:
     """Return how the heads of the attention of a module were read from a forward, as a listing.
@@ -24,7 +26,7 @@ def explained(model: nn.Module, forward: Callable[[], object], name: str) -> str
     Args:
         model: the model.
         forward: runs a forward of it, without arguments.
-        name: dotted name of the module that runs the attention, as a card or a refusal gives it.
+        name: dotted name of the module that runs the attention, or "the model" for its own forward.
 
     Returns:
         The listing; which names there are if none is of that name.
@@ -38,11 +40,13 @@ def explained(model: nn.Module, forward: Callable[[], object], name: str) -> str
             listing = _lines(labels, [step, *labels.leading_to(step.inputs)])
             listings.setdefault(step.path or "", []).append("\n".join(listing))
 
+    name = "" if name == _ROOT else name
     for refusal in survey(model, forward, read).refused:
         listings.setdefault(refusal.name, []).append(f"refused: {refusal.reason}")
     if name in listings:
         return "\n\n".join([f"`{name}` ({type(model.get_submodule(name)).__name__})", *listings[name]])
-    return f"No attention ran in `{name}`; it ran in: {', '.join(f'`{path}`' for path in listings) or 'no module'}."
+    ran_in = ", ".join(f"`{path or _ROOT}`" for path in listings)
+    return f"No attention ran in `{name or _ROOT}`; it ran in: {ran_in or 'no module'}."
 
 
 def _of_claim(labels: Labels, claim: FoundAttention) -> str:

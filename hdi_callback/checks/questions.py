@@ -166,14 +166,14 @@ def later_tokens(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator
     declared = [getattr(door.model.get_submodule(each.path), "is_causal", None) for each in facts]
     reasons = {
         "every mask is causal": bool(facts) and all(each.is_causal for each in facts),
-        "labels are the tokens themselves": any(
+        "labels are the next tokens: hide what is true in ones(T, T).triu(1)": any(
             inputs.is_moved(x, door.leaves[at]) for at in inputs.labels if x.dim() == 2
         ),
         "is_causal is set in each attention; combine it with a mask": set(declared) == {True},
     }
     why = next((reason for reason, holds in reasons.items() if holds), "")
     if not why and pads is None:
-        raise NotAskedError("neither masks nor labels say that it is a decoder")
+        raise NotAskedError("neither masks nor labels say that it predicts the next token: give labels with the batch")
 
     def leak(clean: Changes, at: int) -> tuple[float, int, Changes]:
         start = clean.get(main, x)

@@ -31,8 +31,8 @@ _THRESHOLD = click.option(
     help="A limit of the rules, such as pair=0.9, 'encoder.*:mean=0.6' or pair=off. May be repeated.",
 )
 _EXIT_CODES = (
-    "Exit codes: 0 nothing unusual; 1 a warning or a critical alert is active; 2 wrong arguments, or nothing to judge; "
-    "130 interrupted."
+    "Exit codes: 0 nothing unusual; 1 something is wrong, or a warning or a critical alert is active; 2 wrong "
+    "arguments, or nothing to judge; 130 interrupted."
 )
 
 
@@ -71,8 +71,9 @@ def check(target: str, build: str | None, strict: bool, explain: str | None, as_
 
     opened = open_target(target, model=build, needs_weights=False)
     if explain is not None:
-        click.echo(opened.first_result(lambda forward: explained(opened.model, forward, explain)))
-        return NOTHING_UNUSUAL
+        listing = opened.first_result(lambda forward: explained(opened.model, forward, explain))
+        click.echo(listing)
+        return CANNOT_WORK if listing.startswith("No attention") else NOTHING_UNUSUAL
     result = opened.first_result(lambda forward: check_model(opened.model, forward))
     _print_result(result, as_json)
     if result.wrong or (strict and result.findings):

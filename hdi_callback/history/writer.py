@@ -30,7 +30,7 @@ class History:
 
     Args:
         path: the file; made absolute, so that a later change of directory does not matter.
-        layers: the facts of the layers, see `AttentionLayer.facts`.
+        layers: the facts of the layers, see `AttentionLayer.description`.
         run: name of a new run, the same on all ranks; drawn by default.
         resume_step: for a resumed run the step of the last reading that its checkpoint knows, -1 if it knows none:
             later readings are cut off. `None` for a new run.

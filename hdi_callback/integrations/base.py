@@ -61,7 +61,7 @@ class Watcher:
     def __repr__(self) -> str:
         if self.monitor is None or not self.monitor.layers:
             return f"<{type(self).__name__}: no layers are known before the first forward>"
-        refused = {refusal.name: refusal.reason for refusal in self.monitor.refused}
+        refused = {refusal.name or refusal.module_type: refusal.reason for refusal in self.monitor.refused}
         return layers_text([layer.description() for layer in self.monitor.layers], refused, active=self.active_alerts)
 
     @property

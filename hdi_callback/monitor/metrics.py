@@ -72,7 +72,12 @@ _METRICS = (
     Metric(
         "hdi_worst_pair", KEYS, lambda d: d.subspace.worst, "Largest overlap of any two heads: 1 for the same subspace."
     ),
-    Metric("hdi_worst_alignment", KEYS, lambda d: d.subspace.worst_alignment, "Largest overlap against chance."),
+    Metric(
+        "hdi_worst_alignment",
+        KEYS,
+        lambda d: d.subspace.worst_alignment,
+        "Alignment of the two closest heads: 0 chance, 1 same.",
+    ),
     Metric("hdi_effective_heads", KEYS, lambda d: d.subspace.effective_heads, "H / (1 + (H-1)(1-HDI))."),
     Metric(
         "hdi_energy_alignment",
@@ -197,7 +202,7 @@ HEADS: dict[str, Detail] = {
     "attention_ahead": Detail(ROWS, lambda r: r.ahead),
 }
 """What `LayerRecord.heads` holds: one entry per head, or the two heads of a pair, -1 where there is none; of
-`parameter_still` one per parameter in `AttentionLayer.facts`.
+`parameter_still` one per parameter in `AttentionLayer.description`.
 
 `worst_alignment_pair` is that of `hdi_worst_alignment`, by overlap against chance: dashboards call it the closest pair.
 """

@@ -354,11 +354,14 @@ class HeadDiversityMonitor:
         modules = enumerate(self._model.named_modules())
         order = {name_without_wrappers(name): place for place, (name, _) in modules}
         layers = tuple(sorted(chosen.values(), key=lambda layer: order.get(layer.name, len(order))))
-        refused = {refusal.name: refusal for refusal in (*self.refused, *survey.refused)}
+        before = self.refused
+        refused = {refusal.name: refusal for refusal in (*before, *survey.refused)}
         self.refused = tuple(
             each for name, each in refused.items() if name not in chosen and (not name or self._is_chosen(name))
         )
         if layers == self.layers and self._capture is not None:
+            for refusal in (each for each in self.refused if each not in before):
+                warn(f"Not watched: {refusal}.")  # with new layers it stands below their table
             return  # hooks stay as they are: those of the module that is being called are on their way
         self.layers = layers
         if self._forwards and self._first_calls is not None:  # before the first call nothing waits for it but they
@@ -388,6 +391,7 @@ class HeadDiversityMonitor:
     def why_nothing(self) -> str:
         """Return why no layer is watched, as a sentence."""
         reasons = "".join(f"\n  {refusal}" for refusal in self.refused[:10])
+        reasons += f"\n  and {len(self.refused) - 10} more" if len(self.refused) > 10 else ""
         if not reasons and self._left_out:
             reasons = f" `include` and `exclude` leave none of {len(self._left_out)}, such as `{min(self._left_out)}`."
         elif not reasons and self._first_calls is not None and self._first_calls.calls:

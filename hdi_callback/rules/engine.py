@@ -33,7 +33,7 @@ class Alerts:
         rules: ``"default"``, a list of rules, or `None` for none.
         thresholds: limits of the default rules by pattern of layer names:
             ``{"decoder.*": {"mean": 0.7, "pair": None}}``.
-        layers: `AttentionLayer.facts` of each layer.
+        layers: `AttentionLayer.description` of each layer.
         pretrained: whether the weights were trained before this run; ``"auto"`` to tell it from them.
 
     Raises:

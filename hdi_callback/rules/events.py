@@ -30,7 +30,7 @@ class Sighting:
     finding: Finding
     sentence: str
     since: int  # first step at which it was so
-    facts: Mapping[str, Any]  # `AttentionLayer.facts` of the layer
+    facts: Mapping[str, Any]  # `AttentionLayer.description` of the layer
 
     @property
     def key(self) -> Key:

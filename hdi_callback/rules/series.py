@@ -52,7 +52,7 @@ class Series:
 
     Attributes:
         layer: name of the layer.
-        facts: `AttentionLayer.facts`: ``num_heads``, ``num_key_heads``, ``head_dim``, ``width``, ``normed`` ...
+        facts: `AttentionLayer.description`: ``num_heads``, ``num_key_heads``, ``head_dim``, ``width``, ``normed`` ...
         first: the first reading of the run.
         rows: the latest readings; only the last has numbers of single heads and matrices.
         is_pretrained: whether the weights were trained before this run.

@@ -482,7 +482,7 @@ class Session:
                 Console(
                     self._trainer.print,
                     every_n_steps=self._settings.every_n_steps,
-                    refused={refusal.name: refusal.reason for refusal in self.monitor.refused},
+                    refused={refusal.name or refusal.module_type: refusal.reason for refusal in self.monitor.refused},
                     interventions=[intervention.name for intervention in self._interventions],
                     history="" if self.history is None else str(self.history.path),
                     past=past,

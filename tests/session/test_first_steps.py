@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -286,3 +287,44 @@ def test_settings_of_the_process_come_back_when_two_threads_look_at_once() -> No
         thread.join()
     assert torch.backends.mha.get_fastpath_enabled()
     assert warnings.filters == filters
+
+
+class Unread(nn.Module):
+    """Attention whose queries come through an operation that is not followed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = torch.slice_copy(self.map(x), 2, 0, 8).unflatten(-1, (2, 4)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+
+
+class ReadAndUnread(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.later, self.map = nn.TransformerEncoderLayer(8, 2, batch_first=True), Unread(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, *, is_late: bool = False, is_own: bool = False) -> Tensor:
+        x = self.read(x)
+        return self.later(x) if is_late else Unread.forward(self, x) if is_own else x  # type: ignore[arg-type]
+
+
+def test_attention_that_is_not_read_and_runs_late_is_named_when_it_runs(path: Path) -> None:
+    model = ReadAndUnread()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with watch_heads(model, optimizer, every_n_steps=1, history=str(path)) as heads:
+        for step in range(3):
+            told = pytest.warns(MonitoringWarning, match=r"Not watched: `later` \(Unread\): .*slice_copy")
+            with told if step == 1 else nullcontext(), heads.step():
+                model(torch.randn(2, 5, 8), is_late=step > 0).sum().backward()
+                optimizer.step()
+    assert [list(record.layers) for record in records_of(path)] == [["read.self_attn"]] * 3
+
+
+def test_attention_in_the_forward_of_the_model_itself_is_named_by_its_class(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ReadAndUnread()
+    with watch_heads(model, torch.optim.SGD(model.parameters(), 0.1), history=False) as heads, heads.step():
+        model(torch.randn(2, 5, 8), is_own=True).sum().backward()
+    assert "not watched: ReadAndUnread: its queries depend on an operation" in " ".join(capsys.readouterr().out.split())
