@@ -288,8 +288,10 @@ def _tell_bias(before: Tensor, after: Tensor) -> Clauses:
     gaps = (gaps - gaps.nanmedian(-1, keepdim=True).values).abs().nan_to_num(0).amax(0)  # no row moves as a whole
     if float(gaps.max()) <= 1e-3 * (1 + float(old.abs().nan_to_num(0).max())):
         return {}
-    query, key = divmod(int(gaps.argmax()), keys)
-    now, was = (float(each[0, query, key]) for each in (new, old))
+    # Where it is farthest from its row's median, or in another head, it may be as before.
+    head, place = divmod(int((old - new).abs().nan_to_num(0).argmax()), queries * keys)
+    query, key = divmod(place, keys)
+    now, was = (float(each[head, query, key]) for each in (new, old))
     return {f"the bias of token {query} for token {key} is {now:.3g}, and {was:.3g} before": ()}
 
 
