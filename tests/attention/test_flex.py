@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hdi_callback import check
 from hdi_callback.errors import HDIError
-from hdi_callback.monitor import HeadDiversityMonitor
+from hdi_callback.monitor import HeadDiversityMonitor, contract
 from hdi_callback.testing import assert_heads
 
 flex = pytest.importorskip("torch.nn.attention.flex_attention")
@@ -150,3 +150,28 @@ def test_many_queries_are_computed_some_at_a_time(monkeypatch):
             layer(x)
             kept.append(monitor._capture.take()[""].outputs)
     assert torch.allclose(*kept, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("after", "tells"),
+    [
+        ({"mask": causal}, "each head sees all tokens before, and 4 tokens till then"),
+        ({"mask": None}, "each head now sees later tokens"),
+        ({"change": slope}, "the bias of token 0 for token 15 is 15, and 0 before"),
+        ({}, ""),
+    ],
+)
+@torch.no_grad()
+def test_a_mask_or_a_bias_of_flex_attention_that_changes_is_told(after, tells, monkeypatch):
+    """Without gradients, as FlexAttention has no backward on a CPU."""
+    monkeypatch.setattr(contract, "EVERY", 3)
+    layer, messages = Attention(window), []
+    with HeadDiversityMonitor(layer) as monitor:
+        for step in range(12):
+            for name, value in after.items() if step > 6 else ():
+                setattr(layer, name, value)
+            monitor.arm(training_only=False)
+            layer(torch.randn(2, 16, W))
+            messages += [alert.message for alert in monitor.measure(step).record().alerts]
+    assert len(messages) == bool(tells)
+    assert all(tells in message for message in messages)

@@ -75,7 +75,7 @@ def test_what_changes_from_reading_to_reading_is_a_notice_that_names_it_once(nam
 
 
 class Packed(Model):
-    """Two documents in each sequence, or three, as positions say."""
+    """Two documents in each sequence, or one, as positions say."""
 
     def forward(self, tokens, position_ids=None):
         return super().forward(tokens)
