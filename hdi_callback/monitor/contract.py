@@ -8,6 +8,7 @@ taken for a schedule, and named once. A fact that could not be read is no change
 from __future__ import annotations
 
 import math
+import zlib
 from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -106,11 +107,11 @@ class Contract:
     def state_dict(self) -> str:
         """Return what was read last, as text, for the first reading of a resumed run."""
         torch.save((self._terms, list(self._scheduled)), data := BytesIO())
-        return b64encode(data.getvalue()).decode()
+        return b64encode(zlib.compress(data.getvalue())).decode()
 
     def load_state_dict(self, state: str) -> None:
         """Compare the next reading with what was read before a checkpoint."""
-        terms, scheduled = torch.load(BytesIO(b64decode(state)), weights_only=True)
+        terms, scheduled = torch.load(BytesIO(zlib.decompress(b64decode(state))), weights_only=True)
         self._terms |= terms
         self._scheduled |= set(scheduled)
 
