@@ -96,7 +96,7 @@ class BeforeCompiledCalls(_Stance):
             self._has_told.thread = False
             return
         frame: FrameType | None = sys._getframe(2)
-        for _ in range(3):  # older releases would compile a generator here
+        for _ in range(2):  # older releases would compile a generator here
             if frame is not None and frame.f_code is not dynamo.wrapper:
                 frame = frame.f_back
         if frame is None or frame.f_code is not dynamo.wrapper:
