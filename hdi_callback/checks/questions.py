@@ -364,8 +364,10 @@ def positions(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
     at = next((at for at in inputs.positions if door.leaves[at].shape[1] == count), None)
     if at is None:
         raise NotAskedError("no positions are given")
-    swapped = door.leaves[at].clone()
-    swapped[:, 0], swapped[:, count // 2] = door.leaves[at][:, count // 2], door.leaves[at][:, 0]
+    table = door.leaves[at]
+    farthest = table.argmax(1, keepdim=True)  # of two equal positions a swap would change nothing
+    swapped = table.scatter(1, farthest, table[:, :1])
+    swapped[:, :1] = table.gather(1, farthest)
     if torch.equal(door.ask({at: swapped}), door.base):
         name = door.label[at] or "the input that counts"
         yield "odd", f"{name} changes nothing: positions are received from elsewhere", ""

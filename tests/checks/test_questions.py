@@ -16,14 +16,26 @@ from hdi_callback.testing import assert_heads
 from tests.checks.corpus import VOCABULARY, Attention, B, Full, MaskSeesNext, Model, T, causal
 from tests.checks.untried import REPORTS, Decoder
 from tests.checks.untried_later import LATER, CrossAttention, Pair, QueriesSummedOverGroups
+from tests.checks.untried_third import THIRD
 
 NOT_TOLD = {
     "fkodom/grouped-query-attention-pytorch 5",
     "strutive07/transformer-tensorflow2.0 14",
     "facebookresearch/detr 247",
     "JingyunLiang/SwinIR 153",
+    "facebookresearch/xformers 103",
+    "QwenLM/Qwen 933",
+    "Howuhh/faster-trajectory-transformer 3",
+    "jadore801120/attention-is-all-you-need-pytorch 142",
+    "unslothai/unsloth-zoo 963",
+    "PKU-YuanGroup/Open-Sora-Plan 171",
+    "leaderj1001/Attention-Augmented-Conv2d 21",
+    "zhouhaoyi/Informer2020 97",
+    "Lightning-AI/pytorch-lightning 19138",
+    "zomux/lanmt 11",
+    "huggingface/transformers 4499",
 }
-EVERY = (*REPORTS, *LATER)
+EVERY = (*REPORTS, *LATER, *THIRD)
 TOKENS = torch.randint(VOCABULARY, (B + 1, T), generator=torch.Generator().manual_seed(1))
 
 
@@ -62,7 +74,7 @@ def test_a_report_computes_something_else_than_its_twin(report):
     assert not all(is_equal) or results[0][2] != results[1][2]
 
 
-@pytest.mark.parametrize(("reports", "rate"), [(REPORTS, (5, 14)), (LATER, (4, 14))])
+@pytest.mark.parametrize(("reports", "rate"), [(REPORTS, (5, 14)), (LATER, (4, 14)), (THIRD, (8, 19))])
 def test_first_results_are_those_that_the_page_names(reports, rate):
     assert (sum(report.first for report in reports), len(reports)) == rate
 

@@ -166,7 +166,7 @@ class Report:
     source: str
     kind: Callable[[], nn.Module]
     twin: Callable[[], nn.Module]
-    batch: str = ""  # "padded left", "padded right", "labels", "positions" or "source"
+    batch: str = ""  # "padded left", "padded right", "labels", "positions", "documents" or "source"
     model: Callable[..., nn.Module] = Decoder
     right: Callable[..., nn.Module] = Decoder
     first: bool = False  # whether it was told before any question was asked
@@ -191,6 +191,8 @@ class Report:
             given["source"] = tokens.roll(3, 1)
         if self.batch == "positions":
             given["position_ids"] = torch.arange(2, tokens.shape[1] + 2).expand(tokens.shape)
+        if self.batch == "documents":
+            given["position_ids"] = (torch.arange(tokens.shape[1]) % 5).expand(tokens.shape)
         return given
 
 
