@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -24,6 +22,7 @@ from hdi_callback.attention.dtensors import whole
 from hdi_callback.attention.first_calls import FirstCalls
 from hdi_callback.attention.layer import HeadWeight
 from hdi_callback.errors import UnsupportedAttentionError
+from tests.processes import on_ranks
 
 W, H, G, D = 24, 4, 2, 6
 ROLES = ("query", "key", "value", "output")
@@ -142,11 +141,7 @@ def digest(tensor: Tensor) -> str:
     return hashlib.md5(local.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def check(rank: int, name: str, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
+def check(rank: int, name: str) -> None:
     wrap = CASES[name]
     plain, _ = train(wrap, False, rank)
     kept, _ = train(wrap, True, rank)
@@ -181,14 +176,12 @@ def check(rank: int, name: str, folder: str) -> None:
         layer.weight("key").square().sum().backward()  # as a penalty does
         grad = layer.module.k.weight.grad
         assert torch.allclose(whole(grad), 2 * other.module.k.weight)
-    dist.barrier()  # gloo aborts where one rank leaves while another still talks
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_spread_models_are_found_read_and_captured_as_whole_ones(name, tmp_path):
-    mp.spawn(check, (name, str(tmp_path)), nprocs=2)
+    on_ranks(2, tmp_path, check, name)
 
 
 @pytest.fixture

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import datetime
 import inspect
 import json
 import os
-import socket
 import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import transformers
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
@@ -24,6 +20,7 @@ from torch.utils.data import DataLoader, SequentialSampler, Subset
 from hdi_callback import HDICallback, HDITrainerCallback, MonitoringWarning, load_history
 from hdi_callback.errors import NothingToWatchError
 from tests.integrations.runs import Classifier, dataset
+from tests.processes import on_ranks
 from tests.versions import HAS_FSDP2_ON_CPU
 
 RANKS, STEPS, EVERY, BATCH = 2, 3, 2, 4  # sequences of all ranks together
@@ -170,10 +167,7 @@ def fit_transformers(rank: int, folder: Path, ranks: int, is_watched: bool) -> N
 
 def train(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Return what each rank has to tell of each way, and of "ddp_spawn"; without a monitor under `unwatched`."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    mp.spawn(_work, args=(folder, port), nprocs=RANKS)  # type: ignore[no-untyped-call]
+    on_ranks(RANKS, folder, _work, folder)
     fit_lightning("ddp_spawn", folder / "ddp_spawn", RANKS, is_watched=True)
     return {
         way: [
@@ -189,16 +183,13 @@ def _left(folder: Path, rank: int) -> dict[str, Any]:
     return outcome
 
 
-def _work(rank: int, folder: Path, port: int) -> None:
+def _work(rank: int, folder: Path) -> None:
     """One rank, with the environment that launchers give it."""
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(RANKS), NODE_RANK="0")
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     for way in WAYS:
         for place, is_watched in ((folder / "unwatched" / way, False), (folder / way, True)):
             _fit(way, rank, place, is_watched)
-    dist.barrier()  # gloo aborts where one rank leaves while another still talks
-    dist.destroy_process_group()
 
 
 def _fit(way: str, rank: int, folder: Path, is_watched: bool) -> None:

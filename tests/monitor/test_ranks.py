@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import multiprocessing
 from torch.nn.parallel import DistributedDataParallel
 
 from hdi_callback.monitor import HeadDiversityMonitor, forward_source
 from tests.monitor.models import Model
+from tests.processes import on_ranks
 from tests.versions import HAS_FSDP2_ON_CPU, Outcomes
 
 METRICS = ["head_covariance", "attention_entropy", "circuit_qk_norm", "head_movement_min"]
@@ -47,14 +45,8 @@ def plain(records: list[Any]) -> list[dict[str, Any]]:
     return [{name: (layer.values, layer.heads) for name, layer in record.layers.items()} for record in records]
 
 
-def work(rank: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="localhost", RANK=str(rank), WORLD_SIZE="2")
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    torch.save({how: run(rank, how) for how in HOW}, f"{folder}/{rank}.pt")
-    dist.barrier()  # gloo aborts where one rank leaves while another still talks
-    dist.destroy_process_group()
+def work(rank: int, folder: Path) -> None:
+    torch.save({how: run(rank, how) for how in HOW}, folder / f"{rank}.pt")
 
 
 def run(rank: int, how: str) -> Any:
@@ -97,7 +89,7 @@ def run(rank: int, how: str) -> Any:
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    multiprocessing.spawn(work, (str(folder),), nprocs=2)
+    on_ranks(2, folder, work, folder)
     ranks = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
     return Outcomes({how: [rank[how] for rank in ranks] for how in HOW})
 

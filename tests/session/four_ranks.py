@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -33,9 +32,10 @@ from torch.nn import functional as F
 from hdi_callback import HeadSession, MonitoringWarning, load_history, watch_heads
 from hdi_callback.errors import NothingToWatchError
 from tests.integrations.runs import CLASSES, HEADS, LENGTH, VOCABULARY, WIDTH
+from tests.processes import on_ranks
 from tests.versions import HAS_FSDP2_ON_CPU
 
-RANKS, STEPS, TIMEOUT = 4, 5, 30.0  # seconds, of the process group
+RANKS, STEPS, TIMEOUT = 4, 5, 60.0  # seconds, of the process group
 BLOCKS = 4
 
 
@@ -259,7 +259,7 @@ def outcome_of(heads: HeadSession, caught: list[warnings.WarningMessage]) -> dic
 
 def train_on_four(folder: Path, ways: list[str]) -> dict[str, list[dict[str, Any]]]:
     """Return for each way what each rank found, without a monitor under `unwatched`."""
-    mp.spawn(_work, args=(str(folder), ways), nprocs=RANKS)  # type: ignore[no-untyped-call]
+    on_ranks(RANKS, folder, _work, folder, ways, timeout=TIMEOUT)
     ranks = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(RANKS)]
     return {how: [rank[how] for rank in ranks] for how in ranks[0]}
 
@@ -295,14 +295,11 @@ def train_part(rank: int, folder: Path, how: str, first: int, last: int) -> dict
     return outcome_of(heads, caught)
 
 
-def _work(rank: int, folder: str, ways: list[str]) -> None:
-    torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=TIMEOUT)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=limit)
-    outcomes = {}
+def _work(rank: int, folder: Path, ways: list[str]) -> None:
+    limit, outcomes = datetime.timedelta(seconds=TIMEOUT), {}
     for how in ways:
-        unwatched = train(how, rank, Path(folder) / how, is_watched=False)
-        outcomes[how] = {**_watched(how, rank, Path(folder) / how), "unwatched": unwatched}
+        unwatched = train(how, rank, folder / how, is_watched=False)
+        outcomes[how] = {**_watched(how, rank, folder / how), "unwatched": unwatched}
     _leave()
     parts = []
     for size, how, *steps in PARTS:
@@ -310,10 +307,10 @@ def _work(rank: int, folder: str, ways: list[str]) -> None:
             if size > 1:
                 store = f"file://{folder}/store-{size}"
                 dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=limit)
-            parts.append(train_part(rank, Path(folder) / "resumed", how, *steps))
+            parts.append(train_part(rank, folder / "resumed", how, *steps))
             _leave()
     outcomes["resumed"] = {"parts": parts}
-    torch.save(outcomes, f"{folder}/rank-{rank}.pt")
+    torch.save(outcomes, folder / f"rank-{rank}.pt")
 
 
 def _leave() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import time
 import warnings
@@ -13,8 +12,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from hdi_callback import HeadDiversityMonitor, MonitoringWarning, Reading, StopTraining, load_history, watch_heads
@@ -24,8 +21,9 @@ from hdi_callback.errors import NothingToWatchError
 from hdi_callback.monitor import monitor, weight_source
 from hdi_callback.rules import Alerts
 from tests.integrations.runs import BATCH, Training, dataset
+from tests.processes import on_ranks
 
-STEPS, TIMEOUT = 6, 25.0  # seconds, of the process group
+STEPS, TIMEOUT = 6, 45.0  # seconds, of the process group
 
 FAILURES: dict[str, tuple[Any, str]] = {
     "arming": (HeadDiversityMonitor, "arm"),
@@ -57,23 +55,18 @@ class Case:
 
 def train(cases: dict[str, Case], folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Return what each rank found in each case."""
-    mp.spawn(_work, args=(cases, str(folder)), nprocs=2)  # type: ignore[no-untyped-call]
+    on_ranks(2, folder, _work, cases, folder, timeout=TIMEOUT)
     found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
     return {name: [rank[name] for rank in found] for name in cases}
 
 
-def _work(rank: int, cases: dict[str, Case], folder: str) -> None:
-    torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=TIMEOUT)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=limit)
+def _work(rank: int, cases: dict[str, Case], folder: Path) -> None:
     found = {}
     for place, (name, case) in enumerate(cases.items()):
         fails = FAILURES.get(case.fails) if rank == 1 else None
         with patch.object(*fails, _broken) if fails else nullcontext():
-            found[name] = _train(rank, case, Path(folder) / str(place))
-    (Path(folder) / f"rank-{rank}.json").write_text(json.dumps(found))
-    dist.barrier()  # gloo aborts where one rank leaves while another still talks
-    dist.destroy_process_group()
+            found[name] = _train(rank, case, folder / str(place))
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
 
 
 def _broken(*args: Any, **kwargs: Any) -> Any:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from hdi_callback import load_history, watch_heads
 from tests.attention.models import Model, batches
+from tests.processes import on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -62,18 +62,14 @@ def train(how: str, path: Path | None) -> list[float]:
     return [*losses, *(float(weight.detach().double().sum()) for weight in model.parameters())]
 
 
-def work(rank: int, how: str, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def work(rank: int, how: str, folder: Path) -> None:
     alone = train(how, None)
-    assert train(how, Path(folder) / "history.jsonl") == alone
-    dist.barrier()  # gloo aborts where one rank leaves while another still talks
-    dist.destroy_process_group()
+    assert train(how, folder / "history.jsonl") == alone
 
 
 @pytest.mark.parametrize("how", ["around", "blocks"])
 def test_a_compiled_wrapper_is_read_on_two_ranks_and_training_stays_as_it_is(how: str, tmp_path: Path) -> None:
-    mp.spawn(work, (how, str(tmp_path)), nprocs=2)
+    on_ranks(2, tmp_path, work, how, tmp_path)
     *during, _ = load_history(tmp_path / "history.jsonl").records
     assert [record.step for record in during] == [0, 1, 2, 3]
     for record in during:
@@ -83,6 +79,6 @@ def test_a_compiled_wrapper_is_read_on_two_ranks_and_training_stays_as_it_is(how
 
 
 def test_a_part_that_runs_later_on_one_rank_alone_stops_nobody(tmp_path: Path) -> None:
-    mp.spawn(work, ("a part on one rank", str(tmp_path)), nprocs=2)
+    on_ranks(2, tmp_path, work, "a part on one rank", tmp_path)
     records = load_history(tmp_path / "history.jsonl").records
     assert all("hdi" in record.layers["blocks.0.attention"].values for record in records)

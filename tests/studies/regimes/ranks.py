@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
+from tests.processes import on_ranks
 from tests.studies.regimes.trainings import Regime, train
 
 
@@ -35,19 +34,14 @@ def shard(model: nn.Module, how: str) -> nn.Module:
 
 def on_two_ranks(regimes: list[Regime], folder: Path) -> list[list[tuple[Any, Any]]]:
     """Train under each regime without a monitor and with one; return what each rank found."""
-    mp.spawn(_train, args=(regimes, folder), nprocs=2)  # type: ignore[no-untyped-call]
+    on_ranks(2, folder, _train, regimes, folder)
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
 
 
 def _train(rank: int, regimes: list[Regime], folder: Path) -> None:
-    torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=limit)
     train(regimes[0], folder / "first", is_watched=False)  # what is imported meanwhile draws random numbers
     found = []
     for regime in regimes:
         pair = [train(regime, folder / f"{regime.parallel}-{place}", is_watched=place == 1) for place in range(2)]
         found.append(tuple(pair))
     torch.save(found, folder / f"rank-{rank}.pt")
-    dist.barrier()  # gloo aborts where one rank leaves while another still talks
-    dist.destroy_process_group()
