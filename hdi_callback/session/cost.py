@@ -6,20 +6,21 @@ from collections import deque
 from statistics import median
 from time import perf_counter
 
-_FEWEST = 3  # steps with a reading: the first one has found the heads
+_FEWEST = 3  # steps with a reading
 
 
 class Cost:
     """Times steps, from the forward to the end, with a reading and without one.
 
-    A reading costs what a median step with one takes longer; delivering readings in other steps is added.
+    A reading costs what a step with one takes longer than the last step without one: steps become slower and faster in the
+    course of a training, so only neighbours are compared. Delivering readings in other steps is added.
     """
 
     def __init__(self) -> None:
         self._start: float | None = None  # of the training
         self._step_start: float | None = None
-        self._with_reading: deque[float] = deque(maxlen=200)
-        self._without: deque[float] = deque(maxlen=200)
+        self._last_without: float | None = None
+        self._extra: deque[float] = deque(maxlen=200)
         self._number, self._delivering = 0, 0.0
 
     def begin(self) -> None:
@@ -37,14 +38,17 @@ class Cost:
         now = perf_counter()
         if self._step_start is None:
             return
-        (self._with_reading if has_reading else self._without).append(now - self._step_start)
+        took, self._step_start = now - self._step_start, None
         self._number += has_reading
-        self._delivering += 0.0 if has_reading else now - delivering_from
-        self._step_start = None
+        if not has_reading:
+            self._last_without = took
+            self._delivering += now - delivering_from
+        elif self._last_without is not None:
+            self._extra.append(took - self._last_without)
 
     def share(self) -> float | None:
-        """Return the share so far; `None` where there are too few steps of either kind to compare."""
-        if self._start is None or len(self._with_reading) < _FEWEST or not self._without:
+        """Return the share so far; `None` where too few steps could be compared."""
+        if self._start is None or len(self._extra) < _FEWEST:
             return None
-        extra = max(0.0, median(self._with_reading) - median(self._without))
+        extra = max(0.0, median(self._extra))
         return (extra * self._number + self._delivering) / max(perf_counter() - self._start, 1e-9)

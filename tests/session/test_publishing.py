@@ -108,6 +108,19 @@ def test_the_share_is_that_of_a_clock_which_knows_what_readings_take(every, extr
     assert measured.share() == pytest.approx(share)
 
 
+def test_the_share_holds_where_steps_become_faster_in_the_course_of_a_training(monkeypatch):
+    now = readings = 0.0
+    monkeypatch.setattr(cost, "perf_counter", lambda: now)
+    measured = cost.Cost()
+    for step in range(400):
+        extra = 0.1 if step % 4 == 0 else 0.0
+        measured.begin()
+        now += 2.0 - step / 250 + extra
+        readings += extra
+        measured.end(now, has_reading=step % 4 == 0)
+    assert measured.share() == pytest.approx(readings / now, rel=0.1)
+
+
 def test_a_share_is_not_known_where_every_step_has_a_reading():
     measured = cost.Cost()
     for _ in range(20):
