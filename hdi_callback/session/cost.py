@@ -12,8 +12,8 @@ _FEWEST = 3  # steps with a reading
 class Cost:
     """Times steps, from the forward to the end, with a reading and without one.
 
-    A reading costs what a step with one takes longer than the last step without one: steps become slower and faster in the
-    course of a training, so only neighbours are compared. Delivering readings in other steps is added.
+    A reading costs what a step with one takes longer than the last step without one: only neighbours are compared, as
+    steps become slower and faster in a training. Delivering readings in other steps is added.
     """
 
     def __init__(self) -> None:
