@@ -46,10 +46,9 @@ RECORD = Record(
 )
 
 
-@pytest.mark.parametrize("prefix", ["", "encoder/"])
-def test_every_curve_and_picture_that_a_dashboard_gets_is_explained_by_the_command(prefix, tmp_path) -> None:
+def test_every_curve_and_picture_that_a_dashboard_gets_is_explained_by_the_command(tmp_path) -> None:
     writer = SummaryWriter(str(tmp_path))
-    board = TensorBoard(writer, tuple(METRICS), prefix)
+    board = TensorBoard(writer, tuple(METRICS))
     board.open([{"name": name, "num_heads": 4, "num_key_heads": 4} for name in RECORD.layers])
     board.write(RECORD)
     board.write(replace(RECORD, step=1))

@@ -16,29 +16,27 @@ class Curves:
 
     name = "logging"
 
-    def __init__(
-        self, log: Callable[[dict[str, float], int], object], metrics: Sequence[str] = (), prefix: str = ""
-    ) -> None:
-        self._log, self._metrics, self._prefix = log, metrics, prefix
+    def __init__(self, log: Callable[[dict[str, float], int], object], metrics: Sequence[str] = ()) -> None:
+        self._log, self._metrics = log, metrics
 
     def open(self, layers: Sequence[Mapping[str, Any]]) -> None:
         """Do nothing."""
 
     def write(self, record: Record) -> None:
         """Log one record."""
-        self._log(curves(record, self._metrics, self._prefix), record.step)
+        self._log(curves(record, self._metrics), record.step)
 
     def close(self) -> None:
         """Do nothing."""
 
 
-def sink_for(target: Any, metrics: Sequence[str] = (), prefix: str = "", past: Sequence[Record] = ()) -> Sink:
+def sink_for(target: Any, metrics: Sequence[str] = (), past: Sequence[Record] = ()) -> Sink:
     """Return the sink of a Lightning logger, a `SummaryWriter`, a W&B run, a function, or what has `log_metrics`."""
     run = getattr(target, "experiment", target)
     if hasattr(run, "add_image"):
-        return TensorBoard(run, metrics, prefix, past)
+        return TensorBoard(run, metrics, past)
     if hasattr(run, "define_metric") and hasattr(run, "alert"):
-        return Wandb(run, metrics, prefix, past)
+        return Wandb(run, metrics, past)
     if not hasattr(target, "log_metrics"):
-        return Curves(target, metrics, prefix)
-    return Curves(lambda values, step: target.log_metrics(values, step=step), metrics, prefix)
+        return Curves(target, metrics)
+    return Curves(lambda values, step: target.log_metrics(values, step=step), metrics)

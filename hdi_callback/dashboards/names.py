@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,14 +54,12 @@ NAMES = _all_names()
 
 
 def describe_tag(tag: str) -> Name | None:
-    """Return the name behind a tag on a dashboard, whatever its prefix and layer; `None` if it is not one of ours.
+    """Return the name behind a tag on a dashboard, whatever its layer; `None` if it is not one of ours.
 
     Example:
-        >>> describe_tag("encoder/hdi/per_layer/covariance/blocks.0.attn").metric
+        >>> describe_tag("hdi/per_layer/covariance/blocks.0.attn").metric
         'head_covariance'
     """
-    own = re.search(r"(?:^|/)(hdi/.*)", tag)
-    tag = tag if own is None else own[1]
     _, _, of_layer = tag.partition("hdi/per_layer/")
     if of_layer:
         short, _, layer = of_layer.partition("/")

@@ -68,7 +68,7 @@ LAYER_CURVES = {"hdi": "hdi", "hdi_worst_alignment": "worst_alignment", "head_co
 """Metric -> its name in the tag of a layer."""
 
 
-def curves(record: Record, metrics: Iterable[str] = (), prefix: str = "") -> dict[str, float]:
+def curves(record: Record, metrics: Iterable[str] = ()) -> dict[str, float]:
     """Return the points of all curves at one reading.
 
     Example:
@@ -88,17 +88,15 @@ def curves(record: Record, metrics: Iterable[str] = (), prefix: str = "") -> dic
     }
     for metric in dict.fromkeys([*LAYER_CURVES, *metrics]):
         for layer, value in record.values(metric).items():
-            points[layer_tag(metric, layer)] = value
-    return {prefix + tag: value for tag, value in points.items() if value is not None}
+            points[_layer_tag(metric, layer)] = value
+    return {tag: value for tag, value in points.items() if value is not None}
 
 
-def layer_tag(metric: str, layer: str) -> str:
-    """Return the tag of a metric of a layer."""
+def _layer_tag(metric: str, layer: str) -> str:
     return f"hdi/per_layer/{LAYER_CURVES.get(metric, metric)}/{layer}"
 
 
-def all_tags(layers: Iterable[str], metrics: Iterable[str] = (), prefix: str = "") -> list[str]:
+def all_tags(layers: Iterable[str], metrics: Iterable[str] = ()) -> list[str]:
     """Return the tags of all curves of a run with these layers."""
     wanted = dict.fromkeys([*LAYER_CURVES, *metrics])
-    per_layer = [layer_tag(metric, layer) for layer in layers for metric in wanted]
-    return [prefix + tag for tag in (*MODEL_CURVES, *per_layer)]
+    return [*MODEL_CURVES, *(_layer_tag(metric, layer) for layer in layers for metric in wanted)]

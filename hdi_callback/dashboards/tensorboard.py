@@ -16,8 +16,8 @@ class TensorBoard:
 
     name = "writing to TensorBoard"
 
-    def __init__(self, writer: Any, metrics: Sequence[str] = (), prefix: str = "", past: Sequence[Record] = ()) -> None:
-        self._writer, self._metrics, self._prefix = writer, metrics, prefix
+    def __init__(self, writer: Any, metrics: Sequence[str] = (), past: Sequence[Record] = ()) -> None:
+        self._writer, self._metrics = writer, metrics
         self._pictures = Pictures(past)
 
     def open(self, layers: Sequence[Mapping[str, Any]]) -> None:
@@ -26,13 +26,13 @@ class TensorBoard:
 
     def write(self, record: Record) -> None:
         """Write one record."""
-        self._add_scalars(curves(record, self._metrics, self._prefix), record.step)
+        self._add_scalars(curves(record, self._metrics), record.step)
         lines = [_as_text(alert) for alert in record.alerts]
         lines += [f"**{action.name}**: {action.message}" for action in record.actions]
         if lines:
-            self._writer.add_text(self._prefix + ALERTS, "\n\n".join(lines), record.step)
+            self._writer.add_text(ALERTS, "\n\n".join(lines), record.step)
         for tag, picture in self._pictures.add(record).items():
-            self._writer.add_image(self._prefix + tag, picture, record.step, dataformats="HWC")
+            self._writer.add_image(tag, picture, record.step, dataformats="HWC")
 
     def _add_scalars(self, points: Mapping[str, float], step: int) -> None:
         """Write the points of all curves as one event, where the writer has a file of events."""

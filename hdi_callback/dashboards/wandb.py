@@ -11,6 +11,7 @@ from hdi_callback.dashboards.tags import all_tags, curves
 from hdi_callback.dashboards.verdict import becomes_warning
 from hdi_callback.record import Alert, Record
 
+_STEP = "hdi/step"
 _LEVELS = {"warning": "WARN", "critical": "ERROR"}
 _COLUMNS = ("step", "level", "status", "rule", "layers", "message", "what to do now", "code")
 
@@ -24,9 +25,8 @@ class Wandb:
 
     name = "logging to W&B"
 
-    def __init__(self, run: Any, metrics: Sequence[str] = (), prefix: str = "", past: Sequence[Record] = ()) -> None:
-        self._run, self._metrics, self._prefix = run, metrics, prefix
-        self._step = f"{prefix}hdi/step"
+    def __init__(self, run: Any, metrics: Sequence[str] = (), past: Sequence[Record] = ()) -> None:
+        self._run, self._metrics = run, metrics
         self._pictures = Pictures(past)
         self._alerts = [alert for record in past for alert in record.alerts]
         self._open_row: int | None = None
@@ -34,12 +34,12 @@ class Wandb:
     def open(self, layers: Sequence[Mapping[str, Any]]) -> None:
         """Define the axis of the curves, and their extremes in the summary of the run."""
         self._pictures.open(layers)
-        self._run.define_metric(self._step, hidden=True)
+        self._run.define_metric(_STEP, hidden=True)
         # By their full names: the "*" of Lightning's logger counts before a pattern. A dot that is not escaped is a
         # path of nested values (wandb issue 8445).
-        for tag in all_tags([facts["name"] for facts in layers], self._metrics, self._prefix):
+        for tag in all_tags([facts["name"] for facts in layers], self._metrics):
             if "*" not in tag:
-                self._run.define_metric(tag.replace(".", "\\."), step_metric=self._step, summary="min,max,last")
+                self._run.define_metric(tag.replace(".", "\\."), step_metric=_STEP, summary="min,max,last")
 
     def write(self, record: Record) -> None:
         """Log one record, and send its new alerts."""
@@ -47,14 +47,14 @@ class Wandb:
 
         if self._open_row == self._run.step:  # nobody else has logged since
             self._run.log({}, commit=True)
-        row: dict[str, Any] = {self._step: record.step, **curves(record, self._metrics, self._prefix)}
+        row: dict[str, Any] = {_STEP: record.step, **curves(record, self._metrics)}
         for tag, picture in self._pictures.add(record).items():
-            row[self._prefix + tag] = wandb.Image(picture)
+            row[tag] = wandb.Image(picture)
         urgent = [alert for alert in record.alerts if becomes_warning(alert, self._alerts)]
         self._alerts += record.alerts
         if self._alerts and (record.alerts or record.is_last):
             rows: list[Iterable[Any]] = [_table_row(alert) for alert in self._alerts]
-            row[f"{self._prefix}hdi/alert_table"] = wandb.Table(columns=list(_COLUMNS), data=rows)
+            row["hdi/alert_table"] = wandb.Table(columns=list(_COLUMNS), data=rows)
         self._run.log(row, commit=False)
         self._open_row = self._run.step
         for alert in urgent:

@@ -29,16 +29,16 @@ class Watcher:
     Everything that a trainer calls is `guarded`, so that nothing that goes wrong here reaches the training.
     """
 
-    def __init__(self, settings: Settings, name: str | None = None) -> None:
+    def __init__(self, settings: Settings) -> None:
         super().__init__()
-        self._settings, self._name, self._guard = settings, name, Guard()
+        self._settings, self._guard = settings, Guard()
         self._session: Session | None = None
         self._restored: Any = None  # the state of a checkpoint, until a session takes it
 
     def _start(self, model: nn.Module, trainer: Trainer, settings: Settings | None = None) -> None:
         """Start a session; the hooks are on the model before anything has been compiled or run."""
         self._guard, self._session = Guard(), None
-        self._session = Session(model, settings or self._settings, trainer, name=self._name, guard=self._guard)
+        self._session = Session(model, settings or self._settings, trainer, guard=self._guard)
 
     @guarded("watching heads", passes=MISUSE)
     def _tell(self, *events: Callable[[Session], object]) -> None:
@@ -80,7 +80,7 @@ class Watcher:
         """The curves at the last reading whose numbers have arrived, on every rank: ``latest["hdi/min"]``."""
         if self._session is None or self._session.latest is None:
             return {}
-        return curves(self._session.latest, self._settings.metrics or (), self._session.prefix)
+        return curves(self._session.latest, self._settings.metrics or ())
 
     @property
     def history_path(self) -> Path | None:

@@ -15,7 +15,6 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from hdi_callback.arguments import shown
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import guarded
 from hdi_callback.integrations import LIGHTNING_WAS_LOADED
@@ -40,7 +39,6 @@ class HDICallback(Watcher, pl.Callback):
 
     Args:
         every_n_steps: optimizer steps between readings, as the trainer counts them.
-        name: put before every tag as ``<name>/``; needed when one trainer has two of these callbacks.
         settings: see `Settings`.
 
     Raises:
@@ -51,32 +49,11 @@ class HDICallback(Watcher, pl.Callback):
         >>> trainer = L.Trainer(callbacks=[HDICallback(every_n_steps=50)], logger=False, accelerator="cpu")
     """
 
-    def __init__(self, every_n_steps: int = 50, *, name: str | None = None, **settings: Unpack[Options]) -> None:
+    def __init__(self, every_n_steps: int = 50, **settings: Unpack[Options]) -> None:
         _require_one_namespace()
-        if name is not None and not (isinstance(name, str) and re.fullmatch(r"[\w.-]{1,100}", name)):
-            raise MisconfigurationError(
-                f'`name` must be letters, digits, ".", "-" and "_", got {shown(name)}: write "encoder".'
-            )
-        super().__init__(Settings(every_n_steps=every_n_steps, **settings), name)
+        super().__init__(Settings(every_n_steps=every_n_steps, **settings))
 
-    @property
-    def state_key(self) -> str:
-        """The name of this callback's state in a checkpoint."""
-        settings = self._settings
-        return self._generate_state_key(name=self._name, include=settings.include, exclude=settings.exclude)
-
-    # The hooks, in the order in which the trainer calls them.
-
-    @guarded("starting to watch heads", passes=MISUSE)
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse a second callback of the same name."""
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        names = [callback._name for callback in callbacks if isinstance(callback, HDICallback)]
-        if names.count(self._name) > 1:
-            raise MisconfigurationError(
-                f"Two HDICallbacks of this trainer have the name {self._name!r}, so their curves would be mixed up: "
-                'write HDICallback(name="encoder", ...) for one of them.'
-            )
+    # The hooks, in the order in which the trainer calls them. It refuses two of these callbacks, by their state.
 
     @guarded("starting to watch heads", passes=MISUSE)
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

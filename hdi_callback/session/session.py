@@ -52,12 +52,9 @@ class Session:
             the first.
         last_step: step of the last reading that was taken.
         latest: the last record that was delivered.
-        prefix: what stands before every tag.
     """
 
-    def __init__(
-        self, model: nn.Module, settings: Settings, trainer: Trainer, *, guard: Guard, name: str | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, settings: Settings, trainer: Trainer, *, guard: Guard) -> None:
         self.monitor = HeadDiversityMonitor(
             model,
             metrics=settings.measured,
@@ -70,8 +67,7 @@ class Session:
         self.history: History | None = None
         self.last_step: int | None = None
         self.latest: Record | None = None
-        self._settings, self._trainer, self._name, self._guard = settings, trainer, name, guard
-        self.prefix = "" if name is None else f"{name}/"
+        self._settings, self._trainer, self._guard = settings, trainer, guard
         self._folder = trainer.folder.absolute()  # the training may change its directory
         self._state: Mapping[str, Any] | None = None  # of a checkpoint, until the layers are known
         self._interventions: tuple[Intervention, ...] = ()
@@ -459,8 +455,7 @@ class Session:
         def of_rank(path: Path) -> Path:
             return path.with_stem(path.stem.removesuffix(suffix) + suffix)
 
-        file = "history.jsonl" if self._name is None else f"history-{self._name}.jsonl"
-        path = of_rank(self._folder / "hdi" / file if choice is True else Path(choice))
+        path = of_rank(self._folder / "hdi" / "history.jsonl" if choice is True else Path(choice))
         resumed: dict[str, Any] = {}
         if state is not None:
             resumed["resume_step"] = -1 if state["last_step"] is None else state["last_step"]
@@ -476,7 +471,7 @@ class Session:
             if self.history is not None and self._state is not None:
                 past = load_history(self.history.path).records
             for target in self._trainer.targets(past):
-                self._sinks.append(sink_for(target, self._settings.metrics or (), self.prefix, past))
+                self._sinks.append(sink_for(target, self._settings.metrics or (), past))
         if self._trainer.is_first_rank:
             self._sinks.append(
                 Console(

@@ -37,9 +37,8 @@ def test_what_was_not_measured_is_absent():
     assert curves(Record(0, {"a": LayerRecord({"circuit_qk_norm": 0.2})})) == {"hdi/alerts": 0}
 
 
-def test_a_metric_asked_for_by_name_and_a_prefix_are_in_the_tags():
+def test_a_metric_asked_for_by_name_is_in_the_tags():
     record = Record(0, {"a": LayerRecord({"hdi": 0.9, "circuit_qk_norm": 0.2})})
-    points = curves(record, ["circuit_qk_norm"], "encoder/")
-    assert points["encoder/hdi/per_layer/circuit_qk_norm/a"] == 0.2
-    assert points["encoder/hdi/min"] == 0.9
+    points = curves(record, ["circuit_qk_norm"])
+    assert points["hdi/per_layer/circuit_qk_norm/a"] == 0.2
     assert curves(replace(record), ["hdi"]).keys() == curves(record).keys(), "no default curve is drawn twice"

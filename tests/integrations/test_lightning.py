@@ -71,22 +71,18 @@ def test_tensorboard_gets_the_curves(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logger = TensorBoardLogger(tmp_path)
-    fit(tmp_path, HDICallback(every_n_steps=5, metrics=["circuit_qk_norm"], name="encoder"), logger=logger)
+    fit(tmp_path, HDICallback(every_n_steps=5, metrics=["circuit_qk_norm"]), logger=logger)
     events = EventAccumulator(logger.log_dir).Reload()
     tags = events.Tags()["scalars"]
-    assert [one.step for one in events.Scalars("encoder/hdi/min")] == [0, 5, STEPS]
-    assert "encoder/hdi/per_layer/circuit_qk_norm/net.blocks.0.attn" in tags
-    assert all(tag.startswith("encoder/hdi/") for tag in tags if "hdi" in tag)
-    assert (Path(logger.log_dir) / "hdi" / "history-encoder.jsonl").is_file()
+    assert [one.step for one in events.Scalars("hdi/min")] == [0, 5, STEPS]
+    assert "hdi/per_layer/circuit_qk_norm/net.blocks.0.attn" in tags
+    assert all(tag.startswith("hdi/") for tag in tags if "hdi" in tag)
+    assert (Path(logger.log_dir) / "hdi" / "history.jsonl").is_file()
 
 
-def test_two_callbacks_need_two_names(tmp_path: Path) -> None:
-    with pytest.raises(MisconfigurationError, match='name="encoder"'):
+def test_a_trainer_refuses_two_callbacks_whose_curves_would_be_mixed_up(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="more than one stateful callback of type `HDICallback`"):
         fit(tmp_path, HDICallback(), HDICallback(include=["*.1.*"]))
-    first, second = HDICallback(include=["*.0.*"], name="first"), HDICallback(include=["*.1.*"], name="second")
-    fit(tmp_path, first, second)
-    assert first.history_path != second.history_path
-    assert [layer.name for layer in second.monitor.layers] == ["net.blocks.1.attn"]
 
 
 def test_a_fast_development_run_writes_no_file(tmp_path: Path) -> None:
@@ -178,7 +174,6 @@ trainer:
         thresholds: {{"*": {{mean: 0.9, pair: null}}}}
         pretrained: true
         strict: false
-        name: encoder
         interventions:
           - class_path: hdi_callback.StopTraining
 """

@@ -129,12 +129,6 @@ def test_an_argument_of_no_name_is_an_error_of_python(callback: Any) -> None:
         callback(every_steps=3)
 
 
-@pytest.mark.parametrize("name", ["", "a/b", 3, "x" * 101])
-def test_a_name_is_letters(name: Any) -> None:
-    with pytest.raises(MisconfigurationError, match='write "encoder"'):
-        HDICallback(name=name)
-
-
 def test_misuse_in_a_loop_is_an_error_that_says_what_to_write() -> None:
     model = nn.TransformerEncoderLayer(16, 2)
     optimizer = torch.optim.SGD(model.parameters())
