@@ -53,6 +53,7 @@ class Alert:
         unit: what the heads are: ``"heads"``, or ``"key heads"`` under grouped keys.
         status: ``"new"``, ``"worse"`` or ``"resolved"``.
         code: arguments of the callback that help; empty if none do.
+        ended: of an alert of `RunHistory.alerts` the step at which it was over.
     """
 
     step: int
@@ -69,6 +70,7 @@ class Alert:
     unit: str = "heads"
     status: Status = "new"
     code: str = ""
+    ended: int | None = None
 
     @property
     def layers(self) -> tuple[str, ...]:

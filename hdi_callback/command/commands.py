@@ -147,7 +147,7 @@ def report(run: str, output: Path | None, thresholds: tuple[str, ...], as_json: 
     """
     from hdi_callback.audits import judge_again
     from hdi_callback.dashboards.report import write_report
-    from hdi_callback.dashboards.verdict import events, verdict
+    from hdi_callback.dashboards.verdict import events, state, verdict
 
     history = _load(run)
     limits = parse_thresholds(thresholds)
@@ -157,13 +157,13 @@ def report(run: str, output: Path | None, thresholds: tuple[str, ...], as_json: 
     if judgement.state != "nothing to judge" and (output or not as_json):
         click.echo(f"Written: {write_report(history, path=output)}", err=True)
     if as_json:
-        alerts = [{**event.alert.to_dict(), "ended": event.ended, "state": event.state} for event in raised]
+        alerts = [{**alert.to_dict(), "state": state(alert)} for alert in raised]
         print_json(
             {"history": str(history.path), "verdict": judgement.text, "state": judgement.state, "alerts": alerts}
         )
         return CODES[judgement.state]
-    for event in raised:
-        click.echo(f"step {event.alert.step}, {event.alert.level}, {event.state}: {event.alert.message}")
+    for alert in raised:
+        click.echo(f"step {alert.step}, {alert.level}, {state(alert)}: {alert.message}")
     click.echo(("\n" if raised else "") + judgement.text)
     _print_action(judgement)
     return CODES[judgement.state]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import shutil
 import sys
 import textwrap
@@ -96,16 +95,10 @@ def parse_thresholds(texts: Iterable[str]) -> dict[str, dict[str, float | None]]
 
 def print_json(data: Any) -> None:
     """Print plain data for programs; numbers that are not finite become null."""
+    from hdi_callback.history.lines import plain
+
     is_unicode = (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf")  # else JSON's own escapes
-    click.echo(json.dumps(_finite(data), indent=2, ensure_ascii=not is_unicode, allow_nan=False))
-
-
-def _finite(data: Any) -> Any:
-    if isinstance(data, float):
-        return data if math.isfinite(data) else None
-    if isinstance(data, dict):
-        return {str(key): _finite(value) for key, value in data.items()}
-    return [_finite(value) for value in data] if isinstance(data, list | tuple) else data
+    click.echo(json.dumps(plain(data), indent=2, ensure_ascii=not is_unicode, allow_nan=False))
 
 
 def print_rows(rows: Iterable[tuple[str, str]], label: int = _LABEL) -> None:

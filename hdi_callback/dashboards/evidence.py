@@ -25,6 +25,7 @@ READINGS = 64
 """Readings up to the alert that its evidence shows."""
 
 ACCUSED, OTHERS, LIMIT = "#d1242f", "#8a8f96", "#c25100"
+TRIANGLE = {"marker": "v", "s": 50, "color": ACCUSED, "edgecolors": "white", "linewidths": 0.8, "zorder": 3}
 _OF_HEADS = {metric: metric for rule in RULES for metric in (*rule.needs, *rule.reads)}
 _OF_HEADS["head_movement_min"] = "head_movement"
 _MOST_PATTERNS = 3  # heads
@@ -35,12 +36,12 @@ _WIDTH = 4.4  # inches
 
 def slim(record: Record) -> Record:
     """Return a record with the numbers that evidence may show, in little memory."""
-    return replace(record, layers={name: LayerRecord(at.values, _of_heads(at)) for name, at in record.layers.items()})
-
-
-def _of_heads(layer: LayerRecord) -> dict[str, Any]:
-    keys = set(_OF_HEADS.values()) & layer.heads.keys()
-    return {key: array("f", (math.nan if number is None else number for number in layer.heads[key])) for key in keys}
+    layers = {}
+    for name, layer in record.layers.items():
+        of_heads = ((key, layer.heads[key]) for key in set(_OF_HEADS.values()) & layer.heads.keys())
+        heads = {key: array("f", (math.nan if value is None else value for value in row)) for key, row in of_heads}
+        layers[name] = LayerRecord(layer.values, dict(heads))
+    return replace(record, layers=layers)
 
 
 class Patterns:
@@ -73,15 +74,9 @@ def draw_evidence(
 ) -> Figure | None:
     """Draw the accused number over the steps with the others in grey, its limit, and where it began.
 
-    Args:
-        alert: the alert.
-        records: the readings up to it.
-        patterns: step -> patterns of attention of the first accused layer, see `Patterns.around`.
-
-    Returns:
-        A figure with a panel of the layers; where heads are accused and were measured one by one, one of the heads of
-        the first layer; and patterns of the heads that are accused, or stand out most. `None` if the alert names no
-        number that was read.
+    There is a panel of the layers; where heads are accused and were measured one by one, one of the heads of the first
+    layer; and its patterns (see `Patterns.around`) of the heads that are accused, or stand out most. `None` if the
+    alert names no number that was read.
     """
     from matplotlib.figure import Figure
 
@@ -96,13 +91,12 @@ def draw_evidence(
     layer, heads, by_head = accused[0], alert.where[accused[0]], _curves_of_heads(alert, records, accused[0])
     has_heads = 0 < len(heads) < len(by_head)
     of_steps = sorted((patterns or {}).items())
-    figure = Figure(figsize=(_WIDTH, 2.9 + 1.9 * has_heads + 1.4 * len(of_steps)), layout="constrained")
-    heights = [2.3, *[1.4] * has_heads, *[1.1] * len(of_steps)]
+    heights = [2.9, *[1.9] * has_heads, *[1.4] * len(of_steps)]
+    figure = Figure(figsize=(_WIDTH, sum(heights)), layout="constrained")
     grid = figure.add_gridspec(len(heights), _MOST_PATTERNS, height_ratios=heights)
     meaning = METRICS[metric].summary.split(":")[0].rstrip(".") if metric in METRICS else metric
-    title = f"{meaning}\nred: {shortened(name_layers(accused), 34)}" + (
-        "; grey: other layers" if len(layers) > 1 else ""
-    )
+    others = "; grey: other layers" if len(layers) > 1 else ""
+    title = f"{meaning}\nred: {shortened(name_layers(accused), 34)}{others}"
     _draw_panel(figure.add_subplot(grid[0, :]), alert, records, curves, accused, title)
     if has_heads:
         title = f"red: {alert.unit} {', '.join(map(str, heads))}; grey: others of {shortened(layer, 28)}"
@@ -150,7 +144,7 @@ def _draw_panel(
 ) -> None:  # fmt: skip
     """Draw curves, those that are accused on top."""
     steps = [record.step for record in records]
-    grey, red = ([curve for key, curve in curves.items() if (key in accused) == is_red] for is_red in (False, True))
+    grey, red = ([curve for key, curve in curves.items() if (key in accused) is is_red] for is_red in (False, True))
     if len(grey) > _MOST_LINES:
         table = np.ma.masked_invalid(np.array(grey, dtype=float))
         panel.fill_between(steps, table.min(0), table.max(0), color=OTHERS, alpha=0.35, linewidth=0)
@@ -165,8 +159,7 @@ def _draw_panel(
     if alert.threshold is not None and is_judged:  # else the limit is of another number, as a share of the first
         panel.axhline(alert.threshold, color=LIMIT, linestyle="--", linewidth=1)
     panel.axvline(_onset(alert), color=ACCUSED, linestyle=":", linewidth=1.4)
-    height = at_alert[0] if at_alert else 0.0
-    panel.scatter([alert.step], [height], marker="v", s=46, color=ACCUSED, edgecolors="white", linewidths=0.8, zorder=3)
+    panel.scatter([alert.step], [at_alert[0] if at_alert else 0.0], **TRIANGLE)
     low, high = panel.get_ylim()
     if high - low < 1e-3 * abs(high):  # a constant fills no axis with its rounding
         panel.set_ylim(min(0.0, 1.1 * low), max(0.0, 1.1 * high))
@@ -174,7 +167,12 @@ def _draw_panel(
         panel.set_xticks(steps)
     wrapped = [part for line in title.splitlines() for part in textwrap.wrap(line, round(10.5 * _WIDTH))]
     panel.set_title("\n".join(wrapped), fontsize=_LETTERS, loc="left")
-    panel.tick_params(labelsize=_LETTERS - 1)
+    finish_panel(panel, _LETTERS - 1)
+
+
+def finish_panel(panel: Any, letters: int) -> None:
+    """Open the frame of a panel of curves, and set the size of the letters at its ticks."""
+    panel.tick_params(labelsize=letters)
     panel.spines[["top", "right"]].set_visible(False)
 
 

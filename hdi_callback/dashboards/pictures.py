@@ -20,7 +20,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from hdi_callback.dashboards.evidence import READINGS, Patterns, draw_evidence, shortened, slim
+from hdi_callback.dashboards.evidence import (
+    ACCUSED,
+    READINGS,
+    TRIANGLE,
+    Patterns,
+    draw_evidence,
+    finish_panel,
+    shortened,
+    slim,
+)  # fmt: skip
 from hdi_callback.dashboards.layer_table import closest_pair, compared, name_layers, number_in
 from hdi_callback.dashboards.tags import EVIDENCE, HEADS, MAP
 from hdi_callback.dashboards.verdict import becomes_warning, events
@@ -32,7 +41,6 @@ if TYPE_CHECKING:
 
 WORST = "hdi_worst_alignment"
 _NOT_MEASURED = "#b8b8b8"
-_MARK = "#d1242f"
 _INK = "#123456"  # of text and lines in an SVG, where it becomes the colour of the text around it
 _COLUMNS_AN_INCH = 50  # of a map: a column is not narrower than a pixel
 _MOST_NAMED = 24  # layers
@@ -49,38 +57,28 @@ def draw_map(
     size: tuple[float, float] = (4.4, 4.0),
 ) -> Figure:
     """Draw the alignment of the two closest heads, a row for each layer and a column for each reading."""
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-
     names = list(worst)
-    columns, table = _thinned(steps, np.array([list(worst[name]) for name in names]), _COLUMNS_AN_INCH * size[0])
-    figure = Figure(figsize=size, layout="constrained")
-    panel = figure.subplots()
+    # Neighbouring columns are merged until a screen can show them; the largest value of each counts.
+    starts = range(0, len(steps), math.ceil(len(steps) / (_COLUMNS_AN_INCH * size[0])))
+    table = np.fmax.reduceat(np.array([list(worst[name]) for name in names]), list(starts), axis=1)
+    columns = [steps[start] for start in starts]
     last_width = columns[-1] - columns[-2] if len(columns) > 1 else 1
     edges = [*columns, columns[-1] + max(last_width, 1)]  # a column reaches from its step to the next
-    mesh = panel.pcolormesh(
-        edges, range(len(names) + 1), np.ma.masked_invalid(table), cmap=colormaps["cividis"], rasterized=True,
-        vmin=0, vmax=1,
-    )  # fmt: skip
-    panel.set_facecolor(_NOT_MEASURED)
-    panel.set_ylim(len(names), 0)
+    figure, panel = _heat(size, edges, range(len(names) + 1), table)
     marks = [(alert.step, names.index(layer) + 0.5) for alert in alerts for layer in alert.where if layer in worst]
     alerted = {names[int(row)] for _, row in marks}
     labelled = _rows_named(names, alerted)
     labels = [shortened(number_in(name, names)) for name in labelled]
-    panel.set_yticks([names.index(name) + 0.5 for name in labelled], labels, fontsize=9)
+    panel.set_yticks([names.index(name) + 0.5 for name in labelled], labels)
     if labelled and labels[0] != shortened(labelled[0]):
         panel.set_ylabel(shortened(name_layers(names), 40), fontsize=9)
     for label, name in zip(panel.get_yticklabels(), labelled):
         if name in alerted:
-            label.set(fontweight="bold", color=_MARK)
+            label.set(fontweight="bold", color=ACCUSED)
     if marks:
-        x, y = zip(*marks)
-        panel.scatter(x, y, marker="v", s=50, color=_MARK, edgecolors="white", linewidths=0.8, zorder=3)
+        panel.scatter(*zip(*marks), **TRIANGLE)
     panel.set_xlabel("optimizer step" + ("; triangles: alerts" if marks else ""), fontsize=9)
-    panel.tick_params(axis="x", labelsize=9)
     panel.set_title("Alignment of the two closest heads", fontsize=10, loc="left")
-    _add_scale(figure, mesh, panel)
     return figure
 
 
@@ -88,60 +86,48 @@ def draw_heads(
     layer: str, step: int, alignment: Tensor, pair: Sequence[int] = (), *, unit: str = "heads", size: float = 4.4
 ) -> Figure:
     """Draw the alignment of every two heads of a layer."""
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     table = alignment.double().numpy().copy()
     np.fill_diagonal(table, np.nan)  # a head with itself says nothing
     heads = len(table)
-    figure = Figure(figsize=(1.15 * size, size), layout="constrained")
-    panel = figure.subplots()
-    mesh = panel.imshow(np.ma.masked_invalid(table), cmap=colormaps["cividis"], vmin=0, vmax=1, interpolation="nearest")
-    panel.set_facecolor(_NOT_MEASURED)
-    every = next(size for size in (1, 2, 4, 8, 16, 32, 64, 128) if heads <= 12 * size or size == 128)
-    ticks = [head for head in range(0, heads, every) if all(abs(head - marked) >= 0.7 * every for marked in pair)]
-    ticks = sorted({*ticks, *pair})
-    panel.set_xticks(ticks, list(map(str, ticks)), fontsize=8)
-    panel.set_yticks(ticks, list(map(str, ticks)), fontsize=8)
+    edges = np.arange(heads + 1) - 0.5
+    figure, panel = _heat((1.15 * size, size), edges, edges, table)
+    panel.set_aspect("equal")
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_major_locator(MaxNLocator(12, integer=True))
     title = f"{shortened(layer, 40)}, step {step}"
     least = np.nanmin(table) if np.isfinite(table).any() else 0.0
     if heads > 2 and least >= _ALL_ALIKE:
         title += f"\nall {heads} {unit}: alignment of at least {least:.2f}"
     elif len(pair) == 2:
         i, j = pair
-        for colour, width in (("white", 3.2), (_MARK, 1.7)):
-            panel.scatter(
-                [i, j], [j, i], s=max(60, (150 / heads) ** 2), facecolors="none", edgecolors=colour, linewidths=width
-            )
+        for colour, width in (("white", 3.2), (ACCUSED, 1.7)):
+            ring = {"s": max(60, (150 / heads) ** 2), "edgecolors": colour, "linewidths": width}
+            panel.scatter([i, j], [j, i], facecolors="none", **ring)
         title += f"\n{unit} {i} and {j}: {table[i, j]:.2f}"
     panel.set_title(title, fontsize=10, loc="left")
     panel.set_xlabel(unit, fontsize=9)
-    _add_scale(figure, mesh, panel)
     return figure
 
 
 def draw_curves(records: Sequence[Record]) -> Figure | None:
-    """Draw the curves of a model, or of its only layer, in panels, with alerts and interventions marked."""
+    """Draw the curves of a model, or of one of its layers, in panels, with alerts and interventions marked."""
     from matplotlib.figure import Figure
 
     def curve(metric: str, reduce: Callable[[list[float]], float]) -> list[float]:
         values = [list(filter(math.isfinite, record.values(metric).values())) for record in records]
         return [reduce(finite) if finite else math.nan for finite in values]
 
-    is_single = len({name for record in records for name in record.layers}) == 1
-    of_any, of_worst = ("", " of all pairs") if is_single else (" of any layer", " of the worst layer")
-    lines = [
-        ("alignment", f"closest pair{of_any}", curve(WORST, max)),
-        ("alignment", f"mean{of_worst}", curve("hdi_alignment", max)),
-        ("HDI", "HDI" if is_single else "lowest layer", curve("hdi", min)),
-        ("HDI", "" if is_single else "mean of the layers", curve("hdi", statistics.fmean)),
-        ("covariance", "two heads, mean" if is_single else "largest of any layer", curve("head_covariance", max)),
-        ("loss", "training loss", [math.nan if record.loss is None else record.loss for record in records]),
-    ]
-    panels: dict[str, dict[str, list[float]]] = {}
-    for title, name, values in lines:
-        if name and np.isfinite(values).any():
-            panels.setdefault(title, {})[name] = values
+    curves = {  # over the layers
+        "alignment": {"closest pair, highest": curve(WORST, max), "mean, highest": curve("hdi_alignment", max)},
+        "HDI": {"lowest": curve("hdi", min), "mean": curve("hdi", statistics.fmean)},
+        "covariance": {"mean, highest": curve("head_covariance", max)},
+        "loss": {"training loss": [math.nan if record.loss is None else record.loss for record in records]},
+    }
+    if curves["HDI"]["lowest"] == curves["HDI"]["mean"]:  # of a single layer
+        del curves["HDI"]["mean"]
+    panels = {title: drawn for title, drawn in curves.items() if np.isfinite([*drawn.values()]).any()}
     if not panels:
         return None
     steps = [record.step for record in records]
@@ -154,8 +140,7 @@ def draw_curves(records: Sequence[Record]) -> Figure | None:
             _mark_events(panel, records, dict(zip(steps, next(iter(drawn.values())))))
             panel.set_ylim(min(0.0, panel.get_ylim()[0]), 1.12)
         panel.set_ylabel(title, fontsize=9)
-        panel.tick_params(labelsize=8)
-        panel.spines[["top", "right"]].set_visible(False)
+        finish_panel(panel, 8)
         panel.grid(alpha=0.3, linewidth=0.6)
         panel.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
         panel.set_xlabel("optimizer step" if panel.get_subplotspec().is_last_row() else "", fontsize=9)
@@ -164,14 +149,14 @@ def draw_curves(records: Sequence[Record]) -> Figure | None:
 
 def _mark_events(panel: Any, records: Sequence[Record], heights: Mapping[int, float]) -> None:
     """Mark alerts that began on a curve, and interventions at the foot of the panel."""
-    began = {event.alert.step for event in events(records) if event.alert.level != "notice"} & heights.keys()
+    began = {event.step for event in events(records) if event.level != "notice"} & heights.keys()
     acted = [record.step for record in records if any(not action.is_refusal for action in record.actions)]
-    style = {"s": 46, "edgecolors": "white", "linewidths": 0.8, "zorder": 3}
     if began:
         y = [heights[step] if math.isfinite(heights[step]) else 0 for step in began]
-        panel.scatter(list(began), y, marker="v", color=_MARK, label="alert", **style)
+        panel.scatter(list(began), y, label="alert", **TRIANGLE)
     if acted:
-        panel.scatter(acted, [0] * len(acted), marker="D", color="#8250df", label="intervention", **style)
+        diamond = {**TRIANGLE, "marker": "D", "color": "#8250df"}
+        panel.scatter(acted, [0] * len(acted), label="intervention", **diamond)
 
 
 class Pictures:
@@ -208,9 +193,9 @@ class Pictures:
             return drawn
         drawn[MAP] = pixels(draw_map(self._steps, self._worst, self._marked))
         worst = record.values(WORST)
-        layer = max(worst, key=lambda name: worst[name], default=None)
-        matrix = None if layer is None else record.layers[layer].matrices.get("pair_alignment")
-        if layer is not None and matrix is not None:
+        layer = max(worst, key=lambda name: worst[name], default="")
+        matrix = record.layers[layer].matrices.get("pair_alignment") if layer else None
+        if matrix is not None:
             unit = self._units.get(layer, "heads")
             drawn[HEADS] = pixels(draw_heads(layer, record.step, matrix, closest_pair(record, layer), unit=unit))
         now = self._clock()
@@ -268,26 +253,25 @@ def svg(figure: Figure, label: str) -> str:
     return re.sub(r'<svg ([^>]*?)width="[\d.]+pt"', rf'<svg role="img" aria-label="{label}" \1', drawn, count=1)
 
 
-def _thinned(steps: Sequence[int], table: npt.NDArray[Any], most: float) -> tuple[list[int], npt.NDArray[Any]]:
-    """Merge neighbouring columns until a screen can show them; the largest value of each counts."""
-    size = math.ceil(len(steps) / most)
-    if size <= 1:
-        return list(steps), table
-    starts = range(0, len(steps), size)
-    filled = np.where(np.isfinite(table), table, -np.inf)
-    merged = np.maximum.reduceat(filled, list(starts), axis=1)
-    return [steps[start] for start in starts], np.where(np.isfinite(merged), merged, np.nan)
+def _heat(size: tuple[float, float], x: Sequence[float] | Any, y: Any, table: npt.NDArray[Any]) -> tuple[Figure, Any]:
+    """Return a figure, and its panel, of alignments in cells with these edges."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    panel = figure.subplots()
+    mesh = panel.pcolormesh(x, y, np.ma.masked_invalid(table), cmap="cividis", vmin=0, vmax=1, rasterized=True)
+    panel.set_facecolor(_NOT_MEASURED)
+    panel.set_ylim(y[-1], y[0])
+    panel.tick_params(labelsize=9)
+    bar = figure.colorbar(mesh, ax=panel, fraction=0.05, pad=0.02)
+    bar.set_ticks([0, 0.5, 1], labels=["0 chance", "0.5", "1 same"])
+    bar.ax.tick_params(labelsize=9)
+    return figure, panel
 
 
 def _rows_named(names: Sequence[str], alerted: Collection[str]) -> list[str]:
     """Return the layers whose names fit beside the rows: those with an alert, and every few others far from them."""
     every = math.ceil(len(names) / _MOST_NAMED)
     marked = {place for place, name in enumerate(names) if name in alerted and len(alerted) <= _MOST_NAMED}
-    regular = {place for place in range(0, len(names), every) if all(abs(place - at) > every for at in marked)}
-    return [names[place] for place in sorted(marked | (regular if every > 1 else {*range(len(names))}))]
-
-
-def _add_scale(figure: Any, mesh: Any, panel: Any) -> None:
-    bar = figure.colorbar(mesh, ax=panel, fraction=0.05, pad=0.02)
-    bar.set_ticks([0, 0.5, 1], labels=["0 chance", "0.5", "1 same"])
-    bar.ax.tick_params(labelsize=9)
+    regular = {place for place in range(0, len(names), every) if all(abs(place - at) >= every for at in marked)}
+    return [names[place] for place in sorted(marked | regular)]

@@ -14,9 +14,9 @@ from hdi_callback.arguments import file_path, shown
 from hdi_callback.dashboards.evidence import draw_evidence
 from hdi_callback.dashboards.layer_table import closest_pair, compared, layer_rows, name_heads, name_layers
 from hdi_callback.dashboards.pictures import WORST, draw_curves, draw_heads, draw_map, svg, svg_style
-from hdi_callback.dashboards.verdict import RaisedAlert, events, verdict
+from hdi_callback.dashboards.verdict import events, state, verdict
 from hdi_callback.errors import MisconfigurationError
-from hdi_callback.record import LEVELS
+from hdi_callback.record import LEVELS, Alert
 
 if TYPE_CHECKING:
     from hdi_callback.history import RunHistory
@@ -74,7 +74,10 @@ def _contents(run: RunHistory) -> dict[str, Any]:
         "verdict": verdict(run.records, run.layers),
         "pictures": _pictures(run),
         "facts": _facts(run, raised),
-        "events": [_event_row(event, run) for event in raised[-_MOST_EVENTS:]],
+        "events": [
+            {"alert": alert, "state": state(alert), "layers": name_layers(alert.layers), "heads": _heads(alert, run)}
+            for alert in raised[-_MOST_EVENTS:]
+        ],
         "evidence": _evidence(run, raised),
         "counts": _counts(raised),
         "num_events": len(raised),
@@ -91,7 +94,7 @@ def _pictures(run: RunHistory) -> dict[str, str]:
     worst = {name: row for name, row in run.series(WORST).items() if any(map(math.isfinite, row))}
     with svg_style():
         if len(run.records) > 1 and worst:
-            began = [event.alert for event in events(run.records) if event.alert.level != "notice"]
+            began = [alert for alert in events(run.records) if alert.level != "notice"]
             figure = draw_map([record.step for record in run.records], worst, began, size=(7.2, 4.7))
             drawn["map"] = svg(figure, "Alignment of the two closest heads of each layer over the steps")
         curves = draw_curves(run.records) if len(run.records) > 1 else None
@@ -103,10 +106,10 @@ def _pictures(run: RunHistory) -> dict[str, str]:
     return drawn
 
 
-def _evidence(run: RunHistory, raised: Sequence[RaisedAlert]) -> list[dict[str, str]]:
+def _evidence(run: RunHistory, raised: Sequence[Alert]) -> list[dict[str, str]]:
     """The evidence of each alert, the most serious and latest of them if they are many."""
     serious = sorted(
-        (event.alert for event in raised if event.alert.level != "notice"),
+        (alert for alert in raised if alert.level != "notice"),
         key=lambda alert: (LEVELS.index(alert.level), alert.step),
     )[-_MOST_DRAWN:]
     figures = []
@@ -145,7 +148,7 @@ def _worst_heads(run: RunHistory) -> Any:
     return draw_heads(layer, record.step, matrix, closest_pair(record, layer), unit=compared(facts), size=4.7)
 
 
-def _facts(run: RunHistory, raised: Sequence[RaisedAlert]) -> list[tuple[str, str]]:
+def _facts(run: RunHistory, raised: Sequence[Alert]) -> list[tuple[str, str]]:
     """What was trained and watched."""
     rows = layer_rows(run.layers)
     facts = [("layers", "; ".join("{layer}: {heads} heads of width {width}, {layout}".format(**row) for row in rows))]
@@ -167,34 +170,23 @@ def _facts(run: RunHistory, raised: Sequence[RaisedAlert]) -> list[tuple[str, st
     return facts
 
 
-def _counts(raised: Sequence[RaisedAlert]) -> str:
+def _counts(raised: Sequence[Alert]) -> str:
     """How many alerts were raised and are active; notices are counted apart."""
-    serious = [event for event in raised if event.alert.level != "notice"]
+    serious = [alert for alert in raised if alert.level != "notice"]
     notices = len(raised) - len(serious)
     more = f", {notices} {'notice' if notices == 1 else 'notices'}" if notices else ""
-    return f"{len(serious)} raised, {sum(event.ended is None for event in serious)} active{more}"
+    return f"{len(serious)} raised, {sum(alert.ended is None for alert in serious)} active{more}"
 
 
-def _event_row(event: RaisedAlert, run: RunHistory) -> dict[str, Any]:
-    """An event as a row of the table of alerts."""
-    alert = event.alert
+def _heads(alert: Alert, run: RunHistory) -> str:
+    """The heads of an alert in few words."""
     count = "num_key_heads" if alert.unit == "key heads" else "num_heads"
     totals = {facts["name"]: facts.get(count) for facts in run.layers}
     phrases = dict.fromkeys(  # an alert on the whole layer names no heads
         name_heads(heads or range(totals.get(layer) or 0), totals.get(layer), alert.unit) or "all"
         for layer, heads in alert.where.items()
     )
-    return {
-        "step": alert.step,
-        "level": alert.level,
-        "is_serious": LEVELS.index(alert.level) > 0,
-        "state": event.state,
-        "layers": name_layers(alert.layers),
-        "heads": "; ".join(phrases),
-        "message": alert.message,
-        "action": alert.action,
-        "code": alert.code,
-    }
+    return "; ".join(phrases)
 
 
 def _name(run: RunHistory) -> str:

@@ -29,53 +29,35 @@ class Verdict:
         return self.text
 
 
-@dataclass(frozen=True)
-class RaisedAlert:
-    """An alert, from its beginning to its end."""
-
-    alert: Alert  # as it began, with the level and the sentence that it came to
-    ended: int | None = None  # step at which it was over; `None` while it is active
-
-    @property
-    def state(self) -> str:
-        """Its state in words."""
-        return "active" if self.ended is None else f"resolved at step {self.ended}"
-
-
-def events(records: Sequence[Record]) -> list[RaisedAlert]:
-    """Return the events of a run, one for each alert that was raised, notices included."""
-    begun: list[RaisedAlert] = []
+def events(records: Sequence[Record]) -> list[Alert]:
+    """Return the alerts of a run, notices included: each as it began, with the level and sentence that it came to."""
+    raised: list[Alert] = []
     for alert in (alert for record in records for alert in record.alerts):
-        place = next((i for i in reversed(range(len(begun))) if _is_same(begun[i], alert)), None)
-        if alert.status == "new" or place is None:
-            if not alert.is_over:
-                begun.append(RaisedAlert(alert))
+        active = [place for place, event in enumerate(raised) if event.ended is None and _is_same(event, alert)]
+        if alert.status == "new" or not active:
+            raised += [] if alert.is_over else [alert]
         elif alert.is_over:
-            begun[place] = replace(begun[place], ended=alert.step)
+            raised[active[-1]] = replace(raised[active[-1]], status="resolved", ended=alert.step)
         else:
-            begun[place] = RaisedAlert(replace(alert, step=begun[place].alert.step))
-    return begun
+            raised[active[-1]] = replace(alert, step=raised[active[-1]].step)
+    return raised
+
+
+def state(event: Alert) -> str:
+    """Return the state of an event in words."""
+    return "active" if event.ended is None else f"resolved at step {event.ended}"
 
 
 def becomes_warning(alert: Alert, past: Sequence[Alert]) -> bool:
     """Return whether an event is a warning, or worse, from this alert on; it may have been a notice before."""
     if alert.level == "notice" or alert.is_over:
         return False
-    if alert.status == "new":
-        return True
-    own = (
-        earlier
-        for earlier in reversed(past)
-        if earlier.rule == alert.rule and earlier.where.keys() & alert.where.keys()
-    )
-    return next((earlier.level for earlier in own), "notice") == "notice"
+    levels = (earlier.level for earlier in reversed(past) if _is_same(earlier, alert))
+    return alert.status == "new" or next(levels, "notice") == "notice"
 
 
-def _is_same(event: RaisedAlert, alert: Alert) -> bool:
-    """Whether an alert goes on with an event."""
-    return (
-        event.ended is None and event.alert.rule == alert.rule and bool(event.alert.where.keys() & alert.where.keys())
-    )
+def _is_same(first: Alert, second: Alert) -> bool:
+    return first.rule == second.rule and bool(first.where.keys() & second.where.keys())
 
 
 def verdict(records: Sequence[Record], layers: Sequence[Mapping[str, Any]], *, is_audit: bool = False) -> Verdict:
@@ -104,7 +86,7 @@ def verdict(records: Sequence[Record], layers: Sequence[Mapping[str, Any]], *, i
         )
     if not any(_is_measured(last, name) for name in last.layers):
         return Verdict("nothing to judge", f"Nothing to judge: no layer was measured{at}{_why(last)}.")
-    over = [event for event in events(records) if event.ended is not None and event.alert.level != "notice"]
+    over = [event for event in events(records) if event.ended is not None and event.level != "notice"]
     earlier = f" {len(over)} earlier {'alert is' if len(over) == 1 else 'alerts are'} over." if over else ""
     of_layers = "1 layer" if len(last.layers) == 1 else f"{len(last.layers)} layers"
     readings = "1 reading" if len(records) == 1 else f"{len(records)} readings"

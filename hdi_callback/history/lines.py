@@ -17,60 +17,45 @@ _DIGITS_OF_HEADS = 5  # most of a line are the numbers of single heads
 
 def record_to_line(record: Record) -> dict[str, Any]:
     """Return a record as plain data, without its matrices and its active alerts."""
-    layers = {
-        name: {
-            "values": {metric: _rounded(value, _DIGITS) for metric, value in layer.values.items()},
-            "heads": {key: _rounded(heads, _DIGITS_OF_HEADS) for key, heads in layer.heads.items()},
-            **({"absent": layer.absent} if layer.absent else {}),
-        }
-        for name, layer in record.layers.items()
-    }
-    return {
-        "step": record.step,
-        "epoch": record.epoch,
+    line = {
+        **vars(record),
         "time": round(record.time, 3),
-        "loss": None if record.loss is None else _rounded(record.loss, _DIGITS),
-        "layers": layers,
-        "alerts": [alert.to_dict() for alert in record.alerts],
+        "loss": plain(record.loss, _DIGITS),
+        "layers": {
+            name: {"values": plain(layer.values, _DIGITS), "heads": plain(layer.heads, _DIGITS_OF_HEADS)}
+            | ({"absent": layer.absent} if layer.absent else {})
+            for name, layer in record.layers.items()
+        },
+        "alerts": plain([alert.to_dict() for alert in record.alerts]),
         "actions": [asdict(action) for action in record.actions],
-        "absent": record.absent,
-        "is_last": record.is_last,
-        "cost": None if record.cost is None else _rounded(record.cost, _DIGITS_OF_HEADS),
+        "cost": plain(record.cost, _DIGITS_OF_HEADS),
     }
+    del line["active"]
+    return line
 
 
 def record_from_line(line: Mapping[str, Any], active: tuple[Alert, ...]) -> Record:
     """Return the record of a line; `active` are the active alerts of the line before, where it has none of its own."""
     layers = {
         name: LayerRecord(
-            values={metric: _number(value) for metric, value in layer["values"].items()},
-            heads={key: [_number(head) for head in heads] for key, heads in layer["heads"].items()},
+            {metric: _number(value) for metric, value in layer["values"].items()},
+            {key: [_number(value) for value in heads] for key, heads in layer["heads"].items()},
             absent=layer.get("absent", {}),
         )
         for name, layer in line["layers"].items()
     }
-    return Record(
-        step=line["step"],
-        layers=layers,
-        epoch=line["epoch"],
-        time=line["time"],
-        loss=line["loss"],
-        alerts=tuple(map(Alert.from_dict, line["alerts"])),
-        actions=tuple(Action(**{**action, "layers": tuple(action["layers"])}) for action in line["actions"]),
-        active=tuple(map(Alert.from_dict, line["active"])) if "active" in line else active,
-        absent=line["absent"],
-        is_last=line["is_last"],
-        cost=line["cost"],
-    )
+    own = {
+        "layers": layers,
+        "alerts": tuple(map(Alert.from_dict, line["alerts"])),
+        "actions": tuple(Action(**{**action, "layers": tuple(action["layers"])}) for action in line["actions"]),
+        "active": tuple(map(Alert.from_dict, line["active"])) if "active" in line else active,
+    }
+    return Record(**{**line, **own})
 
 
 def to_text(line: Mapping[str, Any]) -> bytes:
-    """Write a line; numbers that are not finite become null, as JSON has no others."""
-    try:
-        text = json.dumps(line, allow_nan=False, separators=(",", ":"))
-    except ValueError:  # of an alert: the numbers of layers are finite by now
-        text = json.dumps(_rounded(line, _DIGITS), separators=(",", ":"))
-    return text.encode("ascii") + b"\n"
+    """Return a line as bytes."""
+    return json.dumps(line, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
 
 
 def from_text(text: bytes) -> dict[str, Any] | None:
@@ -91,14 +76,12 @@ def _number(value: Any) -> Any:
     return math.nan if value is None else value
 
 
-def _rounded(value: Any, digits: int) -> Any:
-    """Round the floats in plain data; NaN and infinity become `None`."""
-    if type(value) is float:
-        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
-    if type(value) is int:
-        return value
-    if isinstance(value, list | tuple):
-        return [_rounded(item, digits) for item in value]
-    if isinstance(value, dict):
-        return {key: _rounded(item, digits) for key, item in value.items()}
-    return value
+def plain(data: Any, digits: int = 17) -> Any:
+    """Return plain data with its floats rounded, and `None` for NaN and infinity, as JSON has no others."""
+    if type(data) is float:
+        return float(f"{data:.{digits}g}") if math.isfinite(data) else None
+    if isinstance(data, list | tuple):
+        return [plain(item, digits) for item in data]
+    if isinstance(data, dict):
+        return {key: plain(item, digits) for key, item in data.items()}
+    return data

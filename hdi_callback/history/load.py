@@ -54,12 +54,9 @@ class RunHistory:
     def alerts(self) -> tuple[Alert, ...]:
         """The alerts of the run, one for each event: as it began, with the level and the sentence that it came to.
 
-        The status of one that is over is ``"resolved"``.
+        The status of one that is over is ``"resolved"``, and `Alert.ended` its end.
         """
-        raised = events(self.records)
-        return tuple(
-            event.alert if event.ended is None else replace(event.alert, status="resolved") for event in raised
-        )
+        return tuple(events(self.records))
 
     def plot(self, layer: str | None = None) -> Figure:
         """Draw the curves of the run, or those of one layer, with alerts and interventions marked.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 import hdi_callback
 from hdi_callback.dashboards.evidence import Patterns
 from hdi_callback.guard import warn
-from hdi_callback.history.lines import from_text, matrices_folder, record_to_line, to_text
+from hdi_callback.history.lines import from_text, matrices_folder, plain, record_to_line, to_text
 from hdi_callback.record import Alert, Record
 
 _MATRICES_EVERY = 10  # readings; also the first, the last, and those with a new alert
@@ -36,18 +36,6 @@ class History:
             later readings are cut off. `None` for a new run.
         resume_run: the `run` in the checkpoint; `None` to go on with whatever run the file at `path` has.
         resume_path: where the run of the checkpoint was written.
-
-    Attributes:
-        path: the file that is written.
-        run: name of the run in the file.
-
-    Example:
-        >>> import tempfile
-        >>> history = History(Path(tempfile.mkdtemp()) / "history.jsonl", [{"name": "blocks.0.attn", "num_heads": 4}])
-        >>> history.write(Record(step=0, layers={}))
-        >>> history.close()
-        >>> len(history.path.read_text().splitlines())
-        2
     """
 
     name = "writing the history"
@@ -75,15 +63,11 @@ class History:
             self._resume(resume_step, resume_run, None if resume_path is None else Path(resume_path))
 
     def write(self, record: Record) -> None:
-        """Append one record.
-
-        Raises:
-            OSError: if it cannot be written; later records still can.
-        """
+        """Append one record; later ones can still be written where this one could not."""
         self._ensure_file()
         line = record_to_line(record)
         if record.active != self._active:
-            line["active"] = [alert.to_dict() for alert in record.active]
+            line["active"] = plain([alert.to_dict() for alert in record.active])
         self._append(to_text(line))
         self._active = record.active
         has_news = any(alert.status in {"new", "worse"} for alert in record.alerts)
@@ -99,13 +83,13 @@ class History:
     def _begin(self, past: Sequence[bytes] = ()) -> None:
         """Create a file that nobody has, with the readings of a run that it goes on with."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        for path in _names(self.path):
+        wanted = self.path
+        for number in count(1):
             try:
-                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-            except FileExistsError:
-                continue
-            break
-        self.path = path
+                self.path.open("x").close()
+                break
+            except FileExistsError:  # the next name: history-1.jsonl
+                self.path = wanted.with_stem(f"{wanted.stem}-{number}")
         self._write_all(past)
 
     def _resume(self, last: int, run: str | None, before: Path | None) -> None:
@@ -203,10 +187,3 @@ class History:
         with part.open("wb") as file:
             np.savez_compressed(file, **matrices)  # type: ignore[arg-type]
         os.replace(part, folder / f"step_{record.step:09d}.npz")
-
-
-def _names(path: Path) -> Iterator[Path]:
-    """Yield a path, then the next names: ``history.jsonl``, ``history-1.jsonl``, ..."""
-    yield path
-    for number in count(1):
-        yield path.with_name(f"{path.stem}-{number}{path.suffix}")

@@ -111,7 +111,7 @@ def test_all_heads_are_called_so(small):
 
 def test_the_curves_have_a_legend(small):
     texts = page_of(small).of("svg")
-    assert {"training loss", "closest pair of any layer", "lowest layer", "alert"} <= set(texts)
+    assert {"training loss", "closest pair, highest", "lowest", "alert"} <= set(texts)
     assert not any("resolved" in text for text in texts)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hdi_callback.dashboards.verdict import becomes_warning, events, verdict
+from hdi_callback.dashboards.verdict import becomes_warning, events, state, verdict
 from hdi_callback.monitor.forward_source import NOT_ARMED
 from hdi_callback.record import Alert, LayerRecord, Record
 from tests.dashboards.synthetic import CODE, TO_DO, collapsing, facts_of
@@ -94,7 +94,7 @@ def test_an_event_is_one_row_from_its_beginning_to_its_end():
         record(30, alerts=(alert(30),)),
         record(40, alerts=(alert(40, "resolved", layer="b"),)),
     ]
-    assert [(one.alert.step, one.alert.level, one.alert.layers, one.state) for one in events(records)] == [
+    assert [(event.step, event.level, event.layers, state(event)) for event in events(records)] == [
         (0, "critical", ("a",), "resolved at step 20"),
         (0, "warning", ("b",), "resolved at step 40"),
         (30, "warning", ("a",), "active"),

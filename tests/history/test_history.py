@@ -389,7 +389,7 @@ def test_a_plot_has_the_curves_of_one_layer_and_a_layer_of_no_name_is_an_error(t
     run = load_history(write(tmp_path / "history.jsonl", 0, 10).path)
     figure = run.plot("attn")
     drawn = {line.get_label(): list(line.get_ydata()) for panel in figure.axes for line in panel.lines}
-    assert drawn == {"HDI": [0.5, 0.5], "training loss": [1.25, 1.25]}
+    assert drawn == {"lowest": [0.5, 0.5], "training loss": [1.25, 1.25]}
     with pytest.raises(MisconfigurationError, match=r"`layer` must be .attn., got 'atn'\. Did you mean 'attn'"):
         run.plot("atn")
     with pytest.raises(MisconfigurationError, match="There is nothing to draw: Nothing to judge"):
