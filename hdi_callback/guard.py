@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,29 +18,15 @@ from hdi_callback.errors import HDIWarning, MonitoringWarning
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_held = threading.local()  # its `warnings` take those of a thread, while there are some
-
 
 def warn(message: str, category: type[HDIWarning] = MonitoringWarning) -> None:
     """Warn the user, without a source line; where warnings are errors, print the message instead of raising."""
-    if getattr(_held, "warnings", None) is not None:
-        _held.warnings.append((message, category))
-        return
     text = message.encode("utf-8", "backslashreplace").decode("utf-8")  # lone surrogates, which streams refuse
     try:
         # A file name that is none, so that no line of source is printed beneath the message.
         warnings.warn_explicit(text, category, "<hdi_callback>", 1, module="hdi_callback")
     except Exception:  # made an error by a filter, or raised by somebody's `showwarning`
         print(f"{category.__name__}: {text}", file=sys.stderr)  # noqa: T201
-
-
-def with_warnings(work: Callable[..., Any], *args: Any) -> tuple[Any, list[tuple[str, type[HDIWarning]]]]:
-    """Return the result of `work` and its warnings, for another thread to give: filters are those of the process."""
-    _held.warnings = []
-    try:
-        return work(*args), _held.warnings
-    finally:
-        _held.warnings = None
 
 
 def describe(error: BaseException) -> str:
@@ -53,16 +38,7 @@ def describe(error: BaseException) -> str:
 
 
 class Guard:
-    """Turns failures of this package into one warning for each kind of work; interruptions pass.
-
-    Example:
-        >>> guard = Guard()
-        >>> for _ in range(3):  # warns once: "Writing the history failed (OSError: disk full). Training goes on."
-        ...     with guard("writing the history"):
-        ...         raise OSError("disk full")
-        >>> guard.count
-        {'writing the history': 3}
-    """
+    """Turns failures of this package into one warning for each kind of work; interruptions pass."""
 
     def __init__(self) -> None:
         self.count: dict[str, int] = {}

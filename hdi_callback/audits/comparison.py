@@ -31,7 +31,6 @@ class Comparison:
             in A; 0 if they are equal bit by bit.
         broken: sentences that name heads whose weights are not finite, or zero, and in which of the two.
         not_compared: layers, and roles of layers, that could not be compared -> the reason.
-        other_parameters: names of all other parameters that differ, or are in one of the two alone.
     """
 
     first: str
@@ -39,7 +38,6 @@ class Comparison:
     changes: Mapping[str, Mapping[str, tuple[float, ...]]]
     broken: tuple[str, ...]
     not_compared: Mapping[str, str]
-    other_parameters: tuple[str, ...]
 
     @property
     def most_changed(self) -> tuple[str, str, int, float] | None:
@@ -63,15 +61,12 @@ class Comparison:
         elif self.changes and not self.broken:
             roles = listed(list(dict.fromkeys(role for roles in self.changes.values() for role in roles)))
             layers = f"{len(self.changes)} layer{'s' if len(self.changes) > 1 else ''}"
-            sentences.append(f"The {roles} weights that are in both are equal bit by bit, in {layers}.")
+            sentences.append(
+                f"The {roles} weights that are in both are equal bit by bit, in {layers}. "
+                "Other parameters are not compared."
+            )
         elif not self.changes:
             sentences.append("Nothing to compare: no layer could be read in both.")
-        if self.other_parameters:
-            count = len(self.other_parameters)
-            more = [f"{count - 3} more"] if count > 3 else []
-            sentences.append(f"Of the other parameters {count} differ: {listed([*self.other_parameters[:3], *more])}.")
-        elif self.changes:
-            sentences.append("All other parameters are equal.")
         if self.not_compared:
             name, reason = next(iter(self.not_compared.items()))
             further = f", and {len(self.not_compared) - 1} more" if len(self.not_compared) > 1 else ""
@@ -144,14 +139,7 @@ def compare(
             else:
                 changes.setdefault(name, {})[role] = _shares(in_first, in_second)
                 broken += [f"{name}: {clause}." for clause in _broken(role, in_first, in_second)]
-    of_heads = {
-        id(parameter)
-        for name in changes
-        for weight in before[name].weights.values()
-        for parameter in weight.parameters()
-    }
-    other_parameters = _other_parameters(targets[0], targets[1], of_heads)
-    return Comparison(targets[0].name, targets[1].name, changes, tuple(broken), reasons, other_parameters)
+    return Comparison(targets[0].name, targets[1].name, changes, tuple(broken), reasons)
 
 
 def _weight(target: Target, layer: AttentionLayer, role: str) -> Tensor | str:
@@ -179,22 +167,6 @@ def _broken(role: str, before: Tensor, after: Tensor) -> list[str]:
                 names = name_heads(heads.nonzero().flatten().tolist(), len(before))
                 clauses.append(f"the {role} weights of {names} are {fault} in {side}")
     return clauses
-
-
-def _other_parameters(first: Target, second: Target, of_heads: set[int]) -> tuple[str, ...]:
-    """Name parameters beside the weights of heads that differ, or are in one of the two alone."""
-    before, after = (dict(side.model.named_parameters()) for side in (first, second))
-    names = [name for name in before if name not in after] + [name for name in after if name not in before]
-    for name in (name for name in before if name in after and id(before[name]) not in of_heads):
-        in_first, in_second = before[name].detach(), after[name].detach()
-        are_alike = in_first.shape == in_second.shape and in_first.is_meta == in_second.is_meta
-        if not are_alike or not (in_first.is_meta or _is_equal(in_first.cpu(), in_second.cpu())):
-            names.append(name)
-    return tuple(names)
-
-
-def _is_equal(before: Tensor, after: Tensor) -> bool:
-    return bool(((before == after) | (before.isnan() & after.isnan())).all())
 
 
 def _largest(shares: tuple[float, ...]) -> tuple[int, float]:

@@ -7,7 +7,8 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -96,6 +97,17 @@ def open_target(
     raise MisconfigurationError(f"There is no file or folder `{text}`. {_WHAT}")
 
 
+@contextmanager
+def _failing(what: str, remedy: str = "") -> Iterator[None]:
+    """Turn an error of the block into one that begins with `what`, and ends with what to write instead."""
+    try:
+        yield
+    except MisconfigurationError:
+        raise
+    except Exception as error:
+        raise MisconfigurationError(f"{what} {_reason(error)}. {remedy}".rstrip()) from error
+
+
 def _open_folder(folder: Path, *, needs_weights: bool) -> Target:
     """Load what transformers saved, only with classes of its own: no code in the folder is executed."""
     if not (folder / "config.json").is_file():
@@ -106,17 +118,13 @@ def _open_folder(folder: Path, *, needs_weights: bool) -> Target:
         run = next(folder.rglob("history*.jsonl"), None)
         judged = "" if run is None else f" It is the folder of a run: `hdi report {folder}` judges that."
         raise MisconfigurationError(f"There is no config.json in `{folder}`.{judged} {_WHAT}")
-    try:
+    with _failing(f"`{folder}` is a model of transformers:", "Write pip install 'hdi-callback[transformers]'."):
         import transformers
-    except ImportError as error:
-        raise MisconfigurationError(
-            f"`{folder}` is a model of transformers, which is not installed: pip install 'hdi-callback[transformers]'."
-        ) from error
-    plain: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "attn_implementation": "eager"}
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "attn_implementation": "eager"}
     has_weights = needs_weights or any(any(folder.glob(f"*{end}")) for end in (".safetensors", ".bin"))
     missing: dict[str, str] = {}
-    try:
-        config = transformers.AutoConfig.from_pretrained(str(folder), **plain)
+    with _failing(f"The model in `{folder}` cannot be loaded:", _WHAT), torch.random.fork_rng(devices=[]):
+        config = transformers.AutoConfig.from_pretrained(str(folder), **options)
         name = (getattr(config, "architectures", None) or [None])[0]
         kind: Any = transformers.AutoModel if name is None else getattr(transformers, name, None)
         if kind is None:
@@ -126,20 +134,14 @@ def _open_folder(folder: Path, *, needs_weights: bool) -> Target:
             )
         if has_weights and getattr(config, "quantization_config", None):
             raise MisconfigurationError(f"The weights in `{folder}` are quantised, which are codes: {_BUILDS}.")
-        with torch.random.fork_rng(devices=[]):
-            if has_weights:
-                model, info = kind.from_pretrained(
-                    str(folder), **plain, ignore_mismatched_sizes=True, output_loading_info=True
-                )
-                missing = dict.fromkeys(info["missing_keys"], NOT_STORED)
-                for key, stored, built in info["mismatched_keys"]:
-                    missing[key] = f"it is {tuple(stored)} in the file and {tuple(built)} in the model"
-            else:
-                model = kind.from_config(config) if name is None else kind(config)
-    except MisconfigurationError:
-        raise
-    except Exception as error:
-        raise MisconfigurationError(f"The model in `{folder}` cannot be loaded: {_reason(error)}. {_WHAT}") from error
+        if has_weights:
+            options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+            model, info = kind.from_pretrained(str(folder), **options)
+            missing = dict.fromkeys(info["missing_keys"], NOT_STORED)
+            for key, stored, built in info["mismatched_keys"]:
+                missing[key] = f"it is {tuple(stored)} in the file and {tuple(built)} in the model"
+        else:
+            model = kind.from_config(config) if name is None else kind(config)
     return Target(str(folder), model.eval(), made_up_batches(model), missing)
 
 
@@ -198,10 +200,8 @@ def _open_file(path: Path, build: str | Callable[..., Any] | None) -> Target:
         last = next(iter(own))
         prefix = next((name.removesuffix(last) for name in tensors if name.endswith(f".{last}")), "")
         tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    try:
+    with _failing(f"`{path}` cannot be loaded:"):  # of another shape, for example
         missing = target.model.load_state_dict(tensors, strict=False, assign=True).missing_keys
-    except Exception as error:  # of another shape, for example
-        raise MisconfigurationError(f"`{path}` cannot be loaded: {' '.join(str(error).split())}") from error
     if len(missing) == len(own):
         raise MisconfigurationError(
             f"No tensor in `{path}` is a parameter of {type(target.model).__name__}: they are called "
@@ -213,20 +213,21 @@ def _open_file(path: Path, build: str | Callable[..., Any] | None) -> Target:
 
 def _load_plain(file: Path) -> dict[str, Any]:
     """Load a file of safetensors, or of `torch.save` with only tensors and plain data; no code in it is executed."""
-    try:
+    with _failing(f"`{file}` cannot be read:"):
         if file.suffix == ".safetensors":
             from safetensors.torch import load_file
 
             return dict(load_file(file))
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:
-        if "Unsupported global" in str(error):
-            class_name = str(error).partition("Unsupported global: GLOBAL ")[2].split(" ")[0]
+        try:
+            content = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:
+            class_name = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
+            if class_name is None:
+                raise
             raise MisconfigurationError(
-                f"`{file}` cannot be read: it holds {class_name}, which would be executed. Save its hyperparameters as "
-                "plain data, or write module:function that builds and loads the model."
+                f"`{file}` cannot be read: it holds {class_name[1]}, which would be executed. Save its hyperparameters "
+                "as plain data, or write module:function that builds and loads the model."
             ) from error
-        raise MisconfigurationError(f"`{file}` cannot be read: {_reason(error)}.") from error
     if not isinstance(content, dict):
         raise MisconfigurationError(
             f"`{file}` holds a {type(content).__name__}, expected a checkpoint or a state dict."
@@ -248,17 +249,11 @@ def _built(build: Any, name: str, arguments: Any = None) -> Target:
             raise MisconfigurationError(
                 f"`{name}` must be a function that builds a model, got a {type(product).__name__}."
             )
-        hyperparameters = _taken(product, arguments)
-        try:
-            with torch.random.fork_rng(devices=[]):
-                product = product(**hyperparameters)
-        except Exception as error:
-            of_file = (
-                f" with the hyperparameters {', '.join(hyperparameters)}" if hyperparameters else " without arguments"
-            )
-            raise MisconfigurationError(
-                f"`{name}`, called{of_file}, raised {_reason(error)}; it must build a model, or a model and a batch."
-            ) from error
+        options = _options(product, arguments)
+        of_file = f"with the hyperparameters {', '.join(options)}" if options else "without arguments"
+        remedy = "It must build a model, or a model and a batch."
+        with _failing(f"`{name}`, called {of_file}, raised", remedy), torch.random.fork_rng(devices=[]):
+            product = product(**options)
     model, batch = product if isinstance(product, tuple) and len(product) == 2 else (product, None)
     if not isinstance(model, nn.Module):
         raise MisconfigurationError(
@@ -270,8 +265,8 @@ def _built(build: Any, name: str, arguments: Any = None) -> Target:
     return Target(name, model, made_up_batches(model) if batch is None else (batch,))
 
 
-def _taken(build: Callable[..., Any], arguments: Any) -> dict[str, Any]:
-    """Those of the hyperparameters in a checkpoint that a class or function takes, as Lightning does it."""
+def _options(build: Callable[..., Any], arguments: Any) -> dict[str, Any]:
+    """Return those of the hyperparameters in a checkpoint that a class or function takes, as Lightning does it."""
     if not isinstance(arguments, Mapping):
         return {}
     takes = inspect.signature(build).parameters
@@ -283,14 +278,7 @@ def _imported(text: str) -> Any:
     here = os.getcwd()
     sys.path.insert(0, here)
     try:
-        return pkgutil.resolve_name(text)
-    except AttributeError as error:
-        raise MisconfigurationError(f"`{text}` is not there ({error}): write the name of something in it.") from error
-    except ImportError as error:
-        raise MisconfigurationError(f"`{text}` cannot be imported: {error}. {_WHAT}") from error
-    except ValueError as error:
-        raise MisconfigurationError(f"`{text}` is no name of something in a module. {_WHAT}") from error
-    except Exception as error:
-        raise MisconfigurationError(f"Importing `{text}` raised {_reason(error)}.") from error
+        with _failing(f"`{text}` cannot be imported:", _WHAT):
+            return pkgutil.resolve_name(text)
     finally:
         sys.path.remove(here)

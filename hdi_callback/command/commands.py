@@ -190,8 +190,7 @@ def explain(name: tuple[str, ...]) -> None:
         for kind in dict.fromkeys(entry.kind for entry in NAMES.values()):
             entries = [entry for entry in NAMES.values() if entry.kind == kind]
             click.echo(f"{kind}:\n")
-            width = 2 + max(len(entry.text) for entry in entries)
-            print_rows([(entry.text, _clause(entry.meaning)) for entry in entries], label=width)
+            print_rows((entry.text, _clause(entry.meaning)) for entry in entries)
             click.echo()
         click.echo("hdi explain NAME says more, and what to do.")
         return

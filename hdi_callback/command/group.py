@@ -6,7 +6,6 @@ import io
 import json
 import shutil
 import sys
-import textwrap
 import traceback
 import warnings
 from collections.abc import Iterable, Sequence
@@ -20,7 +19,7 @@ NOTHING_UNUSUAL, UNUSUAL, CANNOT_WORK, INTERRUPTED = 0, 1, 2, 130
 CODES = {"clear": NOTHING_UNUSUAL, "alert": UNUSUAL, "nothing to judge": CANNOT_WORK}
 """State of a verdict -> exit code."""
 
-_LABEL, _WIDEST = 16, 80
+_WIDEST = 80  # columns
 _EXAMPLE = "write --threshold pair=0.9, --threshold 'encoder.*:mean=0.6' or --threshold pair=off"
 
 
@@ -101,16 +100,10 @@ def print_json(data: Any) -> None:
     click.echo(json.dumps(plain(data), indent=2, ensure_ascii=not is_unicode, allow_nan=False))
 
 
-def print_rows(rows: Iterable[tuple[str, str]], label: int = _LABEL) -> None:
-    """Print rows of a label and a text, wrapped to the terminal; lines of a text that are code stay as they are."""
-    width = min(shutil.get_terminal_size().columns, _WIDEST)
-    for name, text in rows:
-        lines = [
-            part
-            for line in text.splitlines() or [""]
-            for part in textwrap.wrap(line, width - label - 2, break_long_words=False, break_on_hyphens=False,
-                                      drop_whitespace=True, subsequent_indent=line[: len(line) - len(line.lstrip())])
-            or [""]
-        ]  # fmt: skip
-        for number, line in enumerate(lines):
-            click.echo(f"  {(name if number == 0 else '').ljust(label)}{line}".rstrip())
+def print_rows(rows: Iterable[tuple[str, str]]) -> None:
+    """Print rows of a name and a text, wrapped to the terminal."""
+    from hdi_callback.dashboards.layer_table import table_lines
+
+    width = min(shutil.get_terminal_size().columns, _WIDEST) - 2
+    for line in table_lines(("name", "text"), list(rows), width, has_header=False):
+        click.echo(f"  {line}")

@@ -17,16 +17,7 @@ _READINGS = 10  # that are taken before
 
 
 class Console:
-    """Prints a run.
-
-    Args:
-        say: prints text.
-        every_n_steps: optimizer steps between readings.
-        refused: name -> reason, of attention that is not watched.
-        interventions: names of those that were enabled.
-        history: path of the history; empty if there is none.
-        past: records before a resumption, for the verdict.
-    """
+    """Prints a run; `refused` has the reason of each attention that is not watched, `past` the records resumed from."""
 
     name = "printing"
 
@@ -63,7 +54,7 @@ class Console:
         self._records.append(record)
         for alert in record.alerts:
             if alert.level != "notice":
-                self._print(alert_text(alert))
+                self._print(_alert_text(alert))
         for action in record.actions:
             self._print(f"hdi_callback, step {action.step}, {action.name}: {action.message}")
         self._number += 1
@@ -96,17 +87,8 @@ def _rounded_up(number: float) -> int:
     return math.ceil(number / unit) * unit
 
 
-def alert_text(alert: Alert) -> str:
-    """Return an alert as a person reads it: what happened, and what to do about it.
-
-    Example:
-        >>> print(alert_text(Alert(450, "frozen weights", "warning", {"attn": (3,)}, "attn: head 3 has not moved.",
-        ...                        "Look at requires_grad.")))
-        hdi_callback warning, step 450: attn: head 3 has not moved.
-          Look at requires_grad.
-    """
+def _alert_text(alert: Alert) -> str:
+    """Return an alert as a person reads it: what happened, and what to do about it."""
     level = alert.status if alert.is_over else alert.level
-    head = f"hdi_callback {level}, step {alert.step}: {alert.message}"
-    if alert.is_over or not alert.remedy:
-        return head
-    return f"{head}\n{textwrap.indent(alert.remedy, '  ')}"
+    remedy = "" if alert.is_over else textwrap.indent(alert.remedy, "  ")
+    return f"hdi_callback {level}, step {alert.step}: {alert.message}\n{remedy}".rstrip()

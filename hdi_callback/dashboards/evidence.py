@@ -38,9 +38,10 @@ def slim(record: Record) -> Record:
     """Return a record with the numbers that evidence may show, in little memory."""
     layers = {}
     for name, layer in record.layers.items():
-        of_heads = ((key, layer.heads[key]) for key in set(_OF_HEADS.values()) & layer.heads.keys())
-        heads = {key: array("f", (math.nan if value is None else value for value in row)) for key, row in of_heads}
-        layers[name] = LayerRecord(layer.values, dict(heads))
+        heads: dict[str, Any] = {}
+        for key in set(_OF_HEADS.values()) & layer.heads.keys():
+            heads[key] = array("f", (math.nan if value is None else value for value in layer.heads[key]))
+        layers[name] = LayerRecord(layer.values, heads)
     return replace(record, layers=layers)
 
 
@@ -72,11 +73,10 @@ class Patterns:
 def draw_evidence(
     alert: Alert, records: Sequence[Record], patterns: Mapping[int, Tensor] | None = None
 ) -> Figure | None:
-    """Draw the accused number over the steps with the others in grey, its limit, and where it began.
+    """Return a figure of the accused number over the steps; `None` if the alert names no number that was read.
 
     There is a panel of the layers; where heads are accused and were measured one by one, one of the heads of the first
-    layer; and its patterns (see `Patterns.around`) of the heads that are accused, or stand out most. `None` if the
-    alert names no number that was read.
+    layer; and its patterns (see `Patterns.around`) of the heads that are accused, or stand out most.
     """
     from matplotlib.figure import Figure
 

@@ -96,16 +96,18 @@ def layers_text(
     return "\n".join(lines)
 
 
-def table_lines(headings: Sequence[str], rows: Sequence[Sequence[str]], width: int, gap: int = 2) -> list[str]:
+def table_lines(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], width: int, gap: int = 2, *, has_header: bool = True
+) -> list[str]:
     """Return a table as lines of text; texts are wrapped, and names and numbers are not, unless a name is long."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     is_long = max(len(row[0]) for row in rows) > width / 2
-    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), show_header=has_header)
     for heading in headings:
-        is_wrapped = heading in {"layout", "pair", "alert"} or (is_long and heading == "layer")
+        is_wrapped = heading in {"layout", "pair", "alert", "text"} or (is_long and heading == "layer")
         table.add_column(heading, overflow="fold", no_wrap=not is_wrapped)
     for row in rows:
         table.add_row(*map(Text, row))

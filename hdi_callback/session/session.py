@@ -20,7 +20,7 @@ from torch import nn
 
 from hdi_callback.dashboards import Console, sink_for
 from hdi_callback.errors import HDIError, NothingToWatchError
-from hdi_callback.guard import Guard, describe, guarded, pythons_generator_kept, warn, with_warnings
+from hdi_callback.guard import Guard, describe, guarded, pythons_generator_kept
 from hdi_callback.history import History, load_history
 from hdi_callback.interventions import Intervention, Training
 from hdi_callback.monitor import HeadDiversityMonitor, Reading
@@ -44,14 +44,6 @@ class Session:
     forward that was captured, while the weights are still those of the forward, and handed on once the optimizer has
     stepped and its numbers have arrived on the host: a thread makes the record, judges it and writes it to the history,
     in order, and the training's own thread delivers it to dashboards later. With interventions all is done at once.
-
-    Attributes:
-        monitor: the monitor that measures.
-        alerts: the rules; `None` before the first forward, and for no alerts.
-        history: the history that is written; `None` before the first forward, if there is none, and on all ranks but
-            the first.
-        last_step: step of the last reading that was taken.
-        latest: the last record that was delivered.
     """
 
     def __init__(self, model: nn.Module, settings: Settings, trainer: Trainer, *, guard: Guard) -> None:
@@ -63,10 +55,10 @@ class Session:
             max_tokens=settings.max_tokens,
             padding=settings.padding,
         )
-        self.alerts: Alerts | None = None
-        self.history: History | None = None
-        self.last_step: int | None = None
-        self.latest: Record | None = None
+        self.alerts: Alerts | None = None  # before the first forward, and for no alerts
+        self.history: History | None = None  # before the first forward, if there is none, and on further ranks
+        self.last_step: int | None = None  # of the last reading that was taken
+        self.latest: Record | None = None  # the last one that was delivered
         self._settings, self._trainer, self._guard = settings, trainer, guard
         self._folder = trainer.folder.absolute()  # the training may change its directory
         self._state: Mapping[str, Any] | None = None  # of a checkpoint, until the layers are known
@@ -75,7 +67,7 @@ class Session:
         self._armed_at: int | None = None  # step whose forward is captured
         self._pending: deque[Reading | Record] = deque()
         self._worker = ThreadPoolExecutor(1, "hdi_callback")
-        self._judged: deque[Future[Any]] = deque()  # records and warnings of readings that the worker has, in order
+        self._judging: deque[Future[Record]] = deque()  # of the readings that the worker has, in order
         self._cost = Cost()
         self._last_delivered_step: int | None = None
         self._run = ""  # name of the run, if it is a new one
@@ -140,7 +132,7 @@ class Session:
             last.keep_loss(loss)
         start = perf_counter()
         # All ranks intervene after the same step, so they wait for the numbers.
-        self._hand_to_worker(waits=bool(self._settings.interventions), before=self._trainer.step)
+        self._judge_and_deliver(waits=bool(self._settings.interventions), before=self._trainer.step)
         self._cost.end(start, has_reading=last is not None and last.step == self.last_step)
 
     def abandon(self) -> None:
@@ -153,7 +145,7 @@ class Session:
 
     def flush(self) -> None:
         """Deliver every reading that is complete, waiting for its numbers."""
-        self._hand_to_worker(waits=True, before=self._trainer.step)
+        self._judge_and_deliver(waits=True, before=self._trainer.step)
 
     def finish(self) -> None:
         """Read the final weights, deliver everything, and close."""
@@ -163,7 +155,7 @@ class Session:
         step = self._trainer.step
         if self._is_open and self.monitor.layers and self.last_step != step:
             self._measure(step)
-        self._hand_to_worker(waits=True, final=step)
+        self._judge_and_deliver(waits=True, final=step)
         self.close()
 
     def close(self) -> None:
@@ -175,7 +167,7 @@ class Session:
             return
         self._is_closed = True
         try:
-            self._hand_to_worker(waits=True, may_intervene=False)
+            self._judge_and_deliver(waits=True, may_intervene=False)
         finally:
             self._worker.shutdown()
             self.monitor.close()
@@ -257,7 +249,7 @@ class Session:
         self._guard.failed("measuring head diversity", error)
         return Record(step, {}, epoch=self._trainer.epoch, time=time(), absent={"reading": describe(error)})
 
-    def _hand_to_worker(
+    def _judge_and_deliver(
         self, *, waits: bool, before: int | None = None, final: int | None = None, may_intervene: bool = True
     ) -> None:
         """Have readings of steps before `before` judged in order, and deliver their records.
@@ -275,7 +267,7 @@ class Session:
             self._pending.popleft()
             notes = {"is_last": reading.step == final, "cost": self._cost.share()}
             history = None if intervenes else self.history
-            self._judged.append(self._worker.submit(with_warnings, self._judge, reading, notes, history))
+            self._judging.append(self._worker.submit(self._judge, reading, notes, history))
             if intervenes:  # the next one is judged after it
                 self._deliver(waits=True, intervenes=True)
         self._deliver(waits=waits, intervenes=intervenes)
@@ -297,10 +289,8 @@ class Session:
 
     def _deliver(self, *, waits: bool, intervenes: bool) -> None:
         """Intervene, and write records that were judged to every dashboard; those that are done, or all."""
-        while self._judged and (waits or self._judged[0].done()):
-            record, warnings = self._judged.popleft().result()
-            for message, category in warnings:
-                warn(message, category)
+        while self._judging and (waits or self._judging[0].done()):
+            record = self._judging.popleft().result()
             # What attention computes may be the cause, and is read at the next reading, whichever that is.
             self.monitor.contract.is_wanted |= any(each.level != "notice" for each in record.alerts)
             self._intervene_and_write(record, intervenes)
