@@ -29,7 +29,7 @@ _MODULES = {
     "integrations.transformers": "HDITrainerCallback",
     "interventions": "Call Intervention QKClip ReviveHeads SaveCheckpoint StopTraining",
     "monitor": "METRICS HeadDiversityMonitor Reading",
-    "record": "Action Alert LayerRecord Record Sink",
+    "record": "Action Alert LayerRecord Record",
     "rules": "Finding Rule",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}

@@ -47,7 +47,6 @@ from hdi_callback.record import (
     Alert as Alert,
     LayerRecord as LayerRecord,
     Record as Record,
-    Sink as Sink,
 )
 from hdi_callback.rules import Finding as Finding, Rule as Rule
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -163,18 +163,3 @@ class Record:
         """Return the mean of a metric over the layers that have it; `None` if none has."""
         values = self.values(metric).values()
         return math.fsum(values) / len(values) if values else None
-
-
-class Sink(Protocol):
-    """Takes every record of a run: a dashboard, the console, a file."""
-
-    name: str
-
-    def open(self, layers: Sequence[Mapping[str, Any]]) -> None:
-        """Begin, with the facts of the layers (see `AttentionLayer.description`)."""
-
-    def write(self, record: Record) -> None:
-        """Take one record."""
-
-    def close(self) -> None:
-        """End."""

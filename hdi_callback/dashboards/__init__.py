@@ -1,8 +1,6 @@
 """What a person sees of a run: the console, TensorBoard, W&B, pictures and the report."""
 
 from hdi_callback.dashboards.console import Console
-from hdi_callback.dashboards.loggers import Curves, sink_for
-from hdi_callback.dashboards.tensorboard import TensorBoard
-from hdi_callback.dashboards.wandb import Wandb
+from hdi_callback.dashboards.loggers import Curves, TensorBoard, Wandb, sink_for
 
 __all__ = ["Console", "Curves", "TensorBoard", "Wandb", "sink_for"]

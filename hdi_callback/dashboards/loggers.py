@@ -1,14 +1,20 @@
-"""The sink of a logger: TensorBoard, W&B, or any other one by its `log_metrics`."""
+"""What loggers get of a run: curves; TensorBoard and W&B also pictures and alerts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hdi_callback.dashboards.tags import curves
-from hdi_callback.dashboards.tensorboard import TensorBoard
-from hdi_callback.dashboards.wandb import Wandb
-from hdi_callback.record import Record, Sink
+from hdi_callback.dashboards.layer_table import name_layers
+from hdi_callback.dashboards.pictures import Pictures
+from hdi_callback.dashboards.tags import ALERTS, all_tags, curves
+from hdi_callback.dashboards.verdict import becomes_warning
+from hdi_callback.record import Alert, Record
+
+_STEP = "hdi/step"
+_LEVELS = {"warning": "WARN", "critical": "ERROR"}
+_COLUMNS = ("step", "level", "status", "rule", "layers", "message", "what to do now", "code")
 
 
 class Curves:
@@ -16,21 +22,106 @@ class Curves:
 
     name = "logging"
 
-    def __init__(self, log: Callable[[dict[str, float], int], object], metrics: Sequence[str] = ()) -> None:
-        self._log, self._metrics = log, metrics
+    def __init__(self, target: Any, metrics: Sequence[str] = (), past: Sequence[Record] = ()) -> None:
+        self._target, self._metrics, self._pictures = target, metrics, Pictures(past)
 
     def open(self, layers: Sequence[Mapping[str, Any]]) -> None:
-        """Do nothing."""
+        """Take the facts of the layers."""
+        self._pictures.open(layers)
 
     def write(self, record: Record) -> None:
         """Log one record."""
-        self._log(curves(record, self._metrics), record.step)
+        self._target(curves(record, self._metrics), record.step)
 
     def close(self) -> None:
-        """Do nothing."""
+        """Write out what is buffered."""
 
 
-def sink_for(target: Any, metrics: Sequence[str] = (), past: Sequence[Record] = ()) -> Sink:
+class TensorBoard(Curves):
+    """Writes a run to TensorBoard: curves, pictures, alerts as text."""
+
+    name = "writing to TensorBoard"
+
+    def write(self, record: Record) -> None:
+        """Write one record."""
+        self._add_scalars(curves(record, self._metrics), record.step)
+        lines = [_as_markdown(alert) for alert in record.alerts]
+        lines += [f"**{action.name}**: {action.message}" for action in record.actions]
+        if lines:
+            self._target.add_text(ALERTS, "\n\n".join(lines), record.step)
+        for tag, picture in self._pictures.add(record).items():
+            self._target.add_image(tag, picture, record.step, dataformats="HWC")
+
+    def _add_scalars(self, points: Mapping[str, float], step: int) -> None:
+        """Write the points of all curves as one event, where the writer has a file of events."""
+        if not hasattr(self._target, "_get_file_writer"):
+            for tag, value in points.items():
+                self._target.add_scalar(tag, value, step)
+            return
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in points.items()]
+        self._target._get_file_writer().add_summary(Summary(value=values), step)
+
+    def close(self) -> None:
+        """Write out what is buffered."""
+        self._target.flush()
+
+
+class Wandb(Curves):
+    """Logs a run to W&B: curves with their extremes, pictures, a table of alerts, and alerts by mail or chat.
+
+    A reading is added to the row of `wandb.log` that is open, and has an axis of its own, ``hdi/step``: a row of our
+    own would move W&B's step on, which then drops rows that a training logs with an explicit step.
+    """
+
+    name = "logging to W&B"
+
+    def __init__(self, target: Any, metrics: Sequence[str] = (), past: Sequence[Record] = ()) -> None:
+        super().__init__(target, metrics, past)
+        self._alerts = [alert for record in past for alert in record.alerts]
+        self._open_row: int | None = None
+
+    def open(self, layers: Sequence[Mapping[str, Any]]) -> None:
+        """Define the axis of the curves, and their extremes in the summary of the run."""
+        super().open(layers)
+        self._target.define_metric(_STEP, hidden=True)
+        # By their full names: the "*" of Lightning's logger counts before a pattern. A dot that is not escaped is a
+        # path of nested values (wandb issue 8445).
+        for tag in all_tags([facts["name"] for facts in layers], self._metrics):
+            if "*" not in tag:
+                self._target.define_metric(tag.replace(".", "\\."), step_metric=_STEP, summary="min,max,last")
+
+    def write(self, record: Record) -> None:
+        """Log one record, and send its new alerts."""
+        import wandb
+
+        self.close()
+        row: dict[str, Any] = {_STEP: record.step, **curves(record, self._metrics)}
+        for tag, picture in self._pictures.add(record).items():
+            row[tag] = wandb.Image(picture)
+        urgent = [alert for alert in record.alerts if becomes_warning(alert, self._alerts)]
+        self._alerts += record.alerts
+        if self._alerts and (record.alerts or record.is_last):
+            rows = [
+                [at.step, at.level, at.status, at.rule, name_layers(at.layers), at.message, at.action, at.code]
+                for at in self._alerts
+            ]
+            row["hdi/alert_table"] = wandb.Table(columns=list(_COLUMNS), data=rows)
+        self._target.log(row, commit=False)
+        self._open_row = self._target.step
+        for alert in urgent:
+            title = f"Attention heads: {alert.rule} in {name_layers(alert.layers)}"
+            text = f"step {alert.step}: {alert.message}\n{alert.remedy}"
+            self._target.alert(title, text, level=_LEVELS[alert.level], wait_duration=1)  # 0 would be a minute
+
+    def close(self) -> None:
+        """Commit the last row, unless somebody else has logged since."""
+        if self._open_row == self._target.step:
+            self._target.log({}, commit=True)
+
+
+def sink_for(target: Any, metrics: Sequence[str] = (), past: Sequence[Record] = ()) -> Curves:
     """Return the sink of a Lightning logger, a `SummaryWriter`, a W&B run, a function, or what has `log_metrics`."""
     run = getattr(target, "experiment", target)
     if hasattr(run, "add_image"):
@@ -40,3 +131,10 @@ def sink_for(target: Any, metrics: Sequence[str] = (), past: Sequence[Record] = 
     if not hasattr(target, "log_metrics"):
         return Curves(target, metrics)
     return Curves(lambda values, step: target.log_metrics(values, step=step), metrics)
+
+
+def _as_markdown(alert: Alert) -> str:
+    """Return an alert with its code as lines of their own."""
+    action = f"\n\n{alert.action}." if alert.action else ""
+    action += f"\n\n{textwrap.indent(alert.code, '    ')}" if alert.code else ""
+    return f"**{alert.status}, {alert.level}**: {alert.message}{action}"

@@ -74,7 +74,9 @@ def verdict(records: Sequence[Record], layers: Sequence[Mapping[str, Any]], *, i
         return Verdict("nothing to judge", "Nothing to judge: there is no reading yet.")
     last = records[-1]
     at = "" if is_audit else f" at step {last.step}"
-    active = sorted((alert for alert in last.active if alert.level != "notice"), key=lambda alert: -_rank(alert))
+    active = sorted(
+        (alert for alert in last.active if alert.level != "notice"), key=lambda alert: -LEVELS.index(alert.level)
+    )
     if active:
         first = active[0]
         count = (
@@ -116,10 +118,6 @@ def unread(records: Sequence[Record]) -> str:
 def _is_armed(layer: LayerRecord) -> bool:
     """Whether the forward of a reading was captured."""
     return layer.absent.get(ROWS) != NOT_ARMED or layer.absent.get(OUTPUTS) != NOT_ARMED
-
-
-def _rank(alert: Alert) -> int:
-    return LEVELS.index(alert.level)
 
 
 def _is_measured(record: Record, layer: str) -> bool:

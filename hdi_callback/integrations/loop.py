@@ -109,7 +109,7 @@ class HeadSession(Watcher):
         super().__init__(settings)
         self.loss: Any = None
         self._loop = loop
-        self._is_inside = self._is_prepared = self._has_stepped = False
+        self._has_stepped = False
         self._versions: list[int] | None = None  # of the weights, when a step was announced
         self._handles: list[Any] = []
         self._begin(model)
@@ -156,13 +156,11 @@ class HeadSession(Watcher):
         Yields:
             Nothing.
         """
-        self._loop.epoch, self.loss, self._versions = epoch, None, None
-        self._is_inside, self._is_prepared, self._has_stepped = True, False, False
+        self._loop.epoch, self.loss, self._versions, self._has_stepped = epoch, None, None, False
         self._tell(Session.before_forward)
         try:
             yield
         except BaseException:
-            self._is_inside = False
             self._tell(Session.abandon)
             raise
         self._leave_step()
@@ -175,7 +173,7 @@ class HeadSession(Watcher):
         be read within a graph; under accumulation in the last part only.
         """
         self._versions = [weight._version for weight in self._loop.weights]
-        self._prepare()
+        self._tell(Session.after_backward)
 
     @guarded("the last reading")
     def finish(self) -> None:
@@ -218,7 +216,6 @@ class HeadSession(Watcher):
 
     @guarded("watching a step", passes=MISUSE)
     def _leave_step(self) -> None:
-        self._is_inside = False
         # A compiled step calls no hook: it was announced, and has written into the weights.
         is_announced = self._versions is not None and (
             not self._loop.optimizers or self._versions != [weight._version for weight in self._loop.weights]
@@ -227,19 +224,13 @@ class HeadSession(Watcher):
             self._loop.step += 1
         self._tell(lambda session: session.after_step(self.loss))
 
-    def _prepare(self, *, has_closure: bool = False) -> None:
-        if self._session is None or not self._is_inside or self._is_prepared:
-            return
-        self._tell(Session.before_closure if has_closure else Session.after_backward)
-        self._is_prepared = True
-
     # Called by the optimizers; a compiled step traces them.
 
     @guarded("watching a step", passes=MISUSE)
     def _on_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
             closure = args[1] if len(args) > 1 else kwargs.get("closure")  # behind the optimizer itself
-            self._prepare(has_closure=closure is not None)
+            self._tell(Session.after_backward if closure is None else Session.before_closure)
 
     @guarded("watching a step")
     def _on_optimizer_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

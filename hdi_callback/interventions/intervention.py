@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -25,10 +24,10 @@ class Training(NamedTuple):
     expect_change: Callable[[str, Sequence[int], int, str], None]
 
 
-class Intervention(ABC):
+class Intervention:
     """Acts on alerts. Every rank does so alike, after the step at which a reading was taken.
 
-    A subclass overrides `on_alert`, and others of the hooks that it needs.
+    A subclass overrides `on_alert` or `on_reading`, and others of the hooks that it needs.
 
     Args:
         on: the lowest level of alerts to act on; `None` for that of the class.
@@ -81,7 +80,7 @@ class Intervention(ABC):
         if not self.dry_run:
             self.check()
 
-    def check(self) -> None:  # noqa: B027
+    def check(self) -> None:
         """Raise an error for a model that it cannot work on."""
 
     def handle(self, record: Record) -> tuple[Action, ...]:
@@ -106,9 +105,9 @@ class Intervention(ABC):
             return False
         return self.rules is None or bool({alert.rule, *alert.also} & set(self.rules))
 
-    @abstractmethod
     def on_alert(self, alert: Alert) -> Action | None:
         """Act on an alert, once; return what was done, `None` for nothing."""
+        return None
 
     def on_reading(self, record: Record) -> Sequence[Action | None]:
         """Act on a reading, whatever its alerts."""

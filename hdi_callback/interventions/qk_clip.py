@@ -6,13 +6,12 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from hdi_callback.arguments import number
 from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.interventions.intervention import Intervention
 from hdi_callback.interventions.writing import bias_of, refuse, why_not_writable
-from hdi_callback.record import Action, Alert, Record
+from hdi_callback.record import Action, Record
 
 
 class QKClip(Intervention):
@@ -56,40 +55,30 @@ class QKClip(Intervention):
                 why = "its queries and keys share their weight" if query is key and rows.equal(key_rows) else ""
             refuse(layer, self.name, why)
 
-    def on_alert(self, alert: Alert) -> Action | None:
-        """Nothing: it looks at scores."""
-        return None
-
     def on_reading(self, record: Record) -> Sequence[Action | None]:
         """Scale the heads above the limit."""
         if self.at_most is not None and self.count >= self.at_most:
             return ()
-        parts, layers = [], []
+        parts = {}
         for name, layer in self.training.layers.items():
             scores = record.layers[name].heads.get("attention_logit", []) if name in record.layers else []
-            factors = [self._factor(score) for score in scores]
-            heads = [head for head, factor in enumerate(factors) if factor < 1]
-            if not heads or len(factors) != layer.num_heads:
+            above = {head: score for head, score in enumerate(scores) if score and self.limit < score < math.inf}
+            if not above or len(scores) != layer.num_heads:
                 continue
             if not self.dry_run:
-                scale_scores(layer, factors)
-                self.training.expect_change(name, heads, self.training.trainer.step, self.name)
-            largest = max(scores[head] for head in heads)
-            phrase = f"{'head' if len(heads) == 1 else 'heads'} {', '.join(map(str, heads))}"
-            parts.append(f"{name} ({phrase}, up to {largest:.3g})")
-            layers.append(name)
+                _scale_scores(layer, [self.limit / above.get(head, self.limit) for head in range(layer.num_heads)])
+                self.training.expect_change(name, [*above], self.training.trainer.step, self.name)
+            phrase = f"{'head' if len(above) == 1 else 'heads'} {', '.join(map(str, above))}"
+            parts[name] = f"{name} ({phrase}, up to {max(above.values()):.3g})"
         if not parts:
             return ()
         self.count += 1
-        return [self.action(layers, f"scaled queries and keys with scores above {self.limit:g}: {'; '.join(parts)}")]
-
-    def _factor(self, score: float | None) -> float:
-        is_above = score is not None and math.isfinite(score) and score > self.limit
-        return self.limit / score if is_above and score else 1.0
+        done = f"scaled queries and keys with scores above {self.limit:g}: {'; '.join(parts.values())}"
+        return [self.action(parts, done)]
 
 
 @torch.no_grad()
-def scale_scores(layer: AttentionLayer, factors: Sequence[float]) -> None:
+def _scale_scores(layer: AttentionLayer, factors: Sequence[float]) -> None:
     """Scale the scores of heads by scaling their queries and keys in place."""
     of_key = [
         math.sqrt(max(factor for head, factor in enumerate(factors) if layer.key_of[head] == key))
@@ -101,12 +90,6 @@ def scale_scores(layer: AttentionLayer, factors: Sequence[float]) -> None:
             bias = bias_of(layer.weights[role], head)
             for parameter, index in [layer.weights[role].index(head), *([] if bias is None else [bias])]:
                 if factor < 1:
-                    rows = parameter.take(index)
-                    parameter.put_(index, rows * _rounded_down(factor, rows))
-
-
-def _rounded_down(factor: float, like: Tensor) -> Tensor:
-    """Return the factor in the type of a weight; in bfloat16 the nearest to 0.999 is 1, and scores would stay above."""
-    nearest = torch.tensor(factor, dtype=like.dtype, device=like.device)
-    below = torch.tensor(factor * (1 - torch.finfo(like.dtype).eps / 2), dtype=like.dtype, device=like.device)
-    return below if float(nearest) > factor else nearest
+                    # Less by the largest error of rounding: in bfloat16 0.999 times a number may be the number itself.
+                    factor_below = factor * (1 - torch.finfo(parameter.dtype).eps)
+                    parameter.put_(index, parameter.take(index) * factor_below)

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from hdi_callback.dashboards import Console, sink_for
+from hdi_callback.dashboards import Console, Curves, sink_for
 from hdi_callback.errors import HDIError, NothingToWatchError
 from hdi_callback.guard import Guard, describe, guarded, pythons_generator_kept
 from hdi_callback.history import History, load_history
 from hdi_callback.interventions import Intervention, Training
 from hdi_callback.monitor import HeadDiversityMonitor, Reading
 from hdi_callback.monitor.ranks import number_of_ranks
-from hdi_callback.record import Action, Alert, Record, Sink
+from hdi_callback.record import Action, Alert, Record
 from hdi_callback.rules import Alerts
 from hdi_callback.session.cost import Cost
 from hdi_callback.session.settings import Settings
@@ -63,7 +63,7 @@ class Session:
         self._folder = trainer.folder.absolute()  # the training may change its directory
         self._state: Mapping[str, Any] | None = None  # of a checkpoint, until the layers are known
         self._interventions: tuple[Intervention, ...] = ()
-        self._sinks: list[Sink] = []
+        self._sinks: list[Console | Curves] = []
         self._armed_at: int | None = None  # step whose forward is captured
         self._pending: deque[Reading | Record] = deque()
         self._worker = ThreadPoolExecutor(1, "hdi_callback")
