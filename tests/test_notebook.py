@@ -55,4 +55,4 @@ def test_checks_runs_audits_and_plots_show_themselves_in_a_notebook(shown):
     plot = html["run.plot(layer)"]
     assert plot.startswith("<svg")
     texts = set(re.findall(r">([^<]+)</text>", plot))
-    assert {"closest pair", "mean of all pairs", "HDI", "training loss", "alert"} <= texts
+    assert {"closest pair, highest", "mean, highest", "HDI", "training loss", "alert"} <= texts
