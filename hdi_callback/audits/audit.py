@@ -150,7 +150,12 @@ def audit(
     step = opened.step or 1
     missing = {layer.name: reason for layer in layers if (reason := missing_weights(opened, layer))}
     whole = [layer for layer in layers if layer.name not in missing]
-    record = _measured([layer.name for layer in layers], whole, missing, step)
+    absent = Absent()
+    for name, reason in missing.items():
+        for source in _SOURCES:
+            absent.note(name, source, reason)
+    numbers = WeightReader(_SOURCES).measure(step, whole, absent)  # what weights alone tell
+    record = Reading(step, [layer.name for layer in layers], numbers, absent).record()
     findings = list(alerts.judge(record))
     for name, reason in missing.items():
         if NOT_STORED in reason:
@@ -168,21 +173,8 @@ def open_layers(target: Any, model: Any, forward: Callable[[], Any] | None = Non
     opened = open_target(target, model=model)
     by_layout = [None] * bool(known_layers(opened.model))  # which need no forward
     forwards = [forward] if forward else opened.forwards or by_layout
-    return opened, opened.first_result(partial(_survey, opened.model), forwards)
-
-
-def _survey(model: nn.Module, forward: Callable[[], Any] | None) -> Survey:
-    with nothing_remains(model):
-        return survey(model, forward)
-
-
-def _measured(names: list[str], whole: Sequence[AttentionLayer], missing: Mapping[str, str], step: int) -> Record:
-    """Return what the weights of layers alone tell: key weights, circuits, and whether they are finite."""
-    absent = Absent()
-    for name, reason in missing.items():
-        for source in _SOURCES:
-            absent.note(name, source, reason)
-    return Reading(step, names, WeightReader(_SOURCES).measure(step, whole, absent), absent).record()
+    with nothing_remains(opened.model):
+        return opened, opened.first_result(partial(survey, opened.model), forwards)
 
 
 def missing_weights(target: Target, layer: AttentionLayer, roles: Iterable[str] | None = None) -> str:

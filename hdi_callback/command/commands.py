@@ -60,10 +60,8 @@ def check(target: str, build: str | None, strict: bool, explain: str | None, as_
 
     \b
     Examples:
-      hdi check my_package.models:model_and_batch
-      hdi check ./Llama-3.2-1B
-      hdi check epoch=3.ckpt --model my_package.models:LitGPT
       hdi check ./Llama-3.2-1B --explain model.layers.0.self_attn
+      hdi check epoch=3.ckpt --model my_package.models:LitGPT
     """
     from hdi_callback.audits.sources import open_target
     from hdi_callback.checks import check as check_model
@@ -91,11 +89,7 @@ def audit(target: str, build: str | None, thresholds: tuple[str, ...], as_json: 
 
     Code in files is never executed. The last line is the verdict.
 
-    \b
-    Examples:
-      hdi audit ./Llama-3.2-1B
-      hdi audit epoch=3.ckpt --model my_package.models:LitGPT
-      hdi audit my_package.models:build_model --json
+    Example: hdi audit epoch=3.ckpt --model my_package.models:LitGPT
     """
     from hdi_callback.audits import audit as audit_target
 
@@ -114,9 +108,7 @@ def audit(target: str, build: str | None, thresholds: tuple[str, ...], as_json: 
 def compare(first: str, second: str, build: str | None, as_json: bool) -> int:
     """Show which weights of which heads differ in two models or checkpoints.
 
-    \b
-    Example:
-      hdi compare checkpoint-1000 checkpoint-2000
+    Example: hdi compare checkpoint-1000 checkpoint-2000
     """
     from hdi_callback.audits import compare as compare_targets
 
@@ -140,16 +132,18 @@ def report(run: str, output: Path | None, thresholds: tuple[str, ...], as_json: 
 
     With --threshold the run is judged again by other limits.
 
-    \b
-    Examples:
-      hdi report lightning_logs/version_0
-      hdi report lightning_logs/version_0 --threshold pair=0.9 --threshold mean=off
+    Example: hdi report lightning_logs/version_0 --threshold pair=0.9 --threshold mean=off
     """
     from hdi_callback.audits import judge_again
     from hdi_callback.dashboards.report import write_report
     from hdi_callback.dashboards.verdict import events, state, verdict
+    from hdi_callback.history import load_history
 
-    history = _load(run)
+    history = load_history(run)
+    if history.choice:
+        click.echo(history.choice, err=True)
+    if history.skipped_lines:
+        click.echo(f"{history.skipped_lines} lines of {history.path} could not be read and are left out.", err=True)
     limits = parse_thresholds(thresholds)
     if limits is not None:
         history = judge_again(history, limits)
@@ -174,13 +168,7 @@ def report(run: str, output: Path | None, thresholds: tuple[str, ...], as_json: 
 def explain(name: tuple[str, ...]) -> None:
     """Explain a curve, a picture, a rule, a metric or an intervention, and what to do about it.
 
-    Lists every name if none is given.
-
-    \b
-    Examples:
-      hdi explain worst-pair
-      hdi explain hdi/closest_pair
-      hdi explain ReviveHeads
+    Lists every name if none is given. Example: hdi explain hdi/closest_pair
     """
     from hdi_callback.dashboards.names import NAMES, look_up
     from hdi_callback.monitor.metrics import METRICS
@@ -188,9 +176,12 @@ def explain(name: tuple[str, ...]) -> None:
 
     if not name:
         for kind in dict.fromkeys(entry.kind for entry in NAMES.values()):
-            entries = [entry for entry in NAMES.values() if entry.kind == kind]
             click.echo(f"{kind}:\n")
-            print_rows((entry.text, _clause(entry.meaning)) for entry in entries)
+            meanings = {entry.text: entry.meaning for entry in NAMES.values() if entry.kind == kind}
+            print_rows(
+                (text, re.split(r"[;:.] ", meaning.removeprefix("Raised when "))[0].rstrip("."))
+                for text, meaning in meanings.items()
+            )
             click.echo()
         click.echo("hdi explain NAME says more, and what to do.")
         return
@@ -218,22 +209,6 @@ def explain(name: tuple[str, ...]) -> None:
             data["to try another"] = f"hdi report RUN --threshold {next(iter(rule.limits))}=VALUE"
     click.echo(f"{entry.text} ({entry.kind})\n")
     print_rows(data.items())
-
-
-def _clause(sentence: str) -> str:
-    return re.split(r"[;:.] ", sentence.removeprefix("Raised when "))[0].rstrip(".")
-
-
-def _load(run: str) -> Any:
-    """Load a history, and say which one was taken and what could not be read."""
-    from hdi_callback.history import load_history
-
-    history = load_history(run)
-    if history.choice:
-        click.echo(history.choice, err=True)
-    if history.skipped_lines:
-        click.echo(f"{history.skipped_lines} lines of {history.path} could not be read and are left out.", err=True)
-    return history
 
 
 def _print_result(result: Any, as_json: bool) -> None:

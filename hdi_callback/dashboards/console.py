@@ -10,7 +10,7 @@ from typing import Any
 
 from hdi_callback.dashboards.layer_table import layers_text
 from hdi_callback.dashboards.verdict import verdict
-from hdi_callback.record import Alert, Record
+from hdi_callback.record import Record
 
 _DEAR, _CHEAP = 0.01, 0.005  # shares of the training's time that readings take: above which it is said; as they should
 _READINGS = 10  # that are taken before
@@ -54,13 +54,18 @@ class Console:
         self._records.append(record)
         for alert in record.alerts:
             if alert.level != "notice":
-                self._print(_alert_text(alert))
+                level, remedy = (
+                    (alert.status, "") if alert.is_over else (alert.level, textwrap.indent(alert.remedy, "  "))
+                )
+                self._print(f"hdi_callback {level}, step {alert.step}: {alert.message}\n{remedy}".rstrip())
         for action in record.actions:
             self._print(f"hdi_callback, step {action.step}, {action.name}: {action.message}")
         self._number += 1
         if self._number >= _READINGS and not self._has_said_cost and (record.cost or 0) > _DEAR:
             self._has_said_cost = True
-            every = _rounded_up(self._every * record.cost / _CHEAP)  # type: ignore[operator]
+            cheap = self._every * record.cost / _CHEAP  # type: ignore[operator]
+            unit = 10 ** max(0, len(str(math.ceil(cheap))) - 2)  # so that the number has two digits, and zeros
+            every = math.ceil(cheap / unit) * unit
             self._print(
                 f"hdi_callback notice, step {record.step}: readings take {record.cost:.1%} of the training's time. "
                 f"every_n_steps={every} would make it {_CHEAP:.1%}."
@@ -79,16 +84,3 @@ class Console:
             self._say(text)
         except UnicodeEncodeError:  # in a container whose streams are ASCII
             self._say(text.encode("ascii", "backslashreplace").decode("ascii"))
-
-
-def _rounded_up(number: float) -> int:
-    """Return a whole number of two digits and zeros that is no smaller."""
-    unit = int("1" + "0" * max(0, len(str(math.ceil(number))) - 2))
-    return math.ceil(number / unit) * unit
-
-
-def _alert_text(alert: Alert) -> str:
-    """Return an alert as a person reads it: what happened, and what to do about it."""
-    level = alert.status if alert.is_over else alert.level
-    remedy = "" if alert.is_over else textwrap.indent(alert.remedy, "  ")
-    return f"hdi_callback {level}, step {alert.step}: {alert.message}\n{remedy}".rstrip()

@@ -69,8 +69,9 @@ def _contents(run: RunHistory) -> dict[str, Any]:
     raised = events(run.records)
     last = run.records[-1] if run.records else None
     active = () if last is None else last.active
+    folder = run.path.parent.parent if run.path.parent.name == "hdi" else run.path.parent
     return {
-        "title": f"Attention heads of {_name(run)}",
+        "title": f"Attention heads of {'/'.join(folder.parts[-2:]).lstrip('/')}",
         "verdict": verdict(run.records, run.layers),
         "pictures": _pictures(run),
         "facts": _facts(run, raised),
@@ -187,10 +188,3 @@ def _heads(alert: Alert, run: RunHistory) -> str:
         for layer, heads in alert.where.items()
     )
     return "; ".join(phrases)
-
-
-def _name(run: RunHistory) -> str:
-    """The run by the last two folders of its path."""
-    folder = run.path.parent.parent if run.path.parent.name == "hdi" else run.path.parent
-    own = run.path.stem.removeprefix("history").strip("-")
-    return "/".join(folder.parts[-2:]).lstrip("/") + (f" ({own})" if own else "")

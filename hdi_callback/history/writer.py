@@ -68,7 +68,13 @@ class History:
         line = record_to_line(record)
         if record.active != self._active:
             line["active"] = plain([alert.to_dict() for alert in record.active])
-        self._append(to_text(line))
+        # In one call, and on a line of its own also after one that was written in part.
+        data = b"\n" * self._is_torn + to_text(line)
+        self._is_torn = True
+        written = os.write(self._file, data)
+        if written < len(data):
+            raise OSError(f"{written} of {len(data)} bytes were written to `{self.path}`: is the disk full?")
+        self._is_torn = False
         self._active = record.active
         has_news = any(alert.status in {"new", "worse"} for alert in record.alerts)
         self._patterns.add(record)
@@ -148,15 +154,6 @@ class History:
         os.replace(part, self.path)  # a process killed before leaves the file as it was
         self._count = len(past)
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
-
-    def _append(self, text: bytes) -> None:
-        """Write a line in one call, on a line of its own also after one that was written in part."""
-        data = b"\n" + text if self._is_torn else text
-        self._is_torn = True
-        written = os.write(self._file, data)
-        if written < len(data):
-            raise OSError(f"{written} of {len(data)} bytes were written to `{self.path}`: is the disk full?")
-        self._is_torn = False
 
     def _ensure_file(self) -> None:
         """Go on in a new file, with a warning, if the file was deleted, moved or replaced since the last line."""

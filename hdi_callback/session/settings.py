@@ -91,10 +91,19 @@ class Settings:
             check_metric(name)
         self._set("include", strings("include", self.include, "patterns of layer names"))
         self._set("exclude", strings("exclude", self.exclude, "patterns of layer names"))
-        _check_padding(self.padding)
+        if isinstance(self.padding, str):
+            one_of("padding", self.padding, ["auto"])
+        elif self.padding is not None:
+            example: Any = '"auto", or the id of the padding token'
+            whole_number("padding", self.padding, least=0, example=example)
         self._set("history", _history(self.history))
-        rules = _rules(self.alerts, self.thresholds)
-        self._set("interventions", _interventions(self.interventions, self.alerts, rules))
+        if self.alerts is None and (self.thresholds is not None or self.interventions):
+            raise MisconfigurationError(
+                "`thresholds` and `interventions` are of alerts, and alerts=None switches them off: write "
+                'alerts="default".'
+            )
+        rules = Alerts(self.alerts, self.thresholds).names  # checks both, and the metrics that rules need
+        self._set("interventions", _interventions(self.interventions, rules))
 
     @property
     def measured(self) -> tuple[str, ...]:
@@ -119,13 +128,6 @@ def takes_settings(door: T) -> T:
     return door
 
 
-def _check_padding(value: Any) -> None:
-    if isinstance(value, str):
-        one_of("padding", value, ["auto"])
-    elif value is not None:
-        whole_number("padding", value, least=0, example='"auto", or the id of the padding token')  # type: ignore[arg-type]
-
-
 def _history(value: Any) -> bool | Path:
     if isinstance(value, bool):
         return value
@@ -138,16 +140,7 @@ def _history(value: Any) -> bool | Path:
     return path
 
 
-def _rules(alerts: Any, thresholds: Any) -> tuple[str, ...]:
-    """Check rules and their limits, and return the names of the rules."""
-    if thresholds is not None and alerts is None:
-        raise MisconfigurationError(
-            '`thresholds` are limits of rules, and alerts=None switches them off: write alerts="default".'
-        )
-    return Alerts(alerts, thresholds).names  # checks both, and the metrics that rules need
-
-
-def _interventions(value: Any, alerts: Any, rules: Sequence[str]) -> tuple[Intervention, ...]:
+def _interventions(value: Any, rules: Sequence[str]) -> tuple[Intervention, ...]:
     if value is None:
         return ()
     if isinstance(value, str) or not isinstance(value, Sequence):
@@ -165,8 +158,4 @@ def _interventions(value: Any, alerts: Any, rules: Sequence[str]) -> tuple[Inter
                     f"{item.name} answers the rule {rule!r}, which judges nothing in this run: its rules are "
                     f"{', '.join(rules)}.{did_you_mean(rule, rules)}"
                 )
-    if value and alerts is None:
-        raise MisconfigurationError(
-            'Interventions act on alerts, and alerts=None switches them off: write alerts="default".'
-        )
     return tuple(value)
