@@ -468,7 +468,8 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
             # Of a table of positions that the attention itself holds, rows may go unread, too.
             is_own_table = owner == path and name not in maps and len(runs[1][name]) not in counts
             is_table = is_own_table or isinstance(model.get_submodule(owner), nn.Embedding)
-            part = _idle_part(runs[1][name], short, is_table)
+            # What is no map of heads may need a longer batch: rows of a compressor that reads the block before.
+            part = _idle_part(runs[1][name], short, is_table) if name in maps or owner == path else ""
             idle |= {name: ("wrong", part)} if part else {}
         elif name in maps:
             idle |= {name: ("wrong", short)} if path in alive and name not in moved else {}

@@ -54,9 +54,6 @@ class Contract:
 
     Args:
         is_chosen: whether a layer is watched.
-
-    Attributes:
-        is_wanted: whether it is compared at the next reading, whichever it is: an alert has come, and this may be why.
     """
 
     def __init__(self, is_chosen: Callable[[str], bool]) -> None:
@@ -64,15 +61,22 @@ class Contract:
         self._terms: dict[Key, tuple[Any, int]] = {}  # value, and the step at which it was read
         self._pending: dict[Key, tuple[Any, int]] = {}  # changes that wait for the next reading
         self._scheduled: set[Key] = set()
+        self._told: set[str] = set()  # layers of which the rule on later tokens has told that they are seen
         self._readings = 0
-        self._has_failed = self.is_wanted = False
+        self._has_failed = self._is_wanted = False
 
     def is_due(self) -> bool:
         """Return whether the forward of the reading that begins is to be written down."""
         self._readings += 1
-        is_due = self.is_wanted or self._readings % EVERY == 0 or bool(self._pending)
-        self.is_wanted = False
+        is_due = self._is_wanted or self._readings % EVERY == 0 or bool(self._pending)
+        self._is_wanted = False
         return is_due and not self._has_failed
+
+    def heed(self, alerts: Iterable[Alert]) -> None:
+        """Compare at the next reading after an alert, as this may be why; what a rule has told is not told again."""
+        for alert in alerts:
+            self._is_wanted |= alert.level != "notice"
+            self._told |= set(alert.where) if alert.metric == "attention_ahead" else set()
 
     def compare(
         self, step: int, read: Iterable[Facts | Tape], no_gradient: Mapping[str, Mapping[str, Tensor]]
@@ -106,14 +110,15 @@ class Contract:
 
     def state_dict(self) -> str:
         """Return what was read last, as text, for the first reading of a resumed run."""
-        torch.save((self._terms, list(self._scheduled)), data := BytesIO())
+        torch.save((self._terms, list(self._scheduled), list(self._told)), data := BytesIO())
         return b64encode(zlib.compress(data.getvalue())).decode()
 
     def load_state_dict(self, state: str) -> None:
         """Compare the next reading with what was read before a checkpoint."""
-        terms, scheduled = torch.load(BytesIO(zlib.decompress(b64decode(state))), weights_only=True)
+        terms, scheduled, told = torch.load(BytesIO(zlib.decompress(b64decode(state))), weights_only=True)
         self._terms |= terms
         self._scheduled |= set(scheduled)
+        self._told |= set(told)
 
     def _terms_of(self, facts: Sequence[Facts], no_gradient: Mapping[str, Mapping[str, Tensor]]) -> dict[Key, Any]:
         terms: dict[Key, Any] = {}
@@ -143,7 +148,10 @@ class Contract:
             self._terms[key] = value, step
             if change and tell(pending, value):
                 self._scheduled.add(key)
-            own = {clause.replace(f" {key[0]}.", " ").strip(): heads for clause, heads in change.items()}
+            own = {
+                clause.replace(f" {key[0]}.", " ").strip(): heads for clause, heads in change.items()
+                if key[0] not in self._told or "sees later tokens" not in clause
+            }  # fmt: skip
             if own:
                 when = f"has changed between steps {at} and {first}" if at < first else f"is so since step {first}"
                 when = _BY_SCHEDULE if key in self._scheduled else when

@@ -291,8 +291,7 @@ class Session:
         """Intervene, and write records that were judged to every dashboard; those that are done, or all."""
         while self._judging and (waits or self._judging[0].done()):
             record = self._judging.popleft().result()
-            # What attention computes may be the cause, and is read at the next reading, whichever that is.
-            self.monitor.contract.is_wanted |= any(each.level != "notice" for each in record.alerts)
+            self.monitor.contract.heed(record.alerts)
             self._intervene_and_write(record, intervenes)
             self._last_delivered_step = record.step
 

@@ -1,4 +1,4 @@
-"""A third round of public reports, taken as a search of issues gave them: what `check` told of them before any was tried.
+"""A third round of public reports, as a search of issues gave them: what `check` told of them before any was tried.
 
 As in `untried`, a report keeps its first result for good.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.checks.corpus import Attention, D, Full, H, causal, rotated
+from tests.checks.corpus import Attention, D, Full, H
 from tests.checks.untried import Decoder, HiddenByNumbers, Report
 from tests.checks.untried_later import CrossAttention, Pair
 

@@ -187,26 +187,30 @@ def test_a_comparison_that_fails_is_one_warning_and_training_goes_on(monkeypatch
     assert sum("Comparing what attention computes" in str(each.message) for each in caught) == 1
 
 
-def test_after_an_alert_it_is_read_at_once_what_has_changed(tmp_path, monkeypatch):
-    monkeypatch.setattr(contract, "EVERY", 1000)
+@pytest.mark.parametrize("every", [10, 1000])
+@pytest.mark.parametrize("window", [0, 4])
+def test_a_lost_mask_is_told_once_and_what_else_has_changed_at_the_readings_after(every, window, tmp_path, monkeypatch):
+    monkeypatch.setattr(contract, "EVERY", every)
     torch.manual_seed(0)
-    ways = Ways(dropout=0.0)
+    ways = Ways(dropout=0.0, window=window)
     model = Model(ways)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     with watch_heads(model, optimizer, every_n_steps=2, log_dir=tmp_path) as heads:
         for step in range(80):
-            ways.mask = "causal" if step < 20 else "none"
+            if step >= 20:
+                ways.mask, ways.scale, ways.window = "none", 1.5, 0
             with heads.step():
                 heads.loss = model(batch(step))
                 heads.loss.backward()
                 optimizer.step()
             optimizer.zero_grad()
-    later, change = (
-        [alert.step for alert in load_history(tmp_path).alerts if alert.rule == rule]
-        for rule in ("later tokens", "contract change")
-    )
-    assert len(later) == len(change) == 1
-    assert later[0] < change[0], "and without the alert it would have been read at step 2000"
+    alerts = load_history(tmp_path).alerts
+    (later,) = (alert for alert in alerts if alert.rule == "later tokens")
+    (change,) = (alert for alert in alerts if alert.rule == contract.NAME)
+    assert later.step < change.step < 40, "and without the alert it would have been read at step 2000"
+    clauses = ["scores are scaled by 0.5303, and 0.3536 before"]
+    clauses += ["each head sees all tokens before, and 4 tokens till then"] * (window > 0)
+    assert sorted(change.message.partition(": ")[2].split("; ")) == sorted(clauses)
 
 
 def resumed(folder, before, after, steps=12):
@@ -232,7 +236,7 @@ def resumed(folder, before, after, steps=12):
 @pytest.mark.parametrize(
     ("before", "after", "tells"),
     [
-        ({"mask": "causal"}, {"mask": "none"}, "each head now sees later tokens"),
+        ({"mask": "causal"}, {"mask": "strict"}, "each head no longer sees the token itself"),
         ({"window": 4}, {}, "each head sees all tokens before, and 4 tokens till then"),
         ({}, {"dropout": 0.9}, "dropout is 0.9, and 0.1 before"),
         ({}, {"scale": 4.0}, "scores are scaled by 1.414, and 0.3536 before"),
