@@ -71,6 +71,7 @@ def card_of(facts: Facts) -> Card:
     if not facts.reason:
         maps = facts.rows.get("output", ())
         lines["output"] = f"columns {_summed(maps)}, {_order(maps)}" if maps else UNKNOWN
+        lines |= {"block": facts.block} if facts.block else {}
     key_heads = len(set(facts.key_head_of)) or facts.heads
     return Card(facts.path, facts.heads, key_heads, facts.width, facts.features, facts.is_causal, lines)
 

@@ -10,6 +10,7 @@ A new one needs a bug with a right twin in ``tests/checks/corpus.py``, and a fac
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -294,9 +295,25 @@ def norm_of_values(facts: Facts, _: Sequence[Facts]) -> Found:
     return ("odd", text) if [role for role in IN if NORMED.of(role) in facts.flags] == ["key", "value"] else None
 
 
+def block(facts: Facts, _: Sequence[Facts]) -> Found:
+    """Later sums leave attention out, or some of its maps take its input without the norm that the others have."""
+    text = facts.block or ""
+    if facts.is_left_out:
+        return "odd", (
+            f"behind {text} the input x is added once more, and that sum is not: what attention adds reaches the next "
+            "block through a map alone; write y = x + attention(norm(x)), and y + mlp(norm(y))"
+        )
+    if not {"norm(x)", "x"} <= {*re.findall(r"norm\(x\)|x", text.partition("attention")[2])}:
+        return None
+    return (
+        "odd",
+        f"the block is {text}: some of queries, keys and values are made of norm(x), and some of x itself",
+    )
+
+
 DIAGNOSES = (
     split, merge, head_order, tiled_key_heads, scale, softmax, dropout, mask_missing, mask_without_effect, mask,
-    single_key, distance, rotation, norm_of_values,
+    single_key, distance, rotation, norm_of_values, block,
 )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from hdi_callback.attention.discovery.labels import SUM, Flag, Label, Labels, Un
 from hdi_callback.attention.discovery.planes import small, unique_rows
 from hdi_callback.attention.operations import SOFTMAXES
 from hdi_callback.attention.tape import DATA, Step
+from hdi_callback.checks.blocks import block_of
 from hdi_callback.checks.positions import cosines_of, length_of, pairs_of, shift_of
 from hdi_callback.checks.scores import (
     KEPT,
@@ -88,6 +89,8 @@ class Facts:
     cosines: Mapping[str, Tensor] = field(default_factory=dict)  # by role: ``(heads, tokens, width)``, of rotations
     length: float | None = None  # of rotations: 1 if queries and keys are only turned, and not scaled too
     shift: int | None = None  # by how many tokens queries are turned more than keys
+    block: str | None = None  # what is around it: "x + attention(norm(x))", with y for another stream
+    is_left_out: bool = False  # whether that sum is in no later sum, and its x is
 
     # of its softmax
     width: int = 0  # features of a query
@@ -260,6 +263,7 @@ def _of_claim(labels: Labels, claim: FoundAttention, values: dict[str, Any]) -> 
     tables = {role: cosines_of(labels, claim.core, projection.starts) for role, projection in asking.items()}
     cosines = [table[0] for table in tables.values() if table is not None]
     is_usual = math.isclose(values["scale"] or 0, values["width"] ** -0.5, rel_tol=0.01)
+    block, is_left_out = block_of(labels, claim)
     is_sum = bool({SUM.of("query"), SUM.of("key")} & claim.flags)  # of which each part may have a scale of its own
     return {
         "path": place_of(claim, claim.maps),
@@ -274,6 +278,8 @@ def _of_claim(labels: Labels, claim: FoundAttention, values: dict[str, Any]) -> 
         # Of a sum of maps features are of more pairs than their own.
         "pairs": {role: pairs for role, pairs in values["pairs"].items() if len(claim.maps.get(role, ())) < 2},
         "mixed": _mixed(labels, claim),
+        "block": block,
+        "is_left_out": is_left_out,
     }
 
 

@@ -334,5 +334,6 @@ _TERMS: dict[str, tuple[Callable[[Facts], Any], Callable[[Any, Any], Clauses]]] 
     "shift": (lambda each: each.shift, _tell_value("the shift of positions from queries to keys is")),
     "curves": (lambda each: None if each.reason else ", ".join(each.curves), _tell_value("scores are bent by")),
     "bias": (lambda each: each.bias, _tell_bias),
+    "block": (lambda each: each.block, _tell_value("the block is")),
     "gradients": (lambda each: None, _tell_gradients),
 }

@@ -139,7 +139,50 @@ def test_the_card_of_a_plain_attention():
         "  scores                scaled by 0.3536 = 1/sqrt(8); causal",
         "  softmax               over keys",
         "  output                columns 0-31 of out_proj, head by head",
+        "  block                 x + attention(norm(x))",
     ]
+
+
+class Around(Model):
+    """Blocks around attention and a feed-forward part, of which `write` says what they compute."""
+
+    def __init__(self, write):
+        super().__init__(Attention, Attention)
+        self.write = write
+        for block in self.blocks:
+            block["mlp"] = nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D))
+            block["second"] = nn.LayerNorm(D)
+
+    def forward(self, tokens, padding=None):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = self.write(x, block["norm"], block["attn"], block["second"], block["mlp"])
+        return self.head(x)
+
+
+def rms(x):
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+@pytest.mark.parametrize(
+    ("write", "text"),
+    [
+        (lambda x, n, a, m, f: (y := x + a(n(x))) + f(m(y)), "x + attention(norm(x))"),
+        (lambda x, n, a, m, f: (y := x.clone() + F.dropout(a(rms(x)), 0.1)) + f(rms(y)), "x + attention(norm(x))"),
+        (lambda x, n, a, m, f: m((y := n(x + a(x))) + f(y)), "norm(x + attention(x))"),
+        (lambda x, n, a, m, f: (y := x + n(a(x))) + m(f(y)), "x + norm(attention(x))"),
+        (lambda x, n, a, m, f: (y := x + n(a(n(x)))) + m(f(y)), "x + norm(attention(norm(x)))"),
+        (lambda x, n, a, m, f: x + a(n(x)) + f(n(x)), "x + attention(norm(x))"),
+        (lambda x, n, a, m, f: f(n(x)) + a(n(x)) + x, "x + attention(norm(x))"),
+        (lambda x, n, a, m, f: (y := a(n(x))) + f(m(y)), "attention(x), and its input is not added"),
+        (lambda x, n, a, m, f: (y := x + m(f(a(n(x))))) + f(m(y)), None),  # around more than the attention
+    ],
+)
+def test_cards_say_what_is_around_an_attention(write, text):
+    model = Around(write)
+    tokens = torch.arange(T)[None].expand(B, T)
+    lines = {each.layer: each.lines.get("block") for each in check(model, lambda: model(tokens)).cards}
+    assert set(lines.values()) == {text}
 
 
 def test_cards_say_which_keys_are_shared_and_what_is_rotated():

@@ -20,13 +20,11 @@ from tests.checks.untried_third import THIRD
 
 NOT_TOLD = {
     "fkodom/grouped-query-attention-pytorch 5",
-    "strutive07/transformer-tensorflow2.0 14",
     "facebookresearch/detr 247",
     "JingyunLiang/SwinIR 153",
     "facebookresearch/xformers 103",
     "QwenLM/Qwen 933",
     "Howuhh/faster-trajectory-transformer 3",
-    "jadore801120/attention-is-all-you-need-pytorch 142",
     "unslothai/unsloth-zoo 963",
     "PKU-YuanGroup/Open-Sora-Plan 171",
     "leaderj1001/Attention-Augmented-Conv2d 21",

@@ -42,6 +42,7 @@ class Ways:
     detached: bool = False  # queries
     borrowed: bool = False  # queries of the second layer, from the projection of the first
     unnormed: bool = False  # values are made of tokens before the norm
+    block: str = "pre"  # where the norm is: "pre", "none", or "alone" without the input
     fused: bool = False
 
 
@@ -134,7 +135,9 @@ class Model(nn.Module):
         hidden = tokens == 0
         x = self.embed(tokens) + self.places(torch.arange(tokens.shape[1]))
         for norm, attention in zip(self.norms, self.layers):
-            x = x + attention(norm(x), x, hidden if bool(hidden.any()) else None)
+            normed = x if self.ways.block == "none" else norm(x)
+            added = attention(normed, x, hidden if bool(hidden.any()) else None)
+            x = added if self.ways.block == "alone" else x + added
         return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
@@ -230,7 +233,13 @@ CHANGES: dict[str, Change] = {
     "queries of another layer's map": Change(
         {}, _to(borrowed=True), tells="queries are made by layers.0.q_proj, and q_proj before"
     ),
-    "values of tokens before the norm": Change({}, _to(unnormed=True)),
+    "values of tokens before the norm": Change(
+        {}, _to(unnormed=True), tells="is x + attention(norm(x), norm(x), x), and x + attention(norm(x)) before"
+    ),
+    "the input is not added any more": Change(
+        {}, _to(block="alone"), tells="is attention(x), and its input is not added, and x + attention(norm(x)) before"
+    ),
+    "the norm is lost": Change({}, _to(block="none"), tells="x + attention(x), and x + attention(norm(x)) before"),
 }
 
 HEALTHY: dict[str, Change] = {

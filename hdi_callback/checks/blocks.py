@@ -1,0 +1,113 @@
+"""The block around an attention: whether what it gives is added to its input, and where norms are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from hdi_callback.attention.discovery.heads import FoundAttention
+from hdi_callback.attention.discovery.labels import Labels
+from hdi_callback.attention.operations import FUSED, KEEPS, MOVES, NORMS, REDUCTIONS
+from hdi_callback.attention.tape import DATA, MADE, WEIGHT, Cell, Step, View, WalkOn, walk_back
+from hdi_callback.checks.scores import links_back, sides_of
+
+ALONE = "attention(x), and its input is not added"
+_FAR = 400  # steps
+
+
+@dataclass
+class _Spread:
+    """What is computed of a content, up to the next maps."""
+
+    is_normed: dict[Cell, bool]  # of each content, whether a norm is on the way
+    sums: list[tuple[Step, View, bool]] = field(default_factory=list)  # with what, and whether a norm is on the way
+    maps: list[bool] = field(default_factory=list)  # whether a norm is on the way to each
+
+
+def block_of(labels: Labels, claim: FoundAttention) -> tuple[str | None, bool]:
+    """Return the block, as ``"x + attention(norm(x))"``, or `None`, and whether later sums leave attention out."""
+    inputs = _inputs_of_maps(labels, claim)
+    if inputs[0] is None or not claim.takers:
+        return None, False
+    result = claim.takers[0][0].output.cell
+    for step, other, is_normed in _spread(labels, result, through_sums=True).sums:
+        source = other.cell
+        while source.step is not None and source.step.op in KEEPS:
+            source = source.step.inputs[0].cell
+        before = _spread(labels, source).is_normed
+        if step.op != "add" or inputs[0] not in before:
+            continue
+        names = {True: "norm(x)", False: "x", None: "y"}
+        roles = ["?" if cell is None else names[before.get(cell)] for cell in inputs]
+        inner = f"attention({', '.join(roles[: 1 if len(set(roles)) == 1 else 3])})"
+        text = f"x + {f'norm({inner})' if is_normed else inner}"
+        after = _spread(labels, step.output.cell)
+        is_post = bool(after.sums) and all([*after.maps, *(normed for _, _, normed in after.sums)])
+        is_kept = is_normed or bool(after.sums) or not after.maps or not {*roles} <= {"x", "norm(x)"}
+        return f"norm({text})" if is_post else text, not is_kept and _is_added_again(source, step)
+    last = -1 if result.step is None else result.step.number
+    streams = (cell for cell in walk_back([inputs[0]], _made_of) if cell.is_mapped and cell.kind != WEIGHT)
+    is_added = any(user.number > last for cell in streams for user in _sums_with(cell))  # somewhere, to something
+    return None if is_added else ALONE, False
+
+
+def _inputs_of_maps(labels: Labels, claim: FoundAttention) -> list[Cell | None]:
+    """Return what the maps of queries, keys and values take."""
+    product = claim.core.parts[0].product
+    values = claim.core.step.inputs[2] if product is None else product.second
+    cells: list[Cell | None] = []
+    for view in [*sides_of(labels, claim.core), values]:
+        links = links_back(view.cell, lambda step: _is_map(labels, step))
+        step = None if links is None else links[0].main.cell.step if links else view.cell.step
+        product = None if step is None else labels.products.of(step)
+        cells.append(None if product is None else product.first.cell)
+    return cells
+
+
+def _is_map(labels: Labels, step: Step | None) -> bool:
+    product = None if step is None else labels.products.of(step)
+    return product is not None and product.kind in {"weight", "filter"}
+
+
+def _spread(labels: Labels, cell: Cell, *, through_sums: bool = False) -> _Spread:
+    spread = _Spread({cell: False})
+    walk = WalkOn([cell], _FAR)
+    for step in walk:
+        is_after = any(spread.is_normed.get(view.cell, False) for view in step.inputs)
+        others = [v for v in step.inputs if v.is_float and v.cell not in spread.is_normed and len(v.shape) > 1]
+        is_unknown = any(view.cell.kind in {WEIGHT, MADE} for view in others) and not step.is_pointwise
+        if labels.products.of(step) is not None or step.op in FUSED or (is_unknown and step.op not in MOVES):
+            spread.maps.append(is_after)
+            continue
+        if step.op in {"add", "cat"} and others and others[0].shape[-2:] == step.output.shape[-2:]:
+            spread.sums.append((step, others[0], is_after))
+            if not through_sums and not is_after and others[0].cell.kind == DATA:  # behind a norm it is a shift
+                continue
+        for output in step.outputs:
+            if output is not None:
+                spread.is_normed.setdefault(output.cell, is_after or step.op in NORMS or step.op in REDUCTIONS)
+        walk.follow(step)
+    return spread
+
+
+def _is_added_again(source: Cell, step: Step) -> bool:
+    """Whether a content is added, after a sum with it, to something that is made of that sum."""
+    whole = step.output.cell
+    parts = (view.cell for user in _sums_with(source) if user.number > step.number for view in user.inputs)
+    return any(whole in walk_back([part], lambda cell: _made_of(cell, step.number)) for part in parts)
+
+
+def _sums_with(cell: Cell) -> Iterator[Step]:
+    """Return the sums that take a content, or a copy of it."""
+    for user in cell.users:
+        if user.op in {"add", "cat"}:
+            yield user
+        elif user.op in KEEPS:
+            yield from (again for again in user.output.cell.users if again.op in {"add", "cat"})
+
+
+def _made_of(cell: Cell, after: int = -1) -> list[Cell]:
+    """Return what a content was made of, if it was made after a step."""
+    if cell.step is None or cell.step.number <= after:
+        return []
+    return [*(view.cell for view in cell.step.inputs if view.is_float), *([cell.before] if cell.before else [])]
