@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 # Loaded on first use: some names import a trainer, and most of them torch, for which `hdi --help` does not wait.
 # `__init__.pyi` has the same for type checkers and editors.
 _MODULES = {
-    "attention": "AttentionLayer HeadWeight find_attention register_layout survey",
+    "attention": "AttentionLayer HeadWeight find_attention survey",
     "audits": "Audit Comparison audit compare",
     "checks": "Card Check Diagnosis check",
     "core": "HeadCovariance HeadDiversity head_covariance head_diversity principal_cosines",

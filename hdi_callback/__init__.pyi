@@ -5,7 +5,6 @@ from hdi_callback.attention import (
     AttentionLayer as AttentionLayer,
     HeadWeight as HeadWeight,
     find_attention as find_attention,
-    register_layout as register_layout,
     survey as survey,
 )
 from hdi_callback.audits import Comparison as Comparison, compare as compare

@@ -2,7 +2,6 @@
 
 from hdi_callback.attention.discovery.find import find_attention, survey
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Refusal, Rows, Site, Survey, Term
-from hdi_callback.attention.registry import register_layout
 
 __all__ = [
     "AttentionLayer",
@@ -13,6 +12,5 @@ __all__ = [
     "Survey",
     "Term",
     "find_attention",
-    "register_layout",
     "survey",
 ]  # fmt: skip

@@ -34,7 +34,7 @@ from hdi_callback.attention.kept_state import content
 from hdi_callback.attention.layer import Refusal, Survey
 from hdi_callback.attention.sharding import over_all_ranks
 from hdi_callback.attention.tape import Tape
-from hdi_callback.errors import HDIError, MisconfigurationError
+from hdi_callback.errors import HDIError
 from hdi_callback.guard import describe, warn, without_modes
 
 __all__ = ["SEQUENCES", "FirstCalls", "take_off"]
@@ -357,8 +357,6 @@ class FirstCalls:
         try:
             with without_modes():
                 survey = call.recording.survey()
-        except MisconfigurationError:  # of a registered layout
-            raise
         except Exception as error:
             survey = self._refused(f"reading the heads failed: {describe(error)}")
         self._report(survey, call.recording)
@@ -398,8 +396,6 @@ class FirstCalls:
                     module(*inputs[0], **inputs[1])
                 self._has_failed = False
                 return Survey() if self._read_tape is None else self._read_tape(own, tape)
-        except MisconfigurationError:  # of a registered layout
-            raise
         except CannotRunAgainError as reason:
             self._has_failed = False
             return self._refused(reason)

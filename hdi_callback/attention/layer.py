@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from hdi_callback.attention.dtensors import is_sharded, whole
 from hdi_callback.attention.replay import Recipe
@@ -34,8 +33,8 @@ class Rows:
     """
 
     module: nn.Module  # that the names start from
-    # Dotted name of the parameter, or one for each head; resolved anew at every reading, so that replaced modules and
-    # parametrizations count.
+    # Dotted name of the parameter, or one for each head; resolved anew at every reading, so that replaced modules
+    # count.
     names: tuple[str, ...]
     starts: Tensor  # ``(heads, width)``, the first element of each row, on the CPU; one head if all share it
     columns: int  # elements of a row
@@ -65,7 +64,7 @@ class Rows:
         if self.centred:
             rows = rows - rows.mean(1 if self.centred == "head" else (0, 1), keepdim=True)
         if self.gain:
-            rows = rows * _whole_tensor(self.module, self.gain).to(rows.dtype)
+            rows = rows * _stored(self.module, self.gain).to(rows.dtype)
         return rows
 
     def index(self, head: int) -> Tensor:
@@ -83,7 +82,7 @@ class Rows:
 
     def _read(self, name: str, starts: Tensor) -> Tensor:
         recipe = self.recipes.get(name)
-        parameter = _whole_tensor(self.module, name) if recipe is None else recipe(partial(_stored, self.module))
+        parameter = _stored(self.module, name) if recipe is None else recipe(partial(_stored, self.module))
         if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
             raise UnsupportedAttentionError(f"`{name}` is quantised ({parameter.dtype}): its rows cannot be read.")
         return self.of(parameter, starts)
@@ -150,36 +149,17 @@ class HeadWeight:
         cls, module: nn.Module, name: str, *, heads: int, width: int, start: int = 0, stride: int | None = None,
         dim: int = 0
     ) -> HeadWeight:  # fmt: skip
-        """Return the weight of heads that are blocks of features of a projection.
+        """Return the weight of heads that are blocks of features of a matrix.
 
-        Args:
-            module: the module that `name` starts from.
-            name: dotted name of a parameter that is a matrix.
-            heads: number of heads.
-            width: features per head.
-            start: first feature of the first head.
-            stride: features from one head to the next, `width` by default.
-            dim: dimension of the parameter along which they lie. Of an ``nn.Linear`` 0 for queries, keys and values,
-                which are its output features, and 1 for an output projection; the reverse of GPT-2's ``Conv1D``.
-
-        Returns:
-            Their weight, ``(heads, width, features of the other dimension)``.
-
-        Raises:
-            UnsupportedAttentionError: if the parameter is no matrix, or has fewer features.
+        Those of head h begin at ``start + h * stride`` (`stride` is `width` by default), along dimension `dim` of the
+        parameter: of an ``nn.Linear`` 0 for queries, keys and values, which are its output features, 1 for an output
+        projection; the reverse of GPT-2's ``Conv1D``.
         """
-        shape = shape_of(module, name)
-        if len(shape) < 2 or any(size != 1 for size in shape[2:]):
-            raise UnsupportedAttentionError(f"`{name}` has the shape {tuple(shape)}, expected that of a matrix.")
+        rows, columns = _stored(module, name).shape[:2]
         first = torch.arange(heads, device="cpu")[:, None] * (width if stride is None else stride) + start
         features = first + torch.arange(width, device="cpu")
-        if int(features.min()) < 0 or int(features.max()) >= shape[dim]:
-            raise UnsupportedAttentionError(
-                f"`{name}` has the shape {tuple(shape)}, so {shape[dim]} features of heads; {heads} heads of {width} "
-                f"reach up to feature {int(features.max())}: correct `heads`, `width`, `start` or `stride`."
-            )
-        by_feature, by_column = (shape[1], 1) if dim == 0 else (1, shape[1])
-        return cls((Term((Rows(module, (name,), features * by_feature, shape[1 - dim], by_column),)),))
+        by_feature, by_column, count = (columns, 1, columns) if dim == 0 else (1, columns, rows)
+        return cls((Term((Rows(module, (name,), features * by_feature, count, by_column),)),))
 
     @property
     def heads(self) -> int:
@@ -251,78 +231,31 @@ class HeadWeight:
 
 
 def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the module that holds a parameter, of a parametrized one the module around, and its name there."""
-    path = name.split(".")
-    if "parametrizations" in path:
-        path = [*path[: path.index("parametrizations")], path[path.index("parametrizations") + 1]]
-    return reduce(getattr, path[:-1], module), path[-1]
-
-
-def shape_of(module: nn.Module, name: str) -> torch.Size:
-    """Return the shape of a parameter over all ranks, without gathering it.
-
-    Raises:
-        UnsupportedAttentionError: if there is no such parameter, or none before the first forward.
-    """
-    try:
-        owner, last = owner_of(module, name)
-    except AttributeError:
-        owner, last = module, ""
-    parameter = owner._parameters.get(last)
-    if parameter is None and last and (stored := _underlying(owner, last)):
-        return max((parameter.shape for parameter in stored), key=lambda shape: (len(shape), shape.numel()))
-    if parameter is None or is_lazy(parameter):
-        raise UnsupportedAttentionError(
-            f"{type(module).__name__} has no parameter `{name}`, or none before its first forward; it has "
-            f"{[name for name, _ in module.named_parameters()][:8]}."
-        )
-    return parameter.shape
-
-
-def _whole_tensor(module: nn.Module, name: str) -> Tensor:
-    """Return a parameter, gathered if ranks share it; where it is computed, what evaluation would use."""
-    owner, last = owner_of(module, name)
-    parameter = owner._parameters.get(last)
-    if parameter is not None:
-        return whole(parameter)
-    parametrized = owner._modules.get("parametrizations")
-    if isinstance(parametrized, nn.ModuleDict) and last in parametrized:
-        quiet: Any = _in_evaluation(parametrized[last])
-        return whole(quiet.forward())
-    hooks: list[Any] = list(owner._forward_pre_hooks.values())
-    for hook in hooks:  # torch's older ways to compute a weight
-        kind = (type(hook).__module__.removeprefix("torch.nn.utils."), getattr(hook, "name", None))
-        if kind == ("weight_norm", last):
-            return whole(hook.compute_weight(owner))
-        if kind == ("spectral_norm", last):
-            return whole(hook.compute_weight(owner, do_power_iteration=False))
-        if kind[0] == "prune" and hook._tensor_name == last:
-            return whole(hook.apply_mask(owner))
-    raise UnsupportedAttentionError(f"{type(owner).__name__} has no parameter `{name}` any more.")
+    """Return the module that holds a parameter, and its name there."""
+    path, _, last = name.rpartition(".")
+    return module.get_submodule(path), last
 
 
 def _stored(module: nn.Module, name: str) -> Tensor:
-    """Return a parameter or buffer that is stored, also one that a parametrization takes."""
-    path, _, last = name.rpartition(".")
-    owner = module.get_submodule(path)
-    for stored in (owner._parameters, owner._buffers):
+    """Return a parameter or buffer; where it is computed, what evaluation or the last forward would use."""
+    owner, last = owner_of(module, name)
+    for stored in (owner._parameters, owner._buffers, vars(owner)):
         if (tensor := stored.get(last)) is not None:
             return whole(tensor)
-    raise UnsupportedAttentionError(f"{type(owner).__name__} has no parameter or buffer `{last}` any more.")
+    parametrized: Any = owner._modules.get("parametrizations", ())
+    if last not in parametrized:
+        raise UnsupportedAttentionError(f"{type(owner).__name__} has no parameter or buffer `{last}` any more.")
+    return whole(_in_evaluation(parametrized[last]).forward())
 
 
 def _underlying(owner: nn.Module, name: str) -> list[nn.Parameter]:
     """Return the parameters that a weight is computed from; itself if it is one."""
-    if (own := owner._parameters.get(name)) is not None:
-        return [own]
-    parametrized = owner._modules.get("parametrizations")
-    if isinstance(parametrized, nn.ModuleDict) and name in parametrized:
-        return list(parametrized[name].parameters())
-    stored = owner._parameters.items()
-    return [parameter for key, parameter in stored if parameter is not None and key.startswith(f"{name}_")]
+    parametrized: Any = owner._modules.get("parametrizations", ())
+    own = owner._parameters.get(name)
+    return [own] if own is not None else list(parametrized[name].parameters()) if name in parametrized else []
 
 
-def _in_evaluation(module: nn.Module) -> nn.Module:
+def _in_evaluation(module: Any) -> Any:
     """Return a copy of a module in evaluation, without hooks, with its parameters: training would iterate or draw."""
     quiet = copy.copy(module)
     quiet.__dict__ = {**module.__dict__, "training": False}
@@ -507,21 +440,6 @@ class AttentionLayer:
             weights.add(id(getattr(owner, "bias", None)))
         parameters = self.module.named_parameters()
         return {name: parameter for name, parameter in parameters if id(parameter) not in weights}
-
-    def contradiction(self) -> str | None:
-        """Return how the weights contradict each other, `None` if they do not."""
-        expected = {
-            "query": (self.num_heads, self.head_dim),
-            "value": (self.num_value_heads, self.value_dim),
-            "output": (self.num_heads, self.value_dim),
-        }
-        for role, (heads, width) in expected.items():
-            weight = self.weights.get(role)
-            if weight is not None and (weight.heads, weight.width) != (heads, width):
-                return f"its {role} weight has {weight.heads} heads of {weight.width}, expected {heads} of {width}"
-        if len(self.value_of) != self.num_heads or set(self.key_of) != set(range(self.num_key_heads)):
-            return f"its `key_of` {self.key_of} and `value_of` {self.value_of} do not name heads for each query head"
-        return None
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hdi_callback.arguments import function
 from hdi_callback.attention import AttentionLayer, Survey, survey
 from hdi_callback.attention.extra_forward import nothing_remains
-from hdi_callback.attention.registry import known_layers
+from hdi_callback.attention.torch_attention import torch_attention
 from hdi_callback.audits.pairs import unmatched_weights
 from hdi_callback.audits.sources import NOT_STORED, Target, open_target
 from hdi_callback.dashboards.layer_table import layers_text, name_heads
@@ -171,8 +171,8 @@ def audit(
 def open_layers(target: Any, model: Any, forward: Callable[[], Any] | None = None) -> tuple[Target, Survey]:
     """Open a model as `audit` does, and find its attention."""
     opened = open_target(target, model=model)
-    by_layout = [None] * bool(known_layers(opened.model))  # which need no forward
-    forwards = [forward] if forward else opened.forwards or by_layout
+    without = [None] * bool(torch_attention(opened.model))  # which need no forward
+    forwards = [forward] if forward else opened.forwards or without
     with nothing_remains(opened.model):
         return opened, opened.first_result(partial(survey, opened.model), forwards)
 

@@ -17,13 +17,12 @@ from typing_extensions import Self
 from hdi_callback.arguments import flag, function, strings, torch_module, whole_number
 from hdi_callback.attention.capture.capture import Capture, Captured
 from hdi_callback.attention.capture.padding import PaddingChoice
-from hdi_callback.attention.discovery.find import name_without_wrappers, put_together, survey, survey_tape
+from hdi_callback.attention.discovery.find import name_without_wrappers, survey, survey_tape, with_torch_attention
 from hdi_callback.attention.dtensors import IN_PIECES, is_in_first_fsdp
 from hdi_callback.attention.extra_forward import inner_model
 from hdi_callback.attention.first_calls import FirstCalls
 from hdi_callback.attention.first_forward import FirstForward
 from hdi_callback.attention.layer import AttentionLayer, Refusal, Survey
-from hdi_callback.attention.registry import known_layers
 from hdi_callback.attention.tape import Tape
 from hdi_callback.checks import Facts, examine, facts_of
 from hdi_callback.errors import HDIWarning, MisconfigurationError, NothingToWatchError
@@ -128,7 +127,7 @@ class HeadDiversityMonitor:
             if not self.layers:
                 self._refuse()
         else:
-            self._watch(put_together(inner_model(self._model), known_layers(inner_model(self._model)), Survey()))
+            self._watch(with_torch_attention(inner_model(self._model), Survey()))
             self._first_calls = FirstCalls(
                 self._model, self._on_found, self._survey_call, self._record, may_agree=lambda: self._ranks is None
             )
@@ -409,7 +408,7 @@ class HeadDiversityMonitor:
         if self._strict:
             raise NothingToWatchError(
                 f"{self.why_nothing()}\nRun a forward of the model before the first reading, pass forward=..., "
-                "describe a layer with `hdi_callback.register_layout`, or write strict=False."
+                "or write strict=False."
             )
 
 

@@ -391,10 +391,7 @@ class Session:
         message = self.monitor.why_nothing()
         if self._settings.strict and not self.monitor.join_ranks().difference:
             self.close()
-            raise NothingToWatchError(
-                f"{message}\nDescribe a layer with `hdi_callback.register_layout`, or write strict=False to train "
-                "unwatched."
-            )
+            raise NothingToWatchError(f"{message}\nWrite strict=False to train unwatched.")
         self._guard.warn_once("layers", f"{message}\nHeads are not watched. Training goes on.")
 
     def _restore(self, state: Mapping[str, Any]) -> None:

@@ -753,8 +753,8 @@ def two_values_of_one_parameter():
         return weights @ v[..., :D] + weights @ v[..., D:]
 
     m = between(attention, v=linear(2 * C))
-    truth = {role: heads(one.weight) for role, one in (("query", m.q), ("key", m.k), ("value", m.v))}
-    return m, truth | {"notes": "the output projection, which takes heads of another width"}
+    value = heads(m.v.weight)[:, :D]
+    return m, truth_of_four(m) | {"value": value, "notes": "further values that its weights are multiplied with"}
 
 
 @case
@@ -851,7 +851,8 @@ def values_in_two_halves():
         return torch.cat([weights @ one for one in v.chunk(2, -1)], -1)
 
     m = between(attention)
-    return m, truth_of_four(m)
+    first = {"value": heads(m.v.weight)[:, : D // 2], "output": columns(m.o.weight)[:, : D // 2]}
+    return m, truth_of_four(m) | first | {"notes": "further values that its weights are multiplied with"}
 
 
 @case

@@ -82,7 +82,7 @@ def differences_of_softmaxes():
     return Written(forward, **four(q=linear(2 * C), k=linear(2 * C)))
 
 
-@refused("computed from `k.weight` by mul with something that is no parameter")
+@refused("product of two computed tensors")
 def a_weight_with_noise():
     def forward(m, x):
         k = F.linear(x, m.k.weight * torch.rand(C)[:, None])

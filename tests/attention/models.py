@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from hdi_callback.attention import AttentionLayer
+
 
 class Attention(nn.Module):
     """Packed projections and an output projection that is called; fused or written out."""
@@ -122,3 +124,19 @@ def is_equal(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(
         torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(one, other)
     )
+
+
+def contradiction(layer: AttentionLayer) -> str | None:
+    """Return how the weights of a layer contradict each other, `None` if they do not."""
+    expected = {
+        "query": (layer.num_heads, layer.head_dim),
+        "value": (layer.num_value_heads, layer.value_dim),
+        "output": (layer.num_heads, layer.value_dim),
+    }
+    for role, (heads, width) in expected.items():
+        weight = layer.weights.get(role)
+        if weight is not None and (weight.heads, weight.width) != (heads, width):
+            return f"its {role} weight has {weight.heads} heads of {weight.width}, expected {heads} of {width}"
+    if len(layer.value_of) != layer.num_heads or set(layer.key_of) != set(range(layer.num_key_heads)):
+        return f"its `key_of` {layer.key_of} and `value_of` {layer.value_of} do not name heads for each query head"
+    return None

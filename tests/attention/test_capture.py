@@ -18,7 +18,7 @@ from hdi_callback.attention.capture.reader import Reader
 from hdi_callback.attention.discovery.find import survey, survey_tape
 from hdi_callback.attention.first_calls import FirstCalls
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Rows, Site, Term
-from hdi_callback.attention.registry import known_layers
+from hdi_callback.attention.torch_attention import torch_attention
 from tests.attention.models import Model, batches, is_equal, train
 from tests.versions import needs_saved_tensors
 
@@ -248,7 +248,7 @@ def test_torchs_attention_against_its_own_weights(options, batch_first):
     given = x if batch_first else x.transpose(0, 1)
     run = lambda: module(given, given, given, key_padding_mask=padded, **options)  # noqa: E731
     out, truth = module(given, given, given, key_padding_mask=padded, average_attn_weights=False)
-    found = captured(model, run, known_layers(model))["a"]
+    found = captured(model, run, torch_attention(model))["a"]
     rows = found.rows[0]
     visible = rows["visible"].any(-1).expand(3, 4, 6)
     assert torch.allclose(rows["weights"][visible], truth[visible], atol=1e-6)
@@ -571,7 +571,7 @@ def test_paused_hooks_leave_the_fast_path_of_evaluation_and_come_back_without_re
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model, (x, _) = Encoder(), batches(1)[0]
-    capture = capture_of(model, known_layers(model))
+    capture = capture_of(model, torch_attention(model))
     run = compiled(model)
     run(x)
     for _ in range(2):

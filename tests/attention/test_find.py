@@ -16,7 +16,7 @@ from hdi_callback.attention.tape import Tape
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarning
 from tests.attention.by_hand import CASES, C, D, H, Written, attend, four, join, split, truth_of_four
 from tests.attention.by_hand_refused import REFUSED
-from tests.attention.models import Model, batches
+from tests.attention.models import Model, batches, contradiction
 
 IN = ("query", "key", "value")
 
@@ -30,7 +30,7 @@ def test_the_weights_of_heads_are_those_by_construction(name, training):
     assert not found.refused
     assert len(found.layers) == len(truths)
     for layer, truth in zip(found.layers, truths):
-        assert layer.contradiction() is None
+        assert contradiction(layer) is None
         assert {role for role in (*IN, "output") if role in layer.weights} == {
             role for role in (*IN, "output") if role in truth
         }

@@ -8,11 +8,12 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 
-from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Refusal, Rows, Term
-from hdi_callback.attention.registry import _REGISTERED, known_layer, known_layers, register_layout
-from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionError
+from hdi_callback.attention.discovery.find import survey
+from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Rows, Term
+from hdi_callback.attention.torch_attention import torch_attention
+from hdi_callback.errors import UnsupportedAttentionError
 
 
 def starts(heads: int, width: int, by_head: int, by_row: int = 1, first: int = 0) -> torch.Tensor:
@@ -146,45 +147,41 @@ def test_reading_a_parametrized_weight_runs_nothing_in_training_mode():
     assert int(linear.parametrizations.weight[1].count) == count
     linear.eval()
     assert torch.equal(found.flatten(0, 1), linear.weight)
-    original = HeadWeight((Term((Rows(linear, ("parametrizations.weight.original",), starts(2, 3, 18, 6), 6),)),))
-    assert torch.equal(original.tensor(), found)
     with pytest.raises(UnsupportedAttentionError, match="computed when it is used"):
         weight.write(0, torch.zeros(3, 6))
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_the_older_norms_of_weights_are_computed_anew():
-    linear = nn.utils.weight_norm(nn.Linear(6, 4))
-    weight = HeadWeight.from_blocks(linear, "weight", heads=2, width=2)
-    with torch.no_grad():
-        linear.weight_g.mul_(3)
-    expected = linear.weight_v * linear.weight_g / linear.weight_v.norm(dim=1, keepdim=True)
-    assert torch.allclose(weight.tensor().flatten(0, 1), expected)
-
-
-def test_errors_say_what_to_write():
+def test_a_weight_that_is_pruned_after_it_was_found_is_what_the_last_forward_used():
     linear = nn.Linear(6, 4)
-    with pytest.raises(UnsupportedAttentionError, match=r"4 features of heads; 3 heads of 2 .* correct `heads`"):
-        HeadWeight.from_blocks(linear, "weight", heads=3, width=2)
-    with pytest.raises(UnsupportedAttentionError, match=r"no parameter `weigth`.*'weight'"):
-        HeadWeight.from_blocks(linear, "weigth", heads=2, width=2)
-    with pytest.raises(UnsupportedAttentionError, match="expected that of a matrix"):
-        HeadWeight.from_blocks(linear, "bias", heads=2, width=2)
-    layer = known_layer("attention", nn.MultiheadAttention(8, 2))
-    assert isinstance(layer, AttentionLayer)
-    with pytest.raises(UnsupportedAttentionError, match="has no 'keys' weight"):
+    weight = HeadWeight.from_blocks(linear, "weight", heads=2, width=2)
+    prune.l1_unstructured(linear, "weight", amount=0.5)
+    linear(torch.randn(2, 6))
+    assert torch.equal(weight.tensor().flatten(0, 1), linear.weight_orig * linear.weight_mask)
+    with pytest.raises(UnsupportedAttentionError, match="computed when it is used"):
+        weight.write(0, torch.zeros(2, 6))
+
+
+def test_errors_name_what_is_there():
+    layer = AttentionLayer(
+        "x", nn.Identity(), {"key": HeadWeight.from_blocks(nn.Linear(4, 4), "weight", heads=2, width=2)}
+    )
+    with pytest.raises(UnsupportedAttentionError, match=r"has no 'keys' weight; it has \['key'\]"):
         layer.weight("keys")
+    linear = nn.Linear(6, 4)
+    weight = HeadWeight.from_blocks(linear, "weight", heads=2, width=2)
+    del linear.weight
+    with pytest.raises(UnsupportedAttentionError, match="no parameter or buffer `weight` any more"):
+        weight.tensor()
 
 
 @pytest.mark.parametrize("options", [{}, {"kdim": 6, "vdim": 10}], ids=["packed", "separate"])
 def test_torchs_attention_is_known_without_a_forward(options):
     module = nn.MultiheadAttention(8, 2, **options)
-    (layer,) = known_layers(nn.ModuleDict({"one": module}))
+    (layer,) = torch_attention(nn.ModuleDict({"one": module}))
     assert (layer.name, layer.num_heads, layer.head_dim, layer.output_module) == ("one", 2, 4, None)
     key = module.k_proj_weight if options else module.in_proj_weight[8:16]
     assert torch.equal(layer.weight("key"), key.view(2, 4, -1))
     assert torch.equal(layer.weight("output"), module.out_proj.weight.T.view(2, 4, 8))
-    assert layer.contradiction() is None
     assert layer.description()["width"] == options.get("kdim", 8)
 
 
@@ -193,7 +190,7 @@ def test_an_attention_with_a_forward_of_its_own_is_not_known():
         def forward(self, x):
             return x
 
-    assert known_layers(Own(8, 2)) == []
+    assert torch_attention(Own(8, 2)) == []
 
 
 def test_neighbours_share_key_heads_by_default():
@@ -203,57 +200,21 @@ def test_neighbours_share_key_heads_by_default():
     assert layer.key_of == (0, 0, 1, 1)
 
 
-@pytest.fixture
-def clean_registry():
-    before = dict(_REGISTERED)
-    yield
-    _REGISTERED.clear()
-    _REGISTERED.update(before)
-
-
-class Mine(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix, self.back = nn.Linear(12, 36), nn.Linear(12, 12)
-
-
-def describe(name, module, *, width=3, heads=4):
-    query = HeadWeight.from_blocks(module, "mix.weight", heads=4, width=width)
-    key = HeadWeight.from_blocks(module, "mix.weight", heads=heads, width=3, start=12)
-    return AttentionLayer(name, module, {"query": query, "key": key}, output_module=module.back)
-
-
-def test_a_layout_that_fits_is_used_for_subclasses_too(clean_registry):
-    register_layout(Mine, describe)
-    module = type("Child", (Mine,), {})()
-    assert torch.equal(known_layer("x", module).weight("key").flatten(0, 1), module.mix.weight[12:24])
-
-
-def test_a_layout_that_does_not_fit_is_an_error_that_says_so(clean_registry):
-    register_layout(Mine, lambda name, module: describe(name, module, width=2))
-    with pytest.raises(
-        MisconfigurationError, match=r"does not fit `x`: its query weight has 4 heads of 2, expected 4 of 3"
-    ):
-        known_layer("x", Mine())
-    register_layout(Mine, lambda name, module: describe(name, module, heads=40))
-    with pytest.raises(MisconfigurationError, match="registered for Mine does not fit `x`: `mix"):
-        known_layer("x", Mine())
-    register_layout(Mine, lambda name, module: 3)
-    with pytest.raises(MisconfigurationError, match="gives 3: let it return an AttentionLayer"):
-        known_layer("x", Mine())
-    register_layout(Mine, lambda name, module: None)
-    assert known_layer("x", Mine()) is None
-    with pytest.raises(MisconfigurationError, match=r"write type\(model"):
-        register_layout(Mine(), describe)
-
-
-def test_torchs_attention_whose_output_projection_is_replaced_is_refused():
-    module = nn.MultiheadAttention(8, 2)
-    module.out_proj = nn.Identity()
-    assert isinstance(known_layer("x", module), Refusal)
+@pytest.mark.parametrize("change", ["output projection replaced", "weight parametrized"])
+def test_torchs_attention_that_was_changed_is_read_from_a_forward(change):
+    module, x = nn.MultiheadAttention(8, 2), torch.randn(3, 5, 8)
+    if change == "weight parametrized":
+        parametrizations.weight_norm(module, "in_proj_weight")
+    else:
+        module.out_proj = nn.Linear(8, 8, bias=False)
+        parametrizations.orthogonal(module.out_proj)
+    assert torch_attention(module) == []
+    (layer,) = survey(module, lambda: module(x, x, x)).layers
+    assert torch.allclose(layer.weight("key"), module.in_proj_weight[8:16].view(2, 4, -1))
+    assert torch.allclose(layer.weight("output"), module.out_proj.weight.T.view(2, 4, 8))
 
 
 def test_layers_are_copied_and_saved_with_their_model():
-    layer = known_layer("x", nn.MultiheadAttention(8, 2))
+    (layer,) = torch_attention(nn.MultiheadAttention(8, 2))
     again = pickle.loads(pickle.dumps(copy.deepcopy(layer)))
     assert torch.equal(again.weight("key"), layer.weight("key"))

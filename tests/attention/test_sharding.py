@@ -22,6 +22,7 @@ from hdi_callback.attention.dtensors import whole
 from hdi_callback.attention.first_calls import FirstCalls
 from hdi_callback.attention.layer import HeadWeight
 from hdi_callback.errors import UnsupportedAttentionError
+from tests.attention.models import contradiction
 from tests.processes import on_ranks
 
 W, H, G, D = 24, 4, 2, 6
@@ -161,7 +162,7 @@ def check(rank: int, name: str) -> None:
     truth = capture.take()
     for layer, other in zip(fresh.layers, alone, strict=True):
         assert (layer.name, layer.num_heads, layer.num_key_heads, layer.key_of) == (other.name, H, G, (0, 0, 1, 1))
-        assert layer.contradiction() is None
+        assert contradiction(layer) is None
         for role in ROLES:
             assert torch.equal(layer.weight(role), other.weight(role))
             assert layer.weights[role].is_sharded == (name != "fsdp2, whole between")

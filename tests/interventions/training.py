@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight
-from hdi_callback.attention.registry import known_layer
+from hdi_callback.attention.torch_attention import torch_attention
 from hdi_callback.record import Alert, LayerRecord, Record
 
 
@@ -52,7 +52,7 @@ class Torch(nn.MultiheadAttention):
         super().__init__(width, heads, bias=bias, batch_first=True)
 
     def layer(self, name: str) -> AttentionLayer:
-        packed = known_layer(name, nn.MultiheadAttention(self.embed_dim, self.num_heads))
+        (layer,) = torch_attention(nn.ModuleList([nn.MultiheadAttention(self.embed_dim, self.num_heads)]))
         weights = {
             role: HeadWeight.from_blocks(self, "in_proj_weight", heads=self.num_heads, width=self.head_dim, start=start)
             for role, start in (("query", 0), ("key", self.embed_dim), ("value", 2 * self.embed_dim))
@@ -60,7 +60,7 @@ class Torch(nn.MultiheadAttention):
         weights["output"] = HeadWeight.from_blocks(
             self, "out_proj.weight", heads=self.num_heads, width=self.head_dim, dim=1
         )
-        return AttentionLayer(name, self, weights=weights, kind=packed.kind)
+        return AttentionLayer(name, self, weights=weights, kind=layer.kind)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x, x, x, need_weights=False)[0]

@@ -348,7 +348,7 @@ def test_a_model_without_attention_is_an_error_at_the_first_reading():
     model = nn.Linear(4, 4)
     with HeadDiversityMonitor(model) as monitor:
         model(torch.randn(2, 4))
-        with pytest.raises(NothingToWatchError, match=r"register_layout.*strict=False"):
+        with pytest.raises(NothingToWatchError, match=r"forward=.*strict=False"):
             monitor.measure(0)
     with pytest.raises(NothingToWatchError):
         HeadDiversityMonitor(model, forward=lambda: model(torch.randn(2, 4)))

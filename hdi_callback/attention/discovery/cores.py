@@ -18,7 +18,6 @@ from hdi_callback.attention import operations as ops
 from hdi_callback.attention.discovery.labels import (
     RESAMPLED,
     SEVERAL,
-    SHARED,
     TIMES,
     FeatureRange,
     Flag,
@@ -171,7 +170,7 @@ def _core_behind(labels: Labels, step: Step, scores: View, dim: int | None) -> C
                 raise
     query_of = _numbered(slots, label.tokens, source, is_flipped)
     flags = {Flag("scores are a sum of several products")} if len(sources) > 1 else set()
-    flags |= label.flags & {SHARED, TIMES}
+    flags |= label.flags & {TIMES}
     return Core(step, tuple(parts), source.step, query_of.amax(dim), dim - len(scores.shape), frozenset(flags), scores)
 
 

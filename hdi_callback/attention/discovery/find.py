@@ -23,7 +23,7 @@ from hdi_callback.attention.discovery.heads import (
     Projection,
     columns_of,
     heads_of,
-    maps_that_are_shared,
+    refuse_parts_of_features,
 )
 from hdi_callback.attention.discovery.labels import (
     CENTRED,
@@ -42,8 +42,8 @@ from hdi_callback.attention.discovery.sites import merged_sites, ordinals, site_
 from hdi_callback.attention.discovery.terms import Weights, origin
 from hdi_callback.attention.extra_forward import inner_model, nothing_remains
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Refusal, Site, Survey
-from hdi_callback.attention.registry import known_layers
 from hdi_callback.attention.tape import DATA, Cell, Step, Tape
+from hdi_callback.attention.torch_attention import torch_attention
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarning
 
 __all__ = ["OnRead", "claims_of", "find_attention", "place_of", "read_tape", "survey", "survey_tape"]
@@ -102,11 +102,10 @@ def claims_of(tape: Tape, tape_reader: TapeReader | None = None) -> tuple[Labels
 
 
 def _claim(labels: Labels, step: Step) -> FoundAttention | None:
-    while (core := core_of(labels, step)) is not None and (shared := maps_that_are_shared(labels, core)):
-        labels.deep |= shared
-        labels.forget()
+    core = core_of(labels, step)
     if core is None:
         return None
+    refuse_parts_of_features(labels, core)
     claim = heads_of(labels, core)
     labels.score_steps |= {core.score_step.number} if core.score_step is not None else set()
     return claim
@@ -516,8 +515,8 @@ def survey(model: nn.Module, forward: Callable[[], object] | None = None, on_rea
     Args:
         model: the model.
         forward: runs a forward of it, without arguments: ``lambda: model(batch)``. Without it, torch's own attention
-            and registered layouts are known, and the rest is read from inputs that the model brings itself
-            (``example_input_array``, ``dummy_inputs`` of transformers, ``input_size`` of timm).
+            is known, and the rest is read from inputs that the model brings itself (``example_input_array``,
+            ``dummy_inputs`` of transformers, ``input_size`` of timm).
         on_read: takes what `claims_of` returns, for others to look at.
 
     Returns:
@@ -528,10 +527,9 @@ def survey(model: nn.Module, forward: Callable[[], object] | None = None, on_rea
     """
     torch_module("model", model)
     function("forward", forward, "lambda: model(batch)")
-    described = known_layers(model)
     if forward is None:
         forward = own_forward(model)
-    if forward is None and not described:
+    if forward is None and not torch_attention(model):
         raise MisconfigurationError(
             f"The heads of {type(model).__name__} are read from a forward: write find_attention(model, forward=lambda: "
             "model(batch)), with a batch as your data loader gives it."
@@ -542,7 +540,7 @@ def survey(model: nn.Module, forward: Callable[[], object] | None = None, on_rea
         with nothing_remains(inner, forward), Tape(inner) as tape:
             forward()
         read = read_tape(tape, on_read)
-    return put_together(model, described, read)
+    return with_torch_attention(model, read)
 
 
 def find_attention(model: nn.Module, forward: Callable[[], object] | None = None) -> list[AttentionLayer]:
@@ -565,21 +563,16 @@ def survey_tape(
     model: nn.Module, tape: Tape, on_read: OnRead | None = None, tape_reader: TapeReader | None = None
 ) -> Survey:
     """Return the layers of a model, with those that are known without a forward, from one that was written down."""
-    return put_together(model, known_layers(model), read_tape(tape, on_read, tape_reader))
+    return with_torch_attention(model, read_tape(tape, on_read, tape_reader))
 
 
-def put_together(model: nn.Module, described: list[AttentionLayer | Refusal], read: Survey) -> Survey:
-    """Return both surveys together: registered layouts win, and have the sites that the forward showed."""
+def with_torch_attention(model: nn.Module, read: Survey) -> Survey:
+    """Return a survey with torch's own attention, which has the sites that the forward showed, in model order."""
     layers = {layer.name: layer for layer in map(_without_wrappers, read.layers)}
-    described = list(map(_without_wrappers, described))
-    names = {item.name for item in described}
-    refused = [refusal for refusal in map(_without_wrappers, read.refused) if refusal.name not in names]
-    for item in described:
-        if isinstance(item, Refusal):
-            refused.append(item)
-            continue
-        layer = layers.get(item.name)
-        layers[item.name] = item if layer is None else replace(item, sites=layer.sites or item.sites)
+    own = {layer.name: layer for layer in map(_without_wrappers, torch_attention(model))}
+    for name, layer in own.items():
+        layers[name] = replace(layer, sites=(layers[name].sites if name in layers else ()) or layer.sites)
+    refused = [refusal for refusal in map(_without_wrappers, read.refused) if refusal.name not in own]
     order = {name_without_wrappers(name): at for at, (name, _) in enumerate(model.named_modules())}
     in_order = sorted(layers.values(), key=lambda layer: order.get(layer.name.partition("#")[0], 0))
     return Survey(tuple(in_order), tuple(refused))

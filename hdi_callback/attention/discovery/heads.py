@@ -30,7 +30,7 @@ from hdi_callback.attention.discovery.planes import repeats, reshaped, small, th
 from hdi_callback.attention.discovery.products import Product, Unreadable
 from hdi_callback.attention.tape import DATA, Cell, Step, View, WalkOn
 
-__all__ = ["FoundAttention", "Projection", "column_numbers", "columns_of", "heads_of", "maps_that_are_shared"]
+__all__ = ["FoundAttention", "Projection", "column_numbers", "columns_of", "heads_of", "refuse_parts_of_features"]
 
 IN = ("query", "key", "value")
 PLURAL = {"query": "queries", "key": "keys", "value": "values"}
@@ -134,7 +134,7 @@ def heads_of(labels: Labels, core: Core) -> FoundAttention:
     head_of_queries = torch.cat([part.number.flatten() for part in parts])
     if len(set(head_of_queries[head_of_queries >= 0].bincount().tolist())) > 1:
         raise Unreadable("not all tokens have the same heads, as where experts make queries")
-    _install(labels, claim, _values_of_parts(labels, claim, parts, heads))
+    _install(labels, claim, _values_of_parts(claim, parts, heads))
     return claim
 
 
@@ -283,9 +283,9 @@ def _maps_of_role(labels: Labels, claim: FoundAttention, role: str, heads: list[
     computed = [owner for owner in owners if labels.source_of(owner) is not None]
     for owner in computed:
         source = labels.source_of(owner)
-        if source is not None and source.step is not None and (why := labels.products.changed_by(source.step)):
-            raise Unreadable(f"its weight is computed from {why}")
-        claim.flags.add(Flag("computed by", source.kind if source else "", role))
+        if source is not None and source.kind == "scores":
+            raise Unreadable(f"its {role} is a product of two computed tensors")
+        claim.flags.add(Flag("what another attention returns", role=role))
     heads = [{owner: places for owner, places in vector.items() if owner not in computed} for vector in heads]
     if SUM.of(role) in claim.flags:
         still = [owner for owner in owners if owner not in labels.moving]  # maps of positions alone
@@ -350,45 +350,28 @@ def _check(part: ValueProduct, claim: FoundAttention) -> None:
 
 
 def _values_of_parts(
-    labels: Labels, claim: FoundAttention, parts: list[_HeadsOfPart], heads: dict[tuple[object, ...], _Head]
-) -> list[tuple[ValueProduct, Tensor, int]]:
-    """Return products with values, the heads of their queries, and the first of their values in those of the heads.
-
-    A product with further values of the same parameter stands beside the first; one of another parameter is left out.
-    """
+    claim: FoundAttention, parts: list[_HeadsOfPart], heads: dict[tuple[object, ...], _Head]
+) -> list[tuple[ValueProduct, Tensor]]:
+    """Return products with values, and the heads of their queries; one with further values is left out."""
     order = {name: at for at, name in enumerate(heads)}
-    values, width = [], max(part.part.value.features.shape[-1] for part in parts)
+    values = []
     for part in parts:
-        offset = 0
         if any(_named(head["value"]) != _named(heads[_name_of_scores(head)]["value"]) for head in part.heads):
-            further = _beside(labels, claim, part, width) if len(part.heads) == len(heads) else None
-            if further is None:
-                claim.notes.append("further values that its weights are multiplied with")
-                continue
-            claim.maps["value"], offset = [further], width
+            claim.notes.append("further values that its weights are multiplied with")
+            continue
         at = torch.tensor([*(order[_name_of_scores(head)] for head in part.heads), -1])
-        values.append((part.part, thin(at[part.number]), offset))
+        values.append((part.part, thin(at[part.number])))
     return values
 
 
-def _beside(labels: Labels, claim: FoundAttention, part: _HeadsOfPart, width: int) -> Projection | None:
-    """Return a second block of value rows beside the first, if both are rows of one parameter."""
-    first = claim.maps.get("value", [])
-    further = _maps_of_role(labels, claim, "value", [next(iter(head["value"].values()), {}) for head in part.heads])
-    if len(first) != 1 or len(further) != 1 or first[0].names != further[0].names or first[0].starts.shape[1] > width:
-        return None
-    places = (*first[0].places, *(place + width for place in further[0].places))
-    return replace(first[0], starts=torch.cat([first[0].starts, further[0].starts], 1), places=places)
-
-
-def _install(labels: Labels, claim: FoundAttention, parts: list[tuple[ValueProduct, Tensor, int]]) -> None:
+def _install(labels: Labels, claim: FoundAttention, parts: list[tuple[ValueProduct, Tensor]]) -> None:
     """Label what a core returns with the heads that it comes from."""
-    width = max(part.value.features.shape[-1] + offset for part, _, offset in parts)
-    claim.width, claim.numbers = width, [number for _, number, _ in parts]
+    width = max(part.value.features.shape[-1] for part, _ in parts)
+    claim.width, claim.numbers = width, [number for _, number in parts]
     claim.source = labels.new_source("attention", claim.heads * width, claim.core.step, ())
-    for part, head, offset in parts:
+    for part, head in parts:
         shape = n, queries, columns = (*head.shape, part.value.features.shape[-1])
-        first = claim.source.start + offset + small(head)[..., None] * width
+        first = claim.source.start + small(head)[..., None] * width
         features = torch.where(small(head)[..., None] < 0, 0, first + torch.arange(columns))
         tokens = (torch.arange(n)[:, None] * queries + torch.arange(queries) + 1)[..., None]
         placed, at = (part.placed(plane.expand(shape)) for plane in (features, tokens))
@@ -404,7 +387,7 @@ def columns_of(labels: Labels, claim: FoundAttention) -> None:
             continue
         product = labels.products.of(step)
         if product is not None:
-            is_linear = product.kind in {"weight", "filter"} and step.number not in labels.deep
+            is_linear = product.kind in {"weight", "filter"}
             if is_linear and product.first.cell in walk.met:
                 claim.takers.append((step, product))
                 try:
@@ -511,19 +494,14 @@ def _columns_by_head(
 # maps that take a part of features
 
 
-def maps_that_are_shared(labels: Labels, core: Core) -> set[int]:
-    """Return the products whose weight is applied per head to a slice: labels must be followed through them.
-
-    Raises:
-        Unreadable: if the weight of each head is its own.
-    """
+def refuse_parts_of_features(labels: Labels, core: Core) -> None:
+    """Raise `Unreadable` if a weight of queries, keys or values is applied to several slices of the features."""
     factors = [label for part in core.parts for label in (part.query, part.key, part.value)]
     owners = set().union(*(labels.owners(label.features) for label in factors))
     alike = {o for label in factors if repeats(label.features, 0) for o in labels.owners(label.features)}
-    shared: set[int] = set()
     for step in _steps_leading_to(labels, core):
         product = labels.products.of(step)
-        if product is None or product.kind not in {"weight", "filter"} or step.number in labels.deep:
+        if product is None or product.kind not in {"weight", "filter"}:
             continue
         if product.kind == "filter":
             _refuse_filters_over_features(labels, step, product, owners)
@@ -532,16 +510,12 @@ def maps_that_are_shared(labels: Labels, core: Core) -> set[int]:
         if owner not in owners or not _takes_a_part(labels, product.first):
             continue
         rooted = Labels(labels.tape, of_inputs=True)
-        rooted.deep = labels.deep
         label = rooted.may_read(product.first)
         if label is None or not _varies(rooted, small(label.features)[..., 0].unique().tolist()):
             continue
         is_of_each_head = product.second.shape[0] > 1 and product.second.stride[0] != 0
-        if is_of_each_head or (owner in alike and labels.may_read(product.first) is None):
+        if is_of_each_head or owner in alike:
             raise Unreadable("the map of each head takes an input of its own: a part of the features")
-        if owner in alike:
-            shared.add(step.number)
-    return shared
 
 
 def _steps_leading_to(labels: Labels, core: Core) -> list[Step]:

@@ -65,9 +65,9 @@ class Flag(NamedTuple):
         return self._replace(role=role)
 
 
-NORMED, GATED, GAINED, TIMES, SHARED, RESAMPLED, FILTERED, GROUPED, WEIGHED, SUM = map(
-    Flag, ("normed", "gated", "gain", "product of two", "through a map that heads share", "tokens resampled",
-           "filter over several tokens", "filters of groups", "times a constant", "sum"),
+NORMED, GATED, GAINED, TIMES, RESAMPLED, FILTERED, GROUPED, WEIGHED, SUM = map(
+    Flag, ("normed", "gated", "gain", "product of two", "tokens resampled", "filter over several tokens",
+           "filters of groups", "times a constant", "sum"),
 )  # fmt: skip
 NONLINEAR, CENTRED = "nonlinear:", "centred over"  # kinds; their details are the operation, and how many features
 
@@ -136,7 +136,6 @@ class Labels:
     def __init__(self, tape: Tape, *, of_inputs: bool = False) -> None:
         self.tape = tape
         self.products = Products(tape)
-        self.deep: set[int] = set()  # steps whose weight all heads share: labels pass through, and do not start there
         self.installed: dict[int, Label] = {}  # step -> labels that are known otherwise: those of an attention's output
         self.moving: set[int] = set()  # parameters applied to data, not only to positions
         self.products_of: dict[int, dict[int, Product]] = {}  # parameter -> step -> product with it, as far as read
@@ -284,7 +283,7 @@ class Labels:
             cells = [view.cell for view in (product.first, product.second, *step.inputs)]
         elif (product is not None and product.kind == "scores") or step.op in {*ops.FUSED, *ops.WHOLE_LAYERS}:
             cells = []
-        elif product is not None and product.kind in {"weight", "filter"} and step.number not in self.deep:
+        elif product is not None and product.kind in {"weight", "filter"}:
             cells = [product.first.cell] if product.kind == "filter" and _is_depthwise(step, product) else []
         elif step.op in ops.EMPTY:
             cells = []
@@ -518,12 +517,8 @@ class Labels:
         return None if label is None else label.mapped(lambda plane: product.placed(plane, out))
 
     def _through_weight(self, step: Step, product: Product) -> Label:
-        x, weight = product.first, product.second
+        weight = product.second
         shape = n, rows, _ = product.shape
-        if step.number in self.deep and (label := self.read(x)) is not None:
-            features = self.plain(self.summed_features(label.features))[..., None].expand(shape)
-            tokens = small(label.tokens).amin(-1, keepdim=True).expand(shape)
-            return Label(features, tokens, label.flags | {SHARED})
         features = self.products.features(weight)
         self._note(step, product, features)
         is_shared = weight.shape[0] == 1 or weight.stride[0] == 0

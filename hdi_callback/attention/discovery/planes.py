@@ -103,61 +103,30 @@ def unique_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def seen_through(plane: Tensor, written: Geometry, view: Geometry) -> Tensor | None:
-    """Return a plane that was written in one geometry through another, as a view; `None` where none can be.
+    """Return a plane that was written in one geometry through another; `None` if that had gaps or goes beyond.
 
-    An element of the view lies at ``offset + sum of place * stride``. Each of its dimensions walks along one
-    dimension of what was written, or, where it is longer, on along the next larger one.
+    The place along a written dim of an element at some offset in memory is ``offset // stride % size``. A dim of the
+    view does not change it if its stride is a multiple of ``stride * size``, or small enough for no carry.
     """
-    dims = sorted(
-        ((size, step, by) for size, step, by in zip(written.shape, written.stride, plane.stride()) if size > 1),
-        key=lambda dim: dim[1],
-    )
-    if any(step == 0 for _, step, _ in dims):
+    short, offset = small(plane), view.offset - written.offset
+    last = offset + sum((size - 1) * step for size, step in zip(view.shape, view.stride))
+    steps = sorted((step, size) for size, step in zip(written.shape, written.stride) if size > 1)
+    is_dense = all(step == math.prod(size for _, size in steps[:at]) for at, (step, _) in enumerate(steps))
+    if not (is_dense and 0 <= offset <= last < plane.numel()):
         return None
-    reached: list[int] = []
-    offset = view.offset - written.offset
-    for _, step, _ in reversed(dims):
-        at, offset = divmod(offset, step)
-        reached.insert(0, at)
-    if offset or any(at < 0 for at in reached):
-        return None
-    begin = int(plane.storage_offset()) + sum(at * by for at, (_, _, by) in zip(reached, dims))
-    pieces = [_walk(size, step, dims, reached) for size, step in zip(view.shape, view.stride)]
-    if any(piece is None for piece in pieces) or any(at >= size for at, (size, _, _) in zip(reached, dims)):
-        return None
-    sizes, strides, small_shape = list[int](), list[int](), list[int]()
-    for piece, size in zip(pieces, view.shape):
-        repeated = all(by == 0 for _, by in piece or [])
-        small_shape.append(1 if repeated else size)
-        for count, by in [(1, 0)] if repeated else reversed(piece or []):
-            sizes.append(count)
-            strides.append(by)
-    return plane.as_strided(sizes, strides, begin).reshape(small_shape).expand(view.shape)
-
-
-def _walk(size: int, step: int, dims: list[tuple[int, int, int]], reached: list[int]) -> list[tuple[int, int]] | None:
-    """Return along which dims, smallest first, a dimension of a view walks: how many elements, by what stride."""
-    if size == 1 or step == 0:
-        return [(size, 0)]
-    pieces: list[tuple[int, int]] = []
-    while size > 1:
-        at = max((i for i, dim in enumerate(dims) if dim[1] <= step), default=None)
-        if at is None or step % dims[at][1]:
-            return None
-        length, stride, by = dims[at]
-        each = step // stride
-        if (size - 1) * each + reached[at] < length:
-            reached[at] += (size - 1) * each
-            return [*pieces, (size, each * by)]
-        count, remainder = divmod(length, each)
-        if remainder or count < 2 or size % count or (reached[at] and reached[at] >= each):
-            return None
-        reached[at] += (count - 1) * each
-        pieces.append((count, each * by))
-        size, step = size // count, stride * length
-        if size > 1 and not any(dim[1] == step for dim in dims):
-            return None
-    return pieces
+    places = []
+    for size, step, count in zip(written.shape, written.stride, short.shape):
+        changing = (dim for dim, by in enumerate(view.stride) if count > 1 and by % (step * size))
+        dims = sorted(changing, key=view.stride.__getitem__)
+        lengths = [(view.shape[dim] - 1) * view.stride[dim] for dim in dims]
+        units = (math.gcd(step, *(view.stride[dim] for dim in dims[at:])) for at in range(len(dims) + 1))
+        no_carry = max(at for at, unit in enumerate(units) if offset % unit + sum(lengths[:at]) < unit)
+        at = torch.tensor(offset).reshape([1] * len(view.shape))
+        for dim in dims[no_carry:]:
+            along = torch.arange(view.shape[dim]) * view.stride[dim]
+            at = at + along.reshape([-1 if each == dim else 1 for each in range(len(view.shape))])
+        places.append(at // step % size if count > 1 else torch.zeros_like(at))
+    return short[tuple(places)].expand(view.shape) if places else plane.expand(view.shape)
 
 
 def written_out(plane: Tensor, written: Geometry, numel: int) -> Tensor:

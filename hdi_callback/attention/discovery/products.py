@@ -169,20 +169,6 @@ class Products:
             cell = base.cell
         return cell.step is not None and cell.kind == MADE
 
-    def changed_by(self, step: Step) -> str:
-        """Return of which parameter, and by what, a factor is made that depends on more than parameters; or ``""``."""
-        todo = [(view.cell, "") for view in step.inputs if view.cell.kind == DATA]
-        for cell, op in todo:  # it grows
-            if cell.parameter is not None and op:
-                return f"`{cell.parameter}` by {op} with something that is no parameter"
-            writer, written = cell.step, cell.written
-            if writer is None or written is None or len(todo) >= 50:
-                continue
-            if writer.is_pointwise or writer.op in ops.OF_WEIGHTS:
-                views = [view for view in writer.inputs if view.numel == written.numel and view.is_float]
-                todo += [(view.cell, writer.op) for view in views]
-        return ""
-
     def parameter_of(self, view: View) -> int:
         """Return the number of the parameter that a weight is made of; -1 if it is none."""
         while view.cell.parameter is None:

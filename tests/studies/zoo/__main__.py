@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from tests.attention.models import contradiction
 from tests.studies.zoo import configs, sources
 from tests.studies.zoo.oracle import Oracle
 from tests.studies.zoo.table import page, verdict_of
@@ -66,7 +67,7 @@ def judged(model: torch.nn.Module, forward: Any) -> dict[str, Any]:
     kinds: dict[tuple[object, ...], Any] = {}
     wrong, open_questions = [], []
     for layer in found.layers:
-        if reason := layer.contradiction():
+        if reason := contradiction(layer):
             wrong.append(f"{layer.name}: {reason}")
         if counts and not {layer.num_heads, layer.num_key_heads} <= counts | {1}:
             wrong.append(f"{layer.name}: {layer.num_heads} heads, {layer.num_key_heads} of keys, of {sorted(counts)}")
