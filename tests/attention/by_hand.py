@@ -520,6 +520,27 @@ def weights_that_are_put_together_for_one_product():
 
 
 @case
+def columns_in_another_order():
+    def forward(m, x):
+        k = F.linear(x, m.k.weight[:, m.at])
+        return m.o(join(attend(split(m.q(x)), split(k), split(m.v(x)))))
+
+    m = Written(forward, **four(at=nn.Buffer(torch.randperm(C))))
+    return m, truth_of_four(m) | {"key": heads(m.k.weight[:, m.at])}
+
+
+@case
+def a_weight_that_is_written_in_parts():
+    def forward(m, x):
+        weight = torch.empty(C, C)
+        weight[: C // 2], weight[C // 2 :] = m.k.weight[C // 2 :], m.k.weight[: C // 2]
+        return m.o(join(attend(split(m.q(x)), split(x @ weight.T), split(m.v(x)))))
+
+    m = Written(forward, **four())
+    return m, truth_of_four(m) | {"key": heads(m.k.weight.roll(C // 2, 0))}
+
+
+@case
 def rows_that_are_chosen_by_numbers():
     def forward(m, x):
         q, k, v = (split(F.linear(x, m.w[at])) for at in m.at)

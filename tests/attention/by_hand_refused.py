@@ -317,25 +317,6 @@ def an_update_with_a_gate():
                    **four(s=linear(), g=nn.Parameter(torch.randn(C))))  # fmt: skip
 
 
-@refused("no regular order")
-def columns_in_another_order():
-    def forward(m, x):
-        k = F.linear(x, m.k.weight[:, m.at])
-        return m.o(join(attend(split(m.q(x)), split(k), split(m.v(x)))))
-
-    return Written(forward, **four(at=nn.Buffer(torch.randperm(C))))
-
-
-@refused("written in parts")
-def a_weight_that_is_written_in_parts():
-    def forward(m, x):
-        weight = torch.empty(C, C)
-        weight[: C // 2], weight[C // 2 :] = m.k.weight[C // 2 :], m.k.weight[: C // 2]
-        return m.o(join(attend(split(m.q(x)), split(x @ weight.T), split(m.v(x)))))
-
-    return Written(forward, **four())
-
-
 @refused("filters that are computed")
 def filters_of_the_data():
     def forward(m, x):

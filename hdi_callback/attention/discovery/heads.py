@@ -30,7 +30,7 @@ from hdi_callback.attention.discovery.planes import repeats, reshaped, small, th
 from hdi_callback.attention.discovery.products import Product, Unreadable
 from hdi_callback.attention.tape import DATA, Cell, Step, View, WalkOn
 
-__all__ = ["FoundAttention", "Projection", "column_numbers", "columns_of", "heads_of", "refuse_parts_of_features"]
+__all__ = ["FoundAttention", "Projection", "columns_of", "heads_of", "refuse_parts_of_features"]
 
 IN = ("query", "key", "value")
 PLURAL = {"query": "queries", "key": "keys", "value": "values"}
@@ -313,9 +313,6 @@ def _map(
     distinct = set(map(frozenset, features))
     if sum(map(len, distinct)) != len(frozenset().union(*distinct)):
         raise Unreadable(f"heads share features of `{names[0]}`")
-    for owner in set(owners):
-        if owner in labels.products.irregular:
-            raise Unreadable(f"the rows of `{labels.tape.names[owner]}` lie in no regular order")
     stride, count = labels.products.stride[owners[0]]
     places = tuple(place for place, _ in of_heads[0][1])
     return Projection(names, owners, torch.tensor(features), stride, count, places)
@@ -428,16 +425,14 @@ def _claim_columns(labels: Labels, claim: FoundAttention, step: Step, product: P
         columns = filter_features(step, columns)
         is_grid = features.dim() > 2
         features = reshaped(thin(features.movedim(1, -1)), (1, -1, features.shape[1])) if is_grid else features[None]
-    turned = column_numbers(labels, columns)
-    if turned is None:
-        raise Unreadable("columns in no regular order")
-    of_heads = _columns_by_head(labels, claim, features, turned[0])
+    first, stride = labels.products.lines(columns, 2)
+    of_heads = _columns_by_head(labels, claim, features, first.tolist())
     if not of_heads:
         return
     starts = torch.tensor([list(of_heads[head]) for head in range(claim.heads)])
     owners = tuple(labels.owner(int(row[0])) for row in starts)
     names = tuple(labels.tape.names[owner] for owner in owners)
-    output = Projection(names[:1] if len(set(names)) == 1 else names, owners, starts, turned[1], columns.shape[2])
+    output = Projection(names[:1] if len(set(names)) == 1 else names, owners, starts, stride, columns.shape[2])
     if all(projection.key != output.key for _, projection in claim.outputs):
         claim.outputs.append((step, output))
         claim.stream_of_output.append(_stream_of(claim, label.tokens))
@@ -450,21 +445,6 @@ def _stream_of(claim: FoundAttention, tokens: Tensor) -> int:
     if claim.stream_of is None or not numbers.numel():
         return 0
     return int(claim.stream_of.flatten()[int(numbers.min()) - 1])
-
-
-def column_numbers(labels: Labels, weight: View) -> tuple[list[list[int]], int] | None:
-    """Return the first element of each row of a weight ``(n, k, columns)`` and the stride along rows, if regular."""
-    n, rows, columns = weight.shape
-    weight = labels.products.through_copies(weight)
-    if weight.cell.parameter is not None:
-        first = labels.products.elements(weight.seen_as((n, rows, 1), weight.stride))[..., 0]
-        return first.tolist(), weight.stride[2]
-    numbers = labels.products.elements(weight)
-    if columns == 1:
-        return numbers[..., 0].tolist(), 1
-    steps = numbers[..., 1:] - numbers[..., :-1]
-    stride = int(steps.flatten()[0])
-    return (numbers[..., 0].tolist(), stride) if bool((steps == stride).all()) else None
 
 
 def _columns_by_head(

@@ -71,16 +71,12 @@ class Products:
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
         self.stride: dict[int, tuple[int, int]] = {}  # parameter -> elements to the next of a row, and how many
-        self.irregular: dict[int, str] = {}  # parameter -> why its rows have no regular order
         self._known: dict[int, Product | None] = {}
 
     def _number_what_is_computed(self, view: View) -> None:
         """Number the elements of a weight that is computed from parameters."""
         tape, cell = self.tape, view.cell
-        while cell.step is not None and cell.step.op in ops.COPIES | ops.MOVES:
-            base = self.base_of(cell)
-            if base is None:
-                break
+        while (base := self._copied(cell)) is not None:
             if base.cell.parameter is not None:
                 return
             cell = base.cell
@@ -187,56 +183,46 @@ class Products:
             for dim, (size, stride) in enumerate(zip(view.shape, view.stride)):
                 at = at + (torch.arange(size) * stride).reshape(-1, *[1] * (len(view.shape) - 1 - dim))
             return (at + self.tape.number(cell.parameter) + view.offset).expand(view.shape)
-        step, written = cell.step, cell.written
-        if step is None or written is None:
+        base, written = self._copied(cell), cell.written
+        if base is None or written is None:
             raise Unreadable("a weight is made of nothing that is known")
-        if cell.before is not None and written.numel < cell.numel:
-            raise Unreadable("a weight is written in parts")
-        if step.op not in ops.MOVES | ops.COPIES:
-            raise Unreadable(f"a weight is made by {step.op}")
-        base = self.base_of(cell)
-        if step.op in ops.COPIES and base is not None:
-            elements = self.elements(base).expand(written.shape)
-        else:
-            elements = run_on(step, step.outputs.index(written), self._elements_or_zeros)
-        flat = written_out(elements, geometry(written), cell.numel)
+        flat = written_out(self.elements(base).expand(written.shape), geometry(written), cell.numel)
         return flat.as_strided(view.shape, view.stride, view.offset)
 
     def through_copies(self, view: View) -> View:
         """Return the part of the parameter that a view of its copy, as autocast makes them, is."""
-        while view.cell.parameter is None and (base := self.base_of(view.cell)) is not None:
-            step, written = view.cell.step, view.cell.written
-            is_part = written is not None and written.numel < view.cell.numel and view.cell.before is not None
-            if step is None or written is None or step.op not in ops.COPIES or base.stride != written.stride or is_part:
+        while view.cell.parameter is None and (base := self._copied(view.cell)) is not None:
+            written = view.cell.written
+            if written is None or base.stride != written.stride:
                 break
             view = base.seen_as(view.shape, view.stride, view.offset - written.offset + base.offset)
         return view
 
-    def _elements_or_zeros(self, view: View) -> Tensor:
-        if not view.is_float and view.value is not None:
-            return view.value.cpu()
-        if view.is_float and view.cell.kind in {WEIGHT, MADE}:
-            return self.elements(view).double().clone()
-        return torch.zeros(view.shape, dtype=torch.float64 if view.is_float else torch.int64)
+    def _copied(self, cell: Cell) -> View | None:
+        """Return the tensor that a content is a copy of, `None` if it is none, or of a part."""
+        is_part = cell.before is not None and cell.written is not None and cell.written.numel < cell.numel
+        return None if is_part or cell.step is None or cell.step.op not in ops.COPIES else self.base_of(cell)
 
     def features(self, weight: View) -> Tensor:
         """Return the features ``(n, columns)`` of a weight ``(n, k, columns)``: the first element of each."""
-        n, rows, columns = weight.shape
+        first, stride = self.lines(weight, 1)
+        for owner in self.owners(first):
+            if self.stride.get(owner, (0, -1))[1] < weight.shape[1]:
+                self.stride[owner] = stride, weight.shape[1]
+        return first
+
+    def lines(self, weight: View, dim: int) -> tuple[Tensor, int]:
+        """Return the first element of each line along a dim of a weight ``(n, k, columns)``, and the stride there."""
         weight = self.through_copies(weight)
         if weight.cell.parameter is not None:
-            first = self.elements(weight.seen_as((n, 1, columns), weight.stride))[:, 0]
-            stride: int | None = weight.stride[1]
-        else:
-            numbers = self.elements(weight)
-            first = numbers[:, 0]
-            steps = numbers[:, 1:] - numbers[:, :-1]
-            stride = 1 if rows == 1 else int(steps.flatten()[0]) if bool((steps == steps.flatten()[0]).all()) else None
-        for owner in self.owners(first):
-            if stride is None:
-                self.irregular[owner] = "its rows lie in no regular order"
-            elif self.stride.get(owner, (0, -1))[1] < rows:
-                self.stride[owner] = stride, rows
-        return first
+            firsts = weight.seen_as((*weight.shape[:dim], 1, *weight.shape[dim + 1 :]), weight.stride)
+            return self.elements(firsts).select(dim, 0), weight.stride[dim]
+        numbers = self.elements(weight)
+        steps = numbers.diff(dim=dim)
+        stride = int(steps.flatten()[0]) if steps.numel() else 1
+        if bool((steps != stride).any()):
+            raise Unreadable("rows or columns in no regular order")
+        return numbers.select(dim, 0), stride
 
 
 def run_on(step: Step, position: int, numbers: Callable[[View], Tensor]) -> Tensor:

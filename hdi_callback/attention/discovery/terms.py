@@ -14,7 +14,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.discovery.heads import Projection, column_numbers
+from hdi_callback.attention.discovery.heads import Projection
 from hdi_callback.attention.discovery.labels import Labels, Unreadable
 from hdi_callback.attention.discovery.planes import small
 from hdi_callback.attention.discovery.products import Product
@@ -86,13 +86,12 @@ class Weights:
 
     def _rows_of(self, product: Product) -> Rows:
         """Return the rows of a second projection, which all heads share."""
-        columns = column_numbers(self._labels, product.second)
+        starts, stride = self._labels.products.lines(product.second, 2)
         owner = self._labels.products.parameter_of(product.second)
-        if columns is None or len(columns[0]) > 1 or owner < 0:
+        if len(starts) > 1 or owner < 0:
             raise Unreadable("an update of it is computed otherwise")
-        (starts,), stride = columns
         names = (self._labels.tape.names[owner],)
-        return self._rows(Projection(names, (owner,), torch.tensor([starts]), stride, product.second.shape[-1]))
+        return self._rows(Projection(names, (owner,), starts, stride, product.second.shape[-1]))
 
     def _is_output_of(self, cell: Cell, base: Step) -> bool:
         """Whether a tensor is the output of a product, perhaps with other updates added."""
