@@ -105,7 +105,7 @@ class FirstCalls:
         self,
         model: nn.Module,
         on_found: OnFound | None = None,
-        read_tape: Callable[[nn.Module, Tape], Survey] | None = None,
+        read_tape: Callable[[Tape], Survey] | None = None,
         record: Callable[[], Any] | None = None,
         may_agree: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -387,29 +387,37 @@ class FirstCalls:
         inputs, _ = first_sequences((args, kwargs), SEQUENCES)
         self._ran: set[nn.Module] = set()
         unseen = self._unseen.setdefault(module, set(filter(_may_be_called, module.modules())))
-        # Not a closure, whose variables would be put back with everything that the forward can reach.
-        handles = [inner.register_forward_pre_hook(Hook(self, "_note_run")) for inner in unseen]
         self._has_failed = True
         try:
-            with nothing_remains(own, inputs, is_training=True):
+            with self._hooked(unseen, "_note_run"), nothing_remains(own, inputs, is_training=True):
                 with Tape(own) as tape:
                     module(*inputs[0], **inputs[1])
                 self._has_failed = False
-                return Survey() if self._read_tape is None else self._read_tape(own, tape)
+                return Survey() if self._read_tape is None else self._read_tape(tape)
         except CannotRunAgainError as reason:
             self._has_failed = False
             return self._refused(reason)
         except Exception as error:
             return self._refused(f"the forward that shows where heads are failed: {describe(error)}")
         finally:
-            for handle in handles:
-                handle.remove()
             unseen -= self._ran
 
     def _refused(self, reason: object) -> Survey:
         return Survey(refused=(Refusal("", str(reason), type(inner_model(self._model)).__name__),))
 
-    def _note_run(self, module: nn.Module, args: Any) -> None:
+    @contextmanager
+    def _hooked(self, modules: Iterable[nn.Module], method: str) -> Iterator[None]:
+        """Call a method before each call of some modules, within the block."""
+        # Not a closure, whose variables would be put back with everything that the forward can reach.
+        hook = Hook(self, method)
+        handles = [module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True) for module in modules]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note_run(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._ran.add(module)
 
     def _look_for_late(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -438,13 +446,10 @@ class FirstCalls:
     def _look_within(self, function: Any, args: Any, kwargs: Any) -> None:
         """Run a compiled function that reaches the model as it is written, up to its first call of a module."""
         is_recorded, reached = torch.is_grad_enabled(), None
-        handles = [
-            module.register_forward_pre_hook(Hook(self, "_reached"), with_kwargs=True, prepend=True)
-            for module in {*self._awaited, *self._due}
-        ]
+        own, hooked = inner_model(self._model), self._hooked({*self._awaited, *self._due}, "_reached")
         self._here.is_looking = True
         try:
-            with nothing_remains(inner_model(self._model), function, args, kwargs, is_training=True):
+            with hooked, nothing_remains(own, function, args, kwargs, is_training=True):
                 function(*args, **kwargs)
         except _ReachedError as error:
             reached = error
@@ -455,8 +460,6 @@ class FirstCalls:
             pass
         finally:
             self._here.is_looking = False
-            for handle in handles:
-                handle.remove()
         if reached is None:
             return
         entry, inputs, options = reached.args

@@ -8,7 +8,6 @@ those in any case; where it does not (checkpointing, frozen weights), some token
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from hdi_callback.attention.capture.capture import Capture, Sample, first_of
 from hdi_callback.attention.capture.padding import PaddingChoice, TokenMask, find_padding
 from hdi_callback.attention.capture.reader import KINDS, PRODUCTS, CoreSample, Reader, aside
 from hdi_callback.attention.discovery.find import OnRead, TapeReader, survey_tape
-from hdi_callback.attention.discovery.sites import is_recognised, site_of
+from hdi_callback.attention.discovery.sites import site_of
 from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.layer import Survey
 from hdi_callback.attention.releases import arguments_of, has_saving_hooks
@@ -44,7 +43,6 @@ class _Held:
     kwargs: Any
     out: Any
     calls: list[ModuleCall]
-    ordinal: int
     versions: list[int]  # of inputs and outputs: whether they were written into since
     products: dict[int, Tensor] = field(default_factory=dict)
 
@@ -64,12 +62,11 @@ class FirstForward:
         on_read: OnRead | None = None,
     ) -> None:
         self.tape, self.keeps = Tape(model, self._on_step), keeps
-        self._model, self._padding, self._max_tokens, self._on_read = model, padding, max_tokens, on_read
+        self._padding, self._max_tokens, self._on_read = padding, max_tokens, on_read
         self._paths = {module: name for name, module in model.named_modules()}
         self._reading = TapeReader(self.tape)
         self._reader = Reader({}, self, 64)
         self._held: _Held | None = None
-        self._counts: Counter[str | None] = Counter()
         self._at: dict[tuple[tuple[str, bool], int], int] = {}  # `Site.place` and ordinal -> the number of its step
         self._inputs: dict[nn.Module, list[tuple[Tensor | Sample, int, TokenMask]]] = {}
         self._rows: dict[int, CoreSample] = {}
@@ -113,18 +110,17 @@ class FirstForward:
         if self._held is not None and func in PRODUCTS and step is not None and self.keeps():
             self._held.products[step.number] = out
         normaliser = step.normaliser if step is not None else None
-        if step is None or not (normaliser or is_recognised(step)):
+        if step is None or not (normaliser or step.is_recognised):
             return
         self._read_held()
-        ordinal = self._counts[step.path] if normaliser is None else normaliser.ordinal
-        self._counts[step.path] += normaliser is None
         if normaliser is not None:  # a function of autograd's computes without it: the product with values decides
             args, kwargs = (self.tape.normalisers.scores_of(normaliser),), {}
         elif kind is None or not self.keeps():
             return
         if step.path is not None and torch._C._current_graph_task_id() == -1:
             versions = _versions((args, kwargs, out))
-            self._held = _Held(step, func, args, kwargs, out, running_calls(), ordinal, versions)
+            self._held = _Held(step, func, args, kwargs, out, running_calls(), versions)
+            ordinal = step.ordinal if normaliser is None else normaliser.start.ordinal
             self._at[(step.path, normaliser is not None), ordinal] = step.number
 
     def _read_held(self) -> None:
@@ -141,7 +137,7 @@ class FirstForward:
                 product = None if claim is None else held.products.get(claim.core.parts[0].step.number)
                 if claim is None or (claim.core.normaliser is not None and product is None):
                     return
-                site = site_of(claim, held.ordinal, self.tape.steps)
+                site = site_of(claim, self.tape.steps)
                 stub: Any = SimpleNamespace(name=held.step.number, value_dim=claim.width)
                 if site.kind == "fused":
                     received = arguments_of(held.func, held.args, held.kwargs)
@@ -188,7 +184,7 @@ class FirstForward:
         """Return the layers that the recorded forward shows."""
         self._read_held()
         with _quiet():
-            return survey_tape(self._model, self.tape, self._on_read, self._reading)
+            return survey_tape(self.tape, self._on_read, self._reading)
 
     def hand_over(self, capture: Capture) -> None:
         """Pass this forward's samples on to a capture, as if it had been armed."""

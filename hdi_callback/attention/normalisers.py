@@ -6,7 +6,6 @@ looked at. Rows that add up to one, and are not negative, are weights.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -30,7 +29,6 @@ class Normaliser:
     """How a step made weights of scores."""
 
     start: Step  # the product of queries and keys
-    ordinal: int  # its number among the products of batches of its module
     scores: View  # what the weights are made of
     dim: int  # over which they add up to one
     name: str  # of the function, in words
@@ -42,7 +40,6 @@ class _Product:
     """A product of batches, and what was made of it."""
 
     step: Step
-    ordinal: int
     # It, and what scales, shifts and masks it: the tensor, how often that was written into, and its first matrix.
     scores: list[tuple[View, Tensor, int, Tensor]] = field(default_factory=list)
     is_past_scores: bool = False
@@ -59,7 +56,6 @@ class Normalisers:
     def __init__(self) -> None:
         self._products: list[_Product] = []
         self._product_of: dict[Cell, _Product | None] = {}  # of contents made of it; `None` behind a softmax
-        self._counts: Counter[str | None] = Counter()
 
     def scores_of(self, normaliser: Normaliser) -> Tensor | None:
         """Return the scores of the last weights, `None` if they were written into since."""
@@ -92,8 +88,7 @@ class Normalisers:
                 self._follow(product, step, *alike[0], tensor)
 
     def _begin(self, step: Step, view: View, tensor: Tensor) -> None:
-        product = _Product(step, self._counts[step.path])
-        self._counts[step.path] += 1
+        product = _Product(step)
         product.add_scores(view, tensor)
         self._products = [*self._products, product][-_MOST_PRODUCTS:]
         self._product_of = {cell: each for cell, each in self._product_of.items() if each in (None, *self._products)}
@@ -113,7 +108,7 @@ class Normalisers:
                 product.weights.normaliser = None
             product.weights = step
             is_causal = _is_causal(tensor if dim == -1 else tensor.mT)
-            step.normaliser = Normaliser(product.step, product.ordinal, scores, dim, name, is_causal)
+            step.normaliser = Normaliser(product.step, scores, dim, name, is_causal)
             step.path, step.line, step.padding = product.step.path, product.step.line, product.step.padding
 
 

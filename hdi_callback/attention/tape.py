@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -159,6 +160,7 @@ class Step:
     outputs: list[View | None] = field(default_factory=list)
     normaliser: Normaliser | None = None  # how it makes weights of scores
     padding: dict[str, Tensor] = field(default_factory=dict)  # masks of tokens that the forwards around it were given
+    ordinal: int = -1  # its number among the softmaxes and fused attentions, or matmuls of batches, of that module
 
     def __repr__(self) -> str:
         where = f" in `{self.path}`" if self.path is not None else ""
@@ -185,6 +187,11 @@ class Step:
         return next(view for view in self.outputs if view is not None)
 
     @property
+    def is_recognised(self) -> bool:
+        """Whether a forward that is watched recognises it as attention."""
+        return self.op in ops.SOFTMAXES or ops.FUSED.get(self.op) == "b h q"
+
+    @property
     def is_pointwise(self) -> bool:
         """Whether torch says that each element depends on that of the same place alone."""
         return torch.Tag.pointwise in getattr(self.function, "tags", ())
@@ -197,6 +204,7 @@ class Tape(Mode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.model, self._on_step = model, on_step
         self.steps: list[Step] = []
+        self.counts: Counter[tuple[str | None, bool]] = Counter()  # what `Step.ordinal` counts, by `Site.place`
         self.errors: list[str] = []  # what could not be written down, in words; the forward itself never fails of it
         self.names: list[str] = []  # of parameters, in the order of their first numbers
         self.places: dict[str, int] = {}
@@ -353,6 +361,9 @@ class Tape(Mode):
         path, line, padding = self._place("bmm" if is_product else op)
         step = Step(len(self.steps), op, func, views, options, path, line, inputs, padding=padding)
         self.steps.append(step)
+        if step.is_recognised or op in ops.BATCHED:
+            step.ordinal = self.counts[path, op in ops.BATCHED]
+            self.counts[path, op in ops.BATCHED] += 1
         for view in inputs:
             view.cell.users.append(step)
         kind = max((view.cell.kind for view in inputs), default=CONSTANT)

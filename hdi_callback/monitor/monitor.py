@@ -327,8 +327,8 @@ class HeadDiversityMonitor:
         keeps = lambda: torch.is_grad_enabled() or not self._training_only  # noqa: E731
         return FirstForward(model, self._padding, self._max_tokens, keeps, self._note)
 
-    def _survey_call(self, module: nn.Module, tape: Tape) -> Survey:
-        return survey_tape(module, tape, self._note)
+    def _survey_call(self, tape: Tape) -> Survey:
+        return survey_tape(tape, self._note)
 
     def _note(self, *read: Any) -> None:
         self._read.append(read)

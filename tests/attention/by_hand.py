@@ -911,21 +911,6 @@ def hard_choices_with_soft_gradients():
 
 
 @case
-def heads_with_output_maps_that_are_summed():
-    class Head(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.q, self.k, self.v, self.o = linear(D), linear(D), linear(D), linear(C, D)
-
-        def forward(self, x):
-            return self.o(attend(self.q(x), self.k(x), self.v(x)))
-
-    m = Written(lambda m, x: sum(one(x) for one in m.all), all=nn.ModuleList(Head() for _ in range(H)))
-    q, k, v, o = (torch.stack([getattr(one, name).weight for one in m.all]) for name in "qkvo")
-    return m, {"query": q, "key": k, "value": v, "output": o.mT}
-
-
-@case
 def heads_that_are_averaged():
     m = Written(lambda m, x: m.o(attend(*(split(f(x)) for f in (m.q, m.k, m.v))).mean(1)), **four(o=linear(C, D)))
     truth = {role: heads(one.weight) for role, one in (("query", m.q), ("key", m.k), ("value", m.v))}

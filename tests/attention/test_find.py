@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from hdi_callback.attention.discovery.find import find_attention, read_tape, survey
+from hdi_callback.attention.discovery.find import find_attention, survey, survey_tape
 from hdi_callback.attention.tape import Tape
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarning
 from tests.attention.by_hand import CASES, C, D, H, Written, attend, four, join, split, truth_of_four
@@ -206,7 +206,7 @@ def test_parts_of_one_layer_that_run_in_recomputation_are_one_layer():
     module = CASES["separate_and_fused"]().module
     with Tape(module) as tape:
         checkpoint(module, torch.randn(2, 7, C, requires_grad=True), use_reentrant=False).sum().backward()
-    found = read_tape(tape)
+    found = survey_tape(tape)
     assert len(found.layers) == 1
     assert len(found.layers[0].sites) == 1
 

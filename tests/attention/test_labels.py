@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hdi_callback.attention.discovery.find import read_tape
+from hdi_callback.attention.discovery.find import survey_tape
 from hdi_callback.attention.discovery.labels import NORMED, SEVERAL, Labels, Unreadable
 from hdi_callback.attention.discovery.planes import (
-    Geometry,
     reshaped,
     seen_through,
     small,
@@ -19,7 +18,7 @@ from hdi_callback.attention.discovery.planes import (
     unique_rows,
     written_out,
 )
-from hdi_callback.attention.tape import Tape
+from hdi_callback.attention.tape import DATA, Cell, Tape, View
 from tests.attention.by_hand import CASES, C, H
 
 ROWS, TOKENS = 6, 5
@@ -120,7 +119,8 @@ def test_a_plane_seen_through_another_geometry_is_that_of_memory(data):
             view = view.select(dim, 0)
         elif kind == "unfold" and view.dim() and view.shape[dim] > 2:
             view = view.unfold(dim, 2, 1)
-    own, other = (Geometry(tuple(t.shape), t.stride(), t.storage_offset()) for t in (written, view))
+    cell = Cell(memory.numel(), 8, DATA)
+    own, other = (View(cell, tuple(t.shape), t.stride(), t.storage_offset(), 8, True) for t in (written, view))
     seen = seen_through(plane, own, other)
     flat = written_out(plane, own, memory.numel())
     if seen is not None:
@@ -161,4 +161,4 @@ def test_labels_of_scores_take_no_memory_of_their_size():
     assert label.features.shape == (1, H, 512, 512)
     assert small(label.features).numel() == H * 512
     assert small(label.tokens).numel() == 512
-    assert len(read_tape(tape).layers) == 1
+    assert len(survey_tape(tape).layers) == 1

@@ -38,7 +38,7 @@ from hdi_callback.attention.discovery.labels import (
     Unreadable,
 )
 from hdi_callback.attention.discovery.own_inputs import own_forward
-from hdi_callback.attention.discovery.sites import merged_sites, ordinals, site_of
+from hdi_callback.attention.discovery.sites import merged_sites, site_of
 from hdi_callback.attention.discovery.terms import Weights, origin
 from hdi_callback.attention.extra_forward import inner_model, nothing_remains
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Refusal, Site, Survey
@@ -46,7 +46,7 @@ from hdi_callback.attention.tape import DATA, Cell, Step, Tape
 from hdi_callback.attention.torch_attention import torch_attention
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarning
 
-__all__ = ["OnRead", "claims_of", "find_attention", "place_of", "read_tape", "survey", "survey_tape"]
+__all__ = ["OnRead", "claims_of", "find_attention", "place_of", "survey", "survey_tape"]
 
 
 RefusedSteps = list[tuple[Step, str]]  # of what cannot be read
@@ -97,7 +97,7 @@ def claims_of(tape: Tape, tape_reader: TapeReader | None = None) -> tuple[Labels
     for claim in claims:
         columns_of(labels, claim)
     claims, refused_groups = _joined_side_by_side(labels, claims)
-    claims, lone_heads = _without_single_heads(_joined_in_a_sum(labels, claims), refused)
+    claims, lone_heads = _without_single_heads(claims, refused)
     return labels, claims, refused + refused_groups + lone_heads
 
 
@@ -221,25 +221,6 @@ def _join(group: list[FoundAttention]) -> None:
     first.flags = set().union(*(claim.flags for claim in group))
 
 
-def _joined_in_a_sum(labels: Labels, claims: list[FoundAttention]) -> list[FoundAttention]:
-    """Join heads that are modules of their own, with the same inputs, and an output projection each that is summed."""
-    groups: dict[tuple[Any, ...], list[FoundAttention]] = {}
-    for claim in claims:
-        projections = [projection for role in IN for projection in claim.maps.get(role, [])]
-        inputs = frozenset().union(*(_inputs_of(labels, owner) for item in projections for owner in item.owners))
-        kinds = sorted((role, tuple(item.starts.shape for item in items)) for role, items in claim.maps.items())
-        key = (claim.heads, (claim.path or "").rpartition(".")[0], inputs, *kinds)
-        is_single = claim.heads == 1 and len(projections) == len(IN)
-        groups.setdefault(key if is_single else (id(claim),), []).append(claim)
-    joined = []
-    for group in groups.values():
-        different = {tuple(item.key for items in claim.maps.values() for item in items): claim for claim in group}
-        if len(group) > 1 and len(different) > 1:
-            _join(list(different.values()))
-        joined += group[:1] if group[0].members else group
-    return joined
-
-
 def _inputs_of(labels: Labels, owner: int) -> frozenset[object]:
     return frozenset(origin(product.first) for product in labels.products_of[owner].values())
 
@@ -276,23 +257,17 @@ def _together(items: Sequence[Projection]) -> Projection:
 OnRead = Callable[[Labels, list[FoundAttention], RefusedSteps], None]
 
 
-def read_tape(tape: Tape, on_read: OnRead | None = None, tape_reader: TapeReader | None = None) -> Survey:
-    """Return the attention layers of a model, from a forward that was written down.
+def survey_tape(tape: Tape, on_read: OnRead | None = None, tape_reader: TapeReader | None = None) -> Survey:
+    """Return the layers of a model, and what cannot be read, from a forward that was written down.
 
-    Args:
-        tape: the forward; labels are on the CPU, wherever the model is.
-        on_read: takes what `claims_of` returns, for others to look at.
-        tape_reader: has read it while it was written, as far as it got.
-
-    Returns:
-        The layers, in the order in which their attention ran, and what cannot be read, with reasons.
+    `on_read` takes what `claims_of` returns, for others to look at; `tape_reader` may have begun to read it.
     """
     with torch._C.DisableTorchFunction(), torch.device("cpu"):  # a model may run under torch.device("meta")
         labels, claims, refused = claims_of(tape, tape_reader)
         result = _Layers(labels, claims).survey(refused)
         if on_read is not None:
             on_read(labels, claims, refused)
-        return result
+        return with_torch_attention(tape.model, result)
 
 
 class _Layers:
@@ -302,7 +277,6 @@ class _Layers:
         self._claims, self._tape, self._model = claims, labels.tape, labels.tape.model
         of_outputs = {owner for claim in claims for _, output in claim.outputs for owner in output.owners}
         self._weights = Weights(labels, of_outputs)
-        self._ordinals, self._counts = ordinals(labels.tape)
         self._layers: dict[tuple[object, ...], AttentionLayer] = {}
         self._sites: list[tuple[Site, object]] = []
         self._refused: dict[str, Refusal] = {}
@@ -318,7 +292,7 @@ class _Layers:
             self._refuse(step.path or "", reason)
         merged: dict[object, list[Site]] = {}
         for site, key in merged_sites(
-            sorted(self._sites, key=lambda item: (item[0].path, item[0].ordinal)), self._counts
+            sorted(self._sites, key=lambda item: (item[0].path, item[0].ordinal)), self._tape.counts
         ):
             merged.setdefault(key, []).append(site)
         layers = [replace(layer, sites=tuple(merged.get(key, ()))) for key, layer in self._layers.items()]
@@ -341,12 +315,11 @@ class _Layers:
     def _note_sites(self, claim: FoundAttention, key: object) -> None:
         first = 0
         for member in claim.members or [claim]:
-            ordinal = self._ordinals.get(member.core.step.number)
             count = len(set(member.numbers[0].flatten().tolist()) - {-1})
-            if ordinal is not None:
+            if member.core.step.is_recognised or member.core.normaliser is not None:
                 order = tuple(range(first, first + count)) if claim.members else ()
                 with suppress(Unreadable):
-                    self._sites.append((replace(site_of(member, ordinal, self._tape.steps), order=order), key))
+                    self._sites.append((replace(site_of(member, self._tape.steps), order=order), key))
             first += count
 
     def _layer(
@@ -534,13 +507,12 @@ def survey(model: nn.Module, forward: Callable[[], object] | None = None, on_rea
             f"The heads of {type(model).__name__} are read from a forward: write find_attention(model, forward=lambda: "
             "model(batch)), with a batch as your data loader gives it."
         )
-    read = Survey()
-    if forward is not None:
-        inner = inner_model(model)
-        with nothing_remains(inner, forward), Tape(inner) as tape:
-            forward()
-        read = read_tape(tape, on_read)
-    return with_torch_attention(model, read)
+    inner = inner_model(model)
+    if forward is None:
+        return with_torch_attention(inner, Survey())
+    with nothing_remains(inner, forward), Tape(inner) as tape:
+        forward()
+    return survey_tape(tape, on_read)
 
 
 def find_attention(model: nn.Module, forward: Callable[[], object] | None = None) -> list[AttentionLayer]:
@@ -557,13 +529,6 @@ def find_attention(model: nn.Module, forward: Callable[[], object] | None = None
     for refusal in result.refused:
         warnings.warn(f"Attention is left out: {refusal}.", UnsupportedAttentionWarning, stacklevel=2)
     return list(result.layers)
-
-
-def survey_tape(
-    model: nn.Module, tape: Tape, on_read: OnRead | None = None, tape_reader: TapeReader | None = None
-) -> Survey:
-    """Return the layers of a model, with those that are known without a forward, from one that was written down."""
-    return with_torch_attention(model, read_tape(tape, on_read, tape_reader))
 
 
 def with_torch_attention(model: nn.Module, read: Survey) -> Survey:

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from hdi_callback.attention import operations as ops
 from hdi_callback.attention.discovery.planes import (
-    Geometry,
     reshaped,
     same,
     seen_through,
@@ -36,7 +35,6 @@ from hdi_callback.attention.discovery.products import (
     Product,
     Products,
     Unreadable,
-    geometry,
     reduced_dims,
     run_on,
     runs_of,
@@ -113,10 +111,10 @@ class Label:
 
 @dataclass(frozen=True, eq=False)
 class _Written:
-    """Labels of a storage's content, in the geometry in which they were written."""
+    """Labels of a storage's content, in the view through which they were written."""
 
     label: Label
-    geometry: Geometry
+    view: View
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,23 +217,24 @@ class Labels:
             return None
         if isinstance(written, str):
             raise Unreadable(written)
-        stored, wanted, label = written.geometry, geometry(view), written.label
-        if stored == wanted and view.itemsize == view.cell.itemsize:
+        stored, label = written.view, written.label
+        is_same = (stored.shape, stored.stride, stored.offset) == (view.shape, view.stride, view.offset)
+        if is_same and view.itemsize == view.cell.itemsize:
             return label
         if view.itemsize == 2 * view.cell.itemsize:  # complex numbers of pairs
-            pairs = self._read(label, stored, wanted.scaled(2), view.cell.numel)
+            pairs = self._read(label, stored, _in_pairs(view), view.cell.numel)
             real, imaginary = pairs.mapped(lambda plane: plane[..., 0]), pairs.mapped(lambda plane: plane[..., 1])
             if self.owners(real.features) != self.owners(imaginary.features):
                 raise Unreadable("complex numbers, of which two maps make the parts")
             return self.union(real, imaginary)
         if 2 * view.itemsize == view.cell.itemsize:  # pairs of complex numbers
-            label, stored = label.reshaped((*stored.shape, 1)).expanded((*stored.shape, 2)), stored.scaled(2)
-            return self._read(label, stored, wanted, 2 * view.cell.numel)
+            label, stored = label.reshaped((*stored.shape, 1)).expanded((*stored.shape, 2)), _in_pairs(stored)
+            return self._read(label, stored, view, 2 * view.cell.numel)
         if view.itemsize != view.cell.itemsize:
             raise Unreadable("a tensor is viewed in another type")
-        return self._read(label, stored, wanted, view.cell.numel)
+        return self._read(label, stored, view, view.cell.numel)
 
-    def _read(self, label: Label, stored: Geometry, wanted: Geometry, numel: int) -> Label:
+    def _read(self, label: Label, stored: View, wanted: View, numel: int) -> Label:
         def through(plane: Tensor) -> Tensor:
             view = seen_through(plane, stored, wanted)
             if view is not None:
@@ -271,7 +270,7 @@ class Labels:
         source = self.new_source("input", view.shape[-1], None, view.shape)
         features = (torch.arange(view.shape[-1]) + source.start).expand(view.shape)
         tokens = (torch.arange(view.numel // view.shape[-1]) + 1).reshape(*view.shape[:-1], 1).expand(view.shape)
-        return _Written(Label(features, tokens), geometry(view))
+        return _Written(Label(features, tokens), view)
 
     def needs(self, cell: Cell) -> list[Cell]:
         """Return the contents on whose labels those of a content depend."""
@@ -316,17 +315,17 @@ class Labels:
             return before
         if isinstance(before, _Written) and not is_whole:
             return self._written_over(before, label, cell, view)
-        return None if label is None else _Written(label, geometry(view))
+        return None if label is None else _Written(label, view)
 
     @staticmethod
     def _written_over(before: _Written, label: Label | None, cell: Cell, view: View) -> _Written:
         """Return labels of a content of which a part is overwritten."""
         nothing = torch.zeros((), dtype=torch.int64)
         part = Label(nothing, nothing) if label is None else label
-        whole = before.label.mapped(lambda plane: written_out(plane, before.geometry, cell.numel))
+        whole = before.label.mapped(lambda plane: written_out(plane, before.view, cell.numel))
         for flat, plane in ((whole.features, part.features), (whole.tokens, part.tokens)):
             flat.as_strided(view.shape, view.stride, view.offset).copy_(plane)
-        return _Written(whole.flagged(*part.flags), Geometry((cell.numel,), (1,), 0))
+        return _Written(whole.flagged(*part.flags), view.seen_as((cell.numel,), (1,), 0))
 
     # rules
 
@@ -568,6 +567,11 @@ class Labels:
         flags = {FILTERED} if math.prod(weight.shape[2:]) > 1 else set()
         flags |= {GROUPED} if step.argument("groups", 1) > 1 else set()
         return Label(wide, _new_tokens(out.shape, 2), frozenset(flags))
+
+
+def _in_pairs(view: View) -> View:
+    """Return a view in elements of half the size, two along a new last dimension."""
+    return view.seen_as((*view.shape, 2), (*(step * 2 for step in view.stride), 1), view.offset * 2)
 
 
 def _is_gain(view: View) -> bool:

@@ -9,23 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Geometry:
-    """Where in a storage the elements of a tensor lie."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    def scaled(self, factor: int) -> Geometry:
-        """Return the geometry in elements that are smaller by a factor, so many along a new last dimension."""
-        return Geometry((*self.shape, factor), (*(step * factor for step in self.stride), 1), self.offset * factor)
+from hdi_callback.attention.tape import View
 
 
 def small(plane: Tensor) -> Tensor:
@@ -102,8 +90,8 @@ def unique_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     return short[first].expand(-1, rows.shape[1]), number.expand(len(rows))
 
 
-def seen_through(plane: Tensor, written: Geometry, view: Geometry) -> Tensor | None:
-    """Return a plane that was written in one geometry through another; `None` if that had gaps or goes beyond.
+def seen_through(plane: Tensor, written: View, view: View) -> Tensor | None:
+    """Return a plane, written through one view of memory, through another; `None` if that had gaps or goes beyond.
 
     The place along a written dim of an element at some offset in memory is ``offset // stride % size``. A dim of the
     view does not change it if its stride is a multiple of ``stride * size``, or small enough for no carry.
@@ -129,7 +117,7 @@ def seen_through(plane: Tensor, written: Geometry, view: Geometry) -> Tensor | N
     return short[tuple(places)].expand(view.shape) if places else plane.expand(view.shape)
 
 
-def written_out(plane: Tensor, written: Geometry, numel: int) -> Tensor:
+def written_out(plane: Tensor, written: View, numel: int) -> Tensor:
     """Return the plane of a whole storage, element by element."""
     flat = torch.zeros(numel, dtype=torch.int64)
     flat.as_strided(written.shape, written.stride, written.offset).copy_(plane)

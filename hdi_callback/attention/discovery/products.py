@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.attention import operations as ops
-from hdi_callback.attention.discovery.planes import Geometry, reshaped, written_out
+from hdi_callback.attention.discovery.planes import reshaped, written_out
 from hdi_callback.attention.replay import NotReplayedError, Recipe
 from hdi_callback.attention.tape import CONSTANT, DATA, MADE, WEIGHT, Cell, Step, Tape, View, mapped, walk_back
 
@@ -186,7 +186,7 @@ class Products:
         base, written = self._copied(cell), cell.written
         if base is None or written is None:
             raise Unreadable("a weight is made of nothing that is known")
-        flat = written_out(self.elements(base).expand(written.shape), geometry(written), cell.numel)
+        flat = written_out(self.elements(base).expand(written.shape), written, cell.numel)
         return flat.as_strided(view.shape, view.stride, view.offset)
 
     def through_copies(self, view: View) -> View:
@@ -326,8 +326,3 @@ def _attribute(parameter: str) -> str:
         at = path.index("parametrizations")
         return ".".join([*path[:at], path[at + 1]])
     return re.sub(r"(weight)_(orig|v|g)$", r"\1", parameter)
-
-
-def geometry(view: View) -> Geometry:
-    """Return the geometry of a view."""
-    return Geometry(view.shape, view.stride, view.offset)

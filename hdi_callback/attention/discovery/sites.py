@@ -9,39 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.discovery.cores import layout_of_fused
 from hdi_callback.attention.discovery.heads import FoundAttention
 from hdi_callback.attention.discovery.planes import repeats, reshaped
 from hdi_callback.attention.discovery.products import Unreadable
 from hdi_callback.attention.layer import Site
-from hdi_callback.attention.operations import BATCHED, SOFTMAXES
-from hdi_callback.attention.tape import Step, Tape
+from hdi_callback.attention.tape import Step
 
-__all__ = ["merged_sites", "ordinals", "site_of"]
-
-
-def ordinals(tape: Tape) -> tuple[dict[int, int], Counter[Any]]:
-    """Return step -> its number among the softmaxes, or products, of its module; and their counts, by `Site.place`."""
-    numbers: dict[int, int] = {}
-    counts: Counter[Any] = Counter()
-    for step in tape.steps:
-        if is_recognised(step) or step.op in BATCHED:
-            place = step.path, step.op in BATCHED
-            numbers[step.number] = counts[place]
-            counts[place] += 1
-        elif step.normaliser is not None:
-            numbers[step.number] = step.normaliser.ordinal
-    return numbers, counts
+__all__ = ["merged_sites", "site_of"]
 
 
-def is_recognised(step: Step) -> bool:
-    """Whether a forward that is watched recognises an operation."""
-    return layout_of_fused(step) == "b h q" or step.op in SOFTMAXES
-
-
-def site_of(claim: FoundAttention, ordinal: int, steps: list[Step]) -> Site:
+def site_of(claim: FoundAttention, steps: list[Step]) -> Site:
     """Return where an attention runs, among the steps of its tape; raise `Unreadable` if that is not regular."""
-    step, heads = claim.core.step, claim.heads
+    step, heads, normaliser = claim.core.step, claim.heads, claim.core.normaliser
+    ordinal = step.ordinal if normaliser is None else normaliser.start.ordinal
     part, number = claim.core.parts[0], claim.numbers[0]
     query = torch.arange(number.shape[1]).expand_as(number)
     if claim.core.query_of is None or part.units is None:
@@ -62,7 +42,6 @@ def site_of(claim: FoundAttention, ordinal: int, steps: list[Step]) -> Site:
     out = _dims(number, query, heads)
     is_flipped = part.product is not None and part.product.is_flipped
     site = Site(step.path or "", ordinal, "softmax", heads, rows, out, claim.core.dim, is_flipped)
-    normaliser = claim.core.normaliser
     if normaliser is None:
         return site
 
@@ -104,11 +83,7 @@ def _dims(head: Tensor, query: Tensor, heads: int) -> tuple[str, ...]:
 def merged_sites(sites: list[tuple[Site, object]], counts: Counter[Any]) -> list[tuple[Site, object]]:
     """Return the first of attentions of one module that come again after a period, with their period.
 
-    So loops, shared modules and recomputation are one attention each.
-
-    Args:
-        sites: each with its layer, in the order of a forward.
-        counts: how many there are at each `Site.place`, those of other layers among them.
+    So loops, shared modules and recomputation are one attention each. `counts`: how many there are at each place.
     """
     places: dict[Any, list[tuple[Site, object]]] = {}
     for site, layer in sites:
