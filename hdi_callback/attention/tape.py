@@ -390,7 +390,8 @@ class Tape(Mode):
         return cell.written
 
     def _place(self, op: str) -> tuple[str | None, str, dict[str, Tensor]]:
-        if not (op in ops.SOFTMAX_LIKE | ops.WHOLE_LAYERS | ops.BATCHED or op in ops.FUSED or "::" in op):
+        places = ops.SOFTMAX_LIKE | ops.WHOLE_LAYERS | ops.BATCHED | ops.CUMULATIVE
+        if not (op in places or op in ops.FUSED or "::" in op):
             return None, "", {}
         module, line, padding = _running_module(self._paths)
         return (None if module is None else self._paths[module]), line, padding

@@ -851,7 +851,13 @@ def a_softmax_with_one_more_in_its_sum():
         return weights / (1 + weights.sum(-1, keepdim=True)) @ v
 
     m = between(attention)
-    return m, truth_of_four(m)
+    return m, truth_of_four(m) | {"notes": "more in the sum of its softmax than its exponentials"}
+
+
+@case
+def a_hard_choice_behind_a_softmax():
+    m = between(lambda m, q, k, v: F.gumbel_softmax(q @ k.mT, hard=True) @ v)
+    return m, truth_of_four(m) | {"notes": "a choice among its weights behind the softmax"}
 
 
 @case

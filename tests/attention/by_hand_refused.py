@@ -198,6 +198,32 @@ def weights_times_values_element_by_element():
     return between(lambda m, q, k, v: (q @ k.mT).softmax(-1).diagonal(dim1=2, dim2=3)[..., None] * v)
 
 
+# without a softmax
+
+
+@refused("without a softmax")
+def the_value_of_the_largest_score():
+    return between(lambda m, q, k, v: F.one_hot((q @ k.mT).argmax(-1), T).float() @ v)
+
+
+@refused("without scores")
+def attention_free_of_queries():
+    def forward(m, x):
+        gate, k, v = m.q(x).sigmoid(), m.k(x).exp(), m.v(x)
+        return m.o(gate * (k * v).cumsum(1) / k.cumsum(1))
+
+    return Written(forward, **four())
+
+
+@refused("without scores")
+def attention_free_of_queries_with_a_weight_for_each_pair_of_places():
+    def forward(m, x):
+        k, w = m.k(x).exp(), m.w.exp()
+        return m.o(m.q(x).sigmoid() * (w @ (k * m.v(x))) / (w @ k))
+
+    return Written(forward, **four(w=nn.Parameter(torch.randn(T, T))))
+
+
 # what adds up to one over keys is read; this does not
 
 

@@ -12,9 +12,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from hdi_callback.attention.discovery.find import find_attention, survey, survey_tape
+from hdi_callback.attention.layer import Survey
 from hdi_callback.attention.tape import Tape
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarning
-from tests.attention.by_hand import CASES, C, D, H, Written, attend, four, join, split, truth_of_four
+from tests.attention.by_hand import CASES, C, D, H, Written, attend, between, four, join, split, truth_of_four
 from tests.attention.by_hand_refused import REFUSED
 from tests.attention.models import Model, batches, contradiction
 
@@ -41,6 +42,40 @@ def test_the_weights_of_heads_are_those_by_construction(name, training):
             assert layer.key_of == truth["key_of"]
         if "normed" in truth:
             assert layer.normed == truth["normed"]
+
+
+def the_largest(scores: torch.Tensor) -> torch.Tensor:
+    return scores.masked_fill(scores < scores.topk(3, -1).values[..., -1:], -torch.inf)
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        lambda m, q, k, v: the_largest(q @ k.mT).softmax(-1) @ v,
+        lambda m, q, k, v: (e := (q @ k.mT).exp()) / (e.sum(-1, keepdim=True) + 1e-9) @ v,
+        lambda m, q, k, v: (w := (q @ k.mT).softmax(-1)) @ v + 0 * w.argmax(-1).float().mean(),
+    ],
+    ids=["a choice before the softmax", "an epsilon in the sum", "a choice that values do not take"],
+)
+def test_nothing_is_noted_that_rows_show(attention):
+    module = between(attention)
+    (layer,) = survey(module, lambda: module(torch.randn(2, 7, C))).layers
+    assert layer.notes == ""
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: m.o(m.v(x) * m.k(m.q(x).mean(1, keepdim=True)).sigmoid()).mean(1),
+        lambda m, x: m.o((F.silu(m.q(x)) * m.k(x)).mean(1)),
+        lambda m, x: m.o(m.q(x) * (m.w @ m.k(x))),
+        lambda m, x: m.o(F.rms_norm(m.q(x), (C,)).cumsum(1)),
+    ],
+    ids=["squeeze and excitation", "a gate before a pool", "gated tokens that a map mixes", "a sum of norms"],
+)
+def test_gates_and_pools_are_no_attention(forward):
+    module = Written(forward, **four(w=nn.Parameter(torch.randn(7, 7))))
+    assert survey(module, lambda: module(torch.randn(2, 7, C))) == Survey()
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -39,6 +39,7 @@ OVER_HEADS = "its softmax runs over heads, or over sequences"
 _MOST_CELLS_TO_SCORES = 400  # from a softmax back to the matmul of queries and keys
 _MOST_STEPS_TO_MAP = 9  # from a softmax back to a map that mixes the scores of heads
 _MOST_STEPS_TO_VALUES = 60
+_LARGEST_EPSILON = 0.01  # that is added to a sum so that nothing is divided by zero
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +78,7 @@ class Core:
     flags: frozenset[Flag] = frozenset()  # what else is true of its scores
     scores: View | None = None  # what the softmax takes; `None` of a fused operation
     normaliser: Normaliser | None = None  # in place of a softmax
+    notes: tuple[str, ...] = ()  # what rows and weights do not show of it
 
 
 def core_of(labels: Labels, step: Step) -> Core | None:
@@ -171,7 +173,28 @@ def _core_behind(labels: Labels, step: Step, scores: View, dim: int | None) -> C
     query_of = _numbered(slots, label.tokens, source, is_flipped)
     flags = {Flag("scores are a sum of several products")} if len(sources) > 1 else set()
     flags |= label.flags & {TIMES}
-    return Core(step, tuple(parts), source.step, query_of.amax(dim), dim - len(scores.shape), frozenset(flags), scores)
+    at = dim - len(scores.shape)
+    notes = tuple(_notes(step, [product for _, product in consumers]))
+    return Core(step, tuple(parts), source.step, query_of.amax(dim), at, frozenset(flags), scores, notes=notes)
+
+
+def _notes(softmax: Step, products: list[Product]) -> Iterator[str]:
+    """Return what happens between a softmax and values that its rows do not show."""
+    sums = [
+        user.output.cell for user in softmax.output.cell.users if softmax.op in ops.EXPONENTIALS and user.op == "sum"
+    ]
+    added = [item for cell in sums for user in cell.users if user.op == "add" for item in user.args[:2]]
+    if any(item.cell not in sums if isinstance(item, View) else item > _LARGEST_EPSILON for item in added):
+        yield "more in the sum of its softmax than its exponentials"
+
+    def inputs(cell: Cell) -> list[Cell]:
+        views = cell.step.inputs if cell.step is not None and cell.step.number > softmax.number else []
+        return [view.cell for view in views] + ([cell.before] if cell.before is not None else [])
+
+    cells = islice(walk_back([product.first.cell for product in products], inputs), _MOST_CELLS_TO_SCORES)
+    steps = (cell.step for cell in cells if cell.step is not None and cell.step.number > softmax.number)
+    if any(step.op in ops.CHOICES for step in steps):
+        yield "a choice among its weights behind the softmax"
 
 
 def softmax_dim(step: Step) -> int | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ from hdi_callback.attention.discovery.sites import merged_sites, site_of
 from hdi_callback.attention.discovery.terms import Weights, origin
 from hdi_callback.attention.extra_forward import inner_model, nothing_remains
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Refusal, Site, Survey
-from hdi_callback.attention.tape import DATA, Cell, Step, Tape
+from hdi_callback.attention.tape import DATA, Cell, Step, Tape, View, walk_back
 from hdi_callback.attention.torch_attention import torch_attention
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarning
 
@@ -91,7 +91,6 @@ def claims_of(tape: Tape, tape_reader: TapeReader | None = None) -> tuple[Labels
     tape_reader.go_on()
     labels, claims, refused = tape_reader.labels, tape_reader.claims, tape_reader.refused
     refused += _without_softmax(labels, claims, refused)
-    refused += _over_edges(labels)
     labels.forget()
     labels.tape.normalisers.forget()
     for claim in claims:
@@ -120,70 +119,63 @@ def _looks_like_attention(step: Step) -> bool:
     return are_data and query.shape[-1] == key.shape[-1] and query.cell.is_mapped and key.cell.is_mapped
 
 
+_MOST_TENSORS = 400  # that are looked at before a product
+_NO_SOFTMAX = (
+    "it multiplies three computed tensors without a softmax (linear, random-feature, sigmoid, ReLU attention, a hard "
+    "choice, a state space, hyper-connections)"
+)
+_NO_SCORES = "it sums products of two computed tensors over tokens, without scores (as AFT and RWKV do)"
+
+
 def _without_softmax(labels: Labels, claims: list[FoundAttention], refused: RefusedSteps) -> RefusedSteps:
-    """Return what multiplies three computed tensors without a softmax: linear attention, state spaces."""
+    """Return what weighs tokens otherwise: linear attention, state spaces, attention over edges, or without queries."""
     paths = {step.path for step, _ in refused} | {claim.path for claim in claims}
-    first: dict[str | None, Step] = {}
-    for step in labels.tape.steps:
-        product = labels.products.of(step) if step.path not in paths | set(first) else None
-        if product is not None and product.kind == "scores":
-            sides = [(product.first.cell, product.second), (product.second.cell, product.first)]
-            if any(labels.may_read(side) and _is_of_two_computed(labels, cell, step.path) for cell, side in sides):
-                first[step.path] = step
-    kinds = "linear, random-feature, sigmoid, ReLU attention, a state space, hyper-connections"
-    reason = f"it multiplies three computed tensors without a softmax ({kinds})"
-    return [(step, reason) for step in first.values()]
-
-
-_MOST_TENSORS = 200  # that are looked at before a product
-
-
-def _over_edges(labels: Labels) -> RefusedSteps:
-    """Return attention over the edges of a graph: exponentials of products of queries and keys, scattered."""
-    first: dict[str | None, Step] = {}
+    first: dict[str | None, tuple[Step, str]] = {}
     for step in labels.tape.steps:
         exponentials = [view.cell.step for view in step.inputs if view.cell.step is not None]
         for exponential in exponentials if step.op in ops.SCATTERS else ():
-            if exponential.op == "exp" and _is_of_products(exponential):
-                first.setdefault(exponential.path, exponential)
-    reason = "its softmax runs over the edges of a graph (exponentials that are summed by `{}`)"
-    scatters = sorted({step.op for step in labels.tape.steps} & ops.SCATTERS)
-    return [(step, reason.format("`, `".join(scatters))) for step in first.values()]
-
-
-def _is_of_products(step: Step) -> bool:
-    """Whether a step takes sums of products, element by element, of two computed tensors."""
-    for _ in range(8):
-        views = [view for view in step.inputs if view.is_float and view.cell.is_mapped]
-        if step.op == "mul" and len(views) == 2:
-            return all(view.cell.kind == DATA for view in views)
-        if not views or views[0].cell.step is None or not (step.is_pointwise or step.op == "sum"):
-            return False
-        step = views[0].cell.step
-    return False
-
-
-def _is_of_two_computed(labels: Labels, cell: Cell, path: str | None) -> bool:
-    """Whether a tensor comes from a matmul or outer product of two computed ones, with no map or softmax between."""
-    # What lies between may mix tokens: a mask, a sum or a cumulative sum, the loop of a recurrence.
-    todo, met = [cell], {cell}
-    for current in todo:  # it grows
-        step = current.step
-        product = labels.products.of(step) if step is not None else None
-        if step is None or step.op in ops.SOFTMAX_LIKE or (product is not None and product.kind == "weight"):
+            scores = exponential.inputs[0].cell if exponential.op == "exp" else None
+            if scores is not None and _is_of_two_computed(labels, scores, exponential.path, is_by_element=True):
+                reason = f"its softmax runs over the edges of a graph (exponentials that are summed by `{step.op}`)"
+                first.setdefault(exponential.path, (exponential, reason))
+        if step.path in paths | set(first):
             continue
-        views = [view for view in step.inputs if view.is_float and view.cell.kind == DATA and view.cell.is_mapped]
+        product = labels.products.of(step)
+        mixed = step.inputs[0] if step.op in ops.CUMULATIVE else None
+        if product is not None and product.kind == "scores":
+            sides = [(product.first.cell, product.second), (product.second.cell, product.first)]
+            if any(labels.may_read(side) and _is_of_two_computed(labels, cell, step.path) for cell, side in sides):
+                first[step.path] = step, _NO_SOFTMAX
+        elif product is not None and product.is_flipped and product.kind == "weight":
+            mixed = product.first
+        if mixed is not None and _is_of_two_computed(labels, mixed.cell, step.path, is_by_element=True):
+            first[step.path] = step, _NO_SCORES
+    return list(first.values())
+
+
+def _is_of_two_computed(labels: Labels, cell: Cell, path: str | None, *, is_by_element: bool = False) -> bool:
+    """Whether a tensor comes from a matmul or outer product of two computed ones, with no map or softmax between."""
+
+    # What lies between may mix tokens: a mask, a sum or a cumulative sum, a choice, the loop of a recurrence.
+    def computed(cell: Cell) -> list[View]:
+        product = labels.products.of(cell.step) if cell.step is not None else None
+        if cell.step is None or cell.step.op in ops.SOFTMAX_LIKE or (product is not None and product.kind == "weight"):
+            return []
+        return [view for view in cell.step.inputs if view.cell.kind == DATA and view.cell.is_mapped]
+
+    for current in islice(walk_back([cell], lambda cell: [view.cell for view in computed(cell)]), _MOST_TENSORS):
+        step, pair = current.step, computed(current)
+        product = labels.products.of(step) if step is not None and pair else None
         # One of another module is of an earlier layer, whose output is mixed here once more.
-        is_own = product is not None and product.kind == "scores" and step.path == path
-        pair = [product.first, product.second] if is_own and product is not None else []
-        sizes = [view.numel for view in views]
-        if step.op == "mul" and len(views) == 2 and current.numel > max(sizes):
-            pair = views
-        if pair and all(labels.may_read(view) is not None for view in pair):
+        if product is not None and product.kind == "scores" and step is not None and step.path == path:
+            pair = [product.first, product.second]
+        elif step is None or step.op != "mul" or not (is_by_element or current.numel > max(v.numel for v in pair)):
+            continue
+        read = [label.features for view in pair if (label := labels.may_read(view)) is not None]
+        if len(pair) == len(read) == 2 and not (
+            is_by_element and labels.members_of(read[0]) & labels.members_of(read[1])
+        ):
             return True
-        fresh = [view.cell for view in views if view.cell not in met]
-        met.update(fresh)
-        todo += fresh if len(todo) < _MOST_TENSORS else []
     return False
 
 

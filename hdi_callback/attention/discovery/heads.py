@@ -122,7 +122,7 @@ def heads_of(labels: Labels, core: Core) -> FoundAttention:
             raise Unreadable("several heads share queries and keys")
         for head in part.heads:
             heads.setdefault(_name_of_scores(head), head)
-    claim = FoundAttention(core, len(heads), {}, set(core.flags).union(*(part.flags for part in parts)), [])
+    claim = FoundAttention(core, len(heads), {}, set(core.flags).union(*(part.flags for part in parts)), [*core.notes])
     streams = _streams(list(heads.values()))
     first, *claim.streams = (_maps_of(labels, claim, list(heads.values()), stream) for stream in streams)
     claim.maps = first

@@ -158,6 +158,10 @@ class Labels:
             return self._sets[-2 - number][0]
         return frozenset((number,)) if number > 0 else frozenset()
 
+    def members_of(self, features: Tensor) -> frozenset[int]:
+        """Return the features in a plane, also those of sets."""
+        return frozenset().union(*map(self.members, small(features).unique().tolist()))
+
     def is_statistic(self, number: int) -> bool:
         """Whether an id is that of a sum, mean or norm over features."""
         return number < -1 and self._sets[-2 - number][1]
