@@ -326,8 +326,6 @@ def _slots(labels: Labels, features: Tensor, source: FeatureRange) -> Tensor:
 def _runs_over_columns(slots: Tensor, tokens: Tensor, dim: int, source: FeatureRange) -> bool:
     """Whether a dimension runs over the columns of a product; otherwise it runs over its rows."""
     _, rows, columns = source.shape
-    if not bool((small(tokens) > 0).any()):
-        raise Unreadable("scores of several tokens are pooled")
     if slots.shape[dim] == 1:
         return columns == 1 or rows > 1
     slot_pairs, token_pairs = _pairs(slots, dim), _pairs(tokens, dim)
@@ -339,8 +337,6 @@ def _runs_over_columns(slots: Tensor, tokens: Tensor, dim: int, source: FeatureR
     of_one_matrix = slot_pairs[0] // rows == slot_pairs[1] // rows
     if bool(same_token.all()) and bool(of_one_matrix.all()) and not bool(same_slot.any()):
         return False
-    if bool(same_slot.all()) and bool(same_token.all()):
-        raise Unreadable("its softmax does not run over tokens")
     one_of_each = slot_pairs[0] % rows == slot_pairs[1] % rows
     over_heads = bool(same_token.all()) and bool(one_of_each.all()) and not bool(of_one_matrix.any())
     raise Unreadable(OVER_HEADS if over_heads else "its softmax runs over heads, or over queries and keys together")
@@ -445,7 +441,7 @@ def _products_behind(labels: Labels, softmax: Step) -> list[tuple[Step, Product]
     with_constants: list[tuple[Step, Product]] = []  # of positions, say
     walk = WalkOn([softmax.output.cell], most=_MOST_STEPS_TO_VALUES)
     for step in walk:
-        if step.number <= softmax.number or "backward" in step.op or step.op in ops.CHOICES:
+        if "backward" in step.op or step.op in ops.CHOICES:
             continue
         product = labels.products.of(step)
         if product is None:

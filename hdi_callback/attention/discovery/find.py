@@ -165,16 +165,15 @@ def _is_of_two_computed(labels: Labels, cell: Cell, path: str | None, *, is_by_e
 
     for current in islice(walk_back([cell], lambda cell: [view.cell for view in computed(cell)]), _MOST_TENSORS):
         step, pair = current.step, computed(current)
-        product = labels.products.of(step) if step is not None and pair else None
+        product = labels.products.of(step) if step is not None else None
         # One of another module is of an earlier layer, whose output is mixed here once more.
-        if product is not None and product.kind == "scores" and step is not None and step.path == path:
-            pair = [product.first, product.second]
-        elif step is None or step.op != "mul" or not (is_by_element or current.numel > max(v.numel for v in pair)):
+        is_own = product is not None and product.kind == "scores" and step is not None and step.path == path
+        pair = [product.first, product.second] if is_own and product is not None else pair
+        is_outer = bool(pair) and current.numel > max(view.numel for view in pair)
+        if not is_own and (step is None or step.op != "mul" or not (is_by_element or is_outer)):
             continue
-        read = [label.features for view in pair if (label := labels.may_read(view)) is not None]
-        if len(pair) == len(read) == 2 and not (
-            is_by_element and labels.members_of(read[0]) & labels.members_of(read[1])
-        ):
+        read = [labels.members_of(label.features) for view in pair if (label := labels.may_read(view)) is not None]
+        if len(pair) == len(read) == 2 and not (is_by_element and read[0] & read[1]):
             return True
     return False
 

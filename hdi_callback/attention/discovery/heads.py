@@ -237,9 +237,6 @@ def _streams_of_tokens(vectors: list[Vector], width: int, role: str) -> dict[fro
         longest = streams.get(key)
         if longest is None or sum(map(len, vector.values())) > sum(map(len, longest.values())):
             streams[key] = vector
-    for key in list(streams):  # some of what another stream has, of padding and the like
-        if any(key < wider for wider in streams):
-            del streams[key]
     return streams
 
 
@@ -292,23 +289,18 @@ def _maps_of_role(labels: Labels, claim: FoundAttention, role: str, heads: list[
         if not all(set(vector) <= set(still) for vector in heads):
             heads = [{o: places for o, places in vector.items() if o not in still} for vector in heads]
     if len({len(vector) for vector in heads}) > 1:
-        claim.flags.add(Flag("some heads have more maps than others", role=role))
-        return []
+        raise Unreadable(f"some heads have more maps of their {role} than others")
     if len({frozenset(vector) for vector in heads}) == 1:  # else each head has parameters of its own
         heads = [{owner: vector[owner] for owner in heads[0]} for vector in heads]
-    projections = (_map(labels, claim, role, list(item)) for item in zip(*(list(vector.items()) for vector in heads)))
-    return [projection for projection in projections if projection is not None]
+    return [_projection(labels, items) for items in zip(*(vector.items() for vector in heads))]
 
 
-def _map(
-    labels: Labels, claim: FoundAttention, role: str, of_heads: list[tuple[int, tuple[tuple[int, int], ...]]]
-) -> Projection | None:
+def _projection(labels: Labels, of_heads: Sequence[tuple[int, tuple[tuple[int, int], ...]]]) -> Projection:
     owners = tuple(owner for owner, _ in of_heads)
     names = tuple(labels.tape.names[owner] for owner in owners)
     names = names[:1] if len(set(names)) == 1 else names
     if len({len(places) for _, places in of_heads}) > 1:
-        claim.flags.add(Flag("heads of several widths in", names[0], role))
-        return None
+        raise Unreadable(f"heads of several widths in `{names[0]}`")
     features = [tuple(feature for _, feature in places) for _, places in of_heads]
     distinct = set(map(frozenset, features))
     if sum(map(len, distinct)) != len(frozenset().union(*distinct)):
@@ -334,13 +326,6 @@ def _check(part: ValueProduct, claim: FoundAttention) -> None:
             raise Unreadable(f"its {role} is a product of two computed tensors (such as a map and the gain of DoRA)")
         if any(projection.starts.shape[1] == 1 < label.features.shape[-1] for projection in maps.get(role, [])):
             raise Unreadable(f"a map mixes the heads of its {role}")
-    distinct = {role: len({tuple(row) for row in maps[role][0].starts.tolist()}) for role in maps}
-    most = max(distinct.get("query", claim.heads), distinct.get("key", claim.heads))
-    if claim.heads > 1 and most < claim.heads:
-        raise Unreadable("several heads share queries and keys")
-    if "query" not in maps and "key" not in maps:
-        reasons = f" ({'; '.join(sorted(map(str, flags)))})" if flags else ""
-        raise Unreadable(f"neither its queries nor its keys come from a linear map{reasons}")
 
 
 # what an attention gives
@@ -377,11 +362,8 @@ def _install(labels: Labels, claim: FoundAttention, parts: list[tuple[ValueProdu
 
 def columns_of(labels: Labels, claim: FoundAttention) -> None:
     """Find the products with parameters that take what an attention returns."""
-    first = min(part.step.number for part in claim.core.parts)
     walk = WalkOn([part.step.output.cell for part in claim.core.parts], most=_MOST_STEPS_TO_OUTPUT)
     for step in walk:
-        if step.number <= first:
-            continue
         product = labels.products.of(step)
         if product is not None:
             is_linear = product.kind in {"weight", "filter"}
@@ -427,8 +409,6 @@ def _claim_columns(labels: Labels, claim: FoundAttention, step: Step, product: P
         features = reshaped(thin(features.movedim(1, -1)), (1, -1, features.shape[1])) if is_grid else features[None]
     first, stride = labels.products.lines(columns, 2)
     of_heads = _columns_by_head(labels, claim, features, first.tolist())
-    if not of_heads:
-        return
     starts = torch.tensor([list(of_heads[head]) for head in range(claim.heads)])
     owners = tuple(labels.owner(int(row[0])) for row in starts)
     names = tuple(labels.tape.names[owner] for owner in owners)
@@ -464,7 +444,7 @@ def _columns_by_head(
                     raise Unreadable("several heads are summed or mixed before the map")
                 for head in heads:
                     of_heads.setdefault(head, {}).setdefault(numbers[column], min(places) % width)
-    if of_heads and (len(of_heads) != claim.heads or len(set(map(len, of_heads.values()))) > 1):
+    if len(of_heads) != claim.heads or len(set(map(len, of_heads.values()))) > 1:
         raise Unreadable("a map of some heads only")
     if len(set().union(*of_heads.values())) != sum(map(len, of_heads.values())):
         raise Unreadable("heads share columns")
