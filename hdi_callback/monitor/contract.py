@@ -175,7 +175,7 @@ def without_gradient(layers: Iterable[AttentionLayer]) -> dict[str, dict[str, Te
             for name, rows in factors if weight.plain is None else [(str(role), weight.plain)]:
                 owner, attribute = rows.owners()[0]
                 parameter = owner._parameters.get(attribute)
-                if parameter is None or len(rows.names) > 1 or not parameter.is_floating_point():
+                if parameter is None or rows.recipes or len(rows.names) > 1 or not parameter.is_floating_point():
                     continue
                 is_zero = ~rows.of(parameter).flatten(1).any(1)
                 blank.append(is_zero.all())

@@ -16,6 +16,7 @@ from hdi_callback import HeadDiversityMonitor
 from hdi_callback.attention.discovery.find import survey
 from hdi_callback.errors import UnsupportedAttentionError
 from tests.attention.by_hand import B, C, H, T, Written, attend, between, columns, four, heads, join, linear, split
+from tests.attention.models import Model, batches
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -272,3 +273,15 @@ def test_training_is_bit_identical_where_weights_are_computed(name):
 
     plain, ours = trained(watched=False), trained(watched=True)
     assert all(torch.equal(plain[key], ours[key]) for key in plain)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("compute", [nn.utils.weight_norm, parametrizations.weight_norm, parametrizations.orthogonal])
+def test_a_weight_of_parameters_of_another_shape_is_measured_while_it_trains(compute):
+    model, (x, _) = Model(layers=1), batches(1)[0]
+    compute(model.blocks[0].attention.qkv)
+    with HeadDiversityMonitor(model) as monitor:
+        monitor.arm()
+        model(x).square().mean().backward()
+        layers = monitor.measure(0).record().layers
+    assert 0 < layers["blocks.0.attention"].values["hdi"] <= 1

@@ -217,14 +217,12 @@ def softmax_dim(step: Step) -> int | None:
 
 def _divides(step: Step) -> bool:
     """Whether something is divided by a sum, and not by its product with features, as in linear attention."""
-    todo = [step]
-    for current in todo:  # it grows
-        users = [user for out in current.outputs if out is not None for user in out.cell.users]
-        if any(user.op in {"div", "reciprocal", "log", "pow"} for user in users):
+    walk = WalkOn([step.output.cell], most=_MOST_STEPS_TO_VALUES)
+    for user in walk:
+        if user.op in {"div", "reciprocal", "log", "pow"}:
             return True
-        todo += [
-            user for user in users if len(todo) < _MOST_STEPS_TO_VALUES and (user.is_pointwise or user.op in ops.COPIES)
-        ]
+        if user.is_pointwise or user.op in ops.COPIES:
+            walk.follow(user)
     return False
 
 

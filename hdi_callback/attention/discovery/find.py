@@ -131,6 +131,7 @@ def _without_softmax(labels: Labels, claims: list[FoundAttention], refused: Refu
     """Return what weighs tokens otherwise: linear attention, state spaces, attention over edges, or without queries."""
     paths = {step.path for step, _ in refused} | {claim.path for claim in claims}
     first: dict[str | None, tuple[Step, str]] = {}
+    without_scores: dict[str | None, tuple[Step, str]] = {}
     for step in labels.tape.steps:
         exponentials = [view.cell.step for view in step.inputs if view.cell.step is not None]
         for exponential in exponentials if step.op in ops.SCATTERS else ():
@@ -149,8 +150,8 @@ def _without_softmax(labels: Labels, claims: list[FoundAttention], refused: Refu
         elif product is not None and product.is_flipped and product.kind == "weight":
             mixed = product.first
         if mixed is not None and _is_of_two_computed(labels, mixed.cell, step.path, is_by_element=True):
-            first[step.path] = step, _NO_SCORES
-    return list(first.values())
+            without_scores.setdefault(step.path, (step, _NO_SCORES))
+    return list((without_scores | first).values())
 
 
 def _is_of_two_computed(labels: Labels, cell: Cell, path: str | None, *, is_by_element: bool = False) -> bool:
