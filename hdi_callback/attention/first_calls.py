@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from hdi_callback.attention.calls import running_modules
+from hdi_callback.attention.calls import modules_within, running_modules
 from hdi_callback.attention.compiled_calls import BeforeCompiledCalls, is_compiled
 from hdi_callback.attention.extra_forward import (
     CannotRunAgainError,
@@ -296,7 +296,7 @@ class FirstCalls:
 
     def _before_armed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tape = None
-        if module in self._with_compiled or any(map(is_compiled, module.modules())):
+        if module in self._with_compiled or any(map(is_compiled, modules_within(module))):
             self._with_compiled.add(module)
             if module in self._due:
                 self._again(module, args, kwargs, is_recorded=torch.is_grad_enabled())
@@ -317,7 +317,7 @@ class FirstCalls:
     # eager: the first call itself is recorded
 
     def _before_first(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        has_compiled = any(map(is_compiled, module.modules()))
+        has_compiled = any(map(is_compiled, modules_within(module)))
         if _shows_nothing(module, (args, kwargs)):
             if has_compiled:  # whose graphs would be guarded by these hooks
                 self._uninstall(module.modules())

@@ -84,7 +84,7 @@ def gathered_heads(outputs: Mapping[str, tuple[AttentionLayer, Tensor | None]]) 
     Of each layer `outputs` has ``(tokens, heads of this rank, d_v)``, or `None` if there are none.
     """
     groups: dict[Any, list[str]] = {}
-    for name, (layer, _) in outputs.items():
+    for name, (layer, _) in outputs.items() if dist.is_available() and dist.is_initialized() else ():
         group = group_of_heads(layer)
         if group is not None:
             groups.setdefault(group, []).append(name)

@@ -188,6 +188,7 @@ def facts_of(labels: Labels, claims: list[FoundAttention], refused: list[tuple[S
     """Return facts about each attention that was read, or whose softmax was met, in the order of the forward."""
     collected: list[Facts] = []
     every: list[tuple[Step, FoundAttention | str]] = [*((claim.core.step, claim) for claim in claims), *refused]
+    is_scaled = _is_rotation_scaled(labels.tape.model)
     for step, attention in sorted(every, key=lambda pair: pair[0].number):
         values = _of_step(labels, step)
         try:
@@ -197,6 +198,7 @@ def facts_of(labels: Labels, claims: list[FoundAttention], refused: list[tuple[S
         except Exception as error:  # one attention that is not understood leaves the others
             values = _of_step(labels, step)
             values["reason"] = f"its facts could not be collected ({type(error).__name__}: {error})"
+        values |= {"length": None} if is_scaled else {}
         collected.append(Facts(**values))
     return collected
 
@@ -273,7 +275,7 @@ def _of_claim(labels: Labels, claim: FoundAttention, values: dict[str, Any]) -> 
         "flags": frozenset(claim.flags),
         "scale": None if is_sum and not is_usual else values["scale"],
         "cosines": {role: table for role, table in tables.items() if table is not None},
-        "length": None if _is_rotation_scaled(labels.tape.model) else length_of(labels, claim.core),
+        "length": length_of(labels, claim.core),
         "shift": shift_of(*cosines) if len(cosines) == 2 else None,
         # Of a sum of maps features are of more pairs than their own.
         "pairs": {role: pairs for role, pairs in values["pairs"].items() if len(claim.maps.get(role, ())) < 2},

@@ -131,7 +131,7 @@ def diversity_sums(heads: WhitenedHeads) -> DiversitySums:
     def of_layers(*tensors: Tensor) -> DiversitySums:
         some = WhitenedHeads(*tensors)
         norms = _block_norms(some.rows, some.mixing.to(some.rows.dtype))
-        return DiversitySums(*norms, some.norm, some.dead, _flatness(some.mixing))
+        return DiversitySums(*norms, some.norm, some.dead, some.flatness)
 
     return DiversitySums(*by_layers(of_layers, *heads))
 
@@ -159,13 +159,6 @@ def _block_norms(rows: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor]:
         mixed = mixed.view(L, n * k, m, k).transpose(1, 2) @ mixing[:, part.start :].mT
         energy.append((part, mixed.square_().view(L, m, n, k * k).sum(-1).mT))
     return symmetric(H, shared), symmetric(H, energy)
-
-
-def _flatness(mixing: Tensor) -> Tensor:
-    """Compute the spectral flatness of heads of norm 1 from their mixing ``(..., k, k)``."""
-    k = mixing.shape[-1]
-    flatness: Tensor = k * torch.exp(2 / k * torch.linalg.slogdet(mixing.double())[1])
-    return flatness
 
 
 @torch.no_grad()

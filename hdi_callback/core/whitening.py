@@ -33,12 +33,14 @@ class WhitenedHeads(NamedTuple):
             asks for it.
         norm: ``(..., H)``, norms of the heads, in float64; NaN in a layer that is not finite.
         dead: ``(..., H)``, True where a norm is below the rank tolerance times the layer's largest.
+        flatness: ``(..., H)``, spectral flatness: geometric over arithmetic mean of the squared singular values.
     """
 
     rows: Tensor
     mixing: Tensor
     norm: Tensor
     dead: Tensor
+    flatness: Tensor
 
 
 def whiten_heads(weight: Tensor, rank_tol: float) -> WhitenedHeads:
@@ -74,7 +76,9 @@ def whiten_heads(weight: Tensor, rank_tol: float) -> WhitenedHeads:
     # Also this product in float64: TF32 would round the weight itself, which moves the subspace of a weak direction.
     for part in chunks:
         rows[..., part, :, :] = (T * scale)[..., part, :, :] @ weight[..., part, :, :].to(wide)
-    return WhitenedHeads(rows, gram @ T.mT, norm, dead)
+    mixing = gram @ T.mT
+    flatness = k * torch.exp(2 / k * torch.linalg.slogdet(mixing)[1])
+    return WhitenedHeads(rows, mixing, norm, dead, flatness)
 
 
 def whiten_layers(layers: Tensor, rank_tol: float = 1e-6) -> WhitenedHeads:
@@ -112,7 +116,8 @@ def _well_conditioned(weight: Tensor, rank_tol: float) -> WhitenedHeads | None:
         return None
     norm = squares.sqrt()
     rows = (T / norm[..., None, None]).float() @ weight
-    return WhitenedHeads(rows, factor.float(), norm, torch.zeros_like(norm, dtype=torch.bool))
+    flatness = gram.shape[-1] * factor.diagonal(dim1=-2, dim2=-1).log().mean(-1).mul(2).exp()
+    return WhitenedHeads(rows, factor.float(), norm, torch.zeros_like(norm, dtype=torch.bool), flatness)
 
 
 def whitener_of(gram: Tensor, rank_tol: float) -> Tensor:

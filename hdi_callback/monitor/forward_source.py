@@ -78,9 +78,20 @@ def _no_rows(layer: AttentionLayer, device: torch.device) -> RowSums:
     return attention_rows(unseen, unseen > 0, positions=torch.zeros(1, device=device))
 
 
-def take_rows(logits: Tensor, weights: Tensor, *, positions: Tensor, visible: Tensor) -> list[RowSums]:
-    """Reduce sampled rows of some layers to sums, as `Capture` asks for."""
-    return apart(attention_rows(weights, visible, logits=logits, positions=positions, layers=True))
+def take_rows(logits: Tensor, weights: Tensor, *, positions: Tensor, visible: Tensor) -> list[tuple[RowSums, int]]:
+    """Reduce sampled rows of some layers to sums, as `Capture` asks for: those of all, and the place of each layer."""
+    sums = attention_rows(weights, visible, logits=logits, positions=positions, layers=True)
+    return [(sums, place) for place in range(len(weights))]
+
+
+def _added(runs: Sequence[Sequence[tuple[RowSums, int]]]) -> RowSums:
+    """Add up what some layers have of each time that they ran, together."""
+    added = []
+    for of_layers in zip(*runs):
+        sums, places = of_layers[0][0], [place for _, place in of_layers]
+        is_all = places == list(range(len(sums.queries)))
+        added.append(sums if is_all else RowSums(*(total[places] for total in sums)))
+    return reduce(add, added)
 
 
 FORWARD = (
@@ -103,7 +114,7 @@ FORWARD = (
     ForwardSource(
         ROWS,
         "rows",
-        lambda samples, is_alone: joined([reduce(add, runs) for runs in samples.tokens]),
+        lambda samples, is_alone: _added(samples.tokens),
         _no_rows,
         lambda layer, *sums: row_metrics(RowSums(*sums)),
     ),
@@ -223,8 +234,9 @@ def _batches(
     for layer in layers:
         if layer.name in counted:
             of_layer, weight = counted[layer.name], layer.weights.get("output")
-            sample = of_layer.rows[0].entropy if reads == "rows" else of_layer.outputs
-            kind = _kind(sample), _kind(of_layer.valid), None if weight is None else weight.in_features
+            tensor = of_layer.rows[0][0].entropy if reads == "rows" else of_layer.outputs
+            runs = tuple(id(sums) for sums, _ in of_layer.rows) if reads == "rows" else ()  # with the same layers
+            kind = _kind(tensor), _kind(of_layer.valid), None if weight is None else weight.in_features, runs
             groups.setdefault(kind, []).append(layer)
     batches: list[list[AttentionLayer]] = []
     for ((shape, _, device), *_), group in groups.items():

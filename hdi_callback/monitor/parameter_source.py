@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from hdi_callback.attention.calls import modules_within
 from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.monitor.metrics import PARAMETERS, TRAINING
@@ -44,7 +45,8 @@ class ParameterReader:
 
     def look(self, model: nn.Module, layers: Sequence[AttentionLayer]) -> bool:
         """Find the parameters of layers, if those of the model have changed; return whether they have."""
-        parameters = list(_parameters_within(model))
+        owned = [module._parameters for module in modules_within(model) if module._parameters]
+        parameters = [parameter for own in owned for parameter in own.values() if parameter is not None]
         now = (layers, [parameter.requires_grad for parameter in parameters], list(map(id, parameters)), parameters)
         if self._looked_at[:3] == now[:3]:
             return False
@@ -120,16 +122,6 @@ class ParameterReader:
                 sums.append(until[1:] - until[:-1])
         together = [each.to(sums[0].device) for each in sums]
         return torch.cat(together) if together else torch.zeros(0, dtype=torch.int64)
-
-
-def _parameters_within(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield parameters as `nn.Module.parameters` does, in a third of its time: those that are shared several times."""
-    for parameter in module._parameters.values():
-        if parameter is not None:
-            yield parameter
-    for child in module._modules.values():
-        if child is not None:
-            yield from _parameters_within(child)
 
 
 def _ends(parameters: Sequence[nn.Parameter]) -> Tensor:

@@ -110,7 +110,8 @@ class Reading:
                 sizes[pack] = places[-1][-1] + tensor.numel()
             self._places.append(places)
         packs = {pack: torch.cat(tensors) for pack, tensors in parts.items() if pack[0].type != "meta"}  # no numbers
-        self._hosts = dict(zip(packs, self._copied(*packs.values())))
+        away = [pack for pack in packs if pack[0].type != "cpu"]
+        self._hosts = packs | dict(zip(away, self._copied(*(packs[pack] for pack in away))))
 
     def _copied(self, *tensors: Tensor) -> list[Tensor]:
         """Return copies on the host, which are whole once the events have happened."""

@@ -48,6 +48,9 @@ class WeightReader:
 
     def __init__(self, sources: Collection[str]) -> None:
         self.sources = tuple(source for source in WEIGHT_SOURCES if source in sources)
+        of_role = {role: [source for source in self.sources if role in _ROLES_OF[source]] for role in ROLES}
+        of_any = [source for source in self.sources if not _ROLES_OF[source]]
+        self._sources_of = {role: named or of_any for role, named in of_role.items() if named or of_any}
         self.checksums: dict[str, Tensor] = {}
         self._views: dict[tuple[str, str], Any] = {}  # layer and role -> where its parameter is, its address, the view
         self._outputs: dict[tuple[str, ...], Tensor] = {}  # layers -> their stacked output weights in this reading
@@ -128,13 +131,11 @@ class WeightReader:
     def _read(self, layer: AttentionLayer, absent: Absent) -> dict[str, Tensor]:
         """Return the weights of a layer; note which sources lack one."""
         weights: dict[str, Tensor] = {}
-        for role in ROLES:
-            of_role = [source for source in self.sources if role in _ROLES_OF[source]]
-            needed = of_role or any(not _ROLES_OF[source] for source in self.sources)
-            if role in layer.weights and needed:
-                with absent.unless(of_role or (FINITENESS, MOVEMENT), [layer.name]):
+        for role, sources in self._sources_of.items():
+            if role in layer.weights:
+                with absent.unless(sources, [layer.name]):
                     weights[role] = self._weight(layer, role)
-        for source in self.sources:
+        for source in self.sources if len(layer.weights) < len(ROLES) else ():
             missing = [role for role in _ROLES_OF[source] if role not in layer.weights]
             if missing:
                 absent.note(layer.name, source, f"the layer has no {' and no '.join(missing)} weight of its own")
@@ -163,17 +164,17 @@ class WeightReader:
         before = {roles: self._last.get((names, roles)) for roles in stacks.whole}
         for roles, stack in stacks.whole.items():
             self._keep((names, roles), stack)
-        nan = torch.full((len(names), layer.num_heads), torch.nan, device="cpu")
         own = {role: weight[0, 0].numel() for role, weight in stacks.of.items() if weight.shape[1] == layer.num_heads}
         sums: list[Tensor] = []
+
+        def blank() -> Tensor:
+            return torch.full((len(names), layer.num_heads), torch.nan, device="cpu")
+
         for roles, stack in stacks.whole.items():
             last = before[roles]
             if last is None or last.shape != stack.shape or not own:
-                return (), lambda: HeadMovement(nan, nan, dict.fromkeys(ROLES, nan))
+                return (), lambda: HeadMovement(blank(), blank(), dict.fromkeys(ROLES, blank()))
             sums += [part for parts in movement_sums(stack, last) for part in parts]
-        is_still = {
-            role: torch.tensor([(name, role) not in trained for name in names], device="cpu")[:, None] for role in ROLES
-        }
 
         def finish(*sums: Tensor) -> HeadMovement:
             arrived, of_role = iter(sums), {}
@@ -182,9 +183,9 @@ class WeightReader:
                 for role, *parts in zip(roles, moved, size, same):
                     of_role[role] = MovementSums(*(_by_head(layer, role, part) for part in parts))
             measured = movement_of(of_role, own)
-            by_role: dict[str, Tensor] = {
-                role: measured.by_role.get(role, nan).masked_fill(is_still[role], torch.nan) for role in ROLES
-            }
+            by_role: dict[str, Tensor] = {role: measured.by_role.get(role, blank()) for role in ROLES}
+            for role, movement in by_role.items():
+                movement[[(name, role) not in trained for name in names]] = torch.nan
             return measured._replace(by_role=by_role)
 
         return sums, finish

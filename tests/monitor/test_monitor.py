@@ -65,7 +65,7 @@ def test_measuring_waits_for_nothing_before_the_record():
     model.to("meta")
     captured = {}
     for layer in layers:
-        rows = attention_rows(torch.zeros(2, 4, 5, 5, device="meta"))
+        rows = attention_rows(torch.zeros(1, 2, 4, 5, 5, device="meta"), layers=True), 0
         captured[layer.name] = Captured(
             outputs=torch.zeros(20, 4, 8, device="meta"), valid=torch.ones(20, dtype=torch.bool, device="meta"),
             rows=[rows],

@@ -27,7 +27,6 @@ from hdi_callback.attention.extra_forward import first_sequences, inner_model, i
 from hdi_callback.attention.first_calls import SEQUENCES, FirstCalls, take_off
 from hdi_callback.attention.hooks import Hook
 from hdi_callback.attention.layer import AttentionLayer
-from hdi_callback.attention.releases import has_saving_hooks
 from hdi_callback.attention.sharding import gathered_heads
 from hdi_callback.guard import describe, without_modes
 
@@ -75,6 +74,7 @@ class Capture:
         self._max_tokens = max_tokens
         self.layers: dict[str, _CapturedLayer] = {}
         self._samples: list[tuple[str, CoreSample]] = []  # of rows, that are not numbers yet
+        self._numel = 0  # of these samples
         self._entered: set[int] = set()  # modules within which the reader was, outside of a backward
         self._handles: dict[nn.Module, list[RemovableHandle]] = {}  # of eager calls
         self._is_broken = self._is_paused = self.is_armed = False
@@ -85,9 +85,9 @@ class Capture:
         self._by_name = dict(self._model.named_modules())
         self._names = {module: name for name, module in self._by_name.items()}
         self._reader = Reader(self._names, self, max_rows)
-        self._inside, self._is_mode_on, self._readings = 0, False, 0
-        self._without_mode: set[str] = set()  # layers whose module was last entered without the mode
-        self._padding_of_call: dict[tuple[str, tuple[int, ...]], TokenMask] = {}  # of the innermost entered module
+        self._inside = self._readings = 0
+        self._behind: set[str] = set()  # layers whose attention is read behind their outputs, without the mode
+        self.padding_of_call: dict[tuple[str, tuple[int, ...]], TokenMask] = {}  # of the call that runs
         self.watch(layers)
 
     def watch(self, layers: Sequence[AttentionLayer]) -> None:
@@ -104,10 +104,11 @@ class Capture:
         self.taps = list(self._hooked())
         self.read_layers = [layer for layer in layers if self._may_read(layer)]
         self._reader.watch(self.read_layers)
-        self._entries = {module: set[str]() for layer in self.read_layers for module in self._entries_of(layer)}
+        entries_of = {layer.name: self._entries_of(layer) for layer in self.read_layers}
+        self._entries = {module: set[str]() for modules in entries_of.values() for module in modules}
         for module, names in self._entries.items():
             within = set(module.modules())
-            names |= {layer.name for layer in self.read_layers if not within.isdisjoint(self._entries_of(layer))}
+            names |= {name for name, modules in entries_of.items() if not within.isdisjoint(modules)}
         if self.is_armed:
             self._install()
 
@@ -122,7 +123,6 @@ class Capture:
         self.is_armed, self.training_only = True, training_only
         self._forget()
         self._reader.begin()
-        self._without_mode.clear()
         if self._readings % _SHOWN_EVERY == 0:
             self._reader.shown.clear()  # the mode reads the next forward, and shows anew what autograd saves
         self._readings += 1
@@ -172,8 +172,11 @@ class Capture:
             if module not in read_again:
                 handle = module.register_forward_pre_hook(Hook(tap, "take"), with_kwargs=True)
                 self._handles.setdefault(module, []).append(handle)
-        for module in () if self._is_broken else self._entries:
-            if module not in read_again:
+        shown = self._reader.shown.keys() if self.training_only else set[str]()
+        under_mode = {name for names in self._entries.values() if not names <= shown for name in names}
+        self._behind = shown - under_mode
+        for module, names in () if self._is_broken else self._entries.items():
+            if module not in read_again and not names.isdisjoint(under_mode):
                 handles = self._handles.setdefault(module, [])
                 handles.append(module.register_forward_pre_hook(Hook(self, "_enter")))
                 handles.append(module.register_forward_hook(Hook(self, "_leave"), always_call=True))
@@ -190,6 +193,7 @@ class Capture:
         for name in names:
             self.layers[name].forget()
         self._samples = [(name, sample) for name, sample in self._samples if name not in names]
+        self._numel = sum(sample.numel for _, sample in self._samples)
         if modules is None:
             self._entered.clear()
 
@@ -234,8 +238,7 @@ class Capture:
         """Remove mode and hooks from a call that was thought eager and is about to run compiled code."""
         if self._inside:
             self._inside = 0
-            if self._is_mode_on:
-                take_off(self._reader)
+            take_off(self._reader)
             self._reader.forget()
         self._uninstall(within=entry)
         self._fail_within(entry, _TURNED_UP)
@@ -292,36 +295,27 @@ class Capture:
         if self._inside == 0:
             if not self._counts_now(module) or is_within_compiled_call():
                 return
-            layers = self._entries[module]
-            is_saved = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and not has_saving_hooks()
-            self._is_mode_on = not (is_saved and layers <= self._reader.shown.keys())
-            if self._is_mode_on:
-                self._without_mode -= layers
-                self._reader.__enter__()
-            else:
-                self._without_mode |= layers
+            self._reader.__enter__()
         self._inside += 1
-        self._padding_of_call.clear()
+        self.padding_of_call.clear()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._inside == 0 or module not in self._entries:
             return
         self._inside -= 1
-        self._padding_of_call.clear()
-        if self._is_mode_on and output is None and sys.exc_info()[0] is not None:
+        if output is None and sys.exc_info()[0] is not None:
             self._is_broken = True  # it raised under the mode: never again
         if self._inside == 0:
-            if self._is_mode_on:
-                self._reader.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._reader.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._reader.forget()
 
     def read_behind(self, layer: AttentionLayer, outputs: Tensor) -> None:
-        """Read the fused attention before the output projection from saved tensors, where the mode is off."""
+        """Read the fused attention before the output projection from saved tensors, where no mode reads it."""
         try:
-            if layer.name in self._without_mode:
-                self._reader.read_behind(layer, outputs)
-            elif self._inside:
+            if self._inside:
                 self._reader.show(layer, outputs)
+            elif layer.name in self._behind and not self.is_again:
+                self._reader.read_behind(layer, outputs)
         except Exception as error:
             self.fail(layer.name, f"its rows of attention cannot be read ({describe(error)})")
 
@@ -350,12 +344,11 @@ class Capture:
         return tap.find(shape).padded
 
     def find_padding(self, shape: tuple[int, ...], layer: str, hidden_keys: Tensor | None) -> TokenMask:
-        """Return the padding among tokens of a shape; masks are looked up once in a call of an attention's module."""
-        mask = self._padding_of_call.get((layer, shape))
+        """Return the padding among tokens of a shape; masks are looked up once in a call of an attention."""
+        mask = self.padding_of_call.get((layer, shape))
         if mask is None or (mask.padded is None and hidden_keys is not None):
             mask = find_padding(shape, self._padding, layer=layer, hidden_keys=hidden_keys)
-            if self._inside:
-                self._padding_of_call[layer, shape] = mask
+            self.padding_of_call[layer, shape] = mask
         return mask
 
     def has_entered(self, layer: AttentionLayer) -> None:
@@ -366,15 +359,15 @@ class Capture:
         """Collect sampled rows; layers that are alike are measured in one call."""
         if self._rows is not None:
             self._samples.append((layer, sample))
-            numel = sum(sample.numel for _, sample in self._samples)
-            if numel > (_ROWS_AT_ONCE_ON_CPU if sample.positions.is_cpu else _ROWS_AT_ONCE):
+            self._numel += sample.numel
+            if self._numel > (_ROWS_AT_ONCE_ON_CPU if sample.positions.is_cpu else _ROWS_AT_ONCE):
                 self._make_rows()
 
     def _make_rows(self) -> None:
         groups: dict[Any, list[tuple[str, CoreSample]]] = {}
         for layer, sample in self._samples:
             groups.setdefault(sample.kind, []).append((layer, sample))
-        self._samples = []
+        self._samples, self._numel = [], 0
         with without_modes():
             for group in groups.values():
                 try:
@@ -472,6 +465,7 @@ class _Tap:
         """Take the input of the module."""
         is_other = is_extra() and not self.capture.is_again  # of another monitor, or a check
         if self.capture.is_armed and not is_other:
+            self.capture.padding_of_call.clear()
             is_recorded = torch.is_grad_enabled() or self.capture.is_again
             with without_modes():
                 try:

@@ -31,6 +31,7 @@ _OF_PADDING = {
 }  # fmt: skip
 # True or 1 where there is a token:
 _OF_TOKENS = {"attention_mask", "decoder_attention_mask", "input_mask", "token_mask", "valid_mask"}
+_OF_MASKS = _OF_PADDING | _OF_TOKENS
 _NO_TOKENS = ("mask", "position", "type", "label")  # in names of whole numbers that are no tokens
 _LONGEST_PREFIX = 8  # tokens of a class, of registers, that masks may leave out
 
@@ -84,11 +85,13 @@ def _masks(calls: Sequence[ModuleCall], layer: str) -> Iterator[tuple[str, Tenso
     """Yield the masks over tokens that calls take: name, true where a token is padding, and whose argument it is."""
     for call in calls:
         names = call.arguments.keys()
+        if names.isdisjoint(_OF_MASKS):
+            continue
         has_two_sides = any(map(_is_of_decoder, names)) and bool(
             names & {"input_ids", "attention_mask", "src", "src_key_padding_mask", "inputs_embeds"}
         )
         for name, mask in call.arguments.items():
-            if name not in _OF_PADDING | _OF_TOKENS or not isinstance(mask, Tensor) or mask.dim() not in (1, 2):
+            if name not in _OF_MASKS or not isinstance(mask, Tensor) or mask.dim() not in (1, 2):
                 continue
             if mask.is_nested or (has_two_sides and ("decoder" in layer.lower()) != _is_of_decoder(name)):
                 continue

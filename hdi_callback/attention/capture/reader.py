@@ -344,7 +344,8 @@ class Reader(Mode):
         padded = self._sink.padded_queries(layer.name, sampled.shape, hidden)
         if padded is not None:
             padded = padded[sampled.sequences][:, sampled.queries].to(sample.positions.device)
-        self._sink.take_rows(layer.name, replace(sample, padded=padded))
+            sample = replace(sample, padded=padded)
+        self._sink.take_rows(layer.name, sample)
 
     def _follow(self, func: Any, args: Any, out: Any) -> None:
         """Follow weights through dropout, casts and copies, to the product with values."""
