@@ -293,7 +293,8 @@ class Reader(Mode):
         self._read_fused(layer, how, saved, None)
 
     def _read_fused(self, layer: AttentionLayer, how: Site, received: Mapping[str, Any], out: Any) -> None:
-        query, key, mask = received["query"], received["key"], received.get("attn_mask", received.get("attn_bias"))
+        query, key, mask = received["query"], received["key"], received.get("attn_mask")
+        mask = received.get("attn_bias") if mask is None else mask
         sampled, view_query, view_key = self._views_of(query, key, how)
         hidden = None
         positions, is_later = self._place(sampled, key.shape[-2], query.device)
@@ -443,11 +444,9 @@ def _saved_behind(outputs: Tensor) -> dict[str, Any] | None:
         node = node.next_functions[0][0]
     if node is None or not node.name().startswith("ScaledDotProduct"):
         return None
-    raw = {name: getattr(node, f"_raw_saved_{name}", None) for name in _SAVED_TENSORS}
-    names = [name for name, saved in raw.items() if saved is not None]
-    if any(getattr(raw[name], "unpack_hook", True) is not None for name in names):
+    if getattr(node._raw_saved_query, "unpack_hook", True) is not None:  # as of all that it saves
         return None
-    return {name: getattr(node, f"_saved_{name}") for name in (*names, *_SETTINGS)}
+    return {name: getattr(node, f"_saved_{name}", None) for name in (*_SAVED_TENSORS, *_SETTINGS)}
 
 
 def _identity(received: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
 """What a step costs with a reading, and without one between readings, against a step that nobody watches.
 
-    python -m tests.studies.benchmarks.step [--device cuda] [--sizes gpt2 gpt2-16 small] [--backend aot_eager]
+    python -m tests.studies.benchmarks.step [--device cuda] [--sizes gpt2 gpt2-512 gpt2-16 small] [--backend aot_eager]
 
 Watched as by default: all rules, history, TensorBoard. The share of a training is at the default cadence of 50 steps.
 """
@@ -19,6 +19,7 @@ from tests.studies.benchmarks.timing import Ratio, arguments, ratios, table
 EVERY = 50
 SIZES = {  # layers, width, heads, tokens; sequences
     "gpt2": ((12, 768, 12, 1024), 1),
+    "gpt2-512": ((12, 768, 12, 512), 1),
     "gpt2-16": ((12, 768, 12, 1024), 16),
     "small": ((2, 128, 4, 128), 8),
 }
