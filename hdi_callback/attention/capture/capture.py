@@ -458,6 +458,8 @@ class _Tap:
         self._max_tokens = max(2, max_tokens)
         self._order = _order_of_features(layer) if layer.output_module is not None else None
         weight = layer.weights.get("output")
+        size = getattr(layer.output_module, "kernel_size", None)
+        self._size = size if isinstance(size, tuple) else None  # of a convolution
         self._width = layer.num_heads * layer.value_dim
         self._may_be_part = weight is not None and weight.is_sharded  # a rank has some of the heads
 
@@ -552,8 +554,7 @@ class _Tap:
 
     def _features_last(self, tensor: Tensor) -> Tensor:
         """Return the input of a convolution, ``(batch, features, ...)``, as ``(batch, positions, features)``."""
-        size = getattr(self.layer.output_module, "kernel_size", None)
-        return tensor.flatten(-len(size)).mT if isinstance(size, tuple) else tensor
+        return tensor if self._size is None else tensor.flatten(-len(self._size)).mT
 
     def _thin(self, limit: int) -> None:
         """Thin all samples alike, if together they are more than a limit."""
