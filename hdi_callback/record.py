@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -107,7 +106,6 @@ class Action:
         name: the intervention.
         layers: the layers concerned.
         message: what was done, or why nothing was.
-        dry_run: True if it only said what it would have done.
         is_refusal: True if nothing was done, for the reason in `message`.
     """
 
@@ -115,7 +113,6 @@ class Action:
     name: str
     layers: tuple[str, ...]
     message: str
-    dry_run: bool = False
     is_refusal: bool = False
 
 
@@ -158,8 +155,3 @@ class Record:
     def values(self, metric: str) -> dict[str, float]:
         """Return layer -> value of a metric, for the layers that have it."""
         return {name: layer.values[metric] for name, layer in self.layers.items() if metric in layer.values}
-
-    def mean(self, metric: str) -> float | None:
-        """Return the mean of a metric over the layers that have it; `None` if none has."""
-        values = self.values(metric).values()
-        return math.fsum(values) / len(values) if values else None

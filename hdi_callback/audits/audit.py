@@ -109,7 +109,6 @@ def audit(
     *,
     model: str | Callable[..., Any] | None = None,
     forward: Callable[[], Any] | None = None,
-    thresholds: Mapping[str, Mapping[str, float | None]] | None = None,
 ) -> Audit:
     """Judge the heads of a model or a checkpoint.
 
@@ -121,7 +120,6 @@ def audit(
             ``"module:function"`` that gives a model, or a model and a batch.
         model: the class or function that builds the model of a checkpoint, or its name (``"package.module:Class"``).
         forward: for a model: a function without arguments that runs it, such as ``lambda: model(batch)``.
-        thresholds: limits of the default rules, as `HDICallback` takes them: pattern of layer names -> limits.
 
     Returns:
         Layers, findings and a verdict.
@@ -138,14 +136,12 @@ def audit(
         ([('0.self_attn', 4)], 'clear')
     """
     function("forward", forward, "lambda: model(batch)")
-    Alerts("default", thresholds)  # checks the limits
     opened, surveyed = open_layers(target, model, forward)
     layers = surveyed.layers
     refused = {refusal.name or type(opened.model).__name__: refusal.reason for refusal in surveyed.refused}
     facts = tuple(layer.description() for layer in layers)
-    check_patterns(thresholds or (), [layer.name for layer in layers])
     # Rules pass over what pretrained weights had from the start, and an audit asks about just that.
-    alerts = Alerts("default", thresholds, facts, pretrained=False)
+    alerts = Alerts("default", None, facts, pretrained=False)
     # Of fresh weights at step 0 rules ask other questions.
     step = opened.step or 1
     missing = {layer.name: reason for layer in layers if (reason := missing_weights(opened, layer))}
@@ -244,19 +240,14 @@ def _copied_layers(layers: Sequence[AttentionLayer], step: int) -> list[Alert]:
 def judge_again(run: RunHistory, thresholds: Mapping[str, Mapping[str, float | None]]) -> RunHistory:
     """Judge the readings of a run by the default rules with other limits."""
     alerts = Alerts("default", thresholds, run.layers)
-    check_patterns(thresholds, [facts["name"] for facts in run.layers])
+    names = [facts["name"] for facts in run.layers]
+    for pattern in thresholds:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise MisconfigurationError(
+                f"No layer matches the pattern {pattern!r}: the layers are {', '.join(names) or 'none'}."
+            )
     records = []
     for record in run.records:
         new_alerts = alerts.judge(replace(record, alerts=(), active=()))
         records.append(replace(record, alerts=new_alerts, active=alerts.active))
     return replace(run, records=tuple(records))
-
-
-def check_patterns(patterns: Iterable[str], layers: Iterable[str]) -> None:
-    """Raise an error if a pattern matches no layer."""
-    names = list(layers)
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise MisconfigurationError(
-                f"No layer matches the pattern {pattern!r}: the layers are {', '.join(names) or 'none'}."
-            )

@@ -23,13 +23,6 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for pro
 _MODEL = click.option(
     "--model", "build", metavar="MODULE:NAME", help="The class or function that builds the model of a checkpoint."
 )
-_THRESHOLD = click.option(
-    "--threshold",
-    "thresholds",
-    multiple=True,
-    metavar="[PATTERN:]NAME=VALUE",
-    help="A limit of the rules, such as pair=0.9, 'encoder.*:mean=0.6' or pair=off. May be repeated.",
-)
 _EXIT_CODES = (
     "Exit codes: 0 nothing unusual; 1 something is wrong, or a warning or a critical alert is active; 2 wrong "
     "arguments, or nothing to judge; 130 interrupted."
@@ -82,9 +75,8 @@ def check(target: str, build: str | None, strict: bool, explain: str | None, as_
 @hdi.command(epilog=_EXIT_CODES)
 @click.argument("target")
 @_MODEL
-@_THRESHOLD
 @_JSON
-def audit(target: str, build: str | None, thresholds: tuple[str, ...], as_json: bool) -> int:
+def audit(target: str, build: str | None, as_json: bool) -> int:
     """Judge the heads of a model or checkpoint.
 
     Code in files is never executed. The last line is the verdict.
@@ -93,7 +85,7 @@ def audit(target: str, build: str | None, thresholds: tuple[str, ...], as_json: 
     """
     from hdi_callback.audits import audit as audit_target
 
-    result = audit_target(target, model=build, thresholds=parse_thresholds(thresholds))
+    result = audit_target(target, model=build)
     _print_result(result, as_json)
     if not as_json:
         _print_action(result.verdict)
@@ -125,7 +117,13 @@ def compare(first: str, second: str, build: str | None, as_json: bool) -> int:
     type=click.Path(path_type=Path, dir_okay=False),
     help="The page to write; by default report.html beside the history, and none with --json.",
 )
-@_THRESHOLD
+@click.option(
+    "--threshold",
+    "thresholds",
+    multiple=True,
+    metavar="[PATTERN:]NAME=VALUE",
+    help="A limit of the rules, such as pair=0.9, 'encoder.*:mean=0.6' or pair=off. May be repeated.",
+)
 @_JSON
 def report(run: str, output: Path | None, thresholds: tuple[str, ...], as_json: bool) -> int:
     """List the alerts of a run, and write one HTML file about it, which opens without a network.

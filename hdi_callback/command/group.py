@@ -71,12 +71,7 @@ def _one_line(text: object) -> str:
 
 
 def parse_thresholds(texts: Iterable[str]) -> dict[str, dict[str, float | None]] | None:
-    """Return pattern of layer names -> limits, as `HDICallback` takes them; `None` if there are none.
-
-    Example:
-        >>> parse_thresholds(["pair=0.9", "encoder.*:mean=off"])
-        {'*': {'pair': 0.9}, 'encoder.*': {'mean': None}}
-    """
+    """Return pattern of layer names -> limits, as `HDICallback` takes them; `None` if there are none."""
     limits: dict[str, dict[str, float | None]] = {}
     for text in texts:
         limit_name, _, right = text.rpartition("=")

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hdi_callback.record import Alert, Record
+from hdi_callback.rules.words import listed
 
 _MOST_HEADS = 8
 _SHAPE = ("kind", "num_heads", "num_key_heads", "num_value_heads", "head_dim", "value_dim")
@@ -73,14 +74,7 @@ def layers_text(
     *,
     width: int = 80,
 ) -> str:
-    """Return the table as text.
-
-    Example:
-        >>> facts = [{"name": f"blocks.{i}.attn", "num_heads": 12, "head_dim": 64, "kind": "`qkv`"} for i in range(12)]
-        >>> print(layers_text(facts))
-        layer             heads  width  layout
-        blocks.0-11.attn  12     64     `qkv`
-    """
+    """Return the table as text."""
     columns = ["layer", "heads", "width", "layout"]
     if record is not None:
         columns = ["layer", "heads", "HDI", "closest", "pair"]
@@ -160,14 +154,11 @@ def name_heads(heads: Sequence[int], total: int | None = None, unit: str = "head
         >>> name_heads([3, 21], 32), name_heads(range(32), 32), name_heads([5])
         ('heads 3 and 21', 'all 32 heads', 'head 5')
     """
-    if not heads:
-        return ""
     if len(heads) == total and len(heads) > 2:
         return f"all {total} {unit}"
     if len(heads) > _MOST_HEADS:
         return f"{len(heads)} {unit}: {_ranges(sorted(heads))}"
-    *most, last = map(str, heads)
-    return f"{unit} {', '.join(most)} and {last}" if most else f"{unit.removesuffix('s')} {last}"
+    return f"{unit if len(heads) > 1 else unit.removesuffix('s')} {listed(heads)}" if heads else ""
 
 
 def compared(facts: Mapping[str, Any]) -> str:

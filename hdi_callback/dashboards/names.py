@@ -6,24 +6,18 @@ import difflib
 from dataclasses import dataclass
 from typing import Literal
 
-from hdi_callback import interventions
 from hdi_callback.arguments import shown
 from hdi_callback.dashboards.tags import AUDITED, LAYER_CURVES, MODEL_CURVES, PICTURES
 from hdi_callback.errors import MisconfigurationError
-from hdi_callback.interventions import Intervention
+from hdi_callback.interventions import Call, Intervention, QKClip, ReviveHeads, SaveCheckpoint, StopTraining
 from hdi_callback.monitor import contract
 from hdi_callback.monitor.metrics import METRICS
 from hdi_callback.rules import RULES
 
 Kind = Literal["curve", "picture", "metric", "rule", "alert", "intervention", "finding of hdi audit"]
 INTERVENTIONS: dict[str, type[Intervention]] = {
-    name: kind
-    for name in interventions.__all__
-    if isinstance(kind := getattr(interventions, name), type)
-    and issubclass(kind, Intervention)
-    and "name" in vars(kind)
+    kind.__name__: kind for kind in (Call, QKClip, ReviveHeads, SaveCheckpoint, StopTraining)
 }
-"""The interventions of this package by name; base classes have none."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +48,7 @@ NAMES = _all_names()
 
 
 def describe_tag(tag: str) -> Name | None:
-    """Return the name behind a tag on a dashboard, whatever its layer; `None` if it is not one of ours.
-
-    Example:
-        >>> describe_tag("hdi/per_layer/covariance/blocks.0.attn").metric
-        'head_covariance'
-    """
+    """Return the name behind a tag on a dashboard, whatever its layer; `None` if it is not one of ours."""
     _, _, of_layer = tag.partition("hdi/per_layer/")
     if of_layer:
         short, _, layer = of_layer.partition("/")
@@ -71,15 +60,7 @@ def describe_tag(tag: str) -> Name | None:
 
 
 def look_up(word: str) -> Name:
-    """Return the name that a user has written: a tag, a metric, a rule or one of its limits, an intervention.
-
-    Raises:
-        MisconfigurationError: if nothing has the name.
-
-    Example:
-        >>> look_up("hdi/min").kind, look_up("worst-pair").text, look_up("revive heads").text
-        ('curve', 'worst pair', 'ReviveHeads')
-    """
+    """Return the name that a user has written: a tag, a metric, a rule or one of its limits, an intervention."""
     names = {_letters(limit): NAMES[rule.name] for rule in RULES for limit in rule.limits}
     names |= {_letters(text): name for text, name in NAMES.items()}
     names |= {_letters(text): NAMES[rule.name] for rule in RULES for text in (rule.__name__, rule.name)}

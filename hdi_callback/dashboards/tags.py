@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -69,18 +70,11 @@ LAYER_CURVES = {"hdi": "hdi", "hdi_worst_alignment": "worst_alignment", "head_co
 
 
 def curves(record: Record, metrics: Iterable[str] = ()) -> dict[str, float]:
-    """Return the points of all curves at one reading.
-
-    Example:
-        >>> from hdi_callback.record import LayerRecord
-        >>> layers = {"blocks.0.attn": LayerRecord({"hdi": 0.9}), "blocks.1.attn": LayerRecord({"hdi": 0.5})}
-        >>> points = curves(Record(step=0, layers=layers))
-        >>> points["hdi/mean"], points["hdi/min"], points["hdi/per_layer/hdi/blocks.1.attn"]
-        (0.7, 0.5, 0.5)
-    """
+    """Return the points of all curves at one reading."""
+    hdi = record.values("hdi").values()
     points = {
-        "hdi/mean": record.mean("hdi"),
-        "hdi/min": min(record.values("hdi").values(), default=None),
+        "hdi/mean": statistics.fmean(hdi) if hdi else None,
+        "hdi/min": min(hdi, default=None),
         "hdi/closest_pair": max(record.values("hdi_worst_alignment").values(), default=None),
         "hdi/alignment": max(record.values("hdi_alignment").values(), default=None),
         "hdi/covariance": max(record.values("head_covariance").values(), default=None),

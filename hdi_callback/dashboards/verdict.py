@@ -61,12 +61,7 @@ def _is_same(first: Alert, second: Alert) -> bool:
 
 
 def verdict(records: Sequence[Record], layers: Sequence[Mapping[str, Any]], *, is_audit: bool = False) -> Verdict:
-    """Return what is so with a run by its last reading; of an audit steps say nothing.
-
-    Example:
-        >>> print(verdict([], [{"name": "attn"}]))
-        Nothing to judge: there is no reading yet.
-    """
+    """Return what is so with a run by its last reading; of an audit steps say nothing."""
     if not layers:
         absence = "no attention layer could be read" if is_audit else "no attention layer is watched"
         return Verdict("nothing to judge", f"Nothing to judge: {absence}.")

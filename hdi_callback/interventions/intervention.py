@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from hdi_callback.arguments import flag, one_of, strings, whole_number
+from hdi_callback.arguments import one_of, strings, whole_number
 from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.record import LEVELS, Action, Alert, Level, Record
@@ -33,7 +33,6 @@ class Intervention:
         on: the lowest level of alerts to act on; `None` for that of the class.
         rules: names of the rules to act on; `None` for those of the class.
         at_most: how often to act in a run; `None` for the default of the class.
-        dry_run: only report what would have been done.
 
     Raises:
         MisconfigurationError: if an argument cannot work.
@@ -48,16 +47,10 @@ class Intervention:
     )
 
     def __init__(
-        self,
-        *,
-        on: Level | None = None,
-        rules: Sequence[str] | None = None,
-        at_most: int | None = None,
-        dry_run: bool = False,
+        self, *, on: Level | None = None, rules: Sequence[str] | None = None, at_most: int | None = None
     ) -> None:
         self.chosen_rules: tuple[str, ...] = ()  # each of which has to judge in the run
         self.on: Level = one_of(f"on of {self.name}", self.on if on is None else on, LEVELS)
-        self.dry_run = flag(f"dry_run of {self.name}", dry_run)
         if rules is not None:
             self.rules = self.chosen_rules = strings(f"rules of {self.name}", rules, "names of rules") or ()
             self.ignores_start = False
@@ -77,8 +70,7 @@ class Intervention:
     def bind(self, training: Training) -> None:
         """Take the training to act on, when its layers are known and before its first step."""
         self._training, self.count, self._answered = training, 0, set()
-        if not self.dry_run:
-            self.check()
+        self.check()
 
     def check(self) -> None:
         """Raise an error for a model that it cannot work on."""
@@ -127,5 +119,4 @@ class Intervention:
 
     def action(self, layers: Iterable[str], done: str, *, is_refusal: bool = False) -> Action:
         """Return what was done to layers, a verb in the past, as an action; with `is_refusal` why nothing was."""
-        verb = "would have " if self.dry_run and not is_refusal else ""
-        return Action(self.training.trainer.step, self.name, tuple(layers), f"{verb}{done}", self.dry_run, is_refusal)
+        return Action(self.training.trainer.step, self.name, tuple(layers), done, is_refusal)

@@ -31,7 +31,6 @@ class QKClip(Intervention):
     Args:
         limit: largest score that is left as it is.
         at_most: how often to act in a run; any number of times by default.
-        dry_run: only report what would have been done.
 
     Raises:
         MisconfigurationError: if an argument cannot work.
@@ -40,8 +39,8 @@ class QKClip(Intervention):
     name = "QKClip"
     rules = ()
 
-    def __init__(self, limit: float = 100.0, *, at_most: int | None = None, dry_run: bool = False) -> None:
-        super().__init__(at_most=at_most, dry_run=dry_run)
+    def __init__(self, limit: float = 100.0, *, at_most: int | None = None) -> None:
+        super().__init__(at_most=at_most)
         self.limit = number("limit of QKClip", limit, example=100)
 
     def check(self) -> None:
@@ -65,9 +64,8 @@ class QKClip(Intervention):
             above = {head: score for head, score in enumerate(scores) if score and self.limit < score < math.inf}
             if not above or len(scores) != layer.num_heads:
                 continue
-            if not self.dry_run:
-                _scale_scores(layer, [self.limit / above.get(head, self.limit) for head in range(layer.num_heads)])
-                self.training.expect_change(name, [*above], self.training.trainer.step, self.name)
+            _scale_scores(layer, [self.limit / above.get(head, self.limit) for head in range(layer.num_heads)])
+            self.training.expect_change(name, [*above], self.training.trainer.step, self.name)
             phrase = f"{'head' if len(above) == 1 else 'heads'} {', '.join(map(str, above))}"
             parts[name] = f"{name} ({phrase}, up to {max(above.values()):.3g})"
         if not parts:

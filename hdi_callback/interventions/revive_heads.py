@@ -75,7 +75,7 @@ class ReviveHeads(Intervention):
                 is_leaving = error <= self.max_output_error  # NaN is not
                 (revived if is_leaving else spared).append(f"{unit} {leaves} of {name} (folded into {stays}{about})")
                 leaving += [(leaves, stays)] if is_leaving else []
-            if leaving and not self.dry_run:
+            if leaving:
                 self._revive(layer, leaving)
         done = [f"assigned fresh weights to {', '.join(revived)}"] if revived else []
         if spared:

@@ -20,8 +20,7 @@ class StopTraining(Intervention):
 
     def on_alert(self, alert: Alert) -> Action:
         """End the training after this step."""
-        if not self.dry_run:
-            self.training.trainer.stop()
+        self.training.trainer.stop()
         return self.action(alert.layers, f"stopped the training ({alert.rule})")
 
 
@@ -34,8 +33,7 @@ class SaveCheckpoint(Intervention):
     def on_alert(self, alert: Alert) -> Action:
         """Save a checkpoint named for rule and step."""
         name = f"heads-{alert.rule.replace(' ', '-')}-step={self.training.trainer.step}"
-        path = name if self.dry_run else self.training.trainer.save(name)
-        return self.action(alert.layers, f"saved {path}")
+        return self.action(alert.layers, f"saved {self.training.trainer.save(name)}")
 
 
 class Call(Intervention):
@@ -59,7 +57,6 @@ class Call(Intervention):
 
     def on_alert(self, alert: Alert) -> Action:
         """Call the function."""
-        if not self.dry_run:
-            self.function(alert)
+        self.function(alert)
         called = getattr(self.function, "__name__", type(self.function).__name__)
         return self.action(alert.layers, f"called {called} ({alert.rule})")

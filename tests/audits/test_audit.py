@@ -122,17 +122,6 @@ def test_pretrained_weights_are_judged_as_they_are():
     assert [one.where for one in audit(model).findings] == [{"attn": (0, 3)}]
 
 
-def test_thresholds_set_the_limits(llama):
-    assert audit(llama, thresholds={"*.1.*": dict.fromkeys(("pair", "copied"))}).verdict.state == "clear"
-    with pytest.raises(MisconfigurationError, match="pear"):
-        audit(llama, thresholds={"*": {"pear": 0.9}})
-    with pytest.raises(MisconfigurationError, match="decoder"):
-        audit(llama, thresholds={"decoder.*": {"pair": 0.9}})
-
-
-# --- what is not read
-
-
 def test_attention_that_is_not_softmax_is_named_beside_layers_that_are_read():
     found = audit(f"{HERE}:build_mixed")
     assert [facts["name"] for facts in found.layers] == ["blocks.0"]

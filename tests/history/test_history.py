@@ -49,7 +49,7 @@ def steps_of(path) -> list[int]:
 
 
 def test_a_record_is_read_back(tmp_path):
-    action = Action(10, "revive heads", ("attn",), "gave head 3 fresh weights", dry_run=True)
+    action = Action(10, "revive heads", ("attn",), "gave head 3 fresh weights", is_refusal=True)
     record = record_at(
         10, 1 / 3, alerts=(ALERT,), actions=(action,), active=(ALERT,), absent={"x": "why"}, is_last=True
     )

@@ -144,13 +144,12 @@ def test_one_head_of_each_group_stays():
     assert float(head_diversity(layer.weight("key")).subspace.worst) < 0.7
 
 
-@pytest.mark.parametrize("dry_run", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_that_shares_only_its_keys_is_left_and_the_action_says_so(kind, dry_run):
+def test_a_head_that_shares_only_its_keys_is_left_and_the_action_says_so(kind):
     model, layer, training = made(kind)
     copy_head(layer, 1, 3, roles=["key"])
     before = copy.deepcopy(model.state_dict())
-    action, intervention = revive(training, 1, 3, dry_run=dry_run)
+    action, intervention = revive(training, 1, 3)
     assert action.is_refusal
     assert re.fullmatch(
         r"left as before, above max_output_error=0.1: (key )?head [13] of blocks.0 \(folded into [13], with a "
@@ -265,7 +264,6 @@ def test_layers_that_cannot_be_revived_are_refused_before_training():
     nn.utils.parametrizations.weight_norm(model.blocks[0].v_proj)
     with pytest.raises(MisconfigurationError, match="its value heads cannot be written in place"):
         ReviveHeads().bind(training)
-    ReviveHeads(dry_run=True).bind(training)
 
 
 def test_the_rules_expect_what_it_writes():

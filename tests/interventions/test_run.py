@@ -105,7 +105,6 @@ MISUSE = {
     "a level": (lambda: StopTraining(on="loud"), '"notice" or "warning" or "critical"'),
     "rules as one string": (lambda: SaveCheckpoint(rules="worst pair"), r"write \['worst pair'\]"),
     "at_most": (lambda: SaveCheckpoint(at_most=0), "at least 1"),
-    "dry_run": (lambda: StopTraining(dry_run=1), "True or False"),
     "no function": (lambda: Call("print"), "must take an Alert"),
     "an error above one": (lambda: ReviveHeads(max_output_error=2), "of at least 0, at most 1"),
     "a limit": (lambda: QKClip(limit=0), "above 0"),
@@ -161,18 +160,6 @@ def trained(*interventions, active=()):
         one.bind(training)
     actions = train(model, optimizer, training, *interventions, active=active)
     return [*model.parameters()], [*torch.get_rng_state()], actions, training
-
-
-@pytest.mark.parametrize("kind", EVERY)
-def test_a_dry_run_says_what_would_be_done_and_training_is_bit_identical(kind):
-    plain, state, _, _ = trained()
-    with_it, its_state, actions, training = trained(EVERY[kind](dry_run=True), active=[alert(heads=(0, 1))])
-    assert all(torch.equal(one, other) for one, other in zip(plain, with_it))
-    assert state == its_state
-    assert actions
-    assert all(action.dry_run and action.message.startswith("would have ") for action in actions)
-    assert not training.is_stopped
-    assert training.saved == training.expected == []
 
 
 @pytest.mark.parametrize("kind", EVERY)
