@@ -75,13 +75,6 @@ def file_path(argument: str, value: Any, example: str, others: str = "") -> Path
     return Path(value).expanduser()
 
 
-def flag(argument: str, value: Any) -> bool:
-    """Return a switch, checked."""
-    if not isinstance(value, bool):
-        raise MisconfigurationError(f"{_quoted(argument)} must be True or False, got {shown(value)}.")
-    return value
-
-
 def one_of(argument: str, value: Any, choices: Sequence[Any]) -> Any:
     """Return a value that must be one of a few, checked."""
     # By type as well: 1 is not True here.

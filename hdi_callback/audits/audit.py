@@ -7,7 +7,6 @@ import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from html import escape
 from typing import Any
@@ -23,12 +22,10 @@ from hdi_callback.audits.pairs import unmatched_weights
 from hdi_callback.audits.sources import NOT_STORED, Target, open_target
 from hdi_callback.dashboards.layer_table import layers_text, name_heads
 from hdi_callback.dashboards.verdict import Verdict, verdict
-from hdi_callback.errors import MisconfigurationError
-from hdi_callback.history import RunHistory
 from hdi_callback.monitor.metrics import FINITENESS, KEYS, OV, QK
 from hdi_callback.monitor.reading import Absent, Reading
 from hdi_callback.monitor.weight_source import WeightReader
-from hdi_callback.record import LEVELS, Alert, LayerRecord, Record
+from hdi_callback.record import LEVELS, Alert, Record
 from hdi_callback.rules import Alerts
 from hdi_callback.rules.words import listed
 
@@ -68,11 +65,14 @@ class Audit:
         """Layers whose heads were not compared, and attention that is not read -> the reason."""
         # NaN weights are a finding, and what is not in a file is one beside its reason.
         reported = {layer for finding in self.findings if finding.rule != "weights missing" for layer in finding.where}
-        without = {
-            facts["name"]: reason
-            for facts in self.layers
-            if facts["name"] not in reported and (reason := _why_not(facts, self.record.layers[facts["name"]]))
-        }
+        without = {}
+        for facts in self.layers:
+            numbers = self.record.layers[facts["name"]]
+            if facts["name"] not in reported and "hdi_worst_alignment" not in numbers.values:
+                why = numbers.absent.get(KEYS) or numbers.absent.get("hdi_worst_alignment")
+                is_alone = facts["num_key_heads"] < 2
+                single = "it has one key head, which there is nothing to compare with"
+                without[facts["name"]] = single if is_alone else why or "its heads were not compared"
         return {**without, **self.refused}
 
     @property
@@ -142,8 +142,7 @@ def audit(
     facts = tuple(layer.description() for layer in layers)
     # Rules pass over what pretrained weights had from the start, and an audit asks about just that.
     alerts = Alerts("default", None, facts, pretrained=False)
-    # Of fresh weights at step 0 rules ask other questions.
-    step = opened.step or 1
+    step = 1  # as rules ask other questions of fresh weights at step 0
     missing = {layer.name: reason for layer in layers if (reason := missing_weights(opened, layer))}
     whole = [layer for layer in layers if layer.name not in missing]
     absent = Absent()
@@ -188,14 +187,6 @@ def missing_weights(target: Target, layer: AttentionLayer, roles: Iterable[str] 
     return "; ".join(f"`{name}`: {reason}" for name, reason in reasons.items())
 
 
-def _why_not(facts: Mapping[str, Any], numbers: LayerRecord) -> str:
-    if "hdi_worst_alignment" in numbers.values:
-        return ""
-    if facts["num_key_heads"] < 2:
-        return "it has one key head, which there is nothing to compare with"
-    return numbers.absent.get(KEYS) or numbers.absent.get("hdi_worst_alignment") or "its heads were not compared"
-
-
 def _dead_heads(layer: AttentionLayer, step: int) -> list[Alert]:
     """Find heads whose weights of a role are all but zero; in a run they show as vanishing weights."""
     alerts = []
@@ -235,19 +226,3 @@ def _copied_layers(layers: Sequence[AttentionLayer], step: int) -> list[Alert]:
             action = "Look at the loop that filled the layers, and at how the file was written."
             alerts.append(Alert(step, "copied layers", "warning", {layer.name: (), name: ()}, message, action))
     return alerts if 2 * len(alerts) < len(layers) else []  # torch's encoders begin with equal layers
-
-
-def judge_again(run: RunHistory, thresholds: Mapping[str, Mapping[str, float | None]]) -> RunHistory:
-    """Judge the readings of a run by the default rules with other limits."""
-    alerts = Alerts("default", thresholds, run.layers)
-    names = [facts["name"] for facts in run.layers]
-    for pattern in thresholds:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise MisconfigurationError(
-                f"No layer matches the pattern {pattern!r}: the layers are {', '.join(names) or 'none'}."
-            )
-    records = []
-    for record in run.records:
-        new_alerts = alerts.judge(replace(record, alerts=(), active=()))
-        records.append(replace(record, alerts=new_alerts, active=alerts.active))
-    return replace(run, records=tuple(records))

@@ -158,11 +158,8 @@ def _shares(before: Tensor, after: Tensor) -> tuple[float, ...]:
 def _broken(role: str, before: Tensor, after: Tensor) -> list[str]:
     """Name heads that are not finite, or zero."""
     clauses = []
-    rows = before.flatten(1), after.flatten(1)
-    not_finite, zero = [~of_side.isfinite().all(1) for of_side in rows], [(of_side == 0).all(1) for of_side in rows]
-    for fault, (in_first, in_second) in (("not finite", not_finite), ("zero", zero)):
-        sides = {"A and B": in_first & in_second, "A": in_first & ~in_second, "B": in_second & ~in_first}
-        for side, heads in sides.items():
+    for side, weights in (("A", before.flatten(1)), ("B", after.flatten(1))):
+        for fault, heads in (("not finite", ~weights.isfinite().all(1)), ("zero", (weights == 0).all(1))):
             if heads.any():
                 names = name_heads(heads.nonzero().flatten().tolist(), len(before))
                 clauses.append(f"the {role} weights of {names} are {fault} in {side}")

@@ -41,7 +41,6 @@ class Target:
     model: nn.Module
     batches: tuple[Any, ...] = ()  # what its forward can be called with, tried one after the other
     missing: Mapping[str, str] = field(default_factory=dict)  # parameter -> why no tensor in the files is its value
-    step: int | None = None  # optimizer steps that the model was trained for, if that is known
 
     @property
     def forwards(self) -> list[Callable[[], Any]]:
@@ -191,7 +190,7 @@ def _open_file(path: Path, build: str | Callable[..., Any] | None) -> Target:
             "function that builds it; of a model of transformers write the folder."
         )
     content = _load_plain(path)
-    stored, step = content.get("state_dict", content), content.get("global_step")
+    stored = content.get("state_dict", content)
     target = _built(build, build if isinstance(build, str) else build.__name__, content.get("hyper_parameters"))
     own = target.model.state_dict()
     plain = {re.sub(_WRAPPERS, "", name).removeprefix("module."): value for name, value in stored.items()}
@@ -207,8 +206,7 @@ def _open_file(path: Path, build: str | Callable[..., Any] | None) -> Target:
             f"No tensor in `{path}` is a parameter of {type(target.model).__name__}: they are called "
             f"{', '.join(list(tensors)[:3])}, and its parameters {', '.join(list(missing)[:3])}."
         )
-    reasons = dict.fromkeys(missing, NOT_STORED)
-    return Target(str(path), target.model, target.batches, reasons, step if isinstance(step, int) else None)
+    return Target(str(path), target.model, target.batches, dict.fromkeys(missing, NOT_STORED))
 
 
 def _load_plain(file: Path) -> dict[str, Any]:

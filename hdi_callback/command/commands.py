@@ -14,7 +14,6 @@ from hdi_callback.command.group import (
     NOTHING_UNUSUAL,
     UNUSUAL,
     CommandGroup,
-    parse_thresholds,
     print_json,
     print_rows,
 )
@@ -117,22 +116,12 @@ def compare(first: str, second: str, build: str | None, as_json: bool) -> int:
     type=click.Path(path_type=Path, dir_okay=False),
     help="The page to write; by default report.html beside the history, and none with --json.",
 )
-@click.option(
-    "--threshold",
-    "thresholds",
-    multiple=True,
-    metavar="[PATTERN:]NAME=VALUE",
-    help="A limit of the rules, such as pair=0.9, 'encoder.*:mean=0.6' or pair=off. May be repeated.",
-)
 @_JSON
-def report(run: str, output: Path | None, thresholds: tuple[str, ...], as_json: bool) -> int:
+def report(run: str, output: Path | None, as_json: bool) -> int:
     """List the alerts of a run, and write one HTML file about it, which opens without a network.
 
-    With --threshold the run is judged again by other limits.
-
-    Example: hdi report lightning_logs/version_0 --threshold pair=0.9 --threshold mean=off
+    Example: hdi report lightning_logs/version_0
     """
-    from hdi_callback.audits import judge_again
     from hdi_callback.dashboards.report import write_report
     from hdi_callback.dashboards.verdict import events, state, verdict
     from hdi_callback.history import load_history
@@ -142,9 +131,6 @@ def report(run: str, output: Path | None, thresholds: tuple[str, ...], as_json: 
         click.echo(history.choice, err=True)
     if history.skipped_lines:
         click.echo(f"{history.skipped_lines} lines of {history.path} could not be read and are left out.", err=True)
-    limits = parse_thresholds(thresholds)
-    if limits is not None:
-        history = judge_again(history, limits)
     judgement, raised = verdict(history.records, history.layers), events(history.records)
     if judgement.state != "nothing to judge" and (output or not as_json):
         click.echo(f"Written: {write_report(history, path=output)}", err=True)
@@ -204,7 +190,7 @@ def explain(name: tuple[str, ...]) -> None:
             "limits": "\n".join(limits) or "none to set",
         }
         if rule.limits:
-            data["to try another"] = f"hdi report RUN --threshold {next(iter(rule.limits))}=VALUE"
+            data["to set one"] = f'HDICallback(thresholds={{"*": {{"{next(iter(rule.limits))}": VALUE}}}})'
     click.echo(f"{entry.text} ({entry.kind})\n")
     print_rows(data.items())
 

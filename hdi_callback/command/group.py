@@ -13,14 +13,13 @@ from typing import Any, NoReturn
 
 import click
 
-from hdi_callback.errors import HDIError, HDIWarning, MisconfigurationError
+from hdi_callback.errors import HDIError, HDIWarning
 
 NOTHING_UNUSUAL, UNUSUAL, CANNOT_WORK, INTERRUPTED = 0, 1, 2, 130
 CODES = {"clear": NOTHING_UNUSUAL, "alert": UNUSUAL, "nothing to judge": CANNOT_WORK}
 """State of a verdict -> exit code."""
 
 _WIDEST = 80  # columns
-_EXAMPLE = "write --threshold pair=0.9, --threshold 'encoder.*:mean=0.6' or --threshold pair=off"
 
 
 class CommandGroup(click.Group):
@@ -68,23 +67,6 @@ def _fail(message: str) -> NoReturn:
 
 def _one_line(text: object) -> str:
     return " ".join(str(text).split())
-
-
-def parse_thresholds(texts: Iterable[str]) -> dict[str, dict[str, float | None]] | None:
-    """Return pattern of layer names -> limits, as `HDICallback` takes them; `None` if there are none."""
-    limits: dict[str, dict[str, float | None]] = {}
-    for text in texts:
-        limit_name, _, right = text.rpartition("=")
-        pattern, _, name = limit_name.rpartition(":")
-        is_off = right.strip().lower() == "off"
-        try:
-            value = None if is_off else float(right)
-        except ValueError:
-            name = ""
-        if not name:
-            raise MisconfigurationError(f"`--threshold {text}` cannot be read: {_EXAMPLE}.")
-        limits.setdefault(pattern.strip() or "*", {})[name.strip()] = value
-    return limits or None
 
 
 def print_json(data: Any) -> None:

@@ -76,7 +76,7 @@ def draw_evidence(
     """Return a figure of the accused number over the steps; `None` if the alert names no number that was read.
 
     There is a panel of the layers; where heads are accused and were measured one by one, one of the heads of the first
-    layer; and its patterns (see `Patterns.around`) of the heads that are accused, or stand out most.
+    layer; and its patterns (see `Patterns.around`) of the heads that are accused, or of the first ones.
     """
     from matplotlib.figure import Figure
 
@@ -101,7 +101,7 @@ def draw_evidence(
     if has_heads:
         title = f"red: {alert.unit} {', '.join(map(str, heads))}; grey: others of {shortened(layer, 28)}"
         _draw_panel(figure.add_subplot(grid[1, :]), alert, records, by_head, heads, title)
-    chosen = heads[:_MOST_PATTERNS] or _largest(by_head, len(of_steps[-1][1]) if of_steps else 0)
+    chosen = (heads or range(_MOST_PATTERNS))[:_MOST_PATTERNS]
     for row, (step, of_heads) in enumerate(of_steps, 1 + has_heads):
         for column, head in enumerate(head for head in chosen if head < len(of_heads)):
             _draw_pattern(figure.add_subplot(grid[row, column]), of_heads[head], f"head {head}, step {step}")
@@ -109,12 +109,6 @@ def draw_evidence(
     began = f"optimizer step; dotted: began at {_onset(alert)}, triangle: alert"
     figure.supxlabel(began + patterns_read, fontsize=_LETTERS)
     return figure
-
-
-def _largest(by_head: Mapping[int, list[float]], count: int) -> list[int]:
-    """Return the heads of which the accused number is largest at the alert; the first where it is not of heads."""
-    last = {head: curve[-1] if math.isfinite(curve[-1]) else 0.0 for head, curve in by_head.items()}
-    return sorted(sorted(last or range(count), key=lambda head: -last.get(head, 0.0))[:_MOST_PATTERNS])
 
 
 def _draw_pattern(panel: Any, pattern: Tensor, title: str) -> None:
@@ -163,8 +157,6 @@ def _draw_panel(
     low, high = panel.get_ylim()
     if high - low < 1e-3 * abs(high):  # a constant fills no axis with its rounding
         panel.set_ylim(min(0.0, 1.1 * low), max(0.0, 1.1 * high))
-    if len(steps) == 1:
-        panel.set_xticks(steps)
     wrapped = [part for line in title.splitlines() for part in textwrap.wrap(line, round(10.5 * _WIDTH))]
     panel.set_title("\n".join(wrapped), fontsize=_LETTERS, loc="left")
     finish_panel(panel, _LETTERS - 1)

@@ -13,6 +13,7 @@ from hdi_callback.record import Alert, Record
 from hdi_callback.rules.words import listed
 
 _MOST_HEADS = 8
+_WIDTH = 80  # characters
 _SHAPE = ("kind", "num_heads", "num_key_heads", "num_value_heads", "head_dim", "value_dim")
 
 
@@ -71,8 +72,6 @@ def layers_text(
     refused: Mapping[str, str] | None = None,
     record: Record | None = None,
     active: Iterable[Alert] = (),
-    *,
-    width: int = 80,
 ) -> str:
     """Return the table as text."""
     columns = ["layer", "heads", "width", "layout"]
@@ -80,13 +79,13 @@ def layers_text(
         columns = ["layer", "heads", "HDI", "closest", "pair"]
         columns += ["alert"] if any(alert.level != "notice" for alert in active) else []
     rows = [[row[column] for column in columns] for row in layer_rows(layers, record, active)]
-    lines = table_lines(columns, rows, width, gap=2 if record is None else 1) if rows else []
+    lines = table_lines(columns, rows, _WIDTH, gap=2 if record is None else 1) if rows else []
     reasons: dict[str, list[str]] = {}
     for name, reason in (refused or {}).items():
         reasons.setdefault(reason, []).append(name)
     for reason, names in reasons.items():
         text = f"not watched: {name_layers(names)}: {reason}"
-        lines += textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
+        lines += textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     return "\n".join(lines)
 
 

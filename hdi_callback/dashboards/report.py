@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import html
 import math
 import os
@@ -131,17 +130,17 @@ def _evidence(run: RunHistory, raised: Sequence[Alert]) -> list[dict[str, str]]:
 
 def _worst_heads(run: RunHistory) -> Any:
     """The heads of the worst layer at the worst step of which matrices are kept."""
-    matrix_steps = set(run.matrix_steps)
+    steps = set(run.matrix_steps)
     measured = [
-        (value, record, layer)
-        for record in run.records
-        if record.step in matrix_steps
+        (value, number, layer)
+        for number, record in enumerate(run.records)
         for layer, value in record.values(WORST).items()
-        if math.isfinite(value)
+        if record.step in steps and math.isfinite(value)
     ]
     if not measured:
         return None
-    _, record, layer = max(measured, key=lambda entry: entry[0])
+    _, number, layer = max(measured)
+    record = run.records[number]
     matrix = run.matrices(record.step).get(layer, {}).get("pair_alignment")
     if matrix is None:
         return None
@@ -158,12 +157,6 @@ def _facts(run: RunHistory, raised: Sequence[Alert]) -> list[tuple[str, str]]:
         end = ", the end of the run" if last.is_last else ""
         cost = "" if last.cost is None else f"; they took {last.cost:.2%} of the training's time"
         facts.append(("readings", f"{len(run.records)}, from step {first.step} to step {last.step}{end}{cost}"))
-        if first.time > 0:
-            begun = datetime.datetime.fromtimestamp(first.time, datetime.timezone.utc)
-            length = datetime.timedelta(seconds=round(max(0.0, last.time - first.time)))
-            facts.append(("began", f"{begun:%Y-%m-%d %H:%M} UTC, watched for {length}"))
-    if run.resumed:
-        facts.append(("resumed", "after the reading of step " + ", ".join(map(str, run.resumed))))
     facts.append(("alerts", _counts(raised)))
     if run.skipped_lines:
         facts.append(("not readable", f"{run.skipped_lines} lines of the history"))

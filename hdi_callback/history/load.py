@@ -36,7 +36,6 @@ class RunHistory:
         layers: the facts of the layers.
         records: the readings in the order of steps, without matrices.
         skipped_lines: lines that could not be read, such as one that was being written when its process was killed.
-        resumed: steps of the last readings before each resumption.
         choice: which of several histories of a folder this is, as a sentence; empty if it is the only one.
     """
 
@@ -44,7 +43,6 @@ class RunHistory:
     layers: Sequence[Mapping[str, Any]]
     records: Sequence[Record]
     skipped_lines: int = 0
-    resumed: Sequence[int] = ()
     choice: str = ""
 
     def __repr__(self) -> str:
@@ -211,10 +209,9 @@ def load_history(run: str | os.PathLike[str]) -> RunHistory:
                     continue
                 records[record.step], active = record, record.active
     in_order = tuple(records[step] for step in sorted(records))
-    resumed = tuple(header.get("resumed", ()))
     names = ", ".join(map(str, further))
     choice = f"Reading {path}, the newest of {len(further) + 1}; the others: {names}." if further else ""
-    return RunHistory(path, header.get("layers", []), in_order, skipped, resumed, choice)
+    return RunHistory(path, header.get("layers", []), in_order, skipped, choice)
 
 
 def _files(run: Path) -> list[Path]:

@@ -110,7 +110,6 @@ class History:
             if read is None:
                 continue
             header, past = read
-            self._header["resumed"] = [*header.get("resumed", ()), last]
             if is_own := file.parent == folder:
                 self.path, self.run = file, header.get("run", self.run)
                 self._write_all(past)
@@ -130,10 +129,7 @@ class History:
         """Return the first line and the readings up to step `last`; `None` if another run or model has this file."""
         if file.is_symlink() or not file.is_file():
             return None
-        try:
-            first, *lines = file.read_bytes().splitlines(keepends=True) or [b""]
-        except OSError:
-            return None
+        first, *lines = file.read_bytes().splitlines(keepends=True) or [b""]
         header, layers = from_text(first), {facts["name"] for facts in self._header["layers"]}
         try:
             is_own = header is not None and "step" not in header and (run is None or header["run"] == run)

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from hdi_callback.dashboards.layer_table import layers_text
 from hdi_callback.dashboards.tags import curves
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import Guard, guarded
@@ -35,6 +34,7 @@ class Watcher:
         self._session: Session | None = None
         self._restored: Any = None  # the state of a checkpoint, until a session takes it
 
+    @guarded("starting to watch heads", passes=MISUSE)
     def _start(self, model: nn.Module, trainer: Trainer, settings: Settings | None = None) -> None:
         """Start a session; the hooks are on the model before anything has been compiled or run."""
         self._guard, self._session = Guard(), None
@@ -57,12 +57,6 @@ class Watcher:
     def __getstate__(self) -> dict[str, Any]:
         """Drop the run: a copy is as new, and another trainer or process can use it."""
         return {**self.__dict__, "_session": None, "_guard": Guard()}
-
-    def __repr__(self) -> str:
-        if self.monitor is None or not self.monitor.layers:
-            return f"<{type(self).__name__}: no layers are known before the first forward>"
-        refused = {refusal.name or refusal.module_type: refusal.reason for refusal in self.monitor.refused}
-        return layers_text([layer.description() for layer in self.monitor.layers], refused, active=self.active_alerts)
 
     @property
     def monitor(self) -> HeadDiversityMonitor | None:

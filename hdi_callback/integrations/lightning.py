@@ -55,7 +55,6 @@ class HDICallback(Watcher, pl.Callback):
 
     # The hooks, in the order in which the trainer calls them. It refuses two of these callbacks, by their state.
 
-    @guarded("starting to watch heads", passes=MISUSE)
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install the hooks, before anything has been compiled or run."""
         is_dry = getattr(trainer, "fast_dev_run", False)  # no files, as Lightning with checkpoints

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -112,12 +112,8 @@ class HeadSession(Watcher):
         self._has_stepped = False
         self._versions: list[int] | None = None  # of the weights, when a step was announced
         self._handles: list[Any] = []
-        self._begin(model)
-
-    @guarded("starting to watch heads", passes=MISUSE)
-    def _begin(self, model: nn.Module) -> None:
-        self._start(model, self._loop)
-        for optimizer in self._loop.optimizers:
+        self._start(model, loop)
+        for optimizer in loop.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._on_optimizer_step))
             self._handles.append(optimizer.register_step_post_hook(self._on_optimizer_stepped))
 
@@ -134,9 +130,7 @@ class HeadSession(Watcher):
     def __enter__(self) -> HeadSession:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None:
             self.finish()
         else:
@@ -238,23 +232,17 @@ class HeadSession(Watcher):
             self._has_stepped = True
 
 
+@dataclass
 class _Loop(Trainer):
     """A loop as the `Trainer` of a session, which counts the steps itself."""
 
-    step = 0
-    epoch: int | None = None
-    folder = Path()
     optimizers: Sequence[Optimizer] = ()
-
-    def __init__(
-        self,
-        optimizers: list[Optimizer],
-        folder: Path,
-        targets: Sequence[Any],
-        save_checkpoint: Callable[[str], Any] | None,
-    ) -> None:
-        self.optimizers, self.folder, self.is_stopped = optimizers, folder, False
-        self._targets, self._save = targets, save_checkpoint
+    folder: Path = Path()
+    sinks: Sequence[Any] = ()  # see `sink_for`; True for a writer of TensorBoard
+    save_checkpoint: Callable[[str], Any] | None = None
+    step: int = 0
+    epoch: int | None = None
+    is_stopped: bool = False
 
     @property
     def weights(self) -> list[Tensor]:
@@ -266,18 +254,18 @@ class _Loop(Trainer):
         self.is_stopped = True
 
     def save(self, name: str) -> str:
-        place = None if self._save is None else self._save(name)
+        place = None if self.save_checkpoint is None else self.save_checkpoint(name)
         return name if place is None else str(place)
 
     def targets(self, past: Sequence[Record]) -> list[Any]:
         if not self.is_first_rank:
             return []
-        if True not in self._targets:
-            return list(self._targets)
+        if True not in self.sinks:
+            return list(self.sinks)
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(str(self.folder / "hdi"), purge_step=past[-1].step + 1 if past else None)
-        return [writer if target is True else target for target in self._targets]
+        return [writer if sink is True else sink for sink in self.sinks]
 
 
 def _torch_optimizers(wrapped: Any) -> list[Optimizer]:

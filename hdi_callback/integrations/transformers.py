@@ -80,13 +80,11 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
         """Capture the forward that follows when a reading is due."""
         self._tell(Session.before_forward)
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Read after the first backward, where gradients are accumulated."""
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Read while the weights are still those of the forward; the first one, where gradients are accumulated."""
         self._tell(Session.after_backward)
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Read while the weights are still those of the forward."""
-        self._tell(Session.after_backward)
+    on_substep_end = on_pre_optimizer_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Deliver the readings whose numbers have arrived."""

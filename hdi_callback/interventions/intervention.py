@@ -42,9 +42,8 @@ class Intervention:
     on: Level = "warning"
     rules: Sequence[str] | None = None
     at_most: int | None = None
-    ignores_start: bool = (
-        False  # what was so at step 0 already, unless `rules` are given: heads may be equal on purpose
-    )
+    # What was so at step 0 already, unless `rules` are given: heads may be equal on purpose.
+    ignores_start: bool = False
 
     def __init__(
         self, *, on: Level | None = None, rules: Sequence[str] | None = None, at_most: int | None = None

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self
 
-from hdi_callback.arguments import flag, function, strings, torch_module, whole_number
+from hdi_callback.arguments import function, one_of, strings, torch_module, whole_number
 from hdi_callback.attention.capture.capture import Capture, Captured
 from hdi_callback.attention.capture.padding import PaddingChoice
 from hdi_callback.attention.discovery.find import name_without_wrappers, survey, survey_tape, with_torch_attention
@@ -104,7 +104,7 @@ class HeadDiversityMonitor:
         self._include = strings("include", include, "patterns of layer names")
         self._exclude = strings("exclude", exclude, "patterns of layer names") or ()
         self._max_tokens = whole_number("max_tokens", max_tokens, least=2, example=2048)
-        self._strict = flag("strict", strict)
+        self._strict = one_of("strict", strict, [True, False])
         self._sources = sources = {METRICS[name].source for name in self.metrics}
         self._weights, self._parameters = WeightReader({KEYS, *sources}), ParameterReader()
         self._forwards = tuple(source for source in FORWARD if source.name in sources)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from time import perf_counter, time
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import nn
@@ -24,13 +25,14 @@ from hdi_callback.guard import Guard, describe, guarded, pythons_generator_kept
 from hdi_callback.history import History, load_history
 from hdi_callback.interventions import Intervention, Training
 from hdi_callback.monitor import HeadDiversityMonitor, Reading
-from hdi_callback.monitor.ranks import number_of_ranks
+from hdi_callback.monitor.ranks import begun, number_of_ranks, store_of_ranks, timeout_of_ranks, why_apart
 from hdi_callback.record import Action, Alert, Record
 from hdi_callback.rules import Alerts
 from hdi_callback.session.cost import Cost
 from hdi_callback.session.settings import Settings
-from hdi_callback.session.trainer import Trainer, shared_name, why_ranks_differ
+from hdi_callback.session.trainer import Trainer
 
+_LONGEST_WAIT = 60.0  # seconds, for ranks that may have no monitor
 _PATIENCE = 8  # readings that find nothing, until that is said
 _SIZES = ("num_heads", "num_key_heads", "head_dim", "value_dim")
 _STATE = {"step", "last_step", "history", "run", "layers", "alerts", "interventions", "contract"}
@@ -64,6 +66,7 @@ class Session:
         self._state: Mapping[str, Any] | None = None  # of a checkpoint, until the layers are known
         self._interventions: tuple[Intervention, ...] = ()
         self._sinks: list[Console | Curves] = []
+        self._facts: list[dict[str, Any]] = []  # of the layers
         self._armed_at: int | None = None  # step whose forward is captured
         self._pending: deque[Reading | Record] = deque()
         self._worker = ThreadPoolExecutor(1, "hdi_callback")
@@ -292,20 +295,16 @@ class Session:
         while self._judging and (waits or self._judging[0].done()):
             record = self._judging.popleft().result()
             self.monitor.contract.heed(record.alerts)
-            self._intervene_and_write(record, intervenes)
+            try:
+                if intervenes:
+                    record = self._intervene(record)
+            finally:  # also if the user's function ends the run
+                self.latest = record
+                for sink in (self.history if intervenes else None, *self._sinks):
+                    if sink is not None:
+                        with self._showing(sink.name):
+                            sink.write(record)
             self._last_delivered_step = record.step
-
-    def _intervene_and_write(self, record: Record, intervenes: bool) -> None:
-        """Intervene, and write the record with what was done to every dashboard, and after that to the history."""
-        try:
-            if intervenes:
-                record = self._intervene(record)
-        finally:  # also if the user's function ends the run
-            self.latest = record
-            for sink in (self.history if intervenes else None, *self._sinks):
-                if sink is not None:
-                    with self._showing(sink.name):
-                        sink.write(record)
 
     def _intervene(self, record: Record) -> Record:
         """Return the record with the alerts of the first rank, by which all ranks act alike, and with the actions."""
@@ -326,14 +325,20 @@ class Session:
     def _check_ranks(self) -> None:
         """Make sure that all ranks watch alike; nothing is watched otherwise, as they would wait for each other."""
         self._has_checked_ranks = True
-        self._run = shared_name()
-        settings = self._settings
+        settings, self._run = self._settings, uuid4().hex
+        if number_of_ranks() == 1:
+            return
+        self._run = str(store_of_ranks().compare_set(begun("run"), "", self._run).decode())  # no rank waits
         shared = {name: getattr(settings, name) for name in ("every_n_steps", "include", "exclude", "max_tokens")}
         shared |= {"metrics": settings.measured, "last reading": self.last_step}
         shared["interventions"] = [intervention.name for intervention in settings.interventions or ()]
-        why = why_ranks_differ(shared) if number_of_ranks() > 1 else ""
+        # A rank without a monitor never comes here, and goes on to the next collective call of the training, in which
+        # it waits for the others. So each waits for a third of the group's timeout at most.
+        limit = min(timeout_of_ranks() / 3, _LONGEST_WAIT)
+        why = why_apart(f"{begun('sessions')}/the start of watching", shared, limit)
         if why:
-            self._guard.warn_once("ranks", f"Heads are not watched: {why} Training goes on.")
+            needs = "Every rank needs the callback, with the same arguments."
+            self._guard.warn_once("ranks", f"Heads are not watched: {why}. {needs} Training goes on.")
             self.close()
 
     def _open(self) -> None:
@@ -355,6 +360,7 @@ class Session:
         if not self.monitor.layers:
             self._refuse()
             return
+        self._facts = [layer.description() for layer in self.monitor.layers]
         try:
             self._begin()
         except HDIError:  # misuse, before the first step
@@ -370,17 +376,13 @@ class Session:
         self._open_sinks()
         self._state = None
 
-    def _descriptions(self) -> list[dict[str, Any]]:
-        return [layer.description() for layer in self.monitor.layers]
-
     def _begin(self) -> None:
         """Begin with rules and interventions that know nothing yet."""
         settings, trainer = self._settings, self._trainer
         self._interventions = ()
         if settings.alerts is None:
             return
-        layers = self._descriptions()
-        self.alerts = Alerts(settings.alerts, settings.thresholds, layers, settings.pretrained)
+        self.alerts = Alerts(settings.alerts, settings.thresholds, self._facts, settings.pretrained)
         training = Training(trainer, {layer.name: layer for layer in self.monitor.layers}, self.alerts.expect_change)
         for intervention in settings.interventions or ():
             intervention.bind(training)
@@ -448,7 +450,7 @@ class Session:
             resumed["resume_run"] = state["run"] or ""
             resumed["resume_path"] = None if state["history"] is None else of_rank(Path(state["history"]))
         with self._guard("opening the history"):
-            self.history = History(path, self._descriptions(), run=self._run, **resumed)
+            self.history = History(path, self._facts, run=self._run, **resumed)
 
     def _open_sinks(self) -> None:
         past: Sequence[Record] = ()
@@ -471,4 +473,4 @@ class Session:
             )
         for sink in self._sinks:
             with self._showing(sink.name):
-                sink.open(self._descriptions())
+                sink.open(self._facts)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar
 
-from hdi_callback.arguments import did_you_mean, file_path, flag, one_of, shown, strings, whole_number
+from hdi_callback.arguments import did_you_mean, file_path, one_of, shown, strings, whole_number
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.interventions import Intervention
 from hdi_callback.monitor.metrics import DEFAULT_METRICS, METRICS, check_metric
@@ -85,7 +85,7 @@ class Settings:
         whole_number("every_n_steps", self.every_n_steps, least=1, example=50)
         whole_number("max_tokens", self.max_tokens, least=2, example=2048)
         one_of("pretrained", self.pretrained, ["auto", True, False])
-        flag("strict", self.strict)
+        one_of("strict", self.strict, [True, False])
         self._set("metrics", strings("metrics", self.metrics, "names of metrics"))
         for name in self.metrics or ():
             check_metric(name)

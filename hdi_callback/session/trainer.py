@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
-from uuid import uuid4
 
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from hdi_callback.monitor.ranks import begun, store_of_ranks, timeout_of_ranks, why_apart
 from hdi_callback.record import Record
 
 
@@ -54,25 +52,3 @@ class Trainer(Protocol):
         Args:
             past: the records of a resumed run so far.
         """
-
-
-_LONGEST_WAIT = 60.0  # seconds
-
-
-def shared_name() -> str:
-    """Return a name that no other run has, the same on every rank; the store is asked, and no rank waits."""
-    name = uuid4().hex
-    if not (dist.is_available() and dist.is_initialized()):
-        return name
-    return str(store_of_ranks().compare_set(begun("run"), "", name).decode())
-
-
-def why_ranks_differ(settings: Mapping[str, Any]) -> str:
-    """Return why the ranks do not all watch alike, as sentences; empty if they do.
-
-    A rank without a monitor never comes here, and goes on to the next collective call of the training, in which it
-    waits for the others. So each waits for a third of the group's timeout, and 60 seconds at most.
-    """
-    limit = min(timeout_of_ranks() / 3, _LONGEST_WAIT)
-    why = why_apart(f"{begun('sessions')}/the start of watching", settings, limit)
-    return f"{why}. Every rank needs the callback, with the same arguments." if why else ""

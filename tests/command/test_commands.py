@@ -167,15 +167,6 @@ def test_report_of_a_healthy_run_are_none_and_code_0(good):
     assert (shown.exit_code, "No alert in 10 readings" in shown.output) == (0, True)
 
 
-def test_report_judges_again_by_other_limits(bad, good):
-    assert run("report", bad, "--threshold", "pair=0.99", "--threshold", "copied=0.99").exit_code == 0
-    off = [word for limit in ("pair", "copied") for word in ("--threshold", f"{COLLAPSED}:{limit}=off")]
-    assert run("report", bad, *off).exit_code == 0
-    again = json.loads(run("report", good, "--threshold", "pair=0.04", "--json").stdout)
-    assert (again["state"], len(again["alerts"])) == ("alert", 1)
-    assert len(again["alerts"][0]["where"]) == 4
-
-
 def test_a_run_that_watches_no_layer_is_nothing_to_judge(tmp_path):
     History(tmp_path / "history.jsonl", []).close()
     shown = run("report", tmp_path)
@@ -274,11 +265,6 @@ def test_a_misspelt_rule_is_answered_with_the_closest_name():
         (("report", "nowhere"), "There is no file or folder `nowhere`"),
         (("compare", "nowhere", "nowhere"), "There is no file or folder `nowhere`"),
         (("audit", "nowhere"), "There is no file or folder `nowhere`"),
-        (("report", "{run}", "--threshold", "pear=0.9"), "Did you mean 'pair'?"),
-        (("report", "{run}", "--threshold", "decoder.*:pair=0.9"), "'decoder.*'"),
-        (("report", "{run}", "--threshold", "pair"), "`--threshold pair` cannot be read: write --threshold pair=0.9"),
-        (("report", "{run}", "--threshold", "=0.9"), "cannot be read"),
-        (("report", "{run}", "--threshold", "pair=high"), "cannot be read"),
         (("adit", "{run}"), "No such command 'adit'"),
     ],
 )

@@ -156,7 +156,6 @@ MODEL = nn.TransformerEncoderLayer(16, 2)
         lambda odd: QKClip(limit=-1 if odd in (5, 1.5) else odd),
         lambda odd: ReviveHeads(max_output_error=odd),
         lambda odd: audit(MODEL, forward=odd),
-        lambda odd: audit(MODEL, thresholds=odd or 3),
         lambda odd: check(MODEL, odd),
         lambda odd: check(odd),
         lambda odd: find_attention(odd),
