@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from hdi_callback.dashboards.evidence import draw_evidence
+from hdi_callback.dashboards.pictures import draw_evidence
 from hdi_callback.record import Alert
 from hdi_callback.rules import RULES, Alerts
 

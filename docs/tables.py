@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 from hdi_callback import check
-from hdi_callback.dashboards.names import INTERVENTIONS
-from hdi_callback.dashboards.tags import MODEL_CURVES
+from hdi_callback.dashboards.names import INTERVENTIONS, MODEL_CURVES
 from hdi_callback.monitor import METRICS
 from hdi_callback.rules import RULES, Rule
 

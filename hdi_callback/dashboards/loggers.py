@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hdi_callback.dashboards.layer_table import name_layers
+from hdi_callback.dashboards.names import ALERTS, all_tags, curves
 from hdi_callback.dashboards.pictures import Pictures
-from hdi_callback.dashboards.tags import ALERTS, all_tags, curves
 from hdi_callback.dashboards.verdict import becomes_warning
 from hdi_callback.record import Alert, Record
 

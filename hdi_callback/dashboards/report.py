@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hdi_callback.arguments import file_path, shown
-from hdi_callback.dashboards.evidence import draw_evidence
 from hdi_callback.dashboards.layer_table import closest_pair, compared, layer_rows, name_heads, name_layers
-from hdi_callback.dashboards.pictures import WORST, draw_curves, draw_heads, draw_map, svg, svg_style
+from hdi_callback.dashboards.pictures import WORST, draw_curves, draw_evidence, draw_heads, draw_map, svg, svg_style
 from hdi_callback.dashboards.verdict import events, state, verdict
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.record import LEVELS, Alert

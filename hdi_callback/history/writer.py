@@ -13,7 +13,7 @@ from uuid import uuid4
 import numpy as np
 
 import hdi_callback
-from hdi_callback.dashboards.evidence import Patterns
+from hdi_callback.dashboards.pictures import Patterns
 from hdi_callback.guard import warn
 from hdi_callback.history.lines import from_text, matrices_folder, plain, record_to_line, to_text
 from hdi_callback.record import Alert, Record

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hdi_callback.dashboards.tags import curves
+from hdi_callback.dashboards.names import curves
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import Guard, guarded
 from hdi_callback.monitor import HeadDiversityMonitor

@@ -10,10 +10,9 @@ import pytest
 import torch
 from matplotlib.colors import to_hex
 
-from hdi_callback.dashboards.evidence import ACCUSED, OTHERS, Patterns, draw_evidence
-from hdi_callback.dashboards.pictures import Pictures
+from hdi_callback.dashboards.names import EVIDENCE
+from hdi_callback.dashboards.pictures import ACCUSED, OTHERS, Patterns, Pictures, draw_evidence
 from hdi_callback.dashboards.report import write_report
-from hdi_callback.dashboards.tags import EVIDENCE
 from hdi_callback.record import Alert, LayerRecord, Record
 from tests.dashboards.synthetic import facts_of, write
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from hdi_callback.dashboards.names import HEADS, MAP
 from hdi_callback.dashboards.pictures import Pictures, draw_heads, draw_map, pixels
-from hdi_callback.dashboards.tags import HEADS, MAP
 from tests.dashboards.synthetic import collapsing, facts_of
 
 

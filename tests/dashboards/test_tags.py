@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hdi_callback.dashboards.tags import MODEL_CURVES, all_tags, curves
+from hdi_callback.dashboards.names import MODEL_CURVES, all_tags, curves
 from hdi_callback.record import Alert, LayerRecord, Record
 from tests.dashboards.synthetic import collapsing, facts_of
 

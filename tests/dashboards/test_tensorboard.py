@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 from hdi_callback.dashboards import Curves, TensorBoard, sink_for
-from hdi_callback.dashboards.tags import all_tags, curves
+from hdi_callback.dashboards.names import all_tags, curves
 from tests.dashboards.synthetic import collapsing, facts_of
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hdi_callback.dashboards import Wandb
-from hdi_callback.dashboards.tags import curves
+from hdi_callback.dashboards.names import curves
 from tests.dashboards.synthetic import collapsing, facts_of
 from tests.dashboards.wandb_files import read_wandb
 

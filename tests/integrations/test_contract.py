@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hdi_callback.dashboards.tags import curves
+from hdi_callback.dashboards.names import curves
 from hdi_callback.monitor.metrics import METRICS, MOVEMENT, PARAMETERS
 from hdi_callback.record import Record
 from tests.integrations.runs import EVERY, LAYERS, STEPS, TRAINERS, Training
