@@ -31,12 +31,6 @@ from hdi_callback.rules.words import listed
 
 _SOURCES = (KEYS, QK, OV, FINITENESS)
 _DEAD = 0.01  # norm of a dead head, as a share of the median of the others
-_WITHOUT = {
-    "query": "Without queries all tokens are attended to alike",
-    "key": "Without keys all tokens score alike",
-    "value": "Without values a head adds nothing",
-    "output": "Without an output a head adds nothing",
-}
 
 
 @dataclass(frozen=True, repr=False)
@@ -101,7 +95,7 @@ class Audit:
         """The table of layers, what was not audited, and the verdict."""
         table = layers_text(self.layers, self.not_audited, self.record, self.findings)
         notices = [f"Notice: {finding.message}." for finding in self.findings if finding.level == "notice"]
-        return "\n\n".join(filter(None, [table, *notices, str(self.verdict)]))
+        return "\n\n".join(filter(None, [table, *notices, self.verdict.text]))
 
 
 def audit(
@@ -201,7 +195,7 @@ def _dead_heads(layer: AttentionLayer, step: int) -> list[Alert]:
         message = (
             f"{name_heads(heads, len(norms), unit)} of {layer.name} {verb} dead: the {role} weights are all but zero"
         )
-        action = f"{_WITHOUT[role]}: look for what emptied them (weight decay, a mask, a file without them), or prune."
+        action = "Look for what emptied them (weight decay, a mask, a file without them), or prune."
         alert = Alert(step, "dead heads", "warning", {layer.name: heads}, message, action, value=float(len(heads)))
         alerts.append(replace(alert, metric="hdi_dead_heads" if role == "key" else None, unit=unit))
     return alerts

@@ -17,7 +17,6 @@ from hdi_callback.dashboards.layer_table import name_heads, table_lines
 from hdi_callback.rules.words import listed
 
 _ROLES = ("query", "key", "value", "output")
-_MOST_ROWS = 20  # layers in the table
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,12 +84,10 @@ class Comparison:
         ordered = sorted(largest, key=lambda layer: -max(share for _, share in largest[layer].values()))
         rows = [
             [layer, *(f"{at[1]:.2g} (head {at[0]})" if (at := largest[layer].get(role)) else "-" for role in _ROLES)]
-            for layer in ordered[:_MOST_ROWS]
+            for layer in ordered
         ]
         lines = [f"A  {self.first}", f"B  {self.second}", "Largest change of a head, as a share of its norm:"]
         lines += table_lines(("layer", *_ROLES), rows, width=100) if rows else []
-        if len(ordered) > _MOST_ROWS:
-            lines.append(f"{len(ordered) - _MOST_ROWS} more layers changed less.")
         return "\n".join([*lines, "", self.summary])
 
 

@@ -49,11 +49,7 @@ class Target:
         return [*(partial(run_batch, self.model, batch) for batch in self.batches), *([own] if own else [])]
 
     def first_result(self, work: Callable[[Any], Result], forwards: Sequence[Any] | None = None) -> Result:
-        """Return what work returns of the first forward that runs.
-
-        Raises:
-            MisconfigurationError: if none runs, or there is none.
-        """
+        """Return what work returns of the first forward that runs."""
         failures = []
         for forward in self.forwards if forwards is None else forwards:
             try:

@@ -19,8 +19,6 @@ NOTHING_UNUSUAL, UNUSUAL, CANNOT_WORK, INTERRUPTED = 0, 1, 2, 130
 CODES = {"clear": NOTHING_UNUSUAL, "alert": UNUSUAL, "nothing to judge": CANNOT_WORK}
 """State of a verdict -> exit code."""
 
-_WIDEST = 80  # columns
-
 
 class CommandGroup(click.Group):
     """Commands that return their exit code."""
@@ -81,6 +79,6 @@ def print_rows(rows: Iterable[tuple[str, str]]) -> None:
     """Print rows of a name and a text, wrapped to the terminal."""
     from hdi_callback.dashboards.layer_table import table_lines
 
-    width = min(shutil.get_terminal_size().columns, _WIDEST) - 2
+    width = min(shutil.get_terminal_size().columns, 80) - 2
     for line in table_lines(("name", "text"), list(rows), width, has_header=False):
         click.echo(f"  {line}")

@@ -1,7 +1,4 @@
-"""Every name that a user sees, with its meaning: of rules, curves, pictures, metrics, interventions and audits.
-
-A run has six curves for the model, three for each layer, and what was asked for by name.
-"""
+"""Every name that a user sees, with its meaning: of rules, curves, pictures, metrics, interventions and audits."""
 
 from __future__ import annotations
 

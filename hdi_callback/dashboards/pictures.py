@@ -14,7 +14,7 @@ import textwrap
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -71,15 +71,15 @@ def draw_map(
     edges = [*columns, columns[-1] + max(last_width, 1)]  # a column reaches from its step to the next
     figure, panel = _heat(size, edges, range(len(names) + 1), table)
     marks = [(alert.step, names.index(layer) + 0.5) for alert in alerts for layer in alert.where if layer in worst]
-    alerted = {names[int(row)] for _, row in marks}
-    labelled = _rows_named(names, alerted)
+    # Names that fit beside the rows: of layers with an alert, and of every few others far from them.
+    every, alerted = math.ceil(len(names) / _MOST_NAMED), {int(row) for _, row in marks}
+    alerted = alerted if len(alerted) <= _MOST_NAMED else set()
+    regular = (row for row in range(0, len(names), every) if all(abs(row - at) >= every for at in alerted))
+    labelled = [names[row] for row in sorted({*alerted, *regular})]
     labels = [shortened(number_in(name, names)) for name in labelled]
     panel.set_yticks([names.index(name) + 0.5 for name in labelled], labels)
     if labelled and labels[0] != shortened(labelled[0]):
         panel.set_ylabel(shortened(name_layers(names), 40), fontsize=9)
-    for label, name in zip(panel.get_yticklabels(), labelled):
-        if name in alerted:
-            label.set(fontweight="bold", color=ACCUSED)
     if marks:
         panel.scatter(*zip(*marks), **TRIANGLE)
     panel.set_xlabel("optimizer step" + ("; triangles: alerts" if marks else ""), fontsize=9)
@@ -116,12 +116,13 @@ def draw_heads(
     return figure
 
 
-def draw_curves(records: Sequence[Record]) -> Figure | None:
+def draw_curves(records: Sequence[Record], layer: str | None = None) -> Figure | None:
     """Draw the curves of a model, or of one of its layers, in panels, with alerts and interventions marked."""
     from matplotlib.figure import Figure
 
     def curve(metric: str, reduce: Callable[[list[float]], float]) -> list[float]:
-        values = [list(filter(math.isfinite, record.values(metric).values())) for record in records]
+        of_layers = [record.values(metric).items() for record in records]
+        values = [[value for name, value in at if layer in {None, name} and math.isfinite(value)] for at in of_layers]
         return [reduce(finite) if finite else math.nan for finite in values]
 
     curves = {  # over the layers
@@ -142,7 +143,7 @@ def draw_curves(records: Sequence[Record]) -> Figure | None:
             x, y = zip(*((step, value) for step, value in zip(steps, values) if title != "loss" or value == value))
             panel.plot(x, y, color=colour, linewidth=1.6, label=name, marker="." if len(x) < 3 else None)
         if title == "alignment":
-            _mark_events(panel, records, dict(zip(steps, next(iter(drawn.values())))))
+            _mark_events(panel, records, dict(zip(steps, next(iter(drawn.values())))), layer)
             panel.set_ylim(min(0.0, panel.get_ylim()[0]), 1.12)
         panel.set_ylabel(title, fontsize=9)
         finish_panel(panel, 8)
@@ -152,10 +153,12 @@ def draw_curves(records: Sequence[Record]) -> Figure | None:
     return figure
 
 
-def _mark_events(panel: Any, records: Sequence[Record], heights: Mapping[int, float]) -> None:
+def _mark_events(panel: Any, records: Sequence[Record], heights: Mapping[int, float], layer: str | None) -> None:
     """Mark alerts that began on a curve, and interventions at the foot of the panel."""
-    began = {event.step for event in events(records) if event.level != "notice"} & heights.keys()
-    acted = [record.step for record in records if any(not action.is_refusal for action in record.actions)]
+    began = {event.step for event in events(records) if event.level != "notice" and layer in {None, *event.where}}
+    began &= heights.keys()
+    done = [(at.step, action) for at in records for action in at.actions if layer in {None, *action.layers}]
+    acted = sorted({step for step, action in done if not action.is_refusal})
     if began:
         y = [heights[step] if math.isfinite(heights[step]) else 0 for step in began]
         panel.scatter(list(began), y, label="alert", **TRIANGLE)
@@ -189,11 +192,8 @@ class Patterns:
             self._readings.append((record.step, of_layers))
 
     def around(self, alert: Alert) -> dict[int, Tensor]:
-        """Return step -> patterns ``(H, 32, 32)`` of the first accused layer: before the alert began, and at it.
-
-        There are none of an alert on key heads, as a pattern is of a head of queries.
-        """
-        layer = alert.layers[0] if alert.layers and alert.unit == "heads" else ""
+        """Return step -> patterns ``(H, 32, 32)`` of the first accused layer: before the alert began, and at it."""
+        layer = alert.layers[0] if alert.layers and alert.unit == "heads" else ""  # a pattern is of a head of queries
         until = [(step, of_layers) for step, of_layers in self._readings if step <= alert.step]
         read = {step: of_layers[layer] for step, of_layers in until if layer in of_layers}
         before = max((step for step in read if step < _onset(alert)), default=min(read, default=0))
@@ -415,11 +415,3 @@ def _heat(size: tuple[float, float], x: Sequence[float] | Any, y: Any, table: np
     bar.set_ticks([0, 0.5, 1], labels=["0 chance", "0.5", "1 same"])
     bar.ax.tick_params(labelsize=9)
     return figure, panel
-
-
-def _rows_named(names: Sequence[str], alerted: Collection[str]) -> list[str]:
-    """Return the layers whose names fit beside the rows: those with an alert, and every few others far from them."""
-    every = math.ceil(len(names) / _MOST_NAMED)
-    marked = {place for place, name in enumerate(names) if name in alerted and len(alerted) <= _MOST_NAMED}
-    regular = {place for place in range(0, len(names), every) if all(abs(place - at) >= every for at in marked)}
-    return [names[place] for place in sorted(marked | regular)]

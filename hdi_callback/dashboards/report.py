@@ -53,22 +53,11 @@ def page_of(run: RunHistory) -> str:
     """Return the report as the text of a page."""
     from jinja2 import Environment, PackageLoader, select_autoescape
 
-    environment = Environment(loader=PackageLoader(__package__, "."), autoescape=select_autoescape(default=True))
-    return environment.get_template("report.html").render(_contents(run))
-
-
-def in_notebook(run: RunHistory) -> str:
-    """Return the report as an element of a notebook, whose styles and those of the page leave each other alone."""
-    return f'<iframe srcdoc="{html.escape(page_of(run))}" style="width: 100%; height: 640px; border: 0"></iframe>'
-
-
-def _contents(run: RunHistory) -> dict[str, Any]:
-    """What the page shows."""
     raised = events(run.records)
     last = run.records[-1] if run.records else None
     active = () if last is None else last.active
     folder = run.path.parent.parent if run.path.parent.name == "hdi" else run.path.parent
-    return {
+    contents = {
         "title": f"Attention heads of {'/'.join(folder.parts[-2:]).lstrip('/')}",
         "verdict": verdict(run.records, run.layers),
         "pictures": _pictures(run),
@@ -85,6 +74,13 @@ def _contents(run: RunHistory) -> dict[str, Any]:
         "every_row": layer_rows(run.layers, last, active, is_grouped=False),
         "last": last,
     }
+    environment = Environment(loader=PackageLoader(__package__, "."), autoescape=select_autoescape(default=True))
+    return environment.get_template("report.html").render(contents)
+
+
+def in_notebook(run: RunHistory) -> str:
+    """Return the report as an element of a notebook, whose styles and those of the page leave each other alone."""
+    return f'<iframe srcdoc="{html.escape(page_of(run))}" style="width: 100%; height: 640px; border: 0"></iframe>'
 
 
 def _pictures(run: RunHistory) -> dict[str, str]:

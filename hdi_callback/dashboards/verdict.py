@@ -25,9 +25,6 @@ class Verdict:
     action: str = ""  # what to do about the first alert, in prose; empty without an alert
     code: str = ""  # arguments that help; empty if none do
 
-    def __str__(self) -> str:
-        return self.text
-
 
 def events(records: Sequence[Record]) -> list[Alert]:
     """Return the alerts of a run, notices included: each as it began, with the level and sentence that it came to."""
@@ -90,7 +87,10 @@ def verdict(records: Sequence[Record], layers: Sequence[Mapping[str, Any]], *, i
     sentence = f"{'No active alert' if over else 'No alert'} in {readings} of {of_layers}."
     if is_audit:
         sentence = f"Nothing unusual in {of_layers}."
-    return Verdict("clear", f"{sentence}{_closest(last, layers, at)}{_missing(last, at)}{unread(records)}{earlier}")
+    missing = [name for name in last.layers if not _is_measured(last, name)]
+    verb = "was" if len(missing) == 1 else "were"
+    absent = f" {name_layers(missing)} {verb} not measured{at}{_why(last, missing)}." if missing else ""
+    return Verdict("clear", f"{sentence}{_closest(last, layers, at)}{absent}{unread(records)}{earlier}")
 
 
 def unread(records: Sequence[Record]) -> str:
@@ -135,11 +135,3 @@ def _closest(record: Record, layers: Sequence[Mapping[str, Any]], at: str) -> st
     facts = next((facts for facts in layers if facts["name"] == layer), {})
     pair = name_heads(closest_pair(record, layer), unit=compared(facts))
     return f" The two closest are {pair} of {layer}, with alignment {worst[layer]:.2f} (0 chance, 1 the same head)."
-
-
-def _missing(record: Record, at: str) -> str:
-    missing = [name for name in record.layers if not _is_measured(record, name)]
-    if not missing:
-        return ""
-    verb = "was" if len(missing) == 1 else "were"
-    return f" {name_layers(missing)} {verb} not measured{at}{_why(record, missing)}."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,9 +72,9 @@ class RunHistory:
         if layer is not None:
             one_of("layer", layer, names)
         with svg_style():
-            figure = draw_curves(self.records if layer is None else [_of_layer(at, layer) for at in self.records])
+            figure = draw_curves(self.records, layer)
         if figure is None:
-            raise MisconfigurationError(f"There is nothing to draw: {verdict(self.records, self.layers)}")
+            raise MisconfigurationError(f"There is nothing to draw: {verdict(self.records, self.layers).text}")
         drawn: Any = figure
         drawn._repr_html_ = lambda: svg(figure, f"Curves of {layer or 'the model'} over the steps")
         return figure
@@ -157,16 +157,6 @@ def _rows_of_heads(layer: LayerRecord, num_heads: int | None) -> list[dict[str, 
     ]
 
 
-def _of_layer(record: Record, layer: str) -> Record:
-    """Return a record with the numbers, alerts and actions of one layer alone."""
-    return replace(
-        record,
-        layers={name: numbers for name, numbers in record.layers.items() if name == layer},
-        alerts=tuple(alert for alert in record.alerts if layer in alert.where),
-        actions=tuple(action for action in record.actions if layer in action.layers),
-    )
-
-
 def load_history(run: str | os.PathLike[str]) -> RunHistory:
     """Read the history of a run, also while training goes on.
 
@@ -189,44 +179,31 @@ def load_history(run: str | os.PathLike[str]) -> RunHistory:
         >>> load_history(folder).records
         (<Record at step 0: 0 layers, no active alert>,)
     """
-    path, *further = _files(file_path("run", run, "lightning_logs/version_0"))
+    folder = file_path("run", run, "lightning_logs/version_0")
+    files = [folder] if folder.is_file() else list(folder.rglob("history*.jsonl"))
+    if not files:
+        raise MisconfigurationError(
+            f"There is no `history.jsonl` in `{folder}`, nor in a folder below it: its run has not begun, watches no "
+            "layer, or has `history=False`. Write the file, or the folder of a run."
+        )
+    path, *further = sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)
     header: dict[str, Any] = {}
     records: dict[int, Record] = {}
     skipped = 0
     active: tuple[Alert, ...] = ()
     with path.open("rb") as file:
         for number, text in enumerate(file):
-            line = from_text(text) if text.strip() else {}
-            if line is None:
-                skipped += 1
-            elif number == 0 and "step" not in line:
+            line = from_text(text)
+            if number == 0 and line is not None and "step" not in line:
                 header = line
-            elif line:
-                try:
-                    record = record_from_line(line, active)
-                except (AttributeError, KeyError, TypeError, ValueError):  # JSON of somebody else's
-                    skipped += 1
-                    continue
-                records[record.step], active = record, record.active
+                continue
+            try:
+                record = record_from_line(line or {}, active)
+            except (AttributeError, KeyError, TypeError, ValueError):  # written in part, or JSON of somebody else's
+                skipped += bool(text.strip())
+                continue
+            records[record.step], active = record, record.active
     in_order = tuple(records[step] for step in sorted(records))
     names = ", ".join(map(str, further))
-    choice = f"Reading {path}, the newest of {len(further) + 1}; the others: {names}." if further else ""
+    choice = f"Reading {path}, the newest of {len(files)}; the others: {names}." if further else ""
     return RunHistory(path, header.get("layers", []), in_order, skipped, choice)
-
-
-def _files(run: Path) -> list[Path]:
-    """Return the history files of a run, the newest first."""
-    if run.is_file():
-        return [run]
-    if not run.is_dir():
-        raise MisconfigurationError(
-            f"There is no file or folder `{run}`: write a history, as lightning_logs/version_0/hdi/history.jsonl, "
-            "or the folder of a run."
-        )
-    files = sorted(run.rglob("history*.jsonl"), key=lambda file: file.stat().st_mtime, reverse=True)
-    if not files:
-        raise MisconfigurationError(
-            f"There is no `history.jsonl` in `{run}`, nor in a folder below it: its run has not begun, watches no "
-            "layer, or has `history=False`."
-        )
-    return files

@@ -29,7 +29,7 @@ class History:
     begins with a copy of the readings up to there. What is not its own, linked or of another form stays as it is.
 
     Args:
-        path: the file; made absolute, so that a later change of directory does not matter.
+        path: the file.
         layers: the facts of the layers, see `AttentionLayer.description`.
         run: name of a new run, the same on all ranks; drawn by default.
         resume_step: for a resumed run the step of the last reading that its checkpoint knows, -1 if it knows none:
@@ -50,7 +50,7 @@ class History:
         resume_run: str | None = None,
         resume_path: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.path = Path(path).expanduser().absolute()
+        self.path = Path(path).expanduser().absolute()  # a later change of directory does not matter
         self.run = run or uuid4().hex  # of the system: no generator of the training is drawn from
         self._header: dict[str, Any] = {"layers": list(layers), "version": hdi_callback.__version__}
         self._active: tuple[Alert, ...] | None = None

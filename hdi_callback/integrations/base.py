@@ -10,7 +10,7 @@ from torch import nn
 
 from hdi_callback.dashboards.names import curves
 from hdi_callback.errors import MisconfigurationError
-from hdi_callback.guard import Guard, guarded
+from hdi_callback.guard import Guard, guarded, without_modes
 from hdi_callback.monitor import HeadDiversityMonitor
 from hdi_callback.record import Alert
 from hdi_callback.session import Session, Settings, Trainer
@@ -84,13 +84,11 @@ class Watcher:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a resumed run, as plain data."""
-        return self._state() or {}
-
-    @guarded("keeping the state of head diversity")
-    def _state(self) -> dict[str, Any]:
-        if self._restored is not None or self._session is None:
-            return dict(self._restored or {})
-        return self._session.state_dict()
+        state = dict(self._restored or {})
+        with self._guard("keeping the state of head diversity"), without_modes():
+            if self._restored is None and self._session is not None:
+                state = self._session.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take the state of a checkpoint, before the first step."""

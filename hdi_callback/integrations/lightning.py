@@ -91,13 +91,11 @@ class HDICallback(Watcher, pl.Callback):
         """Read the final weights, deliver everything, and remove all hooks."""
         self._tell(Session.finish)
 
-    def on_exception(self, *args: Any) -> None:
-        """Deliver what was measured, and remove all hooks."""
+    def teardown(self, *args: Any, **kwargs: Any) -> None:
+        """Deliver what was measured, and remove all hooks; also after an exception."""
         self.close()
 
-    def teardown(self, *args: Any, **kwargs: Any) -> None:
-        """Remove all hooks."""
-        self.close()
+    on_exception = teardown
 
     def on_init_end(self, *args: Any, **kwargs: Any) -> None:
         """Refuse a transformers trainer, which calls this first."""

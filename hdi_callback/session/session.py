@@ -162,10 +162,7 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Deliver what was measured, without interventions, and remove all hooks; calling it again does nothing.
-
-        Also after an exception, perhaps on this rank alone: no other rank is waited for.
-        """
+        """Deliver what was measured, without waiting for other ranks, and remove all hooks; again it does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -255,14 +252,11 @@ class Session:
     def _judge_and_deliver(
         self, *, waits: bool, before: int | None = None, final: int | None = None, may_intervene: bool = True
     ) -> None:
-        """Have readings of steps before `before` judged in order, and deliver their records.
-
-        That of the present step is not complete: under gradient accumulation the optimizer has yet to step. Those whose
-        numbers have not arrived are left, unless it `waits`. `final` is the step of the last reading of the run.
-        """
+        """Have readings of steps before `before` judged in order, all or those on the host, and deliver them."""
         if self._pending:
             self._closed_after_following_ranks()
         intervenes = bool(self._settings.interventions) and may_intervene
+        # That of the present step is not complete: under gradient accumulation the optimizer has yet to step.
         while self._pending and (before is None or self._pending[0].step < before):
             reading = self._pending[0]
             if not (waits or isinstance(reading, Record) or reading.is_ready()):
@@ -342,15 +336,8 @@ class Session:
             self.close()
 
     def _open(self) -> None:
-        """Begin once the first forward has shown the layers: rules, interventions, history, dashboards.
-
-        Where another part of the model is called for the first time later, it begins anew with all layers: the history
-        goes on in a further file, as the layers are its first line.
-
-        Raises:
-            HDIError: if this model cannot be watched as the settings ask.
-        """
-        if self._number_of_layers:
+        """Begin once a forward has shown the layers: rules, interventions, history, dashboards."""
+        if self._number_of_layers:  # a part that is called late: the history goes on in a further file
             self._state = self.state_dict()
             self._close_sinks()
         self._is_open, self._number_of_layers = True, len(self.monitor.layers)

@@ -47,8 +47,4 @@ class Trainer(Protocol):
         print(text)  # noqa: T201
 
     def targets(self, past: Sequence[Record]) -> Sequence[Any]:
-        """Return what takes the curves of this rank, see `sink_for`; called once, when the layers are known.
-
-        Args:
-            past: the records of a resumed run so far.
-        """
+        """Return what takes the curves of this rank, see `sink_for`; `past` are the records of a resumed run so far."""

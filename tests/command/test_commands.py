@@ -262,7 +262,7 @@ def test_a_misspelt_rule_is_answered_with_the_closest_name():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("report", "nowhere"), "There is no file or folder `nowhere`"),
+        (("report", "nowhere"), "There is no `history.jsonl` in `nowhere`"),
         (("compare", "nowhere", "nowhere"), "There is no file or folder `nowhere`"),
         (("audit", "nowhere"), "There is no file or folder `nowhere`"),
         (("adit", "{run}"), "No such command 'adit'"),
