@@ -327,7 +327,7 @@ class FirstCalls:
         elif self._on_found is None or self._record is None:
             self._enter(module)
             if self._on_found is not None:
-                self._report(self._survey(module, args, kwargs), None)
+                self._report(self._run_once_more(module, args, kwargs), None)
         else:
             self._listen()
             with torch._C.DisableTorchFunction():  # modes of the user's see nothing of it
@@ -356,7 +356,7 @@ class FirstCalls:
             self._entries[call.module] = None
         try:
             with without_modes():
-                survey = call.recording.survey()
+                survey = call.recording.read()
         except Exception as error:
             survey = self._refused(f"reading the heads failed: {describe(error)}")
         self._report(survey, call.recording)
@@ -371,7 +371,7 @@ class FirstCalls:
         if "forward" in vars(module) and hasattr(module, "training_step"):
             self._with_compiled.discard(module)
             return
-        survey = Survey() if self._on_found is None else self._survey(module, args, kwargs)
+        survey = Survey() if self._on_found is None else self._run_once_more(module, args, kwargs)
         if self._has_failed and self._failures < _PATIENCE:  # as the call itself will, perhaps: the next may not
             self._failures += 1
             return
@@ -381,7 +381,7 @@ class FirstCalls:
         self._again(module, args, kwargs, is_recorded=is_recorded)
         self._called.add(module)
 
-    def _survey(self, module: nn.Module, args: Any, kwargs: Any) -> Survey:
+    def _run_once_more(self, module: nn.Module, args: Any, kwargs: Any) -> Survey:
         """Return the attention of the first sequences of a call; note which modules have not run in it."""
         own = inner_model(self._model)
         inputs, _ = first_sequences((args, kwargs), SEQUENCES)
@@ -423,7 +423,7 @@ class FirstCalls:
     def _look_for_late(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Look again while modules of an attention's class have not run yet: dropped layers, parts that come later."""
         if any(type(inner) in self._kinds for inner in self._unseen.get(module, ())):
-            self._report(self._survey(module, args, kwargs), None)
+            self._report(self._run_once_more(module, args, kwargs), None)
 
     @_harmless
     def _before_compiled_call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -180,7 +180,7 @@ class FirstForward:
 
     # --- when it has returned
 
-    def survey(self) -> Survey:
+    def read(self) -> Survey:
         """Return the layers that the recorded forward shows."""
         self._read_held()
         with _quiet():

@@ -546,8 +546,8 @@ def test_a_layer_that_runs_later_in_a_compiled_model_is_found_when_it_runs(call)
 def test_a_compiled_model_all_of_whose_layers_have_run_is_looked_at_once(call, monkeypatch):
     torch._dynamo.reset()
     looks = []
-    survey = FirstCalls._survey
-    monkeypatch.setattr(FirstCalls, "_survey", lambda *args: looks.append(0) or survey(*args))
+    survey = FirstCalls._run_once_more
+    monkeypatch.setattr(FirstCalls, "_run_once_more", lambda *args: looks.append(0) or survey(*args))
     model = Model()
     run = call(model) if call is not compiled else torch.compile(model, backend="aot_eager")
     with HeadDiversityMonitor(run) as monitor:

@@ -256,7 +256,7 @@ def survey_tape(tape: Tape, on_read: OnRead | None = None, tape_reader: TapeRead
     """
     with torch._C.DisableTorchFunction(), torch.device("cpu"):  # a model may run under torch.device("meta")
         labels, claims, refused = claims_of(tape, tape_reader)
-        result = _Layers(labels, claims).survey(refused)
+        result = _Layers(labels, claims).read(refused)
         if on_read is not None:
             on_read(labels, claims, refused)
         return with_torch_attention(tape.model, result)
@@ -273,7 +273,7 @@ class _Layers:
         self._sites: list[tuple[Site, object]] = []
         self._refused: dict[str, Refusal] = {}
 
-    def survey(self, refused: RefusedSteps) -> Survey:
+    def read(self, refused: RefusedSteps) -> Survey:
         """Return a layer for each different claim; claims with the same rows are calls of one layer."""
         for claim in self._claims:
             try:

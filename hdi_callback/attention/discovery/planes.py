@@ -8,7 +8,7 @@ of what does not repeat (`small`), and repeated again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -38,35 +38,11 @@ def reshaped(plane: Tensor, shape: Sequence[int]) -> Tensor:
     if -1 in shape:
         size_left = plane.numel() // -math.prod(shape)
         shape = [size_left if size == -1 else size for size in shape]
-    if tuple(plane.shape) == tuple(shape):
-        return plane
     try:
-        return plane.view(shape)
+        return plane.view(tuple(shape))
     except RuntimeError:
-        pass
-    sizes = list(shape)
-    for old, new in _blocks(plane.shape, shape):
-        if all(plane.shape[dim] == 1 or plane.stride(dim) == 0 for dim in old):
-            for dim in old:
-                plane = plane.narrow(dim, 0, 1)
-            sizes[new.start : new.stop] = [1] * len(new)
-    return thin(plane.reshape(sizes)).expand(tuple(shape))
-
-
-def _blocks(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range]]:
-    """Return blocks of dimensions of two shapes that become each other, such as batch and heads one dimension."""
-    at = to = 0
-    while at < len(old) and to < len(new):
-        begin, start, size, wanted = at, to, old[at], new[to]
-        while size != wanted:
-            if size < wanted:
-                at += 1
-                size *= old[at]
-            else:
-                to += 1
-                wanted *= new[to]
-        at, to = at + 1, to + 1
-        yield range(begin, at), range(start, to)
+        old, new = (torch.empty(tuple(sizes), device="meta").stride() for sizes in (plane.shape, shape))
+        return _gathered(plane, plane.shape, old, shape, new, 0)
 
 
 def repeats(plane: Tensor, dim: int) -> bool:
@@ -91,30 +67,39 @@ def unique_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def seen_through(plane: Tensor, written: View, view: View) -> Tensor | None:
-    """Return a plane, written through one view of memory, through another; `None` if that had gaps or goes beyond.
-
-    The place along a written dim of an element at some offset in memory is ``offset // stride % size``. A dim of the
-    view does not change it if its stride is a multiple of ``stride * size``, or small enough for no carry.
-    """
-    short, offset = small(plane), view.offset - written.offset
+    """Return a plane, written through one view of memory, through another; `None` if that had gaps or goes beyond."""
+    offset = view.offset - written.offset
     last = offset + sum((size - 1) * step for size, step in zip(view.shape, view.stride))
     steps = sorted((step, size) for size, step in zip(written.shape, written.stride) if size > 1)
     is_dense = all(step == math.prod(size for _, size in steps[:at]) for at, (step, _) in enumerate(steps))
     if not (is_dense and 0 <= offset <= last < plane.numel()):
         return None
-    places = []
-    for size, step, count in zip(written.shape, written.stride, short.shape):
-        changing = (dim for dim, by in enumerate(view.stride) if count > 1 and by % (step * size))
-        dims = sorted(changing, key=view.stride.__getitem__)
-        lengths = [(view.shape[dim] - 1) * view.stride[dim] for dim in dims]
-        units = (math.gcd(step, *(view.stride[dim] for dim in dims[at:])) for at in range(len(dims) + 1))
+    return _gathered(plane, written.shape, written.stride, view.shape, view.stride, offset)
+
+
+def _gathered(
+    plane: Tensor, written: Sequence[int], steps: Sequence[int], shape: Sequence[int], stride: Sequence[int],
+    offset: int
+) -> Tensor:  # fmt: skip
+    """Return a plane of some shape and strides in others.
+
+    The place along a dim of an element at some offset in memory is ``offset // step % size``. A dim of the result
+    does not change it if its stride is a multiple of ``step * size``, or small enough for no carry.
+    """
+    short, places = small(plane), []
+    for size, step, count in zip(written, steps, short.shape):
+        dims = sorted(
+            (dim for dim, by in enumerate(stride) if count > 1 and by % (step * size)), key=stride.__getitem__
+        )
+        lengths = [(shape[dim] - 1) * stride[dim] for dim in dims]
+        units = (math.gcd(step, *(stride[dim] for dim in dims[at:])) for at in range(len(dims) + 1))
         no_carry = max(at for at, unit in enumerate(units) if offset % unit + sum(lengths[:at]) < unit)
-        at = torch.tensor(offset).reshape([1] * len(view.shape))
+        at = torch.tensor(offset).reshape([1] * len(shape))
         for dim in dims[no_carry:]:
-            along = torch.arange(view.shape[dim]) * view.stride[dim]
-            at = at + along.reshape([-1 if each == dim else 1 for each in range(len(view.shape))])
+            along = torch.arange(shape[dim]) * stride[dim]
+            at = at + along.reshape([-1 if each == dim else 1 for each in range(len(shape))])
         places.append(at // step % size if count > 1 else torch.zeros_like(at))
-    return short[tuple(places)].expand(view.shape) if places else plane.expand(view.shape)
+    return (short[tuple(places)] if places else plane).expand(tuple(shape))
 
 
 def written_out(plane: Tensor, written: View, numel: int) -> Tensor:
