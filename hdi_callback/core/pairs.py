@@ -49,11 +49,8 @@ def largest_pair(matrix: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor, Tensor,
 
 
 def at_least(rows: Tensor) -> int:
-    """In how many chunks the product of the rows of heads ``(L, H, k, d)`` is formed at least.
-
-    Four chunks of heads, each against all from its first one on, save 3/8 of a symmetric product; where it is small, or
-    on a GPU, launching them costs more.
-    """  # noqa: DOC201
+    """Return in how many chunks the product of the rows of heads ``(L, H, k, d)`` is formed at least."""
+    # Four chunks of heads, each against all from its first one on, save 3/8 of a symmetric product.
     return 4 if rows.is_cpu and rows.numel() >= 2**15 else 1
 
 

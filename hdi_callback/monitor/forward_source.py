@@ -38,21 +38,13 @@ class Samples(NamedTuple):
 
 
 class ForwardSource(NamedTuple):
-    """A measurement of armed forwards.
+    """A measurement of armed forwards."""
 
-    Attributes:
-        name: one of `FORWARD_SOURCES`.
-        reads: the field of `Captured` that it is computed from.
-        sums: samples, whether this is the only rank -> sums of this rank, a named tuple of tensors ``(layers, ...)``.
-        blank: layer, device -> sums over nothing, of the same shapes but for the layers.
-        finish: layer, sums over all ranks of layers like it, on the host -> what the catalogue reads.
-    """
-
-    name: str
-    reads: str
-    sums: Callable[[Samples, bool], Any]
-    blank: Callable[[AttentionLayer, torch.device], Any]
-    finish: Callable[..., Any]
+    name: str  # one of `FORWARD_SOURCES`
+    reads: str  # the field of `Captured` that it is computed from
+    sums: Callable[[Samples, bool], Any]  # samples, whether this is the only rank -> tensors ``(layers, ...)``
+    blank: Callable[[AttentionLayer, torch.device], Any]  # sums over nothing, of the same shapes but for the layers
+    finish: Callable[..., Any]  # layer, sums over all ranks of layers like it, on the host -> what the catalogue reads
 
 
 class FinitenessSums(NamedTuple):

@@ -202,24 +202,17 @@ class WeightReader:
 
 
 class _Stacks:
-    """Weights of layers that are alike: roles of one shape lie in one tensor, which one call measures.
-
-    Attributes:
-        layer: the first of the layers.
-        names: of all of them.
-        whole: roles -> ``(roles, layers, heads, width, features)``; nobody else writes into it.
-        of: role -> its part, a view ``(layers, heads, width, features)``.
-    """
+    """Weights of layers that are alike: roles of one shape lie in one tensor, which one call measures."""
 
     def __init__(self, layer: AttentionLayer, names: tuple[str, ...], weights: Sequence[Mapping[str, Tensor]]) -> None:
-        self.layer, self.names = layer, names
+        self.layer, self.names = layer, names  # the first of them, the names of all
         alike: dict[Any, list[str]] = {}
         for role in _SIDE_BY_SIDE:
             if role in weights[0]:
                 weight = weights[0][role]
                 alike.setdefault((weight.shape, weight.dtype, weight.device), []).append(role)
-        self.whole: dict[tuple[str, ...], Tensor] = {}
-        self.of: dict[str, Tensor] = {}
+        self.whole: dict[tuple[str, ...], Tensor] = {}  # roles -> ``(roles, layers, heads, width, features)``
+        self.of: dict[str, Tensor] = {}  # role -> its part, a view ``(layers, heads, width, features)``
         self._whitened: dict[str, WhitenedHeads] = {}
         for roles in alike.values():
             stack = torch.stack([weight[role] for role in roles for weight in weights])
