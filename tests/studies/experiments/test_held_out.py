@@ -11,7 +11,11 @@ from tests.studies.experiments.held_out.run import HEALTHY, PARTS, Job, _stands_
 
 def test_what_was_held_back_and_what_is_new_shares_no_task_fault_or_seed_with_what_was_looked_at():
     parts = {part: plan(part, 4) for part in PARTS}
-    for name, *before in (("held back", "first"), ("new kinds", "first", "held back")):
+    for name, *before in (
+        ("held back", "first"),
+        ("new kinds", "first", "held back"),
+        ("newest kinds", "first", "held back", "new kinds", "new kinds, new seeds"),
+    ):
         for earlier in before:
             for field in ("task", "seed"):
                 assert not {getattr(job, field) for job in parts[earlier]} & {

@@ -253,6 +253,68 @@ def _lose_skip(run: Run) -> None:
     run.model.has_skips[run.number % len(run.layers)] = False
 
 
+def _roll_vocabulary(run: Run) -> None:
+    embed = next(run.model.embed.parameters())
+    embed.copy_(embed.roll(1, 0))
+
+
+def _zero_positions(run: Run) -> None:
+    run.model.places.zero_()
+
+
+def _skip_norm(run: Run) -> None:
+    run.model.norms[2 * (run.number % len(run.layers))] = torch.nn.Identity()
+
+
+def _initialise_mlp(run: Run) -> None:
+    for part in run.model.mlp[run.number % len(run.layers)]:
+        if isinstance(part, torch.nn.Linear):
+            part.reset_parameters()
+
+
+def _note_all(run: Run) -> None:
+    run.kept["before"] = [value.clone() for value in run.model.parameters()]
+
+
+def _leap(run: Run) -> None:
+    """Take one step of the whole model 50 times."""
+    for value, before in zip(run.model.parameters(), run.kept["before"]):
+        value.copy_(before + 50 * (value - before))
+
+
+def _accumulate(run: Run) -> None:
+    """Add the gradients of all steps of a layer, as if they were never cleared."""
+    for place, value in enumerate(run.layer.parameters()):
+        if value.grad is not None:
+            run.kept[place] = run.kept.get(place, 0) + value.grad
+            value.grad.copy_(run.kept[place])
+
+
+def _decay_outputs(run: Run) -> None:
+    for role in ("v", "out"):
+        head_rows(run.layer, role).mul_(0.95)
+
+
+def _exchange_queries(run: Run) -> None:
+    q = head_rows(run.layer, "q")
+    q[:2] = q[:2].flip(0).clone()
+
+
+def _shake(run: Run) -> None:
+    for role in ROLES:
+        weight = head_rows(run.layer, role)
+        weight += 0.1 * weight.std() * torch.randn_like(weight)
+
+
+def _triple_output(run: Run) -> None:
+    run.model.shares[run.number % len(run.layers)] = 3.0
+
+
+def _enlarge_embedding(run: Run) -> None:
+    for value in run.model.embed.parameters():
+        value.mul_(5)
+
+
 FIRST: dict[str, Fault] = {
     "layer initialised anew": Fault(before=_once(_initialise)),
     "layer overwritten by another": Fault(before=_once(_overwrite)),
@@ -299,4 +361,21 @@ NEW: dict[str, Fault] = {
     "embedding initialised anew": Fault(before=_once(_embed_anew)),
     "a skip connection lost": Fault(before=_lose_skip),
 }
-FAULTS = FIRST | HELD_BACK | NEW
+OF_TOKENS = ("reversal", "running sums", "brackets", "largest", "periods")
+NEWEST: dict[str, Fault] = {
+    "vocabulary rolled": Fault(before=_once(_roll_vocabulary), tasks=OF_TOKENS),
+    "positions zero": Fault(after=_zero_positions, tasks=("reversal", "brackets", "digit rows", "periods")),
+    "norm before a layer skipped": Fault(before=_once(_skip_norm)),
+    "keys ten times too large": Fault(before=_once(_scale("k", 10.0))),
+    "MLP initialised anew": Fault(before=_once(_initialise_mlp)),
+    "values of the token before": Fault(before=_set("takes_earlier_values", True)),
+    "one step 50 times too large": Fault(before=_once(_note_all), after=_once(_leap)),
+    "gradients of a layer never cleared": Fault(before=_accumulate),
+    "values and outputs of a layer decay": Fault(after=_decay_outputs),
+    "a window of two tokens": Fault(before=_set("window", 1)),
+    "queries of two heads exchanged": Fault(before=_once(_exchange_queries)),
+    "noise in the weights of a layer at each step": Fault(after=_shake),
+    "output of a layer three times too large": Fault(before=_triple_output),
+    "embedding five times too large": Fault(before=_once(_enlarge_embedding)),
+}
+FAULTS = FIRST | HELD_BACK | NEW | NEWEST

@@ -24,13 +24,16 @@ class Attention(nn.Module):
         bias: added to the scores of the first key; 0 but for faults.
         sees_itself_alone: whether a query sees only its own token; only in faults.
         takes_other_keys: whether keys and values are those of the next sample; only in faults.
+        takes_earlier_values: whether the value of a token is that of the one before it; only in faults.
+        window: how many tokens to each side a query sees, all if 0; only in faults.
     """
 
     def __init__(self, width: int, heads: int, *, is_causal: bool, kind: str = "plain") -> None:
         super().__init__()
         self.num_heads, self.is_causal, self.kind = heads, is_causal, kind
         self.factor, self.drop, self.bias = 1.0, 0.0, 0.0
-        self.sees_itself_alone = self.takes_other_keys = False
+        self.sees_itself_alone = self.takes_other_keys = self.takes_earlier_values = False
+        self.window = 0
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
         if kind == "cosine":
             self.logit_scale = nn.Parameter(torch.full((heads, 1, 1), 10.0).log())
@@ -45,6 +48,8 @@ class Attention(nn.Module):
             q, k = rotated(q), rotated(k)
         if self.takes_other_keys:
             k, v = k.roll(1, 0), v.roll(1, 0)
+        if self.takes_earlier_values:
+            v = v.roll(1, 2)
         length = x.shape[1]
         if self.kind == "cosine":
             scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * self.logit_scale.clamp(max=4.6).exp()
@@ -57,6 +62,9 @@ class Attention(nn.Module):
                 mask = mask.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
             if self.sees_itself_alone:
                 mask = mask.masked_fill(~torch.eye(length, dtype=torch.bool), -torch.inf)
+            if self.window:
+                places = torch.arange(length)
+                mask = mask.masked_fill((places[:, None] - places).abs() > self.window, -torch.inf)
             if self.bias:
                 mask = mask + self.bias * (torch.arange(length) == 0)
             if visible is not None:
@@ -96,6 +104,7 @@ class Net(nn.Module):
 
     Attributes:
         has_skips: whether the input of each attention is added to its output; a fault may change it.
+        shares: factor on the output of each attention; 1 but for faults.
     """
 
     def __init__(
@@ -110,13 +119,14 @@ class Net(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2 * layers + 1))
         self.head = nn.Linear(width, outputs)
         self.has_skips = [True] * layers
+        self.shares = [1.0] * layers
 
     def forward(self, x: Tensor, visible: Tensor | None = None) -> Tensor:
         x = self.embed(x)
         if self.places is not None:
             x = x + self.places[: x.shape[1]]
         for number, (attention, mlp) in enumerate(zip(self.attention, self.mlp)):
-            update = attention(self.norms[2 * number](x), visible)
+            update = self.shares[number] * attention(self.norms[2 * number](x), visible)
             x = x + update if self.has_skips[number] else update
             x = x + mlp(self.norms[2 * number + 1](x))
         return self.head(self.norms[-1](x))

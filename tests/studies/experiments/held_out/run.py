@@ -43,6 +43,7 @@ PARTS = {
     "held back": (tasks.HELD_BACK, faults.HELD_BACK, 830_000, 2),
     "new kinds": (tasks.NEW, faults.NEW, 950_000, 4),
     "new kinds, new seeds": (tasks.NEW, faults.NEW, 950_004, 5),
+    "newest kinds": (tasks.NEWEST, faults.NEWEST, 970_000, 6),
 }
 """Part -> its tasks, its faults, the first of its seeds, and what draws."""
 

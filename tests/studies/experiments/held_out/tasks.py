@@ -190,10 +190,15 @@ class Restarts(Text):
 
 
 @cache
-def _digits() -> tuple[Tensor, Tensor]:
+def _images() -> tuple[Tensor, Tensor]:
     images, labels = load_digits(return_X_y=True)
-    x = torch.tensor(images, dtype=torch.float32).view(-1, 4, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(-1, 16, 4)
-    return x / 8 - 1, torch.tensor(labels)
+    return torch.tensor(images, dtype=torch.float32).view(-1, 8, 8) / 8 - 1, torch.tensor(labels)
+
+
+@cache
+def _digits() -> tuple[Tensor, Tensor]:
+    images, labels = _images()
+    return images.view(-1, 4, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(-1, 16, 4), labels
 
 
 class CosineScores(Task):
@@ -418,6 +423,128 @@ class Smoothing(Task):
         return F.mse_loss(model(torch.cat([x, noisy], -1)), y)
 
 
+# Newest: written with the faults `faults.NEWEST`, and committed, before the first of their trainings ran.
+
+
+class Reversal(Task):
+    """The tokens of the input from the last to the first."""
+
+    steps, every = 200, 5
+
+    def model(self) -> Net:
+        return Net(12, 12, places=9)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        x = self.tokens(24, 9, classes=12)
+        return _of_tokens(model(x), x.flip(1))
+
+
+class RunningSums(Task):
+    """The sum of the tokens so far modulo 5, with rotary positions and a constant rate."""
+
+    steps, every, rate = 220, 4, 3e-3
+
+    def model(self) -> Net:
+        return Net(5, 5, is_causal=True, kind="rotary", places=0)
+
+    def factor(self, step: int) -> float:
+        return 1.0
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        x = self.tokens(32, 8, classes=5)
+        return _of_tokens(model(x), x.cumsum(1) % 5)
+
+
+class Brackets(Task):
+    """The next token of nested brackets of three kinds; three layers."""
+
+    steps, every = 180, 3
+
+    def model(self) -> Net:
+        return Net(6, 6, is_causal=True, layers=3, places=20)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        opens, kinds = torch.rand(16, 20, generator=self.draw) < 0.5, self.tokens(16, 20, classes=3)
+        texts = []
+        for is_open, kind in zip(opens.tolist(), kinds.tolist()):
+            text, stack = [], []
+            for opening, new in zip(is_open, kind):
+                if opening or not stack:
+                    stack.append(new)
+                    text.append(new)
+                else:
+                    text.append(stack.pop() + 3)
+            texts.append(text)
+        x = torch.tensor(texts)
+        return _of_tokens(model(x[:, :-1]), x[:, 1:])
+
+
+class DigitRows(Task):
+    """Digits from their rows, by eight heads under Adam with a decay of the rate by the root of the step."""
+
+    steps, every, rate = 200, 4, 3e-3
+
+    def model(self) -> Net:
+        return Net(-8, 10, heads=8, places=8)
+
+    def factor(self, step: int) -> float:
+        return min((step + 1) / 20, (20 / (step + 1)) ** 0.5)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), self.rate)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        images, labels = _images()
+        chosen = self.tokens(24, classes=len(labels))
+        return F.cross_entropy(model(images[chosen]).mean(1), labels[chosen])
+
+
+class Ranks(Task):
+    """How many numbers of the input are smaller, as a share; the inputs become longer: 4, 8 and 16 numbers."""
+
+    steps, every, rate = 210, 3, 3e-3
+
+    def model(self) -> Net:
+        return Net(-1, 1, places=0)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        x = torch.rand(32, 4 * 2 ** (step // 70), 1, generator=self.draw) * 2 - 1
+        return 10 * F.mse_loss(model(x), (x > x.mT).float().mean(-1, keepdim=True))
+
+
+class Largest(Task):
+    """Policy gradient: a reward for pointing at the place of the largest token; the loss does not fall."""
+
+    steps, every = 220, 4
+
+    def model(self) -> Net:
+        return Net(16, 1, places=0)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        x = torch.rand(32, 16, generator=self.draw).argsort(-1)[:, :6]
+        logits = model(x).squeeze(-1).log_softmax(-1)
+        place = torch.multinomial(logits.detach().exp().nan_to_num(0.2), 1, generator=self.draw)
+        reward = (place.squeeze(1) == x.argmax(1)).float()
+        return -((reward - reward.mean()) * logits.gather(1, place).squeeze(1)).mean()
+
+
+class Periods(Task):
+    """The next token of sequences that repeat after two to five tokens; the rate starts again three times."""
+
+    steps, every, rate = 240, 5, 3e-3
+
+    def model(self) -> Net:
+        return Net(8, 8, is_causal=True, places=16)
+
+    def factor(self, step: int) -> float:
+        return min(1.0, (step + 1) / 10) * (0.505 + 0.495 * math.cos(math.pi * (step % 60) / 60))
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        period = self.tokens(24, 1, classes=4) + 2
+        x = self.tokens(24, 5, classes=8).gather(1, torch.arange(17) % period)
+        return _of_tokens(model(x[:, :-1]), x[:, 1:])
+
+
 FIRST: dict[str, type[Task]] = {
     "copying": Copying,
     "modular addition": ModularAddition,
@@ -447,7 +574,16 @@ NEW: dict[str, type[Task]] = {
     "root mean squares": RootMeanSquares,
     "smoothing": Smoothing,
 }
-TASKS = FIRST | HELD_BACK | NEW
+NEWEST: dict[str, type[Task]] = {
+    "reversal": Reversal,
+    "running sums": RunningSums,
+    "brackets": Brackets,
+    "digit rows": DigitRows,
+    "ranks": Ranks,
+    "largest": Largest,
+    "periods": Periods,
+}
+TASKS = FIRST | HELD_BACK | NEW | NEWEST
 
 
 def attention_layers(model: nn.Module) -> list[Attention]:
