@@ -1,16 +1,29 @@
-"""Rules on the rows of attention: too sharp, too flat, sudden changes, later tokens."""
+"""Rules on the rows of attention, too sharp, too flat, later tokens; and on what changes as the loss rises."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
+from itertools import pairwise
 
 from hdi_callback.rules.initialisation import began_small
 from hdi_callback.rules.rule import Finding, Rule
-from hdi_callback.rules.series import Series
+from hdi_callback.rules.series import APART, LOSS, Series
 
 ENTROPY, LOGIT, AHEAD = "attention_entropy", "attention_logit", "attention_ahead"
 CLIP = "interventions=[QKClip(limit={:.3g})]"
+QUANTITIES = {
+    "attention_entropy": "mean entropy",
+    "attention_logit": "largest score",
+    "attention_sink": "attention to the first token",
+    "head_covariance": "covariance of the heads' outputs",
+    "circuit_qk_norm": "norm of the QK circuits",
+    "circuit_ov_norm": "norm of the OV circuits",
+    "head_movement_min": "movement of the weights",
+}
+"""Metric -> its name in messages of *change with the loss*."""
+
 HIDDEN = 1e-6
 """Largest attention to tokens that are hidden, from rounding."""
 
@@ -87,47 +100,6 @@ class FlatAttention(Rule):
         )
 
 
-class SuddenSharpening(Rule):
-    """Scores grow, or something is added to those of one token."""
-
-    name = "sudden sharpening"
-    heeds_loss = True
-    needs = (ENTROPY,)
-    reads = (LOGIT,)
-    limits = ("sharpen",)
-    condition = (
-        "the mean entropy is at a quarter or less of the least until eight readings ago, of which there are six or "
-        "more, and has changed since then four times as far, in logarithms, as ever before within eight readings; a "
-        "notice while the loss is good. It ends half way back"
-    )
-    action = "look at the learning rate and its warm-up, at masks and at biases on scores. If scores grow, limit them"
-    code = CLIP.format(30)
-    within, past, factor = 8, 6, 4.0
-
-    def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        now, fall = max(series.value(ENTROPY), 0.0), self.at("sharpen")
-        if active is not None:
-            return active if now < math.sqrt(fall) * (active.threshold or 0.0) else None
-        steps, curve = series.curve(ENTROPY)
-        start = len(curve) - 1 - self.within
-        before = curve[: start + 1]
-        if series.was_written or start < self.past - 1 or not min(before) > now * fall:
-            return None
-        if math.log(before[-1] / max(now, 1e-12)) < self.factor * _largest_change(before, self.within):
-            return None
-        logit = series.latest.values.get(LOGIT)
-        largest = max((row.values.get(LOGIT, 0.0) for row in series.rows if row.step <= steps[start]), default=0.0)
-        return Finding(
-            "the heads of {layer} have come to attend to few tokens",
-            f"mean entropy {series.change(ENTROPY)}{'' if logit is None else f', largest score {logit:.0f}'}",
-            value=now,
-            threshold=before[-1] / fall,
-            metric=ENTROPY,
-            since=steps[start],
-            code=CLIP.format(largest) if logit is not None and logit > largest > 0 else "",
-        )
-
-
 class LaterTokens(Rule):
     """The model sees tokens that are to be hidden from it: the mask is missing, or leaks."""
 
@@ -160,8 +132,58 @@ class LaterTokens(Rule):
         )
 
 
-def _largest_change(curve: Sequence[float], within: int) -> float:
-    """Return the largest change between two readings that are at most so many apart, as a logarithm."""
-    logs = [math.log(max(value, 1e-12)) for value in curve]
-    apart = range(1, within + 1)
-    return max((abs(after - before) for gap in apart for before, after in zip(logs, logs[gap:])), default=0.0)
+class ChangeWithLoss(Rule):
+    """The loss rose, and something in the layer changed with it further than ever before."""
+
+    name = "change with the loss"
+    reads = (*QUANTITIES,)
+    limits = ("with_loss",)
+    condition = (
+        "the loss, mean of two readings, is above the median of the three before, and a quantity of the layer has "
+        "changed by a twentieth or more and 1.5 times as far as ever before in 32 readings; that factor times the rise "
+        "of the loss, in median changes between readings, is 8 or more. It ends once the loss is good again"
+    )
+    action = (
+        "look at what changed at that step: the data, the learning rate, the checkpoint that was loaded, and the code "
+        "before this layer and in it. If scores grow, limit them"
+    )
+    code = CLIP.format(30)
+    past, window, least, share, lasts = 8, 32, 1.5, 0.05, 5
+
+    def judge(self, series: Series, active: Finding | None) -> Finding | None:
+        if active is not None:
+            followed = sum(row.step > (active.since or 0) for row in series.rows)
+            return None if series.is_loss_good and followed > self.lasts else active
+        rows = [row for row in series.rows if LOSS in row.values][-self.window :]
+        if len(rows) <= self.past or rows[-1] is not series.latest or rows[-1].step - rows[-2].step < APART:
+            return None
+        losses = [row.values[LOSS] for row in rows]
+        usual = statistics.median(abs(after - before) for before, after in pairwise(losses[:-2]))
+        was, now = statistics.median(losses[-5:-2]), statistics.fmean(losses[-2:])
+        rise = (now - was) / usual if usual > 0 else 0.0
+        if series.was_written or not rise > 0:
+            return None
+        far = {metric: self._change([row.values.get(metric, 0.0) for row in rows]) for metric in QUANTITIES}
+        metric, change = max(far.items(), key=lambda item: item[1])
+        if change < self.least or rise * change < self.at("with_loss"):
+            return None
+        before, latest = (row.values[metric] for row in (rows[-3], rows[-1]))
+        *scores, _, score = (row.values.get("attention_logit", 0.0) for row in rows)
+        return Finding(
+            "{layer} changed as the loss rose",
+            f"its {QUANTITIES[metric]} from {before:.2g} to {latest:.2g} between steps {rows[-3].step} and "
+            f"{rows[-1].step}, {change:.1f} times as far as ever before, and the loss from {was:.3g} to {now:.3g}",
+            value=rise * change,
+            threshold=self.at("with_loss"),
+            metric=metric,
+            since=rows[-2].step,
+            code=CLIP.format(max(scores)) if score > 2 * max(scores) > 0 else "",
+        )
+
+    def _change(self, curve: Sequence[float]) -> float:
+        """Return how far the last two values are from the one before, as a multiple of the largest such change."""
+        logs = [math.log(value) for value in curve if value > 0]
+        if len(logs) <= self.past or min(curve[-3:]) <= 0:
+            return 0.0
+        *before, _, now = (abs((b + c) / 2 - a) for a, b, c in zip(logs, logs[1:], logs[2:]))
+        return now / max(before) if now > self.share and max(before) > 0 else 0.0

@@ -8,7 +8,7 @@ from typing import Any
 from hdi_callback.arguments import did_you_mean, shown
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitor.metrics import METRICS
-from hdi_callback.rules.attention_rules import FlatAttention, LaterTokens, SharpFromStart, SuddenSharpening
+from hdi_callback.rules.attention_rules import ChangeWithLoss, FlatAttention, LaterTokens, SharpFromStart
 from hdi_callback.rules.limits import Limits
 from hdi_callback.rules.rule import Rule
 from hdi_callback.rules.similarity_rules import CopiedHeads, MeanAlignment, MergedValues, WorstPair
@@ -27,7 +27,7 @@ RULES: tuple[type[Rule], ...] = (
     VanishingWeights,
     MergedValues,
     FlatAttention,
-    SuddenSharpening,
+    ChangeWithLoss,
 )
 """The default rules, causes before what follows from them: of several that report one event the first states it."""
 

@@ -80,14 +80,14 @@ class Alerts:
         """
         report = Report(record.step)
         self._losses.note(record.loss)
-        rows = {name: Row.from_record(record.step, layer) for name, layer in record.layers.items()}
+        rows = {name: Row.from_record(record.step, layer, record.loss) for name, layer in record.layers.items()}
         pretrained = self._pretrained_layers({name: row for name, row in rows.items() if name not in self._series})
         for name, row in rows.items():
             if name not in self._series:
                 self._series[name] = Series(name, self._facts.get(name, {}), row, is_pretrained=name in pretrained)
                 self._series[name].peers_hide = _peers_hide(name, rows)
             series = self._series[name]
-            series.has_loss_risen = self._losses.has_risen
+            series.is_loss_good = self._losses.is_good
             series.append(row)
             for rank, rule in enumerate(self._rules_of(name)):
                 if rule.name not in self._failed and rule.is_measured(row):

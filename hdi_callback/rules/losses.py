@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from itertools import pairwise
 from typing import Any
 
 SMOOTHED = 5
@@ -17,12 +16,10 @@ class Losses:
 
     Attributes:
         is_good: whether the loss, smoothed over five readings, is at its best so far but for noise, or is falling.
-        has_risen: whether the latest loss is above the median of the three before by more than four times the mean
-            change between two readings, of up to ten.
     """
 
     def __init__(self) -> None:
-        self.is_good = self.has_risen = False
+        self.is_good = False
         self._latest: deque[float] = deque(maxlen=2 * SMOOTHED)
         self._best = (math.inf, math.inf)  # least median, and the largest loss among those it is of
 
@@ -31,12 +28,8 @@ class Losses:
         if loss is None:
             return
         if not math.isfinite(loss):
-            self.is_good, self.has_risen = False, True
+            self.is_good = False
             return
-        before = [*self._latest]
-        if len(before) >= SMOOTHED:
-            usual = statistics.fmean(abs(after - earlier) for earlier, after in pairwise(before))
-            self.has_risen = loss > statistics.median(before[-3:]) + 4 * usual
         self._latest.append(loss)
         earlier, latest = [*self._latest][:-SMOOTHED], [*self._latest][-SMOOTHED:]
         if len(latest) == SMOOTHED:
@@ -48,10 +41,10 @@ class Losses:
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a resumed run, as plain data."""
         best = None if math.isinf(self._best[0]) else [*self._best]
-        return {"latest": [*self._latest], "best": best, "is_good": self.is_good, "has_risen": self.has_risen}
+        return {"latest": [*self._latest], "best": best, "is_good": self.is_good}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict`."""
         self._latest.extend(state["latest"])
         least, largest = state["best"] or (math.inf, math.inf)
-        self._best, self.is_good, self.has_risen = (least, largest), state["is_good"], state["has_risen"]
+        self._best, self.is_good = (least, largest), state["is_good"]

@@ -22,6 +22,9 @@ STILL = {"query": "query_movement", "key": "key_movement", "value": "value_movem
          "parameter": "parameter_still"}  # fmt: skip
 """What may stand still -> where a reading has it: movement, or for further parameters whether they stood still."""
 
+LOSS = "loss"
+"""The training loss among the values of a reading."""
+
 RECENT = 10
 """Number of readings back from which messages say where a curve comes from."""
 
@@ -37,9 +40,10 @@ class Row:
     before: int | None = None  # step of the reading before
 
     @classmethod
-    def from_record(cls, step: int, layer: LayerRecord) -> Row:
+    def from_record(cls, step: int, layer: LayerRecord, loss: float | None = None) -> Row:
         """Take what rules read from a record; a value that is not finite counts as missing."""
-        values = {name: value for name, value in layer.values.items() if math.isfinite(value)}
+        values = layer.values if loss is None else {**layer.values, LOSS: loss}
+        values = {name: value for name, value in values.items() if math.isfinite(value)}
         return cls(step, values, layer.heads, layer.matrices)
 
     def per_head(self, name: str) -> list[float]:
@@ -61,7 +65,7 @@ class Series:
             readings that was seen.
         writes: head -> step at which an intervention has written its weights.
         writer: which intervention wrote which heads at which step last, in words.
-        has_loss_risen: whether the training loss has risen, see `Losses`.
+        is_loss_good: whether the training loss is at its best or falling, see `Losses`.
     """
 
     def __init__(self, layer: str, facts: Mapping[str, Any], first: Row, *, is_pretrained: bool = False) -> None:
@@ -71,7 +75,7 @@ class Series:
         self.still: dict[tuple[str, int], tuple[int, int]] = {}
         self.writes: dict[int, int] = {}
         self.writer = ""
-        self.has_loss_risen = False
+        self.is_loss_good = False
 
     def append(self, row: Row) -> None:
         """Add a reading; of the one before only its values and its closest pairs are kept."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
 from typing import ClassVar
 
 from hdi_callback.rules.rule import Finding, Rule
@@ -53,11 +52,12 @@ class WeightJump(Rule):
     name = "weight jump"
     needs = ("head_movement_min",)
     limits = ("weight_jump",)
+    level = "notice"
     is_cause = True
     condition = (
         "the weights of a head change by a twentieth or more between two readings, and by four times the largest "
-        "change before, in at least five readings, of the head of its layer that moved least; a notice as long as the "
-        "training loss has not risen at one of the five readings from then on. Not of heads that an intervention wrote"
+        "change before, in at least five readings, of the head of its layer that moved least; a notice until another "
+        "rule joins it. Not of heads that an intervention wrote"
     )
     action = (
         "look at the learning rate and its warm-up, at the data since that step, and at the checkpoint that was "
@@ -70,10 +70,7 @@ class WeightJump(Rule):
         if jump is None and active is not None:
             followed = sum(row.step > (active.since or 0) for row in series.rows)
             jump = active if followed < self.lasts else None
-        if jump is None:
-            return None
-        has_risen = series.has_loss_risen or (active is not None and active.level == "warning")
-        return replace(jump, level="warning" if has_risen else "notice")
+        return jump
 
     def _jump(self, series: Series) -> Finding | None:
         """Return the heads that have jumped since the reading before."""
