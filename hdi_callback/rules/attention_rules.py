@@ -139,9 +139,9 @@ class ChangeWithLoss(Rule):
     reads = (*QUANTITIES,)
     limits = ("with_loss",)
     condition = (
-        "the loss, mean of two readings, is above the median of the three before, and a quantity of the layer has "
-        "changed by a twentieth or more and 1.5 times as far as ever before in 32 readings; that factor times the rise "
-        "of the loss, in median changes between readings, is 8 or more. It ends once the loss is good again"
+        "at two readings the loss is above the median of the three before, and a quantity of the layer has changed to "
+        "one side by a twentieth or more and 1.5 times as far as ever before in 32 readings; that factor times the mean "
+        "rise of the loss, in median changes between readings, is 9 or more. It ends once the loss is good again"
     )
     action = (
         "look at what changed at that step: the data, the learning rate, the checkpoint that was loaded, and the code "
@@ -160,9 +160,9 @@ class ChangeWithLoss(Rule):
         losses = [row.values[LOSS] for row in rows]
         usual = statistics.median(abs(after - before) for before, after in pairwise(losses[:-2]))
         was, now = statistics.median(losses[-5:-2]), statistics.fmean(losses[-2:])
-        rise = (now - was) / usual if usual > 0 else 0.0
-        if series.was_written or not rise > 0:
+        if series.was_written or not usual > 0 or min(losses[-2:]) <= was:
             return None
+        rise = (now - was) / usual
         far = {metric: self._change([row.values.get(metric, 0.0) for row in rows]) for metric in QUANTITIES}
         metric, change = max(far.items(), key=lambda item: item[1])
         if change < self.least or rise * change < self.at("with_loss"):
@@ -181,9 +181,12 @@ class ChangeWithLoss(Rule):
         )
 
     def _change(self, curve: Sequence[float]) -> float:
-        """Return how far the last two values are from the one before, as a multiple of the largest such change."""
+        """Return how far both of the last two values are from the one before, in largest such changes."""
         logs = [math.log(value) for value in curve if value > 0]
         if len(logs) <= self.past or min(curve[-3:]) <= 0:
             return 0.0
-        *before, _, now = (abs((b + c) / 2 - a) for a, b, c in zip(logs, logs[1:], logs[2:]))
+        # Readings of the pair just before share a value with this one.
+        *before, _, now = (
+            min(abs(b - a), abs(c - a)) * ((b > a) == (c > a)) for a, b, c in zip(logs, logs[1:], logs[2:])
+        )
         return now / max(before) if now > self.share and max(before) > 0 else 0.0

@@ -38,7 +38,7 @@ LIMITS: dict[str, Limit] = {
     "vanishing": Limit(0.1, "norm of a head's circuit as a share of that at the first reading"),
     "start": Limit(0.5, "mean entropy of attention of fresh weights at step 0"),
     "flat": Limit(0.9995, "mean entropy of attention that stays uniform, or becomes so"),
-    "with_loss": Limit(8.0, "rise of the loss in usual changes, times that of a quantity in largest ones", math.inf),
+    "with_loss": Limit(9.0, "rise of the loss in usual changes, times that of a quantity in largest ones", math.inf),
     "later": Limit(0.001, "share of attention to tokens after the query"),
 }
 """Name in `thresholds` -> limit."""
