@@ -15,14 +15,12 @@ ENTROPY, LOGIT, AHEAD = "attention_entropy", "attention_logit", "attention_ahead
 CLIP = "interventions=[QKClip(limit={:.3g})]"
 QUANTITIES = {
     "attention_entropy": "mean entropy",
-    "attention_logit": "largest score",
-    "attention_sink": "attention to the first token",
     "head_covariance": "covariance of the heads' outputs",
     "circuit_qk_norm": "norm of the QK circuits",
     "circuit_ov_norm": "norm of the OV circuits",
     "head_movement_min": "movement of the weights",
 }
-"""Metric -> its name in messages of *change with the loss*."""
+"""What *change with the loss* looks at, none of it a matter of the inputs' length -> its name in messages."""
 
 HIDDEN = 1e-6
 """Largest attention to tokens that are hidden, from rounding."""
@@ -136,12 +134,12 @@ class ChangeWithLoss(Rule):
     """The loss rose, and something in the layer changed with it further than ever before."""
 
     name = "change with the loss"
-    reads = (*QUANTITIES,)
+    reads = (*QUANTITIES, LOGIT)
     limits = ("with_loss",)
     condition = (
-        "at two readings the loss is above the median of the three before, and a quantity of the layer has changed to "
-        "one side by a twentieth or more and 1.5 times as far as ever before in 32 readings; that factor times the mean "
-        "rise of the loss, in median changes between readings, is 9 or more. It ends once the loss is good again"
+        "at two readings the loss is above the median of the three before, and a quantity of the layer has changed by a "
+        "twentieth or more and 1.5 times as far as ever before in 32 readings; that factor times the mean rise of the "
+        "loss, in median changes between readings, is 9 or more. It ends once the loss is good again"
     )
     action = (
         "look at what changed at that step: the data, the learning rate, the checkpoint that was loaded, and the code "
@@ -168,7 +166,7 @@ class ChangeWithLoss(Rule):
         if change < self.least or rise * change < self.at("with_loss"):
             return None
         before, latest = (row.values[metric] for row in (rows[-3], rows[-1]))
-        *scores, _, score = (row.values.get("attention_logit", 0.0) for row in rows)
+        *scores, _, score = (row.values.get(LOGIT, 0.0) for row in rows)
         return Finding(
             "{layer} changed as the loss rose",
             f"its {QUANTITIES[metric]} from {before:.2g} to {latest:.2g} between steps {rows[-3].step} and "

@@ -25,7 +25,8 @@ def test_what_was_held_back_and_what_is_new_shares_no_task_fault_or_seed_with_wh
         its_tasks, its_faults, *_ = PARTS[name]
         assert {job.task for job in parts[name]} == {*its_tasks}
         assert {job.kind for job in parts[name]} == {HEALTHY, *its_faults}
-    assert not {job.seed for job in parts["new kinds"]} & {job.seed for job in parts["new kinds, new seeds"]}
+    for name in ("new kinds", "newest kinds"):
+        assert not {job.seed for job in parts[name]} & {job.seed for job in parts[f"{name}, new seeds"]}
 
 
 def test_each_fault_has_a_healthy_training_of_its_seed():

@@ -545,6 +545,53 @@ class Periods(Task):
         return _of_tokens(model(x[:, :-1]), x[:, 1:])
 
 
+# Last: written, and committed, before the first of their trainings ran.
+
+
+class LongerChains(Task):
+    """The next token of a Markov chain with three neighbours, ever longer: 6, 12 and 24 tokens."""
+
+    steps, every = 210, 5
+
+    def model(self) -> Net:
+        return Net(9, 9, is_causal=True, places=24)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        x = [self.tokens(24, classes=9)]
+        for _ in range(6 * 2 ** (step // 70)):
+            x.append((2 * x[-1] + self.tokens(24, classes=3)) % 9)
+        tokens = torch.stack(x, 1)
+        return _of_tokens(model(tokens[:, :-1]), tokens[:, 1:])
+
+
+class HarderSums(Task):
+    """The sum of the first tokens modulo 7: of one, two and then three of them."""
+
+    steps, every, rate = 210, 4, 3e-3
+
+    def model(self) -> Net:
+        return Net(7, 7, places=4)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        x = self.tokens(32, 4, classes=7)
+        return F.cross_entropy(model(x).mean(1), x[:, : 1 + step // 70].sum(1) % 7)
+
+
+class Thawing(Brackets):
+    """Trained on brackets before, with the attention frozen until a third of the steps, and a new last layer."""
+
+    steps, every = 180, 3
+
+    def before_watch(self, model: nn.Module) -> None:
+        _pretrain(self, model, 60)
+        nn.init.normal_(model.head.weight, std=0.02)
+        model.attention.requires_grad_(False)
+
+    def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step == 60:
+            model.attention.requires_grad_(True)
+
+
 FIRST: dict[str, type[Task]] = {
     "copying": Copying,
     "modular addition": ModularAddition,
@@ -583,7 +630,8 @@ NEWEST: dict[str, type[Task]] = {
     "largest": Largest,
     "periods": Periods,
 }
-TASKS = FIRST | HELD_BACK | NEW | NEWEST
+LAST = {"longer chains": LongerChains, "harder sums": HarderSums, "thawing": Thawing}
+TASKS = FIRST | HELD_BACK | NEW | NEWEST | LAST
 
 
 def attention_layers(model: nn.Module) -> list[Attention]:
