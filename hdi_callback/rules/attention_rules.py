@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from hdi_callback.rules.initialisation import began_small
 from hdi_callback.rules.rule import Finding, Rule
-from hdi_callback.rules.series import APART, LOSS, Series
+from hdi_callback.rules.series import APART, LOSS, Row, Series
 
 ENTROPY, LOGIT, AHEAD = "attention_entropy", "attention_logit", "attention_ahead"
+MOVEMENT = "head_movement_min"
 CLIP = "interventions=[QKClip(limit={:.3g})]"
 QUANTITIES = {
-    "attention_entropy": "mean entropy",
-    "head_covariance": "covariance of the heads' outputs",
-    "circuit_qk_norm": "norm of the QK circuits",
-    "circuit_ov_norm": "norm of the OV circuits",
-    "head_movement_min": "movement of the weights",
+    "attention_entropy": "its mean entropy",
+    "head_covariance": "the covariance of its heads' outputs",
+    "circuit_qk_norm": "the norm of its QK circuits",
+    "circuit_ov_norm": "the norm of its OV circuits",
+    MOVEMENT: "the movement of its weights",
 }
 """What *change with the loss* looks at, none of it a matter of the inputs' length -> its name in messages."""
 
@@ -137,9 +138,9 @@ class ChangeWithLoss(Rule):
     reads = (*QUANTITIES, LOGIT)
     limits = ("with_loss",)
     condition = (
-        "at two readings the loss is above the median of the three before, and a quantity of the layer has changed by a "
-        "twentieth or more and 1.5 times as far as ever before in 32 readings; that factor times the mean rise of the "
-        "loss, in median changes between readings, is 9 or more. It ends once the loss is good again"
+        "at two readings the loss is above the median of the three before, and a quantity of the layer has changed by "
+        "a twentieth or more and 1.5 times as far as ever before in 32 readings; that factor times the mean rise of "
+        "the loss, in median changes between readings, is 9 or more. It ends once the loss is good again"
     )
     action = (
         "look at what changed at that step: the data, the learning rate, the checkpoint that was loaded, and the code "
@@ -161,16 +162,16 @@ class ChangeWithLoss(Rule):
         if series.was_written or not usual > 0 or min(losses[-2:]) <= was:
             return None
         rise = (now - was) / usual
-        far = {metric: self._change([row.values.get(metric, 0.0) for row in rows]) for metric in QUANTITIES}
+        far = {metric: self._change(_path(metric, rows)) for metric in QUANTITIES}
         metric, change = max(far.items(), key=lambda item: item[1])
         if change < self.least or rise * change < self.at("with_loss"):
             return None
-        before, latest = (row.values[metric] for row in (rows[-3], rows[-1]))
+        before, after = (row.values.get(metric, 0.0) for row in rows[-3:-1])
         *scores, _, score = (row.values.get(LOGIT, 0.0) for row in rows)
         return Finding(
             "{layer} changed as the loss rose",
-            f"its {QUANTITIES[metric]} from {before:.2g} to {latest:.2g} between steps {rows[-3].step} and "
-            f"{rows[-1].step}, {change:.1f} times as far as ever before, and the loss from {was:.3g} to {now:.3g}",
+            f"{QUANTITIES[metric]} went from {before:.2g} to {after:.2g} between steps {rows[-3].step} and "
+            f"{rows[-2].step}, {change:.1f} times as far as ever before, and the loss from {was:.3g} to {now:.3g}",
             value=rise * change,
             threshold=self.at("with_loss"),
             metric=metric,
@@ -178,13 +179,20 @@ class ChangeWithLoss(Rule):
             code=CLIP.format(max(scores)) if score > 2 * max(scores) > 0 else "",
         )
 
-    def _change(self, curve: Sequence[float]) -> float:
+    def _change(self, path: Sequence[float]) -> float:
         """Return how far both of the last two values are from the one before, in largest such changes."""
-        logs = [math.log(value) for value in curve if value > 0]
-        if len(logs) <= self.past or min(curve[-3:]) <= 0:
+        if len(path) <= self.past:
             return 0.0
-        # Readings of the pair just before share a value with this one.
         *before, _, now = (
-            min(abs(b - a), abs(c - a)) * ((b > a) == (c > a)) for a, b, c in zip(logs, logs[1:], logs[2:])
+            min(abs(second - first), abs(third - first)) * ((second > first) == (third > first))
+            for first, second, third in zip(path, path[1:], path[2:])
         )
         return now / max(before) if now > self.share and max(before) > 0 else 0.0
+
+
+def _path(metric: str, rows: Sequence[Row]) -> list[float]:
+    """Return the logarithms of a metric, or how far weights have moved so far; nothing if it was not measured last."""
+    values = [row.values.get(metric, 0.0) for row in rows]
+    if metric == MOVEMENT:
+        return [*accumulate(values)]
+    return [math.log(value) for value in values if value > 0] if min(values[-3:]) > 0 else []

@@ -168,24 +168,24 @@ def test_heads_that_an_intervention_has_written_may_jump(resumes):
     assert raised(run([jumped], alerts, begin=750)) == [(0, "weight jump", "notice", (2,))]
 
 
-def test_heads_that_an_intervention_has_written_do_not_vanish_nor_sharpen_their_layer():
+def test_heads_that_an_intervention_has_written_do_not_vanish_nor_change_their_layer():
     faded = norms([1, 1, 0.01, 1])
     alerts = Alerts(layers=[facts()], pretrained=False)
     run([norms([1] * 4)], alerts)
     alerts.expect_change(LAYER, [2], 1)
     assert raised(run([faded], alerts, begin=50)) == []
     alerts = Alerts(layers=[facts()], pretrained=False)
-    run(curve("attention_entropy", [0.9] * 14), alerts)
+    run(curve("attention_entropy", [0.9, 0.88] * 7), alerts, losses=[1.0, 1.1] * 7)
     alerts.expect_change(LAYER, [2], 651)
-    assert raised(run(curve("attention_entropy", [0.2] * 4), alerts, begin=700)) == []
+    assert raised(run(curve("attention_entropy", [0.2] * 4), alerts, begin=700, losses=[2.0] * 4)) == []
 
 
 def test_a_layer_that_an_intervention_wrote_long_ago_is_judged_as_before():
     alerts = Alerts(layers=[facts()], pretrained=False)
     run(curve("attention_entropy", [0.9] * 8), alerts)
     alerts.expect_change(LAYER, [2], 351)
-    later = run(curve("attention_entropy", [0.9] * 70 + [0.2]), alerts, begin=400)
-    assert raised(later) == [(70, "sudden sharpening", "warning", ())]
+    later = run(curve("attention_entropy", [0.9] * 70 + [0.9999] * 5), alerts, begin=400)
+    assert raised(later) == [(74, "flat attention", "warning", ())]
 
 
 # --- states

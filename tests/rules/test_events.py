@@ -10,7 +10,7 @@ from hdi_callback.record import Alert
 from hdi_callback.rules import Alerts
 from hdi_callback.rules.series import Row, Series
 from tests.rules.readings import LAYER, closest, curve, facts, layer, quiet, raised, run
-from tests.rules.test_rules import circuits, entropy, equal, moves, norms, pair
+from tests.rules.test_rules import CALM, WAVERING, circuits, entropy, equal, moves, norms, pair
 
 
 def together(*parts, matrices=None):
@@ -265,11 +265,6 @@ EVERY_SENTENCE = {
         entropy(*[0.9998] * 15, attention_logit=0.01),
         "attention in {layer} has stayed uniform since step 0: mean entropy 0.9998, largest score 0.01",
     ),
-    "sudden sharpening": (
-        entropy(*[0.9] * 14, 0.2),
-        "the heads of {layer} have come to attend to few tokens: mean entropy dropped from 0.90 to 0.20 between steps "
-        "650 and 700",
-    ),
     "mean alignment": (
         [pair(0.1, 0.1), pair(0.94, 0.93, (0, 1, 0.94), (1, 2, 0.94), (2, 3, 0.94))],
         "all 4 heads of {layer} are nearly one head: mean alignment jumped from 0.10 to 0.93 between steps 0 and 50, "
@@ -293,6 +288,14 @@ def test_each_rule_says_what_where_and_when(rule):
     readings, sentence = EVERY_SENTENCE[rule]
     (alert,) = run(readings)[-1]
     assert (alert.rule, alert.message) == (rule, sentence.format(layer=LAYER))
+
+
+def test_a_change_with_the_loss_is_told_with_both_numbers():
+    given = run(entropy(*WAVERING, 0.6, 0.6), losses=[*CALM, 1.4, 1.4])
+    assert [alert.message for alerts in given for alert in alerts] == [
+        f"{LAYER} changed as the loss rose: its mean entropy went from 0.86 to 0.6 between steps 650 and 700, 10.6 times "
+        "as far as ever before, and the loss from 1.1 to 1.4"
+    ]
 
 
 def test_alerts_are_plain_data():

@@ -7,8 +7,8 @@ import torch
 
 import hdi_callback
 from hdi_callback.rules import RULES
-from tests.rules.readings import curve, run
-from tests.rules.test_rules import entropy
+from tests.rules.readings import curve, layer, run
+from tests.rules.test_rules import WAVERING
 
 
 def watch(arguments: str):
@@ -27,18 +27,16 @@ def test_the_arguments_that_a_rule_gives_work(rule):
 
 
 def test_the_limit_to_paste_is_of_the_runs_own_scores():
-    readings = [entropy(0.9, attention_logit=3.0)[0] for _ in range(20)] + entropy(0.05, attention_logit=37.0)
-    *_, (alert,) = run(readings)
-    assert alert.code == "interventions=[QKClip(limit=3)]"
-    assert watch(alert.code)
-    assert alert.from_dict(alert.to_dict()) == alert
-
-
-def test_attention_that_sharpened_while_scores_fell_is_given_no_limit_of_scores():
-    readings = [entropy(0.9, attention_logit=30.0)[0] for _ in range(20)] + entropy(0.05, attention_logit=7.0)
-    *_, (alert,) = run(readings)
-    assert alert.rule == "sudden sharpening"
-    assert alert.code == ""
+    losses = [1.0, 1.1] * 7 + [2.0, 2.0]
+    for scores, code in (([3.0, 2.9] * 7 + [37.0] * 2, "interventions=[QKClip(limit=3)]"), ([30.0, 29.0] * 8, "")):
+        readings = [
+            layer({"attention_entropy": value, "attention_logit": score})
+            for value, score in zip([*WAVERING, 0.1, 0.1], scores)
+        ]
+        *_, (alert,) = run(readings, losses=losses)
+        assert (alert.rule, alert.code) == ("change with the loss", code)
+        assert not code or watch(code)
+        assert alert.from_dict(alert.to_dict()) == alert
 
 
 def test_a_finding_with_an_action_of_its_own_does_not_take_the_code_of_its_rule():
