@@ -12,14 +12,12 @@ from hdi_callback.rules.rule import Finding, Rule
 from hdi_callback.rules.series import APART, LOSS, Row, Series
 
 ENTROPY, LOGIT, AHEAD = "attention_entropy", "attention_logit", "attention_ahead"
-MOVEMENT = "head_movement_min"
-CLIP = "interventions=[QKClip(limit={:.3g})]"
 QUANTITIES = {
     "attention_entropy": "its mean entropy",
     "head_covariance": "the covariance of its heads' outputs",
     "circuit_qk_norm": "the norm of its QK circuits",
     "circuit_ov_norm": "the norm of its OV circuits",
-    MOVEMENT: "the movement of its weights",
+    "head_movement_min": "the movement of its weights",
 }
 """What *change with the loss* looks at, none of it a matter of the inputs' length -> its name in messages."""
 
@@ -135,6 +133,7 @@ class ChangeWithLoss(Rule):
     """The loss rose, and something in the layer changed with it further than ever before."""
 
     name = "change with the loss"
+    is_cause = True
     reads = (*QUANTITIES, LOGIT)
     limits = ("with_loss",)
     condition = (
@@ -146,7 +145,7 @@ class ChangeWithLoss(Rule):
         "look at what changed at that step: the data, the learning rate, the checkpoint that was loaded, and the code "
         "before this layer and in it. If scores grow, limit them"
     )
-    code = CLIP.format(30)
+    code = "interventions=[QKClip(limit=30)]"
     past, window, least, share, lasts = 8, 32, 1.5, 0.05, 5
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
@@ -162,7 +161,7 @@ class ChangeWithLoss(Rule):
         if series.was_written or not usual > 0 or min(losses[-2:]) <= was:
             return None
         rise = (now - was) / usual
-        far = {metric: self._change(_path(metric, rows)) for metric in QUANTITIES}
+        far = {metric: self._change(metric, rows) for metric in QUANTITIES}
         metric, change = max(far.items(), key=lambda item: item[1])
         if change < self.least or rise * change < self.at("with_loss"):
             return None
@@ -176,23 +175,18 @@ class ChangeWithLoss(Rule):
             threshold=self.at("with_loss"),
             metric=metric,
             since=rows[-2].step,
-            code=CLIP.format(max(scores)) if score > 2 * max(scores) > 0 else "",
+            code=f"interventions=[QKClip(limit={max(scores):.3g})]" if score > 2 * max(scores) > 0 else "",
         )
 
-    def _change(self, path: Sequence[float]) -> float:
+    def _change(self, metric: str, rows: Sequence[Row]) -> float:
         """Return how far both of the last two values are from the one before, in largest such changes."""
-        if len(path) <= self.past:
+        values = [row.values.get(metric, 0.0) for row in rows]
+        # Weights that jumped stay there: the way that they have gone so far stands for their movement.
+        path = [*accumulate(values)] if "movement" in metric else [math.log(value) for value in values if value > 0]
+        if len(path) <= self.past or min(values[-3:]) <= 0:
             return 0.0
         *before, _, now = (
             min(abs(second - first), abs(third - first)) * ((second > first) == (third > first))
             for first, second, third in zip(path, path[1:], path[2:])
         )
         return now / max(before) if now > self.share and max(before) > 0 else 0.0
-
-
-def _path(metric: str, rows: Sequence[Row]) -> list[float]:
-    """Return the logarithms of a metric, or how far weights have moved so far; nothing if it was not measured last."""
-    values = [row.values.get(metric, 0.0) for row in rows]
-    if metric == MOVEMENT:
-        return [*accumulate(values)]
-    return [math.log(value) for value in values if value > 0] if min(values[-3:]) > 0 else []

@@ -25,10 +25,6 @@ from hdi_callback.rules.words import heads_in_words
 class Alerts:
     """Apply rules to every reading of a run.
 
-    One event is one alert: findings of several rules on the same heads at one reading are one, stated by the rule that
-    comes closest to the cause, and so are findings of one rule on several layers. What follows within a few readings
-    joins it, but for what is a cause itself, which is always an event of its own.
-
     Args:
         rules: ``"default"``, a list of rules, or `None` for none.
         thresholds: limits of the default rules by pattern of layer names:
@@ -149,8 +145,7 @@ class Alerts:
                 del self._findings[key]
                 report.over[key] = series.writer if series.was_written else ""
             return
-        was_notice = before is None or before.level == "notice"  # a warning stays one as long as it lasts
-        finding = _plain(finding, rule, is_loss_good=self._losses.is_good and was_notice)
+        finding = _plain(finding, rule)
         if before is None and finding.since is not None:
             since = finding.since
         sentence = rule.sentence(finding, series.layer, series.facts)
@@ -169,15 +164,13 @@ def _peers_hide(name: str, rows: Mapping[str, Row]) -> bool:
     return 2 * sum(share <= HIDDEN for share in ahead) > len(ahead)
 
 
-def _plain(finding: Any, rule: Rule, *, is_loss_good: bool) -> Finding:
-    """Return a finding with its level and plain numbers, as a notice where the loss says that nothing is wrong."""
+def _plain(finding: Any, rule: Rule) -> Finding:
+    """Return a finding with its level and plain numbers."""
     if not isinstance(finding, Finding):
         raise TypeError(f"`judge` must return a Finding or None, got a {type(finding).__name__}")
     level = finding.level or rule.level
     if level not in LEVELS:
         raise ValueError(f"level must be one of {LEVELS}, got {level!r}")
-    if rule.heeds_loss:  # at each reading anew, also where a rule returns what it found before
-        level = "notice" if is_loss_good else rule.level
     value, threshold = (
         float(number) if number is not None and math.isfinite(number) else None
         for number in (finding.value, finding.threshold)

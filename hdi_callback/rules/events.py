@@ -20,6 +20,10 @@ FOLLOWS = "weight jump"
 """The cause that is told as that of a copy or of numbers that are not finite, where there are some."""
 
 
+VAGUE = "change with the loss"
+"""What names no cause, so that nothing is folded into it."""
+
+
 @dataclass(frozen=True)
 class Sighting:
     """A finding at one reading, with its layer and rule, and what an alert says of it."""
@@ -143,7 +147,9 @@ class Events:
         """Return the event that a new finding follows from: on the same heads or of the same rule in another layer."""
         if sighting.rule.is_cause:
             return None
-        recent = [event for event in self._events if self._readings - event.grew <= WINDOW]
+        recent = [
+            event for event in self._events if self._readings - event.grew <= WINDOW and event.alert.rule != VAGUE
+        ]
         for event in recent:
             alert = event.alert
             of_keys = alert.unit == "key heads"

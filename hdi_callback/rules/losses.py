@@ -12,14 +12,10 @@ SMOOTHED = 5
 
 
 class Losses:
-    """The training loss at the readings; one without a loss keeps the verdict.
-
-    Attributes:
-        is_good: whether the loss, smoothed over five readings, is at its best so far but for noise, or is falling.
-    """
+    """The training loss at the readings; one without a loss keeps the verdict."""
 
     def __init__(self) -> None:
-        self.is_good = False
+        self.is_good = False  # smoothed over five readings, at its best so far but for noise, or falling
         self._latest: deque[float] = deque(maxlen=2 * SMOOTHED)
         self._best = (math.inf, math.inf)  # least median, and the largest loss among those it is of
 
@@ -46,5 +42,4 @@ class Losses:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict`."""
         self._latest.extend(state["latest"])
-        least, largest = state["best"] or (math.inf, math.inf)
-        self._best, self.is_good = (least, largest), state["is_good"]
+        self._best, self.is_good = tuple(state["best"] or (math.inf, math.inf)), state["is_good"]

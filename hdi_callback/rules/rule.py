@@ -66,7 +66,6 @@ class Rule(ABC):
         reads: further metrics that it looks at where they are measured.
         limits: names of its limits in `LIMITS`; keyword arguments of the class, and `thresholds`, set them.
         level: how serious its alerts are.
-        heeds_loss: whether its alerts are notices while the training loss is at its best or falling.
         is_cause: whether its alerts are always events of their own.
         condition: when it raises an alert, in words.
         meaning: what the alert means: the docstring of its class.
@@ -95,7 +94,6 @@ class Rule(ABC):
     reads: ClassVar[Sequence[str]] = ()
     limits: ClassVar[Sequence[str]] = ()
     level: ClassVar[Level] = "warning"
-    heeds_loss: ClassVar[bool] = False
     is_cause: ClassVar[bool] = False
     condition: ClassVar[str] = ""
     meaning: ClassVar[str] = ""

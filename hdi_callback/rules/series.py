@@ -42,7 +42,7 @@ class Row:
     @classmethod
     def from_record(cls, step: int, layer: LayerRecord, loss: float | None = None) -> Row:
         """Take what rules read from a record; a value that is not finite counts as missing."""
-        values = layer.values if loss is None else {**layer.values, LOSS: loss}
+        values = {**layer.values, LOSS: math.nan if loss is None else loss}
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         return cls(step, values, layer.heads, layer.matrices)
 

@@ -189,7 +189,6 @@ class MergedValues(Rule):
     name = "merged values"
     needs = ("circuit_ov_worst",)
     limits = ("values",)
-    heeds_loss = True
     condition = (
         "the cosine of the OV circuits of two heads reaches 0.9; a notice while the loss is good. Of pretrained "
         "weights only what was not so at the first reading. It ends at 0.8"
@@ -201,6 +200,7 @@ class MergedValues(Rule):
         groups = _alike(series, active, limit, of_values=True)
         if not groups:
             return None
+        was_notice = active is None or active.level == "notice"  # a warning stays one as long as it lasts
         return Finding(
             f"{{heads}} write alike{', group by group' if len(groups) > 1 else ''}",
             f"largest cosine of their OV circuits {series.change('circuit_ov_worst')}",
@@ -209,4 +209,5 @@ class MergedValues(Rule):
             series.value("circuit_ov_worst"),
             limit,
             "circuit_ov_worst",
+            "notice" if series.is_loss_good and was_notice else "warning",
         )

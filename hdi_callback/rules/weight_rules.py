@@ -56,8 +56,8 @@ class WeightJump(Rule):
     is_cause = True
     condition = (
         "the weights of a head change by a twentieth or more between two readings, and by four times the largest "
-        "change before, in at least five readings, of the head of its layer that moved least; a notice until another "
-        "rule joins it. Not of heads that an intervention wrote"
+        "change before, in at least five readings, of the head of its layer that moved least; a notice: what follows "
+        "from it is told by other rules. Not of heads that an intervention wrote"
     )
     action = (
         "look at the learning rate and its warm-up, at the data since that step, and at the checkpoint that was "
@@ -66,25 +66,17 @@ class WeightJump(Rule):
     factor, past, lasts = 4.0, 5, 5
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        jump = self._jump(series)
-        if jump is None and active is not None:
-            followed = sum(row.step > (active.since or 0) for row in series.rows)
-            jump = active if followed < self.lasts else None
-        return jump
-
-    def _jump(self, series: Series) -> Finding | None:
-        """Return the heads that have jumped since the reading before."""
-        _, moves = series.curve("head_movement_min")
-        *past, least = moves
+        *past, least = series.curve("head_movement_min")[1]
         if len(past) < self.past or not max(past) > 0:
             return None
+        is_recent = active is not None and sum(row.step > (active.since or 0) for row in series.rows) < self.lasts
         now = series.latest.per_head("head_movement") or [least]
         limit = max(self.at("weight_jump"), self.factor * max(past))
         recent = series.rows[max(0, len(series.rows) - 1 - RECENTLY)].step
         expected = {head for head, step in series.writes.items() if step >= recent}
         heads = tuple(head for head, move in enumerate(now) if move >= limit and head not in expected)
         if not heads:
-            return None
+            return active if is_recent else None
         largest, step = max(now[head] for head in heads), series.latest.step
         return Finding(
             "the weights of {heads} jumped",

@@ -9,12 +9,8 @@ def heads_in_words(groups: Sequence[Sequence[int]], layer: str, kind: str = "hea
     """Return heads of a layer in words, up to a verb in the plural; one empty group stands for all `count` of them.
 
     Example:
-        >>> heads_in_words([(2, 5, 7)], "blocks.0.attn")
-        'heads 2, 5 and 7 of blocks.0.attn'
         >>> heads_in_words([(0, 1), (2, 3)], "blocks.0.attn", "key head", 8)
         'key heads 0 and 1 as well as 2 and 3 of blocks.0.attn'
-        >>> heads_in_words([(0, 1, 2, 3)], "blocks.0.attn", "head", 4)
-        'all 4 heads of blocks.0.attn'
     """
     if not any(groups) or (len(groups) == 1 and len(groups[0]) == count):
         many = {1: f"{kind} 0", 2: f"both {kind}s"}.get(count or 0, f"all {count} {kind}s" if count else f"all {kind}s")
