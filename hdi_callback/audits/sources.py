@@ -93,14 +93,14 @@ def open_target(
 
 
 @contextmanager
-def _failing(what: str, remedy: str = "") -> Iterator[None]:
-    """Turn an error of the block into one that begins with `what`, and ends with what to write instead."""
+def _failing(beginning: str, remedy: str = "") -> Iterator[None]:
+    """Turn an error of the block into one that begins with `beginning`, and ends with what to write instead."""
     try:
         yield
     except MisconfigurationError:
         raise
     except Exception as error:
-        raise MisconfigurationError(f"{what} {_reason(error)}. {remedy}".rstrip()) from error
+        raise MisconfigurationError(f"{beginning} {_reason(error)}. {remedy}".rstrip()) from error
 
 
 def _open_folder(folder: Path, *, needs_weights: bool) -> Target:

@@ -225,8 +225,8 @@ def draw_evidence(
     figure = Figure(figsize=(_WIDTH, sum(heights)), layout="constrained")
     grid = figure.add_gridspec(len(heights), _MOST_PATTERNS, height_ratios=heights)
     meaning = METRICS[metric].summary.split(":")[0].rstrip(".") if metric in METRICS else metric
-    others = "; grey: other layers" if len(layers) > 1 else ""
-    title = f"{meaning}\nred: {shortened(name_layers(accused), 34)}{others}"
+    grey_label = "; grey: other layers" if len(layers) > 1 else ""
+    title = f"{meaning}\nred: {shortened(name_layers(accused), 34)}{grey_label}"
     _draw_panel(figure.add_subplot(grid[0, :]), alert, records, curves, accused, title)
     if has_heads:
         title = f"red: {alert.unit} {', '.join(map(str, heads))}; grey: others of {shortened(layer, 28)}"

@@ -123,12 +123,12 @@ def _pairs(layer: AttentionLayer, alert: Alert) -> list[tuple[int, int]]:
     """Return each key head that has a stronger one like it, and that one; of those that the alert names."""
     # The heads are those of the rule that states the cause: a weight jump may name one head of two.
     is_named = alert.rule in ALIKE and (layer.num_heads == layer.num_key_heads or alert.unit == "key heads")
-    named = (alert.where[layer.name] if is_named else ()) or range(layer.num_key_heads)
+    candidates = (alert.where[layer.name] if is_named else ()) or range(layer.num_key_heads)
     alike = head_diversity(layer.weight("key")).subspace.pair_alignment >= ALIGNED
     norms = circuit_similarity(layer.weight("output"), layer.weight("value"), layer.value_of).norm.square()
     strength = norms.new_zeros(layer.num_key_heads).index_add(0, torch.tensor(layer.key_of).to(norms.device), norms)
     staying, pairs = list[int](), list[tuple[int, int]]()
-    for head in sorted(named, key=strength.tolist().__getitem__, reverse=True):
+    for head in sorted(candidates, key=strength.tolist().__getitem__, reverse=True):
         stays = next((stronger for stronger in staying if alike[head, stronger]), None)
         if stays is None:
             staying.append(head)
@@ -146,10 +146,10 @@ def _query_heads(layer: AttentionLayer, leaves: int, stays: int) -> list[tuple[i
 def _error(layer: AttentionLayer, leaves: int, stays: int) -> float:
     """Return the relative error of a key head's output once it is folded: the largest of its query heads."""
     weights, errors = {role: layer.weight(role) for role in ROLES}, [0.0]
-    for head, other in _query_heads(layer, leaves, stays):
+    for head, staying in _query_heads(layer, leaves, stays):
         if weights["output"][head].any():  # else it contributes nothing
-            has_terms = _has_terms_of_its_own(layer, head, other)
-            errors.append(1.0 if has_terms else float(_fold(layer, weights, head, other)[1]))
+            has_terms = _has_terms_of_its_own(layer, head, staying)
+            errors.append(1.0 if has_terms else float(_fold(layer, weights, head, staying)[1]))
     return float(torch.tensor(errors).max())  # NaN if one is
 
 
@@ -166,11 +166,11 @@ def _fold(layer: AttentionLayer, weights: dict[str, Tensor], leaves: int, stays:
     return fold_head(queries, of_both("key", keys), of_both("value", keys), outputs, is_normed=is_normed)
 
 
-def _has_terms_of_its_own(layer: AttentionLayer, head: int, other: int) -> bool:
+def _has_terms_of_its_own(layer: AttentionLayer, head: int, staying: int) -> bool:
     """Return whether the module has parameters or buffers by head, besides projections, in which two heads differ."""
     projections = {id(parameter) for role in ROLES for parameter in layer.weights[role].parameters()}
     return any(
-        size == layer.num_heads and not tensor.select(dim, head).equal(tensor.select(dim, other))
+        size == layer.num_heads and not tensor.select(dim, head).equal(tensor.select(dim, staying))
         for tensor in (*layer.module.parameters(), *layer.module.buffers())
         if id(tensor) not in projections
         for dim, size in enumerate(tensor.shape)
