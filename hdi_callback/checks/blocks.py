@@ -12,6 +12,7 @@ from hdi_callback.attention.tape import DATA, MADE, WEIGHT, Cell, Step, View, Wa
 from hdi_callback.checks.scores import links_back, sides_of
 
 ALONE = "attention(x), and its input is not added"
+UNUSED = "x, and what attention gives is not used"
 _FAR = 400  # steps
 
 
@@ -30,6 +31,8 @@ def block_of(labels: Labels, claim: FoundAttention) -> tuple[str | None, bool]:
     if inputs[0] is None or not claim.takers:
         return None, False
     result = claim.takers[0][0].output.cell
+    if not result.users:
+        return UNUSED, False
     for step, other, is_normed in _spread(labels, result, through_sums=True).sums:
         source = other.cell
         while source.step is not None and source.step.op in KEEPS:

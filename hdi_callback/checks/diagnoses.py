@@ -21,6 +21,7 @@ from torch import Tensor
 from hdi_callback.attention.discovery.cores import OVER_HEADS, OVER_QUERIES
 from hdi_callback.attention.discovery.heads import IN
 from hdi_callback.attention.discovery.labels import NORMED
+from hdi_callback.checks.blocks import ALONE, UNUSED
 from hdi_callback.checks.facts import PLURAL, Facts
 from hdi_callback.checks.scores import Change
 
@@ -145,6 +146,8 @@ def softmax(facts: Facts, _: Sequence[Facts]) -> Found:
         return "wrong", "the softmax runs over queries, so that the weights of a query do not add up to 1; write dim=-1"
     if facts.reason == OVER_HEADS:
         return "wrong", "the softmax runs over heads (or sequences), so that they share each weight; write dim=-1"
+    if "softmax runs over heads, or over queries" in facts.reason:
+        return "odd", f"{facts.reason}, so that the weights of a query do not add up to 1; write dim=-1"
     if facts.softmaxes > 1:
         return "wrong", "two softmaxes run one after the other, so that all weights are nearly equal; leave out one"
     return None
@@ -226,11 +229,13 @@ def mask(facts: Facts, among: Sequence[Facts]) -> Found:
 
 
 def single_key(facts: Facts, _: Sequence[Facts]) -> Found:
-    """Each token sees one key alone."""
-    if facts.keys < 2 or not facts.sees_single_key:
+    """Each token sees one key alone, in all heads or in some."""
+    heads = facts.sees_single_key.nonzero().flatten().tolist()
+    if facts.keys < 2 or not heads:
         return None
+    where = "" if len(heads) >= facts.heads else f"in head {_listed(heads)} "
     text = "each token of this batch sees a single key, whose weight is 1: queries and keys do nothing, and get no "
-    return "odd", f"{text}gradient; where that is not meant, the mask hides too much"
+    return "odd", f"{where}{text}gradient; where that is not meant, the mask hides too much"
 
 
 def distance(facts: Facts, _: Sequence[Facts]) -> Found:
@@ -295,9 +300,15 @@ def norm_of_values(facts: Facts, _: Sequence[Facts]) -> Found:
     return ("odd", text) if [role for role in IN if NORMED.of(role) in facts.flags] == ["key", "value"] else None
 
 
-def block(facts: Facts, _: Sequence[Facts]) -> Found:
-    """Later sums leave attention out, or some of its maps take its input without the norm that the others have."""
+def block(facts: Facts, among: Sequence[Facts]) -> Found:
+    """Its input is lost, later sums leave it out, or only some of its maps take the norm of its input."""
     text = facts.block or ""
+    siblings = {each.path: each for each in among if _pattern(each.path) == _pattern(facts.path)}
+    is_stack = len(siblings) > 1 and all(each.queries == each.keys for each in siblings.values())
+    if text in {ALONE, UNUSED} and is_stack and all(each.block == text for each in siblings.values()):
+        lost = "nothing takes what attention gives"
+        lost = lost if text == UNUSED else "what attention gives takes the place of its input, which is not added to it"
+        return "wrong", f"{lost}; write x = x + attention(norm(x))"
     if facts.is_left_out:
         return "odd", (
             f"behind {text} the input x is added once more, and that sum is not: what attention adds reaches the next "

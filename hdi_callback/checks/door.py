@@ -9,7 +9,7 @@ import copy
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
@@ -21,7 +21,7 @@ from hdi_callback.checks.facts import Facts
 
 __all__ = ["Changes", "Door", "Inputs", "NotAskedError", "by_token", "tensors_in"]
 
-Changes = dict[int, Tensor]  # by the place of an input among the leaves of the arguments
+Changes = Mapping[int, Tensor | None]  # by the place of an input among the leaves of the arguments
 Place = Callable[[Tensor], Any]  # what of a tensor must stay as it is, as an index; `None` if nothing of it
 Calls = list[tuple[nn.Module, list[Tensor], list[Tensor]]]  # of modules, with what they take and return
 
@@ -189,21 +189,13 @@ class Door:
         """What rounding and the noise between two forwards can make."""
         return max(3e-4 if self.base.dtype in {torch.float32, torch.float64} else 0.1, 30 * self.noise)
 
-    def first(self, before: Calls, after: Calls, lost_outside: Sequence[str] | None = None) -> str:
-        """Return the first module whose output differs in two forwards, and whose inputs do not; "" if there is none.
-
-        With `lost_outside`, names of modules, the first module outside of these whose inputs differ, and whose output
-        does not.
-        """
+    def first(self, before: Calls, after: Calls) -> str:
+        """Return the first module whose output differs in two forwards and whose inputs do not; "" if there is none."""
         for (module, inputs, outputs), (again, other_inputs, other_outputs) in zip(before, after):
             if module is not again:
                 return ""
-            name = self.names[module]
-            if any(f"{name}.".startswith(f"{path}.") for path in lost_outside or ()):
-                continue
-            is_in, is_out = _unequal(inputs, other_inputs), _unequal(outputs, other_outputs)
-            if inputs and outputs and is_out != is_in and is_in == (lost_outside is not None):
-                return name or type(module).__name__
+            if inputs and outputs and _unequal(outputs, other_outputs) and not _unequal(inputs, other_inputs):
+                return self.names[module] or type(module).__name__
         return ""
 
 
@@ -286,9 +278,9 @@ class Inputs:
         new[where] = ids[(place + 1 + len(ids) // 3) % len(ids)]
         return new if pads is None else torch.where(pads, tensor, new)
 
-    def unpadded(self) -> Changes:
+    def unpadded(self) -> dict[int, Tensor]:
         """Return changes that put real tokens for padding."""
-        changes: Changes = {}
+        changes: dict[int, Tensor] = {}
         for at in [at for at in self.tokens + self.masks if at in self.pads]:
             pads = self.pads[at]
             real = self.leaves[at][~pads]

@@ -172,11 +172,14 @@ class Facts:
         return not bool(later.any()) and bool(itself.any())
 
     @cached_property
-    def sees_single_key(self) -> bool:
-        """Whether each query sees a single key, so that its weight is 1 whatever queries and keys are."""
+    def sees_single_key(self) -> Tensor:
+        """Which heads see a single key with each query, so that its weight is 1 whatever queries and keys are."""
+        heads = max(1, self.heads)
         if self.keys == 1 or self.hidden is None or (self.keys > KEPT and self.queries != self.keys):
-            return self.keys == 1
-        return bool(((~self.hidden).expand(*self.hidden.shape[:-1], min(self.keys, KEPT)).sum(-1) == 1).all())
+            return torch.full((heads,), self.keys == 1)
+        is_single = (~self.hidden).expand(*self.hidden.shape[:-1], min(self.keys, KEPT)).sum(-1) == 1
+        by_head = is_single.reshape(-1, heads if is_single.shape[-2:-1] == (heads,) else 1, is_single.shape[-1])
+        return by_head.all(-1).all(0).expand(heads)
 
     @property
     def is_usual_scale(self) -> bool:
@@ -346,14 +349,20 @@ def _cut_across(labels: Labels, label: Label) -> tuple[str, tuple[int, ...]] | N
 def _mixed(labels: Labels, claim: FoundAttention) -> tuple[tuple[int, int], ...]:
     """Return the head and token of each part of the first row of an output projection, if it mixes tokens of a head."""
     source = claim.source
-    if source is None or claim.heads < 2 or not claim.numbers or claim.outputs:
+    if source is None or claim.heads < 2 or not claim.numbers:
         return ()
     queries = claim.numbers[0].shape[1]
     for _, product in claim.takers:
         label = labels.may_read(product.first)
-        if label is None or label.features.shape[-1] != claim.heads * claim.width:
+        if label is None or (claim.outputs and product.kind != "filter"):
             continue
-        features, tokens = (plane.reshape(-1, plane.shape[-1])[0] for plane in (label.features, label.tokens))
+        zeros = (0,) * (label.features.dim() - 2)
+        first: tuple[Any, ...] = (
+            (0, ..., *zeros) if product.kind == "filter" else (0, *zeros)
+        )  # channels lie before places
+        features, tokens = (plane.expand_as(label.features)[first] for plane in (label.features, label.tokens))
+        if len(features) != claim.heads * claim.width:
+            continue
         if bool((features < source.start).any()) or bool((features >= source.end).any()):
             continue
         heads, of = (features - source.start) // claim.width, (tokens - 1) % queries

@@ -7,8 +7,9 @@ code is written, and nothing is known of its cause: `diagnoses` explain.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -124,7 +125,7 @@ def samples(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answ
     """A sample depends neither on the others nor on its place: the first one is changed, and all are reversed."""
     if door.is_random or not inputs.main:
         raise NotAskedError("forwards are random" if door.is_random else "nothing goes in whose values can be changed")
-    failed: tuple[float, int, list[int], Changes] | None = None
+    failed: tuple[float, int, list[int], dict[int, Tensor]] | None = None
     for axis in (0, 1):
         sizes = [door.leaves[at].shape[axis] if door.leaves[at].dim() > axis else 0 for at in door.inputs]
         count = door.leaves[inputs.main[0]].shape[axis]
@@ -163,13 +164,14 @@ def later_tokens(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator
     door, main, count = inputs.sequence(facts)
     x = door.leaves[main]
     pads = inputs.pads.get(main)
-    declared = [getattr(door.model.get_submodule(each.path), "is_causal", None) for each in facts]
+    modules = [door.model.get_submodule(each.path) for each in facts]
+    declared = [getattr(module, "is_causal", getattr(module, "causal", None)) for module in modules]
     reasons = {
         "every mask is causal": bool(facts) and all(each.is_causal for each in facts),
         "labels are the next tokens: hide what is true in ones(T, T).triu(1)": any(
             inputs.is_moved(x, door.leaves[at]) for at in inputs.labels if x.dim() == 2
         ),
-        "is_causal is set in each attention; combine it with a mask": set(declared) == {True},
+        "each attention is declared as causal; combine that with a mask": set(declared) == {True},
     }
     why = next((reason for reason, holds in reasons.items() if holds), "")
     if not why and pads is None:
@@ -258,7 +260,8 @@ def token_before(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator
     door, main, count = inputs.sequence(facts)
     if not facts or any(each.hidden is None for each in facts):
         raise NotAskedError("masks are not known")
-    if any(each.sees_single_key or (each.seen is not None and not bool(each.seen[0].any())) for each in facts):
+    backward = (each.seen is not None and not bool(each.seen[0].any()) for each in facts)
+    if any(backward) or any(bool(each.sees_single_key.any()) for each in facts):
         raise NotAskedError("a mask reads from right to left, or windows are of one token")
     pads = inputs.pads.get(main)
     row = 0 if pads is None else int((~pads).sum(1).argmax())
@@ -319,6 +322,22 @@ def padding(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answ
         yield "odd", f"{text}and no mask is given: pass attention_mask, or hide its keys", layer
 
 
+def mask_of_nothing(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
+    """A mask of padding that hides nothing is as no mask."""
+    door, _, count = inputs.sequence(facts)
+    masks = [at for at in inputs.masks if at in inputs.pads]
+    if not masks:
+        raise NotAskedError("no mask of padding is given")
+    real = inputs.unpadded()
+    unmasked: Changes = {**real, **dict.fromkeys(masks)}
+    gap = door.differ(door.ask(unmasked), door.ask(real))
+    if gap > door.tolerance:
+        place = by_token(door, count, ...)
+        text = f"a mask of padding that hides nothing changes the outputs (by {gap:.2g}): it takes the place of "
+        layer = door.first(door.record(real, place), door.record(unmasked, place))
+        yield "wrong", f"{text}another mask, as the causal one; combine both", layer
+
+
 @contextmanager
 def _noise_at_padding(door: Door, pads: Tensor, main: int) -> Iterator[None]:
     """Put noise on what an embedding gives for padding: the ids stay, as masks may be made of them."""
@@ -373,35 +392,6 @@ def positions(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
         yield "odd", f"{name} changes nothing: positions are received from elsewhere", ""
 
 
-def residual(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
-    """With the output projections of all attentions at zero, a token still changes its own output."""
-    door, main, count = inputs.sequence(facts)
-    parameters = dict(door.model.named_parameters())
-    outputs = {rows.name for each in facts for rows in each.rows.get("output", ())}
-    if (
-        min(len(facts), len(outputs)) < 2
-        or not all(each.rows.get("output") for each in facts)
-        or not outputs <= set(parameters)
-    ):
-        raise NotAskedError("no stack of attentions, or not every output projection is known")
-    names = {name for own in outputs for name in (own, re.sub("weight$", "bias", own)) if name in parameters}
-    before = {name: parameters[name].detach().clone() for name in names}
-    changes, middle = {main: inputs.changed(main, (slice(None), count // 2))}, count // 2
-    try:
-        for name in names:
-            parameters[name].zero_()
-        is_lost = torch.equal(door.ask()[:, middle], door.ask(changes)[:, middle])
-        paths = [each.path for each in facts]
-        place = by_token(door, count, slice(None), middle)
-        layer = door.first(door.record({}, place), door.record(changes, place), paths) if is_lost else ""
-    finally:
-        for name, value in before.items():
-            parameters[name].copy_(value)
-    if is_lost and inputs.pads.get(main) is None:
-        text = f"without what attention adds, token {middle} does not reach its own output: the input of a block is "
-        yield "wrong", f"{text}lost; write x = x + attention(norm(x))", layer
-
-
 def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
     """Each parameter of an attention gets a gradient, in evaluation or in training mode, and so do its rows."""
     model = door.model
@@ -411,18 +401,15 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
         if parameter.requires_grad and parameter.is_floating_point()
     }
     paths = {each.path for each in facts if each.path and each.rows and each.keys > 1}
-    single, several = (
-        {rows.name for each in facts if each.sees_single_key is is_single
-         for role in ("query", "key") for rows in each.rows.get(role, ())}
-        for is_single in (True, False)
-    )  # fmt: skip
-    inside = {
-        name: path for path in sorted(paths, key=len) for name in trained
-        if name.startswith(f"{path}.") and name not in single - several  # a single weight is 1 whatever they are
-    }  # fmt: skip
+    inside = {name: path for path in sorted(paths, key=len) for name in trained if name.startswith(f"{path}.")}
+    free: dict[str, set[int]] = {}  # rows of heads that see a single key: its weight is 1 whatever they are
+    for each, role in product(facts, ("query", "key")):
+        for rows in each.rows.get(role, ()):
+            free.setdefault(rows.name, set()).update(rows.rows[each.sees_single_key].flatten().tolist())
+    every = [name for name in trained if any(name.startswith(f"{each.path}.") for each in facts)]
     size = sum(parameter.nbytes for parameter in trained.values())
-    if not inside or size > _MOST_BYTES:
-        raise NotAskedError("no attention is trained" if not inside else f"they take {size / 2**30:.1f} GiB")
+    if not every or size > _MOST_BYTES:
+        raise NotAskedError("no attention is trained" if not every else f"they take {size / 2**30:.1f} GiB")
     zeros = {name: value.detach().clone() for name, value in trained.items() if not bool(value.any())}
     zero_maps = {name for name in inside if name in zeros and trained[name].dim() > 1}
     runs: list[dict[str, Tensor]] = []  # of gradients: at the start, in evaluation mode, in training mode
@@ -468,11 +455,13 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
             # Of a table of positions that the attention itself holds, rows may go unread, too.
             is_own_table = owner == path and name not in maps and len(runs[1][name]) not in counts
             is_table = is_own_table or isinstance(model.get_submodule(owner), nn.Embedding)
-            # What is no map of heads may need a longer batch: rows of a compressor that reads the block before.
-            part = _idle_part(runs[1][name], short, is_table) if name in maps or owner == path else ""
+            # What is no map of heads may need a longer batch: a compressor reads the block before by rows of its own.
+            is_whole = name in maps or owner == path or is_table
+            part = _idle_part(runs[1][name], short, is_table, free.get(name, ())) if is_whole else ""
             idle |= {name: ("wrong", part)} if part else {}
         elif name in maps:
-            idle |= {name: ("wrong", short)} if path in alive and name not in moved else {}
+            is_idle = path in alive and name not in moved and len(free.get(name, ())) < len(trained[name])
+            idle |= {name: ("wrong", short)} if is_idle else {}
         elif owner != path and name not in zeros and not any(name in run for run in runs):  # else it is an option
             idle[name] = "odd", short
     takers = door.record({}, among={name.rpartition(".")[0] for name in idle}) if idle else []
@@ -482,6 +471,12 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
         for module, received, _ in takers
         if received and not any(bool(tensor.any()) for tensor in received)
     }
+    for name in (name for name in every if name in moves[1]):
+        gradient = runs[1][name]
+        moving = gradient[gradient.any(1)] if gradient.dim() == 2 else gradient[:0]
+        if len(moving) > 1 and len(moving.unique(dim=0)) <= len(moving) // 2:
+            text = f"rows of {name} get one gradient for two or more: they are added up before they are used"
+            yield "wrong", f"{text}, as by an einsum that drops an index of heads or groups", name.rpartition(".")[0]
     parts: dict[tuple[Verdict, str], dict[str, str]] = {}
     for name in (name for name in idle if name.rpartition(".")[0] not in blank):
         verdict, part = idle[name]
@@ -491,11 +486,12 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
         yield verdict, text, next(iter(places.values()))
 
 
-def _idle_part(gradient: Tensor, name: str, is_table: bool) -> str:
-    """Return which part of a parameter gets no gradient, in words; of tables, rows may go unread."""
+def _idle_part(gradient: Tensor, name: str, is_table: bool, free: Collection[int]) -> str:
+    """Return which part of a parameter gets no gradient, in words; rows of tables may go unread, and free ones."""
     is_zero = gradient == 0
     if is_zero.dim() < 2:
         return ""
+    is_zero[list(free)] = False
     rows = is_zero.flatten(1).all(1)
     if is_table and is_zero.dim() == 2 and len(rows) > 1 and int((~rows).sum()) == 1:
         return f"all but one of the {len(rows)} rows of {name}"
@@ -541,6 +537,7 @@ def _is_checkpointed(loss: Tensor) -> bool:
 
 
 QUESTIONS: tuple[Question, ...] = (
-    finite, same_twice, samples, later_tokens, source, token_before, order, padding, packed, positions, residual,
+    finite, same_twice, samples, later_tokens, source, token_before, order, padding, mask_of_nothing,
+    packed, positions,
     registered, gradients,
 )  # fmt: skip

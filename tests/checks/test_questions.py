@@ -15,19 +15,13 @@ from hdi_callback import HDIWarning, HeadDiversityMonitor, check
 from hdi_callback.testing import assert_heads
 from tests.checks.corpus import VOCABULARY, Attention, B, Full, MaskSeesNext, Model, T, causal
 from tests.checks.untried import REPORTS, Decoder
-from tests.checks.untried_later import LATER, CrossAttention, Pair, QueriesSummedOverGroups
+from tests.checks.untried_later import LATER, CrossAttention, Pair
 from tests.checks.untried_third import THIRD
 
 NOT_TOLD = {
-    "fkodom/grouped-query-attention-pytorch 5",
-    "facebookresearch/detr 247",
     "JingyunLiang/SwinIR 153",
-    "facebookresearch/xformers 103",
-    "QwenLM/Qwen 933",
     "Howuhh/faster-trajectory-transformer 3",
-    "unslothai/unsloth-zoo 963",
     "PKU-YuanGroup/Open-Sora-Plan 171",
-    "leaderj1001/Attention-Augmented-Conv2d 21",
     "zhouhaoyi/Informer2020 97",
     "Lightning-AI/pytorch-lightning 19138",
     "zomux/lanmt 11",
@@ -255,11 +249,22 @@ def test_cross_attention_with_the_mask_of_the_target_is_wrong():
     assert (finding.layer, finding.verdict, finding.name) == ("cross", "wrong", "source")
 
 
+class MixedQueries(Attention):
+    """Queries of each head are a learned mixture of those of all."""
+
+    def __init__(self):
+        super().__init__()
+        self.mixture = nn.Parameter(torch.randn(self.heads, self.heads))
+
+    def place(self, q, k, v):
+        return torch.einsum("bhqd,hg->bgqd", q, self.mixture), k, v
+
+
 def test_what_is_not_judged_is_not_called_right():
     class Mixed(Decoder):
         def __init__(self, kind):
             super().__init__(kind)
-            self.blocks[1]["attn"] = QueriesSummedOverGroups()
+            self.blocks[1]["attn"] = MixedQueries()
 
     model = Mixed(Attention).eval()
     text = str(check(model, lambda: model(TOKENS)))
@@ -306,8 +311,19 @@ class TableOfPositions(Attention):
         return super().score(q, k) + torch.einsum("bhkd,kd->bhk", k, self.table[: k.shape[2]])[:, :, None]
 
 
-@pytest.mark.parametrize("kind", [QueriesOfZeros, TableOfPositions])
-def test_maps_of_zeros_and_rows_of_a_long_table_need_no_gradient(kind):
+class Compressor(Attention):
+    """As in DeepSeek V4: some rows of a map are for a block of tokens before, of which a short batch has none."""
+
+    def __init__(self):
+        super().__init__()
+        self.compress = nn.Linear(self.width, 2 * self.width)
+
+    def forward(self, x, padding=None):
+        return super().forward(x, padding) + self.compress(x)[..., self.width :]
+
+
+@pytest.mark.parametrize("kind", [QueriesOfZeros, TableOfPositions, Compressor])
+def test_maps_of_zeros_and_rows_that_a_short_batch_does_not_reach_need_no_gradient(kind):
     model = Decoder(kind).eval()
     result = check(model, lambda: model(TOKENS))
     assert "gradients" not in result.not_asked
@@ -329,11 +345,18 @@ class FusedSeesItself(SeesItself):
         return tuple(self.split(part, self.heads) for part in self.qkv(x).chunk(3, -1))
 
 
-@pytest.mark.parametrize("kind", [SeesItself, FusedSeesItself])
+class OneHeadSeesItself(Attention):
+    def mask(self, scores, padding):
+        itself = torch.eye(scores.shape[-1], dtype=torch.bool)
+        return scores.masked_fill(~torch.stack([itself, *[causal(scores)] * (self.heads - 1)]), -1e9)
+
+
+@pytest.mark.parametrize("kind", [SeesItself, FusedSeesItself, OneHeadSeesItself])
 def test_tokens_that_see_a_single_key_are_odd_and_their_queries_and_keys_are_not_accused(kind):
     model = Decoder(kind).eval()
     (finding,) = check(model, lambda: model(TOKENS)).findings
     assert (finding.layer, finding.verdict, finding.name) == ("blocks.0-1.attn", "odd", "single key")
+    assert ("in head 0 each token" in finding.text) is (kind is OneHeadSeesItself)
 
 
 class WindowsOfOneToken(Attention):

@@ -199,6 +199,8 @@ class FilledAndForgotten(Attention):
     forgets = True
 
     def forward(self, x, padding=None):
+        if padding is None:
+            return super().forward(x)
         q, k, v = self.project(x)
         hidden, lowest = ~torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril(), torch.finfo(x.dtype).min
         bias = torch.zeros(len(x), 1, *hidden.shape).masked_fill(padding[:, None, None], lowest)
