@@ -131,6 +131,8 @@ def samples(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answ
         count = door.leaves[inputs.main[0]].shape[axis]
         if door.base.dim() <= axis or door.base.shape[axis] != count:
             continue
+        if count == 1 and not axis:
+            door.axis = 0  # there is nothing that it could mix with
         if count < 2 or (axis == 0 and set(sizes) != {count}):
             raise NotAskedError("one sample" if count < 2 else "inputs have different first axes")
         row = (*(slice(None),) * axis, 0)
@@ -360,21 +362,30 @@ def _noise_at_padding(door: Door, pads: Tensor, main: int) -> Iterator[None]:
 
 
 def packed(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
-    """Where positions start again, a document ends."""
+    """Where positions start again, and at the ends that are given of sequences in a row, a document ends."""
     door, main, count = inputs.sequence(facts)
+    at_tokens = torch.arange(count, device=door.base.device)
     tables = [door.leaves[at] for at in inputs.positions if door.leaves[at].shape == (len(door.base), count)]
-    starts = [table[:, 2:] == 0 for table in tables if bool((table[:, 2:] == 0).any())]
+    ends = [door.leaves[at] for at in door.inputs if _are_ends(door.leaves[at], count) and len(door.base) == 1]
+    starts = [*(table == 0 for table in tables), *(torch.isin(at_tokens, each.to(at_tokens))[None] for each in ends)]
+    starts = [each[:, 2:] for each in starts if bool(each[:, 2:].any())]
     if not starts or inputs.pads:
-        raise NotAskedError("positions do not start again, or there is padding")
+        raise NotAskedError("no document begins behind the first token, or there is padding")
     row = int(starts[0].any(1).nonzero()[0])
     at = int(starts[0][row].nonzero()[0]) + 2
     changes = {main: inputs.changed(main, (row, slice(0, at)))}
     gap = door.differ(door.ask(changes)[row, at:], door.base[row, at:])
     if gap > door.tolerance:
-        text = f"positions start again at token {at} of sample {row}, and the tokens before change the outputs behind "
+        text = f"a document begins at token {at} of sample {row}, and the tokens before change the outputs behind "
         place = by_token(door, count, row, slice(at, None))
         layer = door.first(door.record({}, place), door.record(changes, place))
         yield "wrong", f"{text}(by {gap:.2g}): packed documents see each other; give a mask of documents", layer
+
+
+def _are_ends(tensor: Tensor, count: int) -> bool:
+    """Whether numbers are where sequences in a row end, from 0 on, as `cu_seqlens` are."""
+    is_whole = tensor.dim() == 1 and len(tensor) > 2 and tensor.dtype in {torch.int32, torch.int64}
+    return is_whole and int(tensor[0]) == 0 and int(tensor[-1]) == count and bool((tensor.diff() > 0).all())
 
 
 def positions(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:

@@ -206,6 +206,32 @@ def test_rotary_tables_that_scale_are_odd_unless_a_module_declares_it():
     assert check(model, lambda: model(TOKENS)).findings == ()
 
 
+class OfLengths(Decoder):
+    """Documents in a row, of which the lengths are given."""
+
+    hides = True
+
+    def forward(self, tokens, cu_seqlens=None):
+        number = torch.bucketize(torch.arange(tokens.shape[1]), cu_seqlens, right=True)
+        for block in self.blocks:
+            block["attn"].apart = number[:, None] != number if self.hides else torch.zeros((), dtype=torch.bool)
+        return super().forward(tokens)
+
+
+class Apart(Attention):
+    def mask(self, scores, padding):
+        return super().mask(scores, padding).masked_fill(self.apart, -1e9)
+
+
+@pytest.mark.parametrize("hides", [False, True])
+def test_packed_documents_of_given_lengths_that_see_each_other_are_wrong(hides):
+    model = OfLengths(Apart).eval()
+    model.hides = hides
+    tokens, ends = TOKENS.flatten()[None, :12], torch.tensor([0, 5, 8, 12], dtype=torch.int32)
+    findings = check(model, lambda: model(tokens, cu_seqlens=ends)).findings
+    assert [(each.verdict, each.name) for each in findings] == ([] if hides else [("wrong", "packed")])
+
+
 def padded_pair(hides):
     """An encoder-decoder whose source is padded, and hidden or not where the decoder reads it."""
 

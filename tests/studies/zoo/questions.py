@@ -46,7 +46,7 @@ def cases(name: str) -> Iterator[tuple[str, nn.Module, Callable[[], object]]]:
     if kind is not None and "labels" in _arguments(kind):
         torch.manual_seed(0)
         config = copy.deepcopy(model.config)
-        if getattr(config, "is_encoder_decoder", False) and config.decoder_start_token_id is None:
+        if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = 0
         language_model = configs.randomized(kind(config))
         rest = {key: value for key, value in plain.items() if key in {"input_ids", "use_cache"}}
