@@ -27,44 +27,48 @@ class _Spread:
 
 def block_of(labels: Labels, claim: FoundAttention) -> tuple[str | None, bool]:
     """Return the block, as ``"x + attention(norm(x))"``, or `None`, and whether later sums leave attention out."""
-    inputs = _inputs_of_maps(labels, claim)
-    if inputs[0] is None or not claim.takers:
+    product = claim.core.parts[0].product
+    values = claim.core.step.inputs[2] if product is None else product.second
+    sides = [view.cell for view in [*sides_of(labels, claim.core), values]]
+    inputs = [_inputs_of_maps(labels, cell) for cell in sides]
+    if not inputs[0] or not claim.takers:
         return None, False
     result = claim.takers[0][0].output.cell
     if not result.users:
         return UNUSED, False
-    for step, other, is_normed in _spread(labels, result, through_sums=True).sums:
-        source = other.cell
+    for step, addend, is_normed in _spread(labels, result, through_sums=True).sums:
+        source = addend.cell
         while source.step is not None and source.step.op in KEEPS:
             source = source.step.inputs[0].cell
         before = _spread(labels, source).is_normed
-        if step.op != "add" or inputs[0] not in before:
+        if step.op != "add" or before.keys().isdisjoint(inputs[0]):
             continue
         names = {True: "norm(x)", False: "x", None: "y"}
-        roles = ["?" if cell is None else names[before.get(cell)] for cell in inputs]
+        roles = [names[next((before[cell] for cell in cells if cell in before), None)] for cells in inputs]
         inner = f"attention({', '.join(roles[: 1 if len(set(roles)) == 1 else 3])})"
         text = f"x + {f'norm({inner})' if is_normed else inner}"
         after = _spread(labels, step.output.cell)
         is_post = bool(after.sums) and all([*after.maps, *(normed for _, _, normed in after.sums)])
-        is_kept = is_normed or bool(after.sums) or not after.maps or not {*roles} <= {"x", "norm(x)"}
+        is_kept = is_normed or bool(after.sums) or not after.maps or "y" in roles
         return f"norm({text})" if is_post else text, not is_kept and _is_added_again(source, step)
     last = -1 if result.step is None else result.step.number
-    streams = (cell for cell in walk_back([inputs[0]], _made_of) if cell.is_mapped and cell.kind != WEIGHT)
+    streams = (cell for cell in walk_back(sides, _made_of) if cell.is_mapped and cell.kind != WEIGHT)
     is_added = any(user.number > last for cell in streams for user in _sums_with(cell))  # somewhere, to something
     return None if is_added else ALONE, False
 
 
-def _inputs_of_maps(labels: Labels, claim: FoundAttention) -> list[Cell | None]:
-    """Return what the maps of queries, keys and values take."""
-    product = claim.core.parts[0].product
-    values = claim.core.step.inputs[2] if product is None else product.second
-    cells: list[Cell | None] = []
-    for view in [*sides_of(labels, claim.core), values]:
-        links = links_back(view.cell, lambda step: _is_map(labels, step))
-        step = None if links is None else links[0].main.cell.step if links else view.cell.step
+def _inputs_of_maps(labels: Labels, cell: Cell) -> list[Cell]:
+    """Return what the nearest map before a content takes, and the one before that, as of a low rank."""
+    inputs: list[Cell] = []
+    while len(inputs) < 2:
+        links = links_back(cell, lambda step: _is_map(labels, step))
+        step = None if links is None else links[0].main.cell.step if links else cell.step
         product = None if step is None else labels.products.of(step)
-        cells.append(None if product is None else product.first.cell)
-    return cells
+        if product is None:
+            break
+        cell = product.first.cell
+        inputs.append(cell)
+    return inputs
 
 
 def _is_map(labels: Labels, step: Step | None) -> bool:
@@ -77,14 +81,14 @@ def _spread(labels: Labels, cell: Cell, *, through_sums: bool = False) -> _Sprea
     walk = WalkOn([cell], _FAR)
     for step in walk:
         is_after = any(spread.is_normed.get(view.cell, False) for view in step.inputs)
-        others = [v for v in step.inputs if v.is_float and v.cell not in spread.is_normed and len(v.shape) > 1]
-        is_unknown = any(view.cell.kind in {WEIGHT, MADE} for view in others) and not step.is_pointwise
+        added = [v for v in step.inputs if v.is_float and v.cell not in spread.is_normed and len(v.shape) > 1]
+        is_unknown = any(view.cell.kind in {WEIGHT, MADE} for view in added) and not step.is_pointwise
         if labels.products.of(step) is not None or step.op in FUSED or (is_unknown and step.op not in MOVES):
             spread.maps.append(is_after)
             continue
-        if step.op in {"add", "cat"} and others and others[0].shape[-2:] == step.output.shape[-2:]:
-            spread.sums.append((step, others[0], is_after))
-            if not through_sums and not is_after and others[0].cell.kind == DATA:  # behind a norm it is a shift
+        if step.op in {"add", "cat"} and added and added[0].shape[-2:] == step.output.shape[-2:]:
+            spread.sums.append((step, added[0], is_after))
+            if not through_sums and not is_after and added[0].cell.kind == DATA:  # behind a norm it is a shift
                 continue
         for output in step.outputs:
             if output is not None:
