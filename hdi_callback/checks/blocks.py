@@ -14,6 +14,7 @@ from hdi_callback.checks.scores import links_back, sides_of
 ALONE = "attention(x), and its input is not added"
 UNUSED = "x, and what attention gives is not used"
 _FAR = 400  # steps
+_SCALES = KEEPS | {"mul", "div"}
 
 
 @dataclass
@@ -37,9 +38,7 @@ def block_of(labels: Labels, claim: FoundAttention) -> tuple[str | None, bool]:
     if not result.users:
         return UNUSED, False
     for step, addend, is_normed in _spread(labels, result, through_sums=True).sums:
-        source = addend.cell
-        while source.step is not None and source.step.op in KEEPS:
-            source = source.step.inputs[0].cell
+        source = _source(addend.cell)
         before = _spread(labels, source).is_normed
         if step.op != "add" or before.keys().isdisjoint(inputs[0]):
             continue
@@ -97,6 +96,16 @@ def _spread(labels: Labels, cell: Cell, *, through_sums: bool = False) -> _Sprea
     return spread
 
 
+def _source(cell: Cell) -> Cell:
+    """Return what a content is a copy of, or that by a factor that is learned or fixed."""
+    while cell.step is not None and cell.step.op in _SCALES:
+        taken = [view.cell for view in cell.step.inputs if view.cell.kind > MADE or cell.step.op in KEEPS]
+        if len(taken) != 1:
+            break
+        cell = taken[0]
+    return cell
+
+
 def _is_added_again(source: Cell, step: Step) -> bool:
     """Whether a content is added, after a sum with it, to something that is made of that sum."""
     whole = step.output.cell
@@ -105,11 +114,11 @@ def _is_added_again(source: Cell, step: Step) -> bool:
 
 
 def _sums_with(cell: Cell) -> Iterator[Step]:
-    """Return the sums that take a content, or a copy of it."""
+    """Return the sums that take a content, or a copy or a multiple of it."""
     for user in cell.users:
         if user.op in {"add", "cat"}:
             yield user
-        elif user.op in KEEPS:
+        elif user.op in _SCALES:
             yield from (again for again in user.output.cell.users if again.op in {"add", "cat"})
 
 

@@ -146,8 +146,6 @@ def softmax(facts: Facts, _: Sequence[Facts]) -> Found:
         return "wrong", "the softmax runs over queries, so that the weights of a query do not add up to 1; write dim=-1"
     if facts.reason == OVER_HEADS:
         return "wrong", "the softmax runs over heads (or sequences), so that they share each weight; write dim=-1"
-    if "softmax runs over heads, or over queries" in facts.reason:
-        return "odd", f"{facts.reason}, so that the weights of a query do not add up to 1; write dim=-1"
     if facts.softmaxes > 1:
         return "wrong", "two softmaxes run one after the other, so that all weights are nearly equal; leave out one"
     return None

@@ -174,6 +174,8 @@ def rms(x):
         (lambda x, n, a, m, f: (y := x + n(a(n(x)))) + m(f(y)), "x + norm(attention(norm(x)))"),
         (lambda x, n, a, m, f: x + a(n(x)) + f(n(x)), "x + attention(norm(x))"),
         (lambda x, n, a, m, f: f(n(x)) + a(n(x)) + x, "x + attention(norm(x))"),
+        (lambda x, n, a, m, f: (y := m.weight * x + a(n(x))) + f(m(y)), "x + attention(norm(x))"),
+        (lambda x, n, a, m, f: m((y := n(2 * x + a(x))) + f(y)), "norm(x + attention(x))"),
         (lambda x, n, a, m, f: (y := a(n(x))) + f(m(y)), "attention(x), and its input is not added"),
         (lambda x, n, a, m, f: (y := x + m(f(a(n(x))))) + f(m(y)), None),  # around more than the attention
     ],

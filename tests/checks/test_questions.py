@@ -19,6 +19,7 @@ from tests.checks.untried_later import LATER, CrossAttention, Pair
 from tests.checks.untried_third import THIRD
 
 NOT_TOLD = {
+    "facebookresearch/detr 247",
     "JingyunLiang/SwinIR 153",
     "Howuhh/faster-trajectory-transformer 3",
     "PKU-YuanGroup/Open-Sora-Plan 171",
