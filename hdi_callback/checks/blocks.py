@@ -51,9 +51,9 @@ def block_of(labels: Labels, claim: FoundAttention) -> tuple[str | None, bool]:
         is_kept = is_normed or bool(after.sums) or not after.maps or "y" in roles
         return f"norm({text})" if is_post else text, not is_kept and _is_added_again(source, step)
     last = -1 if result.step is None else result.step.number
-    streams = (cell for cell in walk_back(sides, _made_of) if cell.is_mapped and cell.kind != WEIGHT)
-    is_added = any(user.number > last for cell in streams for user in _sums_with(cell))  # somewhere, to something
-    return None if is_added else ALONE, False
+    streams = (cell for cell in walk_back(sides, _made_of) if cell.is_mapped and cell.numel >= result.numel)
+    is_used = any(user.number > last for cell in streams if cell.kind != WEIGHT for user in cell.users)
+    return None if is_used else ALONE, False
 
 
 def _inputs_of_maps(labels: Labels, cell: Cell) -> list[Cell]:
@@ -80,14 +80,14 @@ def _spread(labels: Labels, cell: Cell, *, through_sums: bool = False) -> _Sprea
     walk = WalkOn([cell], _FAR)
     for step in walk:
         is_after = any(spread.is_normed.get(view.cell, False) for view in step.inputs)
-        added = [v for v in step.inputs if v.is_float and v.cell not in spread.is_normed and len(v.shape) > 1]
-        is_unknown = any(view.cell.kind in {WEIGHT, MADE} for view in added) and not step.is_pointwise
+        operands = [v for v in step.inputs if v.is_float and v.cell not in spread.is_normed and len(v.shape) > 1]
+        is_unknown = any(view.cell.kind in {WEIGHT, MADE} for view in operands) and not step.is_pointwise
         if labels.products.of(step) is not None or step.op in FUSED or (is_unknown and step.op not in MOVES):
             spread.maps.append(is_after)
             continue
-        if step.op in {"add", "cat"} and added and added[0].shape[-2:] == step.output.shape[-2:]:
-            spread.sums.append((step, added[0], is_after))
-            if not through_sums and not is_after and added[0].cell.kind == DATA:  # behind a norm it is a shift
+        if step.op in {"add", "cat"} and operands and operands[0].shape[-2:] == step.output.shape[-2:]:
+            spread.sums.append((step, operands[0], is_after))
+            if not through_sums and not is_after and operands[0].cell.kind == DATA:  # behind a norm it is a shift
                 continue
         for output in step.outputs:
             if output is not None:
@@ -99,10 +99,10 @@ def _spread(labels: Labels, cell: Cell, *, through_sums: bool = False) -> _Sprea
 def _source(cell: Cell) -> Cell:
     """Return what a content is a copy of, or that by a factor that is learned or fixed."""
     while cell.step is not None and cell.step.op in _SCALES:
-        taken = [view.cell for view in cell.step.inputs if view.cell.kind > MADE or cell.step.op in KEEPS]
-        if len(taken) != 1:
+        sources = [view.cell for view in cell.step.inputs if view.cell.kind > MADE or cell.step.op in KEEPS]
+        if len(sources) != 1:
             break
-        cell = taken[0]
+        cell = sources[0]
     return cell
 
 
