@@ -53,7 +53,8 @@ def block_of(labels: Labels, claim: FoundAttention) -> tuple[str | None, bool]:
     last = -1 if result.step is None else result.step.number
     streams = (cell for cell in walk_back(sides, _made_of) if cell.is_mapped and cell.numel >= result.numel)
     is_used = any(user.number > last for cell in streams if cell.kind != WEIGHT for user in cell.users)
-    return None if is_used else ALONE, False
+    is_alike = result.numel in {cell.numel for cell in inputs[0]}  # else it cannot take the place of its input
+    return ALONE if is_alike and not is_used else None, False
 
 
 def _inputs_of_maps(labels: Labels, cell: Cell) -> list[Cell]:
