@@ -107,7 +107,7 @@ def audit(
     """Judge the heads of a model or a checkpoint.
 
     No code from a file is executed. Attention is found by a forward on a batch that the model provides itself, or that
-    is made up for a model of transformers; without one, only torch's own attention and registered layouts are found.
+    is made up for a model of transformers; without one, only torch's own attention is found.
 
     Args:
         target: a model; or a folder that transformers wrote, a checkpoint or a state dict together with `model`, or

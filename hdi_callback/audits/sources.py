@@ -54,7 +54,7 @@ class Target:
         for forward in self.forwards if forwards is None else forwards:
             try:
                 return work(forward)
-            except MisconfigurationError:  # noqa: PERF203  such as a registered layout that does not fit
+            except MisconfigurationError:  # noqa: PERF203  of what was passed, not of the batch
                 raise
             except Exception as error:  # the next batch may run
                 failures.append(f"its forward raised {_reason(error)}")
