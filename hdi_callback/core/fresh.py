@@ -31,11 +31,11 @@ def fresh_head(weight: Tensor, head: int) -> Tensor:
         (True, 1.0)
     """
     k = weight.shape[1]
-    others = torch.cat([weight[:head], weight[head + 1 :]]).double()
-    _, sigma, right = torch.linalg.svd(others, full_matrices=False)
+    other_heads = torch.cat([weight[:head], weight[head + 1 :]]).double()
+    _, sigma, right = torch.linalg.svd(other_heads, full_matrices=False)
     bases = (right * (sigma > 1e-6 * sigma[..., :1])[..., None]).flatten(0, 1)  # orthonormal rows of each head
     rows = torch.linalg.eigh(bases.mT @ bases).eigenvectors[:, :k].mT  # the least used first
-    norm = torch.linalg.vector_norm(others, dim=(-2, -1)).mean()
+    norm = torch.linalg.vector_norm(other_heads, dim=(-2, -1)).mean()
     return F.pad(rows * (norm / len(rows) ** 0.5), (0, 0, 0, k - len(rows))).to(weight.dtype)
 
 

@@ -78,12 +78,12 @@ def take_rows(logits: Tensor, weights: Tensor, *, positions: Tensor, visible: Te
 
 def _added(runs: Sequence[Sequence[tuple[RowSums, int]]]) -> RowSums:
     """Add up what some layers have of each time that they ran, together."""
-    added = []
+    totals = []
     for of_layers in zip(*runs):
         sums, places = of_layers[0][0], [place for _, place in of_layers]
         is_all = places == list(range(len(sums.queries)))
-        added.append(sums if is_all else RowSums(*(total[places] for total in sums)))
-    return reduce(add, added)
+        totals.append(sums if is_all else RowSums(*(total[places] for total in sums)))
+    return reduce(add, totals)
 
 
 FORWARD = (

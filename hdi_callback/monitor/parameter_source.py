@@ -45,8 +45,8 @@ class ParameterReader:
 
     def look(self, model: nn.Module, layers: Sequence[AttentionLayer]) -> bool:
         """Find the parameters of layers, if those of the model have changed; return whether they have."""
-        owned = [module._parameters for module in modules_within(model) if module._parameters]
-        parameters = [parameter for own in owned for parameter in own.values() if parameter is not None]
+        tables = [module._parameters for module in modules_within(model) if module._parameters]
+        parameters = [parameter for table in tables for parameter in table.values() if parameter is not None]
         now = (layers, [parameter.requires_grad for parameter in parameters], list(map(id, parameters)), parameters)
         if self._looked_at[:3] == now[:3]:
             return False

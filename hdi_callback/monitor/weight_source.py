@@ -50,7 +50,7 @@ class WeightReader:
         self.sources = tuple(source for source in WEIGHT_SOURCES if source in sources)
         of_role = {role: [source for source in self.sources if role in _ROLES_OF[source]] for role in ROLES}
         of_any = [source for source in self.sources if not _ROLES_OF[source]]
-        self._sources_of = {role: named or of_any for role, named in of_role.items() if named or of_any}
+        self._sources_of = {role: of_role[role] or of_any for role in ROLES if of_role[role] or of_any}
         self.checksums: dict[str, Tensor] = {}
         self._views: dict[tuple[str, str], Any] = {}  # layer and role -> where its parameter is, its address, the view
         self._outputs: dict[tuple[str, ...], Tensor] = {}  # layers -> their stacked output weights in this reading

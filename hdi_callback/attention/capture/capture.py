@@ -172,9 +172,9 @@ class Capture:
             if module not in read_again:
                 handle = module.register_forward_pre_hook(Hook(tap, "take"), with_kwargs=True)
                 self._handles.setdefault(module, []).append(handle)
-        shown = self._reader.shown.keys() if self.training_only else set[str]()
-        under_mode = {name for names in self._entries.values() if not names <= shown for name in names}
-        self._behind = shown - under_mode
+        saved_layers = self._reader.shown.keys() if self.training_only else set[str]()
+        under_mode = {name for names in self._entries.values() if not names <= saved_layers for name in names}
+        self._behind = saved_layers - under_mode
         for module, names in () if self._is_broken else self._entries.items():
             if module not in read_again and not names.isdisjoint(under_mode):
                 handles = self._handles.setdefault(module, [])
