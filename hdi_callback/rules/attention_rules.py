@@ -139,14 +139,14 @@ class ChangeWithLoss(Rule):
     condition = (
         "at two readings the loss is above the median of the three before, and a quantity of the layer has changed by "
         "a twentieth or more and 1.5 times as far as ever before in 32 readings; that factor times the mean rise of "
-        "the loss, in median changes between readings, is 9 or more. It ends once the loss is good again"
+        "the loss, in median changes between readings, is 9 or more; a notice below 5 times. It ends with a good loss"
     )
     action = (
         "look at what changed at that step: the data, the learning rate, the checkpoint that was loaded, and the code "
         "before this layer and in it. If scores grow, limit them"
     )
     code = "interventions=[QKClip(limit=30)]"
-    past, window, least, share, lasts = 8, 32, 1.5, 0.05, 5
+    past, window, least, surely, share, lasts = 8, 32, 1.5, 5.0, 0.05, 5
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
         if active is not None:
@@ -174,6 +174,7 @@ class ChangeWithLoss(Rule):
             value=rise * change,
             threshold=self.at("with_loss"),
             metric=metric,
+            level="warning" if change >= self.surely else "notice",
             since=rows[-2].step,
             code=f"interventions=[QKClip(limit={max(scores):.3g})]" if score > 2 * max(scores) > 0 else "",
         )

@@ -20,8 +20,7 @@ FOLLOWS = "weight jump"
 """The cause that is told as that of a copy or of numbers that are not finite, where there are some."""
 
 
-VAGUE = "change with the loss"
-"""What names no cause, so that nothing is folded into it."""
+VAGUE = "change with the loss"  # which names no cause, so that nothing is folded into it
 
 
 @dataclass(frozen=True)

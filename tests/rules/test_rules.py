@@ -131,6 +131,8 @@ CASES = {
         [*CALM, 1.4, 1.4]),
     "changes far as the loss rises a little": (entropy(*WAVERING, 0.1, 0.1),
         [(15, "change with the loss", "warning", ())], [*CALM, 1.2, 1.15]),
+    "changes a few times as far as before": (entropy(*WAVERING, 0.78, 0.78),
+        [(15, "change with the loss", "notice", ())], [*CALM, 1.6, 1.6]),
     "changes as the loss falls": (entropy(*WAVERING, 0.1, 0.1), NOTHING, [*CALM, 1.0, 0.9]),
     "changes without a loss": (entropy(*WAVERING, 0.1, 0.1), NOTHING),
     "changes hardly as the loss rises": (entropy(*WAVERING, 0.91, 0.89), NOTHING, [*CALM, 3.0, 3.0]),
