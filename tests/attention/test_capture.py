@@ -614,6 +614,24 @@ def test_a_model_that_may_not_be_compiled_again_is_captured():
     assert found.rows
 
 
+@pytest.mark.parametrize("call", [lambda model: model, compiled], ids=["eager", "compiled"])
+def test_padding_is_that_of_each_batch(call):
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.MultiheadAttention(16, 2, batch_first=True)
+
+        def forward(self, x, key_padding_mask):
+            return self.inner(x, x, x, key_padding_mask=key_padding_mask, need_weights=False)[0]
+
+    model, x = Masked(), torch.randn(2, 8, 16)
+    capture, run = capture_of(model, survey(model).layers), call(model)
+    for real in (7, 3):
+        capture.arm()
+        run(x, (torch.arange(8) >= real).expand(2, 8))
+        assert capture.take()["inner"].valid.sum() == 2 * real
+
+
 class CountingOperations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()

@@ -346,7 +346,7 @@ class Capture:
     def find_padding(self, shape: tuple[int, ...], layer: str, hidden_keys: Tensor | None) -> TokenMask:
         """Return the padding among tokens of a shape; masks are looked up once in a call of an attention."""
         mask = self.padding_of_call.get((layer, shape))
-        if mask is None or (mask.padded is None and hidden_keys is not None):
+        if mask is None or self.is_again or (mask.padded is None and hidden_keys is not None):
             mask = find_padding(shape, self._padding, layer=layer, hidden_keys=hidden_keys)
             self.padding_of_call[layer, shape] = mask
         return mask
