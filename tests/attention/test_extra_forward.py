@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hdi_callback import HeadDiversityMonitor, MisconfigurationError, MonitoringWarning
+from hdi_callback.attention.calls import modules_within
 from hdi_callback.attention.discovery.find import survey_tape
 from hdi_callback.attention.extra_forward import CannotRunAgainError, nothing_remains
 from hdi_callback.attention.first_calls import FirstCalls
@@ -585,3 +586,9 @@ def test_a_first_forward_of_a_compiled_model_that_fails_is_waited_out():
     model(inputs[1][0])
     assert finder.names == NAMES
     assert not finder.refused
+
+
+def test_modules_are_those_of_torch_also_where_a_part_holds_the_whole():
+    model = Model()
+    model.blocks[0].whole = model
+    assert set(modules_within(model)) == set(model.modules())
