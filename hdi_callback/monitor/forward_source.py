@@ -138,9 +138,46 @@ def measure_forwards(
             if why:
                 absent.note(layer.name, source.name, why)
     results: list[Result] = []
+    is_alone = ranks.size == 1
     for reads in dict.fromkeys(source.reads for source in sources):
-        of_kind = [source for source in sources if source.reads == reads]
-        results += _measure(of_kind, layers, captured, output_weight, ranks, absent)
+        of_field = [source for source in sources if source.reads == reads]
+        own: dict[tuple[str, str], Any] = {}  # source and layer -> sums of this rank, where they are to be added up
+        # Ranks that share the heads of a layer have the same tokens.
+        broken = {name for name, of_layer in captured.items() if reads in of_layer.failed}
+        counted = {
+            layer.name: captured[layer.name]
+            for layer in layers
+            if layer.name not in broken
+            and _has(captured.get(layer.name), reads)
+            and (is_alone or not repeats_tokens(layer))
+        }
+        for batch in _batches(reads, layers, counted, ranks):
+            able, names = [each for each in of_field if not _why_not(each, batch[0])], tuple(x.name for x in batch)
+            with absent.unless([source.name for source in able], names):
+                weight = output_weight(batch) if any(source.name == OUTPUTS for source in able) else None
+                samples = _stacked([counted[name] for name in names if name in counted], reads, weight)
+                if samples is None:
+                    continue
+                for source in able:
+                    with absent.unless([source.name], names):
+                        sums = source.sums(samples, is_alone)
+                        if is_alone:
+                            results.append(Result(source.name, names, sums, partial(source.finish, batch[0])))
+                        else:
+                            own |= {(source.name, name): of_layer for name, of_layer in zip(names, apart(sums))}
+        for source in () if is_alone else of_field:
+            able_layers = [layer for layer in layers if not _why_not(source, layer)]
+            for layer in able_layers:
+                if (source.name, layer.name) not in own:
+                    blank = source.blank(layer, ranks.device)
+                    own[source.name, layer.name] = failed(blank) if layer.name in broken | counted.keys() else blank
+            groups: dict[Any, list[tuple[AttentionLayer, Any]]] = {}
+            for layer, total in zip(able_layers, ranks.add([own[source.name, layer.name] for layer in able_layers])):
+                groups.setdefault(tuple(map(_kind, total)), []).append((layer, total))
+            for group in groups.values():
+                of_group, totals = zip(*group)
+                names, finish = tuple(layer.name for layer in of_group), partial(source.finish, of_group[0])
+                results.append(Result(source.name, names, joined(totals), finish))
     return results
 
 
@@ -164,64 +201,12 @@ def _has(captured: Captured | None, reads: str) -> bool:
     return value is not None and (isinstance(value, Tensor) or len(value) > 0)
 
 
-def _measure(
-    sources: Sequence[ForwardSource],
-    layers: Sequence[AttentionLayer],
-    captured: Mapping[str, Captured],
-    output_weight: Callable[[Sequence[AttentionLayer]], Tensor],
-    ranks: Ranks,
-    absent: Absent,
-) -> list[Result]:
-    """Return the results of sources that read the same field of what was captured."""
-    results: list[Result] = []
-    own: dict[tuple[str, str], Any] = {}  # source and layer -> sums of this rank, where they are to be added up
-    reads, is_alone = sources[0].reads, ranks.size == 1
-    # Ranks that share the heads of a layer have the same tokens.
-    broken = {name for name, of_layer in captured.items() if reads in of_layer.failed}
-    counted = {
-        layer.name: captured[layer.name]
-        for layer in layers
-        if layer.name not in broken
-        and _has(captured.get(layer.name), reads)
-        and (is_alone or not repeats_tokens(layer))
-    }
-    for batch in _batches(sources, layers, counted, ranks):
-        able, names = [each for each in sources if not _why_not(each, batch[0])], tuple(x.name for x in batch)
-        with absent.unless([source.name for source in able], names):
-            weight = output_weight(batch) if any(source.name == OUTPUTS for source in able) else None
-            samples = _stacked([counted[name] for name in names if name in counted], reads, weight)
-            if samples is None:
-                continue
-            for source in able:
-                with absent.unless([source.name], names):
-                    sums = source.sums(samples, is_alone)
-                    if is_alone:
-                        results.append(Result(source.name, names, sums, partial(source.finish, batch[0])))
-                    else:
-                        own |= {(source.name, name): of_layer for name, of_layer in zip(names, apart(sums))}
-    for source in () if is_alone else sources:
-        able_layers = [layer for layer in layers if not _why_not(source, layer)]
-        for layer in able_layers:
-            if (source.name, layer.name) not in own:
-                blank = source.blank(layer, ranks.device)
-                own[source.name, layer.name] = failed(blank) if layer.name in broken | counted.keys() else blank
-        groups: dict[Any, list[tuple[AttentionLayer, Any]]] = {}
-        for layer, total in zip(able_layers, ranks.add([own[source.name, layer.name] for layer in able_layers])):
-            groups.setdefault(tuple(map(_kind, total)), []).append((layer, total))
-        for group in groups.values():
-            of_group, totals = zip(*group)
-            names, finish = tuple(layer.name for layer in of_group), partial(source.finish, of_group[0])
-            results.append(Result(source.name, names, joined(totals), finish))
-    return results
-
-
 def _batches(
-    sources: Sequence[ForwardSource], layers: Sequence[AttentionLayer], counted: Mapping[str, Captured], ranks: Ranks
+    reads: str, layers: Sequence[AttentionLayer], counted: Mapping[str, Captured], ranks: Ranks
 ) -> list[list[AttentionLayer]]:
     """Return layers that are measured in one call; each alone where weights are gathered, in one order on all ranks."""
     if ranks.is_sharded:
         return [[layer] for layer in layers]
-    reads = sources[0].reads
     groups: dict[Any, list[AttentionLayer]] = {}
     for layer in layers:
         if layer.name in counted:
