@@ -395,7 +395,8 @@ def positions(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
     if at is None:
         raise NotAskedError("no positions are given")
     table = door.leaves[at]
-    farthest = table.argmax(1, keepdim=True)  # of two equal positions a swap would change nothing
+    # Of two equal positions a swap would change nothing.
+    farthest = (table - table[:, :1]).abs().argmax(1, keepdim=True)
     swapped = table.scatter(1, farthest, table[:, :1])
     swapped[:, :1] = table.gather(1, farthest)
     if torch.equal(door.ask({at: swapped}), door.base):

@@ -233,6 +233,12 @@ def test_packed_documents_of_given_lengths_that_see_each_other_are_wrong(hides):
     assert [(each.verdict, each.name) for each in findings] == ([] if hides else [("wrong", "packed")])
 
 
+def test_positions_that_begin_within_a_document_are_read():
+    model = Decoder(Attention).eval()
+    tokens, places = TOKENS[:1], torch.tensor([[T - 1, *range(TOKENS.shape[1] - 1)]])
+    assert check(model, lambda: model(tokens, position_ids=places)).findings == ()
+
+
 def padded_pair(hides):
     """An encoder-decoder whose source is padded, and hidden or not where the decoder reads it."""
 
