@@ -414,10 +414,11 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
     }
     paths = {each.path for each in facts if each.path and each.rows and each.keys > 1}
     inside = {name: path for path in sorted(paths, key=len) for name in trained if name.startswith(f"{path}.")}
-    free: dict[str, set[int]] = {}  # rows of heads that see a single key: its weight is 1 whatever they are
-    for each, role in product(facts, ("query", "key")):
+    free: dict[str, set[int]] = {}  # rows of heads that see a single key alone: its weight is 1 whatever they are
+    for is_single, each, role in product((True, False), facts, ("query", "key")):
         for rows in each.rows.get(role, ()):
-            free.setdefault(rows.name, set()).update(rows.rows[each.sees_single_key].flatten().tolist())
+            at = set(rows.rows[each.sees_single_key == is_single].flatten().tolist())
+            free[rows.name] = free.get(rows.name, set()) | at if is_single else free[rows.name] - at
     every = [name for name in trained if any(name.startswith(f"{each.path}.") for each in facts)]
     size = sum(parameter.nbytes for parameter in trained.values())
     if not every or size > _MOST_BYTES:

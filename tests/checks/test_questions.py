@@ -392,6 +392,24 @@ def test_tokens_that_see_a_single_key_are_odd_and_their_queries_and_keys_are_not
     assert ("in head 0 each token" in finding.text) is (kind is OneHeadSeesItself)
 
 
+class OnceOnOneToken(Attention):
+    """Runs again on the last token alone; the keys of its first head are detached."""
+
+    def project(self, x):
+        q, k, v = super().project(x)
+        return q, torch.cat([k[:, :1].detach(), k[:, 1:]], 1), v
+
+    def forward(self, x, padding=None):
+        return super().forward(x) + super().forward(x[:, -1:])
+
+
+def test_keys_that_are_alone_in_one_of_two_calls_need_a_gradient():
+    model = Decoder(OnceOnOneToken).eval()
+    (finding,) = check(model, lambda: model(TOKENS)).findings
+    assert (finding.verdict, finding.name) == ("wrong", "gradients")
+    assert finding.text.startswith("rows 0-7 of k_proj of blocks.*.attn get exactly no gradient")
+
+
 class WindowsOfOneToken(Attention):
     def forward(self, x, padding=None):
         return super().forward(x.reshape(-1, 1, self.width)).view_as(x)
