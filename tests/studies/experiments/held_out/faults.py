@@ -225,14 +225,18 @@ def _flip_gradients(run: Run) -> None:
             value.grad.neg_()
 
 
-def _note_weights(run: Run) -> None:
-    run.kept["before"] = [value.clone() for value in run.layer.parameters()]
+def _note(part: str) -> Act:
+    return lambda run: run.kept.update(before=[value.clone() for value in getattr(run, part).parameters()])
 
 
-def _go_further(run: Run) -> None:
-    """Take the steps of one layer 30 times."""
-    for value, before in zip(run.layer.parameters(), run.kept["before"]):
-        value.copy_(before + 30 * (value - before))
+def _go_further(part: str, times: int) -> Act:
+    """Take the steps of a part of the training, the layer or the model, so many times."""
+
+    def act(run: Run) -> None:
+        for value, before in zip(getattr(run, part).parameters(), run.kept["before"]):
+            value.copy_(before + times * (value - before))
+
+    return act
 
 
 def _raise_gain(run: Run) -> None:
@@ -270,16 +274,6 @@ def _initialise_mlp(run: Run) -> None:
     for part in run.model.mlp[run.number % len(run.layers)]:
         if isinstance(part, torch.nn.Linear):
             part.reset_parameters()
-
-
-def _note_all(run: Run) -> None:
-    run.kept["before"] = [value.clone() for value in run.model.parameters()]
-
-
-def _leap(run: Run) -> None:
-    """Take one step of the whole model 50 times."""
-    for value, before in zip(run.model.parameters(), run.kept["before"]):
-        value.copy_(before + 50 * (value - before))
 
 
 def _accumulate(run: Run) -> None:
@@ -355,7 +349,7 @@ NEW: dict[str, Fault] = {
     "output heads rolled": Fault(before=_once(_roll_outputs)),
     "noise added to weights": Fault(before=_once(_add_noise)),
     "gradients of a layer flipped": Fault(before=_flip_gradients),
-    "steps of a layer 30 times too large": Fault(before=_note_weights, after=_go_further),
+    "steps of a layer 30 times too large": Fault(before=_note("layer"), after=_go_further("layer", 30)),
     "gain before a layer 20 times too large": Fault(before=_once(_raise_gain)),
     "queries and keys of a layer decay": Fault(after=_decay_scores),
     "embedding initialised anew": Fault(before=_once(_embed_anew)),
@@ -369,7 +363,7 @@ NEWEST: dict[str, Fault] = {
     "keys ten times too large": Fault(before=_once(_scale("k", 10.0))),
     "MLP initialised anew": Fault(before=_once(_initialise_mlp)),
     "values of the token before": Fault(before=_set("takes_earlier_values", True)),
-    "one step 50 times too large": Fault(before=_once(_note_all), after=_once(_leap)),
+    "one step 50 times too large": Fault(before=_once(_note("model")), after=_once(_go_further("model", 50))),
     "gradients of a layer never cleared": Fault(before=_accumulate),
     "values and outputs of a layer decay": Fault(after=_decay_outputs),
     "a window of two tokens": Fault(before=_set("window", 1)),
