@@ -26,7 +26,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.releases import Mode, arguments_of
-from hdi_callback.attention.tape import tensors_in, written_tensors
+from hdi_callback.attention.tape import storage_key, tensors_in, written_tensors
 from hdi_callback.guard import describe
 
 __all__ = ["KeptState", "KeptTensors", "content"]
@@ -66,8 +66,8 @@ class KeptTensors(Mode):
             self._keep(tensor)
         out = func(*args, **kwargs)
         if not written:
-            self._fresh |= set(map(_address, tensors_in(out))).difference(
-                map(_address, tensors_in((args, *kwargs.values())))
+            self._fresh |= set(map(storage_key, tensors_in(out))).difference(
+                map(storage_key, tensors_in((args, *kwargs.values())))
             )
         return out
 
@@ -92,7 +92,7 @@ class KeptTensors(Mode):
         self._tensors.clear()
 
     def _keep(self, tensor: Tensor) -> None:
-        address = _address(tensor)
+        address = storage_key(tensor)
         if address is None or address in self._fresh or tensor.is_meta:
             return
         if address not in self._contents:
@@ -273,12 +273,12 @@ class KeptState:
 
     def _list_tensor(self, value: Tensor) -> None:
         """List what no operation shows: the memory behind `.data`, the gradient, and hooks."""
-        if is_sharded(value) or not value.is_leaf or (address := _address(value)) is None:
+        if is_sharded(value) or not value.is_leaf or (address := storage_key(value)) is None:
             return
         before, late = value.detach(), getattr(value, "_post_accumulate_grad_hooks", None)
 
         def undo() -> None:
-            if _address(value) != address and before.shape == value.shape:
+            if storage_key(value) != address and before.shape == value.shape:
                 value.data = before
             if late is None and getattr(value, "_post_accumulate_grad_hooks", None) is not None:
                 value._post_accumulate_grad_hooks.clear()
@@ -368,12 +368,5 @@ def _is_not_entered(module: str | None) -> bool:
     )
 
 
-def _address(tensor: Tensor) -> int | None:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # a tensor without memory
-        return None
-
-
 def _geometry(tensor: Tensor) -> tuple[Any, ...]:
-    return _address(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+    return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()

@@ -238,7 +238,7 @@ class Tape(Mode):
         numel = tensor.numel()
         if isinstance(tensor, DTensor):
             tensor = self._of_this_rank(name, tensor)
-        key = _key(tensor)
+        key = storage_key(tensor)
         if key is None or key in self._cells:
             return
         cell = Cell(_numel(tensor), tensor.element_size(), kind)
@@ -310,7 +310,7 @@ class Tape(Mode):
         return value
 
     def _view(self, tensor: Tensor, op: str = "") -> View | None:
-        key = _key(tensor)
+        key = storage_key(tensor)
         if key is None:
             return None
         if self.local and (cell := self._put_together(key, tensor)) is not None:
@@ -333,7 +333,7 @@ class Tape(Mode):
             if path not in self.local:
                 continue
             local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-            if _key(local) == key:
+            if storage_key(local) == key:
                 if isinstance(parameter, DTensor):
                     self._of_this_rank(path, parameter)
                 else:
@@ -348,7 +348,7 @@ class Tape(Mode):
         self, func: Any, op: str, args: tuple[Any, ...], kwargs: Any, views: tuple[Any, ...], options: Any, out: Any
     ) -> Step | None:
         inputs = [*_items_in(views, View), *_items_in(tuple(options.values()), View)]
-        written = [tensor for tensor in written_tensors(func, args, kwargs) if _key(tensor) is not None]
+        written = [tensor for tensor in written_tensors(func, args, kwargs) if storage_key(tensor) is not None]
         cells = {id(view.cell) for view in inputs}
         outs = out if isinstance(out, (tuple, list)) else (out,)
         fresh = [item if isinstance(item, Tensor) and self._is_fresh(item, cells) else None for item in outs]
@@ -374,11 +374,11 @@ class Tape(Mode):
         return step
 
     def _is_fresh(self, tensor: Tensor, cells: set[int]) -> bool:
-        key = _key(tensor)
+        key = storage_key(tensor)
         return key is not None and (key not in self._cells or id(self._cells[key][1]) not in cells)
 
     def _new_content(self, tensor: Tensor, step: Step, kind: int, *, is_change: bool) -> View | None:
-        key = _key(tensor)
+        key = storage_key(tensor)
         if key is None:
             return None
         before = self._cells[key][1] if is_change and key in self._cells else None
@@ -475,10 +475,11 @@ def _value(tensor: Tensor, op: str, cell: Cell, *, is_float: bool) -> Tensor | N
         return tensor.detach()[part].clone()
 
 
-def _key(tensor: Tensor) -> int | None:
+def storage_key(tensor: Tensor) -> int | None:
+    """Return what tells the storage of a tensor from others; `None` for a tensor without memory."""
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # a tensor without memory
+    except (NotImplementedError, RuntimeError):
         return None
 
 
