@@ -24,6 +24,7 @@ class _Spread:
     is_normed: dict[Cell, bool]  # of each content, whether a norm is on the way
     sums: list[tuple[Step, View, bool]] = field(default_factory=list)  # with what, and whether a norm is on the way
     maps: list[bool] = field(default_factory=list)  # whether a norm is on the way to each
+    joined: list[Cell] = field(default_factory=list)  # what else enters a step on the way
 
 
 def block_of(labels: Labels, claim: FoundAttention) -> tuple[str | None, bool]:
@@ -37,7 +38,8 @@ def block_of(labels: Labels, claim: FoundAttention) -> tuple[str | None, bool]:
     result = claim.takers[0][0].output.cell
     if not result.users:
         return UNUSED, False
-    for step, addend, is_normed in _spread(labels, result, through_sums=True).sums:
+    spread = _spread(labels, result, through_sums=True)
+    for step, addend, is_normed in spread.sums:
         source = _source(addend.cell)
         before = _spread(labels, source).is_normed
         if step.op != "add" or before.keys().isdisjoint(inputs[0]):
@@ -51,8 +53,12 @@ def block_of(labels: Labels, claim: FoundAttention) -> tuple[str | None, bool]:
         is_kept = is_normed or bool(after.sums) or not after.maps or "y" in roles
         return f"norm({text})" if is_post else text, not is_kept and _is_added_again(source, step)
     last = -1 if result.step is None else result.step.number
-    streams = (cell for cell in walk_back(sides, _made_of) if cell.is_mapped and cell.numel >= result.numel)
-    is_used = any(user.number > last for cell in streams if cell.kind != WEIGHT for user in cell.users)
+    streams = (cell for cell in walk_back(sides, _made_of) if cell.is_mapped or cell.kind == DATA)
+    streams = (cell for cell in streams if cell.kind != WEIGHT and cell.numel >= result.numel)
+    is_used = any(user.number > last for cell in streams for user in cell.users)
+    # What is joined with it may hold the input, as where attentions stand side by side.
+    joined = walk_back(spread.joined, lambda cell: [] if cell is result else _made_of(cell))
+    is_used = is_used or not set(inputs[0]).isdisjoint(joined)
     is_alike = result.numel in {cell.numel for cell in inputs[0]}  # else it cannot take the place of its input
     return ALONE if is_alike and not is_used else None, False
 
@@ -86,6 +92,7 @@ def _spread(labels: Labels, cell: Cell, *, through_sums: bool = False) -> _Sprea
         if labels.products.of(step) is not None or step.op in FUSED or (is_unknown and step.op not in MOVES):
             spread.maps.append(is_after)
             continue
+        spread.joined += [view.cell for view in operands]
         if step.op in {"add", "cat"} and operands and operands[0].shape[-2:] == step.output.shape[-2:]:
             spread.sums.append((step, operands[0], is_after))
             if not through_sums and not is_after and operands[0].cell.kind == DATA:  # behind a norm it is a shift

@@ -187,6 +187,37 @@ def test_cards_say_what_is_around_an_attention(write, text):
     assert set(lines.values()) == {text}
 
 
+class SideBySide(nn.Module):
+    """Two attentions on features that no map has made."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.first, self.second, self.gain = Attention(), Attention(), nn.Parameter(torch.full((D,), 0.5))
+        self.write = write
+
+    def forward(self, x):
+        return self.write(x, self.first, self.second, self.gain)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x, a, b, g: x + a(x) + b(x),
+        lambda x, a, b, g: x - a(x) - b(x),
+        lambda x, a, b, g: torch.addcmul(torch.addcmul(x, g, a(x)), g, b(x)),
+        lambda x, a, b, g: torch.lerp(torch.lerp(x, a(x), g), b(x), g),
+        lambda x, a, b, g: torch.stack([x, a(x), b(x)]).mean(0),
+        lambda x, a, b, g: x * torch.sigmoid(a(x)) * torch.sigmoid(b(x)),
+    ],
+)
+def test_no_attention_is_said_to_lose_an_input_that_what_it_is_joined_with_holds(write):
+    model, x = SideBySide(write), torch.randn(B, T, D)
+    checked_model = check(model, lambda: model(x))
+    assert checked_model.cards
+    assert not [str(finding) for finding in checked_model.findings if "takes the place" in finding.text]
+    assert {each.lines.get("block") for each in checked_model.cards} <= {None, "x + attention(x)"}
+
+
 def test_cards_say_which_keys_are_shared_and_what_is_rotated():
     assert card(Grouped).key_heads == 2
     assert "keys shared by 2 heads each" in str(card(Grouped))
