@@ -88,24 +88,24 @@ class Contract:
             read: facts of forwards, or calls of the model that were written down.
             no_gradient: what `without_gradient` gave.
         """
-        changes: dict[tuple[str, str], Clauses] = {}  # of a layer
+        changes: dict[tuple[str, str, int], Clauses] = {}  # of a layer, with time and first step
         try:
             with torch.device("cpu"):
                 listed = [[item] if isinstance(item, Facts) else facts_of(*claims_of(item)) for item in read]
                 terms = self._terms_of([each for facts in listed for each in facts], no_gradient)
-                for layer, when, clauses in self._changes(step, terms):
-                    changes.setdefault((layer, when), {}).update(clauses)
+                for layer, when, since, clauses in self._changes(step, terms):
+                    changes.setdefault((layer, when, since), {}).update(clauses)
         except Exception as error:
             self._has_failed = True
             warn(f"Comparing what attention computes with the first forward failed ({describe(error)}).")
-        events: dict[tuple[str, ...], dict[str, tuple[int, ...]]] = {}
-        for (layer, when), clauses in changes.items():
+        events: dict[tuple[str, int, tuple[str, ...]], dict[str, tuple[int, ...]]] = {}
+        for (layer, when, since), clauses in changes.items():
             heads = tuple(sorted({head for each in clauses.values() for head in each}))
-            events.setdefault((when, *clauses), {})[layer] = heads if all(clauses.values()) else ()
+            events.setdefault((when, since, tuple(clauses)), {})[layer] = heads if all(clauses.values()) else ()
         return tuple(
             Alert(step, NAME, "notice" if when == _BY_SCHEDULE else "warning", where,
-                  f"attention in {joined_name(list(where))} {when}: {'; '.join(clauses)}", _ACTION, since=step)
-            for (when, *clauses), where in events.items()
+                  f"attention in {joined_name(list(where))} {when}: {'; '.join(clauses)}", _ACTION, since=since)
+            for (when, since, clauses), where in events.items()
         )  # fmt: skip
 
     def state_dict(self) -> str:
@@ -135,8 +135,12 @@ class Contract:
             self._terms.setdefault((layer, 0, "gradients"), ({}, 0))
         return terms
 
-    def _changes(self, step: int, terms: Mapping[Key, Any]) -> Iterator[tuple[str, str, Clauses]]:
-        """Yield layer, time and clauses of each change that the reading after it confirms, or that goes on."""
+    def _changes(self, step: int, terms: Mapping[Key, Any]) -> Iterator[tuple[str, str, int, Clauses]]:
+        """Yield layer, time, first step and clauses of each change that the reading after it confirms, or that goes on.
+
+        A change is forgotten if the reading after it does not have its term; the next comparison looks for it again.
+        """
+        self._pending = {key: change for key, change in self._pending.items() if key in terms}
         for key, value in terms.items():
             before, at = self._terms.setdefault(key, (value, step))
             tell = _TERMS[key[2]][1]
@@ -155,7 +159,7 @@ class Contract:
             if own:
                 when = f"has changed between steps {at} and {first}" if at < first else f"is so since step {first}"
                 when = _BY_SCHEDULE if key in self._scheduled else when
-                yield key[0], when, own
+                yield key[0], when, first, own
 
 
 _BY_SCHEDULE = "changes from reading to reading, as by a schedule"

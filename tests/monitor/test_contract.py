@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import warnings
 
@@ -53,6 +54,7 @@ def test_a_change_is_told_once_with_before_and_after(name):
     assert CHANGES[name].tells in alert.message
     assert (alert.rule, alert.level, alert.step) == ("contract change", "warning", 21)
     assert "between steps 9 and 18:" in alert.message
+    assert alert.since == 18
 
 
 def test_as_many_changes_are_told_as_the_page_says():
@@ -103,6 +105,19 @@ def test_a_change_that_is_gone_at_the_next_reading_is_not_told():
 
     change = CHANGES["scores four times as large"]
     assert train(type(change)({}, at_once))[0] == []
+
+
+def test_a_change_is_not_waited_for_where_the_next_reading_does_not_know(monkeypatch):
+    read, readings = contract.facts_of, []
+
+    def facts_of(*claims):
+        readings.append(len(readings))
+        is_known = len(readings) < 3  # the first two comparisons, of which the second sees the change
+        return [each if is_known else dataclasses.replace(each, scale=None) for each in read(*claims)]
+
+    monkeypatch.setattr(contract, "facts_of", facts_of)
+    assert train(CHANGES["scores four times as large"])[0] == []
+    assert len(readings) == 4, "steps 9, 18, 21 and 27"
 
 
 def test_a_head_that_changes_is_named():
