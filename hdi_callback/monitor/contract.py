@@ -54,6 +54,9 @@ class Contract:
 
     Args:
         is_chosen: whether a layer is watched.
+
+    Attributes:
+        is_comparing: whether the latest reading was to be compared, so that the next one may have to confirm it.
     """
 
     def __init__(self, is_chosen: Callable[[str], bool]) -> None:
@@ -63,14 +66,14 @@ class Contract:
         self._scheduled: set[Key] = set()
         self._told: set[str] = set()  # layers of which the rule on later tokens has told that they are seen
         self._readings = 0
-        self._has_failed = self._is_wanted = False
+        self._has_failed = self._is_wanted = self.is_comparing = False
 
     def is_due(self) -> bool:
         """Return whether the forward of the reading that begins is to be written down."""
         self._readings += 1
         is_due = self._is_wanted or self._readings % EVERY == 0 or bool(self._pending)
-        self._is_wanted = False
-        return is_due and not self._has_failed
+        self._is_wanted, self.is_comparing = False, is_due and not self._has_failed
+        return self.is_comparing
 
     def heed(self, alerts: Iterable[Alert]) -> None:
         """Compare at the next reading after an alert, as this may be why; what a rule has told is not told again."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +97,8 @@ class Session:
         is_due = self.last_step is None or step // every > self.last_step // every
         if is_due and not self._is_closed:  # `_check_ranks` may have closed it
             self._armed_at = step
+            if self.monitor.contract.is_comparing:
+                wait(self._judging)  # this reading confirms what the last one has seen
             self.monitor.arm()
         else:
             self.monitor.disarm()
