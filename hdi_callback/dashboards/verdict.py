@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hdi_callback.dashboards.layer_table import closest_pair, compared, name_heads, name_layers
+from hdi_callback.monitor.contract import NAME as CONTRACT_CHANGE
 from hdi_callback.monitor.forward_source import NOT_ARMED
 from hdi_callback.monitor.metrics import OUTPUTS, ROWS
 from hdi_callback.record import LEVELS, Alert, LayerRecord, Record
@@ -66,8 +67,11 @@ def verdict(records: Sequence[Record], layers: Sequence[Mapping[str, Any]], *, i
         return Verdict("nothing to judge", "Nothing to judge: there is no reading yet.")
     last = records[-1]
     at = "" if is_audit else f" at step {last.step}"
+    told = events(records)
+    lasting = [event for event in told if event.ended is None and event.rule == CONTRACT_CHANGE]  # nothing ends it
     active = sorted(
-        (alert for alert in last.active if alert.level != "notice"), key=lambda alert: -LEVELS.index(alert.level)
+        (alert for alert in [*last.active, *lasting] if alert.level != "notice"),
+        key=lambda alert: -LEVELS.index(alert.level),
     )
     if active:
         first = active[0]
@@ -80,7 +84,7 @@ def verdict(records: Sequence[Record], layers: Sequence[Mapping[str, Any]], *, i
         )
     if not any(_is_measured(last, name) for name in last.layers):
         return Verdict("nothing to judge", f"Nothing to judge: no layer was measured{at}{_why(last)}.")
-    over = [event for event in events(records) if event.ended is not None and event.level != "notice"]
+    over = [event for event in told if event.ended is not None and event.level != "notice"]
     earlier = f" {len(over)} earlier {'alert is' if len(over) == 1 else 'alerts are'} over." if over else ""
     of_layers = "1 layer" if len(last.layers) == 1 else f"{len(last.layers)} layers"
     readings = "1 reading" if len(records) == 1 else f"{len(records)} readings"

@@ -53,6 +53,15 @@ def test_a_run_without_alerts_names_its_closest_pair():
     )
 
 
+def test_a_change_of_what_attention_computes_is_the_verdict_to_the_end_of_a_run():
+    change = replace(alert(50, rule="contract change"), message="attention in a is so since step 50: dropout 0.9")
+    found = verdict([record(0), record(50, alerts=(change,)), record(100), record(150)], FACTS)
+    assert (found.state, found.action) == ("alert", "write this")
+    assert found.text == "Since step 50: attention in a is so since step 50: dropout 0.9."
+    notice = replace(change, level="notice")
+    assert verdict([record(50, alerts=(notice,)), record(100)], FACTS).state == "clear"
+
+
 def test_layers_that_were_not_measured_are_named_beside_those_that_were():
     layers = {**record().layers, "b": LayerRecord(absent={"hdi": "its weights are computed"})}
     found = verdict([replace(record(), layers=layers)], FACTS)
