@@ -154,10 +154,21 @@ class HeadWeight:
         Those of head h begin at ``start + h * stride`` (`stride` is `width` by default), along dimension `dim` of the
         parameter: of an ``nn.Linear`` 0 for queries, keys and values, which are its output features, 1 for an output
         projection; the reverse of GPT-2's ``Conv1D``.
+
+        Raises:
+            UnsupportedAttentionError: if the parameter is no matrix, or has fewer features.
         """
-        rows, columns = _stored(module, name).shape[:2]
+        shape = _stored(module, name).shape
+        if len(shape) < 2 or any(size != 1 for size in shape[2:]):
+            raise UnsupportedAttentionError(f"`{name}` has the shape {tuple(shape)}, expected that of a matrix.")
+        rows, columns = shape[:2]
         first = torch.arange(heads, device="cpu")[:, None] * (width if stride is None else stride) + start
         features = first + torch.arange(width, device="cpu")
+        if int(features.min()) < 0 or int(features.max()) >= shape[dim]:
+            raise UnsupportedAttentionError(
+                f"`{name}` has {shape[dim]} features of heads; {heads} heads of {width} reach up to feature "
+                f"{int(features.max())}: correct `heads`, `width`, `start` or `stride`."
+            )
         by_feature, by_column, count = (columns, 1, columns) if dim == 0 else (1, columns, rows)
         return cls((Term((Rows(module, (name,), features * by_feature, count, by_column),)),))
 

@@ -129,7 +129,10 @@ class History:
         """Return the first line and the readings up to step `last`; `None` if another run or model has this file."""
         if file.is_symlink() or not file.is_file():
             return None
-        first, *lines = file.read_bytes().splitlines(keepends=True) or [b""]
+        try:
+            first, *lines = file.read_bytes().splitlines(keepends=True) or [b""]
+        except OSError:  # of another user, or of a disk that is not there
+            return None
         header, layers = from_text(first), {facts["name"] for facts in self._header["layers"]}
         try:
             is_own = header is not None and "step" not in header and (run is None or header["run"] == run)

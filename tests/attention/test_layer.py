@@ -161,6 +161,16 @@ def test_a_weight_that_is_pruned_after_it_was_found_is_what_the_last_forward_use
         weight.write(0, torch.zeros(2, 6))
 
 
+def test_weights_of_heads_that_a_parameter_does_not_hold_are_refused():
+    linear = nn.Linear(6, 4)
+    with pytest.raises(UnsupportedAttentionError, match=r"4 features of heads; 3 heads of 2 .* correct `heads`"):
+        HeadWeight.from_blocks(linear, "weight", heads=3, width=2)
+    with pytest.raises(UnsupportedAttentionError, match="6 features of heads; 2 heads of 4"):
+        HeadWeight.from_blocks(linear, "weight", heads=2, width=4, dim=1)
+    with pytest.raises(UnsupportedAttentionError, match="expected that of a matrix"):
+        HeadWeight.from_blocks(linear, "bias", heads=2, width=2)
+
+
 def test_errors_name_what_is_there():
     layer = AttentionLayer(
         "x", nn.Identity(), {"key": HeadWeight.from_blocks(nn.Linear(4, 4), "weight", heads=2, width=2)}

@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -192,6 +193,22 @@ def test_a_file_that_is_not_the_runs_own_history_is_left_alone_and_a_new_one_beg
     assert second.path.name == "history-1.jsonl"
     assert steps_of(second.path) == [2, 3]
     assert (first.path.read_bytes() if first.path.is_file() else None) == before
+
+
+def test_a_file_that_cannot_be_read_is_left_alone_and_a_new_one_begun_beside_it(tmp_path, monkeypatch):
+    first = write(tmp_path / "history.jsonl", 0, 1, 2)
+    read = Path.read_bytes
+
+    def refuses(path):
+        if path == first.path:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refuses)
+        second = write(first.path, 2, 3, resume_step=1, resume_run=first.run, resume_path=first.path)
+    assert second.path.name == "history-1.jsonl"
+    assert (steps_of(first.path), steps_of(second.path)) == ([0, 1, 2], [2, 3])
 
 
 def test_a_file_of_another_run_is_left_alone_and_the_runs_own_is_found_where_its_folder_was_moved(tmp_path):
