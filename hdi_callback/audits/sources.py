@@ -152,9 +152,9 @@ def made_up_batches(model: Any) -> tuple[dict[str, Any], ...]:
         return torch.zeros(1, getattr(vision, "num_channels", 3), *((size, size) if isinstance(size, int) else size))
 
     with torch.device(next(model.parameters()).device):
-        ids = torch.arange(_TOKENS[0] * _TOKENS[1]).view(_TOKENS) % config.get_text_config().to_dict().get(
-            "vocab_size", 2
-        )
+        size = config.get_text_config().to_dict().get("vocab_size", 2)
+        draw = torch.Generator().manual_seed(0)  # numbers that count up would be taken for positions
+        ids = torch.randint(size, _TOKENS, generator=draw, device="cpu").to(torch.get_default_device())
         inputs: dict[str, Callable[[], Tensor]] = {
             "input_ids": lambda: ids,
             "pixel_values": image,

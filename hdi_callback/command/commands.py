@@ -47,7 +47,7 @@ def hdi() -> None:
 def check(target: str, build: str | None, strict: bool, explain: str | None, as_json: bool) -> int:
     """Say what each attention of a model does, and what is wrong or odd about it.
 
-    A forward runs once: on the batch that module:function gives beside its model, on example_input_array, or on a
+    A few forwards run: on the batch that module:function gives beside its model, on example_input_array, or on a
     made-up batch of a model of transformers, which needs its config.json alone.
 
     \b
