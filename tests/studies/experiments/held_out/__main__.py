@@ -23,11 +23,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("part", choices=list(PARTS))
     parser.add_argument("--healthy", type=int, default=6, help="healthy trainings of each task")
     parser.add_argument("--faulty", type=int, default=5, help="trainings of each fault")
-    parser.add_argument("--results", type=Path, default=Path("runs/held-out.jsonl"))
+    parser.add_argument("--results", type=Path, help="runs/<part>.jsonl by default: each part has a table of its own")
     parser.add_argument("--keep", type=Path, help="a folder for the readings, so that other rules can judge them")
     parser.add_argument("--again", action="store_true", help="train nothing; judge the readings of --keep")
     parser.add_argument("--output", type=Path, help="where to write the table; printed by default")
     options = parser.parse_args(argv)
+    options.results = options.results or Path("runs", f"{options.part.replace(', ', '-').replace(' ', '-')}.jsonl")
     results: list[Result] = []
     for line in options.results.read_text(encoding="utf-8").splitlines() if options.results.is_file() else []:
         with contextlib.suppress(ValueError):  # a line that was cut short
