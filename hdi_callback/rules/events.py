@@ -207,8 +207,9 @@ def _clusters(sightings: Sequence[Sighting]) -> list[list[Sighting]]:
     for sighting in sorted(sightings, key=lambda sighting: sighting.rank):
         joins = not sighting.rule.is_cause or sighting.rule.name == FOLLOWS
         for group in groups if joins else ():
-            cause = group[0].finding
-            if group[0].layer == sighting.layer and sighting.meets(cause.heads, of_keys=cause.of_keys):
+            first, cause = group[0], group[0].finding
+            is_told = first.layer == sighting.layer and first.rule.name != VAGUE
+            if is_told and sighting.meets(cause.heads, of_keys=cause.of_keys):
                 group.append(sighting)
                 break
         else:

@@ -16,7 +16,7 @@ from hdi_callback.rules.initialisation import _law_of_flatness, has_been_trained
 from hdi_callback.rules.series import Row
 from hdi_callback.rules.similarity_rules import WorstPair
 from tests.rules.readings import LAYER, curve, facts, layer, quiet, raised, run
-from tests.rules.test_rules import circuits, moves, norms, pair
+from tests.rules.test_rules import CALM, WAVERING, circuits, moves, norms, pair
 
 
 class FewEffectiveHeads(Rule):
@@ -52,6 +52,15 @@ def test_rules_of_ones_own_stand_beside_the_default_ones():
     readings = [pair(0.1), layer(pair(0.85).values | {"hdi_effective_heads": 1.5}, pair(0.85).heads)]
     assert [alert[1] for alert in raised(run(readings, rules=rules))] == ["few effective heads"]
     assert run(effective(3, 1.9), rules=None) == [(), ()]
+
+
+def test_what_ones_own_rule_finds_as_the_layer_changes_with_the_loss_is_told_apart():
+    readings = [
+        layer({"attention_entropy": entropy, "hdi_effective_heads": heads})
+        for entropy, heads in zip([*WAVERING, 0.6, 0.6], [3.0] * 15 + [1.5])
+    ]
+    (*_, last) = run(readings, rules=[*default_rules(), FewEffectiveHeads()], losses=[*CALM, 1.4, 1.4])
+    assert [(alert.rule, alert.also) for alert in last] == [("change with the loss", ()), ("few effective heads", ())]
 
 
 class Broken(FewEffectiveHeads):
