@@ -72,7 +72,7 @@ class FlatAttention(Rule):
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
         limit, (steps, curve), (_, logits) = self.at("flat"), series.curve(ENTROPY), series.curve(LOGIT)
-        first = series.first.values.get(ENTROPY, 0.0)
+        began, first = series.starts[ENTROPY]
         began_flat = 1 - first < 10 * (1 - limit)
         if active is not None and not began_flat:
             return active if 1 - curve[-1] <= 2 * (1 - limit) else None
@@ -84,8 +84,8 @@ class FlatAttention(Rule):
         if series.was_written and not began_flat:
             return None
         score = f", largest score {max(logits):.2g}" if logits and began_flat else ""
-        was = "" if began_flat else f", {first:.2f} at step {series.first.step}"
-        begun = f"stayed uniform since step {series.first.step}" if began_flat else "become uniform"
+        was = "" if began_flat else f", {first:.2f} at step {began}"
+        begun = f"stayed uniform since step {began}" if began_flat else "become uniform"
         return Finding(
             f"attention in {{layer}} has {begun}",
             f"mean entropy {curve[-1]:.4f}{score}{was}",
@@ -93,7 +93,7 @@ class FlatAttention(Rule):
             threshold=limit,
             metric=ENTROPY,
             level="notice" if began_flat and began_small(series) else "warning",
-            since=series.first.step if began_flat else steps[-count],
+            since=began if began_flat else steps[-count],
         )
 
 

@@ -58,6 +58,7 @@ class Series:
         layer: name of the layer.
         facts: `AttentionLayer.description`: ``num_heads``, ``num_key_heads``, ``head_dim``, ``width``, ``normed`` ...
         first: the first reading of the run.
+        starts: metric -> step and value of the first reading that has it.
         rows: the latest readings; only the last has numbers of single heads and matrices.
         is_pretrained: whether the weights were trained before this run.
         peers_hide: whether most layers of its name, but for the number, hid later tokens when it was first read.
@@ -71,6 +72,7 @@ class Series:
     def __init__(self, layer: str, facts: Mapping[str, Any], first: Row, *, is_pretrained: bool = False) -> None:
         self.layer, self.facts, self.is_pretrained, self.peers_hide = layer, facts, is_pretrained, False
         self.first = Row(first.step, first.values, first.heads)
+        self.starts: dict[str, tuple[int, float]] = {}
         self.rows: deque[Row] = deque(maxlen=KEPT)
         self.still: dict[tuple[str, int], tuple[int, int]] = {}
         self.writes: dict[int, int] = {}
@@ -87,6 +89,7 @@ class Series:
             if len(self.rows) > 1 and last.step - self.rows[-2].step < APART:
                 self.rows.pop()
             row = replace(row, before=last.step)
+        self.starts = {name: (row.step, value) for name, value in row.values.items()} | self.starts
         self.rows.append(row)
 
     def _note_still(self, last: Row, row: Row) -> None:
@@ -159,6 +162,7 @@ class Series:
         rows = [vars(row) | {"matrices": {}} for row in (self.first, *self.rows)]
         return {
             "rows": rows,
+            "starts": self.starts,
             "still": [[*key, *since] for key, since in self.still.items()],
             "writes": [*self.writes.items()],
             "writer": self.writer,
@@ -172,6 +176,7 @@ class Series:
         first, *rows = (Row(**row) for row in state["rows"])
         series = cls(layer, facts, first, is_pretrained=state["is_pretrained"])
         series.rows.extend(rows)
+        series.starts = {name: (step, value) for name, (step, value) in state["starts"].items()}
         series.still = {(kind, place): (since, count) for kind, place, since, count in state["still"]}
         series.writes, series.writer = dict(state["writes"]), state["writer"]
         series.peers_hide = state["peers_hide"]

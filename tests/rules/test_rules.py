@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -211,6 +212,19 @@ def test_a_slow_start_from_small_weights_is_a_notice():
     assert raised(run(readings)) == [(14, "flat attention", "notice", ())]
     readings[0] = layer({"attention_entropy": 0.9999, **small}, {"head_norm": [3.0] * 4})
     assert raised(run(readings)) == [(14, "flat attention", "warning", ())]
+
+
+@pytest.mark.parametrize("cut", [0, 40])
+def test_attention_that_was_not_read_at_first_is_compared_with_the_first_reading_that_has_it(cut):
+    flat = [layer({}), *entropy(*[0.9998] * 15)]
+    (*_, (alert,)) = run(flat)
+    assert alert.message == f"attention in {LAYER} has stayed uniform since step 50: mean entropy 0.9998"
+    readings, alerts = [layer({}), *entropy(0.9, *[0.997] * 80, *[0.9999] * 5)], Alerts(layers=[facts()])
+    begun = run(readings[:cut], alerts)
+    state, alerts = json.loads(json.dumps(alerts.state_dict())), Alerts(layers=[facts()])
+    alerts.load_state_dict(state)
+    ((alert,),) = [found for found in begun + run(readings[cut:], alerts, begin=50 * cut) if found]
+    assert alert.message == f"attention in {LAYER} has become uniform: mean entropy 0.9999, 0.90 at step 50"
 
 
 def test_a_norm_behind_the_queries_takes_their_size_away():
