@@ -87,7 +87,6 @@ class Event:
     grew: int
     lasting: set[Key]
     is_cause: bool
-    writer: str = ""  # the intervention that ended the last finding
 
 
 class Events:
@@ -160,14 +159,13 @@ class Events:
         """End events of which no finding lasts."""
         alerts, lasting = [], []
         for event in self._events:
-            for key in event.lasting & report.over.keys():
-                event.lasting.discard(key)
-                event.writer = report.over[key]
+            writers = [writer for key, writer in report.over.items() if writer and key in event.lasting]
+            event.lasting -= report.over.keys()
             # A jump is told as such for some readings, and holds no other event.
             if (event.alert.rule == FOLLOWS and event.lasting) or any(rule != FOLLOWS for _, rule in event.lasting):
                 lasting.append(event)
                 continue
-            alert, after = event.alert, f", after {event.writer}" if event.writer else ""
+            alert, after = event.alert, f", after {writers[0]}" if writers else ""
             message = f"{alert.rule} of step {alert.step} in {_layers(alert.layers)} is over{after}"
             alerts.append(replace(alert, step=report.step, message=message, action="", code="", status="resolved"))
         self._events = lasting

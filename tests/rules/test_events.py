@@ -126,6 +126,18 @@ def test_an_event_ends_at_the_reading_that_clears_it_and_names_the_intervention_
     )
 
 
+def test_the_end_of_an_event_of_two_layers_names_the_intervention_that_wrote_one_of_them_alone():
+    names = ["a", "b"]
+    for written in names:
+        alerts = Alerts(layers=[facts(name) for name in names], pretrained=False)
+        run([dict.fromkeys(names, pair(0.1)), dict.fromkeys(names, pair(0.9))], alerts)
+        alerts.expect_change(written, [1, 3], 51, "ReviveHeads")
+        ((over,),) = run([dict.fromkeys(names, pair(0.1))], alerts, begin=100)
+        assert over.message == (
+            f"worst pair of step 50 in a and b is over, after ReviveHeads wrote heads 1 and 3 of {written} at step 51"
+        )
+
+
 def test_one_rule_on_many_layers_is_one_alert():
     names = [f"blocks.{place}.attn" for place in range(12)]
     before, after = (dict.fromkeys(names, one) for one in curve("attention_ahead", [0.0, 0.4]))
