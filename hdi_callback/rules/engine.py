@@ -90,7 +90,7 @@ class Alerts:
                     try:
                         self._ask(rule, rank, series, report)
                     except Exception as error:
-                        self._failed.add(rule.name)
+                        self._switch_off(rule.name, report)
                         warn(f"The rule {rule.name!r} failed ({describe(error)}) and is off. Training goes on.")
         return self._events.update(report)
 
@@ -155,6 +155,15 @@ class Alerts:
             report.new.append(sighting)
         elif _is_worse(finding, before, series.facts):
             report.worse.append(sighting)
+
+    def _switch_off(self, rule: str, report: Report) -> None:
+        """Judge by a rule no more; what it had found is over."""
+        self._failed.add(rule)
+        report.new = [sighting for sighting in report.new if sighting.rule.name != rule]
+        report.worse = [sighting for sighting in report.worse if sighting.rule.name != rule]
+        for key in [key for key in self._findings if key[1] == rule]:
+            del self._findings[key]
+            report.over[key] = f"the rule {rule!r} failed"
 
 
 def _peers_hide(name: str, rows: Mapping[str, Row]) -> bool:

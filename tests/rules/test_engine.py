@@ -85,6 +85,26 @@ def test_a_rule_that_fails_is_switched_off_with_one_warning_and_others_go_on(res
     assert [alert[1] for alert in raised(given)] == ["worst pair"]
 
 
+class FailsBelowOne(FewEffectiveHeads):
+    def judge(self, series, active):
+        return super().judge(series, active) if series.value("hdi_effective_heads") >= 1 else 1 / 0
+
+
+def test_what_a_rule_has_found_ends_at_the_reading_at_which_it_fails():
+    low, broken = effective(1.5, 0.5)
+    for begin in ({"a": low, "b": low}, {"a": low}):
+        alerts = Alerts(rules=[FailsBelowOne()], layers=[facts("a"), facts("b")], pretrained=False)
+        ((alert,),) = run([begin], alerts)
+        with pytest.warns(MonitoringWarning, match="is off"):
+            ((over,), *later) = run([{"a": low, "b": broken}, {"a": low, "b": low}], alerts, begin=50)
+        assert (alert.is_over, over.is_over, later, alerts.active) == (False, True, [()], ())
+        assert over.message.endswith("is over, after the rule 'few effective heads' failed")
+        assert alerts.state_dict()["findings"] == []
+    alerts = Alerts(rules=[FailsBelowOne()], layers=[facts("a"), facts("b")], pretrained=False)
+    with pytest.warns(MonitoringWarning, match="is off"):
+        assert run([{"a": low, "b": broken}], alerts) == [()]
+
+
 def test_numbers_of_a_finding_may_be_tensors():
     found = Finding("x", heads=tuple(torch.tensor([1, 2])), value=torch.tensor(0.5), threshold=float("nan"))
     (alert,) = run(effective(1), rules=[Broken(found)])[0]
