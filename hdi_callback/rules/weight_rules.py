@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import ClassVar
 
 from hdi_callback.rules.rule import Finding, Rule
 from hdi_callback.rules.series import APART, STILL, Row, Series
-from hdi_callback.rules.words import listed
+from hdi_callback.rules.words import heads_in_words, listed
 
 NOT_FINITE = {"weights_not_finite": "weights", "outputs_not_finite": "outputs"}
 PLURAL = {"query": "queries", "key": "keys", "value": "values", "output": "outputs"}
@@ -205,24 +206,34 @@ class VanishingWeights(Rule):
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
         limit, faded = self.at("vanishing"), dict[str, dict[int, float]]()
+        lasting, unread = {*active.heads} if active else set(), set[int]()
         for metric, (_, roles) in self.circuits.items():
-            now, first = series.latest.per_head(metric), series.first.per_head(metric)
+            first = series.first.per_head(metric)
             if not first or roles & {*series.facts.get("normed", ())}:
                 continue
-            faded[metric] = {
+            now = series.latest.per_head(metric) or [math.nan] * len(first)
+            unread |= {head for head in lasting if math.isnan(now[head])}
+            shares = {
                 head: after / before
                 for head, (after, before) in enumerate(zip(now, first))
                 if before > self.begins * statistics.median(first)
-                and after <= limit * (2 if active and head in active.heads else 1) * before
+                and after <= limit * (2 if head in lasting else 1) * before
                 and head not in series.writes
             }
-        if not any(faded.values()):
-            return None
-        share, metric = min((min(shares.values()), metric) for metric, shares in faded.items() if shares)
+            faded |= {metric: shares} if shares else {}
+        if not faded:
+            return active if unread else None
+        share, metric = min((min(shares.values()), metric) for metric, shares in faded.items())
+        count = series.facts.get("num_heads")
+        of_heads = [
+            f"the {self.circuits[each][0]} of {heads_in_words([[*heads]], '{layer}', count=count)}"
+            for each, heads in faded.items()
+        ]
         return Finding(
-            f"the {self.circuits[metric][0]} of {{heads}} fade away",
-            f"the norm of the circuit is at {100 * share:.2g} % of that at step {series.first.step}",
-            tuple(faded[metric]),
+            f"{' and '.join(of_heads).replace(' of {layer} and', ' and')} fade away",
+            f"the {'smallest norm of a' if len(faded) > 1 else 'norm of the'} circuit is at "
+            f"{100 * share:.2g} % of that at step {series.first.step}",
+            tuple(sorted(unread.union(*faded.values()))),
             value=share,
             threshold=limit,
             metric=metric,

@@ -233,6 +233,25 @@ def test_a_norm_behind_the_queries_takes_their_size_away():
     assert raised(run([norms([1] * 4), norms([1] * 4, [1, 1, 1, 0.01])], layers=[facts(normed=["query"])])) != []
 
 
+def test_heads_of_which_either_circuit_fades_are_all_named_with_it():
+    (alert,) = run([norms([1] * 4), norms([0.05, 1, 1, 1], [1, 0.06, 1, 1])])[1]
+    assert alert.where == {LAYER: (0, 1)}
+    assert alert.message == (
+        f"the query and key weights of head 0 and the value and output weights of head 1 of {LAYER} fade away: "
+        "the smallest norm of a circuit is at 5 % of that at step 0"
+    )
+
+
+def test_weights_that_vanish_keep_the_verdict_while_a_circuit_is_not_read():
+    no_values = layer({"circuit_qk_norm": 1.0}, {"circuit_qk_norm": [1.0] * 4})
+    unknown, vanished = norms([1] * 4, [1, 1, 1, NAN]), norms([1] * 4, [1, 1, 1, 0.05])
+    fresh = norms([1] * 4)
+    given = run([fresh, vanished, no_values, vanished, unknown, vanished, fresh])
+    assert [(place, alert.status, alert.where) for place, found in enumerate(given) for alert in found] == [
+        (1, "new", {LAYER: (3,)}), (6, "resolved", {LAYER: (3,)}),
+    ]  # fmt: skip
+
+
 def test_heads_of_zeros_are_told_as_such():
     sizes = {name: [0, 1, 1, 1] for name in ("circuit_qk_norm", "circuit_ov_norm")}
     zero = layer(moves(0.0, 0.1, 0.1, 0.1).values, moves(0.0, 0.1, 0.1, 0.1).heads | sizes)
