@@ -158,8 +158,9 @@ class RoundedAway(Rule):
     needs = ("head_unchanged",)
     limits = ("unchanged",)
     condition = (
-        "0.9 of the weights of every head are bit-identical to those of five steps, or of the reading before, at three "
-        "readings in a row. What does not change at all is left to *frozen weights*"
+        "0.9 of the weights of a head are bit-identical to those of five steps, or of the reading before, at three "
+        "readings in a row, and those of every head at the last. What does not change at all is left to *frozen "
+        "weights*"
     )
     action = (
         "keep the weights, or the optimizer's copy of them, in float32, or raise the learning rate; with such a copy "

@@ -9,6 +9,7 @@ import pytest
 
 from hdi_callback.rules import RULES, Alerts, default_rules
 from hdi_callback.rules.series import STILL
+from hdi_callback.rules.weight_rules import RoundedAway
 from tests.rules.readings import LAYER, closest, curve, facts, layer, quiet, raised, run
 
 
@@ -342,6 +343,16 @@ def test_a_reading_without_a_loss_keeps_the_verdict():
     readings = [circuits(0.1)] * 5 + [circuits(0.95)] * 8
     losses = [3.0, 2.5, 2.2, 2.0, 1.8, 1.7, None, 1.5, 1.4, None, None, 1.1, None]
     assert raised(run(readings, losses=losses)) == [(5, "merged values", "notice", (0, 2))]
+
+
+def test_weights_round_away_where_those_of_a_head_hardly_change_at_three_readings_and_of_every_head_at_the_last():
+    one, every = ([share, 0.95, 0.95, 0.95] for share in (0.5, 0.95))
+    for count, expected in {3: [(3, "rounded away", "warning", ())], 4: []}.items():
+        heads = [one] * count + [every] * (4 - count)
+        readings = [layer({"head_unchanged": 0.95}, {"head_unchanged": each}) for each in heads]
+        assert raised(run(readings)) == expected
+    assert "of a head" in RoundedAway.condition
+    assert "of every head at the last" in RoundedAway.condition
 
 
 def test_the_loss_may_be_noisy_and_at_its_best():
