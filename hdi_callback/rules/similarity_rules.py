@@ -179,7 +179,7 @@ class MeanAlignment(Rule):
             level,
             since=series.first.step if held_from_start else None,
             of_keys=True,
-            action=None if is_near else "Look at the layer's inputs: one direction outweighs the others there.",
+            action=None if is_near else "look at the layer's inputs: one direction outweighs the others there",
         )
 
 

@@ -8,7 +8,7 @@ import torch
 import hdi_callback
 from hdi_callback.rules import RULES
 from tests.rules.readings import curve, layer, run
-from tests.rules.test_rules import WAVERING
+from tests.rules.test_rules import CASES, WAVERING
 
 
 def watch(arguments: str):
@@ -44,5 +44,13 @@ def test_a_finding_with_an_action_of_its_own_does_not_take_the_code_of_its_rule(
     *_, (alert,) = run([*curve("hdi_alignment", [0.1], hdi_energy_alignment=0.1), *curve("hdi_alignment", [0.1], **{
         name: value for name, value in values.items() if name != "hdi_alignment"})])  # fmt: skip
     assert alert.rule == "mean alignment"
-    assert "inputs" in alert.action
+    assert alert.action == "look at the layer's inputs: one direction outweighs the others there"
     assert alert.code == ""
+
+
+def test_every_action_is_a_clause_without_a_capital_and_a_full_stop():
+    actions = [rule.action for rule in RULES]
+    for readings, _, *losses in CASES.values():
+        given = run(readings, losses=losses[0] if losses else None)
+        actions += [alert.action for alerts in given for alert in alerts if not alert.is_over]
+    assert [action for action in actions if action[0].isupper() or action.endswith(".")] == []
