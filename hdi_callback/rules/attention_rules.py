@@ -138,8 +138,9 @@ class ChangeWithLoss(Rule):
     limits = ("with_loss",)
     condition = (
         "at two readings the loss is above the median of the three before, and a quantity of the layer has changed by "
-        "a twentieth or more and 1.5 times as far as ever before in 32 readings; that factor times the mean rise of "
-        "the loss, in median changes between readings, is 9 or more; a notice below 5 times. It ends with a good loss"
+        "a twentieth or more and 1.5 times as far as ever in 32 readings, but for the change just before; that factor "
+        "times the mean rise of the loss, in median changes between readings, is 9 or more; a notice below 5 times. It "
+        "ends with a good loss"
     )
     action = (
         "look at what changed at that step: the data, the learning rate, the checkpoint that was loaded, and the code "
@@ -170,7 +171,8 @@ class ChangeWithLoss(Rule):
         return Finding(
             "{layer} changed as the loss rose",
             f"{QUANTITIES[metric]} went from {before:.2g} to {after:.2g} between steps {rows[-3].step} and "
-            f"{rows[-2].step}, {change:.1f} times as far as ever before, and the loss from {was:.3g} to {now:.3g}",
+            f"{rows[-2].step}, {change:.{int(change < 10)}f} times as far as ever up to step {rows[-4].step}, and the "
+            f"loss from {was:.3g} to {now:.3g}",
             value=rise * change,
             threshold=self.at("with_loss"),
             metric=metric,
@@ -180,7 +182,7 @@ class ChangeWithLoss(Rule):
         )
 
     def _change(self, metric: str, rows: Sequence[Row]) -> float:
-        """Return how far both of the last two values are from the one before, in largest such changes."""
+        """Return how far the last two values are from the one before, in largest such changes but the one before."""
         values = [row.values.get(metric, 0.0) for row in rows]
         # Weights that jumped stay there: the way that they have gone so far stands for their movement.
         path = [*accumulate(values)] if "movement" in metric else [math.log(value) for value in values if value > 0]

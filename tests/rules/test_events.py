@@ -305,8 +305,16 @@ def test_each_rule_says_what_where_and_when(rule):
 def test_a_change_with_the_loss_is_told_with_both_numbers():
     given = run(entropy(*WAVERING, 0.6, 0.6), losses=[*CALM, 1.4, 1.4])
     assert [alert.message for alerts in given for alert in alerts] == [
-        f"{LAYER} changed as the loss rose: its mean entropy went from 0.86 to 0.6 between steps 650 and 700, 15.7 "
-        "times as far as ever before, and the loss from 1.1 to 1.4"
+        f"{LAYER} changed as the loss rose: its mean entropy went from 0.86 to 0.6 between steps 650 and 700, 16 "
+        "times as far as ever up to step 600, and the loss from 1.1 to 1.4"
+    ]
+
+
+def test_a_change_with_the_loss_is_compared_with_those_up_to_the_step_that_it_names():
+    given = run(entropy(*WAVERING[:-1], 0.3, 0.2, 0.2), losses=[*CALM[:-1], 1.0, 1.4, 1.4])
+    assert [alert.message for alerts in given for alert in alerts] == [
+        f"{LAYER} changed as the loss rose: its mean entropy went from 0.3 to 0.2 between steps 650 and 700, 18 times "
+        "as far as ever up to step 600, and the loss from 1 to 1.4"
     ]
 
 
