@@ -15,9 +15,9 @@ ENTROPY, LOGIT, AHEAD = "attention_entropy", "attention_logit", "attention_ahead
 QUANTITIES = {
     "attention_entropy": "its mean entropy",
     "head_covariance": "the covariance of its heads' outputs",
-    "circuit_qk_norm": "the norm of its QK circuits",
-    "circuit_ov_norm": "the norm of its OV circuits",
-    "head_movement_min": "the movement of its weights",
+    "circuit_qk_norm": "the smallest norm of a head's QK circuit",
+    "circuit_ov_norm": "the smallest norm of a head's OV circuit",
+    "head_movement_min": "the smallest movement of a head",
 }
 """What *change with the loss* looks at, none of it a matter of the inputs' length -> its name in messages."""
 

@@ -17,7 +17,7 @@ RECENTLY = 5
 
 
 class NotFinite(Rule):
-    """The run is broken."""
+    """Every later step computes with NaN; training must go back to a checkpoint."""
 
     name = "weights not finite"
     is_cause = True
@@ -92,7 +92,7 @@ class WeightJump(Rule):
 
 
 class FrozenWeights(Rule):
-    """They are missing from the optimizer, get no gradient, are all zero, or their updates round away."""
+    """The optimizer lacks these weights, no gradient reaches them, they are all zero, or their updates round away."""
 
     name = "frozen weights"
     is_cause = True

@@ -339,6 +339,20 @@ def test_a_weight_jump_is_a_notice_and_a_warning_where_the_loss_rises_with_it():
         assert [alert[:3] for alert in raised(run(readings, losses=losses))] == expected
 
 
+SMALLEST = {
+    "circuit_qk_norm": "the smallest norm of a head's QK circuit",
+    "circuit_ov_norm": "the smallest norm of a head's OV circuit",
+    "head_movement_min": "the smallest movement of a head",
+}
+
+
+@pytest.mark.parametrize("metric", SMALLEST)
+def test_a_change_with_the_loss_says_that_it_is_of_the_smallest_of_the_heads(metric):
+    given = run(curve(metric, [*WAVERING, 4.0, 4.0]), losses=[*CALM, 1.4, 1.4])
+    (alert,) = [alert for alerts in given for alert in alerts if alert.rule == "change with the loss"]
+    assert f": {SMALLEST[metric]} went from 0.86 to 4 " in alert.message
+
+
 def test_a_reading_without_a_loss_keeps_the_verdict():
     readings = [circuits(0.1)] * 5 + [circuits(0.95)] * 8
     losses = [3.0, 2.5, 2.2, 2.0, 1.8, 1.7, None, 1.5, 1.4, None, None, 1.1, None]
