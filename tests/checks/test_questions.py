@@ -15,6 +15,7 @@ from hdi_callback import HDIWarning, HeadDiversityMonitor, check
 from hdi_callback.testing import assert_heads
 from tests.checks.corpus import VOCABULARY, Attention, B, Full, MaskSeesNext, Model, T, causal
 from tests.checks.untried import REPORTS, Decoder
+from tests.checks.untried_fourth import FOURTH
 from tests.checks.untried_later import LATER, CrossAttention, Pair
 from tests.checks.untried_third import THIRD
 
@@ -27,8 +28,21 @@ NOT_TOLD = {
     "Lightning-AI/pytorch-lightning 19138",
     "zomux/lanmt 11",
     "huggingface/transformers 4499",
+    "ml-explore/mlx-lm 1903",
+    "Mikyx-1/TinyLLM 17",
+    "hyprstream/hyprstream 1521",
+    "keras-team/keras-hub 2862",
+    "time-series-foundation-models/lag-llama 81",
+    "Lightning-AI/litgpt 891",
+    "huggingface/peft 3774",
+    "allenai/OLMo 222",
+    "jax-ml/jax 39576",
+    "lucidrains/x-transformers 352",
+    "ndif-team/nnsight 673",
+    "mosaicml/llm-foundry 372",
+    "nntrainer/nntrainer 3982",
 }
-EVERY = (*REPORTS, *LATER, *THIRD)
+EVERY = (*REPORTS, *LATER, *THIRD, *FOURTH)
 TOKENS = torch.randint(VOCABULARY, (B + 1, T), generator=torch.Generator().manual_seed(1))
 
 
@@ -67,7 +81,9 @@ def test_a_report_computes_something_else_than_its_twin(report):
     assert not all(is_equal) or results[0][2] != results[1][2]
 
 
-@pytest.mark.parametrize(("reports", "rate"), [(REPORTS, (5, 14)), (LATER, (4, 14)), (THIRD, (8, 19))])
+@pytest.mark.parametrize(
+    ("reports", "rate"), [(REPORTS, (5, 14)), (LATER, (4, 14)), (THIRD, (8, 19)), (FOURTH, (4, 17))]
+)
 def test_first_results_are_those_that_the_page_names(reports, rate):
     assert (sum(report.first for report in reports), len(reports)) == rate
 

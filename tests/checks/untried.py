@@ -193,6 +193,12 @@ class Report:
             given["position_ids"] = torch.arange(2, tokens.shape[1] + 2).expand(tokens.shape)
         if self.batch == "documents":
             given["position_ids"] = (torch.arange(tokens.shape[1]) % 5).expand(tokens.shape)
+        if self.batch == "lengths":
+            given |= {"tokens": tokens[:1], "cu_seqlens": torch.tensor([0, 4, tokens.shape[1]])}
+        if self.batch in {"prefill", "cache", "decode"}:
+            seed, past = torch.Generator().manual_seed(2), 0 if self.batch == "prefill" else 2
+            given["tokens"] = tokens[:, :1] if self.batch == "decode" else tokens
+            given["cache"] = [torch.randn(2, len(tokens), H, past, D // H, generator=seed).unbind() for _ in range(2)]
         return given
 
 
