@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hdi_callback.attention.discovery.own_inputs import own_forward
+from hdi_callback.attention.discovery.own_inputs import own_batches, run_batch
 from hdi_callback.attention.extra_forward import inner_model
 from hdi_callback.errors import MisconfigurationError
+from hdi_callback.guard import describe
 
 NOT_STORED = "it is not in the file"
 Result = TypeVar("Result")
@@ -29,7 +30,6 @@ _WHAT = (
 )
 _BUILDS = "write module:function that builds and loads it"
 _REMEDY = "write module:function that gives a model and a batch, or set example_input_array"
-_TOKENS = (2, 8)  # sequences and their length, in a made-up batch
 _WRAPPERS = r"\b(_orig_mod|_forward_module)\."  # put into names by torch.compile and Lightning; `module.` by DDP
 
 
@@ -39,14 +39,13 @@ class Target:
 
     name: str  # as the user wrote it
     model: nn.Module
-    batches: tuple[Any, ...] = ()  # what its forward can be called with, tried one after the other
+    batches: tuple[Any, ...] = ()  # of the user, that its forward can be called with
     missing: Mapping[str, str] = field(default_factory=dict)  # parameter -> why no tensor in the files is its value
 
     @property
     def forwards(self) -> list[Callable[[], Any]]:
-        """Functions without arguments that run the model: on each batch, and on inputs that it brings itself."""
-        own = own_forward(self.model)
-        return [*(partial(run_batch, self.model, batch) for batch in self.batches), *([own] if own else [])]
+        """Functions without arguments that run the model: on the user's batch, else on each that it brings itself."""
+        return [partial(run_batch, self.model, batch) for batch in self.batches or own_batches(self.model)]
 
     def first_result(self, work: Callable[[Any], Result], forwards: Sequence[Any] | None = None) -> Result:
         """Return what work returns of the first forward that runs."""
@@ -57,16 +56,9 @@ class Target:
             except MisconfigurationError:  # noqa: PERF203  of what was passed, not of the batch
                 raise
             except Exception as error:  # the next batch may run
-                failures.append(f"its forward raised {_reason(error)}")
+                failures.append(f"its forward raised {describe(error)}")
         reason = failures[0] if failures else "no batch is known"
         raise MisconfigurationError(f"`{self.name}`: its attention is read from a forward, and {reason}: {_REMEDY}.")
-
-
-def run_batch(model: nn.Module, batch: Any) -> Any:
-    """Call a model with a batch: keywords of a mapping, the items of a tuple or list, or a single argument."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
 def open_target(
@@ -78,7 +70,7 @@ def open_target(
     """Open what `hdi audit` and `hdi check` are given."""
     if isinstance(target, nn.Module):
         inner = inner_model(target)  # of torch.compile
-        return Target(type(inner).__name__, inner, made_up_batches(inner))
+        return Target(type(inner).__name__, inner)
     if not isinstance(target, str | os.PathLike) or not os.fspath(target):
         raise MisconfigurationError(f"A model must be a torch.nn.Module, a path or a name. {_WHAT}")
     text = os.fspath(target)
@@ -100,7 +92,7 @@ def _failing(beginning: str, remedy: str = "") -> Iterator[None]:
     except MisconfigurationError:
         raise
     except Exception as error:
-        raise MisconfigurationError(f"{beginning} {_reason(error)}. {remedy}".rstrip()) from error
+        raise MisconfigurationError(f"{beginning} {describe(error)}. {remedy}".rstrip()) from error
 
 
 def _open_folder(folder: Path, *, needs_weights: bool) -> Target:
@@ -137,43 +129,7 @@ def _open_folder(folder: Path, *, needs_weights: bool) -> Target:
                 missing[key] = f"it is {tuple(stored)} in the file and {tuple(built)} in the model"
         else:
             model = kind.from_config(config) if name is None else kind(config)
-    return Target(str(folder), model.eval(), made_up_batches(model), missing)
-
-
-def made_up_batches(model: Any) -> tuple[dict[str, Any], ...]:
-    """Return batches for a model of transformers: a few tokens, an image, or a second of sound; none for others."""
-    if not (hasattr(model, "main_input_name") and hasattr(model, "config")):
-        return ()
-    config, takes, main = model.config, inspect.signature(model.forward).parameters, model.main_input_name
-    vision = getattr(config, "vision_config", config)
-
-    def image() -> Tensor:
-        size = vision.image_size
-        return torch.zeros(1, getattr(vision, "num_channels", 3), *((size, size) if isinstance(size, int) else size))
-
-    with torch.device(next(model.parameters()).device):
-        size = config.get_text_config().to_dict().get("vocab_size", 2)
-        draw = torch.Generator().manual_seed(0)  # numbers that count up would be taken for positions
-        ids = torch.randint(size, _TOKENS, generator=draw, device="cpu").to(torch.get_default_device())
-        inputs: dict[str, Callable[[], Tensor]] = {
-            "input_ids": lambda: ids,
-            "pixel_values": image,
-            "input_values": lambda: torch.zeros(1, 16_000),
-            "input_features": lambda: torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions),
-        }
-        if main not in inputs:
-            return ()
-        batch: dict[str, Any] = {main: inputs[main]()}
-        # CLIP and its like take both; others put images in place of tokens, and there are none here.
-        if main == "input_ids" and vision is not config and not hasattr(config, "image_token_id"):
-            batch["pixel_values"] = image()
-        if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in takes:
-            batch["decoder_input_ids"] = ids[: len(batch[main])]
-        if "use_cache" in takes:
-            batch["use_cache"] = False
-        if main != "input_ids" or "attention_mask" not in takes:
-            return (batch,)
-        return batch, {**batch, "attention_mask": torch.ones_like(ids)}
+    return Target(str(folder), model.eval(), missing=missing)
 
 
 def _open_file(path: Path, build: str | Callable[..., Any] | None) -> Target:
@@ -229,12 +185,6 @@ def _load_plain(file: Path) -> dict[str, Any]:
     return content
 
 
-def _reason(error: BaseException) -> str:
-    """Return the class of an error and the first line of its message."""
-    first = str(error).strip().partition("\n")[0].rstrip(".: ")
-    return f"{type(error).__name__} ({first})" if first else type(error).__name__
-
-
 def _built(build: Any, name: str, arguments: Any = None) -> Target:
     """Call a function or class that builds a model, or a model and a batch; or take a model as it is."""
     product = _imported(build) if isinstance(build, str) else build
@@ -256,7 +206,7 @@ def _built(build: Any, name: str, arguments: Any = None) -> Target:
     configure = getattr(model, "configure_model", None)
     if callable(configure):  # of Lightning: layers that are made late
         configure()
-    return Target(name, model, made_up_batches(model) if batch is None else (batch,))
+    return Target(name, model, () if batch is None else (batch,))
 
 
 def _options(build: Callable[..., Any], arguments: Any) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def check(model: nn.Module, forward: Callable[[], object] | None = None) -> Chec
     Args:
         model: the model.
         forward: runs a forward of it, without arguments: ``lambda: model(batch)``. Without it the model must bring
-            inputs of its own (``example_input_array``, ``dummy_inputs`` of transformers, ``input_size`` of timm).
+            inputs of its own (``example_input_array``, ``input_size`` of timm), or be one of transformers.
 
     Returns:
         Cards and findings.

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from hdi_callback import HDIWarning, HeadDiversityMonitor, check
 from hdi_callback.attention import survey
-from hdi_callback.audits.sources import made_up_batches
+from hdi_callback.attention.discovery.own_inputs import own_batches
 from hdi_callback.checks.cards import joined_name
 from hdi_callback.checks.facts import facts_of
 from hdi_callback.testing import assert_heads
@@ -193,7 +193,7 @@ def test_the_batch_that_is_made_up_for_a_folder_is_asked_what_is_asked_of_tokens
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=4, vocab_size=100, bos_token_id=0, eos_token_id=0)
     model = transformers.GPT2LMHeadModel(config).eval()
-    for batch in made_up_batches(model):
+    for batch in own_batches(model):
         text = str(check(model, partial(model, **batch)))
         assert "Not asked: source" in text
         assert not [name for name in ("samples", "later tokens", "token before") if f"Not asked: {name}" in text]

@@ -480,8 +480,8 @@ def survey(model: nn.Module, forward: Callable[[], object] | None = None, on_rea
     Args:
         model: the model.
         forward: runs a forward of it, without arguments: ``lambda: model(batch)``. Without it, torch's own attention
-            is known, and the rest is read from inputs that the model brings itself (``example_input_array``,
-            ``dummy_inputs`` of transformers, ``input_size`` of timm).
+            is known, and the rest is read from a batch that the model brings itself (``example_input_array``,
+            ``input_size`` of timm), or that is made up for a model of transformers.
         on_read: takes what `claims_of` returns, for others to look at.
 
     Returns:
