@@ -124,11 +124,7 @@ class KeptState:
                     self._list_attributes(value)
 
     def put_back(self) -> None:
-        """Restore everything.
-
-        Raises:
-            RuntimeError: if an object does not take back what it held.
-        """
+        """Restore everything; raise `RuntimeError` if an object does not take back what it held."""
         errors = []
         for undo in reversed(self._undo):
             try:

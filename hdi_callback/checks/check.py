@@ -120,14 +120,7 @@ def examine(
 ) -> Check:
     """Return cards and findings of the facts of a forward, of the layers that are chosen by their names.
 
-    Args:
-        facts: of all layers.
-        is_chosen: whether a layer is chosen; all are by default.
-        other_mode: facts of a forward in the other mode, for what the first does not show.
-        broken: what questions show.
-
-    Returns:
-        Cards and findings.
+    `other_mode`: facts of a forward in the other mode, for what the first does not show; `broken`: what questions show.
     """
     every = [*facts, *other_mode]
     chosen = [each for each in facts if is_chosen(each.path)]

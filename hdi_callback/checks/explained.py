@@ -18,18 +18,10 @@ _ROOT = "the model"  # as cards call it
 
 
 def explained(model: nn.Module, forward: Callable[[], object], name: str) -> str:
-    """Return how the heads of the attention of a module were read from a forward, as a listing.
+    """Return how the heads of the attention of a module were read from a forward, as a listing; `name` is dotted.
 
     Each line is an operation on the way from the parameters to the attention: its number, its name, the shapes that it
     takes and returns, and of which rows of which parameters its result was known to be.
-
-    Args:
-        model: the model.
-        forward: runs a forward of it, without arguments.
-        name: dotted name of the module that runs the attention, or "the model" for its own forward.
-
-    Returns:
-        The listing; which names there are if none is of that name.
     """
     listings: dict[str, list[str]] = {}
 

@@ -117,19 +117,10 @@ class ContributionSums(NamedTuple):
 def contribution_sums(
     outputs: Tensor, output_weight: Tensor, valid: Tensor | None = None, *, about_mean: bool = True
 ) -> ContributionSums:
-    """Add up the contributions of heads, of outputs and a weight as `head_covariance` takes them.
+    """Return sums of the contributions of heads, of arguments as `head_covariance` takes them, for `covariance_term`.
 
-    They are formed about the mean of these tokens, as squares about zero would lose the digits of small deviations.
-
-    Args:
-        outputs: ``(..., tokens, H, d_v)``.
-        output_weight: ``(..., H, d_v, d)``.
-        valid: ``(..., tokens)``, boolean; False for padding.
-        about_mean: squares are about the mean of these tokens; else about zero, in float64, so that they add up with
-            those of other ranks.
-
-    Returns:
-        What `covariance_term` takes.
+    They are formed about the mean of these tokens, as squares about zero would lose the digits of small deviations. So
+    are the squares if `about_mean`; else they are about zero, in float64, and add up with those of other ranks.
     """
     count, mean, centred, scale = _centred(outputs, valid)
     weight = output_weight.to(centred.dtype)
@@ -185,15 +176,7 @@ def _centred(outputs: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Ten
 
 @torch.no_grad()
 def outputs_not_finite(outputs: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Return which heads have NaN or infinite outputs.
-
-    Args:
-        outputs: ``(..., tokens, H, d_v)``.
-        valid: ``(..., tokens)``, boolean; False for padding.
-
-    Returns:
-        ``(..., H)``, boolean.
-    """
+    """Return which heads ``(..., H)`` have NaN or infinite outputs ``(..., tokens, H, d_v)``, but for padding."""
     if valid is not None:
         outputs = torch.where(valid[..., None, None], outputs, 0)
     return (outputs * 0).sum((-3, -1)).isnan()  # 0 * x is NaN for NaN and infinity

@@ -137,14 +137,9 @@ def diversity_sums(heads: WhitenedHeads) -> DiversitySums:
 
 
 def _block_norms(rows: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Compute :math:`\lVert B_{hg} \rVert^2` and :math:`\lVert M_h B_{hg} M_g^\top \rVert^2` of :math:`B = Q Q^\top`.
+    r"""Return :math:`\lVert B_{hg} \rVert^2` and :math:`\lVert M_h B_{hg} M_g^\top \rVert^2` of :math:`B = Q Q^\top`.
 
-    Args:
-        rows: ``(L, H, k, d)``, Q.
-        mixing: ``(L, H, k, k)``, M.
-
-    Returns:
-        ``(L, H, H)`` twice, symmetric.
+    Of rows Q ``(L, H, k, d)`` and mixing M ``(L, H, k, k)``; both ``(L, H, H)`` and symmetric.
     """
     L, H, k, _ = rows.shape
     flat = rows.flatten(1, 2)  # (L, H k, d)

@@ -34,12 +34,7 @@ class MovementSums(NamedTuple):
 
 @torch.no_grad()
 def movement_sums(now: Tensor, before: Tensor) -> MovementSums:
-    """Return the sums over the weights of heads, compared with those of an earlier reading.
-
-    Args:
-        now: ``(..., H, width, features)``.
-        before: the same at an earlier reading; in any type, on any device.
-    """
+    """Return sums over the weights of heads, ``(..., H, width, features)``, and those of an earlier reading."""
     wide = torch.promote_types(now.dtype, torch.float32)
     before = before.to(now.device, wide, non_blocking=True)
     change = now.to(wide) - before
@@ -49,12 +44,7 @@ def movement_sums(now: Tensor, before: Tensor) -> MovementSums:
 
 
 def movement_of(sums: Mapping[str, MovementSums], own: Mapping[str, int]) -> HeadMovement:
-    """Return the movement of heads.
-
-    Args:
-        sums: role -> its sums, of as many heads.
-        own: the roles that no heads share, of which the movement of a head is taken -> weights of a head.
-    """
+    """Return the movement of heads from sums by role; `own`: a role that no heads share -> weights of a head."""
     moved, size, same = (torch.stack(parts) for parts in zip(*(sums[role] for role in own)))
     movement = _relative(*(torch.linalg.vector_norm(norms, dim=0) for norms in (moved, size)))
     # Nothing is equal to NaN, but of weights without a finite past nothing is known.

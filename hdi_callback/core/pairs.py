@@ -24,15 +24,10 @@ def mean_over_pairs(matrix: Tensor, pairs: Tensor) -> Tensor:
 
 
 def largest_pair(matrix: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the largest entry over the marked pairs, and each head's own largest entry.
+    """Return the largest entry of a symmetric matrix ``(..., H, H)`` over the marked pairs, and each head's own.
 
-    Args:
-        matrix: ``(..., H, H)``, symmetric.
-        pairs: ``(..., H, H)``, boolean.
-
-    Returns:
-        The largest entry ``(...)``, its two heads ``(..., 2)`` in ascending order, for each head the head of its
-        largest entry ``(..., H)``, and that entry ``(..., H)``; -1 and NaN where there is none.
+    In this order: that entry ``(...)``, its two heads ``(..., 2)`` in ascending order, for each head the head of its
+    largest entry ``(..., H)``, and that entry ``(..., H)``; -1 and NaN where there is none.
     """
     masked = torch.where(pairs, matrix, -torch.inf)
     each, nearest = masked.max(-1)

@@ -44,16 +44,10 @@ class WhitenedHeads(NamedTuple):
 
 
 def whiten_heads(weight: Tensor, rank_tol: float) -> WhitenedHeads:
-    """Whiten every head: in float32 where a CPU shows that all are well-conditioned, else in float64.
+    """Return whitened heads: in float32 where a CPU shows that all are well-conditioned, else in float64.
 
-    A device is not asked, as the host would wait for it.
-
-    Args:
-        weight: ``(..., H, d_k, d)``.
-        rank_tol: singular values below ``rank_tol`` times a head's largest do not count.
-
-    Returns:
-        The heads, in float32; float64 for a float64 weight.
+    A device is not asked, as the host would wait for it. Singular values below ``rank_tol`` times a head's largest do
+    not count.
     """
     out = torch.promote_types(weight.dtype, torch.float32)
     if weight.is_cpu and out == torch.float32:
@@ -121,18 +115,12 @@ def _well_conditioned(weight: Tensor, rank_tol: float) -> WhitenedHeads | None:
 
 
 def whitener_of(gram: Tensor, rank_tol: float) -> Tensor:
-    r"""Compute whiteners T of Gram matrices: ``T gram T^T`` is a projector on the directions that count.
+    r"""Return whiteners T of Gram matrices ``(..., k, k)``: ``T gram T^T`` projects on the directions that count.
 
-    With ``L L^T = gram + s I``, ``L^{-1}`` takes singular values to :math:`q = \sigma / \sqrt{\sigma^2 + s}`. Two steps
-    of :math:`q \mapsto 2.5 q^3 - 1.5 q^5` then drive them to 0 or 1: a rank cut without an eigensolver, a mask or a
-    shape that depends on the data. Ours.
-
-    Args:
-        gram: ``(..., k, k)``.
-        rank_tol: square roots of eigenvalues below ``rank_tol`` times the size of the matrix do not count.
-
-    Returns:
-        ``(..., k, k)``; NaN where the factorisation fails.
+    Square roots of eigenvalues below ``rank_tol`` times the matrix's size do not count; NaN where the factorisation
+    fails. With ``L L^T = gram + s I``, ``L^{-1}`` takes singular values to :math:`q = \sigma / \sqrt{\sigma^2 + s}`.
+    Two steps of :math:`q \mapsto 2.5 q^3 - 1.5 q^5` then drive them to 0 or 1: a rank cut without an eigensolver, a
+    mask or a shape that depends on the data. Ours.
     """
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     size = torch.linalg.matrix_norm(gram)

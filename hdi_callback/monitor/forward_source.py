@@ -122,15 +122,10 @@ def measure_forwards(
     ranks: Ranks,
     absent: Absent,
 ) -> list[Result]:
-    """Return one result of each source for each group of layers of one shape, over all ranks.
+    """Return one result of each source for each group of layers of one shape, over all ranks, which all call this.
 
-    Args:
-        sources: what is measured.
-        layers: what is watched.
-        captured: layer -> what was captured on this rank.
-        output_weight: returns the stacked output weights of layers; a collective call where ranks share them.
-        ranks: those that measure together; all of them call this.
-        absent: takes the reasons of what cannot be measured.
+    `captured`: layer -> what was captured on this rank. `output_weight` returns the stacked output weights of layers, a
+    collective call where ranks share them. What cannot be measured goes to `absent`.
     """
     for source in sources:
         for layer in layers:

@@ -94,9 +94,7 @@ class Ranks:
         """Compare the weights of all layers over the ranks: a collective call, of fixed size.
 
         The host does not wait for a device: there, the sums of this reading are added up only if the flags say so.
-
-        Args:
-            checksums: layer -> ``(roles,)``, see `checksums_of`; without the layers that this rank could not read.
+        `checksums` (see `checksums_of`) has no layers that this rank could not read.
         """
         if self.size == 1:
             return
@@ -164,14 +162,9 @@ class Ranks:
         return reduced if self.size > 1 else tensor
 
     def add(self, records: Sequence[T]) -> list[T]:
-        """Add up records of sums over the ranks, field by field.
+        """Return the sums of records over all ranks, field by field: named tuples of the same shapes and order on each.
 
-        Args:
-            records: named tuples of tensors, of the same shapes and in the same order on every rank; a field called
-                `largest` merges by maximum.
-
-        Returns:
-            The sums over all ranks.
+        A field called `largest` merges by maximum.
         """
         totals: list[dict[str, Tensor]] = [record._asdict() for record in records]  # type: ignore[attr-defined]
         for operation, is_largest in ((dist.ReduceOp.SUM, False), (dist.ReduceOp.MAX, True)):
@@ -196,12 +189,8 @@ class Ranks:
 def why_apart(key: str, header: Mapping[str, Any], limit: float) -> str:
     """Return why the ranks do not all come with the same header, as a clause, alike on every rank; empty if they do.
 
-    No collective call: a rank that does not come may be waiting for us in one of the training's.
-
-    Args:
-        key: prefix of the notes of this meeting in the store; its last part names it.
-        header: plain data that ranks must have alike.
-        limit: the longest wait, in seconds.
+    No collective call: a rank that does not come within `limit` seconds may be waiting for us in one of the training's.
+    `key` is the prefix of the notes of this meeting in the store; its last part names it.
     """
     store, rank, size = store_of_ranks(), dist.get_rank(), dist.get_world_size()
     first_rank, first = json.loads(store.compare_set(f"{key}/header", "", json.dumps([rank, header])))

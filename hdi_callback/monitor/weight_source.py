@@ -68,17 +68,10 @@ class WeightReader:
         *,
         with_checksums: bool = False,
     ) -> list[Result]:
-        """Measure layers; sharded weights are gathered in the order of the layers, the same on every rank.
+        """Return one result of each source for each group of layers of one shape; `absent` takes what has none.
 
-        Args:
-            step: of the reading; a second one at a step has the same weights, and is not compared.
-            layers: what is measured.
-            absent: takes the reasons of what cannot be measured.
-            trained: layer and role of the weights that train, of which a movement is told.
-            with_checksums: fill `checksums`.
-
-        Returns:
-            One result of each source for each group of layers of one shape.
+        Sharded weights are gathered in the order of the layers, the same on every rank. A second reading at a step has
+        the same weights, and is not compared. Of the layers and roles in `trained` a movement is told.
         """
         self._last, self._next = {} if step == self._step else self._next, {}
         self._step, self._bytes, self.checksums = step, 0, {}

@@ -115,11 +115,7 @@ class Capture:
     # --- steps
 
     def arm(self, *, training_only: bool = True) -> None:
-        """Capture the forwards from now on; forgets what was captured before.
-
-        Args:
-            training_only: leave out forwards that autograd does not record, such as those of an evaluation.
-        """
+        """Capture forwards from now on, if `training_only` those that autograd records; forget earlier ones."""
         self.is_armed, self.training_only = True, training_only
         self._forget()
         self._reader.begin()
