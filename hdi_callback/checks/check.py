@@ -100,16 +100,22 @@ def check(model: nn.Module, forward: Callable[[], object] | None = None) -> Chec
     if not facts or forward is None:
         return Check()
     modes = {module: module.training for module in model.modules()}
+    not_asked: dict[str, str] = {}
     try:
         model.train(not model.training)
-        survey(model, forward, lambda *read: other_mode.extend(facts_of(*read)))
+        other = "training" if model.training else "evaluation"
+        try:
+            survey(model, forward, lambda *read: other_mode.extend(facts_of(*read)))
+        except Exception as error:  # one sample behind a batch norm, targets that are asked for
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            not_asked[f"{other} mode"] = f"there the forward raises {reason}"
         model.eval()
-        broken, not_asked, forwards = ask_model(model, forward, facts)
+        broken, refused, forwards = ask_model(model, forward, facts)
     finally:
         for module, mode in modes.items():
             module.training = mode
     result = examine(facts, other_mode=other_mode, broken=broken)
-    return replace(result, not_asked=not_asked, forwards=forwards)
+    return replace(result, not_asked=not_asked | dict(refused), forwards=forwards)
 
 
 def examine(

@@ -25,6 +25,31 @@ BY_NAME = {bug.name: bug for bug in BUGS}
 TOKENS = torch.randint(VOCABULARY, (B, T), generator=torch.Generator().manual_seed(1))
 
 
+class InOneMode(nn.Module):
+    """Attention behind a batch norm of one sample, which training mode refuses, or with targets that it asks for."""
+
+    def __init__(self, fails_in_training: bool):
+        super().__init__()
+        self.fails_in_training = fails_in_training
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        if self.training == self.fails_in_training:
+            raise LookupError("targets are needed")
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("fails_in_training", [True, False])
+def test_a_model_that_runs_in_one_mode_alone_is_read_in_it_and_the_other_is_named(fails_in_training):
+    model = InOneMode(fails_in_training).train(not fails_in_training)
+    result = checked(model, torch.randn(1, 4, 8))
+    other = "training" if fails_in_training else "evaluation"
+    assert (result.judged, result.findings) == (1, ())
+    assert result.not_asked[f"{other} mode"] == "there the forward raises LookupError: targets are needed"
+    assert ("gradients" in result.not_asked or "all" in result.not_asked) != fails_in_training
+    assert model.training != fails_in_training
+
+
 def checked(model, *batch):
     return check(model, lambda: model(*(batch or (TOKENS,))))
 
