@@ -20,6 +20,7 @@ class Console:
     """Prints a run; `refused` has the reason of each attention that is not watched, `past` the records resumed from."""
 
     name = "printing"
+    is_thread_safe = False
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ class Curves:
     """Gives the curves of a run to a function, such as the `log_metrics` of a logger."""
 
     name = "logging"
+    is_thread_safe = False
 
     def __init__(self, target: Any, metrics: Sequence[str] = (), past: Sequence[Record] = ()) -> None:
         self._target, self._metrics, self._pictures = target, metrics, Pictures(past)
@@ -42,6 +43,11 @@ class TensorBoard(Curves):
 
     name = "writing to TensorBoard"
 
+    @property
+    def is_thread_safe(self) -> bool:  # type: ignore[override]
+        """Whether the writer has a queue of events, as that of torch."""
+        return hasattr(self._target, "_get_file_writer")
+
     def write(self, record: Record) -> None:
         """Write one record."""
         self._add_scalars(curves(record, self._metrics), record.step)
@@ -54,7 +60,7 @@ class TensorBoard(Curves):
 
     def _add_scalars(self, points: Mapping[str, float], step: int) -> None:
         """Write the points of all curves as one event, where the writer has a file of events."""
-        if not hasattr(self._target, "_get_file_writer"):
+        if not self.is_thread_safe:
             for tag, value in points.items():
                 self._target.add_scalar(tag, value, step)
             return

@@ -39,6 +39,7 @@ class History:
     """
 
     name = "writing the history"
+    is_thread_safe = True
 
     def __init__(
         self,

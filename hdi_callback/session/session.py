@@ -35,6 +35,8 @@ from hdi_callback.session.trainer import Trainer
 _LONGEST_WAIT = 60.0  # seconds, for ranks that may have no monitor
 _PATIENCE = 8  # readings that find nothing, until that is said
 _SIZES = ("num_heads", "num_key_heads", "head_dim", "value_dim")
+Dashboard = Console | Curves
+Sink = History | Dashboard
 _STATE = {"step", "last_step", "history", "run", "layers", "alerts", "interventions", "contract"}
 
 
@@ -44,8 +46,9 @@ class Session:
     A reading is due at step 0 and whenever a multiple of ``every_n_steps`` has been reached since the last one, as the
     count of steps may advance by more than one, repeat, or start in the middle. It is taken after the backward of the
     forward that was captured, while the weights are still those of the forward, and handed on once the optimizer has
-    stepped and its numbers have arrived on the host: a thread makes the record, judges it and writes it to the history,
-    in order, and the training's own thread delivers it to dashboards later. With interventions all is done at once.
+    stepped and its numbers have arrived on the host: a thread makes the record, judges it and writes it to history and
+    TensorBoard, in order, and the training's own thread gives it to the other dashboards later. With interventions all
+    is done at once.
     """
 
     def __init__(self, model: nn.Module, settings: Settings, trainer: Trainer, *, guard: Guard) -> None:
@@ -65,7 +68,7 @@ class Session:
         self._folder = trainer.folder.absolute()  # the training may change its directory
         self._state: Mapping[str, Any] | None = None  # of a checkpoint, until the layers are known
         self._interventions: tuple[Intervention, ...] = ()
-        self._sinks: list[Console | Curves] = []
+        self._sinks: list[Dashboard] = []
         self._facts: list[dict[str, Any]] = []  # of the layers
         self._armed_at: int | None = None  # step whose forward is captured
         self._pending: deque[Reading | Record] = deque()
@@ -177,10 +180,9 @@ class Session:
 
     def _close_sinks(self) -> None:
         """Close dashboards and history."""
-        for sink in (self.history, *self._sinks):
-            if sink is not None:
-                with self._showing(sink.name):
-                    sink.close()
+        for sink in self._sinks_of(worker=True) + self._sinks_of(worker=False):
+            with self._showing(sink.name):
+                sink.close()
 
     @contextmanager
     def _showing(self, name: str) -> Iterator[None]:
@@ -265,14 +267,14 @@ class Session:
                 break
             self._pending.popleft()
             notes = {"is_last": reading.step == final, "cost": self._cost.share()}
-            history = None if intervenes else self.history
-            self._judging.append(self._worker.submit(self._judge, reading, notes, history))
+            sinks = () if intervenes else self._sinks_of(worker=True)
+            self._judging.append(self._worker.submit(self._judge, reading, notes, sinks))
             if intervenes:  # the next one is judged after it
                 self._deliver(waits=True, intervenes=True)
         self._deliver(waits=waits, intervenes=intervenes)
 
-    def _judge(self, reading: Reading | Record, notes: Mapping[str, Any], history: History | None) -> Record:
-        """Make a record and judge it, and write it to the history if no interventions follow; in the worker."""
+    def _judge(self, reading: Reading | Record, notes: Mapping[str, Any], sinks: Sequence[Sink]) -> Record:
+        """Make a record and judge it, and write it to some sinks; in the worker."""
         try:
             record = replace(reading if isinstance(reading, Record) else reading.record(), **notes)
         except Exception as error:
@@ -281,10 +283,15 @@ class Session:
             with self._guard("judging head diversity"):
                 alerts = (*record.alerts, *self.alerts.judge(record))
                 record = replace(record, alerts=alerts, active=self.alerts.active)
-        if history is not None:
-            with self._guard(history.name):
-                history.write(record)
+        for sink in sinks:
+            with self._guard(sink.name):  # the training draws from Python's generator meanwhile
+                sink.write(record)
         return record
+
+    def _sinks_of(self, *, worker: bool) -> list[Sink]:
+        """Return the sinks that the worker may write to, or those of the training's own thread."""
+        sinks = self._sinks if self.history is None else [self.history, *self._sinks]
+        return [sink for sink in sinks if sink.is_thread_safe is worker]
 
     def _deliver(self, *, waits: bool, intervenes: bool) -> None:
         """Intervene, and write records that were judged to every dashboard; those that are done, or all."""
@@ -296,10 +303,9 @@ class Session:
                     record = self._intervene(record)
             finally:  # also if the user's function ends the run
                 self.latest = record
-                for sink in (self.history if intervenes else None, *self._sinks):
-                    if sink is not None:
-                        with self._showing(sink.name):
-                            sink.write(record)
+                for sink in (self._sinks_of(worker=True) if intervenes else []) + self._sinks_of(worker=False):
+                    with self._showing(sink.name):
+                        sink.write(record)
             self._last_delivered_step = record.step
 
     def _intervene(self, record: Record) -> Record:
@@ -393,13 +399,13 @@ class Session:
                 raise ValueError(f"this model has no layer `{name}` with the same heads")
         if self.alerts is not None and state["alerts"] is not None:
             self.alerts.load_state_dict(state["alerts"])
-        self.monitor.contract.load_state_dict(state["contract"])
         saved = list(state["interventions"])
         for intervention in self._interventions:
             pair = next((pair for pair in saved if pair[0] == intervention.name), None)
             if pair is not None:
                 saved.remove(pair)
                 intervention.load_state_dict(pair[1])
+        self.monitor.contract.load_state_dict(state["contract"])  # last: what fails before it starts anew
 
     def _closed_after_following_ranks(self) -> bool:
         """Go on with a history of this rank's own if ranks measure alone now; return whether the session is closed."""

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
 from hdi_callback import Record, load_history, watch_heads, write_report
 from hdi_callback.dashboards.console import Console
@@ -20,7 +22,7 @@ from tests.studies.benchmarks.gpt import Training
 
 def training(folder: Path, **options: object) -> Training:
     run = Training((2, 16, 2, 4), 1, "cpu", None)
-    run.heads = watch_heads(run.model, run.optimizer, log_dir=folder, tensorboard=False, **options)
+    run.heads = watch_heads(run.model, run.optimizer, log_dir=folder, **{"tensorboard": False, **options})
     return run
 
 
@@ -48,6 +50,27 @@ def test_the_training_does_not_wait_for_rules_and_history_and_the_state_does(tmp
         assert [record.step for record in load_history(path(tmp_path)).records] == [0, 2, 4]
     assert threading.main_thread() not in threads
     assert [record.step for record in load_history(path(tmp_path)).records] == [0, 2, 4, 5]
+
+
+def test_tensorboard_is_written_in_the_thread_with_its_pictures_and_the_end_of_the_run_waits_for_it(tmp_path):
+    writer, threads = SummaryWriter(str(tmp_path)), []
+    add_summary = writer._get_file_writer().add_summary
+
+    def add(*args, **kwargs):
+        threads.append(threading.current_thread())
+        return add_summary(*args, **kwargs)
+
+    writer._get_file_writer().add_summary = add
+    run = training(tmp_path, every_n_steps=2, tensorboard=writer)
+    with run.heads:
+        for _ in range(5):
+            run.step()
+    assert threads
+    assert threading.main_thread() not in threads
+    events = EventAccumulator(str(tmp_path), {"scalars": 0, "images": 0})
+    events.Reload()
+    assert [event.step for event in events.Scalars("hdi/mean")] == [0, 2, 4, 5]
+    assert events.Tags()["images"]
 
 
 def test_a_reading_is_in_the_file_soon_after_its_step_though_nothing_more_happens(tmp_path):
@@ -83,7 +106,7 @@ def test_the_thread_draws_no_random_number_and_puts_none_back(tmp_path):
 
     draws = []
     for is_watched in (False, True):
-        run = training(tmp_path / str(is_watched), every_n_steps=1)
+        run = training(tmp_path / str(is_watched), every_n_steps=1, tensorboard=True)
         random.seed(0)
         torch.manual_seed(0)
         if is_watched:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from hdi_callback import MisconfigurationError, MonitoringWarning, ReviveHeads, load_history
+from hdi_callback.monitor.contract import Contract
 from tests.integrations.runs import STEPS, TRAINERS, Training
 
 ODD: dict[str, Any] = {
@@ -48,6 +49,17 @@ def test_a_state_that_does_not_load_costs_one_warning_and_a_new_start(case: str,
     assert len(second.losses) == STEPS - 5
     assert second.history.records
     assert "hdi" in next(iter(second.history.records[0].layers.values())).values
+
+
+def test_where_an_intervention_does_not_load_nothing_of_the_state_is_used(tmp_path: Path, monkeypatch: Any) -> None:
+    first = Training(tmp_path / "one", {"interventions": [ReviveHeads()]}, steps=6, save_at=5).fit("loop")
+    first.saved["heads"]["interventions"] = [(name, {}) for name, _ in first.saved["heads"]["interventions"]]
+    loaded: list[str] = []
+    monkeypatch.setattr(Contract, "load_state_dict", lambda self, state: loaded.append(state))
+    with pytest.warns(MonitoringWarning, match="KeyError.*start anew"):
+        second = Training(tmp_path / "two", {"interventions": [ReviveHeads()]}, resume=first.saved).fit("loop")
+    assert not loaded  # a change since then would be told as one of this run
+    assert second.watcher.history_path == tmp_path / "two" / "hdi" / "history.jsonl"
 
 
 def test_a_state_without_anything_begins_anew(tmp_path: Path) -> None:
