@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -64,6 +65,27 @@ class Guard:
             warn(message)
 
 
+_LEFT = weakref.WeakSet[Any]()  # modes of ours that an interruption has left on the stack, while it was put aside
+
+
+def take_off(mode: Any) -> None:
+    """Exit a dispatch mode, wherever it is on the stack; if that is put aside, once the guard has put it back."""
+    modes = _dispatch_modes()
+    if mode not in modes:
+        _LEFT.add(mode)
+        return
+    _LEFT.discard(mode)
+    place = modes.index(mode)
+    for each in reversed(modes[place:]):
+        each.__exit__(None, None, None)
+    for each in modes[place + 1 :]:
+        each.__enter__()
+
+
+def _dispatch_modes() -> list[Any]:
+    return [torch._C._get_dispatch_stack_at(place) for place in range(torch._C._len_torch_dispatch_stack())]
+
+
 def guarded(work: str, *, passes: tuple[type[Exception], ...] = ()) -> Callable[[F], F]:
     """Return a decorator of methods that a trainer calls: of failures the `_guard` of its object warns.
 
@@ -79,7 +101,9 @@ def guarded(work: str, *, passes: tuple[type[Exception], ...] = ()) -> Callable[
             result = None
             with self._guard(work, passes=passes), without_modes():
                 result = method(self, *args, **kwargs)
-            return result  # noqa: RET504
+            for mode in filter(_LEFT.__contains__, _dispatch_modes()):
+                take_off(mode)
+            return result
 
         return cast("F", called)
 

@@ -35,9 +35,9 @@ from hdi_callback.attention.layer import Refusal, Survey
 from hdi_callback.attention.sharding import over_all_ranks
 from hdi_callback.attention.tape import Tape
 from hdi_callback.errors import HDIError
-from hdi_callback.guard import describe, warn, without_modes
+from hdi_callback.guard import describe, take_off, warn, without_modes
 
-__all__ = ["SEQUENCES", "FirstCalls", "take_off"]
+__all__ = ["SEQUENCES", "FirstCalls"]
 
 SEQUENCES = 8
 """Of a compiled call at most so many sequences of its batch run once more."""
@@ -294,6 +294,12 @@ class FirstCalls:
                 take_off(call.tape)
                 call.tape, call.is_given_up = None, True
 
+    def forget_calls(self) -> None:
+        """Stop looking at calls that an interruption has ended: torch calls no hook after it."""
+        self._stop_writing()
+        while self._here.calls:
+            self._here.calls.pop().handle.remove()
+
     def _before_armed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tape = None
         if module in self._with_compiled or any(map(is_compiled, modules_within(module))):
@@ -522,14 +528,3 @@ def _shows_nothing(module: nn.Module, inputs: Any) -> bool:
     with torch._C.DisableTorchFunction():  # modes of the user's see nothing of it
         is_empty = any(leaf.numel() == 0 for leaf in tree_leaves(inputs) if type(leaf) is Tensor)
         return is_empty or any(nn.parameter.is_lazy(parameter) for parameter in module.parameters())
-
-
-def take_off(mode: Any) -> None:
-    """Exit a dispatch mode, wherever it is on the stack."""
-    above = []
-    while (top := torch._C._get_dispatch_stack_at(torch._C._len_torch_dispatch_stack() - 1)) is not mode:
-        top.__exit__(None, None, None)
-        above.append(top)
-    mode.__exit__(None, None, None)
-    for above_mode in reversed(above):
-        above_mode.__enter__()

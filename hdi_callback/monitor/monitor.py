@@ -145,10 +145,9 @@ class HeadDiversityMonitor:
 
     def close(self) -> None:
         """Remove all hooks and forget what was captured; calling it again does nothing."""
+        self.disarm()
         if self._first_calls is not None:
             self._first_calls.remove()
-        if self._capture is not None:
-            self._capture.disarm()
         self._capture = self._first_calls = None
 
     # --- steps
@@ -177,6 +176,8 @@ class HeadDiversityMonitor:
         """Capture nothing, and forget what was captured; to be called before forwards that are not to be captured."""
         self._is_armed = False
         self._forget_first()
+        if self._first_calls is not None:
+            self._first_calls.forget_calls()
         if self._capture is not None:
             self._capture.disarm()
 

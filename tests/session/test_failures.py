@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hdi_callback import HeadDiversityMonitor, MonitoringWarning, NothingToWatchError, Record, Rule, watch_heads
 from hdi_callback.dashboards import Console
@@ -125,6 +126,23 @@ def test_interruptions_pass(error: type[BaseException], tmp_path: Path, monkeypa
         Training(tmp_path).fit("loop")
 
 
+@pytest.mark.parametrize("step", [0, 4, 8], ids=["first forward", "armed", "unarmed"])
+def test_an_interrupted_forward_leaves_no_mode_behind(step: int, kind: str, tmp_path: Path) -> None:
+    run = Training(tmp_path)
+    blocks, calls = run.model.blocks, []
+
+    def interrupted(*args: Any) -> None:
+        calls.append(torch._C._len_torch_dispatch_stack())
+        if len(calls) > step:
+            raise KeyboardInterrupt
+
+    blocks[-1].register_forward_pre_hook(interrupted)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        run.fit(kind)
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert step == 8 or calls[0] == 1  # the first forward runs under a mode
+
+
 def test_an_error_of_the_training_passes_and_removes_the_hooks(kind: str, tmp_path: Path) -> None:
     def stop(step: int, model: Any) -> None:
         if step == 6:
@@ -139,8 +157,6 @@ def test_an_error_of_the_training_passes_and_removes_the_hooks(kind: str, tmp_pa
 
 @pytest.mark.parametrize("trainer", list(TRAINERS))
 def test_a_model_without_attention_is_an_error_before_the_first_step(trainer: str, tmp_path: Path) -> None:
-    import torch
-
     if trainer not in ("loop", "lightning"):
         pytest.importorskip(trainer)
     run = Training(tmp_path)

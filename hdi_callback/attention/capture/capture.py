@@ -24,11 +24,11 @@ from hdi_callback.attention.capture.reader import CoreSample, Reader
 from hdi_callback.attention.compiled_calls import is_within_compiled_call
 from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.extra_forward import first_sequences, inner_model, is_extra, nothing_remains
-from hdi_callback.attention.first_calls import SEQUENCES, FirstCalls, take_off
+from hdi_callback.attention.first_calls import SEQUENCES, FirstCalls
 from hdi_callback.attention.hooks import Hook
 from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.attention.sharding import gathered_heads
-from hdi_callback.guard import describe, without_modes
+from hdi_callback.guard import describe, take_off, without_modes
 
 __all__ = ["Capture", "Captured"]
 
@@ -157,7 +157,7 @@ class Capture:
         self.is_armed = False
         self._uninstall()
         self._calls.wait(None)
-        self._reader.forget()
+        self._leave_all()
 
     def _install(self) -> None:
         """Install hooks on the modules that run in eager calls."""
@@ -232,12 +232,16 @@ class Capture:
 
     def _give_up(self, entry: nn.Module) -> None:
         """Remove mode and hooks from a call that was thought eager and is about to run compiled code."""
+        self._leave_all()
+        self._uninstall(within=entry)
+        self._fail_within(entry, _TURNED_UP)
+
+    def _leave_all(self) -> None:
+        """Leave the calls that the reader is in, also those that an interruption has ended."""
         if self._inside:
             self._inside = 0
             take_off(self._reader)
-            self._reader.forget()
-        self._uninstall(within=entry)
-        self._fail_within(entry, _TURNED_UP)
+        self._reader.forget()
 
     def _fail_within(self, entry: nn.Module, reason: str) -> None:
         within, sampled = set(entry.modules()), {name for name, _ in self._samples}
