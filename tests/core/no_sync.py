@@ -1,4 +1,4 @@
-"""A guard that refuses every operation that would make the host wait for the device."""
+"""What makes the host wait for the device is refused, and what goes from one device to another is counted."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 _REFUSED = (
     "_local_scalar_dense",
@@ -42,3 +43,18 @@ class NoSync(TorchDispatchMode):
         ):
             raise AssertionError("indexing with a mask makes the host wait for the device")
         return func(*args, **(kwargs or {}))
+
+
+class Crossings(TorchDispatchMode):
+    """List the operations that take more than one number from a device to another, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
+        if len({tensor.device.type for tensor in tensors if tensor.numel() > 1}) > 1:
+            self.names.append(func.overloadpacket.__name__)
+        return out

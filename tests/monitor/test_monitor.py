@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hdi_callback
 from hdi_callback.attention.capture.capture import Captured
 from hdi_callback.core import attention_rows
+from hdi_callback.core.movement import movement_sums
 from hdi_callback.errors import MisconfigurationError, MonitoringWarning, NothingToWatchError
 from hdi_callback.monitor import HeadDiversityMonitor, Reading
 from hdi_callback.monitor import monitor as monitors
@@ -24,6 +26,7 @@ from hdi_callback.monitor.parameter_source import ParameterReader
 from hdi_callback.monitor.ranks import Ranks
 from hdi_callback.monitor.reading import Absent
 from hdi_callback.monitor.weight_source import WeightReader
+from tests.core.no_sync import Crossings
 from tests.monitor.models import Model
 
 X = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0))
@@ -219,6 +222,17 @@ def test_weights_beyond_the_limit_are_not_kept(monkeypatch):
         layer = monitor.measure(1).record().layers["layers.0"]
     assert "head_movement_min" not in layer.values
     assert "GiB" in layer.absent[MOVEMENT]
+
+
+@pytest.mark.parametrize(("budget", "crossings"), [(2**28, []), (0, ["copy_", "_to_copy"])])
+def test_weights_of_the_last_reading_stay_on_the_device_up_to_a_budget(budget, crossings, monkeypatch):
+    monkeypatch.setattr(weights_of_monitor, "_LARGEST_ON_DEVICE", budget)
+    reader = WeightReader({MOVEMENT})
+    with FakeTensorMode(), Crossings() as made:  # a GPU that need not be there
+        weights = torch.empty(4, 3, 2, 8, 32, device="cuda")
+        reader._keep((("a", "b", "c"), ("key",)), weights)
+        movement_sums(weights, *reader._next.values())
+    assert made.names == crossings
 
 
 def test_a_metric_that_is_asked_for_is_all_that_is_measured():

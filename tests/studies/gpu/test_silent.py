@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hdi_callback import HeadDiversityMonitor, watch_heads
+from hdi_callback import HeadDiversityMonitor, find_attention, watch_heads
+from hdi_callback.monitor.metrics import WEIGHT_SOURCES
+from hdi_callback.monitor.reading import Absent
+from hdi_callback.monitor.weight_source import WeightReader
+from tests.core.no_sync import Crossings
 from tests.studies.gpu.training import DEVICE, Gpt, batch, note
 
 pytestmark = pytest.mark.gpu
@@ -47,6 +51,17 @@ def test_neither_arming_nor_measuring_waits(dtype, key_heads):
                 optimizer.zero_grad()
     values = readings[-1].record().layers["blocks.0.attention"].values
     assert {"hdi", "head_covariance", "attention_entropy", "head_movement_min"} <= values.keys()
+
+
+def test_weights_of_the_last_reading_stay_on_the_gpu():
+    model = Gpt().to(DEVICE)
+    layers = find_attention(model, lambda: model(batch(0)))
+    reader = WeightReader(WEIGHT_SOURCES)
+    for step in range(3):
+        with torch.no_grad(), Crossings() as made:
+            results = reader.measure(step, layers, Absent())
+        assert len(results) == len(WEIGHT_SOURCES)
+        assert not made.names
 
 
 def test_masks_of_padding_are_not_waited_for():
