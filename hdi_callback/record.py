@@ -126,6 +126,8 @@ class Record:
         epoch: epoch of the reading, if the trainer has epochs.
         time: seconds since the Unix epoch.
         loss: training loss of the step after the reading, if it is known.
+        written: parameters that something else than an optimizer's step wrote since the reading before, if that had
+            never been so.
         alerts: alerts that began, got worse or ended at this reading.
         actions: what interventions did.
         active: alerts that are active after this reading.
@@ -139,6 +141,7 @@ class Record:
     epoch: int | None = None
     time: float = 0.0
     loss: float | None = None
+    written: tuple[str, ...] = ()
     alerts: tuple[Alert, ...] = ()
     actions: tuple[Action, ...] = ()
     active: tuple[Alert, ...] = ()

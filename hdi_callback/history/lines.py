@@ -46,6 +46,7 @@ def record_from_line(line: Mapping[str, Any], active: tuple[Alert, ...]) -> Reco
     }
     own = {
         "layers": layers,
+        "written": tuple(line.get("written", ())),
         "alerts": tuple(map(Alert.from_dict, line["alerts"])),
         "actions": tuple(Action(**{**action, "layers": tuple(action["layers"])}) for action in line["actions"]),
         "active": tuple(map(Alert.from_dict, line["active"])) if "active" in line else active,

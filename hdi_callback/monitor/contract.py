@@ -27,6 +27,7 @@ from hdi_callback.checks.positions import turns_of
 from hdi_callback.checks.scores import KEPT
 from hdi_callback.guard import describe, warn
 from hdi_callback.monitor.ranks import number_of_ranks
+from hdi_callback.monitor.training_step import GRADIENTS, WRITES, StepFacts, tell
 from hdi_callback.record import Alert
 
 __all__ = ["EVERY", "MEANING", "NAME", "Contract", "without_gradient"]
@@ -42,6 +43,7 @@ MEANING = (
 )
 _ACTION = "find what changed it: code, a configuration, a callback, or batches of another kind"
 _ROUNDING = 0.02  # of rotary tables in bf16
+_OF_STEPS = {GRADIENTS, WRITES}
 
 Key = tuple[str, int, str]
 """A layer, which of its calls in one forward, and a term."""
@@ -82,20 +84,26 @@ class Contract:
             self._told |= set(alert.where) if alert.metric == "attention_ahead" else set()
 
     def compare(
-        self, step: int, read: Iterable[Facts | Tape], no_gradient: Mapping[str, Mapping[str, Tensor]]
-    ) -> tuple[Alert, ...]:
+        self, step: int, read: Sequence[Facts | Tape], no_gradient: Mapping[str, Mapping[str, Tensor]],
+        of_steps: Iterable[StepFacts] = (), *arrived: Tensor,
+    ) -> tuple[Alert, ...]:  # fmt: skip
         """Return alerts of what has changed since each layer was last read.
 
         Args:
             step: optimizer steps taken so far.
             read: facts of forwards, or calls of the model that were written down.
             no_gradient: what `without_gradient` gave.
+            of_steps: what optimizer steps have shown.
+            arrived: the tensors of all these, on the host.
         """
         changes: dict[tuple[str, str, int], Clauses] = {}  # of a layer, with time and first step
         try:
             with torch.device("cpu"):
                 listed = [[item] if isinstance(item, Facts) else facts_of(*claims_of(item)) for item in read]
                 terms = self._terms_of([each for facts in listed for each in facts], no_gradient)
+                numbers = iter(arrived)
+                for of_step in of_steps:
+                    terms |= of_step.terms(*(next(numbers) for _ in of_step.tensors))
                 for layer, when, since, clauses in self._changes(step, terms):
                     changes.setdefault((layer, when, since), {}).update(clauses)
         except Exception as error:
@@ -106,8 +114,10 @@ class Contract:
             heads = tuple(sorted({head for each in clauses.values() for head in each}))
             events.setdefault((when, since, tuple(clauses)), {})[layer] = heads if all(clauses.values()) else ()
         return tuple(
-            Alert(step, NAME, "notice" if when == _BY_SCHEDULE else "warning", where,
-                  f"attention in {joined_name(list(where))} {when}: {'; '.join(clauses)}", _ACTION, since=since)
+            Alert(step, NAME, "notice" if when == _BY_SCHEDULE else "warning",
+                  where if "" not in where else dict.fromkeys((layer for layer, *_ in self._terms if layer), ()),
+                  f"{'the training step' if '' in where else f'attention in {joined_name(list(where))}'} {when}: "
+                  f"{'; '.join(clauses)}", _ACTION, since=since)
             for (when, since, clauses), where in events.items()
         )  # fmt: skip
 
@@ -143,7 +153,10 @@ class Contract:
 
         A change is forgotten if the reading after it does not have its term; the next comparison looks for it again.
         """
-        self._pending = {key: change for key, change in self._pending.items() if key in terms}
+        kinds = {key[2] in _OF_STEPS for key in terms}  # which were looked at
+        self._pending = {
+            key: change for key, change in self._pending.items() if key in terms or (key[2] in _OF_STEPS) not in kinds
+        }
         for key, value in terms.items():
             before, at = self._terms.setdefault(key, (value, step))
             tell = _TERMS[key[2]][1]
@@ -311,6 +324,14 @@ def _tell_bias(before: Tensor, after: Tensor) -> Clauses:
     return {f"the bias of token {query} for token {key} is {now:.3g}, and {was:.3g} before": ()}
 
 
+def _tell_step(before: Mapping[str, str], after: Mapping[str, str]) -> Clauses:
+    clauses: Clauses = {}
+    for phrase, names in tell(before, after).items():
+        more = [f"{len(names) - 3} more"] if len(names) > 4 else []
+        clauses[phrase.format(_in_words([f"`{name}`" for name in names[: 3 if more else 4]] + more))] = ()
+    return clauses
+
+
 def _tell_gradients(before: Mapping[str, tuple[int, ...]], after: Mapping[str, tuple[int, ...]]) -> Clauses:
     clauses: Clauses = {}
     for name, heads in after.items():
@@ -319,6 +340,10 @@ def _tell_gradients(before: Mapping[str, tuple[int, ...]], after: Mapping[str, t
             text = f"{PLURAL.get(name, 'outputs')} of head {_listed(heads)} get" if is_role else f" {name} gets"
             clauses[f"{text} exactly no gradient"] = heads if is_role else ()
     return clauses
+
+
+def _in_words(names: Sequence[str]) -> str:
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
 
 def _listed(heads: Sequence[int]) -> str:
@@ -343,4 +368,6 @@ _TERMS: dict[str, tuple[Callable[[Facts], Any], Callable[[Any, Any], Clauses]]] 
     "bias": (lambda each: each.bias, _tell_bias),
     "block": (lambda each: each.block, _tell_value("the block is")),
     "gradients": (lambda each: None, _tell_gradients),
+    GRADIENTS: (lambda each: None, _tell_step),
+    WRITES: (lambda each: None, _tell_step),
 }

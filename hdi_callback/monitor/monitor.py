@@ -40,6 +40,7 @@ from hdi_callback.monitor.metrics import (
 from hdi_callback.monitor.parameter_source import ParameterReader
 from hdi_callback.monitor.ranks import Ranks, number_of_ranks
 from hdi_callback.monitor.reading import Absent, Reading
+from hdi_callback.monitor.training_step import StepFacts, TrainingStep
 from hdi_callback.monitor.weight_source import WeightReader
 from hdi_callback.record import Alert
 
@@ -116,6 +117,7 @@ class HeadDiversityMonitor:
         self._read: list[Any] = []  # of forwards, and not yet checked: warnings are off while a forward is read
         self._said: set[str] = set()  # of findings
         self.contract = Contract(self._is_chosen)
+        self.training_step = TrainingStep(self._model)
         self._facts: list[Facts] = []  # of first forwards, which the contract has not taken yet
         self._is_compared = False  # whether the reading that begins is compared with the contract
         self._left_out: set[str] = set()  # by `include` and `exclude`
@@ -149,6 +151,7 @@ class HeadDiversityMonitor:
         if self._first_calls is not None:
             self._first_calls.remove()
         self._capture = self._first_calls = None
+        self.training_step.close()
 
     # --- steps
 
@@ -246,15 +249,20 @@ class HeadDiversityMonitor:
             )
             with absent.unless([PARAMETERS], names):
                 results += self._parameters.measure(step, with_changes=PARAMETERS in self._sources)
-            return Reading(step, names, results, absent, epoch=epoch, alerts=self._compared(step))
+            of_steps = self.training_step.take()
+            further = [tensor for facts in of_steps for tensor in facts.tensors]
+            alerts = self._compared(step, of_steps)
+            return Reading(step, names, results, absent, epoch=epoch, alerts=alerts, further=further)
 
-    def _compared(self, step: int) -> Callable[[], tuple[Alert, ...]]:
+    def _compared(self, step: int, of_steps: Sequence[StepFacts]) -> Callable[..., tuple[Alert, ...]]:
         """Return what compares this reading with the contract of the run, on the host."""
         read: list[Facts | Tape] = [*self._facts]
         if self._is_compared and self._first_calls is not None:
             read += self._first_calls.tapes
         self._facts, self._is_compared = [], False
-        return partial(self.contract.compare, step, read, without_gradient(self.layers)) if read else tuple
+        if not read and not of_steps:
+            return tuple
+        return partial(self.contract.compare, step, read, without_gradient(self.layers) if read else {}, of_steps)
 
     def _take(self, absent: Absent) -> Mapping[str, Captured]:
         """Return the captured tensors of each layer; nothing if no forward was armed."""

@@ -73,7 +73,8 @@ class Reading:
         results: what was measured, still on the device.
         absent: layer -> source -> why it was not measured.
         epoch: epoch of the reading, if the trainer has epochs.
-        alerts: returns alerts that the reading brings itself.
+        alerts: returns alerts that the reading brings itself, of `further`.
+        further: what else is to arrive on the host.
     """
 
     def __init__(
@@ -83,7 +84,8 @@ class Reading:
         results: Iterable[Result],
         absent: Mapping[str, Mapping[str, str]],
         epoch: int | None = None,
-        alerts: Callable[[], tuple[Alert, ...]] = tuple,
+        alerts: Callable[..., tuple[Alert, ...]] = tuple,
+        further: Sequence[Tensor] = (),
     ) -> None:
         self.step, self.epoch, self.layers, self.time = step, epoch, tuple(layers), clock.time()
         self._absent = {layer: dict(reasons) for layer, reasons in absent.items()}
@@ -92,7 +94,9 @@ class Reading:
         self._hosts: dict[_Pack, Tensor] = {}
         self._events: list[torch.cuda.Event] = []
         self.loss: Tensor | float | None = None  # of the forward
+        self.written: tuple[str, ...] = ()  # see `Record`
         self._send()
+        self._further = self._copied(*further)
 
     def __repr__(self) -> str:
         return f"<Reading at step {self.step}: {len(self.layers)} layers; its numbers: record()>"
@@ -152,7 +156,10 @@ class Reading:
             for row, name in enumerate(result.layers):
                 _enter(layers[name], result.source, [(kind, entry, numbers[row]) for kind, entry, numbers in columns])
         loss = None if self.loss is None else float(self.loss)
-        return Record(self.step, layers, epoch=self.epoch, time=self.time, loss=loss, alerts=self._alerts())
+        alerts = self._alerts(*self._further)
+        return Record(
+            self.step, layers, epoch=self.epoch, time=self.time, loss=loss, written=self.written, alerts=alerts
+        )
 
     def _arrived(self, shape: torch.Size, pack: _Pack, start: int) -> Tensor:
         return self._hosts[pack][start : start + math.prod(shape)].view(shape)

@@ -11,15 +11,18 @@ from typing import Any, Literal
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import describe, warn
 from hdi_callback.record import LEVELS, Alert, Record
-from hdi_callback.rules.attention_rules import AHEAD, HIDDEN
+from hdi_callback.rules.attention_rules import AHEAD, HIDDEN, ChangeWithLoss
 from hdi_callback.rules.choice import RULES, check_rules, default_rules
 from hdi_callback.rules.events import Events, Key, Report, Sighting
 from hdi_callback.rules.initialisation import has_been_trained
 from hdi_callback.rules.limits import Thresholds, check_thresholds, limits_of
-from hdi_callback.rules.losses import Losses
+from hdi_callback.rules.losses import SMOOTHED, Losses
 from hdi_callback.rules.rule import Finding, Rule
 from hdi_callback.rules.series import Row, Series
 from hdi_callback.rules.words import heads_in_words
+
+
+_AFTER_WRITE = "find what writes there: a checkpoint that is loaded, a callback, or code around the step"
 
 
 class Alerts:
@@ -58,11 +61,12 @@ class Alerts:
         self._findings: dict[Key, tuple[Finding, int]] = {}  # those that last, and since which step
         self._events = Events()
         self._losses = Losses()
+        self._after_write: tuple[Alert, int] | None = None  # and at how many readings it lasted
 
     @property
     def active(self) -> tuple[Alert, ...]:
         """The alerts that are active, in the order in which they began."""
-        return self._events.active
+        return (*self._events.active, *((self._after_write[0],) if self._after_write else ()))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -75,6 +79,7 @@ class Alerts:
         What a rule has found lasts until it is judged again: a reading without its metric ends nothing.
         """
         report = Report(record.step)
+        after_write, written = self._losses.after_write(record)
         self._losses.note(record.loss)
         rows = {name: Row.from_record(record.step, layer, record.loss) for name, layer in record.layers.items()}
         pretrained = self._pretrained_layers({name: row for name, row in rows.items() if name not in self._series})
@@ -92,7 +97,24 @@ class Alerts:
                     except Exception as error:
                         self._switch_off(rule.name, report)
                         warn(f"The rule {rule.name!r} failed ({describe(error)}) and is off. Training goes on.")
-        return self._events.update(report)
+        return (*self._judge_write(record.step, [*rows], after_write, written), *self._events.update(report))
+
+    def _judge_write(self, step: int, layers: Sequence[str], text: str, written: Sequence[str]) -> tuple[Alert, ...]:
+        """Return the alert of a loss that rose after parameters were written; it ends with a good loss."""
+        where: dict[str, tuple[int, ...]] = {
+            layer: () for layer in layers if any(isinstance(rule, ChangeWithLoss) for rule in self._rules_of(layer))
+        }
+        if text and where:
+            within = {layer: () for layer in where if any(name.startswith(f"{layer}.") for name in written)}
+            self._after_write = Alert(step, ChangeWithLoss.name, "warning", within or where, text, _AFTER_WRITE), 0
+            return (self._after_write[0],)
+        if self._after_write is None:
+            return ()
+        alert, count = self._after_write
+        self._after_write = None if self._losses.is_good and count >= SMOOTHED else (alert, count + 1)
+        message = f"the loss is good again, after step {alert.step}"
+        over = replace(alert, step=step, message=message, action="", status="resolved")
+        return () if self._after_write else (over,)
 
     def expect_change(self, layer: str, heads: Sequence[int], step: int, by: str = "") -> None:
         """Note that an intervention has written the weights of heads, so that their change raises no alert."""
@@ -108,6 +130,7 @@ class Alerts:
             "findings": [[*key, asdict(finding), since] for key, (finding, since) in self._findings.items()],
             "events": self._events.state_dict(),
             "losses": self._losses.state_dict(),
+            "after_write": self._after_write and [self._after_write[0].to_dict(), self._after_write[1]],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -120,6 +143,8 @@ class Alerts:
         }
         self._events.load_state_dict(state["events"])
         self._losses.load_state_dict(state["losses"])
+        if state["after_write"]:
+            self._after_write = Alert.from_dict(state["after_write"][0]), state["after_write"][1]
 
     def _rules_of(self, layer: str) -> Sequence[Rule]:
         if layer not in self._rules:

@@ -103,6 +103,8 @@ class Session:
             if self.monitor.contract.is_comparing:
                 wait(self._judging)  # this reading confirms what the last one has seen
             self.monitor.arm()
+            step_of_training, contract = self.monitor.training_step, self.monitor.contract
+            step_of_training.arm(self._trainer.optimizers, self.monitor.layers, compares=contract.is_comparing)
         else:
             self.monitor.disarm()
 
@@ -138,6 +140,8 @@ class Session:
         last = self._pending[-1] if self._pending else None
         if isinstance(last, Reading) and last.loss is None and loss is not None:
             last.keep_loss(loss)
+        if isinstance(last, Reading) and self.monitor.training_step.written:
+            last.written, self.monitor.training_step.written = self.monitor.training_step.written, ()
         start = perf_counter()
         # All ranks intervene after the same step, so they wait for the numbers.
         self._judge_and_deliver(waits=bool(self._settings.interventions), before=self._trainer.step)
@@ -150,6 +154,7 @@ class Session:
         if self._armed_at is not None:
             self._armed_at = None
             self.monitor.disarm()
+            self.monitor.training_step.drop()
 
     def flush(self) -> None:
         """Deliver every reading that is complete, waiting for its numbers."""
@@ -320,6 +325,8 @@ class Session:
         for intervention in () if ranks.difference else self._interventions:
             with self._guard(f"the intervention {intervention.name}"):
                 actions += intervention.handle(record)
+        if actions:
+            self.monitor.training_step.accept()
         return replace(record, actions=tuple(actions))
 
     # The beginning.

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from hdi_callback import watch_heads
+from hdi_callback.history import load_history
+from hdi_callback.interventions import QKClip
+
+ONSET = 130
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 16)
+        self.body = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True), 2)
+        self.head = nn.Linear(16, 7)
+
+    def forward(self, tokens):
+        return self.head(self.body(self.embed(tokens)))
+
+
+def trained(tmp_path=None, before=None, after=None, steps=200, parts=1, every=5, optimizer=None, **settings):
+    """Return the model and the alerts of a training; faults act before and after each step from the onset on."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3) if optimizer is None else optimizer(model)
+    heads = None if tmp_path is None else watch_heads(model, optimizer, every, log_dir=tmp_path, **settings)
+    for step in range(steps):
+        for part in range(parts):
+            draw = torch.Generator().manual_seed(step * parts + part)
+            tokens = torch.randint(7, (16, 8), generator=draw)
+
+            def backward(tokens=tokens):
+                loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flip(1).flatten()) / parts
+                loss.backward()
+                return loss
+
+            with heads.step() if heads is not None else torch.enable_grad():
+                loss = backward()
+                if heads is not None:
+                    heads.loss = loss
+                if part + 1 < parts:
+                    continue
+                with torch.no_grad():
+                    if before is not None and step >= ONSET:
+                        before(model)
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if after is not None and step >= ONSET:
+                        after(model, step)
+    if heads is None:
+        return model, []
+    heads.finish()
+    return model, load_history(heads.history_path).alerts
+
+
+def texts(alerts):
+    return [alert.message for alert in alerts if alert.rule in {"contract change", "change with the loss"}]
+
+
+def _flip(model):
+    for value in model.body.layers[1].self_attn.parameters():
+        value.grad.neg_()
+
+
+def _enlarge(model):
+    for value in model.body.layers[1].self_attn.parameters():
+        value.grad.mul_(30)
+
+
+def _keep(model, step, kept={}):  # noqa: B006
+    model.head.weight.data.copy_(kept.setdefault(id(model), model.head.weight.clone()))
+
+
+def _roll(model, step):
+    if step == ONSET:
+        model.embed.weight.copy_(model.embed.weight.roll(1, 0))
+
+
+@pytest.mark.parametrize(
+    ("fault", "layer", "says"),
+    [
+        ({"before": _flip}, "body.layers.1.self_attn", "another gradient of `in_proj_weight`"),
+        ({"before": _enlarge}, "body.layers.1.self_attn", "a larger gradient of `in_proj_weight`"),
+        ({"after": _keep}, None, "something writes `head.weight` between the optimizer's steps"),
+        ({"after": _roll}, None, "something else than the optimizer had written `embed.weight` between steps 130 and"),
+    ],
+)
+def test_what_is_done_to_gradients_and_weights_around_the_step_is_told_with_the_parameters_and_since_when(
+    fault, layer, says, tmp_path
+):
+    _, alerts = trained(tmp_path, **fault)
+    (text,) = texts(alerts)
+    assert says in text
+    (alert,) = (alert for alert in alerts if alert.message == text)
+    assert alert.level == "warning"
+    assert ONSET <= alert.step <= ONSET + 40
+    both = {f"body.layers.{number}.self_attn" for number in (0, 1)}
+    assert {*alert.where} == ({layer} if layer else both)
+
+
+def test_gradients_that_are_no_longer_cleared_add_up_and_are_told_as_that(tmp_path):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    with watch_heads(model, optimizer, 5, log_dir=tmp_path) as heads:
+        for step in range(200):
+            with heads.step():
+                tokens = torch.randint(7, (16, 8))
+                nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flip(1).flatten()).backward()
+                optimizer.step()
+                for name, value in model.named_parameters():
+                    if step < ONSET or "layers.0.self_attn" not in name:
+                        value.grad = None
+    (text,) = texts(load_history(heads.history_path).alerts)
+    assert "attention in body.layers.0.self_attn" in text
+    assert "gradients of `in_proj_weight`" in text
+    assert "are not cleared: they add up" in text
+
+
+def _clip_values(model):
+    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+
+
+def _swap_and_restore(model, step, mean={}):  # noqa: B006
+    mean = mean.setdefault(id(model), copy.deepcopy(model.state_dict()))
+    if step % 5 == 0:  # an evaluation of averaged weights
+        own = copy.deepcopy(model.state_dict())
+        model.load_state_dict(mean)
+        model.load_state_dict(own)
+
+
+def _lbfgs(model):
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        {},
+        {"parts": 3},
+        {"every": 1, "steps": 60},
+        {"before": _clip_values},
+        {"after": _swap_and_restore},
+        {"optimizer": _lbfgs},
+        {"optimizer": lambda model: torch.optim.AdamW(model.parameters(), 3e-3, fused=True)},
+        {"interventions": [QKClip(limit=0.5)]},
+    ],
+    ids=["plain", "accumulation", "each step", "clipped values", "averages evaluated", "SGD", "fused", "QKClip"],
+)
+def test_accumulation_clipping_weights_that_are_put_back_and_our_own_writes_are_no_change(training, tmp_path):
+    assert texts(trained(tmp_path, **training)[1]) == []
+
+
+def test_training_is_the_same_to_the_bit_while_steps_are_looked_at(tmp_path):
+    watched, _ = trained(tmp_path, steps=60, parts=2)
+    alone, _ = trained(steps=60, parts=2)
+    for first, second in zip(watched.parameters(), alone.parameters()):
+        assert torch.equal(first, second)
+        assert not first._backward_hooks
