@@ -96,4 +96,4 @@ class Watcher:
 
     def close(self) -> None:
         """Deliver what was measured and remove all hooks, after a training that an exception ended."""
-        self._tell(Session.close)
+        self._tell(Session.close, lambda session: session.monitor.training_step.remove())

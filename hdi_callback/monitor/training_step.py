@@ -122,11 +122,16 @@ class TrainingStep:
             steps.is_armed, steps.begun = False, {}
 
     def close(self) -> None:
-        """Remove all hooks."""
+        """Look at no step any more; also within one, where no hook of an optimizer can be removed."""
         self.drop()
+        self._steps = {}
+
+    def remove(self) -> None:
+        """Remove all hooks, between steps."""
+        self.close()
         for handle in self._handles:
             handle.remove()
-        self._handles, self._steps = [], {}
+        self._handles = []
 
     def accept(self) -> None:
         """Take what an intervention has just written for what a step left."""
@@ -139,12 +144,14 @@ class TrainingStep:
         return ready
 
     def _before_step(self, optimizer: Optimizer, *args: Any) -> None:
-        steps = self._steps[id(optimizer)]
-        if steps.facts is not None or steps.is_armed:
+        steps = self._steps.get(id(optimizer))
+        if steps is not None and (steps.facts is not None or steps.is_armed):
             self._begin(steps)
 
     def _after_step(self, optimizer: Optimizer, *args: Any) -> None:
-        steps = self._steps[id(optimizer)]
+        steps = self._steps.get(id(optimizer))
+        if steps is None:
+            return
         self._is_fresh = steps.has_run = True
         if steps.is_armed and steps.begun:
             self._look(steps)

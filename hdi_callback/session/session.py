@@ -170,6 +170,7 @@ class Session:
             self._measure(step)
         self._judge_and_deliver(waits=True, final=step)
         self.close()
+        self.monitor.training_step.remove()
 
     def close(self) -> None:
         """Deliver what was measured, without waiting for other ranks, and remove all hooks; again it does nothing."""
