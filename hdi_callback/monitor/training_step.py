@@ -189,10 +189,11 @@ class TrainingStep:
         steps.ended, steps.most, steps.count, steps.is_armed, steps.begun = now, most, 0, False, {}
         if not self._compares:
             return
-        pairs = [
-            (parameter, *self._raw[id(parameter)], _sample(parameter.grad)) for parameter in parameters
-            if id(parameter) in self._raw and parameter.grad is not None and parameter.grad.layout is torch.strided
-        ]  # fmt: skip
+        pairs = []
+        for parameter in parameters:
+            gradient = parameter.grad
+            if id(parameter) in self._raw and gradient is not None and gradient.layout is torch.strided:
+                pairs.append((parameter, *self._raw[id(parameter)], _sample(gradient)))
         if not any(each.is_armed for each in self._steps.values()):
             self.drop()
         able = [parameter for parameter in parameters if not is_sharded(parameter) and parameter.is_floating_point()]
@@ -231,9 +232,9 @@ class TrainingStep:
         if of_gradients:
             raw, was_there, used = of_gradients
             states = _compared(raw.split(sizes), used.split(sizes))
-            for place, was_added_to, state in zip(trained, was_there.tolist(), states):
-                if place is not None and state is not None:
-                    terms.setdefault((place[0], 0, GRADIENTS), {})[place[1]] = ADDED if was_added_to else state
+            for place, was_added_to, became in zip(trained, was_there.tolist(), states):
+                if place is not None and became is not None:
+                    terms.setdefault((place[0], 0, GRADIENTS), {})[place[1]] = ADDED if was_added_to else became
         for term in [term for term in terms if term[2] == GRADIENTS]:
             self._last[term] = terms[term] = {**self._last.get(term, {}), **terms[term]}
         return terms
@@ -254,7 +255,9 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 def _names(model: nn.Module, layers: Sequence[AttentionLayer]) -> dict[int, Place]:
     """Return number of a parameter -> its place."""
-    names: dict[int, Place] = {id(parameter): ("", name_without_wrappers(name)) for name, parameter in model.named_parameters()}
+    names: dict[int, Place] = {
+        id(parameter): ("", name_without_wrappers(name)) for name, parameter in model.named_parameters()
+    }
     for layer in layers:
         names |= {id(parameter): (layer.name, name) for name, parameter in layer.module.named_parameters()}
     return names

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import describe, warn
-from hdi_callback.record import LEVELS, Alert, Record
+from hdi_callback.record import LEVELS, Alert, Level, Record
 from hdi_callback.rules.attention_rules import AHEAD, HIDDEN, ChangeWithLoss
 from hdi_callback.rules.choice import RULES, check_rules, default_rules
 from hdi_callback.rules.events import Events, Key, Report, Sighting
@@ -21,8 +21,8 @@ from hdi_callback.rules.rule import Finding, Rule
 from hdi_callback.rules.series import Row, Series
 from hdi_callback.rules.words import heads_in_words
 
-
 _AFTER_WRITE = "find what writes there: a checkpoint that is loaded, a callback, or code around the step"
+_RISE = "look at the data, the labels, the embedding, the learning rate and the code before and after attention"
 
 
 class Alerts:
@@ -61,12 +61,12 @@ class Alerts:
         self._findings: dict[Key, tuple[Finding, int]] = {}  # those that last, and since which step
         self._events = Events()
         self._losses = Losses()
-        self._after_write: tuple[Alert, int] | None = None  # and at how many readings it lasted
+        self._rise: tuple[Alert, int] | None = None  # of the loss, and at how many readings it lasted
 
     @property
     def active(self) -> tuple[Alert, ...]:
         """The alerts that are active, in the order in which they began."""
-        return (*self._events.active, *((self._after_write[0],) if self._after_write else ()))
+        return (*self._events.active, *((self._rise[0],) if self._rise else ()))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -79,7 +79,7 @@ class Alerts:
         What a rule has found lasts until it is judged again: a reading without its metric ends nothing.
         """
         report = Report(record.step)
-        after_write, written = self._losses.after_write(record)
+        rise = self._losses.judge(record)
         self._losses.note(record.loss)
         rows = {name: Row.from_record(record.step, layer, record.loss) for name, layer in record.layers.items()}
         pretrained = self._pretrained_layers({name: row for name, row in rows.items() if name not in self._series})
@@ -97,24 +97,29 @@ class Alerts:
                     except Exception as error:
                         self._switch_off(rule.name, report)
                         warn(f"The rule {rule.name!r} failed ({describe(error)}) and is off. Training goes on.")
-        return (*self._judge_write(record.step, [*rows], after_write, written), *self._events.update(report))
+        return (*self._judge_loss(record, rise), *self._events.update(report))
 
-    def _judge_write(self, step: int, layers: Sequence[str], text: str, written: Sequence[str]) -> tuple[Alert, ...]:
-        """Return the alert of a loss that rose after parameters were written; it ends with a good loss."""
+    def _judge_loss(self, record: Record, rise: tuple[Level, str, tuple[str, ...]] | None) -> tuple[Alert, ...]:
+        """Return the alert of a write, or of a loss that rose and is not good again yet; it is of no layer alone."""
+        name, (level, text, written) = ChangeWithLoss.name, rise or ("notice", "", ())
         where: dict[str, tuple[int, ...]] = {
-            layer: () for layer in layers if any(isinstance(rule, ChangeWithLoss) for rule in self._rules_of(layer))
+            layer: () for layer in record.layers if any(rule.name == name for rule in self._rules_of(layer))
         }
-        if text and where:
-            within = {layer: () for layer in where if any(name.startswith(f"{layer}.") for name in written)}
-            self._after_write = Alert(step, ChangeWithLoss.name, "warning", within or where, text, _AFTER_WRITE), 0
-            return (self._after_write[0],)
-        if self._after_write is None:
+        is_explained = any(rule == name for _, rule in self._findings) or any(
+            series.was_written for series in self._series.values()
+        )
+        is_told = not written and (self._rise is not None or is_explained)
+        if text and where and not is_told:
+            within = {layer: where[layer] for layer in where if any(each.startswith(f"{layer}.") for each in written)}
+            alert = Alert(record.step, name, level, within or where, text, _AFTER_WRITE if written else _RISE)
+            self._rise = self._rise if written and level == "notice" else (alert, 0)
+            return (alert,)
+        if self._rise is None:
             return ()
-        alert, count = self._after_write
-        self._after_write = None if self._losses.is_good and count >= SMOOTHED else (alert, count + 1)
+        alert, count = self._rise
+        self._rise = None if self._losses.is_good and count >= SMOOTHED else (alert, count + 1)
         message = f"the loss is good again, after step {alert.step}"
-        over = replace(alert, step=step, message=message, action="", status="resolved")
-        return () if self._after_write else (over,)
+        return () if self._rise else (replace(alert, step=record.step, message=message, action="", status="resolved"),)
 
     def expect_change(self, layer: str, heads: Sequence[int], step: int, by: str = "") -> None:
         """Note that an intervention has written the weights of heads, so that their change raises no alert."""
@@ -130,7 +135,7 @@ class Alerts:
             "findings": [[*key, asdict(finding), since] for key, (finding, since) in self._findings.items()],
             "events": self._events.state_dict(),
             "losses": self._losses.state_dict(),
-            "after_write": self._after_write and [self._after_write[0].to_dict(), self._after_write[1]],
+            "rise": self._rise and [self._rise[0].to_dict(), self._rise[1]],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -143,8 +148,8 @@ class Alerts:
         }
         self._events.load_state_dict(state["events"])
         self._losses.load_state_dict(state["losses"])
-        if state["after_write"]:
-            self._after_write = Alert.from_dict(state["after_write"][0]), state["after_write"][1]
+        if state["rise"]:
+            self._rise = Alert.from_dict(state["rise"][0]), state["rise"][1]
 
     def _rules_of(self, layer: str) -> Sequence[Rule]:
         if layer not in self._rules:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from hdi_callback.record import Record
+from hdi_callback.record import Level, Record
+from hdi_callback.rules.series import APART
 from hdi_callback.rules.words import listed
 
 SMOOTHED = 5
 """Readings over which the median of the loss is taken, and within which it may follow a write."""
 
-FEWEST, FARTHER = 8, 2.0
-"""Readings from which it is known how far the loss usually changes, and how many times as far it then goes."""
+FEWEST, FARTHER, CLEAR = 8, 2.0, 5.0
+"""Readings from which it is known how far the loss usually changes; how many times as far a rise after a write is, and
+one without."""
 
 
 class Losses:
@@ -29,29 +32,37 @@ class Losses:
         # What wrote: steps of the readings around it, the parameters, the loss before, how high it is to be, readings.
         self._write: tuple[int, int, tuple[str, ...], float, float, int] | None = None
 
-    def after_write(self, record: Record) -> tuple[str, tuple[str, ...]]:
-        """Return in words how the loss rose, at two readings, after something else than a step wrote parameters."""
+    def judge(self, record: Record) -> tuple[Level, str, tuple[str, ...]] | None:
+        """Return what is to be said of a reading that is not noted yet: level, sentence, parameters that were written.
+
+        Of a write a notice, and a warning where the loss rises after it, at two readings; a notice of a rise without.
+        """
         losses, loss = [*self._latest], record.loss
         before, self._step = self._step, record.step
-        if record.written and len(losses) >= FEWEST:
-            usual = statistics.median(abs(second - first) for first, second in pairwise(losses))
-            was = statistics.median(losses[-3:])
-            self._write = before, record.step, record.written, was, was + FARTHER * usual, 0
-            return "", ()
-        if self._write is None or loss is None or not losses:
-            return "", ()
+        usual = statistics.median(abs(second - first) for first, second in pairwise(losses)) if losses[1:] else 0.0
+        if record.written:
+            was = statistics.median(losses[-3:] or [0.0])
+            is_known = len(losses) >= FEWEST
+            self._write = (before, record.step, record.written, was, was + FARTHER * usual, 0) if is_known else None
+            written = f"wrote {_quoted(record.written)} between steps {before} and {record.step}"
+            return "notice", f"something else than the optimizer {written}", record.written
+        if loss is None or len(losses) <= FEWEST:
+            return None
+        if self._write is None:
+            if record.step - before < APART:
+                return None
+            was = statistics.median(losses[-4:-1])
+            is_clear = min(losses[-1], loss) > max(*losses[-6:-1], was + CLEAR * usual)
+            text = f"the loss rose from {was:.3g} to {loss:.3g} up to step {record.step}, and no layer changed with it"
+            return ("notice", text, ()) if is_clear else None
         begin, end, names, was, limit, count = self._write
         self._write = (*self._write[:-1], count + 1) if count < SMOOTHED else None
         if min(losses[-1], loss) <= limit:
-            return "", ()
+            return None
         self._write = None
-        more = [f"{len(names) - 3} more"] if len(names) > 4 else []
-        written = listed([f"`{name}`" for name in names[: 3 if more else 4]] + more)
-        text = (
-            f"the loss rose from {was:.3g} to {loss:.3g} once something else than the optimizer had written {written} "
-            f"between steps {begin} and {end}"
-        )
-        return text, names
+        written = f"had written {_quoted(names)} between steps {begin} and {end}"
+        text = f"the loss rose from {was:.3g} to {loss:.3g} once something else than the optimizer {written}"
+        return "warning", text, names
 
     def note(self, loss: float | None) -> None:
         """Take the loss of a reading."""
@@ -71,10 +82,22 @@ class Losses:
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a resumed run, as plain data."""
         best = None if math.isinf(self._best[0]) else [*self._best]
-        return {"latest": [*self._latest], "best": best, "is_good": self.is_good, "step": self._step}
+        return {
+            "latest": [*self._latest],
+            "best": best,
+            "is_good": self.is_good,
+            "step": self._step,
+            "write": self._write,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict`."""
         self._latest.extend(state["latest"])
         self._best, self.is_good = tuple(state["best"] or (math.inf, math.inf)), state["is_good"]
-        self._step = state["step"]
+        self._step, write = state["step"], state["write"]
+        self._write = (*write[:2], tuple(write[2]), *write[3:]) if write else None
+
+
+def _quoted(names: Sequence[str]) -> str:
+    more = [f"{len(names) - 3} more"] if len(names) > 4 else []
+    return listed([f"`{name}`" for name in names[: 3 if more else 4]] + more)

@@ -61,7 +61,8 @@ def trained(tmp_path=None, before=None, after=None, steps=200, parts=1, every=5,
 
 
 def texts(alerts):
-    return [alert.message for alert in alerts if alert.rule in {"contract change", "change with the loss"}]
+    rules = {"contract change", "change with the loss"}
+    return [alert.message for alert in alerts if alert.rule in rules and alert.level != "notice"]
 
 
 def _flip(model):

@@ -321,3 +321,16 @@ def test_the_time_that_rules_take_is_small():
     run([dict.fromkeys(names, full)] * 5, alerts, begin=10_000)
     assert (time.process_time() - began) / 5 < 0.2
     assert len(list(itertools.chain.from_iterable(run([dict.fromkeys(names, full)], alerts, begin=20_000)))) == 0
+
+
+def test_a_write_is_a_notice_and_a_warning_once_the_loss_rises_after_it_until_it_is_good_again():
+    alerts = Alerts(layers=[facts()])
+    losses = [1.0, 1.02] * 6 + [1.5] * 6 + [0.9] * 8
+    told = []
+    for place, loss in enumerate(losses):
+        written = ("embed.weight",) if place == 12 else ()
+        record = Record(10 * place, {LAYER: LayerRecord({"hdi": 0.9})}, loss=loss, written=written)
+        told += [(place, alert.level, alert.status) for alert in alerts.judge(record)]
+        alerts, before = Alerts(layers=[facts()]), alerts
+        alerts.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert told == [(12, "notice", "new"), (13, "warning", "new"), (22, "warning", "resolved")]
