@@ -167,8 +167,9 @@ class TrainingStep:
             if id(parameter) in self._raw:
                 self._raw[id(parameter)][0] += sample
             else:
-                is_there = there is not None and there.layout is torch.strided
-                was_there = _sample(there).any() if is_there else sample.new_zeros((), dtype=torch.bool)
+                was_there = sample.new_zeros((), dtype=torch.bool)
+                if there is not None and there.layout is torch.strided:
+                    was_there = _sample(there).any()
                 self._raw[id(parameter)] = [sample, was_there]
 
     @guarded("watching the training step")

@@ -333,4 +333,4 @@ def test_a_write_is_a_notice_and_a_warning_once_the_loss_rises_after_it_until_it
         told += [(place, alert.level, alert.status) for alert in alerts.judge(record)]
         alerts, before = Alerts(layers=[facts()]), alerts
         alerts.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    assert told == [(12, "notice", "new"), (13, "warning", "new"), (22, "warning", "resolved")]
+    assert told == [(12, "notice", "new"), (13, "warning", "new"), (20, "warning", "resolved")]
