@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-
-import torch
 
 from hdi_callback.attention.discovery.heads import IN
 from hdi_callback.attention.discovery.labels import NORMED
-from hdi_callback.checks.facts import PLURAL, Facts, HeadRows, shown_rows
+from hdi_callback.checks.facts import PLURAL, Facts, HeadRows, ranges, shown_rows
 
 _LABEL = 24
 UNKNOWN = "not known"
@@ -32,6 +30,7 @@ class Card:
             ``"why"`` heads are not known.
 
     Example:
+        >>> import torch
         >>> from hdi_callback import check
         >>> model = torch.nn.MultiheadAttention(32, num_heads=4, batch_first=True)
         >>> x = torch.randn(2, 6, 32)
@@ -129,19 +128,22 @@ def _masks(facts: Facts) -> list[str]:
     return words or (["some keys masked"] if bool(facts.hidden.any()) else [])
 
 
-def joined_name(paths: Sequence[str]) -> str:
-    """Return one name for equal layers, with ranges in the place of numbers.
+def joined_name(paths: Iterable[str]) -> str:
+    """Return the names of layers in few words, with ranges for numbers that run on.
 
     Example:
-        >>> joined_name(["blocks.0.attn", "blocks.1.attn", "blocks.2.attn"])
-        'blocks.0-2.attn'
+        >>> joined_name([f"blocks.{i}.attn" for i in (0, 1, 2, 5)]), joined_name(["encoder.attn", "decoder.attn"])
+        ('blocks.0-2,5.attn', 'encoder.attn, decoder.attn')
     """
     groups: dict[tuple[str, ...], list[list[int]]] = {}
     for path in dict.fromkeys(paths):
-        parts = re.split(r"(?<![^.])(\d+)(?![^.])", path)  # at numbers between dots
+        parts = re.split(r"(\d+)", path)
         groups.setdefault(tuple(parts[::2]), []).append(list(map(int, parts[1::2])))
     names = []
     for texts, numbers in groups.items():
-        ranges = [shown_rows(torch.tensor(column)).replace(" ", "") for column in zip(*numbers)]
-        names.append("".join(text + number for text, number in zip(texts, [*ranges, ""])) or "the model")
+        columns = [set(column) for column in zip(*numbers)]
+        is_grid = math.prod(map(len, columns)) == len(numbers)  # each number with each of the other places
+        shown = [",".join(ranges(column)) for column in columns] if is_grid else map(str, numbers[0])
+        name = "".join(text + number for text, number in zip(texts, [*shown, ""])) or "the model"
+        names.append(name if is_grid else f"{name} and {len(numbers) - 1} more")
     return ", ".join(names)

@@ -6,7 +6,7 @@ A fact that cannot be established is `None`, or missing. Nothing here judges.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -39,7 +39,7 @@ from hdi_callback.checks.scores import (
     scale_of,
 )
 
-__all__ = ["PLURAL", "Facts", "HeadRows", "facts_of", "shown_rows"]
+__all__ = ["PLURAL", "Facts", "HeadRows", "facts_of", "ranges", "shown_rows"]
 
 PLURAL = {"query": "queries", "key": "keys", "value": "values"}
 
@@ -310,12 +310,16 @@ def _last_name(parameter: str) -> str:
     return parameter.removesuffix(".weight").rpartition(".")[2]
 
 
+def ranges(numbers: Iterable[int]) -> list[str]:
+    """Return whole numbers as ranges: ``["0-2", "5"]``."""
+    different = set(numbers)
+    starts, ends = (sorted(number for number in different if number + step not in different) for step in (-1, 1))
+    return [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends)]
+
+
 def shown_rows(rows: Tensor) -> str:
-    """Return numbers of rows as ranges: ``0-767``."""
-    numbers = set(small(rows).flatten().tolist())
-    starts = sorted(number for number in numbers if number - 1 not in numbers)
-    ends = sorted(number for number in numbers if number + 1 not in numbers)
-    parts = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends)]
+    """Return numbers of rows as a few ranges: ``0-767``."""
+    parts = ranges(small(rows).flatten().tolist())
     return ", ".join(parts) if len(parts) < 4 else f"{parts[0]}, {parts[1]}, ... {parts[-1]}"
 
 

@@ -10,18 +10,13 @@ from torch import Tensor
 
 
 class HeadMovement(NamedTuple):
-    r"""Change of the heads' weights between two readings.
+    """Change of the heads' weights between two readings, ``(..., H)``."""
 
-    Attributes:
-        movement: ``(..., H)``, :math:`\lVert W - W' \rVert / \lVert W' \rVert` over all weights of a head. 0 means
-            frozen, updates that round away, or zeros that stay so; NaN where zeros have changed.
-        unchanged: ``(..., H)``, share of these weights that are exactly what they were, to the last bit.
-        by_role: role -> ``(..., H)``, the movement of its weights.
-    """
-
+    # Norm of the change of all weights of a head, as a share of their norm before. 0 means frozen, updates that round
+    # away, or zeros that stay so; NaN where zeros have changed.
     movement: Tensor
-    unchanged: Tensor
-    by_role: Mapping[str, Tensor]
+    unchanged: Tensor  # share of these weights that are exactly what they were, to the last bit
+    by_role: Mapping[str, Tensor]  # role -> the movement of its weights
 
 
 class MovementSums(NamedTuple):

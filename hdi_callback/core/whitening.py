@@ -25,22 +25,14 @@ matrix in float32 gives overlaps to 1e-7."""
 
 
 class WhitenedHeads(NamedTuple):
-    """The heads of some layers, each as a small matrix times orthonormal rows.
+    """The heads of some layers, each as a small matrix times orthonormal rows."""
 
-    Attributes:
-        rows: ``(..., H, d_k, d)``; ``rows.mT @ rows`` is the projector on the head's row space. Zeros for a dead head.
-        mixing: ``(..., H, d_k, d_k)``; ``mixing @ rows`` is the head, scaled to norm 1; in float64 where conditioning
-            asks for it.
-        norm: ``(..., H)``, norms of the heads, in float64; NaN in a layer that is not finite.
-        dead: ``(..., H)``, True where a norm is below the rank tolerance times the layer's largest.
-        flatness: ``(..., H)``, spectral flatness: geometric over arithmetic mean of the squared singular values.
-    """
-
-    rows: Tensor
+    rows: Tensor  # ``(..., H, d_k, d)``; ``rows.mT @ rows`` projects on the head's row space; zeros for a dead head
+    # ``(..., H, d_k, d_k)``; ``mixing @ rows`` is the head, scaled to norm 1; in float64 where conditioning asks for it
     mixing: Tensor
-    norm: Tensor
-    dead: Tensor
-    flatness: Tensor
+    norm: Tensor  # ``(..., H)``, norms of the heads, in float64; NaN in a layer that is not finite
+    dead: Tensor  # ``(..., H)``, True where a norm is below the rank tolerance times the layer's largest
+    flatness: Tensor  # ``(..., H)``, geometric over arithmetic mean of the squared singular values
 
 
 def whiten_heads(weight: Tensor, rank_tol: float) -> WhitenedHeads:

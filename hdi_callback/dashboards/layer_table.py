@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from hdi_callback.checks import joined_name, ranges
 from hdi_callback.record import Alert, Record
 from hdi_callback.rules.words import listed
 
@@ -45,7 +46,7 @@ def _row(group: Sequence[Mapping[str, Any]], record: Record | None, rules: Seque
     heads, key_heads = facts.get("num_heads", "?"), facts.get("num_key_heads")
     head_dim, value_dim = facts.get("head_dim", "?"), facts.get("value_dim")
     row = {
-        "layer": name_layers(names),
+        "layer": joined_name(names),
         "heads": f"{heads}" if key_heads in (None, heads) else f"{heads} ({key_heads} key)",
         "width": f"{head_dim}" if value_dim in (None, head_dim) else f"{head_dim} ({value_dim} value)",
         "layout": str(facts.get("kind", "")),
@@ -84,7 +85,7 @@ def layers_text(
     for name, reason in (refused or {}).items():
         reasons.setdefault(reason, []).append(name)
     for reason, names in reasons.items():
-        text = f"not watched: {name_layers(names)}: {reason}"
+        text = f"not watched: {joined_name(names)}: {reason}"
         lines += textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     return "\n".join(lines)
 
@@ -110,33 +111,6 @@ def table_lines(
     return [line.rstrip() for line in captured.get().splitlines()]
 
 
-def name_layers(names: Sequence[str]) -> str:
-    """Return the names of layers in few words, with ranges for numbers that run on.
-
-    Example:
-        >>> name_layers([f"blocks.{i}.attn" for i in (0, 1, 2, 5)])
-        'blocks.0-2,5.attn'
-        >>> name_layers(["encoder.attn", "decoder.attn"])
-        'encoder.attn, decoder.attn'
-    """
-    by_template: dict[tuple[str, ...], list[list[str]]] = {}
-    for name in names:
-        parts = re.split(r"(\d+)", name)
-        by_template.setdefault(tuple(parts[::2]), []).append(parts)
-    phrases = []
-    for parts_of in by_template.values():
-        first = parts_of[0]
-        varying = [place for place in range(len(first)) if len({parts[place] for parts in parts_of}) > 1]
-        if len(varying) == 1:
-            place = varying[0]
-            numbers = _ranges(sorted(int(parts[place]) for parts in parts_of))
-            phrases.append("".join([*first[:place], numbers, *first[place + 1 :]]))
-        else:
-            phrases.append("".join(first) + (f" and {len(parts_of) - 1} more" if len(parts_of) > 1 else ""))
-    most = 3
-    return ", ".join(phrases[:most]) + (f" and {len(phrases) - most} more" if len(phrases) > most else "")
-
-
 def number_in(layer: str, names: Sequence[str]) -> str:
     """Return the number that tells a layer from others; its name if they differ in more than one number."""
     if len({re.sub(r"\d+", "#", name) for name in names}) > 1:
@@ -156,7 +130,7 @@ def name_heads(heads: Sequence[int], total: int | None = None, unit: str = "head
     if len(heads) == total and len(heads) > 2:
         return f"all {total} {unit}"
     if len(heads) > _MOST_HEADS:
-        return f"{len(heads)} {unit}: {_ranges(sorted(heads))}"
+        return f"{len(heads)} {unit}: {','.join(ranges(heads))}"
     return f"{unit if len(heads) > 1 else unit.removesuffix('s')} {listed(heads)}" if heads else ""
 
 
@@ -174,14 +148,3 @@ def closest_pair(record: Record, layer: str) -> tuple[int, ...]:
 def _range(values: Iterable[float]) -> str:
     texts = sorted({f"{value:.2f}" for value in values}, key=float)
     return "-" if not texts else texts[0] if len(texts) == 1 else f"{texts[0]}-{texts[-1]}"
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Whole numbers in order, with ranges in place of runs: 0-2,5."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hdi_callback.dashboards.layer_table import name_layers
+from hdi_callback.checks import joined_name
 from hdi_callback.dashboards.names import ALERTS, all_tags, curves
 from hdi_callback.dashboards.pictures import Pictures
 from hdi_callback.dashboards.verdict import becomes_warning
@@ -110,14 +110,14 @@ class Wandb(Curves):
         self._alerts += record.alerts
         if self._alerts and (record.alerts or record.is_last):
             rows = [
-                [at.step, at.level, at.status, at.rule, name_layers(at.layers), at.message, at.action, at.code]
+                [at.step, at.level, at.status, at.rule, joined_name(at.layers), at.message, at.action, at.code]
                 for at in self._alerts
             ]
             row["hdi/alert_table"] = wandb.Table(columns=list(_COLUMNS), data=rows)
         self._target.log(row, commit=False)
         self._open_row = self._target.step
         for alert in urgent:
-            title = f"Attention heads: {alert.rule} in {name_layers(alert.layers)}"
+            title = f"Attention heads: {alert.rule} in {joined_name(alert.layers)}"
             text = f"step {alert.step}: {alert.message}\n{alert.remedy}"
             self._target.alert(title, text, level=_LEVELS[alert.level], wait_duration=1)  # 0 would be a minute
 

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from hdi_callback.dashboards.layer_table import closest_pair, compared, name_layers, number_in
+from hdi_callback.checks import joined_name
+from hdi_callback.dashboards.layer_table import closest_pair, compared, number_in
 from hdi_callback.dashboards.names import EVIDENCE, HEADS, MAP
 from hdi_callback.dashboards.verdict import becomes_warning, events
 from hdi_callback.monitor.metrics import METRICS
@@ -79,7 +80,7 @@ def draw_map(
     labels = [shortened(number_in(name, names)) for name in labelled]
     panel.set_yticks([names.index(name) + 0.5 for name in labelled], labels)
     if labelled and labels[0] != shortened(labelled[0]):
-        panel.set_ylabel(shortened(name_layers(names), 40), fontsize=9)
+        panel.set_ylabel(shortened(joined_name(names), 40), fontsize=9)
     if marks:
         panel.scatter(*zip(*marks), **TRIANGLE)
     panel.set_xlabel("optimizer step" + ("; triangles: alerts" if marks else ""), fontsize=9)
@@ -226,7 +227,7 @@ def draw_evidence(
     grid = figure.add_gridspec(len(heights), _MOST_PATTERNS, height_ratios=heights)
     meaning = METRICS[metric].summary.split(":")[0].rstrip(".") if metric in METRICS else metric
     grey_label = "; grey: other layers" if len(layers) > 1 else ""
-    title = f"{meaning}\nred: {shortened(name_layers(accused), 34)}{grey_label}"
+    title = f"{meaning}\nred: {shortened(joined_name(accused), 34)}{grey_label}"
     _draw_panel(figure.add_subplot(grid[0, :]), alert, records, curves, accused, title)
     if has_heads:
         title = f"red: {alert.unit} {', '.join(map(str, heads))}; grey: others of {shortened(layer, 28)}"

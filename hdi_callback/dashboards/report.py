@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hdi_callback.arguments import file_path, shown
-from hdi_callback.dashboards.layer_table import closest_pair, compared, layer_rows, name_heads, name_layers
+from hdi_callback.checks import joined_name
+from hdi_callback.dashboards.layer_table import closest_pair, compared, layer_rows, name_heads
 from hdi_callback.dashboards.pictures import WORST, draw_curves, draw_evidence, draw_heads, draw_map, svg, svg_style
 from hdi_callback.dashboards.verdict import events, state, verdict
 from hdi_callback.errors import MisconfigurationError
@@ -63,7 +64,7 @@ def page_of(run: RunHistory) -> str:
         "pictures": _pictures(run),
         "facts": _facts(run, raised),
         "events": [
-            {"alert": alert, "state": state(alert), "layers": name_layers(alert.layers), "heads": _heads(alert, run)}
+            {"alert": alert, "state": state(alert), "layers": joined_name(alert.layers), "heads": _heads(alert, run)}
             for alert in raised[-_MOST_EVENTS:]
         ],
         "evidence": _evidence(run, raised),

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from hdi_callback.dashboards.layer_table import closest_pair, compared, name_heads, name_layers
+from hdi_callback.checks import joined_name
+from hdi_callback.dashboards.layer_table import closest_pair, compared, name_heads
 from hdi_callback.monitor.contract import NAME as CONTRACT_CHANGE
 from hdi_callback.monitor.forward_source import NOT_ARMED
 from hdi_callback.monitor.metrics import OUTPUTS, ROWS
@@ -93,7 +94,7 @@ def verdict(records: Sequence[Record], layers: Sequence[Mapping[str, Any]], *, i
         sentence = f"Nothing unusual in {of_layers}."
     missing = [name for name in last.layers if not _is_measured(last, name)]
     verb = "was" if len(missing) == 1 else "were"
-    absent = f" {name_layers(missing)} {verb} not measured{at}{_why(last, missing)}." if missing else ""
+    absent = f" {joined_name(missing)} {verb} not measured{at}{_why(last, missing)}." if missing else ""
     return Verdict("clear", f"{sentence}{_closest(last, layers, at)}{absent}{unread(records)}{earlier}")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +15,6 @@ from typing_extensions import Unpack
 
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import guarded
-from hdi_callback.integrations import LIGHTNING_WAS_LOADED
 from hdi_callback.integrations.base import MISUSE, Watcher
 from hdi_callback.record import Record
 from hdi_callback.session import Session, Settings, Trainer
@@ -50,7 +47,6 @@ class HDICallback(Watcher, pl.Callback):
     """
 
     def __init__(self, every_n_steps: int = 50, **settings: Unpack[Options]) -> None:
-        _require_one_namespace()
         super().__init__(Settings(every_n_steps=every_n_steps, **settings))
 
     # The hooks, in the order in which the trainer calls them. It refuses two of these callbacks, by their state.
@@ -148,13 +144,3 @@ class _LightningTrainer(Trainer):
     def _keep(self, values: dict[str, float], step: int) -> None:
         # `log_dict` would recompute these at each refresh of the progress bar, and is forbidden after the last batch.
         self._trainer.callback_metrics.update({tag: torch.tensor(value) for tag, value in values.items()})
-
-
-def _require_one_namespace() -> None:
-    """Refuse if only `pytorch_lightning` before 2.6 is in use: its trainer takes only its own callbacks."""
-    version = str(getattr(sys.modules.get("pytorch_lightning"), "__version__", "2.6"))
-    if not LIGHTNING_WAS_LOADED and tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < (2, 6):
-        raise MisconfigurationError(
-            f"pytorch_lightning {version} does not take callbacks of the package `lightning`. Write "
-            "`import lightning as L` and `L.Trainer(...)` instead of `pytorch_lightning`, or upgrade it to 2.6."
-        )

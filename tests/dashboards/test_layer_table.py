@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from hdi_callback.dashboards.layer_table import layer_rows, layers_text, name_heads, name_layers
+from hdi_callback.checks import joined_name
+from hdi_callback.dashboards.layer_table import layer_rows, layers_text, name_heads
 from hdi_callback.record import Alert
 from tests.dashboards.synthetic import collapsing, facts_of
 
@@ -54,11 +55,11 @@ def test_names_with_brackets_are_shown_as_they_are():
 
 
 def test_layers_are_named_in_few_words():
-    assert name_layers([f"layers.{stage}.blocks.{block}" for stage in range(2) for block in range(3)]) == (
-        "layers.0.blocks.0 and 5 more"
-    )
-    assert name_layers(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
-    assert name_layers([]) == ""
+    names = [f"layers.{stage}.blocks.{block}" for stage in range(2) for block in range(3)]
+    assert joined_name(names) == "layers.0-1.blocks.0-2"
+    assert joined_name(names[:-1]) == "layers.0.blocks.0 and 4 more"
+    assert joined_name(["a", "b", "c"]) == "a, b, c"
+    assert joined_name([]) == ""
 
 
 def test_heads_are_named_in_few_words():

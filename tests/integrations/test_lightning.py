@@ -141,20 +141,6 @@ def test_each_callback_refuses_the_trainer_of_the_other(tmp_path: Path) -> None:
         transformers.Trainer(torch.nn.Linear(2, 2), arguments, callbacks=[HDICallback()])
 
 
-def test_an_older_pytorch_lightning_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hdi_callback.integrations import lightning
-
-    class Older:
-        __version__ = "2.5.1"
-
-    monkeypatch.setattr(lightning, "LIGHTNING_WAS_LOADED", False)
-    monkeypatch.setitem(sys.modules, "pytorch_lightning", Older())
-    with pytest.raises(MisconfigurationError, match="import lightning as L"):
-        HDICallback()
-    Older.__version__ = "2.6.0"
-    HDICallback()
-
-
 CONFIG = """
 trainer:
   accelerator: cpu
