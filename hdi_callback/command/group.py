@@ -8,7 +8,7 @@ import shutil
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import click
@@ -20,14 +20,15 @@ CODES = {"clear": NOTHING_UNUSUAL, "alert": UNUSUAL, "nothing to judge": CANNOT_
 """State of a verdict -> exit code."""
 
 
+class _CannotWorkError(click.ClickException):
+    exit_code = CANNOT_WORK
+
+
 class CommandGroup(click.Group):
     """Commands that return their exit code."""
 
-    def main(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, prog_name: str | None = None, **options: Any
-    ) -> NoReturn:
-        """Run a command and end the process."""
-        options["standalone_mode"] = False
+    def invoke(self, ctx: click.Context) -> NoReturn:
+        """Run a command and end the process; an error of this package is one line."""
         for stream in (sys.stdout, sys.stderr):  # names of layers and files may have any letters
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
@@ -36,31 +37,17 @@ class CommandGroup(click.Group):
                 warnings.simplefilter("ignore")
                 warnings.simplefilter("default", HDIWarning)
                 warnings.showwarning = lambda message, *_, **__: click.echo(f"hdi: {_one_line(message)}", err=True)
-                code = super().main(args=args, prog_name=prog_name, **options)
-        except (click.Abort, KeyboardInterrupt):
-            sys.exit(INTERRUPTED)
-        except click.exceptions.NoArgsIsHelpError as error:
-            click.echo(error.format_message())
-            sys.exit(CANNOT_WORK)
-        except click.ClickException as error:
-            where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "hdi"
-            _fail(f"{where}: {error.format_message()} See {where} --help.")
-        except HDIError as error:
-            _fail(f"hdi: {error}")
-        except BrokenPipeError:  # `hdi report RUN | head`
-            sys.stderr.close()
-            sys.exit(NOTHING_UNUSUAL)
-        except OSError as error:  # such as a folder without permission
-            _fail(f"hdi: `{error.filename}`: {error.strerror}." if error.filename else f"hdi: {error}.")
+                code = super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, BrokenPipeError):
+            raise
+        except (HDIError, OSError) as error:  # such as a folder without permission
+            raise _CannotWorkError(_one_line(error)) from error
+        except KeyboardInterrupt:
+            code = INTERRUPTED
         except Exception:  # a bug; Python's own exit code for it is 1, which means here that something is unusual
             traceback.print_exc()
-            sys.exit(CANNOT_WORK)
-        sys.exit(code if isinstance(code, int) else NOTHING_UNUSUAL)
-
-
-def _fail(message: str) -> NoReturn:
-    click.echo(_one_line(message), err=True)
-    sys.exit(CANNOT_WORK)
+            code = CANNOT_WORK
+        ctx.exit(code if isinstance(code, int) else NOTHING_UNUSUAL)
 
 
 def _one_line(text: object) -> str:

@@ -38,9 +38,6 @@ class HDICallback(Watcher, pl.Callback):
         every_n_steps: optimizer steps between readings, as the trainer counts them.
         settings: see `Settings`.
 
-    Raises:
-        MisconfigurationError: if an argument cannot work.
-
     Example:
         >>> import lightning as L
         >>> trainer = L.Trainer(callbacks=[HDICallback(every_n_steps=50)], logger=False, accelerator="cpu")

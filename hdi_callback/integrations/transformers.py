@@ -47,9 +47,6 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
         log: a function that takes each reading's curves, a dictionary, and its step, beside what ``report_to`` names.
         settings: see `Settings`.
 
-    Raises:
-        MisconfigurationError: if an argument cannot work.
-
     Example:
         >>> callback = HDITrainerCallback(every_n_steps=50)  # transformers.Trainer(..., callbacks=[callback])
     """

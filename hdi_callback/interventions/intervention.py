@@ -33,9 +33,6 @@ class Intervention:
         on: the lowest level of alerts to act on; `None` for that of the class.
         rules: names of the rules to act on; `None` for those of the class.
         at_most: how often to act in a run; `None` for the default of the class.
-
-    Raises:
-        MisconfigurationError: if an argument cannot work.
     """
 
     name: ClassVar[str]  # in logs

@@ -31,9 +31,6 @@ class QKClip(Intervention):
     Args:
         limit: largest score that is left as it is.
         at_most: how often to act in a run; any number of times by default.
-
-    Raises:
-        MisconfigurationError: if an argument cannot work.
     """
 
     name = "QKClip"

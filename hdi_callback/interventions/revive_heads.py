@@ -38,9 +38,6 @@ class ReviveHeads(Intervention):
         max_output_error: largest relative error of a head's output, in [0, 1], that the head it is folded into may
             leave; 1 for any.
         options: see `Intervention`; by default it acts on "copied heads" and "worst pair".
-
-    Raises:
-        MisconfigurationError: if an argument cannot work.
     """
 
     name = "ReviveHeads"

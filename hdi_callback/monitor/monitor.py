@@ -67,7 +67,6 @@ class HeadDiversityMonitor:
             one extra forward right before the model's first call.
 
     Raises:
-        MisconfigurationError: if an argument cannot work.
         NothingToWatchError: if `layers` or `forward` show no layer, and `strict` is set.
 
     Example:

@@ -34,9 +34,6 @@ class Alerts:
             ``{"decoder.*": {"mean": 0.7, "pair": None}}``.
         layers: `AttentionLayer.description` of each layer.
         pretrained: whether the weights were trained before this run; ``"auto"`` to tell it from them.
-
-    Raises:
-        MisconfigurationError: if an argument cannot work.
     """
 
     def __init__(

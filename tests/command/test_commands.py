@@ -265,7 +265,6 @@ def test_a_misspelt_rule_is_answered_with_the_closest_name():
         (("report", "nowhere"), "There is no `history.jsonl` in `nowhere`"),
         (("compare", "nowhere", "nowhere"), "There is no file or folder `nowhere`"),
         (("audit", "nowhere"), "There is no file or folder `nowhere`"),
-        (("adit", "{run}"), "No such command 'adit'"),
     ],
 )
 def test_what_is_wrong_is_one_line_and_code_2(bad, words, said):
@@ -273,6 +272,20 @@ def test_what_is_wrong_is_one_line_and_code_2(bad, words, said):
     assert shown.exit_code == 2
     assert said in shown.stderr
     assert (len(shown.stderr.splitlines()), shown.stdout) == (1, "")
+
+
+def test_a_command_that_is_not_there_is_code_2():
+    shown = run("adit", "run")
+    assert (shown.exit_code, shown.stdout) == (2, "")
+    assert "No such command 'adit'" in shown.stderr
+
+
+def test_what_is_interrupted_is_code_130(monkeypatch):
+    def interrupted(run):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hdi_callback.history.load_history", interrupted)
+    assert run("report", "anywhere").exit_code == 130
 
 
 def test_a_bug_is_not_taken_for_something_unusual(monkeypatch):
