@@ -192,7 +192,8 @@ class KeptState:
         def undo() -> None:
             now = read()
             pairs = zip(chain(*now), chain(*before))  # of names or places, and of items
-            if len(now) != len(before) or any(_is_other(*pair) for pair in pairs):
+            same = (a is b or (type(a) is type(b) is int and a == b) for a, b in pairs)
+            if len(now) != len(before) or not all(same):
                 restore(now, before)
 
         self._undo.append(undo)
@@ -281,10 +282,6 @@ class KeptState:
 
         self._undo.append(undo)
         self._list_named(value, lambda: ("grad", "_backward_hooks", "requires_grad"))
-
-
-def _is_other(now: Any, before: Any) -> bool:
-    return now is not before and not (type(now) is type(before) is int and now == before)
 
 
 def content(holder: Any, name: str) -> list[Any]:

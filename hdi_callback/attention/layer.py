@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial, reduce
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -73,12 +74,8 @@ class Rows:
 
     def owners(self) -> list[tuple[nn.Module, str]]:
         """Return the modules that hold the parameters, with the names of the parameters there."""
-        names = [parameter for name in self.names for parameter in self.parameters_of(name)]
-        return [owner_of(self.module, name) for name in (*names, *([self.gain] if self.gain else []))]
-
-    def parameters_of(self, name: str) -> tuple[str, ...]:
-        """Return the names of the parameters that a weight is computed from; its own if it is one."""
-        return self.recipes[name].parameters if name in self.recipes else (name,)
+        computed = (self.recipes[name].parameters if name in self.recipes else (name,) for name in self.names)
+        return [owner_of(self.module, name) for name in (*chain(*computed), *([self.gain] if self.gain else []))]
 
     def _read(self, name: str, starts: Tensor) -> Tensor:
         recipe = self.recipes.get(name)

@@ -107,7 +107,8 @@ class Normalisers:
             if product.weights is not None:  # some divide once more by the sum
                 product.weights.normaliser = None
             product.weights = step
-            is_causal = _is_causal(tensor if dim == -1 else tensor.mT)
+            rows = tensor if dim == -1 else tensor.mT
+            is_causal = rows.shape[-2] == rows.shape[-1] > 2 and not bool(rows.triu(1).any())
             step.normaliser = Normaliser(product.step, scores, dim, name, is_causal)
             step.path, step.line, step.padding = product.step.path, product.step.line, product.step.padding
 
@@ -136,10 +137,6 @@ def _adds_up(weights: Tensor, error: float) -> bool:
     conditions = ((is_one | (sums.abs() < error) | sums.isnan()).all(), is_one.float().mean() > 0.5,
                   ~(weights < -1e-5).any(), differ.any())  # fmt: skip
     return all(map(bool, conditions))
-
-
-def _is_causal(weights: Tensor) -> bool:
-    return weights.shape[-2] == weights.shape[-1] > 2 and not bool(weights.triu(1).any())
 
 
 # names

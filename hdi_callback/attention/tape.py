@@ -29,7 +29,7 @@ from hdi_callback.attention import operations as ops
 from hdi_callback.attention.calls import module_of, running_frames
 from hdi_callback.attention.flex import FLEX, FlexCall
 from hdi_callback.attention.normalisers import Normaliser, Normalisers
-from hdi_callback.attention.releases import Mode, passed_on
+from hdi_callback.attention.releases import Mode, arguments_of, passed_on
 
 # What a cell is: of neither parameters nor data (buffers, zeros); a parameter itself; made of parameters alone; of what
 # the model is given. What is made of several is the last of them.
@@ -167,19 +167,14 @@ class Step:
         return f"<Step {self.number} {self.op}{where}: {[view.shape for view in self.inputs]}>"
 
     @property
-    def argument_names(self) -> tuple[str, ...]:
-        """The names of the arguments that the operation has, whether they are given or not."""
-        schema = getattr(self.function, "_schema", None)
-        return tuple(self.kwargs) if schema is None else tuple(argument.name for argument in schema.arguments)
+    def arguments(self) -> dict[str, Any]:
+        """All arguments by name, with the defaults of the operation."""
+        has_schema = hasattr(self.function, "_schema")
+        return arguments_of(self.function, self.args, self.kwargs) if has_schema else self.kwargs
 
     def argument(self, name: str, default: Any = None) -> Any:
         """Return an argument by its name."""
-        schema = getattr(self.function, "_schema", None)
-        for position, argument in enumerate(schema.arguments if schema is not None else ()):
-            if argument.name == name:
-                default = argument.default_value if argument.has_default_value() else default
-                return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
-        return self.kwargs.get(name, default)
+        return self.arguments.get(name, default)
 
     @property
     def output(self) -> View:

@@ -107,7 +107,7 @@ def scale_of(labels: Labels, core: Core, scores: list[Link]) -> float | None:
 
 def _scale_of_fused(step: Step, width: int) -> float | None:
     """Return by what a fused attention scales scores; `None` where a package gives it another name than is known."""
-    names = [name for name in ("scale", "softmax_scale") if name in step.argument_names]
+    names = [name for name in ("scale", "softmax_scale") if name in step.arguments]
     if not names and FUSED.get(step.op) == "b q h":
         return None
     number = step.argument(names[0]) if names else None
@@ -116,7 +116,7 @@ def _scale_of_fused(step: Step, width: int) -> float | None:
 
 def dropout_of_fused(step: Step) -> float | None:
     """Return the probability of dropout of a fused attention; `None` where a package gives it another name."""
-    is_named = "dropout_p" in step.argument_names
+    is_named = "dropout_p" in step.arguments
     return float(step.argument("dropout_p") or 0.0) if is_named or FUSED.get(step.op) != "b q h" else None
 
 
@@ -159,8 +159,8 @@ def changes_of_fused(step: Step) -> list[Change]:
 
 def _changes_of_package(step: Step) -> list[Change]:
     """Return the mask of a package's attention, not known where more than a causal flag may hide or add something."""
-    causal = next((name for name in ("is_causal", "causal") if name in step.argument_names), "")
-    further = [step.argument(name) for name in step.argument_names if _MASKING.search(name)]
+    causal = next((name for name in ("is_causal", "causal") if name in step.arguments), "")
+    further = [step.argument(name) for name in step.arguments if _MASKING.search(name)]
     is_plain = all(not isinstance(value, View) and value in {None, False, -1} for value in further)
     queries, keys = (view.shape[1] for view in step.inputs[:2])
     if not causal or not is_plain or queries != keys:

@@ -378,9 +378,6 @@ def _part(
     query, key = _rows_of(queries, keys, unit, columns if is_flipped else rows)
     value = _read(labels, product.second, "values")
     value = value.reshaped(product.second_shape).expanded((product.shape[0], *product.second_shape[1:]))
-    if bool((small(units) < 0).any()):  # keys of other products beside
-        beside = (units < 0).all(1)[..., None]
-        value = Label(torch.where(beside, 0, value.features), value.tokens, value.flags)
     return ValueProduct(query, key, value, step, product, unit)
 
 

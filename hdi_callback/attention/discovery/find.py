@@ -213,10 +213,6 @@ def _join(group: list[FoundAttention]) -> None:
     first.flags = set().union(*(claim.flags for claim in group))
 
 
-def _inputs_of(labels: Labels, owner: int) -> frozenset[object]:
-    return frozenset(origin(product.first) for product in labels.products_of[owner].values())
-
-
 def _without_single_heads(
     claims: list[FoundAttention], refused: RefusedSteps
 ) -> tuple[list[FoundAttention], RefusedSteps]:
@@ -230,7 +226,8 @@ def _without_single_heads(
 def _role_with_inputs_of_heads(labels: Labels, group: list[FoundAttention]) -> str:
     for role in IN:
         owners = {owner for claim in group for item in claim.maps.get(role, []) for owner in item.owners}
-        inputs = [_inputs_of(labels, owner) for owner in owners]
+        products = (labels.products_of[owner].values() for owner in owners)
+        inputs = [frozenset(origin(product.first) for product in of_owner) for of_owner in products]
         if len(set(inputs)) > 1 and not frozenset.intersection(*inputs):
             return role
     return ""

@@ -152,7 +152,8 @@ def _heads_of_part(labels: Labels, part: ValueProduct) -> _HeadsOfPart:
     # Matrices with the same different queries, keys and values have the same heads.
     heads_of_key: dict[object, list[tuple[int, Tensor]]] = {}
     for slot in range(n):
-        of_query, of_key, of_value = key = tuple(_in_order(different[role][slot]) for role in IN)
+        numbers_of = (small(different[role][slot]).tolist() for role in IN)
+        of_query, of_key, of_value = key = tuple(tuple(dict.fromkeys(numbers)) for numbers in numbers_of)
         if key not in heads_of_key:
             heads_of_key[key] = []
             keys, values = (
@@ -171,11 +172,6 @@ def _heads_of_part(labels: Labels, part: ValueProduct) -> _HeadsOfPart:
         raise Unreadable("neither its queries nor its keys come from a linear map")
     owners = [frozenset(vector) for vector in vectors["query"]]
     return _HeadsOfPart(part, list(heads.values()), thin(number), flags, owners, different["query"])
-
-
-def _in_order(numbers: Tensor) -> tuple[int, ...]:
-    """Return the different numbers, as they come."""
-    return tuple(dict.fromkeys(small(numbers).tolist()))
 
 
 def _vectors(labels: Labels, features: Tensor) -> tuple[Tensor, list[Vector], bool]:

@@ -24,7 +24,6 @@ from torch import Tensor
 from hdi_callback.attention import operations as ops
 from hdi_callback.attention.discovery.planes import (
     reshaped,
-    same,
     seen_through,
     small,
     thin,
@@ -442,13 +441,15 @@ class Labels:
         result = reduce(self.union, wide, None)
         if result is None:
             return None
-        if step.op in {"mul", "div"} and NORMED not in result.flags and any(_is_gain(view) for view in step.inputs):
+        is_scaled = step.op in {"mul", "div"} and NORMED not in result.flags
+        made = (view for view in step.inputs if view.cell.kind in {WEIGHT, MADE} and view.cell.is_mapped)
+        if is_scaled and any(view.numel > 1 for view in made):
             result = result.flagged(GAINED)
         if step.op == "sub" and len(wide) == 2 and self._has_statistics(wide[1]):
             statistic = next(filter(self.is_statistic, small(wide[1].features).unique().tolist()))
             return result.flagged(Flag(CENTRED, len(self.members(statistic))))
-        if step.op in {"mul", "div"} and len(wide) == 2 and NORMED not in result.flags:
-            result = result if same(wide[0].features, wide[1].features) else result.flagged(TIMES)
+        if is_scaled and len(wide) == 2 and bool((small(wide[0].features) != small(wide[1].features)).any()):
+            result = result.flagged(TIMES)
         is_plain = step.op in ops.LINEAR or self._has_statistics(result)
         return result if is_plain else result.flagged(Flag(NONLINEAR, step.op))
 
@@ -576,11 +577,6 @@ class Labels:
 def _in_pairs(view: View) -> View:
     """Return a view in elements of half the size, two along a new last dimension."""
     return view.seen_as((*view.shape, 2), (*(step * 2 for step in view.stride), 1), view.offset * 2)
-
-
-def _is_gain(view: View) -> bool:
-    """Whether a tensor is a parameter, or made of some, with more than one element."""
-    return view.cell.kind in {WEIGHT, MADE} and view.cell.is_mapped and view.numel > 1
 
 
 def _index(view: View, step: Step) -> Tensor:

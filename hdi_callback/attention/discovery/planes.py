@@ -50,11 +50,6 @@ def repeats(plane: Tensor, dim: int) -> bool:
     return plane.shape[dim] == 1 or plane.stride(dim) == 0 or bool((plane == plane.narrow(dim, 0, 1)).all())
 
 
-def same(first: Tensor, second: Tensor) -> bool:
-    """Whether two planes of one shape are equal."""
-    return bool((small(first) == small(second)).all())
-
-
 def unique_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the different rows of a matrix, and which of them each row is."""
     short = small(rows) if rows.shape[0] > 1 and rows.stride(0) == 0 else rows

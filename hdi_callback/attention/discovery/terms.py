@@ -288,13 +288,9 @@ def _path_to_product(labels: Labels, cell: Cell) -> tuple[Product, list[Step]] |
     return None if nearest is None else (nearest, between)
 
 
-def _is_norm(steps: Sequence[Step]) -> bool:
-    return any(step.op in NORMS or step.op in {"rsqrt", "linalg_vector_norm", "sqrt"} for step in steps)
-
-
 def _scale_of(steps: Sequence[Step]) -> float:
     """Return the number that is multiplied with between two projections; a norm leaves none."""
-    if _is_norm(steps):
+    if any(step.op in NORMS or step.op in {"rsqrt", "linalg_vector_norm", "sqrt"} for step in steps):
         return 1.0
     return math.prod(_number(step) for step in steps if step.op in {"mul", "div"} and not _keeps(step))
 
