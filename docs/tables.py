@@ -34,7 +34,7 @@ def tables() -> dict[str, list[str]]:
     """Make every table, by the name of its page."""
     rules = [(f"`{rule.name}`", rule.level, rule.condition, rule.meaning, remedy(rule)) for rule in RULES]
     metrics = [(f"`{metric.name}`", metric.source, metric.summary) for metric in METRICS.values()]
-    curves = [(f"`{tag}`", curve.range, curve.meaning, curve.expect) for tag, curve in MODEL_CURVES.items()]
+    curves = [(f"`{tag}`", meaning) for tag, meaning in MODEL_CURVES.items()]
     return {
         "alerts.md": [
             table(("rule", "level", "raised when", "what it means", "what to do now"), rules),
@@ -42,7 +42,7 @@ def tables() -> dict[str, list[str]]:
         ],
         "check.md": [table(("bug and symptom", "code", "diagnosis", "reported in"), list(map(bug_row, BUGS)))],
         "curves.md": [
-            table(("tag", "range", "meaning", "what to expect"), curves),
+            table(("tag", "meaning"), curves),
             table(("metric", "read from", "meaning"), metrics),
         ],
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +162,7 @@ def explain(name: tuple[str, ...]) -> None:
             click.echo(f"{kind}:\n")
             meanings = {entry.text: entry.meaning for entry in NAMES.values() if entry.kind == kind}
             print_rows(
-                (text, re.split(r"[;:.] ", meaning.removeprefix("Raised when "))[0].rstrip("."))
+                (text, meaning.removeprefix("Raised when ").partition(". ")[0].rstrip("."))
                 for text, meaning in meanings.items()
             )
             click.echo()

@@ -6,7 +6,7 @@ import difflib
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from hdi_callback.arguments import shown
 from hdi_callback.errors import MisconfigurationError
@@ -20,41 +20,19 @@ ALERTS = "hdi/alerts"
 MAP, HEADS, EVIDENCE = "hdi/map", "hdi/heads", "hdi/evidence"
 
 
-class ModelCurve(NamedTuple):
-    """What a curve of the model means."""
-
-    range: str  # of its values
-    meaning: str  # a clause
-    expect: str  # what is usual
-
-
 MODEL_CURVES = {
-    "hdi/mean": ModelCurve(
-        "0 to 1",
-        "Head Diversity Index, mean over the layers",
-        "a fresh model starts at chance, 1 - d_k/d, and not at 1: with 12 heads at 0.917",
-    ),
-    "hdi/min": ModelCurve(
-        "0 to 1", "Head Diversity Index of the lowest layer", "as `hdi/mean`; the highest value is often that of step 0"
-    ),
-    "hdi/closest_pair": ModelCurve(
-        "at most 1: 0 is chance, 1 the same head",
-        "alignment of the two most similar heads of any layer",
-        "a slow rise; a jump to 1 is a copied head",
-    ),
-    "hdi/alignment": ModelCurve(
-        "at most 1: 0 is chance, 1 the same head",
-        "mean alignment of the heads of the worst layer",
-        "near 0 at the start, then a slow rise",
-    ),
-    "hdi/covariance": ModelCurve(
-        "any number, in units of the output squared",
-        "mean covariance of two heads' contributions, in the layer where it is largest",
-        "near 0 at the start",
-    ),
-    ALERTS: ModelCurve("a whole number", "number of active alerts; notices are not counted", "0"),
+    "hdi/mean": "Head Diversity Index, mean over the layers, 0 to 1; a fresh model starts at chance, 1 - d_k/d, not "
+    "at 1: with 12 heads at 0.917.",
+    "hdi/min": "Head Diversity Index of the lowest layer, 0 to 1; the highest value is often that of step 0.",
+    "hdi/closest_pair": "Alignment of the two most similar heads of any layer: 0 is chance, 1 the same head. Slow "
+    "rises are usual; a jump to 1 is a copied head.",
+    "hdi/alignment": "Mean alignment of the heads of the worst layer: 0 is chance, 1 the same head. Usually about 0 at "
+    "the start, then a slow rise.",
+    "hdi/covariance": "Mean covariance of two heads' contributions, in the layer where it is largest, in units of the "
+    "output squared; about 0 at the start.",
+    ALERTS: "Number of active alerts; notices are not counted.",
 }
-"""Tag -> meaning."""
+"""Curve of the model -> meaning."""
 
 PICTURES = {
     MAP: "A row for each layer and a column for each reading, coloured by the alignment of the two closest heads.",
@@ -95,9 +73,7 @@ class Name:
 def _all_names() -> dict[str, Name]:
     names = [Name(rule.name, "rule", f"Raised when {rule.condition}. {rule.meaning}") for rule in RULES]
     names += [Name(contract.NAME, "alert", contract.MEANING)]
-    for tag, curve in MODEL_CURVES.items():
-        meaning = f"{curve.meaning[0].upper()}{curve.meaning[1:]}; {curve.range}. To expect: {curve.expect}."
-        names.append(Name(tag, "curve", meaning))
+    names += [Name(tag, "curve", meaning) for tag, meaning in MODEL_CURVES.items()]
     names += [Name(tag, "picture", meaning) for tag, meaning in PICTURES.items()]
     names += [Name(metric.name, "metric", metric.summary) for metric in METRICS.values()]
     names += [Name(name, "intervention", (kind.__doc__ or "").split("\n")[0]) for name, kind in INTERVENTIONS.items()]
