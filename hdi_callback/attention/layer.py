@@ -421,7 +421,6 @@ class AttentionLayer:
         key = self.weights.get("key")
         return {
             "name": self.name,
-            "type": type(self.module).__name__,
             "num_heads": self.num_heads,
             "num_key_heads": self.num_key_heads,
             "num_value_heads": self.num_value_heads,

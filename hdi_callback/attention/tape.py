@@ -225,10 +225,6 @@ class Tape(Mode):
                 self.shapes[path] = tuple(cached.shape)
                 self._add(path, cached, WEIGHT)
 
-    def number(self, parameter: str) -> int:
-        """Return the number of a parameter's first element."""
-        return self.first[self.places[parameter]]
-
     def _add(self, name: str, tensor: Tensor, kind: int) -> None:
         numel = tensor.numel()
         if isinstance(tensor, DTensor):

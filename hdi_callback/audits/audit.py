@@ -104,7 +104,7 @@ def audit(
     model: str | Callable[..., Any] | None = None,
     forward: Callable[[], Any] | None = None,
 ) -> Audit:
-    """Judge the heads of a model or a checkpoint.
+    """Return the attention layers of a model or a checkpoint, what is unusual about their heads, and a verdict.
 
     No code from a file is executed. Attention is found by a forward on a batch that the model provides itself, or that
     is made up for a model of transformers; without one, only torch's own attention is found.
@@ -114,9 +114,6 @@ def audit(
             ``"module:function"`` that gives a model, or a model and a batch.
         model: the class or function that builds the model of a checkpoint, or its name (``"package.module:Class"``).
         forward: for a model: a function without arguments that runs it, such as ``lambda: model(batch)``.
-
-    Returns:
-        Layers, findings and a verdict.
 
     Raises:
         MisconfigurationError: if there is no such model, it cannot be opened, or no forward of it runs; the message

@@ -97,15 +97,14 @@ def compare(
     *,
     model: str | Callable[..., Any] | None = None,
 ) -> Comparison:
-    """Compare the weights of all heads of two models or checkpoints, role by role and by value.
+    """Return how far the weights of each head of two models or checkpoints are apart, and what cannot be compared.
+
+    Roles are compared one by one, by value. What is not finite, zero, or in one of the two alone is named.
 
     Args:
         first: a model or a checkpoint, as `audit` takes it.
         second: the same.
         model: see `audit`.
-
-    Returns:
-        How far the weights of each head are apart, and what is not finite, zero, or in one of the two alone.
 
     Raises:
         MisconfigurationError: if one of the two cannot be opened.

@@ -78,9 +78,6 @@ def check(model: nn.Module, forward: Callable[[], object] | None = None) -> Chec
         forward: runs a forward of it, without arguments: ``lambda: model(batch)``. Without it the model must bring
             inputs of its own (``example_input_array``, ``input_size`` of timm), or be one of transformers.
 
-    Returns:
-        Cards and findings.
-
     Example:
         >>> import torch
         >>> model = torch.nn.MultiheadAttention(32, num_heads=4, batch_first=True)

@@ -168,17 +168,6 @@ def _mark_events(panel: Any, records: Sequence[Record], heights: Mapping[int, fl
         panel.scatter(acted, [0] * len(acted), label="intervention", **diamond)
 
 
-def slim(record: Record) -> Record:
-    """Return a record with the numbers that evidence may show, in little memory."""
-    layers = {}
-    for name, layer in record.layers.items():
-        heads: dict[str, Any] = {}
-        for key in set(_OF_HEADS.values()) & layer.heads.keys():
-            heads[key] = array("f", (math.nan if value is None else value for value in layer.heads[key]))
-        layers[name] = LayerRecord(layer.values, heads)
-    return replace(record, layers=layers)
-
-
 class Patterns:
     """The patterns of attention of the last readings, of which an alert shows those around its beginning."""
 
@@ -352,7 +341,9 @@ class Pictures:
         return drawn
 
     def _add(self, record: Record) -> None:
-        self._records.append(slim(record))
+        # Without matrices, so that they take little memory.
+        layers = {name: LayerRecord(layer.values, layer.heads) for name, layer in record.layers.items()}
+        self._records.append(replace(record, layers=layers))
         self._patterns.add(record)
         values = record.values(WORST)
         for name in values:

@@ -25,14 +25,11 @@ _MOST_DRAWN = 12  # events with a picture
 
 
 def write_report(run: RunHistory, path: str | os.PathLike[str] | None = None) -> Path:
-    """Write one HTML file about a run; it opens without a network.
+    """Return the path of an HTML file about a run, which is written, and opens without a network.
 
     Args:
         run: its history, see `load_history`.
         path: the file to write; ``report.html`` beside the history by default.
-
-    Returns:
-        The file.
 
     Raises:
         MisconfigurationError: if it cannot be written.

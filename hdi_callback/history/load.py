@@ -57,13 +57,10 @@ class RunHistory:
         return tuple(events(self.records))
 
     def plot(self, layer: str | None = None) -> Figure:
-        """Draw the curves of the run, or those of one layer, with alerts and interventions marked.
+        """Return a figure of the curves of the run, or of one layer, with alerts and interventions marked.
 
         Args:
             layer: name of the layer; by default the extremes and means over all layers are drawn.
-
-        Returns:
-            A figure, which a notebook shows.
 
         Raises:
             MisconfigurationError: if there is no such layer, or nothing was measured.
@@ -84,11 +81,7 @@ class RunHistory:
         return in_notebook(self)
 
     def series(self, metric: str) -> dict[str, list[float]]:
-        """Return layer -> the values of a metric, one for each record, NaN where it was not measured.
-
-        Raises:
-            MisconfigurationError: if there is no such metric.
-        """
+        """Return layer -> the values of a metric, one for each record, NaN where it was not measured."""
         check_metric(metric)
         names = dict.fromkeys(name for record in self.records for name in record.layers)
         values = [record.values(metric) for record in self.records]
@@ -158,14 +151,11 @@ def _rows_of_heads(layer: LayerRecord, num_heads: int | None) -> list[dict[str, 
 
 
 def load_history(run: str | os.PathLike[str]) -> RunHistory:
-    """Read the history of a run, also while training goes on.
+    """Return the readings, alerts and actions of a run, also while training goes on.
 
     Args:
         run: the file, or a folder that contains it at any depth; of several the newest is taken, see
             `RunHistory.choice`.
-
-    Returns:
-        The readings, alerts and actions.
 
     Raises:
         MisconfigurationError: if there is no history.

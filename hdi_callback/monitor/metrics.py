@@ -163,11 +163,7 @@ METRICS: dict[str, Metric] = {metric.name: metric for metric in _METRICS}
 
 
 def check_metric(name: Any) -> None:
-    """Raise an error for a name that is no metric.
-
-    Raises:
-        MisconfigurationError: with the closest name.
-    """
+    """Raise an error for a name that is no metric, with the closest one."""
     if not isinstance(name, str) or name not in METRICS:
         raise MisconfigurationError(
             f"There is no metric {shown(name)}.{did_you_mean(name, METRICS)} `hdi explain` lists all of them."
@@ -184,7 +180,6 @@ HEADS: dict[str, Detail] = {
     "rank": Detail(KEYS, lambda d: d.rank),
     "flatness": Detail(KEYS, lambda d: d.flatness),
     "head_norm": Detail(KEYS, lambda d: d.head_norm),
-    "circuit_ov_worst_pair": Detail(OV, lambda c: c.worst_pair),
     "circuit_qk_norm": Detail(QK, lambda norm: norm),
     "circuit_ov_norm": Detail(OV, lambda c: c.norm),
     "weights_not_finite": Detail(FINITENESS, lambda bad: bad),

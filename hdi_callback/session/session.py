@@ -109,11 +109,7 @@ class Session:
             self.monitor.disarm()
 
     def after_backward(self) -> None:
-        """Measure if a reading is due, while the weights are still those of the forward.
-
-        Raises:
-            HDIError: at the first forward, if this model cannot be watched as the settings ask.
-        """
+        """Measure if a reading is due, while the weights are still those of the forward."""
         if self._armed_at is None:
             return
         if not self.monitor.layers and self.monitor.is_looking:

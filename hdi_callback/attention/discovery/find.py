@@ -472,7 +472,7 @@ def _with_own_names(layers: list[AttentionLayer]) -> tuple[AttentionLayer, ...]:
 
 
 def survey(model: nn.Module, forward: Callable[[], object] | None = None, on_read: OnRead | None = None) -> Survey:
-    """Return the attention layers of a model, and what cannot be read.
+    """Return the attention layers of a model, and what cannot be read, with reasons.
 
     Args:
         model: the model.
@@ -480,9 +480,6 @@ def survey(model: nn.Module, forward: Callable[[], object] | None = None, on_rea
             is known, and the rest is read from a batch that the model brings itself (``example_input_array``,
             ``input_size`` of timm), or that is made up for a model of transformers.
         on_read: takes what `claims_of` returns, for others to look at.
-
-    Returns:
-        The layers, and what cannot be read, with reasons.
 
     Raises:
         MisconfigurationError: if there is no `forward`, and no other way to know.
@@ -505,14 +502,11 @@ def survey(model: nn.Module, forward: Callable[[], object] | None = None, on_rea
 
 
 def find_attention(model: nn.Module, forward: Callable[[], object] | None = None) -> list[AttentionLayer]:
-    """Return the attention layers of a model, with a warning for each that cannot be read.
+    """Return the attention layers of a model, in its order, with a warning for each that cannot be read.
 
     Args:
         model: the model.
         forward: runs a forward of it, without arguments; see `survey`.
-
-    Returns:
-        The layers, in model order.
     """
     result = survey(model, forward)
     for refusal in result.refused:

@@ -194,13 +194,10 @@ def _vectors(labels: Labels, features: Tensor) -> tuple[Tensor, list[Vector], bo
                 positions.update({member: positions.get(member, -1) for member in members})
                 if free is not None:
                     positions[free] = place
-        vectors.append({owner: _in_places(positions) for owner, positions in of_owner.items()})
+        pairs = {owner: [(at, feature) for feature, at in positions.items()] for owner, positions in of_owner.items()}
+        # Summed features without a position come last.
+        vectors.append({o: tuple(sorted(each, key=lambda at: (at[0] < 0, at[0]))) for o, each in pairs.items()})
     return different.reshape(short.shape[:2]).expand(n, tokens), vectors, is_sum
-
-
-def _in_places(positions: dict[int, int]) -> tuple[tuple[int, int], ...]:
-    """Return (position, feature) pairs; summed features without a position have -1 and come last."""
-    return tuple(sorted(((at, feature) for feature, at in positions.items()), key=lambda pair: (pair[0] < 0, pair[0])))
 
 
 def _named(streams: dict[frozenset[int], Vector]) -> tuple[object, ...]:

@@ -182,7 +182,7 @@ class Products:
             at = torch.zeros((), dtype=torch.int64)
             for dim, (size, stride) in enumerate(zip(view.shape, view.stride)):
                 at = at + (torch.arange(size) * stride).reshape(-1, *[1] * (len(view.shape) - 1 - dim))
-            return (at + self.tape.number(cell.parameter) + view.offset).expand(view.shape)
+            return (at + self.tape.first[self.tape.places[cell.parameter]] + view.offset).expand(view.shape)
         base, written = self._copied(cell), cell.written
         if base is None or written is None:
             raise Unreadable("a weight is made of nothing that is known")
@@ -251,7 +251,8 @@ def _written_out(step: Step) -> Product | None:
     if factor is None or factor.op != "mul" or written is None or len(factor.inputs) < 2:
         return None
     summed = reduced_dims(step)
-    views = [_broadcast(view, len(total.shape)) for view in factor.inputs[:2]]
+    missing_dims = [(view, [1] * (len(total.shape) - len(view.shape))) for view in factor.inputs[:2]]
+    views = [view.seen_as((*more, *view.shape), (*[0] * len(more), *view.stride)) for view, more in missing_dims]
     is_other = (written.shape, written.stride) != (total.shape, total.stride)
     if is_other or len(summed) != 1 or total.shape[summed[0]] == 1:
         return None
@@ -281,12 +282,6 @@ def reduced_dims(step: Step) -> tuple[int, ...]:
     if dims is None or dims == () or isinstance(dims, bool):
         return tuple(range(len(shape)))
     return tuple(dim % len(shape) for dim in ((dims,) if isinstance(dims, int) else dims))
-
-
-def _broadcast(view: View, dims: int) -> View:
-    """Return a tensor with as many dims as it is broadcast to."""
-    more = dims - len(view.shape)
-    return view.seen_as((*[1] * more, *view.shape), (*[0] * more, *view.stride))
 
 
 def _side(view: View, dims: list[int], last: int, *, is_single: bool) -> View:
