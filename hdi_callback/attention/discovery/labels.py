@@ -442,8 +442,8 @@ class Labels:
         if result is None:
             return None
         is_scaled = step.op in {"mul", "div"} and NORMED not in result.flags
-        made = (view for view in step.inputs if view.cell.kind in {WEIGHT, MADE} and view.cell.is_mapped)
-        if is_scaled and any(view.numel > 1 for view in made):
+        weights = (view for view in step.inputs if view.cell.kind in {WEIGHT, MADE} and view.cell.is_mapped)
+        if is_scaled and any(view.numel > 1 for view in weights):
             result = result.flagged(GAINED)
         if step.op == "sub" and len(wide) == 2 and self._has_statistics(wide[1]):
             statistic = next(filter(self.is_statistic, small(wide[1].features).unique().tolist()))
