@@ -29,7 +29,7 @@ def labels_of(function):
     model = nn.Linear(4, ROWS, bias=False)
     with torch.no_grad(), Tape(model) as tape:
         function(model(torch.randn(TOKENS, 4))).exp()
-    return Labels(tape).read(tape.steps[-1].inputs[0]), tape.number("weight")
+    return Labels(tape).read(tape.steps[-1].inputs[0]), tape.first[tape.places["weight"]]
 
 
 def rows(label, first):

@@ -299,8 +299,6 @@ def _as_batch(view: View, *, is_row: bool) -> View:
         shape, stride = ((1, *shape), (0, *stride)) if is_row else ((*shape, 1), (*stride, 0))
     if len(shape) == 2:
         shape, stride = (1, *shape), (0, *stride)
-    if len(shape) > 3:  # linear in inference mode
-        shape, stride = (1, math.prod(shape[:-1]), shape[-1]), (0, shape[-1], 1)
     return view.seen_as(shape, stride)
 
 
