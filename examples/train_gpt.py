@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from hdi_callback import Alert, Call, HDICallback, ReviveHeads, load_history, write_report
+from hdi_callback import Alert, HDICallback, Intervention, ReviveHeads, load_history, write_report
 
 VOCABULARY = 256  # one token per byte
 
@@ -288,12 +288,16 @@ def main(argv: list[str] | None = None) -> None:
         attention = lit.model.blocks[options.layers // 2].attention
         lit.fault = Merging(attention, (0, options.heads - 1), begin=options.steps // 4, steps=options.steps // 4)
 
-        def stop_fault(alert: Alert) -> None:
+        class StopFault(Intervention):
             """Stop the fault at the first alert, as a person who has found its cause would."""
-            lit.fault.is_over = True
+
+            name = "StopFault"
+
+            def on_alert(self, alert: Alert) -> None:
+                lit.fault.is_over = True
 
         revive = ReviveHeads(max_output_error=1, at_most=1)
-        callback = HDICallback(every_n_steps=options.every_n_steps, interventions=[revive, Call(stop_fault)])
+        callback = HDICallback(every_n_steps=options.every_n_steps, interventions=[revive, StopFault()])
     trainer = L.Trainer(
         max_steps=options.steps,
         max_epochs=math.ceil(options.steps / len(train_batches)),

@@ -27,7 +27,7 @@ _MODULES = {
     "integrations.lightning": "HDICallback",
     "integrations.loop": "HeadSession watch_heads",
     "integrations.transformers": "HDITrainerCallback",
-    "interventions": "Call Intervention QKClip ReviveHeads SaveCheckpoint StopTraining",
+    "interventions": "Intervention QKClip ReviveHeads SaveCheckpoint StopTraining",
     "monitor": "METRICS HeadDiversityMonitor Reading",
     "record": "Action Alert LayerRecord Record",
     "rules": "Finding Rule",

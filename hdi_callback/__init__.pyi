@@ -33,7 +33,6 @@ from hdi_callback.integrations.lightning import HDICallback as HDICallback
 from hdi_callback.integrations.loop import HeadSession as HeadSession, watch_heads as watch_heads
 from hdi_callback.integrations.transformers import HDITrainerCallback as HDITrainerCallback
 from hdi_callback.interventions import (
-    Call as Call,
     Intervention as Intervention,
     QKClip as QKClip,
     ReviveHeads as ReviveHeads,

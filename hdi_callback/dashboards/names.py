@@ -10,7 +10,7 @@ from typing import Literal
 
 from hdi_callback.arguments import shown
 from hdi_callback.errors import MisconfigurationError
-from hdi_callback.interventions import Call, Intervention, QKClip, ReviveHeads, SaveCheckpoint, StopTraining
+from hdi_callback.interventions import Intervention, QKClip, ReviveHeads, SaveCheckpoint, StopTraining
 from hdi_callback.monitor import contract
 from hdi_callback.monitor.metrics import METRICS
 from hdi_callback.record import Record
@@ -56,7 +56,7 @@ LAYER_CURVES = {"hdi": "hdi", "hdi_worst_alignment": "worst_alignment", "head_co
 
 Kind = Literal["curve", "picture", "metric", "rule", "alert", "intervention", "finding of hdi audit"]
 INTERVENTIONS: dict[str, type[Intervention]] = {
-    kind.__name__: kind for kind in (Call, QKClip, ReviveHeads, SaveCheckpoint, StopTraining)
+    kind.__name__: kind for kind in (QKClip, ReviveHeads, SaveCheckpoint, StopTraining)
 }
 
 

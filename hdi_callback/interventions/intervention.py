@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from hdi_callback.arguments import one_of, shown, strings, whole_number
+from hdi_callback.arguments import one_of, strings, whole_number
 from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.record import LEVELS, Action, Alert, Level, Record
@@ -141,29 +141,3 @@ class SaveCheckpoint(Intervention):
         """Save a checkpoint named for rule and step."""
         name = f"heads-{alert.rule.replace(' ', '-')}-step={self.training.trainer.step}"
         return self.action(alert.layers, f"saved {self.training.trainer.save(name)}")
-
-
-class Call(Intervention):
-    """Call a function of your own with each alert.
-
-    Args:
-        function: takes the `Alert`; on every rank.
-        options: see `Intervention`.
-
-    Raises:
-        MisconfigurationError: if `function` cannot be called.
-    """
-
-    name = "Call"
-
-    def __init__(self, function: Callable[[Alert], Any], **options: Any) -> None:
-        super().__init__(**options)
-        if not callable(function):
-            raise MisconfigurationError(f"`function` of Call must take an Alert, got {shown(function)}.")
-        self.function = function
-
-    def on_alert(self, alert: Alert) -> Action:
-        """Call the function."""
-        self.function(alert)
-        called = getattr(self.function, "__name__", type(self.function).__name__)
-        return self.action(alert.layers, f"called {called} ({alert.rule})")

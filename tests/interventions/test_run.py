@@ -11,7 +11,6 @@ import torch
 
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.interventions import (
-    Call,
     Intervention,
     QKClip,
     ReviveHeads,
@@ -92,20 +91,10 @@ def test_training_is_stopped_on_critical_alerts_by_default():
     assert action.message == "stopped the training (worst pair)"
 
 
-def test_a_function_is_called_with_the_alert():
-    seen = []
-    call = Call(seen.append)
-    open_training(call)
-    (action,) = call.handle(reading(alert()))
-    assert seen == [alert()]
-    assert action.message == "called append (worst pair)"
-
-
 MISUSE = {
     "a level": (lambda: StopTraining(on="loud"), '"notice" or "warning" or "critical"'),
     "rules as one string": (lambda: SaveCheckpoint(rules="worst pair"), r"write \['worst pair'\]"),
     "at_most": (lambda: SaveCheckpoint(at_most=0), "at least 1"),
-    "no function": (lambda: Call("print"), "must take an Alert"),
     "an error above one": (lambda: ReviveHeads(max_output_error=2), "of at least 0, at most 1"),
     "a limit": (lambda: QKClip(limit=0), "above 0"),
     "without a callback": (lambda: StopTraining().training, r"HDICallback\(interventions=\[...\]\)"),
@@ -144,7 +133,6 @@ def train(model, optimizer, training, *interventions, steps=6, active=(), begin=
 EVERY = {
     "StopTraining": lambda **options: StopTraining(on="warning", **options),
     "SaveCheckpoint": SaveCheckpoint,
-    "Call": lambda **options: Call(lambda alert: 1 / 0, **options),
     "ReviveHeads": lambda **options: ReviveHeads(max_output_error=1, **options),
     "QKClip": lambda **options: QKClip(limit=0.1, **options),
 }
@@ -172,7 +160,7 @@ def test_without_an_alert_training_is_bit_identical(kind):
     assert actions == []
 
 
-@pytest.mark.parametrize("kind", [kind for kind in EVERY if kind != "Call"])
+@pytest.mark.parametrize("kind", EVERY)
 def test_a_resumed_training_is_bit_identical_to_an_unbroken_one(kind):
     def begin(seed=0):
         torch.manual_seed(seed)
@@ -201,7 +189,7 @@ def test_a_resumed_training_is_bit_identical_to_an_unbroken_one(kind):
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), second.parameters()))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in EVERY if kind != "Call"])
+@pytest.mark.parametrize("kind", EVERY)
 def test_it_can_be_copied_and_sent_to_other_processes_while_it_acts(kind):
     intervention = EVERY[kind]()
     open_training(intervention)
