@@ -50,24 +50,14 @@ class TensorBoard(Curves):
 
     def write(self, record: Record) -> None:
         """Write one record."""
-        self._add_scalars(curves(record, self._metrics), record.step)
+        for tag, value in curves(record, self._metrics).items():
+            self._target.add_scalar(tag, value, record.step)
         lines = [_as_markdown(alert) for alert in record.alerts]
         lines += [f"**{action.name}**: {action.message}" for action in record.actions]
         if lines:
             self._target.add_text(ALERTS, "\n\n".join(lines), record.step)
         for tag, picture in self._pictures.add(record).items():
             self._target.add_image(tag, picture, record.step, dataformats="HWC")
-
-    def _add_scalars(self, points: Mapping[str, float], step: int) -> None:
-        """Write the points of all curves as one event, where the writer has a file of events."""
-        if not self.is_thread_safe:
-            for tag, value in points.items():
-                self._target.add_scalar(tag, value, step)
-            return
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in points.items()]
-        self._target._get_file_writer().add_summary(Summary(value=values), step)
 
     def close(self) -> None:
         """Write out what is buffered."""
