@@ -28,14 +28,9 @@ class History:
     resumed run goes on in its own file, from which the readings after its checkpoint are cut; in another folder it
     begins with a copy of the readings up to there. What is not its own, linked or of another form stays as it is.
 
-    Args:
-        path: the file.
-        layers: the facts of the layers, see `AttentionLayer.description`.
-        run: name of a new run, the same on all ranks; drawn by default.
-        resume_step: for a resumed run the step of the last reading that its checkpoint knows, -1 if it knows none:
-            later readings are cut off. `None` for a new run.
-        resume_run: the `run` in the checkpoint; `None` to go on with whatever run the file at `path` has.
-        resume_path: where the run of the checkpoint was written.
+    `layers` are the facts of the layers, `run` the name of a new run, the same on all ranks. Of a resumed run
+    `resume_step` is the step of the last reading that its checkpoint knows, -1 if none, after which it is cut;
+    `resume_run` its name, `None` for whatever run the file at `path` has; `resume_path` where it was written.
     """
 
     name = "writing the history"

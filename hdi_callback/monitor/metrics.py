@@ -32,20 +32,12 @@ Read = Callable[[Any], Tensor]
 
 @dataclass(frozen=True)
 class Metric:
-    """One number per layer and reading.
+    """One number per layer and reading."""
 
-    Attributes:
-        name: what a user writes in ``metrics=[...]``, and the key in `LayerRecord.values`.
-        source: the measurement that it is read from, one of `SOURCES`; sources of which nothing is asked for are not
-            measured.
-        read: result of that source -> ``(layers,)``; NaN where it is not known.
-        summary: one sentence for people.
-    """
-
-    name: str
-    source: str
-    read: Read
-    summary: str
+    name: str  # what a user writes in ``metrics=[...]``, and the key in `LayerRecord.values`
+    source: str  # the measurement that it is read from; those of which nothing is asked for are not made
+    read: Read  # result of that source -> ``(layers,)``; NaN where it is not known
+    summary: str  # one sentence for people
 
 
 @dataclass(frozen=True)

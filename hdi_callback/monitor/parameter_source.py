@@ -26,14 +26,10 @@ class ParameterChanges(NamedTuple):
 
 
 class ParameterReader:
-    """Look at the parameters of layers; found once, and again where those of the model are replaced or frozen.
-
-    Attributes:
-        trained: layer and role of the weights that train.
-    """
+    """Look at the parameters of layers; found once, and again where those of the model are replaced or frozen."""
 
     def __init__(self) -> None:
-        self.trained: set[tuple[str, str]] = set()
+        self.trained: set[tuple[str, str]] = set()  # layer and role of the weights that train
         self._looked_at: tuple[Any, ...] = ((),)  # the layers and parameters that the following is made of
         self._trains = torch.zeros(0, device="cpu")  # of each layer, 1 if any of its parameters trains
         self._groups: list[tuple[list[nn.Parameter], Tensor | None]] = []  # and where small ones end, side by side

@@ -39,22 +39,15 @@ def number_of_ranks() -> int:
 class Ranks:
     """All ranks of the run, as long as they hold the same layers at the same steps; else this rank alone.
 
-    Args:
-        facts: plain data about the layers of this rank; all ranks compare theirs, a collective call.
-        why_alone: why ranks must not wait for each other, as a clause; the same on every rank.
-
-    Attributes:
-        size: number of ranks that measure together.
-        device: where sums are exchanged.
-        difference: why ranks measure alone, as a clause; empty if they do not.
-        is_sharded: whether this rank needs others to read a weight.
-        is_first: whether no earlier rank holds the same layers.
+    All ranks compare the facts of their layers, a collective call. `why_alone` says why they must not wait for each
+    other, as a clause, the same on every rank.
     """
 
     def __init__(self, facts: Sequence[Mapping[str, Any]], why_alone: str = "") -> None:
-        self.size, self.device = number_of_ranks(), torch.device("cpu")
-        self.difference, self.is_first = "", True
-        self.is_sharded = any(layer["is_sharded"] for layer in facts)
+        self.size, self.device = number_of_ranks(), torch.device("cpu")  # that measure together; where sums are added
+        self.difference = ""  # why ranks measure alone, as a clause
+        self.is_first = True  # whether no earlier rank holds the same layers
+        self.is_sharded = any(layer["is_sharded"] for layer in facts)  # whether others are needed to read a weight
         self._names = [layer["name"] for layer in facts]
         self._readings = 0
         self._agree: Tensor | None = None  # whether the sums of this reading may be added up
