@@ -18,7 +18,7 @@ _SCALES = KEEPS | {"mul", "div"}
 
 
 @dataclass
-class _Spread:
+class _Downstream:
     """What is computed of a content, up to the next maps."""
 
     is_normed: dict[Cell, bool]  # of each content, whether a norm is on the way
@@ -38,17 +38,17 @@ def block_of(labels: Labels, claim: FoundAttention) -> tuple[str | None, bool]:
     result = claim.takers[0][0].output.cell
     if not result.users:
         return UNUSED, False
-    spread = _spread(labels, result, through_sums=True)
-    for step, addend, is_normed in spread.sums:
+    downstream = _downstream(labels, result, through_sums=True)
+    for step, addend, is_normed in downstream.sums:
         source = _source(addend.cell)
-        before = _spread(labels, source).is_normed
+        before = _downstream(labels, source).is_normed
         if step.op != "add" or before.keys().isdisjoint(inputs[0]):
             continue
         names = {True: "norm(x)", False: "x", None: "y"}
         roles = [names[next((before[cell] for cell in cells if cell in before), None)] for cells in inputs]
         inner = f"attention({', '.join(roles[: 1 if len(set(roles)) == 1 else 3])})"
         text = f"x + {f'norm({inner})' if is_normed else inner}"
-        after = _spread(labels, step.output.cell)
+        after = _downstream(labels, step.output.cell)
         is_post = bool(after.sums) and all([*after.maps, *(normed for _, _, normed in after.sums)])
         is_kept = is_normed or bool(after.sums) or not after.maps or "y" in roles
         return f"norm({text})" if is_post else text, not is_kept and _is_added_again(source, step)
@@ -57,7 +57,7 @@ def block_of(labels: Labels, claim: FoundAttention) -> tuple[str | None, bool]:
     streams = (cell for cell in streams if cell.kind != WEIGHT and cell.numel >= result.numel)
     is_used = any(user.number > last for cell in streams for user in cell.users)
     # What is joined with it may hold the input, as where attentions stand side by side.
-    joined = walk_back(spread.joined, lambda cell: [] if cell is result else _made_of(cell))
+    joined = walk_back(downstream.joined, lambda cell: [] if cell is result else _made_of(cell))
     is_used = is_used or not set(inputs[0]).isdisjoint(joined)
     is_alike = result.numel in {cell.numel for cell in inputs[0]}  # else it cannot take the place of its input
     return ALONE if is_alike and not is_used else None, False
@@ -82,26 +82,26 @@ def _is_map(labels: Labels, step: Step | None) -> bool:
     return product is not None and product.kind in {"weight", "filter"}
 
 
-def _spread(labels: Labels, cell: Cell, *, through_sums: bool = False) -> _Spread:
-    spread = _Spread({cell: False})
+def _downstream(labels: Labels, cell: Cell, *, through_sums: bool = False) -> _Downstream:
+    downstream = _Downstream({cell: False})
     walk = WalkOn([cell], _FAR)
     for step in walk:
-        is_after = any(spread.is_normed.get(view.cell, False) for view in step.inputs)
-        operands = [v for v in step.inputs if v.is_float and v.cell not in spread.is_normed and len(v.shape) > 1]
+        is_after = any(downstream.is_normed.get(view.cell, False) for view in step.inputs)
+        operands = [v for v in step.inputs if v.is_float and v.cell not in downstream.is_normed and len(v.shape) > 1]
         is_unknown = any(view.cell.kind in {WEIGHT, MADE} for view in operands) and not step.is_pointwise
         if labels.products.of(step) is not None or step.op in FUSED or (is_unknown and step.op not in MOVES):
-            spread.maps.append(is_after)
+            downstream.maps.append(is_after)
             continue
-        spread.joined += [view.cell for view in operands]
+        downstream.joined += [view.cell for view in operands]
         if step.op in {"add", "cat"} and operands and operands[0].shape[-2:] == step.output.shape[-2:]:
-            spread.sums.append((step, operands[0], is_after))
+            downstream.sums.append((step, operands[0], is_after))
             if not through_sums and not is_after and operands[0].cell.kind == DATA:  # behind a norm it is a shift
                 continue
         for output in step.outputs:
             if output is not None:
-                spread.is_normed.setdefault(output.cell, is_after or step.op in NORMS or step.op in REDUCTIONS)
+                downstream.is_normed.setdefault(output.cell, is_after or step.op in NORMS or step.op in REDUCTIONS)
         walk.follow(step)
-    return spread
+    return downstream
 
 
 def _source(cell: Cell) -> Cell:
