@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from hdi_callback.attention.discovery.find import name_without_wrappers
 from hdi_callback.attention.discovery.own_inputs import own_batches, run_batch
 from hdi_callback.attention.extra_forward import inner_model
 from hdi_callback.errors import MisconfigurationError
@@ -30,7 +31,6 @@ _WHAT = (
 )
 _BUILDS = "write module:function that builds and loads it"
 _REMEDY = "write module:function that gives a model and a batch, or set example_input_array"
-_WRAPPERS = r"\b(_orig_mod|_forward_module)\."  # put into names by torch.compile and Lightning; `module.` by DDP
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _open_file(path: Path, build: str | Callable[..., Any] | None) -> Target:
     stored = content.get("state_dict", content)
     target = _built(build, build if isinstance(build, str) else build.__name__, content.get("hyper_parameters"))
     own = target.model.state_dict()
-    plain = {re.sub(_WRAPPERS, "", name).removeprefix("module."): value for name, value in stored.items()}
+    plain = {name_without_wrappers(name).removeprefix("module."): value for name, value in stored.items()}
     tensors = {name: value for name, value in plain.items() if isinstance(value, Tensor)}
     if own and not own.keys() & tensors.keys():  # of a LightningModule, read into the network within it
         last = next(iter(own))

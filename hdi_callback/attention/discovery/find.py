@@ -96,8 +96,10 @@ def claims_of(tape: Tape, tape_reader: TapeReader | None = None) -> tuple[Labels
     for claim in claims:
         columns_of(labels, claim)
     claims, refused_groups = _joined_side_by_side(labels, claims)
-    claims, lone_heads = _without_single_heads(claims, refused)
-    return labels, claims, refused + refused_groups + lone_heads
+    paths = {step.path for step, _ in refused}
+    lone = [claim for claim in claims if claim.heads == 1 and claim.path in paths]
+    refused_heads = [(claim.core.step, "other heads of it cannot be read") for claim in lone]
+    return labels, [claim for claim in claims if claim not in lone], refused + refused_groups + refused_heads
 
 
 def _claim(labels: Labels, step: Step) -> FoundAttention | None:
@@ -211,16 +213,6 @@ def _join(group: list[FoundAttention]) -> None:
     first.outputs = [(of_heads[0][0], _together([output for _, output in of_heads])) for of_heads in outputs]
     first.heads = sum(claim.heads for claim in group)
     first.flags = set().union(*(claim.flags for claim in group))
-
-
-def _without_single_heads(
-    claims: list[FoundAttention], refused: RefusedSteps
-) -> tuple[list[FoundAttention], RefusedSteps]:
-    """Drop a lone head if other heads of its module were refused."""
-    paths = {step.path for step, _ in refused}
-    lone = [claim for claim in claims if claim.heads == 1 and claim.path in paths]
-    refused_heads = [(claim.core.step, "other heads of it cannot be read") for claim in lone]
-    return [claim for claim in claims if claim not in lone], refused_heads
 
 
 def _role_with_inputs_of_heads(labels: Labels, group: list[FoundAttention]) -> str:

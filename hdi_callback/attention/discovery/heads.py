@@ -123,7 +123,9 @@ def heads_of(labels: Labels, core: Core) -> FoundAttention:
         for head in part.heads:
             heads.setdefault(_name_of_scores(head), head)
     claim = FoundAttention(core, len(heads), {}, set(core.flags).union(*(part.flags for part in parts)), [*core.notes])
-    streams = _streams(list(heads.values()))
+    # Streams of tokens, each of which has projections of its own in all roles.
+    counts = {len(head[role]) for head in heads.values() for role in IN if len(head[role]) > 1}
+    streams = range(counts.pop() if len(counts) == 1 else 1)
     first, *claim.streams = (_maps_of(labels, claim, list(heads.values()), stream) for stream in streams)
     claim.maps = first
     if claim.streams:
@@ -244,12 +246,6 @@ def _query_heads(
     if any(set(vector) != set(vectors[0]) for vector in vectors if vector):
         raise Unreadable("the features of its queries differ between tokens")
     return [(_streams_of_tokens([vector], width, "query"), [row]) for row, vector in zip(rows, vectors)]
-
-
-def _streams(heads: list[_Head]) -> list[int]:
-    """Return the numbers of the streams of tokens, each of which has projections of its own in all roles."""
-    counts = {len(head[role]) for head in heads for role in IN if len(head[role]) > 1}
-    return list(range(counts.pop())) if len(counts) == 1 else [0]
 
 
 # from heads to maps
