@@ -56,17 +56,22 @@ class StepFacts(NamedTuple):
     terms: Callable[..., Terms]
 
 
+Key = tuple[int, str]
+Version = tuple[int, int]
+
+
 @dataclass
 class _Steps:
-    """The steps of one optimizer; versions are by number of the parameter."""
+    """The steps of one optimizer; versions, with which tensor it was, are by number of the parameter and its state."""
 
     optimizer: Optimizer
     count: int = 0  # since the last step that was looked at
     has_run: bool = False  # since the last reading, so that its hooks are called
     is_armed: bool = False
-    begun: dict[int, int] = field(default_factory=dict)  # versions right before the step that is looked at
-    ended: dict[int, int] = field(default_factory=dict)  # and right after the last one
-    most: dict[int, int] = field(default_factory=dict)  # writes by one step
+    begun: dict[Key, Version] = field(default_factory=dict)  # versions right before the step that is looked at
+    ended: dict[Key, Version] = field(default_factory=dict)  # and right after the last one
+    most: dict[Key, int] = field(default_factory=dict)  # writes by one step
+    settings: dict[str, Any] = field(default_factory=dict)  # of its groups, at the last step that was looked at
     facts: StepFacts | None = None  # of a step, until the next one begins
     looked_at: list[nn.Parameter] = field(default_factory=list)  # for these
 
@@ -75,7 +80,8 @@ class TrainingStep:
     """Looks at optimizer steps at readings.
 
     Attributes:
-        written: names of parameters that something else than a step wrote since the reading before, for the first time.
+        written: names of parameters, of their states in an optimizer, and of its settings but for the rate, that
+            something else than a step wrote since the reading before, for the first time.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -86,7 +92,7 @@ class TrainingStep:
         self._handles: list[Any] = []
         self._hooks: list[Any] = []  # on parameters, until the step
         self._raw: dict[int, list[Any]] = {}  # number -> sum of the samples of gradients, and whether one was there
-        self._ever: set[int] = set()  # numbers of parameters that something else than a step has written
+        self._ever: set[Any] = set()  # what something else than a step has written
         self._is_fresh = True  # whether no forward of the step to come was missed
         self._compares = self._is_wanted = False  # now, and at the next reading as well
         self._arms = 0
@@ -176,18 +182,27 @@ class TrainingStep:
     def _look(self, steps: _Steps) -> None:
         """Compare versions with those after the step that was looked at before, and take gradients and bits."""
         parameters = _parameters(steps.optimizer)
-        now = {id(parameter): parameter._version for parameter in parameters}
-        own = {key: now[key] - steps.begun.get(key, now[key]) for key in now}
+        now, settings = _versions(steps.optimizer), _settings(steps.optimizer)
+        own = {key: now[key][0] - steps.begun.get(key, now[key])[0] for key in now}
         most = {key: max(own[key], steps.most.get(key, 0)) for key in now}
-        touched = {
-            key for key, version in steps.begun.items()
+        touched: set[Any] = {
+            key for key, (version, tensor) in steps.begun.items()
             # What no step is seen to write may have been without a gradient in those alone.
-            if key in steps.ended and most.get(key) and version - steps.ended[key] > most[key] * steps.count
+            if key in steps.ended and most.get(key) and
+            (tensor != steps.ended[key][1] or version - steps.ended[key][0] > most[key] * steps.count)
         }  # fmt: skip
+        touched |= {name for name, value in settings.items() if steps.settings.get(name, value) != value}
         new = touched - self._ever if self._arms > 2 else ()  # what was so at first is no change
         self._ever |= touched
-        self.written += tuple(name for key, (_, name) in _names(self._model, ()).items() if key in new) if new else ()
+        if new:
+            names = _names(self._model, ())
+            own_names = [
+                f"{state} of {names[key][1]}" if state else names[key][1] for key, state in now
+                if (key, state) in new and key in names
+            ]  # fmt: skip
+            self.written += (*own_names, *(f"{name} of the optimizer" for name in settings if name in new))
         steps.ended, steps.most, steps.count, steps.is_armed, steps.begun = now, most, 0, False, {}
+        steps.settings = settings
         if not self._compares:
             return
         pairs = []
@@ -203,7 +218,7 @@ class TrainingStep:
         sizes = [sample.numel() for _, sample, *_ in pairs]
         home = able[0].device if able else torch.device("cpu")
         columns = [torch.cat([tensor.to(home).reshape(-1) for tensor in column]) for column in [*zip(*pairs)][1:]]
-        is_touched = [id(parameter) in self._ever for parameter in able]
+        is_touched = [(id(parameter), "") in self._ever for parameter in able]
         steps.looked_at = able
         steps.facts = StepFacts([*columns, _bits(able)], partial(self._terms, *places, sizes, is_touched))
 
@@ -212,7 +227,7 @@ class TrainingStep:
         """Note versions right before a step, and the bits right before that which follows one that was looked at."""
         parameters = _parameters(steps.optimizer)
         if steps.is_armed:
-            steps.begun = {id(parameter): parameter._version for parameter in parameters}
+            steps.begun = _versions(steps.optimizer)
         if steps.facts is not None:
             if {*map(id, steps.looked_at)} <= {*map(id, parameters)}:
                 tensors = [*steps.facts.tensors, _bits(steps.looked_at)]
@@ -252,6 +267,32 @@ def tell(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, list[
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _versions(optimizer: Optimizer) -> dict[Key, Version]:
+    """Return version and number of each parameter, and of the tensors of its state."""
+    versions = {}
+    for parameter in _parameters(optimizer):
+        states = {
+            name: state for name, state in optimizer.state.get(parameter, {}).items() if isinstance(state, Tensor)
+        }
+        for name, tensor in {"": parameter, **states}.items():
+            versions[id(parameter), name] = tensor._version, id(tensor)
+    return versions
+
+
+def _settings(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the settings of all groups, but for the rate, of which only the share of a group in the first counts."""
+    settings: dict[str, Any] = {}
+    first = optimizer.param_groups[0].get("lr")
+    for number, group in enumerate(optimizer.param_groups):
+        place = f" of group {number}" if number else ""
+        for name in group.keys() - {"params", "lr", "initial_lr"}:
+            if isinstance(group[name], bool | int | float | tuple | list):
+                settings[name + place] = group[name]
+        if number and isinstance(first, float) and isinstance(group.get("lr"), float) and first > 0:
+            settings[f"lr{place}"] = round(group["lr"] / first, 6)
+    return settings
 
 
 def _names(model: nn.Module, layers: Sequence[AttentionLayer]) -> dict[int, Place]:

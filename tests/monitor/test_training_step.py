@@ -165,3 +165,25 @@ def test_training_is_the_same_to_the_bit_while_steps_are_looked_at(tmp_path):
     for first, second in zip(watched.parameters(), alone.parameters()):
         assert torch.equal(first, second)
         assert not first._backward_hooks
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (lambda group, state: group.update(weight_decay=30.0), "`weight_decay of the optimizer` between"),
+        (lambda group, state: [each["exp_avg_sq"].mul_(1e-8) for each in state.values()], "`exp_avg_sq of "),
+    ],
+)
+def test_settings_and_states_of_the_optimizer_that_are_changed_are_told_where_the_loss_rises(fault, says, tmp_path):
+    made = []
+
+    def optimizer(model):
+        made.append(torch.optim.AdamW(model.parameters(), 3e-3))
+        return made[0]
+
+    def after(model, step):
+        if step == ONSET:
+            fault(made[0].param_groups[0], made[0].state)
+
+    (text,) = (text for text in texts(trained(tmp_path, after=after, optimizer=optimizer)[1]) if says in text)
+    assert text.startswith("the loss rose from ")
