@@ -15,6 +15,7 @@ def test_what_was_held_back_and_what_is_new_shares_no_task_fault_or_seed_with_wh
         ("held back", "first"),
         ("new kinds", "first", "held back"),
         ("newest kinds", "first", "held back", "new kinds", "new kinds, new seeds"),
+        ("blind kinds", *(part for part in PARTS if part != "blind kinds")),
     ):
         for earlier in before:
             for field in ("task", "seed"):

@@ -309,6 +309,115 @@ def _enlarge_embedding(run: Run) -> None:
         value.mul_(5)
 
 
+# Blind: written after public reports, named by owner/repo number, and committed, without a look at any rule.
+
+
+def _lose_state(run: Run) -> None:
+    """Resume without the optimizer's state: matterport/Mask_RCNN 1726, NVlabs/stylegan2-ada-pytorch 108."""
+    run.optimizer.state.clear()
+
+
+def _exchange_state(run: Run) -> None:
+    """Load the state in another order of the parameters: piergiaj/pytorch-i3d 38, pytorch/pytorch 6031."""
+    values = [value for group in run.optimizer.param_groups for value in group["params"]]
+    for shape in {value.shape for value in values}:
+        alike = [value for value in values if value.shape == shape and value in run.optimizer.state]
+        states = [run.optimizer.state[value] for value in alike]
+        run.optimizer.state.update(zip(alike, states[1:] + states[:1]))
+
+
+def _skip(run: Run) -> None:
+    """Skip the steps, as gradients overflow at each: NVIDIA/apex 715, NVIDIA/tacotron2 112."""
+    run.optimizer.zero_grad()
+
+
+def _keep_average(run: Run) -> None:
+    """Leave the averaged weights in the model at each validation, every ten steps.
+
+    PKU-YuanGroup/Open-Sora-Plan 186, harubaru/waifu-diffusion 31.
+    """
+    run.kept["step"] = run.kept.get("step", -1) + 1
+    values = [value for value in run.model.parameters() if value.requires_grad]
+    averages = run.kept.setdefault("averages", [value.clone() for value in values])
+    for value, average in zip(values, averages):
+        average.lerp_(value, 0.02)
+        if run.kept["step"] % 10 == 0:
+            value.copy_(average)
+
+
+def _overwrite_last_layer(run: Run) -> None:
+    """Load the embedding as the last layer, which is not tied to it: NVIDIA-NeMo/Automodel 2571."""
+    run.model.head.weight.copy_(next(run.model.embed.parameters()))
+
+
+def _reorder_rotary(run: Run) -> None:
+    """Load the rows of queries and keys in the order of the other rotary layout.
+
+    meta-pytorch/gpt-fast 190, nurl-lang/nurl 584, ooples/AiDotNet 2074.
+    """
+    for layer in run.layers:
+        for projection in (layer.q_proj, layer.k_proj):
+            for value in projection.parameters():
+                halves = value.unflatten(0, (layer.num_heads, 2, -1))
+                value.copy_(halves.transpose(1, 2).flatten(0, 2))
+
+
+def _split_otherwise(run: Run) -> None:
+    """Split queries, keys and values, stored one after the other, as if they were stored head by head.
+
+    hpcaitech/ColossalAI 817, awslabs/slapo 46.
+    """
+    for layer in run.layers:
+        projections = [
+            getattr(projection, "base_layer", projection) for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
+        ]
+        for name in ("weight", "bias"):
+            values = [getattr(projection, name) for projection in projections]
+            fused = torch.cat(values).unflatten(0, (layer.num_heads, len(values), -1))
+            for value, part in zip(values, fused.unbind(1)):
+                value.copy_(part.flatten(0, 1))
+
+
+def _merge_twice(run: Run) -> None:
+    """Merge adapters that stay in use: unslothai/unsloth 289, huggingface/peft 1355."""
+    for module in run.model.modules():
+        if hasattr(module, "get_delta_weight"):
+            module.base_layer.weight.add_(module.get_delta_weight("default"))
+
+
+def _cut_without_transpose(run: Run) -> None:
+    """Cut heads by a view where a transpose is needed: reczoo/FuxiCTR 30, jsbaan/transformer-from-scratch 6."""
+    for layer in run.layers:
+        layer.cuts_without_transpose = True
+
+
+def _change_outputs(dim: int) -> Act:
+    """Compare labels with the outputs before them, of the token or of the sample.
+
+    Token: huggingface/transformers 47394 and 44642. Sample: tensorflow/tensorflow 21033, aidotse/LeakPro 315.
+    """
+
+    def act(run: Run) -> None:
+        run.model.change_outputs = lambda outputs: outputs.roll(1, dim)
+
+    return act
+
+
+def _normalise_twice(run: Run) -> None:
+    """Normalise pixels that are normalised: soumith/imagenet-multiGPU.torch 18, 4uiiurz1/pytorch-nested-unet 62."""
+    run.model.change_inputs = lambda inputs: inputs / 8 - 1
+
+
+def _see_padding(run: Run) -> None:
+    """Lose the mask of padding: NVIDIA-NeMo/Automodel 3704, axolotl-ai-cloud/axolotl 3735."""
+    run.model.sees_padding = True
+
+
+def _clip_scaled(run: Run) -> None:
+    """Clip gradients to 1 while they are 65,536 times too large: pytorch/examples 1196, rwth-i6/returnn 1595."""
+    torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1 / 65_536)
+
+
 FIRST: dict[str, Fault] = {
     "layer initialised anew": Fault(before=_once(_initialise)),
     "layer overwritten by another": Fault(before=_once(_overwrite)),
@@ -372,4 +481,23 @@ NEWEST: dict[str, Fault] = {
     "output of a layer three times too large": Fault(before=_triple_output),
     "embedding five times too large": Fault(before=_once(_enlarge_embedding)),
 }
-FAULTS = FIRST | HELD_BACK | NEW | NEWEST
+OF_NEXT_TOKENS = ("cells", "counted")
+BLIND: dict[str, Fault] = {
+    "optimizer state lost": Fault(before=_once(_lose_state)),
+    "optimizer state of other weights": Fault(before=_once(_exchange_state)),
+    "steps skipped after an overflow": Fault(before=_skip),
+    "averaged weights left in the model": Fault(after=_keep_average),
+    "embedding loaded as the last layer": Fault(before=_once(_overwrite_last_layer), tasks=OF_NEXT_TOKENS),
+    "rotary rows in the other order": Fault(before=_once(_reorder_rotary), tasks=("sums and differences", "counted")),
+    "fused projections split otherwise": Fault(before=_once(_split_otherwise)),
+    "adapters merged and left on": Fault(before=_once(_merge_twice), tasks=("negatives",)),
+    "heads cut without a transpose": Fault(before=_cut_without_transpose),
+    "labels one token too far": Fault(
+        before=_once(_change_outputs(1)), tasks=("sums and differences", *OF_NEXT_TOKENS)
+    ),
+    "labels of other samples": Fault(before=_once(_change_outputs(0))),
+    "inputs normalised twice": Fault(before=_once(_normalise_twice), tasks=("quarter turns", "negatives")),
+    "padding seen": Fault(before=_once(_see_padding), tasks=("twice",)),
+    "gradients clipped before they are unscaled": Fault(before=_clip_scaled),
+}
+FAULTS = FIRST | HELD_BACK | NEW | NEWEST | BLIND

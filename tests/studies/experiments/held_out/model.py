@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -26,6 +28,7 @@ class Attention(nn.Module):
         takes_other_keys: whether keys and values are those of the next sample; only in faults.
         takes_earlier_values: whether the value of a token is that of the one before it; only in faults.
         window: how many tokens to each side a query sees, all if 0; only in faults.
+        cuts_without_transpose: whether heads are cut from the features of all tokens in a row; only in faults.
     """
 
     def __init__(self, width: int, heads: int, *, is_causal: bool, kind: str = "plain") -> None:
@@ -34,16 +37,14 @@ class Attention(nn.Module):
         self.factor, self.drop, self.bias = 1.0, 0.0, 0.0
         self.sees_itself_alone = self.takes_other_keys = self.takes_earlier_values = False
         self.window = 0
+        self.cuts_without_transpose = False
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
         if kind == "cosine":
             self.logit_scale = nn.Parameter(torch.full((heads, 1, 1), 10.0).log())
             self.bias_table = nn.Parameter(0.02 * torch.randn(heads, 64))
 
     def forward(self, x: Tensor, visible: Tensor | None = None) -> Tensor:
-        q, k, v = (
-            project(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = (self._heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.kind == "rotary":
             q, k = rotated(q), rotated(k)
         if self.takes_other_keys:
@@ -72,6 +73,11 @@ class Attention(nn.Module):
             scale = self.factor * q.shape[-1] ** -0.5
             heads = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=self.drop, scale=scale)
         return self.out_proj(heads.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        if self.cuts_without_transpose:
+            return x.reshape(len(x), self.num_heads, x.shape[1], -1)
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
 
 class Experts(nn.Module):
@@ -105,6 +111,9 @@ class Net(nn.Module):
     Attributes:
         has_skips: whether the input of each attention is added to its output; a fault may change it.
         shares: factor on the output of each attention; 1 but for faults.
+        change_inputs: what is done to the inputs; only in faults.
+        change_outputs: what is done to the outputs, which are compared with the labels; only in faults.
+        sees_padding: whether padding is attended to; only in faults.
     """
 
     def __init__(
@@ -120,16 +129,21 @@ class Net(nn.Module):
         self.head = nn.Linear(width, outputs)
         self.has_skips = [True] * layers
         self.shares = [1.0] * layers
+        self.change_inputs: Callable[[Tensor], Tensor] | None = None
+        self.change_outputs: Callable[[Tensor], Tensor] | None = None
+        self.sees_padding = False
 
     def forward(self, x: Tensor, visible: Tensor | None = None) -> Tensor:
-        x = self.embed(x)
+        x = self.embed(x if self.change_inputs is None else self.change_inputs(x))
+        visible = None if self.sees_padding else visible
         if self.places is not None:
             x = x + self.places[: x.shape[1]]
         for number, (attention, mlp) in enumerate(zip(self.attention, self.mlp)):
             update = self.shares[number] * attention(self.norms[2 * number](x), visible)
             x = x + update if self.has_skips[number] else update
             x = x + mlp(self.norms[2 * number + 1](x))
-        return self.head(self.norms[-1](x))
+        outputs = self.head(self.norms[-1](x))
+        return outputs if self.change_outputs is None else self.change_outputs(outputs)
 
 
 def head_rows(layer: Attention, role: str) -> Tensor:

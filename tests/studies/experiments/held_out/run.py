@@ -45,6 +45,7 @@ PARTS = {
     "new kinds, new seeds": (tasks.NEW, faults.NEW, 950_004, 5),
     "newest kinds": (tasks.NEWEST, faults.NEWEST, 970_000, 6),
     "newest kinds, new seeds": (tasks.NEWEST | tasks.LAST, faults.NEWEST, 990_009, 7),
+    "blind kinds": (tasks.BLIND, faults.BLIND, 1_010_000, 8),
 }
 """Part -> its tasks, its faults, the first of its seeds, and what draws."""
 

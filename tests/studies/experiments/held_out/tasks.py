@@ -592,6 +592,178 @@ class Thawing(Brackets):
             model.attention.requires_grad_(True)
 
 
+# Blind: written, and committed, without a look at any rule, before the first of their readings was judged.
+
+
+class SumsAndDifferences(Task):
+    """The digits of a + b from pairs of digits, the last first; later of a - b too, and then of longer numbers."""
+
+    steps, every, rate = 240, 5, 3e-3
+
+    def model(self) -> Net:
+        return Net(102, 10, is_causal=True, kind="rotary", places=0)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        places = 8 if step < 160 else 14
+        a, b = self.tokens(32, places, classes=10), self.tokens(32, places, classes=10)
+        is_difference = self.tokens(32, 1, classes=2) * (step >= 80)
+        weights = 10 ** torch.arange(places)
+        result = ((a + b * (1 - 2 * is_difference)) * weights).sum(1, keepdim=True)
+        logits = model(torch.cat([100 + is_difference, 10 * a + b], 1))
+        return _of_tokens(logits[:, 1:], torch.div(result, weights, rounding_mode="floor") % 10)
+
+
+class QuarterTurns(Task):
+    """By how many quarters a digit is turned, from its rows, under NAdam; the rate starts again four times."""
+
+    steps, every, rate = 240, 4, 4e-3
+
+    def model(self) -> Net:
+        return Net(-8, 4, places=8, layers=3)
+
+    def factor(self, step: int) -> float:
+        return min(1.0, (step % 60 + 1) / 5) * (0.51 + 0.49 * math.cos(math.pi * (step % 60) / 60))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.NAdam(model.parameters(), self.rate)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        images, _ = _images()
+        turns = self.tokens(32, classes=4)
+        turned = torch.stack([images.rot90(turn, (1, 2)) for turn in range(4)])
+        return F.cross_entropy(model(turned[turns, self.tokens(32, classes=len(images))]).mean(1), turns)
+
+
+class Twice(Task):
+    """Which token stands twice in an input of 5 to 12 with padding behind it, told at its first place; Adamax."""
+
+    steps, every, rate = 260, 3, 2.5e-3
+
+    def model(self) -> Net:
+        return Net(16, 14, places=13, width=48)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adamax(model.parameters(), self.rate)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        length = self.tokens(48, 1, classes=8) + 5
+        x = torch.rand(48, 14, generator=self.draw).argsort(-1)[:, :12]
+        twice = x[:, :1].clone()
+        place = 1 + (torch.rand(48, 1, generator=self.draw) * (length - 1)).long()
+        x.scatter_(1, place, twice)
+        shuffled = torch.rand(48, 12, generator=self.draw).masked_fill(torch.arange(12) >= length, 2.0).argsort(-1)
+        x = x.gather(1, shuffled).masked_fill(torch.arange(12) >= length, 14)
+        x = torch.cat([torch.full((48, 1), 15), x], 1)
+        return F.cross_entropy(model(x, torch.arange(13) <= length)[:, 0], twice.squeeze(1))
+
+
+class Cells(Task):
+    """The next row of a cyclic automaton of three colours; gradients of four parts of the batch are added up."""
+
+    steps, every, rate, parts = 200, 6, 5e-3, 4
+
+    def model(self) -> Net:
+        return Net(3, 3, is_causal=True, places=20, layers=3)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        groups = [
+            {"params": [value for value in model.parameters() if value.ndim > 1], "weight_decay": 0.1},
+            {"params": [value for value in model.parameters() if value.ndim == 1], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, self.rate, betas=(0.9, 0.95))
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        shares = torch.zeros(())
+        for _ in range(self.parts - 1):
+            share = self.share(model)
+            share.backward()
+            shares += share.detach()
+        return self.share(model) + shares
+
+    def share(self, model: nn.Module) -> Tensor:
+        rows = [self.tokens(12, 5, classes=3)]
+        for _ in range(3):
+            following = (rows[-1] + 1) % 3
+            is_eaten = (rows[-1].roll(1, 1) == following) | (rows[-1].roll(-1, 1) == following)
+            rows.append(torch.where(is_eaten, following, rows[-1]))
+        x = torch.cat(rows, 1)
+        return _of_tokens(model(x[:, :-1])[:, 4:], x[:, 5:]) / self.parts
+
+
+class Negatives(Task):
+    """Adapters on the last two of three layers, trained on digits before, for their negatives on their side."""
+
+    steps, every, rate = 180, 3, 4e-3
+    is_negative = False
+
+    def model(self) -> Net:
+        return Net(-4, 10, places=16, layers=3)
+
+    def before_watch(self, model: nn.Module) -> None:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        _pretrain(self, model, 100)
+        targets = r"attention\.[12]\.(q|k|v|out)_proj"
+        inject_adapter_in_model(LoraConfig(r=4, lora_alpha=8, target_modules=targets), model)
+        model.head.requires_grad_(True)
+        model.norms.requires_grad_(True)
+        self.is_negative = True
+
+    def factor(self, step: int) -> float:
+        return 1.0
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam([value for value in model.parameters() if value.requires_grad], self.rate)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        x, y = _digits()
+        chosen = self.tokens(32, classes=len(x))
+        x = -x[chosen].unflatten(1, (4, 4)).transpose(1, 2).flatten(1, 2) if self.is_negative else x[chosen]
+        return F.cross_entropy(model(x).mean(1), y[chosen])
+
+
+@cache
+def _counted() -> Tensor:
+    small = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+    ones = f"{small} seventeen eighteen nineteen".split()
+    tens = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+
+    def spelled(number: int) -> str:
+        if number >= 100:
+            return f"{ones[number // 100]} hundred" + (f" {spelled(number % 100)}" if number % 100 else "")
+        if number < 20:
+            return ones[number]
+        return tens[number // 10 - 2] + (f" {ones[number % 10]}" if number % 10 else "")
+
+    text = ", ".join(map(spelled, range(1000)))
+    letters = sorted({*text})
+    return torch.tensor([letters.index(letter) for letter in text])
+
+
+class Counted(Task):
+    """The letters of numbers counted from one to the next, with dropout and a rate that falls on a line; RAdam."""
+
+    steps, every, rate = 220, 7, 6e-3
+
+    def model(self) -> Net:
+        model = Net(26, 26, is_causal=True, kind="rotary", places=0, layers=4)
+        for attention, mlp in zip(model.attention, model.mlp):
+            attention.drop = 0.1
+            mlp.append(nn.Dropout(0.1))
+        return model
+
+    def factor(self, step: int) -> float:
+        return 1 - step / self.steps
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.RAdam(model.parameters(), self.rate, weight_decay=0.05, decoupled_weight_decay=True)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        text = _counted()
+        x = text[self.tokens(12, 1, classes=len(text) - 41) + torch.arange(41)]
+        return _of_tokens(model(x[:, :-1]), x[:, 1:])
+
+
 FIRST: dict[str, type[Task]] = {
     "copying": Copying,
     "modular addition": ModularAddition,
@@ -631,7 +803,15 @@ NEWEST: dict[str, type[Task]] = {
     "periods": Periods,
 }
 LAST = {"longer chains": LongerChains, "harder sums": HarderSums, "thawing": Thawing}
-TASKS = FIRST | HELD_BACK | NEW | NEWEST | LAST
+BLIND: dict[str, type[Task]] = {
+    "sums and differences": SumsAndDifferences,
+    "quarter turns": QuarterTurns,
+    "twice": Twice,
+    "cells": Cells,
+    "negatives": Negatives,
+    "counted": Counted,
+}
+TASKS = FIRST | HELD_BACK | NEW | NEWEST | LAST | BLIND
 
 
 def attention_layers(model: nn.Module) -> list[Attention]:
