@@ -19,7 +19,7 @@ from hdi_callback.dashboards.report import in_notebook
 from hdi_callback.dashboards.verdict import events, verdict
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.history.lines import from_text, matrices_folder, record_from_line
-from hdi_callback.monitor.metrics import check_metric
+from hdi_callback.monitor.metrics import check_metrics
 from hdi_callback.record import Alert, LayerRecord, Record
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class RunHistory:
 
     def series(self, metric: str) -> dict[str, list[float]]:
         """Return layer -> the values of a metric, one for each record, NaN where it was not measured."""
-        check_metric(metric)
+        check_metrics([metric])
         names = dict.fromkeys(name for record in self.records for name in record.layers)
         values = [record.values(metric) for record in self.records]
         return {name: [at.get(name, math.nan) for at in values] for name in names}

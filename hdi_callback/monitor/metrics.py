@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hdi_callback.arguments import did_you_mean, shown
+from hdi_callback.arguments import did_you_mean, shown, strings
 from hdi_callback.errors import MisconfigurationError
 
 KEYS = "key weights"
@@ -154,12 +154,14 @@ METRICS: dict[str, Metric] = {metric.name: metric for metric in _METRICS}
 """Every metric by name."""
 
 
-def check_metric(name: Any) -> None:
-    """Raise an error for a name that is no metric, with the closest one."""
-    if not isinstance(name, str) or name not in METRICS:
+def check_metrics(metrics: Any) -> tuple[str, ...] | None:
+    """Return a list of names of metrics, or `None`, checked; an error has the closest name."""
+    names = strings("metrics", metrics, "names of metrics")
+    for name in (name for name in names or () if name not in METRICS):
         raise MisconfigurationError(
             f"There is no metric {shown(name)}.{did_you_mean(name, METRICS)} `hdi explain` lists all of them."
         )
+    return names
 
 
 DEFAULT_METRICS = ("hdi", "hdi_worst_alignment", "head_covariance")

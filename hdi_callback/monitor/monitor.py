@@ -35,7 +35,7 @@ from hdi_callback.monitor.metrics import (
     METRICS,
     PARAMETERS,
     ROWS,
-    check_metric,
+    check_metrics,
 )
 from hdi_callback.monitor.parameter_source import ParameterReader
 from hdi_callback.monitor.ranks import Ranks, number_of_ranks
@@ -97,7 +97,8 @@ class HeadDiversityMonitor:
     ) -> None:
         torch_module("model", model)
         function("forward", forward, "lambda: model(batch)")
-        self.metrics = _known_metrics(metrics)
+        names = check_metrics(metrics)
+        self.metrics = tuple(METRICS) if names is None else names
         self.layers: tuple[AttentionLayer, ...] = ()
         self.refused: tuple[Refusal, ...] = ()
         self._model, self._wrapped, self._padding = _unwrapped(model), model, padding
@@ -130,7 +131,11 @@ class HeadDiversityMonitor:
         else:
             self._watch(with_torch_attention(inner_model(self._model), Survey()))
             self._first_calls = FirstCalls(
-                self._model, self._on_found, self._survey_call, self._record, may_agree=lambda: self._ranks is None
+                self._model,
+                self._on_found,
+                partial(survey_tape, on_read=self._note),
+                self._record,
+                may_agree=lambda: self._ranks is None,
             )
 
     def __enter__(self) -> Self:
@@ -424,13 +429,6 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     """Return the model without data parallelism around it or around its compiled form."""
     inner = inner_model(model)
     return inner.module if isinstance(inner, (nn.DataParallel, DistributedDataParallel)) else model
-
-
-def _known_metrics(metrics: Sequence[str] | None) -> tuple[str, ...]:
-    names = strings("metrics", metrics, "names of metrics")
-    for name in names or ():
-        check_metric(name)
-    return tuple(METRICS) if names is None else names
 
 
 def _sizes(layer: AttentionLayer) -> dict[str, Any]:

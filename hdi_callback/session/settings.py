@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 from hdi_callback.arguments import did_you_mean, file_path, one_of, shown, strings, whole_number
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.interventions import Intervention
-from hdi_callback.monitor.metrics import DEFAULT_METRICS, METRICS, check_metric
+from hdi_callback.monitor.metrics import DEFAULT_METRICS, METRICS, check_metrics
 from hdi_callback.rules import Alerts, Rule
 
 Padding = Literal["auto"] | int | None
@@ -86,9 +86,7 @@ class Settings:
         whole_number("max_tokens", self.max_tokens, least=2, example=2048)
         one_of("pretrained", self.pretrained, ["auto", True, False])
         one_of("strict", self.strict, [True, False])
-        self._set("metrics", strings("metrics", self.metrics, "names of metrics"))
-        for name in self.metrics or ():
-            check_metric(name)
+        self._set("metrics", check_metrics(self.metrics))
         self._set("include", strings("include", self.include, "patterns of layer names"))
         self._set("exclude", strings("exclude", self.exclude, "patterns of layer names"))
         if isinstance(self.padding, str):
