@@ -66,19 +66,12 @@ def attention_rows(
     positions: Tensor | None = None,
     layers: bool = False,
 ) -> RowSums:
-    """Add up the rows of attention of some queries of one layer, or of several layers at once.
+    """Return sums over the rows of attention of some queries of one layer, or of several layers at once.
 
-    Args:
-        weights: ``(..., H, queries, keys)``, attention of each query to each key; dimensions in front of the heads are
-            further queries. Rows that add up to less than 1 (learned sinks) are taken as they are.
-        visible: boolean, broadcastable to `weights`: True where that query sees that key. A query to leave out sees no
-            key. By default the keys whose score is not masked; without `logits` all.
-        logits: as `weights`, the scores after scale, softcap and bias; masked ones are not read.
-        positions: ``(queries,)``, positions of the queries among the keys, where both are of one sequence.
-        layers: the first dimension is that of layers, which are not added up.
-
-    Returns:
-        Their sums, in float32 or wider; of several layers stacked in front.
+    Weights, and the scores after scale, softcap and bias, are ``(..., H, queries, keys)``; dimensions in front of the
+    heads are further queries, but the first with `layers`. Rows that add up to less than 1 (learned sinks) are taken
+    as they are. Where `visible` is false a query does not see a key; a query to leave out sees none. By default those
+    are seen whose score is not masked. Positions of queries are among the keys, where both are of one sequence.
 
     Raises:
         ShapeError: if `weights` has fewer than three dimensions, or `logits` another shape.
