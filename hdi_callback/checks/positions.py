@@ -36,14 +36,8 @@ def pairs_of(labels: Labels, label: Label) -> frozenset[tuple[int, int]]:
 def cosines_of(labels: Labels, core: Core, starts: Tensor) -> Tensor | None:
     """Return the cosines that features are multiplied with, in place: ``x * cos + turned(x) * sin``.
 
-    Args:
-        labels: of the tape.
-        core: the attention.
-        starts: ``(heads, width)``, the feature at each place of each head, before it is turned.
-
-    Returns:
-        ``(heads, tokens, width)`` of the first heads and tokens, NaN where nothing is known; `None` if there is no
-        such table.
+    They are ``(heads, tokens, width)`` of the first heads and tokens, NaN where nothing is known; `None` if there is no
+    such table. `starts` ``(heads, width)`` is the feature at each place of each head, before it is turned.
     """
     steps = (step for step in labels.leading_to(sides_of(labels, core)) if step.op == "mul")
     return next((table for step in steps if (table := _cosines(labels, step, starts)) is not None), None)

@@ -35,15 +35,9 @@ Question = Callable[[Door, Inputs, Sequence[Facts]], Iterator[Answer]]
 def ask_model(
     model: nn.Module, forward: Callable[[], object], facts: Sequence[Facts]
 ) -> tuple[list[Diagnosis], dict[str, str], int]:
-    """Ask a model in evaluation mode all questions on what a forward gives it; nothing of it remains.
+    """Return what questions in evaluation mode show, those not asked, and how many forwards ran, a backward as one.
 
-    Args:
-        model: the model.
-        forward: runs a forward of it.
-        facts: of its attention, in that forward.
-
-    Returns:
-        What is broken; the questions that were not asked, with the reason; how many forwards ran, a backward as one.
+    They are asked on what a forward gives a model, with the facts of its attention there; nothing of it remains.
     """
     broken: list[Diagnosis] = []
     own = inner_model(model)

@@ -25,19 +25,12 @@ _HIDES_NOTHING = torch.zeros((), dtype=torch.bool)
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """One operation on scores, or on weights behind the softmax, with another tensor.
+    """One operation on scores, or on weights behind the softmax, with another tensor."""
 
-    Attributes:
-        op: ``"add"``, ``"mul"``, ``"masked_fill"``, ``"where"``, ``"attn_mask"`` of a fused attention, or another.
-        hides: where it hides keys, broadcast over scores ``(..., queries, keys)``; `None` if that is not known.
-        value: what is added, multiplied with, or filled in (NaN elsewhere), if it is known.
-        bias: shape of a learned tensor that is added; ``()`` if it is not learned.
-    """
-
-    op: str
-    hides: Tensor | None
-    value: Tensor | None = None
-    bias: tuple[int, ...] = ()
+    op: str  # "add", "mul", "masked_fill", "where", "attn_mask" of a fused attention, or another
+    hides: Tensor | None  # where it hides keys, broadcast over scores ``(..., queries, keys)``; `None`: not known
+    value: Tensor | None = None  # what is added, multiplied with, or filled in (NaN elsewhere), if it is known
+    bias: tuple[int, ...] = ()  # shape of a learned tensor that is added
 
     @property
     def is_added(self) -> bool:

@@ -26,15 +26,7 @@ _RISE = "look at the data, the labels, the embedding, the learning rate and the 
 
 
 class Alerts:
-    """Apply rules to every reading of a run.
-
-    Args:
-        rules: ``"default"``, a list of rules, or `None` for none.
-        thresholds: limits of the default rules by pattern of layer names:
-            ``{"decoder.*": {"mean": 0.7, "pair": None}}``.
-        layers: `AttentionLayer.description` of each layer.
-        pretrained: whether the weights were trained before this run; ``"auto"`` to tell it from them.
-    """
+    """Apply rules to every reading of a run: arguments are as in `Settings`, and descriptions of the layers."""
 
     def __init__(
         self,

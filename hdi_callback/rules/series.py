@@ -129,16 +129,9 @@ class Series:
         return [row.step for row in rows], [row.values[metric] for row in rows]
 
     def change(self, metric: str, digits: int = 2, before: str = "") -> str:
-        """Say in words how a metric came to its latest value.
+        """Return how a metric came to its latest value: ``"rose from 0.31 to 0.52 between steps 350 and 450"``.
 
-        Args:
-            metric: its name.
-            digits: of its values, behind the point.
-            before: put in front of the earlier value, such as ``"at most "``.
-
-        Returns:
-            ``"jumped from 0.06 to 1.00 between steps 400 and 450"``, ``"rose from 0.31 to 0.52 between steps 350 and
-            450"``, or ``"is 0.52"``.
+        `before` is put in front of the earlier value, such as ``"at most "``.
         """
         steps, curve = self.curve(metric)
         start = max(0, len(curve) - 1 - RECENT)
