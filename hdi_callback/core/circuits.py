@@ -20,20 +20,14 @@ _RANK_TOL = 1e-6
 
 
 class CircuitSimilarity(NamedTuple):
-    """Cosines of the circuits of a layer's heads. All fields have the batch dimensions of the weights in front.
+    """Cosines of the circuits of a layer's heads. All fields have the batch dimensions of the weights in front."""
 
-    Attributes:
-        cosine: ``(H, H)``, cosine of every pair of circuits as vectors, in [-1, 1]: 1 is the same map up to a positive
-            factor, 0 what independent heads have; diagonal 1 (0 for dead heads, all but zero beside the largest).
-        worst: largest cosine of a pair; NaN with fewer than two live heads.
-        worst_pair: ``(2,)``, the two heads of that pair; -1 with fewer than two live heads.
-        norm: ``(H,)``, Frobenius norm of each circuit.
-    """
-
+    # ``(H, H)``, of every pair of circuits as vectors, in [-1, 1]: 1 is the same map up to a positive factor, 0 what
+    # independent heads have; diagonal 1 (0 for dead heads, all but zero beside the largest).
     cosine: Tensor
-    worst: Tensor
-    worst_pair: Tensor
-    norm: Tensor
+    worst: Tensor  # largest cosine of a pair; NaN with fewer than two live heads
+    worst_pair: Tensor  # ``(2,)``, the two heads of that pair; -1 with fewer than two live heads
+    norm: Tensor  # ``(H,)``, Frobenius norm of each circuit
 
 
 class CircuitSums(NamedTuple):
@@ -45,7 +39,7 @@ class CircuitSums(NamedTuple):
 
 @torch.no_grad()
 def circuit_similarity(own: Tensor, shared: Tensor, group_of: Sequence[int] | None = None) -> CircuitSimilarity:
-    r"""Compute the cosines of the circuits of every two heads, of queries and keys or of outputs and values.
+    r"""Return the cosines of the circuits of every two heads, of queries and keys or of outputs and values.
 
     .. math:: \langle B_h, B_g \rangle
               = \sum_{ij} (W_Q^h W_Q^{g\top})_{ij} \, (W_K^h W_K^{g\top})_{ij}
@@ -55,14 +49,9 @@ def circuit_similarity(own: Tensor, shared: Tensor, group_of: Sequence[int] | No
     are left out; with rotary positions B is the kernel at distance 0, and with a norm on queries or keys it is not the
     kernel exactly. The cosine over pairs in training is ours.
 
-    Args:
-        own: ``(..., H, k, d)``, weights of the queries or outputs, each head its own.
-        shared: ``(..., G, k, d')``, of the distinct key or value heads.
-        group_of: the key or value head of each head; by default groups of equal size lie side by side.
-
-    Returns:
-        The cosines, in float32 (float64 for float64 weights); NaN everywhere in a layer with a weight that is not
-        finite.
+    `own` are the weights ``(..., H, k, d)`` of the queries or outputs, `shared` those ``(..., G, k, d')`` of the
+    distinct key or value heads, of which `group_of` is that of each head; by default groups of equal size lie side by
+    side. NaN everywhere in a layer with a weight that is not finite.
 
     Example:
         >>> weight = torch.eye(4).reshape(2, 2, 4)  # two heads that score in orthogonal planes

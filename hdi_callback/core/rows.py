@@ -20,22 +20,14 @@ PATTERN = 32
 
 
 class RowMetrics(NamedTuple):
-    """Statistics of the attention of a layer's heads, averaged over queries; NaN where not measured.
+    """Statistics of the attention of a layer's heads, averaged over queries; NaN where not measured."""
 
-    Attributes:
-        entropy: ``(H,)``, mean of the entropy over log n: 1 uniform, 0 one token.
-        sink: ``(H,)``, mean attention to the first token that a query sees: 1 if all queries attend to it alone.
-        logit: ``(H,)``, the largest score of a sampled query less the mean of all keys that it sees: what softmax does
-            not ignore.
-        ahead: ``(H,)``, mean attention to keys behind the query: 0 under a causal mask.
-        pattern: ``(H, 32, 32)``, mean attention from queries in a part of the sequence to keys in a part of it; of up
-            to 32 keys a part is one token. NaN in rows of which no query was sampled.
-    """
-
-    entropy: Tensor
-    sink: Tensor
-    logit: Tensor
-    ahead: Tensor
+    entropy: Tensor  # ``(H,)``, mean of the entropy over log n: 1 uniform, 0 one token
+    sink: Tensor  # ``(H,)``, mean attention to the first token that a query sees: 1 if all queries attend to it alone
+    logit: Tensor  # ``(H,)``, largest score of a query less the mean of the keys that it sees, which softmax ignores
+    ahead: Tensor  # ``(H,)``, mean attention to keys behind the query: 0 under a causal mask
+    # ``(H, 32, 32)``, mean attention from queries in a part of the sequence to keys in a part of it; of up to 32 keys a
+    # part is one token. NaN in rows of which no query was sampled.
     pattern: Tensor
 
 

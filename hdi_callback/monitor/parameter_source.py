@@ -109,15 +109,20 @@ class ParameterReader:
         sums = []
         for parameters, ends in self._groups:
             first = parameters[0]
-            bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]
             if ends is None:
-                sums.append(first.detach().contiguous().view(bits).sum(dtype=torch.int64).reshape(1))
+                sums.append(bits_of(first).sum(dtype=torch.int64).reshape(1))
             else:
                 flat = torch.cat([first.new_zeros(1), *(parameter.detach().reshape(-1) for parameter in parameters)])
-                until = flat.view(bits).cumsum(0, dtype=torch.int64)[ends]
+                until = bits_of(flat).cumsum(0, dtype=torch.int64)[ends]
                 sums.append(until[1:] - until[:-1])
         together = [each.to(sums[0].device) for each in sums]
         return torch.cat(together) if together else torch.zeros(0, dtype=torch.int64)
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """Return the bits of each number of a tensor as a whole number, flat."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().reshape(-1).view(kinds[tensor.element_size()])
 
 
 def _ends(parameters: Sequence[nn.Parameter]) -> Tensor:

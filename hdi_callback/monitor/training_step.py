@@ -22,6 +22,7 @@ from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.hooks import Hook
 from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.guard import Guard, guarded, without_modes
+from hdi_callback.monitor.parameter_source import bits_of
 from hdi_callback.monitor.ranks import number_of_ranks
 
 __all__ = ["GRADIENTS", "WRITES", "StepFacts", "TrainingStep", "tell"]
@@ -314,12 +315,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 def _bits(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Return the sum of the bits of each parameter, which any change changes."""
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = [
-        parameter.detach().view(kinds[parameter.element_size()]).sum(dtype=torch.int64) if parameter.dim()
-        else parameter.detach()[None].view(kinds[parameter.element_size()]).sum(dtype=torch.int64)
-        for parameter in parameters
-    ]  # fmt: skip
+    sums = [bits_of(parameter).sum(dtype=torch.int64) for parameter in parameters]
     return torch.stack([each.to(sums[0].device) for each in sums]) if sums else torch.zeros(0, dtype=torch.int64)
 
 
