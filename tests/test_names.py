@@ -16,6 +16,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 import hdi_callback
 from hdi_callback import METRICS, LayerRecord, MisconfigurationError, Record
+from hdi_callback.checks.diagnoses import DIAGNOSES
+from hdi_callback.checks.questions import QUESTIONS
 from hdi_callback.dashboards import TensorBoard
 from hdi_callback.dashboards.names import INTERVENTIONS, look_up
 from hdi_callback.rules import RULES
@@ -69,6 +71,13 @@ def test_metrics_and_rules_are_explained_however_they_are_written(name: str) -> 
     assert look_up(name).kind in {"metric", "rule"}
     if name not in METRICS:
         assert look_up(name.replace(" ", "-").upper()) == look_up(name)
+
+
+@pytest.mark.parametrize("each", [*DIAGNOSES, *QUESTIONS], ids=lambda each: each.__name__)
+def test_every_finding_of_a_check_is_explained(each) -> None:
+    entry = look_up(each.__name__.replace("_", " "))
+    assert entry.kind == ("rule" if entry.text == "later tokens" else "finding of hdi check")
+    assert (each.__doc__ in entry.meaning) is (entry.kind != "rule")
 
 
 def test_every_public_intervention_and_finding_is_explained() -> None:

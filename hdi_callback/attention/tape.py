@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from inspect import CO_VARARGS, CO_VARKEYWORDS
 from typing import Any, TypeVar
 
 import torch
@@ -36,7 +37,7 @@ from hdi_callback.attention.releases import Mode, arguments_of, passed_on
 CONSTANT, WEIGHT, MADE, DATA = range(4)
 _KEPT = 64  # of masks and factors so many queries and keys are kept, of the first 8 sequences and heads
 # Arguments with such names say which tokens are padding, or by a position of 0 where documents start.
-_PADDING = ("pad", "attention_mask", "key_mask", "position_ids")
+_PADDING = ("pad", "attention_mask", "key_mask", "position_ids", "cu_seq")
 
 
 @dataclass(eq=False, repr=False)
@@ -407,15 +408,24 @@ def _running_module(paths: dict[nn.Module, str]) -> tuple[nn.Module | None, str,
 
 def _padding_given(frame: Any) -> dict[str, Tensor]:
     """Return arguments of a forward that say which tokens ``(batch, tokens)`` are padding."""
-    code, values = frame.f_code, frame.f_locals
+    code, values = frame.f_code, dict(frame.f_locals)
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    masks = {name: values.get(name) for name in names if any(word in name for word in _PADDING)}
+    if code.co_flags & CO_VARKEYWORDS:
+        further = values.get(code.co_varnames[len(names) + bool(code.co_flags & CO_VARARGS)]) or {}
+        values, names = {**further, **values}, (*names, *further)
+    tensors = {name: values.get(name) for name in names if any(word in name for word in _PADDING)}
     with _disable_current_modes():
-        return {
-            name: mask.detach()[:8, :_KEPT].bool()
-            for name, mask in masks.items()
-            if type(mask) is Tensor and mask.dim() == 2 and not mask.is_floating_point() and not mask.is_meta
+        masks = {
+            name: mask.detach()
+            for name, mask in tensors.items()
+            if type(mask) is Tensor and mask.dim() in {1, 2} and not mask.is_floating_point() and not mask.is_meta
         }
+        for name in [name for name, mask in masks.items() if mask.dim() == 1]:  # where documents in a row end
+            ends = masks.pop(name)
+            if "cu_seq" in name and len(ends) > 1:
+                at = torch.arange(_KEPT, device=ends.device)
+                masks[f"position_ids of {name}"] = ~torch.isin(at, ends)[None]
+        return {name: mask[:8, :_KEPT].bool() for name, mask in masks.items()}
 
 
 @lru_cache(maxsize=1024)

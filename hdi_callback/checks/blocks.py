@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hdi_callback.attention.discovery.heads import FoundAttention
@@ -27,21 +26,20 @@ class _Downstream:
     joined: list[Cell] = field(default_factory=list)  # what else enters a step on the way
 
 
-def block_of(labels: Labels, claim: FoundAttention) -> tuple[str | None, bool]:
-    """Return the block, as ``"x + attention(norm(x))"``, or `None`, and whether later sums leave attention out."""
+def block_of(labels: Labels, claim: FoundAttention) -> str | None:
+    """Return the block, as ``"x + attention(norm(x))"``, or `None`."""
     product = claim.core.parts[0].product
     values = claim.core.step.inputs[2] if product is None else product.second
     sides = [view.cell for view in [*sides_of(labels, claim.core), values]]
     inputs = [_inputs_of_maps(labels, cell) for cell in sides]
     if not inputs[0] or not claim.takers:
-        return None, False
+        return None
     result = claim.takers[0][0].output.cell
     if not result.users:
-        return UNUSED, False
+        return UNUSED
     downstream = _downstream(labels, result, through_sums=True)
     for step, addend, is_normed in downstream.sums:
-        source = _source(addend.cell)
-        before = _downstream(labels, source).is_normed
+        before = _downstream(labels, _source(addend.cell)).is_normed
         if step.op != "add" or before.keys().isdisjoint(inputs[0]):
             continue
         names = {True: "norm(x)", False: "x", None: "y"}
@@ -50,8 +48,7 @@ def block_of(labels: Labels, claim: FoundAttention) -> tuple[str | None, bool]:
         text = f"x + {f'norm({inner})' if is_normed else inner}"
         after = _downstream(labels, step.output.cell)
         is_post = bool(after.sums) and all([*after.maps, *(normed for _, _, normed in after.sums)])
-        is_kept = is_normed or bool(after.sums) or not after.maps or "y" in roles
-        return f"norm({text})" if is_post else text, not is_kept and _is_added_again(source, step)
+        return f"norm({text})" if is_post else text
     last = -1 if result.step is None else result.step.number
     streams = (cell for cell in walk_back(sides, _made_of) if cell.is_mapped or cell.kind == DATA)
     streams = (cell for cell in streams if cell.kind != WEIGHT and cell.numel >= result.numel)
@@ -60,7 +57,7 @@ def block_of(labels: Labels, claim: FoundAttention) -> tuple[str | None, bool]:
     joined = walk_back(downstream.joined, lambda cell: [] if cell is result else _made_of(cell))
     is_used = is_used or not set(inputs[0]).isdisjoint(joined)
     is_alike = result.numel in {cell.numel for cell in inputs[0]}  # else it cannot take the place of its input
-    return ALONE if is_alike and not is_used else None, False
+    return ALONE if is_alike and not is_used else None
 
 
 def _inputs_of_maps(labels: Labels, cell: Cell) -> list[Cell]:
@@ -114,24 +111,7 @@ def _source(cell: Cell) -> Cell:
     return cell
 
 
-def _is_added_again(source: Cell, step: Step) -> bool:
-    """Whether a content is added, after a sum with it, to something that is made of that sum."""
-    whole = step.output.cell
-    parts = (view.cell for user in _sums_with(source) if user.number > step.number for view in user.inputs)
-    return any(whole in walk_back([part], lambda cell: _made_of(cell, step.number)) for part in parts)
-
-
-def _sums_with(cell: Cell) -> Iterator[Step]:
-    """Return the sums that take a content, or a copy or a multiple of it."""
-    for user in cell.users:
-        if user.op in {"add", "cat"}:
-            yield user
-        elif user.op in _SCALES:
-            yield from (again for again in user.output.cell.users if again.op in {"add", "cat"})
-
-
-def _made_of(cell: Cell, after: int = -1) -> list[Cell]:
-    """Return what a content was made of, if it was made after a step."""
-    if cell.step is None or cell.step.number <= after:
+def _made_of(cell: Cell) -> list[Cell]:
+    if cell.step is None:
         return []
     return [*(view.cell for view in cell.step.inputs if view.is_float), *([cell.before] if cell.before else [])]

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hdi_callback.attention.discovery.heads import IN
-from hdi_callback.attention.discovery.labels import NORMED
 from hdi_callback.checks.facts import PLURAL, Facts, HeadRows, ranges, shown_rows
 
 _LABEL = 24
@@ -26,8 +25,8 @@ class Card:
         head_dim: features of a query in its head.
         width: features that its maps take.
         is_causal: whether no token sees later ones; `None` if that is not known, or does not apply.
-        lines: what is said: ``"queries, keys, values"``, ``"positions"``, ``"scores"``, ``"softmax"``, ``"output"``;
-            ``"why"`` heads are not known.
+        lines: what is said: ``"queries, keys, values"``, ``"positions"``, ``"scores"``, ``"softmax"``, ``"output"``,
+            ``"norms"``, ``"block"``; ``"why"`` heads are not known.
 
     Example:
         >>> import torch
@@ -70,6 +69,7 @@ def card_of(facts: Facts) -> Card:
     if not facts.reason:
         maps = facts.rows.get("output", ())
         lines["output"] = f"columns {_summed(maps)}, {_order(maps)}" if maps else UNKNOWN
+        lines |= {"norms": f"of {' and '.join(PLURAL[role] for role in facts.normed)}"} if facts.normed else {}
         lines |= {"block": facts.block} if facts.block else {}
     key_heads = len(set(facts.key_head_of)) or facts.heads
     return Card(facts.path, facts.heads, key_heads, facts.width, facts.features, facts.is_causal, lines)
@@ -107,8 +107,10 @@ def _positions(facts: Facts) -> str:
     biases = [change.op for change in facts.changes if change.op.startswith("score_mod")]
     if biases:
         return f"scores changed by its {biases[0]}"
-    has_bias = any(change.bias and change.is_added for change in facts.changes)
-    return "a learned bias on the scores" if has_bias else "none in the attention"
+    if any(change.bias and change.is_added for change in facts.changes):
+        return "a learned bias on the scores"
+    factors = [change.value for change in (*facts.changes, *facts.changes_behind) if change.op in {"mul", "baddbmm"}]
+    return UNKNOWN if any(value is None or value.dim() > 1 for value in factors) else "none in the attention"
 
 
 def _scale(facts: Facts) -> str:
@@ -116,8 +118,7 @@ def _scale(facts: Facts) -> str:
         return f"scale {UNKNOWN}"
     if math.isclose(facts.scale, 1):
         return "not scaled"
-    normed = " behind a norm" if any(flag.kind == NORMED.kind for flag in facts.flags) else ""
-    return f"scaled by {facts.scale:.4g}{f' = 1/sqrt({facts.width})' if facts.is_usual_scale else ''}{normed}"
+    return f"scaled by {facts.scale:.4g}{f' = 1/sqrt({facts.width})' if facts.is_usual_scale else ''}"
 
 
 def _masks(facts: Facts) -> list[str]:

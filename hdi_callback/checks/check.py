@@ -121,10 +121,7 @@ def examine(
     other_mode: Sequence[Facts] = (),
     broken: Sequence[Diagnosis] = (),
 ) -> Check:
-    """Return cards and findings of the facts of a forward, of the layers that are chosen by their names.
-
-    `other_mode`: facts of a forward in the other mode, for what the first does not show; `broken`: what questions show.
-    """
+    """Return cards and findings of the facts of a forward, and of one in the other mode, and of what questions show."""
     every = [*facts, *other_mode]
     chosen = [each for each in facts if is_chosen(each.path)]
     cards: dict[str, list[Card]] = {}  # of equal layers

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from hdi_callback.attention.discovery.cores import OVER_HEADS, OVER_QUERIES
 from hdi_callback.attention.discovery.heads import IN
-from hdi_callback.attention.discovery.labels import NORMED
 from hdi_callback.checks.blocks import ALONE, UNUSED
-from hdi_callback.checks.facts import PLURAL, Facts
+from hdi_callback.checks.facts import PLURAL, Facts, in_words, shown_heads
 from hdi_callback.checks.scores import Change
 
 Verdict = Literal["wrong", "odd"]
@@ -65,8 +64,8 @@ def split(facts: Facts, _: Sequence[Facts]) -> Found:
     cut = [role for role in IN if role in facts.cut_across]
     if not facts.reason or not {"key", "value"} & set(cut):
         return None
-    modules = _and(list(dict.fromkeys(facts.cut_across[role][0] for role in cut)))
-    tokens, roles = facts.cut_across[cut[-1]][1], _and([PLURAL[role] for role in cut])
+    modules = in_words(list(dict.fromkeys(facts.cut_across[role][0] for role in cut)))
+    tokens, roles = facts.cut_across[cut[-1]][1], in_words([PLURAL[role] for role in cut])
     text = f"each token attends to its own heads alone: {roles} of a matrix are those of one token, as the output of "
     view = "(batch, tokens, heads, width)"
     if any(tokens):
@@ -96,7 +95,7 @@ def head_order(facts: Facts, _: Sequence[Facts]) -> Found:
     ]  # fmt: skip
     if len({head_rows.order for _, head_rows in maps}) < 2:
         return None
-    orders = _and(
+    orders = in_words(
         [f"{PLURAL.get(role, 'outputs')} in {head_rows.module} lie {head_rows.order}" for role, head_rows in maps]
     )
     return "odd", f"{orders}: {_CONVENTION}; cut all of them alike, as .view(B, T, H, d) or as .view(B, T, d, H)"
@@ -119,7 +118,7 @@ def tiled_key_heads(facts: Facts, _: Sequence[Facts]) -> Found:
 
 def scale(facts: Facts, among: Sequence[Facts]) -> Found:
     """Scores are not scaled by 1 / sqrt(width)."""
-    is_normed = any(flag.kind == NORMED.kind for flag in facts.flags) or facts.normaliser != "softmax"
+    is_normed = {*facts.normed} & {*IN} or facts.normaliser != "softmax"
     if facts.scale is None or facts.width < 2 or is_normed or facts.is_usual_scale:
         return None
     if facts.scale == 1 and any(len(change.bias) > 2 for layer in among for change in layer.changes):  # T5's
@@ -145,7 +144,7 @@ def softmax(facts: Facts, _: Sequence[Facts]) -> Found:
     if facts.reason == OVER_QUERIES and not facts.is_renormalised:
         return "wrong", "the softmax runs over queries, so that the weights of a query do not add up to 1; write dim=-1"
     if facts.reason == OVER_HEADS:
-        return "wrong", "the softmax runs over heads (or sequences), so that they share each weight; write dim=-1"
+        return "wrong", f"the {facts.reason.removeprefix('its ')}, so that they share each weight; write dim=-1"
     if facts.softmaxes > 1:
         return "wrong", "two softmaxes run one after the other, so that all weights are nearly equal; leave out one"
     return None
@@ -189,6 +188,13 @@ def mask_without_effect(facts: Facts, _: Sequence[Facts]) -> Found:
             text = "a mask of 0 and 1 is added to the scores, which hides nothing"
         if text:
             return "wrong", f"{text}; write scores.masked_fill(mask == 0, -torch.inf)"
+        is_shown = change.hides is not None and not bool(change.hides.any())
+        if numbers.dim() > 1 and numbers.shape[-1] == 1 < facts.keys and is_shown:
+            text = f"one number for all {facts.keys} keys of a query is added to its scores, "
+            return (
+                "odd",
+                f"{text}which does nothing in a softmax: a bias of positions has to be as long as the keys are",
+            )
     if facts.hidden is None or bool(facts.hidden.any()) or facts.is_renormalised:
         return None
     if not any(map(_sets_to_zero, facts.changes_behind)):
@@ -220,6 +226,10 @@ def mask(facts: Facts, among: Sequence[Facts]) -> Found:
         text = "the next token is hidden, and later ones are seen: a mask of a window lacks .tril()"
         return "wrong", f"{text}; {_CAUSAL}"
     most = 1 + int((earlier > 0).sum(-1).max())
+    farthest = int((later > 0).sum(-1).max())
+    if 1 < most <= facts.window + 1 and bool((later[:, : facts.window + 1] == 1).all()) and farthest > facts.window:
+        text = f"sliding_window={facts.window} hides earlier tokens, and token 0 sees {farthest} later ones"
+        return "wrong", f"{text}: a window needs two ends; {_CAUSAL} too"
     if not facts.is_causal or not 0 < facts.window < most:
         return None
     text = f"sliding_window={facts.window}, and the last token sees {most} tokens, with itself; hide those where "
@@ -231,7 +241,7 @@ def single_key(facts: Facts, _: Sequence[Facts]) -> Found:
     heads = facts.sees_single_key.nonzero().flatten().tolist()
     if facts.keys < 2 or not heads:
         return None
-    where = "" if len(heads) >= facts.heads else f"in head {_listed(heads)} "
+    where = "" if len(heads) >= facts.heads else f"in {shown_heads(heads)} "
     text = "each token of this batch sees a single key, whose weight is 1: queries and keys do nothing, and get no "
     return "odd", f"{where}{text}gradient; where that is not meant, the mask hides too much"
 
@@ -272,9 +282,9 @@ def rotation(facts: Facts, _: Sequence[Facts]) -> Found:
         return "wrong", "queries and keys are rotated in different pairs of features; use one layout for both"
     if by_head := [role for role, table in cosines.items() if _is_by_head(table)]:
         return "odd", (
-            f"{_and([PLURAL[role] for role in by_head])} of all tokens are turned by the same angle, and those of each "
-            "head by another: positions run along heads, and the order of tokens is not seen; transpose before the "
-            "rotation"
+            f"{in_words([PLURAL[role] for role in by_head])} of all tokens are turned by the same angle, and those of "
+            "each head by another: positions run along heads, and the order of tokens is not seen; transpose before "
+            "the rotation"
         )
     if facts.length is not None and abs(facts.length - 1) > 0.02:
         return "odd", (
@@ -295,11 +305,11 @@ def rotation(facts: Facts, _: Sequence[Facts]) -> Found:
 def norm_of_values(facts: Facts, _: Sequence[Facts]) -> Found:
     """Keys and values are normed, and queries are not."""
     text = "keys and values are normed, and queries are not: values may be meant to stay, and queries to be normed"
-    return ("odd", text) if [role for role in IN if NORMED.of(role) in facts.flags] == ["key", "value"] else None
+    return ("odd", text) if facts.normed[:2] == ("key", "value") else None
 
 
 def block(facts: Facts, among: Sequence[Facts]) -> Found:
-    """Its input is lost, later sums leave it out, or only some of its maps take the norm of its input."""
+    """Its input is lost, or only some of its maps take the norm of its input."""
     text = facts.block or ""
     siblings = {each.path: each for each in among if _pattern(each.path) == _pattern(facts.path)}
     is_stack = len(siblings) > 1 and all(each.queries == each.keys for each in siblings.values())
@@ -307,11 +317,6 @@ def block(facts: Facts, among: Sequence[Facts]) -> Found:
         lost = "nothing takes what attention gives"
         lost = lost if text == UNUSED else "what attention gives takes the place of its input, which is not added to it"
         return "wrong", f"{lost}; write x = x + attention(norm(x))"
-    if facts.is_left_out:
-        return "odd", (
-            f"behind {text} the input x is added once more, and that sum is not: what attention adds reaches the next "
-            "block through a map alone; write y = x + attention(norm(x)), and y + mlp(norm(y))"
-        )
     if not {"norm(x)", "x"} <= {*re.findall(r"norm\(x\)|x", text.partition("attention")[2])}:
         return None
     return (
@@ -327,10 +332,6 @@ DIAGNOSES = (
 
 
 # what conditions and texts are made of
-
-
-def _and(parts: Sequence[str]) -> str:
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
 def _listed(numbers: Sequence[int]) -> str:

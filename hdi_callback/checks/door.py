@@ -212,13 +212,15 @@ def by_token(door: Door, tokens: int, *at: Any) -> Place:
 
 
 class Inputs:
-    """Tokens, numbers, padding, positions and labels among the inputs, by their values (labels by name too)."""
+    """Tokens, numbers, caches, padding, positions and labels of the inputs, by their values (labels by name too)."""
 
     def __init__(self, door: Door) -> None:
         self.door, self.leaves = door, door.leaves
         self._inner: Door | None = None
         binary = {at for at in door.inputs if bool(((self.leaves[at] == 0) | (self.leaves[at] == 1)).all())}
         numbers = [at for at in door.inputs if at not in binary]
+        held = [at for at in door.inputs if not door.label[at] and self.leaves[at].dim() == 4]  # by a list or a dict
+        self.caches = [at for at in held if self.leaves[at].is_floating_point()]
         self.floats = [at for at in numbers if self.leaves[at].is_floating_point() and self.leaves[at].dim() > 1]
         self.masks = [at for at in door.inputs if self.leaves[at].dim() == 2 and at in binary]
         whole = [
@@ -231,7 +233,7 @@ class Inputs:
         tokens = [at for at in whole if at not in self.labels + self.positions]
         again = [at for at in tokens if any(i < at and self.is_moved(self.leaves[i], self.leaves[at]) for i in tokens)]
         self.tokens, self.labels = [at for at in tokens if at not in again], self.labels + again
-        self.main = self.tokens + self.floats
+        self.main = self.tokens + [at for at in self.floats if not self.tokens or at not in self.caches]
         self.pads = self._padding()
         self.is_pair = len(self.main) == 2 and all(
             self.leaves[at].dim() == 2 + self.leaves[at].is_floating_point() for at in self.main
@@ -289,11 +291,7 @@ class Inputs:
         return changes
 
     def sequence(self, facts: Sequence[Facts]) -> tuple[Door, int, int]:
-        """Return door, main input and number of tokens where one sequence goes in.
-
-        Raises:
-            NotAskedError: elsewhere.
-        """
+        """Return door, main input and number of tokens where one sequence goes in."""
         door = self.door
         if door.is_random or door.axis != 0:
             raise NotAskedError(

@@ -18,11 +18,7 @@ _ROOT = "the model"  # as cards call it
 
 
 def explained(model: nn.Module, forward: Callable[[], object], name: str) -> str:
-    """Return how the heads of the attention of a module were read from a forward, as a listing; `name` is dotted.
-
-    Each line is an operation on the way from the parameters to the attention: its number, its name, the shapes that it
-    takes and returns, and of which rows of which parameters its result was known to be.
-    """
+    """Return the operations from parameters to the attention of a module, and of which rows each result is."""
     listings: dict[str, list[str]] = {}
 
     def read(labels: Labels, claims: list[FoundAttention], refused: list[tuple[Step, str]]) -> None:

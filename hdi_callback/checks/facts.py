@@ -6,7 +6,8 @@ A fact that cannot be established is `None`, or missing. Nothing here judges.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from hdi_callback.attention.discovery.cores import Core, core_of
 from hdi_callback.attention.discovery.find import place_of
 from hdi_callback.attention.discovery.heads import IN, FoundAttention, Projection
-from hdi_callback.attention.discovery.labels import SUM, Flag, Label, Labels, Unreadable
+from hdi_callback.attention.discovery.labels import NORMED, SUM, Label, Labels, Unreadable
 from hdi_callback.attention.discovery.planes import small, unique_rows
 from hdi_callback.attention.operations import SOFTMAXES
 from hdi_callback.attention.tape import DATA, Step
@@ -29,6 +30,7 @@ from hdi_callback.checks.scores import (
     Link,
     changes_of,
     changes_of_fused,
+    changes_of_product,
     dropout_behind,
     dropout_of_fused,
     hidden_by,
@@ -39,9 +41,9 @@ from hdi_callback.checks.scores import (
     scale_of,
 )
 
-__all__ = ["PLURAL", "Facts", "HeadRows", "facts_of", "ranges", "shown_rows"]
+__all__ = ["PLURAL", "Facts", "HeadRows", "facts_of", "in_words", "ranges", "shown_heads", "shown_rows"]
 
-PLURAL = {"query": "queries", "key": "keys", "value": "values"}
+PLURAL = {"query": "queries", "key": "keys", "value": "values", "output": "outputs"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,13 +86,12 @@ class Facts:
     heads: int = 0  # 0 if they cannot be told
     features: int = 0  # that its maps take
     rows: Mapping[str, tuple[HeadRows, ...]] = field(default_factory=dict)  # by role: of each map that is summed
-    flags: frozenset[Flag] = frozenset()  # what was seen on the way from maps to scores
+    normed: tuple[str, ...] = ()  # roles that have a norm behind their map, or before that of the output
     mixed: tuple[tuple[int, int], ...] = ()  # (head, token) in the first row of the output projection, if in disorder
     cosines: Mapping[str, Tensor] = field(default_factory=dict)  # by role: ``(heads, tokens, width)``, of rotations
     length: float | None = None  # of rotations: 1 if queries and keys are only turned, and not scaled too
     shift: int | None = None  # by how many tokens queries are turned more than keys
     block: str | None = None  # what is around it: "x + attention(norm(x))", with y for another stream
-    is_left_out: bool = False  # whether that sum is in no later sum, and its x is
 
     # of its softmax
     width: int = 0  # features of a query
@@ -117,23 +118,35 @@ class Facts:
         return tuple(self.rows["key"][0].rows.unique(dim=0, return_inverse=True)[1].tolist())
 
     @cached_property
+    def visible(self) -> Tensor | None:
+        """Return which of the first keys are seen, ``(samples, heads or 1, queries, keys)``; `None` if not known."""
+        sizes = min(self.queries, KEPT), min(self.keys, KEPT)
+        if self.hidden is None or any(mask not in {1, size} for mask, size in zip(self.hidden.shape[-2:], sizes)):
+            return None
+        visible = ~self.hidden.expand(*self.hidden.shape[:-2], *sizes)
+        return visible.reshape(-1, visible.shape[-3] if visible.dim() > 3 else 1, *visible.shape[-2:])
+
+    @cached_property
     def distances(self) -> Tensor | None:
         """Return by the distance from query to key of how many pairs of tokens the key is seen.
 
         ``(heads, 2 tokens - 1)``, the latest keys first: shares of 0 to 1, the same for each head if it has one row.
-        Keys that no query sees are padding, and left out; NaN where no pair is left. `None` if masks are not known.
+        Keys that no query sees are padding, and left out; NaN where no pair is left. Where keys are more than queries,
+        the last of both are of one token. `None` if masks are not known.
         """
-        count = min(self.queries, KEPT)
-        if self.hidden is None or self.queries != self.keys or count < 2:
+        visible, past = self.visible, self.keys - self.queries
+        if visible is None or self.queries < 2 or past < 0 or (past and self.keys > KEPT):
             return None
-        hidden = self.hidden.expand(*self.hidden.shape[:-2], count, count)
-        visible = ~hidden.reshape(-1, hidden.shape[-3] if hidden.dim() > 3 else 1, count, count)
+        queries, keys = visible.shape[2:]
         real = visible.any(-2).any(1)
-        pairs = (real[:, None, :, None] & real[:, None, None, :]).expand_as(visible)
+        if past and not bool(real[:, -1].any()):  # a cache that is longer than its tokens
+            return None
+        pairs = (real[:, None, past : past + queries, None] & real[:, None, None, :]).expand_as(visible)
         both = torch.stack([visible & pairs, pairs]).double().sum(1).flatten(-2)
-        at = torch.arange(count)
-        sums = both.new_zeros(*both.shape[:2], 2 * count - 1)
-        sums.index_add_(-1, (at[:, None] - at + count - 1).flatten(), both)
+        sums = both.new_zeros(*both.shape[:2], 2 * keys - 1)
+        sums.index_add_(
+            -1, (torch.arange(past, past + queries)[:, None] - torch.arange(keys) + keys - 1).flatten(), both
+        )
         return sums[0] / sums[1]
 
     @property
@@ -147,16 +160,13 @@ class Facts:
     @cached_property
     def bias(self) -> Tensor | None:
         """Return the constant that is added to scores, ``(..., queries, keys)``, NaN where a key is hidden."""
-        if self.reason or any(change.hides is None for change in self.changes):
+        if self.reason:
             return None
         total = torch.zeros(1, min(self.queries, KEPT), min(self.keys, KEPT))
         for change in self.changes:
-            if (
-                change.is_added
-                and change.value is not None
-                and change.hides is not None
-                and change.value.is_floating_point()
-            ):
+            if change.hides is None:
+                return None
+            if change.is_added and change.value is not None and change.value.is_floating_point():
                 value = change.value.float().masked_fill(change.hides, torch.nan)
                 if value.dim() > 3 and float((value - value[:1]).abs().nan_to_num(0).max()) > 0:
                     return None  # of the data
@@ -175,11 +185,10 @@ class Facts:
     def sees_single_key(self) -> Tensor:
         """Which heads see a single key with each query, so that its weight is 1 whatever queries and keys are."""
         heads = max(1, self.heads)
-        if self.keys == 1 or self.hidden is None or (self.keys > KEPT and self.queries != self.keys):
+        if self.keys == 1 or self.visible is None or (self.keys > KEPT and self.queries != self.keys):
             return torch.full((heads,), self.keys == 1)
-        is_single = (~self.hidden).expand(*self.hidden.shape[:-1], min(self.keys, KEPT)).sum(-1) == 1
-        by_head = is_single.reshape(-1, heads if is_single.shape[-2:-1] == (heads,) else 1, is_single.shape[-1])
-        return by_head.all(-1).all(0).expand(heads)
+        is_single = (self.visible.sum(-1) == 1).all(-1).all(0)
+        return is_single if len(is_single) == heads else is_single.all().expand(heads)
 
     @property
     def is_usual_scale(self) -> bool:
@@ -195,7 +204,9 @@ def facts_of(labels: Labels, claims: list[FoundAttention], refused: list[tuple[S
     for step, attention in sorted(every, key=lambda pair: pair[0].number):
         values = _of_step(labels, step)
         try:
-            core = _core(labels, step) if isinstance(attention, str) else attention.core
+            core = None if isinstance(attention, str) else attention.core
+            with suppress(Unreadable):
+                core = core or core_of(labels, step)
             values |= {} if core is None else _of_core(labels, core)
             values |= {"reason": attention} if isinstance(attention, str) else _of_claim(labels, attention, values)
         except Exception as error:  # one attention that is not understood leaves the others
@@ -204,13 +215,6 @@ def facts_of(labels: Labels, claims: list[FoundAttention], refused: list[tuple[S
         values |= {"length": None} if is_scaled else {}
         collected.append(Facts(**values))
     return collected
-
-
-def _core(labels: Labels, step: Step) -> Core | None:
-    try:
-        return core_of(labels, step)
-    except Unreadable:
-        return None
 
 
 def _of_step(labels: Labels, step: Step) -> dict[str, Any]:
@@ -238,19 +242,25 @@ def _of_core(labels: Labels, core: Core) -> dict[str, Any]:
         scores = None if core.scores is None else links_back(core.scores.cell, lambda value: value is core.score_step)
         behind = links_back(part.product.first.cell, lambda value: value is step)
         changes = changes_of(scores) if scores is not None and is_by_rows(core) else [Change("not followed", None)]
+        changes = [*changes_of_product(core.score_step), *changes]
         dropout = None if behind is None else dropout_behind(behind)
+    queries, keys = (view.features.shape[1] for view in (part.query, part.key))
     softmaxes = 1 + sum(link.step.op in SOFTMAXES for link in [*(scores or ()), *(behind or ())])
     labelled = {role: getattr(part, role) for role in IN}
     across = {role: _cut_across(labels, label) for role, label in labelled.items()}
+    # What one softmax hides the next one shows.
+    hidden = hidden_by(changes, len((core.scores or step.inputs[0]).shape)) if softmaxes == 1 else None
+    if hidden is not None and hidden.shape[-2:] == (keys, keys) and not queries % keys:
+        queries = keys  # heads that share keys are put together with queries, as by an einsum
     return {
         "width": part.query.features.shape[-1],
-        "queries": part.query.features.shape[1],
-        "keys": part.key.features.shape[1],
+        "queries": queries,
+        "keys": keys,
         "scale": None if scores is None else scale_of(labels, core, scores),
         "changes": tuple(changes),
-        "score_dropout": dropout_behind(scores or []),
+        "score_dropout": dropout_behind(scores or []) or 0.0,
         "curves": tuple(link.step.op for link in scores or () if is_curve(link.step)),
-        "hidden": hidden_by(changes) if softmaxes == 1 else None,  # what one hides the next one shows
+        "hidden": hidden,
         "normaliser": "softmax" if core.normaliser is None else core.normaliser.name,
         "softmaxes": softmaxes,
         "changes_behind": tuple(changes_of(behind or [])) if is_by_rows(core) else (),
@@ -268,14 +278,13 @@ def _of_claim(labels: Labels, claim: FoundAttention, values: dict[str, Any]) -> 
     tables = {role: cosines_of(labels, claim.core, projection.starts) for role, projection in asking.items()}
     cosines = [table[0] for table in tables.values() if table is not None]
     is_usual = math.isclose(values["scale"] or 0, values["width"] ** -0.5, rel_tol=0.01)
-    block, is_left_out = block_of(labels, claim)
     is_sum = bool({SUM.of("query"), SUM.of("key")} & claim.flags)  # of which each part may have a scale of its own
     return {
         "path": place_of(claim, claim.maps),
         "heads": claim.heads,
         "features": next((projection.count for projection in asking.values()), 0),
         "rows": {role: tuple(_rows(labels, each) for each in listed) for role, listed in maps.items() if listed},
-        "flags": frozenset(claim.flags),
+        "normed": tuple(role for role in PLURAL if _is_normed(labels, claim, role)),
         "scale": None if is_sum and not is_usual else values["scale"],
         "cosines": {role: table for role, table in tables.items() if table is not None},
         "length": length_of(labels, claim.core),
@@ -283,9 +292,15 @@ def _of_claim(labels: Labels, claim: FoundAttention, values: dict[str, Any]) -> 
         # Of a sum of maps features are of more pairs than their own.
         "pairs": {role: pairs for role, pairs in values["pairs"].items() if len(claim.maps.get(role, ())) < 2},
         "mixed": _mixed(labels, claim),
-        "block": block,
-        "is_left_out": is_left_out,
+        "block": block_of(labels, claim),
     }
+
+
+def _is_normed(labels: Labels, claim: FoundAttention, role: str) -> bool:
+    if role in IN:
+        return NORMED.of(role) in claim.flags
+    entering = (labels.may_read(product.first) for _, product in claim.takers)
+    return any(label is not None and NORMED in label.flags for label in entering)
 
 
 def _is_rotation_scaled(model: nn.Module) -> bool:
@@ -321,6 +336,17 @@ def shown_rows(rows: Tensor) -> str:
     """Return numbers of rows as a few ranges: ``0-767``."""
     parts = ranges(small(rows).flatten().tolist())
     return ", ".join(parts) if len(parts) < 4 else f"{parts[0]}, {parts[1]}, ... {parts[-1]}"
+
+
+def in_words(parts: Sequence[str]) -> str:
+    """Return ``a, b and c``."""
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def shown_heads(heads: Sequence[int]) -> str:
+    """Return heads in words: ``head 3``, ``heads 0, 1``."""
+    listed = ", ".join(map(str, heads[:8])) + (", ..." if len(heads) > 8 else "")
+    return f"head{'s' if len(heads) > 1 else ''} {listed}"
 
 
 # tokens and heads that lie in the wrong place

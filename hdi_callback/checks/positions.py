@@ -36,8 +36,8 @@ def pairs_of(labels: Labels, label: Label) -> frozenset[tuple[int, int]]:
 def cosines_of(labels: Labels, core: Core, starts: Tensor) -> Tensor | None:
     """Return the cosines that features are multiplied with, in place: ``x * cos + turned(x) * sin``.
 
-    They are ``(heads, tokens, width)`` of the first heads and tokens, NaN where nothing is known; `None` if there is no
-    such table. `starts` ``(heads, width)`` is the feature at each place of each head, before it is turned.
+    ``(heads, tokens, width)`` of the first heads and tokens, NaN where nothing is known; `None` if there is no table.
+    `starts` are the features at each place of each head before they are turned, ``(heads, width)``.
     """
     steps = (step for step in labels.leading_to(sides_of(labels, core)) if step.op == "mul")
     return next((table for step in steps if (table := _cosines(labels, step, starts)) is not None), None)

@@ -6,12 +6,16 @@ code is written, and nothing is known of its cause: `diagnoses` explain.
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from inspect import isfunction
 from itertools import product
+from types import CodeType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,10 +39,7 @@ Question = Callable[[Door, Inputs, Sequence[Facts]], Iterator[Answer]]
 def ask_model(
     model: nn.Module, forward: Callable[[], object], facts: Sequence[Facts]
 ) -> tuple[list[Diagnosis], dict[str, str], int]:
-    """Return what questions in evaluation mode show, those not asked, and how many forwards ran, a backward as one.
-
-    They are asked on what a forward gives a model, with the facts of its attention there; nothing of it remains.
-    """
+    """Return what is broken, which questions were not asked and why, and how many forwards ran, a backward as one."""
     broken: list[Diagnosis] = []
     own = inner_model(model)
     if any(parameter.is_meta or type(parameter.data) is not Tensor for parameter in own.parameters()):
@@ -88,18 +89,25 @@ def same_twice(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[A
         door.noise = gap
         return
     door.is_random = True
-    torch.manual_seed(0)
-    with _Random() as random:
+    _seed()
+    with _Random() as drawn:
         output = door.ask()
-    torch.manual_seed(0)
+    _seed()
     text = f"two forwards of one batch in evaluation mode differ by {gap:.2g}"
-    if door.differ(output, door.ask()) > 3e-4:
+    # What settles at the second forward is no number that is drawn.
+    is_alike = door.differ(output, door.ask()) <= 3e-4 and (drawn.names or door.differ(output, door.ask()) > 3e-4)
+    if not is_alike:
         text += ", and not by random numbers: something stays from the forward before"
-    elif random.names & _DROPOUTS:
+    elif drawn.names & _DROPOUTS:
         text += ", as dropout runs; write F.dropout(x, p, self.training), or dropout_p=p if self.training else 0"
     else:
-        raise NotAskedError(f"the forward draws random numbers ({', '.join(sorted(random.names)) or 'not by torch'})")
+        raise NotAskedError(f"the forward draws random numbers ({', '.join(sorted(drawn.names)) or 'not by torch'})")
     yield "wrong", text, door.first(door.record({}), door.record({}))
+
+
+def _seed() -> None:
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(0)
 
 
 class _Random(TorchDispatchMode):
@@ -116,10 +124,10 @@ class _Random(TorchDispatchMode):
 
 
 def samples(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
-    """A sample depends neither on the others nor on its place: the first one is changed, and all are reversed."""
+    """A sample depends neither on the others nor on its place: the first one is changed, and all are moved."""
     if door.is_random or not inputs.main:
         raise NotAskedError("forwards are random" if door.is_random else "nothing goes in whose values can be changed")
-    failed: tuple[float, int, list[int], dict[int, Tensor]] | None = None
+    failed: tuple[float, int, Tensor, list[int], dict[int, Tensor]] | None = None
     for axis in (0, 1):
         sizes = [door.leaves[at].shape[axis] if door.leaves[at].dim() > axis else 0 for at in door.inputs]
         count = door.leaves[inputs.main[0]].shape[axis]
@@ -129,30 +137,40 @@ def samples(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answ
             door.axis = 0  # there is nothing that it could mix with
         if count < 2 or (axis == 0 and set(sizes) != {count}):
             raise NotAskedError("one sample" if count < 2 else "inputs have different first axes")
-        row = (*(slice(None),) * axis, 0)
-        alone = {at: inputs.changed(at, row) for at in inputs.main}
+        alone = {at: inputs.changed(at, _along(axis, 0)) for at in inputs.main}
         fits = [at for at, size in zip(door.inputs, sizes) if size == count]
-        output = door.ask({at: alone.get(at, door.leaves[at]).flip(axis) for at in fits}).flip(axis)
-        gap = door.differ(output.narrow(axis, 1, count - 1), door.base.narrow(axis, 1, count - 1))
-        if gap <= door.tolerance:
+        every = torch.arange(count, device="cpu")
+        for order in (every.flip(0), every.roll(1)):  # the first leaves the middle, and the second what turns with it
+            moved = {at: alone.get(at, door.leaves[at])[_along(axis, order)] for at in fits}
+            output = door.ask(moved)[_along(axis, order.argsort())]
+            gap = door.differ(output.narrow(axis, 1, count - 1), door.base.narrow(axis, 1, count - 1))
+            if gap > door.tolerance:
+                failed = failed or (gap, axis, order, fits, alone)
+                break
+        else:
             door.axis = axis
             return
-        failed = failed or (gap, count, fits, alone)
     if failed is None:
         raise NotAskedError("outputs are not by sample")
-    gap, count, fits, alone = failed
-    place_of = {
-        name: (lambda tensor, at=at: at if tensor.dim() and len(tensor) == count else None)
-        for name, at in {"others": slice(1, None), "first": slice(0, 1), "last": slice(count - 1, count)}.items()
-    }
-    layer = door.first(door.record({}, place_of["others"]), door.record(alone, place_of["others"]))
+    gap, axis, order, fits, alone = failed
+    back, others = order.argsort(), order.sort().values[1:]
+
+    def place(samples: Tensor) -> Callable[[Tensor], Any]:
+        at = _along(axis, samples)
+        return lambda tensor: at if tensor.dim() > axis and tensor.shape[axis] == len(order) else None
+
+    layer = door.first(door.record({}, place(others)), door.record(alone, place(others)))
     why = "change with the other samples of the batch: heads, tokens or a mask of one are read for another"
-    flipped: Changes = {at: door.leaves[at].flip(0) for at in fits}
-    if not layer and door.differ(door.ask(flipped).flip(0), door.base) > door.tolerance:
+    moved = {at: door.leaves[at][_along(axis, order)] for at in fits}
+    if not layer and door.differ(door.ask(moved)[_along(axis, back)], door.base) > door.tolerance:
         # Nothing goes from sample to sample: a place has a value of its own.
         why = "depend on its place in the batch: positions, or a mask, run along the batch"
-        layer = door.first(door.record({}, place_of["last"]), door.record(flipped, place_of["first"]))
+        layer = door.first(door.record({}, place(order.sort().values)), door.record(moved, place(back)))
     yield "wrong", f"outputs of a sample {why} (by {gap:.2g})", layer
+
+
+def _along(axis: int, samples: Any) -> tuple[Any, ...]:
+    return (*(slice(None),) * axis, samples)
 
 
 def later_tokens(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
@@ -168,33 +186,26 @@ def later_tokens(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator
             inputs.is_moved(x, door.leaves[at]) for at in inputs.labels if x.dim() == 2
         ),
         "each attention is declared as causal; combine that with a mask": set(declared) == {True},
+        "what fills the empty cache that is given must not depend on later ones": any(
+            not door.leaves[at].numel() for at in inputs.caches
+        ),
     }
     why = next((reason for reason, holds in reasons.items() if holds), "")
-    if not why and pads is None:
+    if not why:
         raise NotAskedError("neither masks nor labels say that it predicts the next token: give labels with the batch")
 
-    def leak(clean: Changes, at: int) -> tuple[float, int, Changes]:
-        start = clean.get(main, x)
-        changes = {**clean, main: torch.cat([start[:, :at], inputs.changed(main, ...)[:, at:]], 1)}
-        base = door.ask(clean) if clean else door.base
-        real = torch.ones(base.shape[:2], dtype=torch.bool, device=base.device)
-        if pads is not None and not clean:
-            real &= ~pads
-        real[:, at:] = False
-        return door.differ(door.ask(changes)[real], base[real]), at, changes
+    def leak(at: int) -> tuple[float, int, Changes]:
+        changes = {main: torch.cat([x[:, :at], inputs.changed(main, ...)[:, at:]], 1)}
+        real = torch.ones_like(door.base[..., 0], dtype=torch.bool) if pads is None else ~pads
+        real = real & (torch.arange(count, device=real.device) < at)
+        return door.differ(door.ask(changes)[real], door.base[real]), at, changes
 
-    worst, at, changes = max((leak({}, at) for at in dict.fromkeys((count // 2, count - 1))), key=lambda each: each[0])
-    if worst <= door.tolerance or (not why and leak(inputs.unpadded(), at)[0] > door.tolerance):
+    worst, at, changes = max(map(leak, dict.fromkeys((count // 2, count - 1))), key=lambda each: each[0])
+    if worst <= door.tolerance:
         return
     place = by_token(door, count, slice(None), slice(0, at))
     layer = door.first(door.record({}, place), door.record(changes, place))
-    text = f"tokens from {at} on change the outputs before them (by {worst:.2g}), though {why}"
-    if not why:
-        text = (
-            f"later tokens are seen as soon as there is padding (outputs change by {worst:.2g}): the mask of padding "
-        )
-        text += "takes the place of the causal one; combine both"
-    yield "wrong", text, layer
+    yield "wrong", f"tokens from {at} on change the outputs before them (by {worst:.2g}), though {why}", layer
 
 
 def source(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
@@ -266,9 +277,11 @@ def token_before(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator
         raise NotAskedError("too few tokens")
     output = door.ask({main: inputs.changed(main, (slice(None), last - 1))})
     if torch.equal(output[row, last], door.base[row, last]):
+        nearest = {each.path: each.seen[0][:, 0] if each.seen is not None else torch.zeros(1) for each in facts}
+        layer = next((path for path, shares in nearest.items() if not bool((shares == 1).all())), "")
         text = f"token {last} does not see token {last - 1}, the one before it: where keys are longer than queries, a "
         text += "causal mask has to be aligned at the end; a mask may also be inverted"
-        yield "wrong", text, facts[0].path
+        yield "wrong", text, layer
 
 
 def order(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
@@ -455,6 +468,7 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
     counts = {each.heads for each in facts}
     inputs_of = {rows.name for each in facts for role in IN for rows in each.rows.get(role, ())}
     alive = {path for name, path in inside.items() if name in inputs_of & moved}  # others are detached as a whole
+    named = _named_in_code(model)
     idle: dict[str, tuple[Verdict, str]] = {}
     for name, path in sorted(inside.items()):
         owner, short = name.rpartition(".")[0], name.removeprefix(f"{path}.").removesuffix(".weight")
@@ -469,8 +483,8 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
         elif name in maps:
             is_idle = path in alive and name not in moved and len(free.get(name, ())) < len(trained[name])
             idle |= {name: ("wrong", short)} if is_idle else {}
-        elif owner != path and name not in zeros and not any(name in run for run in runs):  # else it is an option
-            idle[name] = "odd", short
+        elif name not in zeros and not any(name in run for run in runs) and (owner != path or short not in named):
+            idle[name] = "odd", short  # its own that code names are options
     takers = door.record({}, among={name.rpartition(".")[0] for name in idle}) if idle else []
     # What is given zeros (queries of DETR's first layer) gets no gradient by that.
     blank = {
@@ -509,6 +523,16 @@ def _idle_part(gradient: Tensor, name: str, is_table: bool, free: Collection[int
     return f"{share:.0%} of {name}" if 0.2 < share < 1 and not is_sliced else ""
 
 
+def _named_in_code(model: nn.Module) -> set[str]:
+    """Return the attributes that methods of modules may read, those that make them aside."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__} - {*nn.Module.__mro__}
+    methods = [(name, value) for kind in kinds for name, value in vars(kind).items() if isfunction(value)]
+    codes: list[CodeType] = [value.__code__ for name, value in methods if "init" not in name and "reset" not in name]
+    for code in codes:  # it grows
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+    return {name for code in codes for name in (*code.co_names, *code.co_consts) if isinstance(name, str)}
+
+
 def _backward(door: Door, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Return the gradients of a loss, or of outputs weighted at random; no hook of an optimizer's or of DDP's runs."""
     outputs: list[Any] = []
@@ -532,15 +556,13 @@ def _backward(door: Door, trained: Mapping[str, nn.Parameter]) -> dict[str, Tens
 
 def _is_checkpointed(loss: Tensor) -> bool:
     """Whether a graph holds a part that reentrant checkpointing runs again."""
-    nodes = dict.fromkeys([loss.grad_fn])
-    todo = list(nodes)
-    for node in todo:  # it grows
-        if node is not None and "CheckpointFunction" in node.name():
-            return True
-        new = [each for each, _ in (node.next_functions if node is not None else ()) if each not in nodes]
-        nodes.update(dict.fromkeys(new))
+    nodes = {loss.grad_fn}
+    todo = [loss.grad_fn]
+    while todo and (node := todo.pop()) is not None:
+        new = {each for each, _ in node.next_functions if each is not None} - nodes
+        nodes |= new
         todo += new
-    return False
+    return any(node is not None and "CheckpointFunction" in node.name() for node in nodes)
 
 
 QUESTIONS: tuple[Question, ...] = (

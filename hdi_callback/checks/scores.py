@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hdi_callback.attention.discovery.cores import Core
 from hdi_callback.attention.discovery.labels import Labels
-from hdi_callback.attention.operations import FUSED, SOFTMAXES
-from hdi_callback.attention.tape import Cell, Step, Tape, View
+from hdi_callback.attention.operations import FUSED, RANDOM, SOFTMAXES
+from hdi_callback.attention.tape import Cell, Step, Tape, View, walk_back
 
 KEPT = 64  # of masks and tables the tape keeps so many queries and keys
 HIDDEN = -90.0  # a key is hidden by a score below it: exp(-90) = 1e-39
@@ -135,6 +135,14 @@ def changes_of(links: list[Link]) -> list[Change]:
     return [change for link in links for change in _changes(link)]
 
 
+def changes_of_product(step: Step | None) -> list[Change]:
+    """Return what the product of queries and keys begins with."""
+    start = step.args[0] if step is not None and step.op == "baddbmm" and step.argument("beta", 1) else None
+    changes = _added("add", start) if isinstance(start, View) else []
+    hides_nothing = (change.hides is not None and not bool(change.hides.any()) for change in changes)
+    return [Change("baddbmm", _HIDES_NOTHING if is_known else None) for is_known in hides_nothing]
+
+
 def changes_of_fused(step: Step) -> list[Change]:
     """Return the masks of a fused attention."""
     if FUSED.get(step.op) == "b q h":
@@ -228,9 +236,9 @@ def _number(operand: object) -> float | None:
     return float(value.flatten()[0])
 
 
-def hidden_by(changes: Sequence[Change]) -> Tensor | None:
-    """Return which keys are hidden, ``(..., queries, keys)`` or broadcast to that; `None` if it is not known."""
-    hidden = torch.zeros(1, 1, dtype=torch.bool)
+def hidden_by(changes: Sequence[Change], dims: int) -> Tensor | None:
+    """Return which keys are hidden, broadcast over scores of so many dimensions; `None` if it is not known."""
+    hidden = torch.zeros([1] * max(dims, 2), dtype=torch.bool)
     for change in changes:
         shows_again = change.op == "mul" and change.value is not None and bool((change.value == 0).any())
         if change.hides is None or shows_again:
@@ -252,8 +260,8 @@ def is_by_rows(core: Core) -> bool:
 # behind the softmax
 
 
-def dropout_behind(links: list[Link]) -> float:
-    """Return the probability of the dropout on a path, 0 if there is none."""
+def dropout_behind(links: list[Link]) -> float | None:
+    """Return the probability of the dropout on a path, 0 if there is none; `None` if it is not known."""
     for link in links:
         if link.step.op == "native_dropout" and link.step.args[2] is not False:
             return float(link.step.args[1])
@@ -263,6 +271,9 @@ def dropout_behind(links: list[Link]) -> float:
                 if cell.step is not None and cell.step.op == "bernoulli":
                     return round(1 - float(cell.step.argument("p", math.nan)), 9)
                 cell = cell.before
+            made_of = walk_back([view.cell], lambda cell: [v.cell for v in cell.step.inputs] if cell.step else [])
+            if any(cell.step is not None and cell.step.op in RANDOM for cell in made_of):
+                return None
     return 0.0
 
 

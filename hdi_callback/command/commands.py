@@ -149,18 +149,19 @@ def report(run: str, output: Path | None, as_json: bool) -> int:
 @hdi.command()
 @click.argument("name", nargs=-1, metavar="[NAME]")
 def explain(name: tuple[str, ...]) -> None:
-    """Explain a curve, a picture, a rule, a metric or an intervention, and what to do about it.
+    """Explain a curve, a picture, a rule, a metric, an intervention or a finding, and what to do about it.
 
     Lists every name if none is given. Example: hdi explain hdi/closest_pair
     """
-    from hdi_callback.dashboards.names import NAMES, look_up
+    from hdi_callback.dashboards.names import every_name, look_up
     from hdi_callback.monitor.metrics import METRICS
     from hdi_callback.rules import LIMITS, RULES
 
     if not name:
-        for kind in dict.fromkeys(entry.kind for entry in NAMES.values()):
+        names = every_name()
+        for kind in dict.fromkeys(entry.kind for entry in names.values()):
             click.echo(f"{kind}:\n")
-            meanings = {entry.text: entry.meaning for entry in NAMES.values() if entry.kind == kind}
+            meanings = {entry.text: entry.meaning for entry in names.values() if entry.kind == kind}
             print_rows(
                 (text, meaning.removeprefix("Raised when ").partition(". ")[0].rstrip("."))
                 for text, meaning in meanings.items()

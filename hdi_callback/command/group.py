@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import sys
 import traceback
@@ -38,8 +39,11 @@ class CommandGroup(click.Group):
                 warnings.simplefilter("default", HDIWarning)
                 warnings.showwarning = lambda message, *_, **__: click.echo(f"hdi: {_one_line(message)}", err=True)
                 code = super().invoke(ctx)
-        except (click.ClickException, click.exceptions.Exit, BrokenPipeError):
+        except (click.ClickException, click.exceptions.Exit):
             raise
+        except BrokenPipeError:  # `hdi explain | head -1`, which click would end with 1
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = NOTHING_UNUSUAL
         except (HDIError, OSError) as error:  # such as a folder without permission
             raise _CannotWorkError(_one_line(error)) from error
         except KeyboardInterrupt:

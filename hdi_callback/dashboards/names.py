@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hdi_callback.arguments import shown
+from hdi_callback.checks.diagnoses import DIAGNOSES
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.interventions import Intervention, QKClip, ReviveHeads, SaveCheckpoint, StopTraining
 from hdi_callback.monitor import contract
@@ -54,7 +55,9 @@ AUDITED = {
 LAYER_CURVES = {"hdi": "hdi", "hdi_worst_alignment": "worst_alignment", "head_covariance": "covariance"}
 """Metric -> its name in the tag of a layer."""
 
-Kind = Literal["curve", "picture", "metric", "rule", "alert", "intervention", "finding of hdi audit"]
+Kind = Literal[
+    "curve", "picture", "metric", "rule", "alert", "intervention", "finding of hdi audit", "finding of hdi check"
+]
 INTERVENTIONS: dict[str, type[Intervention]] = {
     kind.__name__: kind for kind in (QKClip, ReviveHeads, SaveCheckpoint, StopTraining)
 }
@@ -82,7 +85,17 @@ def _all_names() -> dict[str, Name]:
 
 
 NAMES = _all_names()
-"""Text -> name."""
+"""Text -> name; without findings of `hdi check`, see `every_name`."""
+
+
+def every_name() -> dict[str, Name]:
+    """Return all names; nothing that trains asks questions, and so it imports none of them."""
+    from hdi_callback.checks.questions import QUESTIONS
+
+    texts = [(each.__name__, each.__doc__ or "") for each in DIAGNOSES]
+    texts += [(each.__name__, f"{each.__doc__} Asked of the model, and not so.") for each in QUESTIONS]
+    names = [Name(name.replace("_", " "), "finding of hdi check", text) for name, text in texts]
+    return NAMES | {name.text: name for name in names if name.text not in NAMES}
 
 
 def describe_tag(tag: str) -> Name | None:
@@ -99,10 +112,11 @@ def describe_tag(tag: str) -> Name | None:
 
 def look_up(word: str) -> Name:
     """Return the name that a user has written: a tag, a metric, a rule or one of its limits, an intervention."""
+    every = every_name()
     names = {_letters(limit): NAMES[rule.name] for rule in RULES for limit in rule.limits}
-    names |= {_letters(text): name for text, name in NAMES.items()}
+    names |= {_letters(text): name for text, name in every.items()}
     names |= {_letters(text): NAMES[rule.name] for rule in RULES for text in (rule.__name__, rule.name)}
-    entry = NAMES.get(word) or describe_tag(word) or names.get(_letters(word))
+    entry = every.get(word) or describe_tag(word) or names.get(_letters(word))
     if entry is None:
         close = difflib.get_close_matches(_letters(word), names, 1)
         hint = f" Did you mean {names[close[0]].text!r}?" if close else ""

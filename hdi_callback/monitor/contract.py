@@ -2,7 +2,7 @@
 
 What is compared are facts that do not depend on the batch: probabilities, numbers, distances, rows of parameters. A
 change is told with before and after, once the next reading has confirmed it; what changes from reading to reading is
-taken for a schedule, and named once. A fact that could not be read is no change.
+taken for a schedule, and named once, until it stands still. A fact that could not be read is no change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hdi_callback.attention.discovery.find import claims_of, name_without_wrappe
 from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.attention.tape import Tape
 from hdi_callback.checks import Facts, facts_of, joined_name, shown_rows
-from hdi_callback.checks.facts import PLURAL
+from hdi_callback.checks.facts import PLURAL, in_words, shown_heads
 from hdi_callback.checks.positions import turns_of
 from hdi_callback.checks.scores import KEPT
 from hdi_callback.guard import describe, warn
@@ -52,14 +52,7 @@ Clauses = dict[str, tuple[int, ...]]
 
 
 class Contract:
-    """What each attention computes, as it was last read.
-
-    Args:
-        is_chosen: whether a layer is watched.
-
-    Attributes:
-        is_comparing: whether the latest reading was to be compared, so that the next one may have to confirm it.
-    """
+    """What each attention computes, as it was last read; `is_chosen` says whether a layer is watched."""
 
     def __init__(self, is_chosen: Callable[[str], bool]) -> None:
         self._is_chosen = is_chosen
@@ -68,7 +61,8 @@ class Contract:
         self._scheduled: set[Key] = set()
         self._told: set[str] = set()  # layers of which the rule on later tokens has told that they are seen
         self._readings = 0
-        self._has_failed = self._is_wanted = self.is_comparing = False
+        self._has_failed = self._is_wanted = False
+        self.is_comparing = False  # whether the latest reading was to be compared: the next may have to confirm it
 
     def is_due(self) -> bool:
         """Return whether the forward of the reading that begins is to be written down."""
@@ -87,15 +81,7 @@ class Contract:
         self, step: int, read: Sequence[Facts | Tape], no_gradient: Mapping[str, Mapping[str, Tensor]],
         of_steps: Iterable[StepFacts] = (), *arrived: Tensor,
     ) -> tuple[Alert, ...]:  # fmt: skip
-        """Return alerts of what has changed since each layer was last read.
-
-        Args:
-            step: optimizer steps taken so far.
-            read: facts of forwards, or calls of the model that were written down.
-            no_gradient: what `without_gradient` gave.
-            of_steps: what optimizer steps have shown.
-            arrived: the tensors of all these, on the host.
-        """
+        """Return alerts of what has changed since each layer was last read, by facts, calls, steps and gradients."""
         changes: dict[tuple[str, str, int], Clauses] = {}  # of a layer, with time and first step
         try:
             with torch.device("cpu"):
@@ -149,10 +135,8 @@ class Contract:
         return terms
 
     def _changes(self, step: int, terms: Mapping[Key, Any]) -> Iterator[tuple[str, str, int, Clauses]]:
-        """Yield layer, time, first step and clauses of each change that the reading after it confirms, or that goes on.
-
-        A change is forgotten if the reading after it does not have its term; the next comparison looks for it again.
-        """
+        """Yield layer, time, first step and clauses of each change that the next reading confirms, or that goes on."""
+        # What the next reading does not have is forgotten; the next comparison looks for it again.
         kinds = {key[2] in _OF_STEPS for key in terms}  # which were looked at
         self._pending = {
             key: change for key, change in self._pending.items() if key in terms or (key[2] in _OF_STEPS) not in kinds
@@ -160,17 +144,23 @@ class Contract:
         for key, value in terms.items():
             before, at = self._terms.setdefault(key, (value, step))
             tell = _TERMS[key[2]][1]
-            change = {} if key in self._scheduled else tell(before, value)
+            change = tell(before, value)
+            if key in self._scheduled:
+                if self._readings % EVERY == 0:  # what has stood still from comparison to comparison may be told again
+                    self._terms[key] = value, step
+                    self._scheduled -= set() if change else {key}
+                continue
             if change and key not in self._pending:
                 self._pending[key] = value, step
                 continue
             pending, first = self._pending.pop(key, (value, step))
-            self._terms[key] = value, step
+            # From a number that drifts by less than is told at once, a change is told at last.
+            self._terms[key] = before if isinstance(value, float) and not change else value, step
             if change and tell(pending, value):
                 self._scheduled.add(key)
             own = {
                 clause.replace(f" {key[0]}.", " ").strip(): heads for clause, heads in change.items()
-                if key[0] not in self._told or "sees later tokens" not in clause
+                if key[0] not in self._told or "later tokens" not in clause
             }  # fmt: skip
             if own:
                 when = f"has changed between steps {at} and {first}" if at < first else f"is so since step {first}"
@@ -183,10 +173,7 @@ _BY_SCHEDULE = "changes from reading to reading, as by a schedule"
 
 @torch.no_grad()
 def without_gradient(layers: Iterable[AttentionLayer]) -> dict[str, dict[str, Tensor]]:
-    """Return layer -> role, or factor of a sum -> which heads of it are trained and get exactly no gradient.
-
-    After a backward; nothing waits for the device.
-    """
+    """Return, behind a backward, layer -> role or factor of a sum -> which heads are trained and get no gradient."""
     dead: dict[str, dict[str, Tensor]] = {}
     for layer in layers:
         blank = []  # of each parameter, whether it is all zero, so that others get no gradient
@@ -230,19 +217,16 @@ def _weights(each: Facts) -> str | None:
 
 
 def _rows(each: Facts) -> dict[str, list[tuple[str, Tensor]]] | None:
-    rows = {
-        role: [(head_rows.name, head_rows.rows) for head_rows in each.rows.get(role, ())]
-        for role in (*PLURAL, "output")
-    }
+    rows = {role: [(head_rows.name, head_rows.rows) for head_rows in each.rows.get(role, ())] for role in PLURAL}
     return rows if each.rows else None
 
 
 def _tell_rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> Clauses:
     clauses: Clauses = {}
     for role, old in before.items():
-        new, phrase = after[role], f"{PLURAL[role]} are made by" if role in PLURAL else "heads enter"
+        new, phrase = after[role], "heads enter" if role == "output" else f"{PLURAL[role]} are made by"
         was, now = (" + ".join(name.removesuffix(".weight") for name, _ in maps) for maps in (old, new))
-        if was != now and old and (new or role in PLURAL):
+        if was != now and old and (new or role != "output"):
             clauses[f"{phrase} {now or 'no parameter, perhaps by the call before'}, and {was} before"] = ()
         for (_, rows), (_, new_rows) in zip(old, new) if was == now else ():
             if rows.shape == new_rows.shape and not torch.equal(rows, new_rows):
@@ -273,17 +257,19 @@ def _tell_seen(before: Tensor, after: Tensor) -> Clauses:
             clauses.setdefault(f"sees {new}, and {old} till then", []).append(head)
     count = len(shares[0])
     each = {text: () if len(heads) == count else tuple(heads) for text, heads in clauses.items()}
-    return {f"{f'head {_listed(heads)}' if heads else 'each head'} {text}": heads for text, heads in each.items()}
+    return {
+        f"{shown_heads(heads)} {text if len(heads) == 1 else text.replace('sees', 'see')}" if heads
+        else f"each head {text}": heads for text, heads in each.items()
+    }  # fmt: skip
 
 
 def _hides_padding(each: Facts) -> str | None:
     masks = [mask for name, mask in each.padding.items() if "position" not in name and len(mask) > 1]
     masks = [mask for mask in masks if mask.shape[1] == min(each.keys, KEPT)]
     masks = [mask for mask in masks if bool(mask.any()) and not bool(mask.all())]
-    if not masks or each.hidden is None:
+    if not masks or each.visible is None:
         return None
-    hidden = each.hidden.all(-2)
-    hidden = hidden.reshape(len(hidden), -1, hidden.shape[-1])[:, 0] if hidden.dim() > 1 else hidden[None]
+    hidden = ~each.visible[:, 0].any(-2)
     is_hidden = any(torch.equal(hidden, side) for mask in masks for side in (mask, ~mask))
     return "hidden" if is_hidden else None if bool(hidden.any()) else "seen"
 
@@ -291,15 +277,17 @@ def _hides_padding(each: Facts) -> str | None:
 def _hides_documents(each: Facts) -> str | None:
     """Return whether tokens see documents before their own, where positions start again; `None` if that is unknown."""
     moved = next((mask for name, mask in each.padding.items() if "position" in name), None)  # positions that are not 0
-    if each.hidden is None or each.hidden.dim() not in {2, 4} or moved is None or each.queries != each.keys:
+    if each.visible is None or moved is None or each.queries != each.keys:
         return None
-    hidden = each.hidden[:, 0] if each.hidden.dim() == 4 else each.hidden
+    visible = each.visible[:, 0]
+    moved = moved[:, : visible.shape[-1]]
     number = (~moved).cumsum(1)
     inside = moved & (number > 0)  # padding may have positions of 0, or of what comes before them
     others = (number[:, :, None] > number[:, None]) & inside[:, :, None] & inside[:, None]
-    if others.shape[1:] != hidden.shape[-2:] or not bool(others.any()):
+    is_alike = len(visible) in {1, len(others)} and others.shape[1:] == visible.shape[1:]
+    if not is_alike or not bool(others.any()):
         return None
-    return "seen" if bool((others & ~hidden).any()) else "hidden"
+    return "seen" if bool((others & visible).any()) else "hidden"
 
 
 def _tell_turns(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Clauses:
@@ -328,7 +316,7 @@ def _tell_step(before: Mapping[str, str], after: Mapping[str, str]) -> Clauses:
     clauses: Clauses = {}
     for phrase, names in tell(before, after).items():
         more = [f"{len(names) - 3} more"] if len(names) > 4 else []
-        clauses[phrase.format(_in_words([f"`{name}`" for name in names[: 3 if more else 4]] + more))] = ()
+        clauses[phrase.format(in_words([f"`{name}`" for name in names[: 3 if more else 4]] + more))] = ()
     return clauses
 
 
@@ -336,18 +324,10 @@ def _tell_gradients(before: Mapping[str, tuple[int, ...]], after: Mapping[str, t
     clauses: Clauses = {}
     for name, heads in after.items():
         if set(heads) - set(before.get(name, ())):
-            is_role = name in PLURAL or name == "output"
-            text = f"{PLURAL.get(name, 'outputs')} of head {_listed(heads)} get" if is_role else f" {name} gets"
+            is_role = name in PLURAL
+            text = f"{PLURAL[name]} of {shown_heads(heads)} get" if is_role else f" {name} gets"
             clauses[f"{text} exactly no gradient"] = heads if is_role else ()
     return clauses
-
-
-def _in_words(names: Sequence[str]) -> str:
-    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
-
-
-def _listed(heads: Sequence[int]) -> str:
-    return ", ".join(map(str, heads))
 
 
 _TERMS: dict[str, tuple[Callable[[Facts], Any], Callable[[Any, Any], Clauses]]] = {
@@ -366,6 +346,10 @@ _TERMS: dict[str, tuple[Callable[[Facts], Any], Callable[[Any, Any], Clauses]]] 
     "shift": (lambda each: each.shift, _tell_value("the shift of positions from queries to keys is")),
     "curves": (lambda each: None if each.reason else ", ".join(each.curves), _tell_value("scores are bent by")),
     "bias": (lambda each: each.bias, _tell_bias),
+    "normed": (
+        lambda each: None if each.reason else " and ".join(PLURAL[role] for role in each.normed),
+        _tell_value("what has a norm in the attention is"),
+    ),
     "block": (lambda each: each.block, _tell_value("the block is")),
     "gradients": (lambda each: None, _tell_gradients),
     GRADIENTS: (lambda each: None, _tell_step),

@@ -106,22 +106,19 @@ class LaterTokens(Rule):
     limits = ("later",)
     level = "critical"
     condition = (
-        "0.001 of the attention reaches tokens after the query, in a layer where they were hidden at the first reading "
-        "or where most layers of its name, but for the number, hid them"
+        "0.001 of the attention reaches tokens after the query, in a layer where they were hidden at the first reading"
     )
     action = "look at the mask that the attention gets, and whether True means visible or hidden there"
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
         value, limit = series.value(AHEAD), self.at("later")
-        was_hidden = series.first.values.get(AHEAD, 1.0) <= HIDDEN
-        if value < limit or not (was_hidden or series.peers_hide):
+        if value < limit or series.first.values.get(AHEAD, 1.0) > HIDDEN:
             return None
         heads = tuple(head for head, share in enumerate(series.latest.per_head(AHEAD)) if share >= limit)
         is_all = len(heads) in {0, series.facts.get("num_heads")}
-        before = f"they were hidden at step {series.first.step}" if was_hidden else "layers like it hide them"
         return Finding(
             f"{'attention in {layer}' if is_all else 'the attention of {heads}'} reaches tokens after the query",
-            f"their share {series.change(AHEAD)}; {before}",
+            f"their share {series.change(AHEAD)}; they were hidden at step {series.first.step}",
             () if is_all else heads,
             value=value,
             threshold=limit,

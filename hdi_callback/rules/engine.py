@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Literal
@@ -11,7 +10,7 @@ from typing import Any, Literal
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import describe, warn
 from hdi_callback.record import LEVELS, Alert, Level, Record
-from hdi_callback.rules.attention_rules import AHEAD, HIDDEN, ChangeWithLoss
+from hdi_callback.rules.attention_rules import ChangeWithLoss
 from hdi_callback.rules.choice import RULES, check_rules, default_rules
 from hdi_callback.rules.events import Events, Key, Report, Sighting
 from hdi_callback.rules.initialisation import has_been_trained
@@ -75,7 +74,6 @@ class Alerts:
         for name, row in rows.items():
             if name not in self._series:
                 self._series[name] = Series(name, self._facts.get(name, {}), row, is_pretrained=name in pretrained)
-                self._series[name].peers_hide = _peers_hide(name, rows)
             series = self._series[name]
             series.is_loss_good = self._losses.is_good
             series.append(row)
@@ -183,13 +181,6 @@ class Alerts:
         for key in [key for key in self._findings if key[1] == rule]:
             del self._findings[key]
             report.over[key] = f"the rule {rule!r} failed"
-
-
-def _peers_hide(name: str, rows: Mapping[str, Row]) -> bool:
-    """Return whether more than half of the layers whose names differ in the number alone hide later tokens."""
-    kind = re.sub(r"\d+", "0", name)
-    ahead = [row.values.get(AHEAD, 1.0) for peer, row in rows.items() if re.sub(r"\d+", "0", peer) == kind]
-    return 2 * sum(share <= HIDDEN for share in ahead) > len(ahead)
 
 
 def _plain(finding: Any, rule: Rule) -> Finding:

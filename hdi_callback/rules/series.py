@@ -61,7 +61,6 @@ class Series:
         starts: metric -> step and value of the first reading that has it.
         rows: the latest readings; only the last has numbers of single heads and matrices.
         is_pretrained: whether the weights were trained before this run.
-        peers_hide: whether most layers of its name, but for the number, hid later tokens when it was first read.
         still: (role or "parameter", its place) -> step since which it has not moved though it is to, and at how many
             readings that was seen.
         writes: head -> step at which an intervention has written its weights.
@@ -70,7 +69,7 @@ class Series:
     """
 
     def __init__(self, layer: str, facts: Mapping[str, Any], first: Row, *, is_pretrained: bool = False) -> None:
-        self.layer, self.facts, self.is_pretrained, self.peers_hide = layer, facts, is_pretrained, False
+        self.layer, self.facts, self.is_pretrained = layer, facts, is_pretrained
         self.first = Row(first.step, first.values, first.heads)
         self.starts: dict[str, tuple[int, float]] = {}
         self.rows: deque[Row] = deque(maxlen=KEPT)
@@ -160,7 +159,6 @@ class Series:
             "writes": [*self.writes.items()],
             "writer": self.writer,
             "is_pretrained": self.is_pretrained,
-            "peers_hide": self.peers_hide,
         }
 
     @classmethod
@@ -172,5 +170,4 @@ class Series:
         series.starts = {name: (step, value) for name, (step, value) in state["starts"].items()}
         series.still = {(kind, place): (since, count) for kind, place, since, count in state["still"]}
         series.writes, series.writer = dict(state["writes"]), state["writer"]
-        series.peers_hide = state["peers_hide"]
         return series

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import random
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,6 +15,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 from hdi_callback import HDIWarning, HeadDiversityMonitor, check
+from hdi_callback.attention.discovery.find import survey
+from hdi_callback.checks import facts_of
 from hdi_callback.testing import assert_heads
 from tests.checks.corpus import VOCABULARY, Attention, B, Full, MaskSeesNext, Model, T, causal
 from tests.checks.untried import REPORTS, Decoder
@@ -20,24 +25,17 @@ from tests.checks.untried_later import LATER, CrossAttention, Pair
 from tests.checks.untried_third import THIRD
 
 NOT_TOLD = {
-    "facebookresearch/detr 247",
     "JingyunLiang/SwinIR 153",
+    "strutive07/transformer-tensorflow2.0 14",
     "Howuhh/faster-trajectory-transformer 3",
     "PKU-YuanGroup/Open-Sora-Plan 171",
     "zhouhaoyi/Informer2020 97",
     "Lightning-AI/pytorch-lightning 19138",
     "zomux/lanmt 11",
     "huggingface/transformers 4499",
-    "ml-explore/mlx-lm 1903",
-    "Mikyx-1/TinyLLM 17",
-    "hyprstream/hyprstream 1521",
-    "keras-team/keras-hub 2862",
-    "time-series-foundation-models/lag-llama 81",
     "Lightning-AI/litgpt 891",
     "huggingface/peft 3774",
     "allenai/OLMo 222",
-    "jax-ml/jax 39576",
-    "lucidrains/x-transformers 352",
     "ndif-team/nnsight 673",
     "mosaicml/llm-foundry 372",
     "nntrainer/nntrainer 3982",
@@ -444,3 +442,221 @@ def test_attention_that_is_detached_as_a_whole_is_not_told_part_by_part():
 
     model = Decoder(Detached).eval()
     assert check(model, lambda: model(TOKENS)).findings == ()
+
+
+class WindowOfOneHead(Attention):
+    """A mask of three dimensions, (heads, queries, keys), for scores of four, or of three with heads in the batch."""
+
+    is_flat = False
+
+    def weigh(self, scores):
+        hidden = ~causal(scores).repeat(self.heads, 1, 1)
+        hidden[1] |= causal(scores, -2)
+        if self.is_flat:
+            return scores.flatten(0, 1).masked_fill(hidden.repeat(len(scores), 1, 1), -1e9).softmax(-1).view_as(scores)
+        return scores.masked_fill(hidden, -1e9).softmax(-1)
+
+    def mask(self, scores, padding):
+        return scores
+
+
+class WindowOfOneHeadFlat(WindowOfOneHead):
+    is_flat = True
+
+
+@pytest.mark.parametrize(("kind", "heads"), [(WindowOfOneHead, 4), (WindowOfOneHeadFlat, 1)])
+def test_a_mask_of_three_dimensions_is_of_heads_or_of_samples_as_scores_are(kind, heads):
+    model, facts = Decoder(kind).eval(), []
+    survey(model, lambda: model(TOKENS), lambda *read: facts.extend(facts_of(*read)))
+    for each in facts:
+        earlier, itself, _ = each.seen
+        assert bool((itself == 1).all())
+        assert len(earlier) == heads
+        if heads > 1:
+            assert [bool((share == 1).all()) for share in earlier] == [True, False, True, True]
+            assert earlier[1].tolist() == [1, *[0] * (T - 2)]
+
+
+class SecondAxis(nn.Module):
+    """Tokens first, one more than are given, and samples behind, of which each is added to the one before it."""
+
+    def __init__(self, mixes):
+        super().__init__()
+        self.mixes, self.inner = mixes, SequenceFirstAlone()
+
+    def forward(self, x):
+        y = self.inner(torch.cat([x[:1], x]))
+        return y + y.roll(1, 1) if self.mixes else y
+
+
+class SequenceFirstAlone(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 4)
+
+    def forward(self, x):
+        return x + self.attention(x, x, x, need_weights=False)[0]
+
+
+def test_samples_of_the_second_axis_that_mix_are_told_where_they_mix():
+    x = torch.randn(T, B + 1, 32)
+    right, wrong = SecondAxis(mixes=False).eval(), SecondAxis(mixes=True).eval()
+    assert check(right, lambda: right(x)).findings == ()
+    (finding,) = check(wrong, lambda: wrong(x)).findings
+    assert (finding.layer, finding.name, finding.verdict) == ("SecondAxis", "samples", "wrong")
+
+
+class Drawn(Attention):
+    """Weights are dropped by numbers of Python or of numpy, in evaluation too."""
+
+    draw = staticmethod(random.random)
+
+    def weigh(self, scores):
+        return scores.softmax(-1) * (1 + self.draw())
+
+
+class DrawnByNumpy(Drawn):
+    draw = staticmethod(np.random.random)
+
+
+@pytest.mark.parametrize("kind", [Drawn, DrawnByNumpy])
+def test_numbers_that_are_drawn_outside_of_torch_do_not_stay_from_the_forward_before(kind):
+    model = Decoder(kind).eval()
+    result = check(model, lambda: model(TOKENS))
+    assert result.findings == ()
+    assert "random" in result.not_asked["same twice"]
+
+
+class SecondHidesTheTokenBefore(Attention):
+    def mask(self, scores, padding):
+        seen = causal(scores) & ~(causal(scores, -1) & ~causal(scores, -2))
+        return scores.masked_fill(~seen, -math.inf)
+
+
+def test_the_token_before_is_told_of_the_layer_that_hides_it():
+    model = Decoder(SecondHidesTheTokenBefore).eval()
+    model.blocks[0]["attn"] = Full().eval()
+    model.blocks[0]["attn"].weigh = lambda scores: (
+        torch.eye(scores.shape[-1]).expand_as(scores) + 0 * scores.softmax(-1)
+    )
+    names = {each.name: each.layer for each in check(model, lambda: model(TOKENS)).findings}
+    assert names["token before"] == "blocks.1.attn"
+
+
+class NormedHeads(Attention):
+    normed = "value"
+
+    def __init__(self):
+        super().__init__()
+        self.norm_of_heads, self.norm_of_all = nn.LayerNorm(self.d), nn.LayerNorm(self.width)
+
+    def place(self, q, k, v):
+        return (self.norm_of_heads(q), self.norm_of_heads(k), v) if self.normed == "query" else (q, k, self.value(v))
+
+    def value(self, v):
+        return self.norm_of_heads(v) if self.normed == "value" else v
+
+    def merge(self, heads):
+        merged = super().merge(self.norm_of_heads(heads) if self.normed == "heads" else heads)
+        return self.norm_of_all(merged) if self.normed == "output" else merged
+
+
+@pytest.mark.parametrize(
+    ("normed", "words"),
+    [("query", "of queries and keys"), ("value", "of values"), ("heads", "of outputs"), ("output", "of outputs"),
+     ("none", None)],
+)  # fmt: skip
+def test_a_card_says_what_has_a_norm_in_the_attention(normed, words):
+    model = Decoder(NormedHeads).eval()
+    for block in model.blocks:
+        block["attn"].normed = normed
+    (card,) = check(model, lambda: model(TOKENS)).cards
+    assert card.lines.get("norms") == words
+
+
+@pytest.mark.parametrize(("past", "kept"), [(0, T), (3, T), (3, T + 5)])
+def test_a_causal_mask_behind_a_cache_is_read_as_causal(past, kept):
+    class Behind(Full):
+        def forward(self, x, padding=None):
+            q, k, v = self.project(x)
+            empty = torch.zeros(len(x), self.heads, kept - T, self.d)  # a cache that is longer than its tokens
+            k, v = (torch.cat([part[:, :, :past], part, empty], 2) for part in (k, v))
+            seen = causal(q @ k.mT, past)
+            return self.out_proj(self.merge((q @ k.mT / math.sqrt(self.d)).masked_fill(~seen, -1e9).softmax(-1) @ v))
+
+    model = Decoder(Behind).eval()
+    result = check(model, lambda: model(TOKENS))
+    assert [card.is_causal for card in result.cards] == [True if kept == T else None]
+    assert result.findings == ()
+
+
+class MaskInTheProduct(Full):
+    """A mask that the product of queries and keys begins with."""
+
+    def score(self, q, k):
+        hidden = torch.zeros(q.shape[2], q.shape[2]).masked_fill(~causal(q @ k.mT), -1e9)
+        start = hidden.expand(len(q) * self.heads, -1, -1)
+        return torch.baddbmm(start, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=self.d**-0.5).unflatten(
+            0, (-1, self.heads)
+        )
+
+
+class DroppedByHand(Attention):
+    def weigh(self, scores):
+        weights = scores.softmax(-1)
+        return weights * (torch.rand_like(weights) > 0.3) / 0.7 if self.training else weights
+
+
+class DecaysBehind(Full):
+    def weigh(self, scores):
+        at = torch.arange(scores.shape[-1])
+        return scores.softmax(-1) * 0.9 ** (at[:, None] - at).clamp(min=0)
+
+
+class HidesByScores(Full):
+    def mask(self, scores, padding):
+        return scores.masked_fill(scores < scores.mean(-1, keepdim=True), -1e9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [(MaskInTheProduct, "scores"), (DroppedByHand, "softmax"), (DecaysBehind, "positions"), (HidesByScores, "scores")],
+)
+def test_a_fact_that_is_not_read_is_not_known_and_never_none(kind, line):
+    model = Decoder(kind).train()
+    assert "not known" in check(model, lambda: model(TOKENS)).cards[0].lines[line]
+
+
+class GroupsByEinsum(Attention):
+    """Heads that share keys are put together with queries by the product."""
+
+    key_heads = 2
+
+    def forward(self, x, padding=None):
+        q, k, v = self.project(x)
+        scores = torch.einsum("bghqd,bgkd->bghqk", q.unflatten(1, (2, -1)), k) / math.sqrt(self.d)
+        weights = scores.masked_fill(~causal(scores), -math.inf).softmax(-1)
+        return self.out_proj(self.merge(torch.einsum("bghqk,bgkd->bghqd", weights, v).flatten(1, 2)))
+
+
+def test_the_mask_of_grouped_heads_is_read_where_an_einsum_puts_them_together():
+    model = Decoder(GroupsByEinsum).eval()
+    assert [card.is_causal for card in check(model, lambda: model(TOKENS)).cards] == [True]
+
+
+class MadeAndNotNamed(Attention):
+    def __init__(self):
+        super().__init__()
+        self.segment = nn.Parameter(torch.randn(self.width))
+
+
+class AnOption(MadeAndNotNamed):
+    def forward(self, x, padding=None, segments=None):
+        return super().forward(x if segments is None else x + segments * self.segment, padding)
+
+
+@pytest.mark.parametrize(("kind", "count"), [(MadeAndNotNamed, 1), (AnOption, 0)])
+def test_a_parameter_that_no_forward_reads_is_odd_unless_code_names_it(kind, count):
+    model = Decoder(kind).eval()
+    findings = check(model, lambda: model(TOKENS)).findings
+    assert [(each.verdict, each.name) for each in findings] == [("odd", "gradients")] * count

@@ -216,19 +216,18 @@ class WindowClosed(WindowOpenToTheRight):
 class NormScalesUnused(Attention):
     """Norms of queries and keys, with factors for each head that are made and not used."""
 
-    uses = False
-
     def __init__(self):
         super().__init__()
         self.q_scale, self.k_scale = (nn.Parameter(1 + torch.rand(H, 1, self.d)) for _ in range(2))
 
     def place(self, q, k, v):
-        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-        return (q * self.q_scale, k * self.k_scale, v) if self.uses else (q, k, v)
+        return F.normalize(q, dim=-1), F.normalize(k, dim=-1), v
 
 
 class NormScalesUsed(NormScalesUnused):
-    uses = True
+    def place(self, q, k, v):
+        q, k, _ = super().place(q, k, v)
+        return q * self.q_scale, k * self.k_scale, v
 
 
 class MaskOfTheSource(CrossAttention):

@@ -220,6 +220,15 @@ def test_compare_says_of_a_checkpoint_and_itself_that_they_are_equal(checkpoint)
 # --- explain
 
 
+def test_output_that_nobody_reads_on_is_no_error():
+    reads, writes = os.pipe()
+    os.close(reads)
+    program = [sys.executable, "-c", "from hdi_callback.command import main; main()", "explain"]
+    ended = subprocess.run(program, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writes)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_explain_lists_the_rules_in_80_columns():
     shown = run("explain")
     assert shown.exit_code == 0

@@ -42,6 +42,7 @@ class Ways:
     detached: bool = False  # queries
     borrowed: bool = False  # queries of the second layer, from the projection of the first
     unnormed: bool = False  # values are made of tokens before the norm
+    normed: str = ""  # what has a norm of its own: "values", "heads"
     block: str = "pre"  # where the norm is: "pre", "none", or "alone" without the input
     fused: bool = False
 
@@ -64,6 +65,7 @@ class Attention(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, self.d)).transpose(1, 2) for part in (q, k, v))
         q = q.detach() if ways.detached else q
         k, v = (v, k) if ways.swaps else (k, v)
+        v = F.layer_norm(v, v.shape[-1:]) if ways.normed == "values" else v
         fresh = k.detach(), v.detach()
         if ways.stale and self.before is not None and self.before[0].shape == k.shape:
             k, v = self.before
@@ -77,6 +79,7 @@ class Attention(nn.Module):
             heads = F.scaled_dot_product_attention(q, k, v, visible, p, scale=ways.scale / math.sqrt(self.d))
         else:
             heads = F.dropout(self.weigh(self.score(q, k), visible), ways.dropout, self.training) @ v
+        heads = F.layer_norm(heads, heads.shape[-1:]) if ways.normed == "heads" else heads
         return self.out_proj((heads.flip(1) if ways.flipped else heads).transpose(1, 2).flatten(2))
 
     def visible(self, count: int, hidden: Tensor | None) -> Tensor:
@@ -229,7 +232,7 @@ CHANGES: dict[str, Change] = {
     "softmax twice": Change({}, _to(weights="twice"), tells="a softmax of a softmax, and softmax before", first=True),
     "key heads tiled": Change({}, _to(tiled=True), tells="head 1 is 8-15, and 0-7 before"),
     "heads in another order": Change({}, _to(flipped=True), tells="head 0 is 24-31, and 0-7 before"),
-    "queries detached": Change({}, _to(detached=True), tells="queries of head 0, 1, 2, 3 get exactly no gradient"),
+    "queries detached": Change({}, _to(detached=True), tells="queries of heads 0, 1, 2, 3 get exactly no gradient"),
     "queries of another layer's map": Change(
         {}, _to(borrowed=True), tells="queries are made by layers.0.q_proj, and q_proj before"
     ),
@@ -239,8 +242,15 @@ CHANGES: dict[str, Change] = {
     "the input is not added any more": Change(
         {}, _to(block="alone"), tells="is attention(x), and its input is not added, and x + attention(norm(x)) before"
     ),
+    "values get a norm": Change(
+        {}, _to(normed="values"), tells="what has a norm in the attention is values, and nothing before"
+    ),
+    "heads lose their norm": Change(
+        {"normed": "heads"}, _to(normed=""), tells="what has a norm in the attention is nothing, and outputs before"
+    ),
     "the norm is lost": Change({}, _to(block="none"), tells="x + attention(x), and x + attention(norm(x)) before"),
 }
+
 
 HEALTHY: dict[str, Change] = {
     "nothing": Change({}, _to()),

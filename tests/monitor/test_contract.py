@@ -12,7 +12,7 @@ from torch import nn
 
 from hdi_callback import HeadDiversityMonitor, load_history, watch_heads
 from hdi_callback.monitor import contract
-from tests.monitor.changes import CHANGES, HEALTHY, LENGTH, SCHEDULES, START, Model, Ways, batch
+from tests.monitor.changes import CHANGES, HEALTHY, LENGTH, SCHEDULES, START, Change, Model, Ways, batch
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def test_a_change_is_told_once_with_before_and_after(name):
 def test_as_many_changes_are_told_as_the_page_says():
     changes = CHANGES.values()
     counts = sum(change.first for change in changes), sum(bool(change.tells) for change in changes), len(changes)
-    assert counts == (3, 28, 29)
+    assert counts == (3, 30, 31)
 
 
 @pytest.mark.parametrize("name", HEALTHY)
@@ -76,23 +76,50 @@ def test_what_changes_from_reading_to_reading_is_a_notice_that_names_it_once(nam
     assert "from reading to reading" in alert.message
 
 
-class Packed(Model):
-    """Two documents in each sequence, or one, as positions say."""
+def test_a_schedule_that_has_stood_still_is_no_schedule_any_more():
+    def anneal(ways, step):
+        ways.dropout = 0.9 if step >= 60 else max(0.0, 0.3 - 0.02 * (step - START))
 
-    def forward(self, tokens, position_ids=None):
+    alerts, _ = train(Change({"dropout": 0.3}, anneal), steps=80)
+    assert [alert.level for alert in alerts] == ["notice", "warning"]
+    assert alerts[1].message.endswith("between steps 54 and 63: dropout is 0.9, and 0 before")
+
+
+def test_a_schedule_that_goes_on_is_not_told_again_however_long():
+    (alert,) = train(SCHEDULES["a falling temperature"], steps=120)[0]
+    assert alert.level == "notice"
+
+
+def test_a_number_that_drifts_by_less_than_is_told_at_once_is_told_at_last():
+    def drift(ways, step):
+        ways.scale = 1 + 5e-5 * (step - START)
+
+    (alert,) = train(Change({}, drift), steps=60)[0]
+    assert "scores are scaled by 0.35" in alert.message
+
+
+class Packed(Model):
+    """Two documents in each sequence, or one, as positions or the places where they end say."""
+
+    def forward(self, tokens, position_ids=None, **lengths):
         return super().forward(tokens)
 
 
+@pytest.mark.parametrize("says", ["position_ids", "cu_seqlens"])
 @pytest.mark.parametrize(("before", "after"), [(True, False), (False, True), (True, True), (False, False)])
-def test_packed_documents_that_begin_to_see_each_other_are_told(before, after):
+def test_packed_documents_that_begin_to_see_each_other_are_told(before, after, says):
     torch.manual_seed(0)
     model, messages = Packed(ways := Ways(documents=before)), []
     with HeadDiversityMonitor(model) as monitor:
         for step in range(30):
             ways.documents = before if step < START else after
             monitor.arm()
-            positions = torch.arange(LENGTH) % (6 if step % 5 else LENGTH)  # some batches hold one document
-            model(batch(step), positions.expand(4, -1)).backward()
+            length = 6 if step % 5 else LENGTH  # some batches hold one document
+            positions, ends = torch.arange(LENGTH) % length, torch.arange(0, LENGTH + 1, length)
+            if says == "position_ids":
+                model(batch(step), positions.expand(4, -1)).backward()
+            else:
+                model(batch(step)[:1], cu_seqlens=ends).backward()
             messages += [alert.message for alert in monitor.measure(step).record().alerts]
     words = {True: "hidden", False: "seen"}
     told = f"by positions that start again, are {words[after]}, and {words[before]} before"
@@ -155,7 +182,7 @@ def gradients_told(model, steps=3):
 
 def test_heads_that_get_no_gradient_are_told_at_the_first_readings():
     assert gradients_told(Model(Ways(detached=True))) == [
-        "attention in layers.0-1 is so since step 0: queries of head 0, 1, 2, 3 get exactly no gradient"
+        "attention in layers.0-1 is so since step 0: queries of heads 0, 1, 2, 3 get exactly no gradient"
     ]
 
 

@@ -317,15 +317,6 @@ def test_readings_at_each_step_are_judged_five_steps_apart():
     assert raised(run(entropy(*entropies), losses=blip, every=1)) == []
 
 
-def test_a_layer_that_alone_sees_later_tokens_is_told_from_the_first_reading():
-    hidden, seen = curve("attention_ahead", [0.0, 0.4])
-    names = ["decoder.0.attn", "decoder.1.attn", "decoder.2.attn", "encoder.0.attn"]
-    reading = dict(zip(names, [hidden, seen, hidden, seen]))
-    ((alert,), *later) = run([reading] * 3, layers=[facts(name) for name in names])
-    assert (alert.rule, alert.level, alert.where, later) == ("later tokens", "critical", {names[1]: ()}, [(), ()])
-    assert alert.message.endswith("their share is 0.40; layers like it hide them")
-
-
 def test_a_weight_jump_is_a_notice_and_a_warning_where_the_loss_rises_with_it():
     readings = [moves(*STEADY), moves(0.011, 0.011, 0.011, 0.011)] * 5 + [moves(0.2, 0.3, 0.2, 0.2)]
     readings += [moves(*STEADY)] * 8

@@ -35,7 +35,7 @@ __all__ = ["OVER_HEADS", "OVER_QUERIES", "Core", "ValueProduct", "core_of", "lay
 
 OVER_QUERIES = "its softmax runs over queries, not over keys"
 ELEMENT_BY_ELEMENT = "its weights are multiplied with values element by element"
-OVER_HEADS = "its softmax runs over heads, or over sequences"
+OVER_HEADS = "its softmax runs over heads or sequences, alone or with keys"
 _MOST_CELLS_TO_SCORES = 400  # from a softmax back to the matmul of queries and keys
 _MOST_STEPS_TO_MAP = 9  # from a softmax back to a map that mixes the scores of heads
 _MOST_STEPS_TO_VALUES = 60
@@ -336,8 +336,8 @@ def _runs_over_columns(slots: Tensor, tokens: Tensor, dim: int, source: FeatureR
     if bool(same_token.all()) and bool(of_one_matrix.all()) and not bool(same_slot.any()):
         return False
     one_of_each = slot_pairs[0] % rows == slot_pairs[1] % rows
-    over_heads = bool(same_token.all()) and bool(one_of_each.all()) and not bool(of_one_matrix.any())
-    raise Unreadable(OVER_HEADS if over_heads else "its softmax runs over heads, or over queries and keys together")
+    over_heads = bool(one_of_each.all()) and not bool(of_one_matrix.all())
+    raise Unreadable(OVER_HEADS if over_heads else "its softmax runs over queries and keys together")
 
 
 def _pairs(plane: Tensor, dim: int) -> Tensor:
