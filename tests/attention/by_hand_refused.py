@@ -120,6 +120,21 @@ def heads_that_take_parts_of_the_features():
     )
 
 
+@refused("input of its own")
+def heads_that_take_parts_of_an_embedding():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.o = nn.Embedding(T, C), linear()
+            self.q, self.k, self.v = (linear(D, D) for _ in range(3))
+
+        def forward(self, x):
+            x = self.tokens(x.argmax(1) % T).unflatten(-1, (H, D))
+            return self.o(join(attend(*(f(x).transpose(1, 2) for f in (self.q, self.k, self.v)))))
+
+    return Model()
+
+
 @refused("without a softmax")
 def sigmoids_in_place_of_a_softmax():
     def forward(m, x):

@@ -499,17 +499,15 @@ def _takes_a_part(labels: Labels, x: View) -> bool:
     """Whether a product reads only a slice of the output of the product before it (by shapes alone)."""
     cell = x.cell
     for _ in range(40):
-        written = cell.written
-        if cell.step is None or written is None:
+        written, step = cell.written, cell.step
+        views = [view for view in step.inputs if view.is_float and view.cell.kind == DATA] if step is not None else []
+        if written is None or step is None or not views:  # an input, or an embedding
             return written is not None and bool(written.shape) and written.shape[-1] > x.shape[-1]
-        product = labels.products.of(cell.step)
+        product = labels.products.of(step)
         if product is not None and product.kind in {"weight", "filter"}:
             columns = product.second.shape[0] if product.kind == "filter" else product.second.shape[-1]
             return columns > x.shape[-1]
         if product is not None:
             return written.shape[-1] >= x.shape[-1] and x.shape[0] * x.shape[1] > 1 and written.shape[0] > 1
-        views = [view for view in cell.step.inputs if view.is_float and view.cell.kind == DATA]
-        if not views:
-            return False
         cell = views[0].cell
     return False

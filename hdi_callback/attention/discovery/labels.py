@@ -261,8 +261,8 @@ class Labels:
             if not needed:
                 todo.pop()
                 if current not in self._memo:
-                    step = current.step
-                    self._memo[current] = self._of_root(current) if step is None else self._evaluated(current, step)
+                    written = None if current.step is None else self._evaluated(current, current.step)
+                    self._memo[current] = self._of_root(current) if written is None else written
             todo += needed
         return self._memo[cell]
 
