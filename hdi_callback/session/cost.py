@@ -10,7 +10,7 @@ _FEWEST = 3  # steps with a reading
 
 
 class Cost:
-    """Times steps, from the forward to the end, with a reading and without one.
+    """Times optimizer steps, from the first forward to the end, with a reading and without one.
 
     A reading costs what a step with one takes longer than the last step without one: only neighbours are compared, as
     steps become slower and faster in a training. Delivering readings in other steps is added.
@@ -19,28 +19,30 @@ class Cost:
     def __init__(self) -> None:
         self._start: float | None = None  # of the training
         self._step_start: float | None = None
+        self._step, self._has_reading = 0, False  # of the step that has begun
         self._last_without: float | None = None
         self._extra: deque[float] = deque(maxlen=200)
         self._number, self._delivering = 0, 0.0
 
-    def begin(self) -> None:
-        """Begin a step, if none has begun."""
+    def begin(self, step: int) -> None:
+        """Begin an optimizer step, if none has begun."""
         if self._step_start is None:
-            self._step_start = perf_counter()
+            self._step_start, self._step, self._has_reading = perf_counter(), step, False
             self._start = self._step_start if self._start is None else self._start
 
     def abandon(self) -> None:
         """Forget a step that did not finish."""
         self._step_start = None
 
-    def end(self, delivering_from: float, *, has_reading: bool) -> None:
-        """End a step, whose last work was to deliver what had arrived."""
+    def end(self, step: int, delivering_from: float, *, has_reading: bool) -> None:
+        """End a batch, whose last work was to deliver what had arrived, and the step if it was its last batch."""
         now = perf_counter()
-        if self._step_start is None:
+        self._has_reading |= has_reading
+        if self._step_start is None or step == self._step:
             return
         took, self._step_start = now - self._step_start, None
-        self._number += has_reading
-        if not has_reading:
+        self._number += self._has_reading
+        if not self._has_reading:
             self._last_without = took
             self._delivering += now - delivering_from
         elif self._last_without is not None:

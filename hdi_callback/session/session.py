@@ -96,7 +96,7 @@ class Session:
         elif self._is_open and not self.monitor.layers:
             return
         step, every = self._trainer.step, self._settings.every_n_steps
-        self._cost.begin()
+        self._cost.begin(step)
         is_due = self.last_step is None or step // every > self.last_step // every
         if is_due and not self._is_closed:  # `_check_ranks` may have closed it
             self._armed_at = step
@@ -141,7 +141,8 @@ class Session:
         start = perf_counter()
         # All ranks intervene after the same step, so they wait for the numbers.
         self._judge_and_deliver(waits=bool(self._settings.interventions), before=self._trainer.step)
-        self._cost.end(start, has_reading=last is not None and last.step == self.last_step)
+        has_reading = last is not None and last.step == self.last_step
+        self._cost.end(self._trainer.step, start, has_reading=has_reading)
 
     def abandon(self) -> None:
         """Give up a reading whose forward or backward did not finish; it is due again at once."""

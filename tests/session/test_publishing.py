@@ -124,10 +124,25 @@ def test_the_share_is_that_of_a_clock_which_knows_what_readings_take(every, extr
     monkeypatch.setattr(cost, "perf_counter", lambda: now)
     measured = cost.Cost()
     for step in range(400):
-        measured.begin()
+        measured.begin(step)
         now += 1.0 + (extra if step % every == 0 else 0.0)
-        measured.end(now, has_reading=step % every == 0)
+        measured.end(step + 1, now, has_reading=step % every == 0)
     assert measured.share() == pytest.approx(share)
+
+
+def test_the_share_holds_where_gradients_are_accumulated_and_the_first_step_and_evaluations_are_long(monkeypatch):
+    now = readings = 0.0
+    monkeypatch.setattr(cost, "perf_counter", lambda: now)
+    measured = cost.Cost()
+    for step in range(200):
+        for part in range(4):
+            has_reading = part == 0 and step % 10 == 0
+            measured.begin(step)
+            now += 1.0 + 0.5 * (part == 3) + 0.1 * has_reading + 30 * (step == part == 0)  # the optimizer's own step
+            readings += 0.1 * has_reading
+            measured.end(step + (part == 3), now, has_reading=has_reading)
+        now += 25 * (step % 50 == 49)
+    assert measured.share() == pytest.approx(readings / now, rel=0.01)
 
 
 def test_the_share_holds_where_steps_become_faster_in_the_course_of_a_training(monkeypatch):
@@ -136,18 +151,18 @@ def test_the_share_holds_where_steps_become_faster_in_the_course_of_a_training(m
     measured = cost.Cost()
     for step in range(400):
         extra = 0.1 if step % 4 == 0 else 0.0
-        measured.begin()
+        measured.begin(step)
         now += 2.0 - step / 250 + extra
         readings += extra
-        measured.end(now, has_reading=step % 4 == 0)
+        measured.end(step + 1, now, has_reading=step % 4 == 0)
     assert measured.share() == pytest.approx(readings / now, rel=0.1)
 
 
 def test_a_share_is_not_known_where_every_step_has_a_reading():
     measured = cost.Cost()
-    for _ in range(20):
-        measured.begin()
-        measured.end(time.perf_counter(), has_reading=True)
+    for step in range(20):
+        measured.begin(step)
+        measured.end(step + 1, time.perf_counter(), has_reading=True)
     assert measured.share() is None
 
 
