@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from inspect import CO_VARARGS, CO_VARKEYWORDS
 from typing import Any, TypeVar
 
 import torch
@@ -408,11 +407,8 @@ def _running_module(paths: dict[nn.Module, str]) -> tuple[nn.Module | None, str,
 
 def _padding_given(frame: Any) -> dict[str, Tensor]:
     """Return arguments of a forward that say which tokens ``(batch, tokens)`` are padding."""
-    code, values = frame.f_code, dict(frame.f_locals)
+    code, values = frame.f_code, frame.f_locals
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    if code.co_flags & CO_VARKEYWORDS:
-        further = values.get(code.co_varnames[len(names) + bool(code.co_flags & CO_VARARGS)]) or {}
-        values, names = {**further, **values}, (*names, *further)
     tensors = {name: values.get(name) for name in names if any(word in name for word in _PADDING)}
     with _disable_current_modes():
         masks = {

@@ -69,9 +69,7 @@ def split(facts: Facts, _: Sequence[Facts]) -> Found:
     text = f"each token attends to its own heads alone: {roles} of a matrix are those of one token, as the output of "
     view = "(batch, tokens, heads, width)"
     if any(tokens):
-        text = (
-            f"the first head's {roles} are made of tokens {_listed(tokens)} in turn, and of all heads: the output of "
-        )
+        text = f"the first head's {roles} are of tokens {_listed(tokens)} in turn, and of all heads: the output of "
         view = "(batch, heads, tokens, width) without a transpose"
     return "wrong", f"{text}{modules} is viewed as {view}; write .view(B, T, H, d).transpose(1, 2)"
 
@@ -215,10 +213,8 @@ def mask(facts: Facts, among: Sequence[Facts]) -> Found:
             return None
         if not bool(itself.any()):
             return "wrong", f"each token sees later ones alone, and the last one none: the mask is inverted; {_CAUSAL}"
-        text = (
-            "token 1 sees the tokens behind it and not token 0, as in a model that reads from right to left: if it is "
-        )
-        return "odd", f"{text}to predict the next token, it sees it, and the causal mask is inverted; {_CAUSAL}"
+        text = "token 1 sees those behind it and not token 0, as in a model that reads from right to left: if it is to "
+        return "odd", f"{text}predict the next token, it sees it, and the causal mask is inverted; {_CAUSAL}"
     if bool((earlier == 1).all()) and bool((later[:, 0] == 1).any()) and not bool(later[:, 1:].any()):
         text = "each token attends to the next one, which it must predict: the causal mask is off by one"
         return "wrong", f"{text}; {_CAUSAL}"
@@ -295,10 +291,8 @@ def rotation(facts: Facts, _: Sequence[Facts]) -> Found:
         return "odd", "rotary positions are applied to values as well; queries and keys are enough"
     if facts.heads and len(pairs) == 1 and {"query", "key"} <= facts.pairs.keys():
         turned, unturned = ("queries", "keys") if "query" in pairs else ("keys", "queries")
-        text = (
-            f"rotary positions are applied to {turned} alone, so that scores depend on absolute ones; rotate {unturned}"
-        )
-        return "odd", f"{text} too"
+        text = f"rotary positions are applied to {turned} alone, so that scores depend on absolute ones"
+        return "odd", f"{text}; rotate {unturned} too"
     return None
 
 

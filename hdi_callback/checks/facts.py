@@ -130,9 +130,8 @@ class Facts:
     def distances(self) -> Tensor | None:
         """Return by the distance from query to key of how many pairs of tokens the key is seen.
 
-        ``(heads, 2 tokens - 1)``, the latest keys first: shares of 0 to 1, the same for each head if it has one row.
-        Keys that no query sees are padding, and left out; NaN where no pair is left. Where keys are more than queries,
-        the last of both are of one token. `None` if masks are not known.
+        ``(heads or 1, 2 tokens - 1)``, the latest keys first. Keys that no query sees are padding, and left out; NaN
+        where no pair is left. The last query and key are of one token. `None` if masks are not known.
         """
         visible, past = self.visible, self.keys - self.queries
         if visible is None or self.queries < 2 or past < 0 or (past and self.keys > KEPT):
@@ -387,9 +386,8 @@ def _mixed(labels: Labels, claim: FoundAttention) -> tuple[tuple[int, int], ...]
         if label is None or (claim.outputs and product.kind != "filter"):
             continue
         zeros = (0,) * (label.features.dim() - 2)
-        first: tuple[Any, ...] = (
-            (0, ..., *zeros) if product.kind == "filter" else (0, *zeros)
-        )  # channels lie before places
+        # Channels lie before places.
+        first: tuple[Any, ...] = (0, ..., *zeros) if product.kind == "filter" else (0, *zeros)
         features, tokens = (plane.expand_as(label.features)[first] for plane in (label.features, label.tokens))
         if len(features) != claim.heads * claim.width:
             continue

@@ -61,8 +61,7 @@ class Contract:
         self._scheduled: set[Key] = set()
         self._told: set[str] = set()  # layers of which the rule on later tokens has told that they are seen
         self._readings = 0
-        self._has_failed = self._is_wanted = False
-        self.is_comparing = False  # whether the latest reading was to be compared: the next may have to confirm it
+        self._has_failed = self._is_wanted = self.is_comparing = False  # the last of the latest reading
 
     def is_due(self) -> bool:
         """Return whether the forward of the reading that begins is to be written down."""
@@ -216,6 +215,10 @@ def _weights(each: Facts) -> str | None:
     return "a softmax of a softmax" if each.softmaxes > 1 else each.normaliser
 
 
+def _roles(each: Facts, roles: Iterable[str]) -> str | None:
+    return None if each.reason else " and ".join(PLURAL[role] for role in roles)
+
+
 def _rows(each: Facts) -> dict[str, list[tuple[str, Tensor]]] | None:
     rows = {role: [(head_rows.name, head_rows.rows) for head_rows in each.rows.get(role, ())] for role in PLURAL}
     return rows if each.rows else None
@@ -265,8 +268,7 @@ def _tell_seen(before: Tensor, after: Tensor) -> Clauses:
 
 def _hides_padding(each: Facts) -> str | None:
     masks = [mask for name, mask in each.padding.items() if "position" not in name and len(mask) > 1]
-    masks = [mask for mask in masks if mask.shape[1] == min(each.keys, KEPT)]
-    masks = [mask for mask in masks if bool(mask.any()) and not bool(mask.all())]
+    masks = [mask for mask in masks if mask.shape[1] == min(each.keys, KEPT) and bool(mask.any() & ~mask.all())]
     if not masks or each.visible is None:
         return None
     hidden = ~each.visible[:, 0].any(-2)
@@ -338,18 +340,12 @@ _TERMS: dict[str, tuple[Callable[[Facts], Any], Callable[[Any, Any], Clauses]]] 
     "seen": (lambda each: each.distances, _tell_seen),
     "padding": (_hides_padding, _tell_value("padding is")),
     "documents": (_hides_documents, _tell_value("documents before the own one, by positions that start again, are")),
-    "rotated": (
-        lambda each: None if each.reason else " and ".join(PLURAL[role] for role in PLURAL if each.pairs.get(role)),
-        _tell_value("positions turn"),
-    ),
+    "rotated": (lambda each: _roles(each, filter(each.pairs.get, PLURAL)), _tell_value("positions turn")),
     "turns": (lambda each: {role: turns_of(table[0]) for role, table in each.cosines.items()}, _tell_turns),
     "shift": (lambda each: each.shift, _tell_value("the shift of positions from queries to keys is")),
     "curves": (lambda each: None if each.reason else ", ".join(each.curves), _tell_value("scores are bent by")),
     "bias": (lambda each: each.bias, _tell_bias),
-    "normed": (
-        lambda each: None if each.reason else " and ".join(PLURAL[role] for role in each.normed),
-        _tell_value("what has a norm in the attention is"),
-    ),
+    "normed": (lambda each: _roles(each, each.normed), _tell_value("what has a norm in the attention is")),
     "block": (lambda each: each.block, _tell_value("the block is")),
     "gradients": (lambda each: None, _tell_gradients),
     GRADIENTS: (lambda each: None, _tell_step),

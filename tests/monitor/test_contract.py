@@ -101,7 +101,7 @@ def test_a_number_that_drifts_by_less_than_is_told_at_once_is_told_at_last():
 class Packed(Model):
     """Two documents in each sequence, or one, as positions or the places where they end say."""
 
-    def forward(self, tokens, position_ids=None, **lengths):
+    def forward(self, tokens, position_ids=None, cu_seqlens=None):
         return super().forward(tokens)
 
 
