@@ -150,13 +150,13 @@ def samples(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answ
     if failed is None:
         raise NotAskedError("outputs are not by sample")
     gap, axis, order, fits, alone = failed
-    back, others = order.argsort(), order.sort().values[1:]
+    back, unchanged = order.argsort(), order.sort().values[1:]
 
     def place(samples: Tensor) -> Callable[[Tensor], Any]:
         at = _along(axis, samples)
         return lambda tensor: at if tensor.dim() > axis and tensor.shape[axis] == len(order) else None
 
-    layer = door.first(door.record({}, place(others)), door.record(alone, place(others)))
+    layer = door.first(door.record({}, place(unchanged)), door.record(alone, place(unchanged)))
     why = "change with the other samples of the batch: heads, tokens or a mask of one are read for another"
     moved = {at: door.leaves[at][_along(axis, order)] for at in fits}
     if not layer and door.differ(door.ask(moved)[_along(axis, back)], door.base) > door.tolerance:
@@ -314,8 +314,8 @@ def padding(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answ
     place = lambda tensor: real if tensor.dim() > 2 and tensor.shape[:2] == real.shape else None  # noqa: E731
     layer = door.first(door.record({}, place), door.record({}, place, _noise_at_padding(door, pads, main)))
     is_masked = any(at in inputs.pads for at in inputs.masks)
-    shown = {each.path: each.hidden for each in facts if each.hidden is not None and each.hidden.dim() == 4}
-    masks = {path: mask.all(-2) for path, mask in shown.items() if mask.shape[-1] > 1}
+    mask_of = {each.path: each.hidden for each in facts if each.hidden is not None and each.hidden.dim() == 4}
+    masks = {path: mask.all(-2) for path, mask in mask_of.items() if mask.shape[-1] > 1}
     hidden = {path for path, mask in masks.items() if torch.equal(mask[:, 0], pads[:, : mask.shape[-1]].cpu())}
     is_attention = any(  # one that does hide it has something else that carries it, as the filters of ConvBERT
         f"{each.path}.".startswith(f"{layer}.") or layer.startswith(f"{each.path}.")
@@ -463,7 +463,7 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
     counts = {each.heads for each in facts}
     inputs_of = {rows.name for each in facts for role in IN for rows in each.rows.get(role, ())}
     alive = {path for name, path in inside.items() if name in inputs_of & moved}  # others are detached as a whole
-    named = _named_in_code(model)
+    in_code = _named_in_code(model)
     idle: dict[str, tuple[Verdict, str]] = {}
     for name, path in sorted(inside.items()):
         owner, short = name.rpartition(".")[0], name.removeprefix(f"{path}.").removesuffix(".weight")
@@ -478,7 +478,7 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
         elif name in maps:
             is_idle = path in alive and name not in moved and len(free.get(name, ())) < len(trained[name])
             idle |= {name: ("wrong", short)} if is_idle else {}
-        elif name not in zeros and not any(name in run for run in runs) and (owner != path or short not in named):
+        elif name not in zeros and not any(name in run for run in runs) and (owner != path or short not in in_code):
             idle[name] = "odd", short  # its own that code names are options
     takers = door.record({}, among={name.rpartition(".")[0] for name in idle}) if idle else []
     # What is given zeros (queries of DETR's first layer) gets no gradient by that.

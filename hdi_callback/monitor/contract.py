@@ -285,11 +285,11 @@ def _hides_documents(each: Facts) -> str | None:
     moved = moved[:, : visible.shape[-1]]
     number = (~moved).cumsum(1)
     inside = moved & (number > 0)  # padding may have positions of 0, or of what comes before them
-    others = (number[:, :, None] > number[:, None]) & inside[:, :, None] & inside[:, None]
-    is_alike = len(visible) in {1, len(others)} and others.shape[1:] == visible.shape[1:]
-    if not is_alike or not bool(others.any()):
+    is_earlier_document = (number[:, :, None] > number[:, None]) & inside[:, :, None] & inside[:, None]
+    is_alike = len(visible) in {1, len(is_earlier_document)} and is_earlier_document.shape[1:] == visible.shape[1:]
+    if not is_alike or not bool(is_earlier_document.any()):
         return None
-    return "seen" if bool((others & visible).any()) else "hidden"
+    return "seen" if bool((is_earlier_document & visible).any()) else "hidden"
 
 
 def _tell_turns(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Clauses:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.checkpoint import checkpoint
 
@@ -660,3 +661,36 @@ def test_a_parameter_that_no_forward_reads_is_odd_unless_code_names_it(kind, cou
     model = Decoder(kind).eval()
     findings = check(model, lambda: model(TOKENS)).findings
     assert [(each.verdict, each.name) for each in findings] == [("odd", "gradients")] * count
+
+
+class Flexible(Attention):
+    """FlexAttention of the queries behind a cache."""
+
+    def __init__(self, visible, past):
+        super().__init__()
+        self.visible, self.past = visible, past
+
+    def forward(self, x, padding=None):
+        q, k, v = (part.contiguous() for part in self.project(x))
+        mask = create_block_mask(self.visible, len(x), self.heads, x.shape[1] - self.past, x.shape[1], device="cpu")
+        y = self.merge(flex_attention(q[:, :, self.past :].contiguous(), k, v, block_mask=mask))
+        return self.out_proj(torch.cat([torch.zeros_like(x[:, : self.past]), y], 1))
+
+
+@pytest.mark.parametrize(
+    ("visible", "past", "is_causal", "name"),
+    [
+        (lambda b, h, q, k: q >= k, 0, True, ""),
+        (lambda b, h, q, k: (q >= k) & ((h != 1) | (q - k < 2)), 0, True, ""),
+        (lambda b, h, q, k: q + 1 >= k, 0, False, "mask"),
+        (lambda b, h, q, k: q + 3 >= k, 3, True, ""),
+        (lambda b, h, q, k: q >= k, 3, None, "token before"),
+    ],
+    ids=["causal", "window of a head", "off by one", "behind a cache", "at the top left of a cache"],
+)
+def test_masks_of_flex_attention_are_read_also_where_queries_are_fewer_than_keys(visible, past, is_causal, name):
+    model = Decoder(lambda: Flexible(visible, past)).eval()
+    tokens = torch.randint(VOCABULARY, (B + 1, 10), generator=torch.Generator().manual_seed(1))
+    result = check(model, lambda: model(tokens))
+    assert [card.is_causal for card in result.cards] == [is_causal]
+    assert [finding.name for finding in result.findings] == [name] * bool(name)
