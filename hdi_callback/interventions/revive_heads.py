@@ -118,7 +118,7 @@ def _why_not(layer: AttentionLayer) -> str:
 
 def _pairs(layer: AttentionLayer, alert: Alert) -> list[tuple[int, int]]:
     """Return each key head that has a stronger one like it, and that one; of those that the alert names."""
-    # The heads are those of the rule that states the cause: a weight jump may name one head of two.
+    # The heads are those of the rule that states the cause: another may name one head of two.
     is_named = alert.rule in ALIKE and (layer.num_heads == layer.num_key_heads or alert.unit == "key heads")
     candidates = (alert.where[layer.name] if is_named else ()) or range(layer.num_key_heads)
     alike = head_diversity(layer.weight("key")).subspace.pair_alignment >= ALIGNED

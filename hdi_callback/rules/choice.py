@@ -12,7 +12,7 @@ from hdi_callback.rules.attention_rules import ChangeWithLoss, FlatAttention, La
 from hdi_callback.rules.limits import Limits
 from hdi_callback.rules.rule import Rule
 from hdi_callback.rules.similarity_rules import CopiedHeads, MeanAlignment, MergedValues, WorstPair
-from hdi_callback.rules.weight_rules import FrozenWeights, NotFinite, RoundedAway, VanishingWeights, WeightJump
+from hdi_callback.rules.weight_rules import FrozenWeights, NotFinite, RoundedAway, VanishingWeights
 
 RULES: tuple[type[Rule], ...] = (
     NotFinite,
@@ -21,7 +21,6 @@ RULES: tuple[type[Rule], ...] = (
     FrozenWeights,
     RoundedAway,
     CopiedHeads,
-    WeightJump,
     WorstPair,
     MeanAlignment,
     VanishingWeights,

@@ -16,10 +16,6 @@ Key = tuple[str, str]
 WINDOW = 3
 """Readings within which what follows on the same heads joins an event."""
 
-FOLLOWS = "weight jump"
-"""The cause that is told as that of a copy or of numbers that are not finite, where there are some."""
-
-
 VAGUE = "change with the loss"  # which names no cause, so that nothing is folded into it
 
 
@@ -161,8 +157,7 @@ class Events:
         for event in self._events:
             writers = [writer for key, writer in report.over.items() if writer and key in event.lasting]
             event.lasting -= report.over.keys()
-            # A jump is told as such for some readings, and holds no other event.
-            if (event.alert.rule == FOLLOWS and event.lasting) or any(rule != FOLLOWS for _, rule in event.lasting):
+            if event.lasting:
                 lasting.append(event)
                 continue
             alert, after = event.alert, f", after {writers[0]}" if writers else ""
@@ -203,8 +198,7 @@ def _clusters(sightings: Sequence[Sighting]) -> list[list[Sighting]]:
     """Group new findings: those on the same heads of a layer, then those of layers with the same cause."""
     groups: list[list[Sighting]] = []
     for sighting in sorted(sightings, key=lambda sighting: sighting.rank):
-        joins = not sighting.rule.is_cause or sighting.rule.name == FOLLOWS
-        for group in groups if joins else ():
+        for group in () if sighting.rule.is_cause else groups:
             first, cause = group[0], group[0].finding
             is_told = first.layer == sighting.layer and first.rule.name != VAGUE
             if is_told and sighting.meets(cause.heads, of_keys=cause.of_keys):

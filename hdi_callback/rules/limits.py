@@ -32,7 +32,6 @@ LIMITS: dict[str, Limit] = {
     "pair": Limit(0.8, "alignment of two key heads, as subspaces"),
     "copied": Limit(0.95, "alignment that two key heads reach at once, as copies do"),
     "values": Limit(0.9, "cosine of the OV circuits of two heads"),
-    "weight_jump": Limit(0.05, "relative change of a head's weights between two readings", math.inf),
     "frozen": Limit(3, "readings in a row at which weights do not move", math.inf),
     "unchanged": Limit(0.9, "share of a head's weights that are bit-identical to those of the reading before"),
     "vanishing": Limit(0.1, "norm of a head's circuit as a share of that at the first reading"),

@@ -1,4 +1,4 @@
-"""Rules on weights: *weights not finite*, *weight jump*, *frozen weights*, *rounded away*, *vanishing weights*."""
+"""Rules on weights: *weights not finite*, *frozen weights*, *rounded away*, *vanishing weights*."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from hdi_callback.rules.words import heads_in_words, listed
 
 NOT_FINITE = {"weights_not_finite": "weights", "outputs_not_finite": "outputs"}
 PLURAL = {"query": "queries", "key": "keys", "value": "values", "output": "outputs"}
-RECENTLY = 5
-"""Readings during which a head that an intervention has written may move far."""
 
 
 class NotFinite(Rule):
@@ -44,50 +42,6 @@ class NotFinite(Rule):
             value=row.values[broken[0]],
             threshold=0.0,
             metric=broken[0],
-        )
-
-
-class WeightJump(Rule):
-    """Something wrote to the weights, or the steps of the optimizer are suddenly far too large."""
-
-    name = "weight jump"
-    needs = ("head_movement_min",)
-    limits = ("weight_jump",)
-    level = "notice"
-    is_cause = True
-    condition = (
-        "the weights of a head change by a twentieth or more between two readings, and by four times the largest "
-        "change before, in at least five readings, of the head of its layer that moved least; a notice: what follows "
-        "from it is told by other rules. Not of heads that an intervention wrote"
-    )
-    action = (
-        "look at the learning rate and its warm-up, at the data since that step, and at the checkpoint that was "
-        "loaded; a rate that was far too high is worth lowering at once"
-    )
-    factor, past, lasts = 4.0, 5, 5
-
-    def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        *past, least = series.curve("head_movement_min")[1]
-        if len(past) < self.past or not max(past) > 0:
-            return None
-        is_recent = active is not None and sum(row.step > (active.since or 0) for row in series.rows) < self.lasts
-        now = series.latest.per_head("head_movement") or [least]
-        limit = max(self.at("weight_jump"), self.factor * max(past))
-        recent = series.rows[max(0, len(series.rows) - 1 - RECENTLY)].step
-        expected = {head for head, step in series.writes.items() if step >= recent}
-        heads = tuple(head for head, move in enumerate(now) if move >= limit and head not in expected)
-        if not heads:
-            return active if is_recent else None
-        largest, step = max(now[head] for head in heads), series.latest.step
-        return Finding(
-            "the weights of {heads} jumped",
-            f"they changed by {100 * largest:.0f} % between steps {series.latest.before} and {step}; its slowest head "
-            f"by {100 * max(past):.2g} % at most between any two readings before",
-            () if len(heads) == len(now) else heads,
-            value=largest,
-            threshold=limit,
-            metric="head_movement_min",
-            since=step,
         )
 
 

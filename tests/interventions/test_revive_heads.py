@@ -203,7 +203,7 @@ def test_an_event_whose_cause_names_one_head_of_the_two_is_answered():
     copy_head(layer, 1, 3)
     intervention = ReviveHeads()
     intervention.bind(training)
-    (action,) = intervention.handle(reading(alert("blocks.0", (3,), rule="weight jump", also=("worst pair",))))
+    (action,) = intervention.handle(reading(alert("blocks.0", (3,), rule="merged values", also=("worst pair",))))
     assert set(folded(action)[0]) <= {1, 3}
     assert not action.is_refusal
 
@@ -267,7 +267,7 @@ def test_layers_that_cannot_be_revived_are_refused_before_training():
 
 
 def test_the_rules_expect_what_it_writes():
-    """The whole way: the alert of copied heads, their revival, and no weight jump at the reading after it."""
+    """The whole way: the alert of copied heads, their revival, and no alert at the reading after it."""
     from tests.rules.readings import EVERY, LAYER, facts, run
     from tests.rules.test_events import copied, healthy, together
     from tests.rules.test_rules import circuits, moves, pair

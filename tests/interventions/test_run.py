@@ -46,11 +46,11 @@ def test_level_and_rules_decide_whether_it_acts():
     open_training(note, critical, merged)
     for one in (note, critical, merged):
         one.handle(reading(alert()))
-        one.handle(reading(alert(step=200, rule="weight jump", also=("merged values",), level="critical")))
+        one.handle(reading(alert(step=200, rule="copied heads", also=("merged values",), level="critical")))
         one.handle(reading(alert(step=300, level="notice")))
-    assert note.seen == ["worst pair", "weight jump"]
-    assert critical.seen == ["weight jump"]
-    assert merged.seen == ["weight jump"]
+    assert note.seen == ["worst pair", "copied heads"]
+    assert critical.seen == ["copied heads"]
+    assert merged.seen == ["copied heads"]
 
 
 def test_an_alert_is_answered_once_and_again_when_it_names_other_heads_or_reaches_the_level():

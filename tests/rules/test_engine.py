@@ -16,7 +16,7 @@ from hdi_callback.rules.initialisation import _law_of_flatness, has_been_trained
 from hdi_callback.rules.series import Row
 from hdi_callback.rules.similarity_rules import WorstPair
 from tests.rules.readings import LAYER, curve, facts, layer, quiet, raised, run
-from tests.rules.test_rules import CALM, WAVERING, circuits, moves, norms, pair
+from tests.rules.test_rules import CALM, WAVERING, circuits, norms, pair
 
 
 class FewEffectiveHeads(Rule):
@@ -178,23 +178,6 @@ def test_what_to_do_has_no_code_in_its_prose_and_no_line_of_code_is_wider_than_a
 
 
 # --- interventions that write weights
-
-
-@pytest.mark.parametrize("resumes", [False, True])
-def test_heads_that_an_intervention_has_written_may_jump(resumes):
-    still, jumped = moves(0.01, 0.01, 0.01, 0.01), moves(0.01, 0.01, 0.9, 0.01)
-    alerts = Alerts(layers=[facts()], pretrained=False)
-    run([still] * 7, alerts)
-    alerts.expect_change(LAYER, [2], 301)
-    if resumes:
-        state = json.loads(json.dumps(alerts.state_dict()))
-        alerts = Alerts(layers=[facts()], pretrained=False)
-        alerts.load_state_dict(state)
-    assert raised(run([jumped], alerts, begin=350)) == []
-    other = moves(0.9, 0.01, 0.01, 0.01)
-    assert raised(run([other], alerts, begin=400)) == [(0, "weight jump", "notice", (0,))]
-    run([still] * 6, alerts, begin=450)
-    assert raised(run([jumped], alerts, begin=750)) == [(0, "weight jump", "notice", (2,))]
 
 
 def test_heads_that_an_intervention_has_written_do_not_vanish_nor_change_their_layer():

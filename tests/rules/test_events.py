@@ -44,11 +44,11 @@ def told(given):
 def test_copied_heads_are_one_alert_with_the_cause_first():
     given = run([healthy()] * 8 + [copied()])
     (alert,) = given[8]
-    assert (alert.rule, alert.also) == ("copied heads", ("weight jump", "merged values"))
+    assert (alert.rule, alert.also) == ("copied heads", ("merged values",))
     assert (alert.where, alert.status, alert.level, alert.since) == ({LAYER: (0, 2)}, "new", "warning", 400)
     assert alert.message == (
         f"heads 0 and 2 of {LAYER} are nearly one head: alignment jumped from at most 0.10 to 1.00 between steps 350 "
-        "and 400; their key weights are equal, as of copies (also: weight jump, merged values)"
+        "and 400; their key weights are equal, as of copies (also: merged values)"
     )
     assert len(alert.message) < 280
 
@@ -78,7 +78,6 @@ def test_a_cause_is_an_event_of_its_own_while_another_lasts():
     ])  # fmt: skip
     assert told(given) == [
         (1, "new", "worst pair", "warning"),
-        (7, "new", "weight jump", "notice"),
         (8, "new", "later tokens", "critical"),
         (9, "new", "weights not finite", "critical"),
         (10, "new", "copied heads", "warning"),
@@ -251,11 +250,6 @@ EVERY_SENTENCE = {
     "weights not finite": (
         [layer({"weights_not_finite": 0.0}), layer({"weights_not_finite": 1.0}, {"weights_not_finite": [0, 0, 1, 0]})],
         "the weights of head 2 of {layer} hold NaN or infinity: they did not at step 0",
-    ),
-    "weight jump": (
-        [moves(0.01, 0.01, 0.01, 0.01)] * 6 + [moves(0.01, 0.01, 0.3, 0.01)],
-        "the weights of head 2 of {layer} jumped: they changed by 30 % between steps 250 and 300; its slowest head by "
-        "1 % at most between any two readings before",
     ),
     "frozen weights": (
         [moves(0.01, 0.01, 0.01, 0.01)] + [moves(0.0, 0.01, 0.0, 0.01)] * 3,

@@ -25,10 +25,12 @@ FILE = Path(__file__).parent / "faults.json.gz"
 MERGED = {"tied heads": "copied heads", "frozen heads": "frozen weights"}
 """Rules that are a sentence of another rule now."""
 PART_OF = {"copied heads": "worst pair"}
-GONE = {"merged scores", "logit growth", "one key", "sudden flattening", "sudden sharpening", "tokens alike"}
+GONE = {
+    "merged scores", "logit growth", "one key", "sudden flattening", "sudden sharpening", "tokens alike", "weight jump",
+}  # fmt: skip
 SINCE = {"change with the loss"}
 """Rules that are younger."""
-OTHERWISE = {"frozen weights", "worst pair", "weight jump", "copied heads"} | SINCE
+OTHERWISE = {"frozen weights", "worst pair", "copied heads"} | SINCE
 """Rules of which the findings are told by others now, or last longer: they find the same layers, not the same steps."""
 
 
@@ -96,7 +98,7 @@ def test_each_rule_finds_what_it_found_when_it_was_tuned_in_step_layer_and_heads
         others = {(layer, PART_OF.get(rule, rule)) for _, layer, rule in began if rule in OTHERWISE - SINCE}
         assert others <= {(layer, PART_OF.get(rule, rule)) for (_, layer, rule), _ in expected}, name
         compared += len(expected)
-    assert compared == 84
+    assert compared == 50
 
 
 def test_no_healthy_run_raises_an_alarm():
@@ -113,8 +115,7 @@ def test_what_was_reported_is_reported_or_a_notice_while_the_loss_stays_good():
     assert (len(was), len(was & now)) == (45, 32)
     silent = [faulty[place] for place in was - now if not given[place]]
     assert {rule for run in silent for *_, rule, _, _ in run["alerts"]} <= GONE
-    heeding = {"weight jump"}
-    assert {alert.rule for place in was - now for alert in given[place]} <= heeding
+    assert {alert.rule for place in was - now for alert in given[place]} <= SINCE
 
 
 def test_one_event_is_one_alert():
@@ -140,7 +141,7 @@ def test_one_event_is_one_alert():
                 if name in other.where
             ]
             assert not any(apart), run["kind"]
-    assert alerts < 0.7 * findings
+    assert alerts < 0.8 * findings
 
 
 def test_copied_heads_give_one_alert_that_says_what_to_look_at():
@@ -148,7 +149,7 @@ def test_copied_heads_give_one_alert_that_says_what_to_look_at():
     (alert,) = judge(run)[0]
     assert alert.message == (
         "heads 0 and 1 of blocks.0.attention are nearly one head: alignment jumped from at most 0.05 to 1.00 between "
-        "steps 40 and 45 (also: weight jump, worst pair)"
+        "steps 40 and 45 (also: worst pair)"
     )
     assert (alert.rule, alert.level) == ("copied heads", "warning")
     assert alert.action.startswith("look at which parameters they share, at what wrote these weights since then")
