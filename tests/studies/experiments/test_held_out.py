@@ -55,8 +55,10 @@ def test_a_fault_is_told_and_counted_from_its_onset_on_and_kept_readings_are_jud
     assert (tmp_path / "a.md").read_text() == (tmp_path / "b.md").read_text()
     healthy, faulty = map(json.loads, (tmp_path / "a.jsonl").read_text().splitlines())
     assert healthy["alerts"] == []
-    assert (faulty["onset"], faulty["alerts"][0]["rule"]) == (30, "weights not finite")
-    before = {**faulty, "alerts": [{**faulty["alerts"][0], "step": 29}]}
+    notice, alarm = faulty["alerts"][:2]
+    assert (notice["rule"], notice["level"]) == ("change with the loss", "notice"), "of the write itself"
+    assert (faulty["onset"], alarm["rule"]) == (30, "weights not finite")
+    before = {**faulty, "alerts": [{**alarm, "step": 29}]}
     assert "| faults | 1 of 1 " in page([healthy, faulty])
     assert "| faults | 0 of 1 " in page([healthy, before])
     assert "| faults that cost loss | 1 of 1 " in page([healthy, faulty])
