@@ -53,6 +53,9 @@ class Door:
         self.names = {module: name for module, name in modules if not isinstance(module, torch.jit.ScriptModule)}
         outer: list[list[Any]] = []  # calls that lie in no other: module, arguments, and output
         self._returned: list[tuple[nn.Module, int, list[torch.Size]]] = []  # module, which of its calls, shapes
+        self._place: int | None = None  # of the tensor that is looked at, among those of the output
+        self.embedded: Counter[int] = Counter()  # how often embeddings take a storage
+        last_call: dict[int, int] = {}  # number of a tensor -> that of the call that returned it
         counts: Counter[nn.Module] = Counter()
         depth = 0
 
@@ -62,13 +65,17 @@ class Door:
                 outer.append([module, args, kwargs, None])
             depth += 1
 
-        def after(module: nn.Module, _: Any, output: Any) -> None:
+        def after(module: nn.Module, args: Any, output: Any) -> None:
             nonlocal depth
             depth -= 1
+            if isinstance(module, nn.Embedding) and args:
+                self.embedded[args[0].untyped_storage().data_ptr()] += 1
             counts[module] += 1
             if not depth:
                 outer[-1][3] = output
             self._returned.append((module, counts[module], [tensor.shape for tensor in tensors_in(output)]))
+            if depth:
+                last_call.update((id(tensor), len(self._returned)) for tensor in tensors_in(output))
 
         with self.hooked(after), ExitStack() as stack:
             for module in self.names:
@@ -88,8 +95,13 @@ class Door:
             for at, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor) and leaf.dim()
         }  # fmt: skip
         self.inputs = sorted(self.label, key=lambda at: [*arguments, ""].index(self.label[at]))  # as they are declared
-        self.outputs = sum(tensor.dim() > 1 for tensor in tensors_in(output))
+        tensors = tensors_in(output)
+        self.outputs = sum(tensor.dim() > 1 for tensor in tensors)
         try:
+            self.base = self.output_of(output)
+            # Of states of all layers the last: the first is that of the embedding.
+            alike = [at for at, tensor in enumerate(tensors) if tensor.shape == self.base.shape]
+            self._place = max(alike, key=lambda at: last_call.get(id(tensors[at]), 0))
             self.base = self.output_of(output)
         except NotAskedError:  # a loss alone: what it is made of
             self._look_at(lambda shapes: any(len(shape) > 1 for shape in shapes))
@@ -100,6 +112,7 @@ class Door:
         if not calls:
             raise NotAskedError("no output is by token")
         self.outlet, self.calls, _ = calls[-1]
+        self._place = None
         self.base = self.ask()
 
     def inner(self, batch: int, tokens: int) -> Door:
@@ -116,7 +129,9 @@ class Door:
         return stack
 
     def output_of(self, output: Any) -> Tensor:
-        """Return the first tensor that is no scalar, and no matrix of samples and samples (contrastive logits)."""
+        """Return the tensor that is looked at: no scalar, no matrix of samples and samples (contrastive logits)."""
+        if self._place is not None:
+            return tensors_in(output)[self._place].detach()
         batch = len(self.leaves[self.inputs[0]]) if self.inputs else 0
         several = sum(self.leaves[at].dim() > 1 for at in self.inputs) > 1
         for tensor in tensors_in(output):
@@ -219,8 +234,8 @@ class Inputs:
         self._inner: Door | None = None
         binary = {at for at in door.inputs if bool(((self.leaves[at] == 0) | (self.leaves[at] == 1)).all())}
         numbers = [at for at in door.inputs if at not in binary]
-        held = [at for at in door.inputs if not door.label[at] and self.leaves[at].dim() == 4]  # by a list or a dict
-        self.caches = [at for at in held if self.leaves[at].is_floating_point()]
+        listed = [at for at in door.inputs if not door.label[at] and self.leaves[at].dim() == 4]  # or in a dict
+        self.caches = [at for at in listed if self.leaves[at].is_floating_point()]
         self.floats = [at for at in numbers if self.leaves[at].is_floating_point() and self.leaves[at].dim() > 1]
         self.masks = [at for at in door.inputs if self.leaves[at].dim() == 2 and at in binary]
         whole = [
@@ -231,7 +246,12 @@ class Inputs:
         ]
         self.positions = [at for at in whole if at not in self.labels and _counts(self.leaves[at])]
         tokens = [at for at in whole if at not in self.labels + self.positions]
-        again = [at for at in tokens if any(i < at and self.is_moved(self.leaves[i], self.leaves[at]) for i in tokens)]
+        held = {at: self.leaves[at].untyped_storage().data_ptr() for at in tokens}
+        again = [
+            at for at in tokens if any(i < at and self.is_moved(self.leaves[i], self.leaves[at]) for i in tokens)
+            # A target that is its source is embedded, too.
+            and sum(held[i] == held[at] for i in tokens if i <= at) > door.embedded[held[at]]
+        ]  # fmt: skip
         self.tokens, self.labels = [at for at in tokens if at not in again], self.labels + again
         self.main = self.tokens + [at for at in self.floats if not self.tokens or at not in self.caches]
         self.pads = self._padding()

@@ -139,7 +139,10 @@ def samples(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answ
         every = torch.arange(count, device="cpu")
         for order in (every.flip(0), every.roll(1)):  # the first leaves the middle, and the second what turns with it
             moved = {at: alone.get(at, door.leaves[at])[_along(axis, order)] for at in fits}
-            output = door.ask(moved)[_along(axis, order.argsort())]
+            output = door.ask(moved)
+            if output.shape != door.base.shape:
+                raise NotAskedError("the shape of the output changes with the samples")
+            output = output[_along(axis, order.argsort())]
             gap = door.differ(output.narrow(axis, 1, count - 1), door.base.narrow(axis, 1, count - 1))
             if gap > door.tolerance:
                 failed = failed or (gap, axis, order, fits, alone)
@@ -428,6 +431,8 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
     if not every or size > _MOST_BYTES:
         raise NotAskedError("no attention is trained" if not every else f"they take {size / 2**30:.1f} GiB")
     zeros = {name: value.detach().clone() for name, value in trained.items() if not bool(value.any())}
+    maps = {rows.name for each in facts for listed in each.rows.values() for rows in listed}
+    initial = dict(zeros)  # values of what is changed
     zero_maps = {name for name in inside if name in zeros and trained[name].dim() > 1}
     runs: list[dict[str, Tensor]] = []  # of gradients: at the start, in evaluation mode, in training mode
     try:
@@ -435,6 +440,14 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
         for name in zeros:  # what starts at zero (LoRA's B, gates) hides the gradients of what it is multiplied with
             trained[name].normal_(0, 0.02)
         runs.append(_backward(door, trained))
+        silent = {name: ~runs[1][name].flatten(1).any(1) for name in maps & inside.keys() & runs[1].keys()}
+        silent = {name: still for name, still in silent.items() if bool(still.any())}
+        for name, still in silent.items():  # an activation, or a softmax of large scores, may be flat where these lie
+            initial.setdefault(name, trained[name].detach().clone())
+            trained[name][still] *= -1 / 16
+        if silent:
+            others = _backward(door, trained)
+            runs[1] |= {name: runs[1][name] + others[name] for name in silent if name in others}
         model.train()
         try:
             runs.append(_backward(door, trained))
@@ -446,7 +459,7 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
         raise NotAskedError(f"no backward: {str(error).partition(chr(10))[0][:80]}") from None
     finally:
         model.eval()
-        for name, value in zeros.items():
+        for name, value in initial.items():
             trained[name].copy_(value)
     moves = [{name for name, gradient in run.items() if bool(gradient.any())} for run in runs]
     lost = sorted(moves[1] - moves[2])
@@ -459,7 +472,6 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
         text = f"{len(stuck)} parameters are zero and get no gradient, as what they are multiplied with is zero too: "
         yield "wrong", f"{text}neither ever moves; start one of the two at random", stuck[0].rpartition(".")[0]
     moved = moves[1] | moves[2]
-    maps = {rows.name for each in facts for listed in each.rows.values() for rows in listed}
     counts = {each.heads for each in facts}
     inputs_of = {rows.name for each in facts for role in IN for rows in each.rows.get(role, ())}
     alive = {path for name, path in inside.items() if name in inputs_of & moved}  # others are detached as a whole
@@ -487,7 +499,9 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
         for module, received, _ in takers
         if received and not any(bool(tensor.any()) for tensor in received)
     }
-    for name in (name for name in every if name in moves[1]):
+    unread = tuple(f"{each.path}." for each in facts if not each.rows)
+    # Where the maps of heads are known, another may be a gate whose features are added up.
+    for name in (name for name in every if name in moves[1] and (name in maps or name.startswith(unread))):
         gradient = runs[1][name]
         moving = gradient[gradient.any(1)] if gradient.dim() == 2 else gradient[:0]
         if len(moving) > 1 and len(moving.unique(dim=0)) <= len(moving) // 2:

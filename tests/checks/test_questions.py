@@ -694,3 +694,103 @@ def test_masks_of_flex_attention_are_read_also_where_queries_are_fewer_than_keys
     result = check(model, lambda: model(tokens))
     assert [card.is_causal for card in result.cards] == [is_causal]
     assert [finding.name for finding in result.findings] == [name] * bool(name)
+
+
+class GatedBySums(Attention):
+    """As in WavLM: a gate of each head is the sum of features."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(self.width, 4 * self.heads)
+
+    def score(self, q, k):
+        return super().score(q, k) * self.gates.sigmoid()
+
+    def forward(self, x, padding=None):
+        self.gates = self.gate(x).unflatten(-1, (self.heads, 4)).sum(-1).transpose(1, 2)[..., None]
+        return super().forward(x, padding)
+
+
+def test_features_of_a_gate_that_are_added_up_are_right():
+    model = Decoder(GatedBySums).eval()
+    assert not check(model, lambda: model(TOKENS)).findings
+
+
+class Cut(Attention):
+    """Rows of heads that are not used, as where a head is cut off."""
+
+    def merge(self, heads):
+        return super().merge(torch.cat([heads[:, :-1], torch.zeros_like(heads[:, -1:])], 1))
+
+
+class Gated(Attention):
+    """An activation behind the heads, flat where values lie, and scores of which a softmax makes ones and zeros."""
+
+    def __init__(self):
+        super().__init__()
+        for name, parameter in self.named_parameters():
+            parameter.data.normal_(0, {"out_proj.weight": 0.2}.get(name, 60.0))
+
+    def merge(self, heads):
+        return super().merge(heads).relu()
+
+
+class GatedAndCut(Gated, Cut):
+    pass
+
+
+@pytest.mark.parametrize(("kind", "is_told"), [(Gated, False), (GatedAndCut, True)])
+def test_rows_that_an_activation_or_a_sharp_softmax_hides_from_the_loss_are_used(kind, is_told):
+    torch.manual_seed(0)
+    model = Decoder(kind).eval()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    (model(TOKENS) ** 2).sum().backward()
+    dead = [not bool(block["attn"].v_proj.weight.grad.any(1).all()) for block in model.blocks]
+    assert any(dead), "the case needs rows without a gradient"
+    result = check(model, lambda: model(TOKENS))
+    assert "gradients" not in result.not_asked
+    assert any(each.name == "gradients" for each in result.findings) == is_told
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+class AllStates(Decoder):
+    """The states of all layers, that of the embedding first."""
+
+    def forward(self, tokens):
+        states = [self.embed(tokens) + self.places(torch.arange(tokens.shape[1]))]
+        for block in self.blocks:
+            states.append(block["norm"](states[-1] + block["attn"](block["norm"](states[-1]))))
+        return {"states": states}
+
+
+@pytest.mark.parametrize(("kind", "names"), [(Attention, []), (MaskSeesNext, ["mask"])])
+def test_of_the_states_of_all_layers_the_last_is_looked_at(kind, names):
+    model = AllStates(kind).eval()
+    result = check(model, lambda: model(TOKENS))
+    assert "token before" not in result.not_asked
+    assert [each.name for each in result.findings] == names
+
+
+class Lengthened(Decoder):
+    """Each token is repeated as often as it says, and rows are padded to the longest."""
+
+    def forward(self, tokens):
+        rows = super().forward(tokens)
+        each = [row.repeat_interleave(1 + ids % 3, 0) for row, ids in zip(rows, tokens)]
+        return nn.utils.rnn.pad_sequence(each, batch_first=True)
+
+
+def test_outputs_whose_length_depends_on_the_batch_are_not_compared():
+    model = Lengthened(Full).eval()
+    tokens = torch.zeros_like(TOKENS)
+    tokens[0] = 2  # the longest, which is changed
+    tokens[:, 0] = torch.arange(1, len(tokens) + 1)
+    result = check(model, lambda: model(tokens))
+    assert not [each for each in result.findings if each.name == "samples"]
+
+
+def test_a_target_that_is_its_source_is_no_label():
+    model = Pair(None).eval()
+    result = check(model, lambda: model(TOKENS, TOKENS))
+    assert not result.findings
+    assert result.not_asked["later tokens"] == "more than one sequence goes in"
