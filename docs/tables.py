@@ -33,7 +33,7 @@ def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 def tables() -> dict[str, list[str]]:
     """Make every table, by the name of its page."""
     rules = [(f"`{rule.name}`", rule.level, rule.condition, rule.meaning, remedy(rule)) for rule in RULES]
-    metrics = [(f"`{metric.name}`", metric.source, metric.summary) for metric in METRICS.values()]
+    metrics = [(f"`{name}`", metric.source, metric.summary) for name, metric in METRICS.items()]
     curves = [(f"`{tag}`", meaning) for tag, meaning in MODEL_CURVES.items()]
     return {
         "alerts.md": [

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from io import BytesIO
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 Level = Literal["notice", "warning", "critical"]
@@ -158,3 +162,15 @@ class Record:
     def values(self, metric: str) -> dict[str, float]:
         """Return layer -> value of a metric, for the layers that have it."""
         return {name: layer.values[metric] for name, layer in self.layers.items() if metric in layer.values}
+
+
+def state_to_text(state: Any) -> str:
+    """Return a state for a resumed run as text, which every checkpoint can hold."""
+    torch.save(state, data := BytesIO())
+    return b64encode(zlib.compress(data.getvalue())).decode()
+
+
+def state_from_text(text: str, *classes: Any) -> Any:
+    """Return the state of a text; of some classes, and no others, it may have instances."""
+    with torch.serialization.safe_globals([*classes]):
+        return torch.load(BytesIO(zlib.decompress(b64decode(text))), weights_only=True)

@@ -154,7 +154,6 @@ def explain(name: tuple[str, ...]) -> None:
     Lists every name if none is given. Example: hdi explain hdi/closest_pair
     """
     from hdi_callback.dashboards.names import every_name, look_up
-    from hdi_callback.monitor.metrics import METRICS
     from hdi_callback.rules import LIMITS, RULES
 
     if not name:
@@ -172,10 +171,10 @@ def explain(name: tuple[str, ...]) -> None:
     entry = look_up(" ".join(name))
     data = {"what it is": entry.meaning}
     if entry.kind == "metric" or entry.metric:
-        metric = METRICS[entry.metric or entry.text]
-        judged = [rule.name for rule in RULES if metric.name in (*rule.needs, *rule.reads)]
+        metric = entry.metric or entry.text
+        judged = [rule.name for rule in RULES if metric in (*rule.needs, *rule.reads)]
         data["judged by"] = ", ".join(judged) or "no rule"
-        data["to draw it"] = f'HDICallback(metrics=["{metric.name}"])'
+        data["to draw it"] = f'HDICallback(metrics=["{metric}"])'
     elif entry.kind == "intervention":
         data["to use it"] = f"HDICallback(interventions=[{entry.text}(...)])"
     elif entry.kind == "rule":

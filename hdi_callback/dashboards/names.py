@@ -78,7 +78,7 @@ def _all_names() -> dict[str, Name]:
     names += [Name(contract.NAME, "alert", contract.MEANING)]
     names += [Name(tag, "curve", meaning) for tag, meaning in MODEL_CURVES.items()]
     names += [Name(tag, "picture", meaning) for tag, meaning in PICTURES.items()]
-    names += [Name(metric.name, "metric", metric.summary) for metric in METRICS.values()]
+    names += [Name(metric, "metric", entry.summary) for metric, entry in METRICS.items()]
     names += [Name(name, "intervention", (kind.__doc__ or "").split("\n")[0]) for name, kind in INTERVENTIONS.items()]
     names += [Name(name, "finding of hdi audit", meaning) for name, meaning in AUDITED.items()]
     return {name.text: name for name in names}
@@ -103,8 +103,9 @@ def describe_tag(tag: str) -> Name | None:
     _, _, of_layer = tag.partition("hdi/per_layer/")
     if of_layer:
         short, _, layer = of_layer.partition("/")
-        metric = METRICS.get(next((name for name, drawn in LAYER_CURVES.items() if drawn == short), short))
-        return None if metric is None else Name(tag, "curve", f"{metric.summary} Of {layer or 'a layer'}.", metric.name)
+        metric = next((name for name, drawn in LAYER_CURVES.items() if drawn == short), short)
+        meaning = f"{METRICS[metric].summary} Of {layer or 'a layer'}." if metric in METRICS else ""
+        return Name(tag, "curve", meaning, metric) if meaning else None
     return next(
         (name for text, name in NAMES.items() if "/" in text and (tag == text or tag.startswith(f"{text}/"))), None
     )

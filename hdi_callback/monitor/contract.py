@@ -8,11 +8,8 @@ taken for a schedule, and named once, until it stands still. A fact that could n
 from __future__ import annotations
 
 import math
-import zlib
-from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from io import BytesIO
 from typing import Any
 
 import torch
@@ -28,7 +25,7 @@ from hdi_callback.checks.scores import KEPT
 from hdi_callback.guard import describe, warn
 from hdi_callback.monitor.ranks import number_of_ranks
 from hdi_callback.monitor.training_step import GRADIENTS, WRITES, StepFacts, tell
-from hdi_callback.record import Alert
+from hdi_callback.record import Alert, state_from_text, state_to_text
 
 __all__ = ["EVERY", "MEANING", "NAME", "Contract", "without_gradient"]
 
@@ -108,15 +105,14 @@ class Contract:
 
     def state_dict(self) -> str:
         """Return what was read last, as text, for the first reading of a resumed run."""
-        torch.save((self._terms, list(self._scheduled), list(self._told)), data := BytesIO())
-        return b64encode(zlib.compress(data.getvalue())).decode()
+        return state_to_text((self._terms, self._scheduled, self._told))
 
     def load_state_dict(self, state: str) -> None:
         """Compare the next reading with what was read before a checkpoint."""
-        terms, scheduled, told = torch.load(BytesIO(zlib.decompress(b64decode(state))), weights_only=True)
+        terms, scheduled, told = state_from_text(state)
         self._terms |= terms
-        self._scheduled |= set(scheduled)
-        self._told |= set(told)
+        self._scheduled |= scheduled
+        self._told |= told
 
     def _terms_of(self, facts: Sequence[Facts], no_gradient: Mapping[str, Mapping[str, Tensor]]) -> dict[Key, Any]:
         terms: dict[Key, Any] = {}

@@ -32,20 +32,11 @@ Read = Callable[[Any], Tensor]
 
 @dataclass(frozen=True)
 class Metric:
-    """One number per layer and reading."""
+    """What a record keeps of each layer under a name: a number, or numbers of single heads or pairs."""
 
-    name: str  # what a user writes in ``metrics=[...]``, and the key in `LayerRecord.values`
     source: str  # the measurement that it is read from; those of which nothing is asked for are not made
-    read: Read  # result of that source -> ``(layers,)``; NaN where it is not known
-    summary: str  # one sentence for people
-
-
-@dataclass(frozen=True)
-class Detail:
-    """Numbers of single heads or pairs that a record keeps beside the metrics."""
-
-    source: str  # the measurement that they are read from
-    read: Read  # result of that source -> ``(layers, heads)``, ``(layers, 2)`` for a pair, ``(layers, heads, heads)``
+    read: Read  # result of that source -> ``(layers,)``, and of heads or pairs ``(layers, ...)``; NaN if not known
+    summary: str = ""  # of a number one sentence for people
 
 
 def _dead_heads(diversity: Any) -> Tensor:
@@ -53,105 +44,75 @@ def _dead_heads(diversity: Any) -> Tensor:
     return count.masked_fill(~diversity.head_norm.isfinite().all(-1), float("nan"))
 
 
-_METRICS = (
-    Metric(
-        "hdi",
+METRICS: dict[str, Metric] = {
+    "hdi": Metric(
         KEYS,
         lambda d: d.subspace.index,
         "Head Diversity Index of the heads' key weights: 0 all aligned, 1 all mutually orthogonal.",
     ),
-    Metric("hdi_alignment", KEYS, lambda d: d.subspace.alignment, "Mean overlap against chance: 0 chance, 1 same."),
-    Metric(
-        "hdi_worst_pair", KEYS, lambda d: d.subspace.worst, "Largest overlap of any two heads: 1 for the same subspace."
+    "hdi_alignment": Metric(KEYS, lambda d: d.subspace.alignment, "Mean overlap against chance: 0 chance, 1 same."),
+    "hdi_worst_pair": Metric(
+        KEYS, lambda d: d.subspace.worst, "Largest overlap of any two heads: 1 for the same subspace."
     ),
-    Metric(
-        "hdi_worst_alignment",
-        KEYS,
-        lambda d: d.subspace.worst_alignment,
-        "Alignment of the two closest heads: 0 chance, 1 same.",
+    "hdi_worst_alignment": Metric(
+        KEYS, lambda d: d.subspace.worst_alignment, "Alignment of the two closest heads: 0 chance, 1 same."
     ),
-    Metric("hdi_effective_heads", KEYS, lambda d: d.subspace.effective_heads, "H / (1 + (H-1)(1-HDI))."),
-    Metric(
-        "hdi_energy_alignment",
-        KEYS,
-        lambda d: d.energy.alignment,
-        "Mean overlap against chance with directions weighted by their energy.",
+    "hdi_effective_heads": Metric(KEYS, lambda d: d.subspace.effective_heads, "H / (1 + (H-1)(1-HDI))."),
+    "hdi_energy_alignment": Metric(
+        KEYS, lambda d: d.energy.alignment, "Mean overlap against chance with directions weighted by their energy."
     ),
-    Metric(
-        "hdi_energy_worst_alignment",
-        KEYS,
-        lambda d: d.energy.worst_alignment,
-        "Largest energy-weighted overlap of two heads against chance.",
+    "hdi_energy_worst_alignment": Metric(
+        KEYS, lambda d: d.energy.worst_alignment, "Largest energy-weighted overlap of two heads against chance."
     ),
-    Metric("hdi_dead_heads", KEYS, _dead_heads, "Number of heads whose key weights are nearly zero."),
-    Metric("circuit_qk_norm", QK, lambda norm: norm.amin(-1), "Smallest norm of a head's QK circuit."),
-    Metric("circuit_ov_worst", OV, lambda c: c.worst, "Largest cosine of two heads' OV circuits."),
-    Metric("circuit_ov_norm", OV, lambda c: c.norm.amin(-1), "Smallest norm of a head's OV circuit."),
-    Metric(
-        "weights_not_finite",
+    "hdi_dead_heads": Metric(KEYS, _dead_heads, "Number of heads whose key weights are nearly zero."),
+    "circuit_qk_norm": Metric(QK, lambda norm: norm.amin(-1), "Smallest norm of a head's QK circuit."),
+    "circuit_ov_worst": Metric(OV, lambda c: c.worst, "Largest cosine of two heads' OV circuits."),
+    "circuit_ov_norm": Metric(OV, lambda c: c.norm.amin(-1), "Smallest norm of a head's OV circuit."),
+    "weights_not_finite": Metric(
         FINITENESS,
         lambda bad: bad.clamp(max=1).sum(-1),
         "Number of heads with query, key, value or output weights that are NaN or infinite.",
     ),
-    Metric(
-        "head_movement_min",
+    "head_movement_min": Metric(
         MOVEMENT,
         lambda m: m.movement.amin(-1),
         "Smallest relative change of a head's weights since the last reading: 0 is frozen, or rounds away.",
     ),
-    Metric(
-        "head_unchanged",
+    "head_unchanged": Metric(
         MOVEMENT,
         lambda m: m.unchanged.amax(-1),
         "Largest share of a head's weights that are bit-identical to those at the last reading.",
     ),
-    Metric(
-        "head_covariance",
-        OUTPUTS,
-        lambda covariance: covariance,
-        "Empirical covariance term: mean covariance of two heads.",
+    "head_covariance": Metric(
+        OUTPUTS, lambda covariance: covariance, "Empirical covariance term: mean covariance of two heads."
     ),
-    Metric(
-        "outputs_not_finite",
-        FINITE_OUTPUTS,
-        lambda bad: bad.sum(-1),
-        "Number of heads with an output that is NaN or infinite.",
+    "outputs_not_finite": Metric(
+        FINITE_OUTPUTS, lambda bad: bad.sum(-1), "Number of heads with an output that is NaN or infinite."
     ),
-    Metric(
-        "attention_entropy",
-        ROWS,
-        lambda r: r.entropy.mean(-1),
-        "Entropy of attention over log n, mean over heads: 1 uniform, 0 one token.",
+    "attention_entropy": Metric(
+        ROWS, lambda r: r.entropy.mean(-1), "Entropy of attention over log n, mean over heads: 1 uniform, 0 one token."
     ),
-    Metric(
-        "attention_sink",
+    "attention_sink": Metric(
         ROWS,
         lambda r: r.sink.amax(-1),
         "Largest mean attention of a head to the first token that a query sees: 1 if all queries attend to it alone.",
     ),
-    Metric(
-        "attention_logit",
+    "attention_logit": Metric(
         ROWS,
         lambda r: r.logit.amax(-1),
         "Largest score of a sampled query, less the mean over the keys that it sees, which softmax ignores.",
     ),
-    Metric(
-        "attention_ahead",
-        ROWS,
-        lambda r: r.ahead.amax(-1),
-        "Largest mean attention of a head to later tokens: 0 under a causal mask.",
+    "attention_ahead": Metric(
+        ROWS, lambda r: r.ahead.amax(-1), "Largest mean attention of a head to later tokens: 0 under a causal mask."
     ),
-    Metric("trains", TRAINING, lambda trains: trains, "1 if a parameter of the layer requires a gradient, else 0."),
-    Metric(
-        "parameters_still",
+    "trains": Metric(TRAINING, lambda trains: trains, "1 if a parameter of the layer requires a gradient, else 0."),
+    "parameters_still": Metric(
         PARAMETERS,
         lambda p: p.number,
         "Number of adapters, gains and biases of a layer that are to train and are what they were at the last reading.",
     ),
-)
-
-METRICS: dict[str, Metric] = {metric.name: metric for metric in _METRICS}
-"""Every metric by name."""
+}
+"""What a user writes in ``metrics=[...]``, and the key in `LayerRecord.values` -> the metric."""
 
 
 def check_metrics(metrics: Any) -> tuple[str, ...] | None:
@@ -167,28 +128,28 @@ def check_metrics(metrics: Any) -> tuple[str, ...] | None:
 DEFAULT_METRICS = ("hdi", "hdi_worst_alignment", "head_covariance")
 """The metrics that are drawn for each layer without being asked for."""
 
-HEADS: dict[str, Detail] = {
-    "worst_alignment_pair": Detail(KEYS, lambda d: d.subspace.worst_alignment_pair),
-    "nearest": Detail(KEYS, lambda d: d.subspace.nearest),
-    "nearest_overlap": Detail(KEYS, lambda d: d.subspace.nearest_overlap),
-    "rank": Detail(KEYS, lambda d: d.rank),
-    "flatness": Detail(KEYS, lambda d: d.flatness),
-    "head_norm": Detail(KEYS, lambda d: d.head_norm),
-    "circuit_qk_norm": Detail(QK, lambda norm: norm),
-    "circuit_ov_norm": Detail(OV, lambda c: c.norm),
-    "weights_not_finite": Detail(FINITENESS, lambda bad: bad),
-    "head_movement": Detail(MOVEMENT, lambda m: m.movement),
-    "query_movement": Detail(MOVEMENT, lambda m: m.by_role["query"]),
-    "key_movement": Detail(MOVEMENT, lambda m: m.by_role["key"]),
-    "value_movement": Detail(MOVEMENT, lambda m: m.by_role["value"]),
-    "output_movement": Detail(MOVEMENT, lambda m: m.by_role["output"]),
-    "head_unchanged": Detail(MOVEMENT, lambda m: m.unchanged),
-    "parameter_still": Detail(PARAMETERS, lambda p: p.still),
-    "outputs_not_finite": Detail(FINITE_OUTPUTS, lambda bad: bad),
-    "attention_entropy": Detail(ROWS, lambda r: r.entropy),
-    "attention_sink": Detail(ROWS, lambda r: r.sink),
-    "attention_logit": Detail(ROWS, lambda r: r.logit),
-    "attention_ahead": Detail(ROWS, lambda r: r.ahead),
+HEADS: dict[str, Metric] = {
+    "worst_alignment_pair": Metric(KEYS, lambda d: d.subspace.worst_alignment_pair),
+    "nearest": Metric(KEYS, lambda d: d.subspace.nearest),
+    "nearest_overlap": Metric(KEYS, lambda d: d.subspace.nearest_overlap),
+    "rank": Metric(KEYS, lambda d: d.rank),
+    "flatness": Metric(KEYS, lambda d: d.flatness),
+    "head_norm": Metric(KEYS, lambda d: d.head_norm),
+    "circuit_qk_norm": Metric(QK, lambda norm: norm),
+    "circuit_ov_norm": Metric(OV, lambda c: c.norm),
+    "weights_not_finite": Metric(FINITENESS, lambda bad: bad),
+    "head_movement": Metric(MOVEMENT, lambda m: m.movement),
+    "query_movement": Metric(MOVEMENT, lambda m: m.by_role["query"]),
+    "key_movement": Metric(MOVEMENT, lambda m: m.by_role["key"]),
+    "value_movement": Metric(MOVEMENT, lambda m: m.by_role["value"]),
+    "output_movement": Metric(MOVEMENT, lambda m: m.by_role["output"]),
+    "head_unchanged": Metric(MOVEMENT, lambda m: m.unchanged),
+    "parameter_still": Metric(PARAMETERS, lambda p: p.still),
+    "outputs_not_finite": Metric(FINITE_OUTPUTS, lambda bad: bad),
+    "attention_entropy": Metric(ROWS, lambda r: r.entropy),
+    "attention_sink": Metric(ROWS, lambda r: r.sink),
+    "attention_logit": Metric(ROWS, lambda r: r.logit),
+    "attention_ahead": Metric(ROWS, lambda r: r.ahead),
 }
 """What `LayerRecord.heads` holds: one entry per head, or the two heads of a pair, -1 where there is none; of
 `parameter_still` one per parameter in `AttentionLayer.description`.
@@ -199,12 +160,12 @@ HEADS: dict[str, Detail] = {
 WHOLE = frozenset({"nearest", "rank", "weights_not_finite", "outputs_not_finite"})
 """Names in `HEADS` whose entries are whole numbers; those of pairs are, too."""
 
-MATRICES: dict[str, Detail] = {
-    "overlap": Detail(KEYS, lambda d: d.subspace.overlap),
-    "pair_alignment": Detail(KEYS, lambda d: d.subspace.pair_alignment),
-    "energy_pair_alignment": Detail(KEYS, lambda d: d.energy.pair_alignment),
-    "circuit_ov": Detail(OV, lambda c: c.cosine),
-    "attention_pattern": Detail(ROWS, lambda r: r.pattern),
+MATRICES: dict[str, Metric] = {
+    "overlap": Metric(KEYS, lambda d: d.subspace.overlap),
+    "pair_alignment": Metric(KEYS, lambda d: d.subspace.pair_alignment),
+    "energy_pair_alignment": Metric(KEYS, lambda d: d.energy.pair_alignment),
+    "circuit_ov": Metric(OV, lambda c: c.cosine),
+    "attention_pattern": Metric(ROWS, lambda r: r.pattern),
 }
 """What `LayerRecord.matrices` holds."""
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import describe, warn
-from hdi_callback.record import LEVELS, Alert, Level, Record
+from hdi_callback.record import LEVELS, Alert, Level, Record, state_from_text, state_to_text
 from hdi_callback.rules.attention_rules import ChangeWithLoss
 from hdi_callback.rules.choice import RULES, check_rules, default_rules
-from hdi_callback.rules.events import Events, Key, Report, Sighting
+from hdi_callback.rules.events import Event, Events, Key, Report, Sighting
 from hdi_callback.rules.initialisation import has_been_trained
 from hdi_callback.rules.limits import Thresholds, check_thresholds, limits_of
 from hdi_callback.rules.losses import SMOOTHED, Losses
@@ -115,28 +115,16 @@ class Alerts:
             series.writes.update(dict.fromkeys(heads, step))
             series.writer = f"{by or 'an intervention'} wrote {heads_in_words((heads,), layer)} at step {step}"
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for a resumed run, as plain data."""
-        return {
-            "series": {name: series.state_dict() for name, series in self._series.items()},
-            "findings": [[*key, asdict(finding), since] for key, (finding, since) in self._findings.items()],
-            "events": self._events.state_dict(),
-            "losses": self._losses.state_dict(),
-            "rise": self._rise and [self._rise[0].to_dict(), self._rise[1]],
-        }
+    def state_dict(self) -> str:
+        """Return the state for a resumed run, as text."""
+        return state_to_text((self._series, self._findings, self._events, self._losses, self._rise))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: str) -> None:
         """Restore the result of `state_dict`."""
-        self._series = {
-            name: Series.from_state(name, self._facts.get(name, {}), past) for name, past in state["series"].items()
-        }
-        self._findings = {
-            (layer, rule): (Finding.from_dict(finding), since) for layer, rule, finding, since in state["findings"]
-        }
-        self._events.load_state_dict(state["events"])
-        self._losses.load_state_dict(state["losses"])
-        if state["rise"]:
-            self._rise = Alert.from_dict(state["rise"][0]), state["rise"][1]
+        classes = (Alert, Event, Events, Finding, Losses, Row, Series)
+        self._series, self._findings, self._events, self._losses, self._rise = state_from_text(state, *classes)
+        for name, series in self._series.items():
+            series.facts = self._facts.get(name, {})
 
     def _rules_of(self, layer: str) -> Sequence[Rule]:
         if layer not in self._rules:

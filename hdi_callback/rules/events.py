@@ -121,22 +121,6 @@ class Events:
             self._events.append(Event(begun[-1], self._readings, keys, cluster[0].rule.is_cause))
         return (*begun, *alerts, *self._end(report))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the events as plain data."""
-        events = [
-            [event.alert.to_dict(), event.grew, sorted(map(list, event.lasting)), event.is_cause]
-            for event in self._events
-        ]
-        return {"events": events, "readings": self._readings}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
-        self._events = [
-            Event(Alert.from_dict(alert), grew, {(layer, rule) for layer, rule in keys}, is_cause)
-            for alert, grew, keys, is_cause in state["events"]
-        ]
-        self._readings = state["readings"]
-
     def _event_of(self, sighting: Sighting) -> Event | None:
         """Return the event that a new finding follows from: on the same heads or of the same rule in another layer."""
         if sighting.rule.is_cause:

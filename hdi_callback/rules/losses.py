@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 from hdi_callback.record import Level, Record
 from hdi_callback.rules.series import APART
@@ -26,7 +24,7 @@ class Losses:
 
     def __init__(self) -> None:
         self.is_good = False  # smoothed over five readings, at its best so far but for noise, or falling
-        self._latest: deque[float] = deque(maxlen=32)
+        self._latest: list[float] = []  # 32 at most
         self._best = (math.inf, math.inf)  # least median, and the largest loss among those it is of
         self._step = 0  # of the last reading
         # What wrote: steps of the readings around it, the parameters, the loss before, how high it is to be, readings.
@@ -37,7 +35,7 @@ class Losses:
 
         Of a write a notice, and a warning where the loss rises after it, at two readings; a notice of a rise without.
         """
-        losses, loss = [*self._latest], record.loss
+        losses, loss = self._latest, record.loss
         before, self._step = self._step, record.step
         usual = statistics.median(abs(second - first) for first, second in pairwise(losses)) if losses[1:] else 0.0
         if record.written:
@@ -71,31 +69,13 @@ class Losses:
         if not math.isfinite(loss):
             self.is_good = False
             return
-        self._latest.append(loss)
-        earlier, latest = [*self._latest][-2 * SMOOTHED : -SMOOTHED], [*self._latest][-SMOOTHED:]
+        self._latest = [*self._latest, loss][-32:]
+        earlier, latest = self._latest[-2 * SMOOTHED : -SMOOTHED], self._latest[-SMOOTHED:]
         if len(latest) == SMOOTHED:
             median = statistics.median(latest)
             self._best = min(self._best, (median, max(latest)))
             is_falling = len(earlier) == SMOOTHED and median < min(earlier)
             self.is_good = is_falling or median <= self._best[1]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for a resumed run, as plain data."""
-        best = None if math.isinf(self._best[0]) else [*self._best]
-        return {
-            "latest": [*self._latest],
-            "best": best,
-            "is_good": self.is_good,
-            "step": self._step,
-            "write": self._write,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
-        self._latest.extend(state["latest"])
-        self._best, self.is_good = tuple(state["best"] or (math.inf, math.inf)), state["is_good"]
-        self._step, write = state["step"], state["write"]
-        self._write = (*write[:2], tuple(write[2]), *write[3:]) if write else None
 
 
 def _quoted(names: Sequence[str]) -> str:

@@ -48,12 +48,6 @@ class Finding:
     action: str | None = None
     code: str | None = None
 
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> Finding:
-        """Make a finding from plain data, also after JSON."""
-        groups = tuple(tuple(group) for group in data["groups"])
-        return Finding(**{**data, "heads": tuple(data["heads"]), "groups": groups})
-
 
 class Rule(ABC):
     """Judge the readings of a layer.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -72,7 +71,7 @@ class Series:
         self.layer, self.facts, self.is_pretrained = layer, facts, is_pretrained
         self.first = Row(first.step, first.values, first.heads)
         self.starts: dict[str, tuple[int, float]] = {}
-        self.rows: deque[Row] = deque(maxlen=KEPT)
+        self.rows: list[Row] = []
         self.still: dict[tuple[str, int], tuple[int, int]] = {}
         self.writes: dict[int, int] = {}
         self.writer = ""
@@ -89,7 +88,7 @@ class Series:
                 self.rows.pop()
             row = replace(row, before=last.step)
         self.starts = {name: (row.step, value) for name, value in row.values.items()} | self.starts
-        self.rows.append(row)
+        self.rows = [*self.rows[1 - KEPT :], row]
 
     def _note_still(self, last: Row, row: Row) -> None:
         """Note what has not moved between two readings though it was to train at both."""
@@ -149,25 +148,6 @@ class Series:
         values = f"from {before}{curve[begin]:.{digits}f} to {curve[end]:.{digits}f}"
         return f"{verb} {values} between steps {steps[begin]} and {steps[end]}"
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the readings as plain data, without their matrices."""
-        rows = [vars(row) | {"matrices": {}} for row in (self.first, *self.rows)]
-        return {
-            "rows": rows,
-            "starts": self.starts,
-            "still": [[*key, *since] for key, since in self.still.items()],
-            "writes": [*self.writes.items()],
-            "writer": self.writer,
-            "is_pretrained": self.is_pretrained,
-        }
-
-    @classmethod
-    def from_state(cls, layer: str, facts: Mapping[str, Any], state: Mapping[str, Any]) -> Series:
-        """Make a series from the result of `state_dict`."""
-        first, *rows = (Row(**row) for row in state["rows"])
-        series = cls(layer, facts, first, is_pretrained=state["is_pretrained"])
-        series.rows.extend(rows)
-        series.starts = {name: (step, value) for name, (step, value) in state["starts"].items()}
-        series.still = {(kind, place): (since, count) for kind, place, since, count in state["still"]}
-        series.writes, series.writer = dict(state["writes"]), state["writer"]
-        return series
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the readings without their matrices, and nothing that the model of a resumed run has itself."""
+        return {**vars(self), "facts": {}, "rows": [replace(row, matrices={}) for row in self.rows]}

@@ -99,7 +99,7 @@ def test_what_a_rule_has_found_ends_at_the_reading_at_which_it_fails():
             ((over,), *later) = run([{"a": low, "b": broken}, {"a": low, "b": low}], alerts, begin=50)
         assert (alert.is_over, over.is_over, later, alerts.active) == (False, True, [()], ())
         assert over.message.endswith("is over, after the rule 'few effective heads' failed")
-        assert alerts.state_dict()["findings"] == []
+        assert alerts._findings == {}
     alerts = Alerts(rules=[FailsBelowOne()], layers=[facts("a"), facts("b")], pretrained=False)
     with pytest.warns(MonitoringWarning, match="is off"):
         assert run([{"a": low, "b": broken}], alerts) == [()]
@@ -226,9 +226,10 @@ def test_what_a_rule_found_that_a_resumed_run_does_not_have_stays_active():
 
 
 def test_only_the_latest_readings_are_kept():
-    alerts = Alerts(layers=[facts()], pretrained=False)
-    run([layer(quiet())] * 200, alerts)
-    assert len(alerts.state_dict()["series"][LAYER]["rows"]) == 1 + 64
+    first, second = (Alerts(layers=[facts()], pretrained=False) for _ in range(2))
+    run([layer(quiet())] * 200, first)
+    second.load_state_dict(first.state_dict())
+    assert len(first._series[LAYER].rows) == len(second._series[LAYER].rows) == 64
 
 
 # --- fresh or pretrained
