@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self
 
-from hdi_callback.arguments import function, one_of, strings, torch_module, whole_number
+from hdi_callback.arguments import one_of, strings, torch_module, whole_number
 from hdi_callback.attention.capture.capture import Capture, Captured
 from hdi_callback.attention.capture.padding import PaddingChoice
-from hdi_callback.attention.discovery.find import name_without_wrappers, survey, survey_tape, with_torch_attention
+from hdi_callback.attention.discovery.find import name_without_wrappers, survey_tape, with_torch_attention
 from hdi_callback.attention.dtensors import IN_PIECES, is_in_first_fsdp
 from hdi_callback.attention.extra_forward import inner_model
 from hdi_callback.attention.first_calls import FirstCalls
@@ -62,12 +62,6 @@ class HeadDiversityMonitor:
         padding: how it is known which tokens are padding, which do not count: ``"auto"`` from masks that attention and
             the modules around it receive, the number of the token that is padding, or `None` to count every token.
         strict: raise an error at the first reading for a model of which no attention is read.
-        layers: the layers, if they are known; nothing is searched for then.
-        forward: a function without arguments that runs the model once, to show its heads. Without it they are found by
-            one extra forward right before the model's first call.
-
-    Raises:
-        NothingToWatchError: if `layers` or `forward` show no layer, and `strict` is set.
 
     Example:
         >>> import torch
@@ -92,11 +86,8 @@ class HeadDiversityMonitor:
         max_tokens: int = 2048,
         padding: PaddingChoice = "auto",
         strict: bool = True,
-        layers: Sequence[AttentionLayer] | None = None,
-        forward: Callable[[], object] | None = None,
     ) -> None:
         torch_module("model", model)
-        function("forward", forward, "lambda: model(batch)")
         names = check_metrics(metrics)
         self.metrics = tuple(METRICS) if names is None else names
         self.layers: tuple[AttentionLayer, ...] = ()
@@ -112,7 +103,7 @@ class HeadDiversityMonitor:
         self._capture: Capture | None = None
         self._ranks: Ranks | None = None
         self._guard = Guard()
-        self._first_calls: FirstCalls | None = None
+        self._first_calls: FirstCalls | None = None  # before and after all calls
         self._first_forwards: list[FirstForward] = []  # of this armed step
         self._read: list[Any] = []  # of forwards, and not yet checked: warnings are off while a forward is read
         self._said: set[str] = set()  # of findings
@@ -122,21 +113,14 @@ class HeadDiversityMonitor:
         self._is_compared = False  # whether the reading that begins is compared with the contract
         self._left_out: set[str] = set()  # by `include` and `exclude`
         self._is_armed, self._training_only, self._has_warned_of_padding = False, True, False
-        if layers is not None or forward is not None:
-            self._first_calls = FirstCalls(self._model)
-            self._watch(Survey(tuple(layers)) if layers is not None else survey(self._model, forward, self._note))
-            self._check()
-            if not self.layers:
-                self._refuse()
-        else:
-            self._watch(with_torch_attention(inner_model(self._model), Survey()))
-            self._first_calls = FirstCalls(
-                self._model,
-                self._on_found,
-                partial(survey_tape, on_read=self._note),
-                self._record,
-                may_agree=lambda: self._ranks is None,
-            )
+        self._watch(with_torch_attention(inner_model(self._model), Survey()))
+        self._first_calls = FirstCalls(
+            self._model,
+            self._on_found,
+            partial(survey_tape, on_read=self._note),
+            self._record,
+            may_agree=lambda: self._ranks is None,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -340,9 +324,6 @@ class HeadDiversityMonitor:
         keeps = lambda: torch.is_grad_enabled() or not self._training_only  # noqa: E731
         return FirstForward(model, self._padding, self._max_tokens, keeps, self._note)
 
-    def _survey_call(self, tape: Tape) -> Survey:
-        return survey_tape(tape, self._note)
-
     def _note(self, *read: Any) -> None:
         self._read.append(read)
 
@@ -420,8 +401,7 @@ class HeadDiversityMonitor:
         """Raise an error if `strict` is set, as there is nothing to watch."""
         if self._strict:
             raise NothingToWatchError(
-                f"{self.why_nothing()}\nRun a forward of the model before the first reading, pass forward=..., "
-                "or write strict=False."
+                f"{self.why_nothing()}\nRun a forward of the model before the first reading, or write strict=False."
             )
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import torch
 from scipy.linalg import subspace_angles
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from hdi_callback.monitor import HeadDiversityMonitor
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 32
 D = WIDTH // HEADS
@@ -156,3 +160,10 @@ def of_rows(rows: Tensor, scores: Tensor) -> dict[str, float]:
         "attention_sink": float((rows[:, :, 1:, 0].double().sum((0, 2)) / n).max()),
         "attention_ahead": 0.0,
     }
+
+
+def after_a_call(model: nn.Module, forward: Callable[[], Any], **settings: Any) -> HeadDiversityMonitor:
+    """Return the monitor of a model that has been called once, so that its layers are known."""
+    monitor = HeadDiversityMonitor(model, **settings)
+    forward()
+    return monitor

@@ -21,13 +21,13 @@ from hdi_callback.monitor import HeadDiversityMonitor, Reading
 from hdi_callback.monitor import monitor as monitors
 from hdi_callback.monitor import weight_source as weights_of_monitor
 from hdi_callback.monitor.forward_source import FORWARD, measure_forwards
-from hdi_callback.monitor.metrics import FORWARD_SOURCES, MOVEMENT, OUTPUTS, SOURCES, TRAINING
+from hdi_callback.monitor.metrics import FORWARD_SOURCES, MOVEMENT, OUTPUTS, SOURCES, TRAINING, WEIGHT_SOURCES
 from hdi_callback.monitor.parameter_source import ParameterReader
 from hdi_callback.monitor.ranks import Ranks
 from hdi_callback.monitor.reading import Absent
 from hdi_callback.monitor.weight_source import WeightReader
 from tests.core.no_sync import Crossings
-from tests.monitor.models import Model
+from tests.monitor.models import Model, after_a_call
 
 X = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0))
 
@@ -64,7 +64,7 @@ def test_training_is_bit_identical_with_a_reading_at_every_step():
 def test_measuring_waits_for_nothing_before_the_record():
     """On the meta device, which has no numbers, everything that reads one raises."""
     model = Model(2)
-    layers = HeadDiversityMonitor(model, forward=lambda: model(X)).layers
+    layers = after_a_call(model, lambda: model(X)).layers
     model.to("meta")
     captured = {}
     for layer in layers:
@@ -107,7 +107,7 @@ def test_modes_of_the_user_and_autocast_do_not_see_the_measuring():
         monitor.arm()
         model(X).sum().backward()
         state = torch.get_rng_state()
-        plain = HeadDiversityMonitor(model, layers=monitor.layers, metrics=["hdi"])
+        plain = after_a_call(model, lambda: model(X), metrics=["hdi"])
         with Counts() as counts, Draws(), torch.autocast("cpu", dtype=torch.bfloat16):
             before = counts.calls
             reading = monitor.measure(0)
@@ -145,7 +145,7 @@ def test_one_reading_passes_through_few_files():
 
 def test_a_reading_without_an_armed_forward_says_so():
     model = Model(1)
-    with HeadDiversityMonitor(model, forward=lambda: model(X)) as monitor:
+    with after_a_call(model, lambda: model(X)) as monitor:
         layer = monitor.measure(0).record().layers["layers.0"]
     assert {"hdi", "circuit_qk_norm"} <= layer.values.keys()
     assert layer.absent[OUTPUTS] == "no forward was armed before this reading"
@@ -217,7 +217,7 @@ def test_one_source_that_fails_leaves_the_others(monkeypatch):
 def test_weights_beyond_the_limit_are_not_kept(monkeypatch):
     monkeypatch.setattr(weights_of_monitor, "_LARGEST_KEPT", 0)
     model = Model(1)
-    with HeadDiversityMonitor(model, forward=lambda: model(X)) as monitor:
+    with after_a_call(model, lambda: model(X)) as monitor:
         monitor.measure(0)
         layer = monitor.measure(1).record().layers["layers.0"]
     assert "head_movement_min" not in layer.values
@@ -237,7 +237,7 @@ def test_weights_of_the_last_reading_stay_on_the_device_up_to_a_budget(budget, c
 
 def test_a_metric_that_is_asked_for_is_all_that_is_measured():
     model = Model(1)
-    with HeadDiversityMonitor(model, metrics=["circuit_qk_norm"], forward=lambda: model(X)) as monitor:
+    with after_a_call(model, lambda: model(X), metrics=["circuit_qk_norm"]) as monitor:
         layer = monitor.measure(0).record().layers["layers.0"]
     assert {"hdi", "circuit_qk_norm"} <= layer.values.keys()
     assert not {"circuit_ov_norm", "weights_not_finite"} & layer.values.keys()
@@ -279,11 +279,13 @@ NEW_WEIGHTS = {
 def test_a_weight_is_read_where_it_is_now(change, name):
     torch.manual_seed(0)
     model = Model(2)
-    with HeadDiversityMonitor(model, forward=lambda: model(X)) as monitor, torch.no_grad():
+    with after_a_call(model, lambda: model(X)) as monitor, torch.no_grad():
         monitor.measure(0)
         NEW_WEIGHTS[change](model.layers[1], name)
         measured = monitor.measure(1).record().layers
-        fresh = HeadDiversityMonitor(model, layers=monitor.layers).measure(1).record().layers
+        absent, names = Absent(), [layer.name for layer in monitor.layers]
+        weights = WeightReader(WEIGHT_SOURCES).measure(1, monitor.layers, absent)
+        fresh = Reading(1, names, weights, absent).record().layers
     for layer in ("layers.0", "layers.1"):
         of_weights = {key: value for key, value in measured[layer].values.items() if key in fresh[layer].values}
         assert of_weights == fresh[layer].values
@@ -321,7 +323,7 @@ def test_torch_attention_is_known_before_any_forward():
 )
 def test_patterns_choose_layers(include, exclude, names):
     model = Model(3 if exclude == ["layers.2"] else 2)
-    with HeadDiversityMonitor(model, include=include, exclude=exclude, forward=lambda: model(X)) as monitor:
+    with after_a_call(model, lambda: model(X), include=include, exclude=exclude) as monitor:
         assert [layer.name for layer in monitor.layers] == names
         assert list(monitor.measure(0).record().layers) == names
 
@@ -362,10 +364,8 @@ def test_a_model_without_attention_is_an_error_at_the_first_reading():
     model = nn.Linear(4, 4)
     with HeadDiversityMonitor(model) as monitor:
         model(torch.randn(2, 4))
-        with pytest.raises(NothingToWatchError, match=r"forward=.*strict=False"):
+        with pytest.raises(NothingToWatchError, match=r"forward.*strict=False"):
             monitor.measure(0)
-    with pytest.raises(NothingToWatchError):
-        HeadDiversityMonitor(model, forward=lambda: model(torch.randn(2, 4)))
     with HeadDiversityMonitor(model, strict=False) as monitor:
         assert monitor.measure(0).record().layers == {}
 

@@ -27,7 +27,9 @@ def data() -> torch.Tensor:
 def two_readings(model: torch.nn.Module, x: torch.Tensor, *, is_idle: bool = False) -> list[Any]:
     """Two readings with a fixed step between them; the last before any forward is armed."""
     records = []
-    with HeadDiversityMonitor(model, metrics=[*METRICS], forward=(lambda: model(x)) if is_idle else None) as monitor:
+    with HeadDiversityMonitor(model, metrics=[*METRICS]) as monitor:
+        if is_idle:
+            model(x)
         for step in range(2):
             monitor.arm()
             if not is_idle:

@@ -10,7 +10,7 @@ from hdi_callback.monitor import METRICS, HeadDiversityMonitor
 from hdi_callback.monitor.metrics import HEADS, MATRICES, SOURCES, WHY_NOT
 from hdi_callback.record import Record
 from tests.monitor.models import HEADS as H
-from tests.monitor.models import Model, inputs_of, naive, of_outputs, of_rows
+from tests.monitor.models import Model, after_a_call, inputs_of, naive, of_outputs, of_rows
 from tests.studies.benchmarks.gpt import GPT
 
 COUNTS = {"weights_not_finite": 0.0, "outputs_not_finite": 0.0, "head_unchanged": 0.0, "trains": 1.0,
@@ -147,9 +147,7 @@ def test_outputs_of_torch_attention_are_what_its_projection_takes():
 
 def test_a_second_reading_at_one_step_is_not_compared():
     model = Model(1)
-    with HeadDiversityMonitor(
-        model, metrics=["head_movement_min"], forward=lambda: model(torch.randn(1, 4, 32))
-    ) as one:
+    with after_a_call(model, lambda: model(torch.randn(1, 4, 32)), metrics=["head_movement_min"]) as one:
         assert "head_movement_min" not in one.measure(3).record().layers["layers.0"].values
         assert "head_movement_min" not in one.measure(3).record().layers["layers.0"].values
         layer = one.measure(4).record().layers["layers.0"]
@@ -191,7 +189,7 @@ def test_a_parameter_stands_still_where_no_bit_of_it_has_changed():
     model = nn.Sequential(nn.MultiheadAttention(32, 4, batch_first=True), nn.Linear(32, 1))
     attention, x = model[0], torch.randn(2, 5, 32)
     attention.q_bias, attention.frozen = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2), requires_grad=False)
-    with HeadDiversityMonitor(model, forward=lambda: attention(x, x, x)) as monitor, torch.no_grad():
+    with after_a_call(model, lambda: attention(x, x, x)) as monitor, torch.no_grad():
         records = [monitor.measure(0).record()]
         attention.in_proj_bias[5] += 1e-3
         records.append(monitor.measure(1).record())
