@@ -32,6 +32,18 @@ def did_you_mean(word: Any, words: Iterable[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
+def listed(items: Sequence[object]) -> str:
+    """Join items: ``"2, 5 and 7"``."""
+    *most, last = map(str, items)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def quoted(names: Sequence[str]) -> str:
+    """Join names as code; of more than four the first three."""
+    more = [f"{len(names) - 3} more"] if len(names) > 4 else []
+    return listed([f"`{name}`" for name in names[: 3 if more else 4]] + more)
+
+
 def whole_number(argument: str, value: Any, *, least: int, example: int) -> int:
     """Return a count, checked; numpy's whole numbers are counts as well."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:

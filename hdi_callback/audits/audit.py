@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hdi_callback.arguments import function
+from hdi_callback.arguments import function, listed
 from hdi_callback.attention import AttentionLayer, Survey, survey
 from hdi_callback.attention.extra_forward import nothing_remains
 from hdi_callback.attention.torch_attention import torch_attention
@@ -27,7 +27,6 @@ from hdi_callback.monitor.reading import Absent, Reading
 from hdi_callback.monitor.weight_source import WeightReader
 from hdi_callback.record import LEVELS, Alert, Record
 from hdi_callback.rules import Alerts
-from hdi_callback.rules.words import listed
 
 _SOURCES = (KEYS, QK, OV, FINITENESS)
 _DEAD = 0.01  # norm of a dead head, as a share of the median of the others

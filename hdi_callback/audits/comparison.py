@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hdi_callback.arguments import listed
 from hdi_callback.attention import AttentionLayer
 from hdi_callback.audits.audit import missing_weights, open_layers
 from hdi_callback.audits.sources import Target
 from hdi_callback.dashboards.layer_table import name_heads, table_lines
-from hdi_callback.rules.words import listed
 
 _ROLES = ("query", "key", "value", "output")
 

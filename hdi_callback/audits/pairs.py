@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hdi_callback.arguments import listed
 from hdi_callback.attention import AttentionLayer
 from hdi_callback.record import Alert, Level
-from hdi_callback.rules.words import listed
 
 _PAIRS = (("query", "key"), ("value", "output"))
 _FEWEST_LAYERS, _FEWEST_ROWS = 4, 8

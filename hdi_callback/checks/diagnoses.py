@@ -18,10 +18,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hdi_callback.arguments import listed
 from hdi_callback.attention.discovery.cores import OVER_HEADS, OVER_QUERIES
 from hdi_callback.attention.discovery.heads import IN
 from hdi_callback.checks.blocks import ALONE, UNUSED
-from hdi_callback.checks.facts import PLURAL, Facts, in_words, shown_heads
+from hdi_callback.checks.facts import PLURAL, Facts, shown_heads
 from hdi_callback.checks.scores import Change
 
 Verdict = Literal["wrong", "odd"]
@@ -64,8 +65,8 @@ def split(facts: Facts, _: Sequence[Facts]) -> Found:
     cut = [role for role in IN if role in facts.cut_across]
     if not facts.reason or not {"key", "value"} & set(cut):
         return None
-    modules = in_words(list(dict.fromkeys(facts.cut_across[role][0] for role in cut)))
-    tokens, roles = facts.cut_across[cut[-1]][1], in_words([PLURAL[role] for role in cut])
+    modules = listed(list(dict.fromkeys(facts.cut_across[role][0] for role in cut)))
+    tokens, roles = facts.cut_across[cut[-1]][1], listed([PLURAL[role] for role in cut])
     text = f"each token attends to its own heads alone: {roles} of a matrix are those of one token, as the output of "
     view = "(batch, tokens, heads, width)"
     if any(tokens):
@@ -93,7 +94,7 @@ def head_order(facts: Facts, _: Sequence[Facts]) -> Found:
     ]  # fmt: skip
     if len({head_rows.order for _, head_rows in maps}) < 2:
         return None
-    orders = in_words(
+    orders = listed(
         [f"{PLURAL.get(role, 'outputs')} in {head_rows.module} lie {head_rows.order}" for role, head_rows in maps]
     )
     return "odd", f"{orders}: {_CONVENTION}; cut all of them alike, as .view(B, T, H, d) or as .view(B, T, d, H)"
@@ -278,7 +279,7 @@ def rotation(facts: Facts, _: Sequence[Facts]) -> Found:
         return "wrong", "queries and keys are rotated in different pairs of features; use one layout for both"
     if by_head := [role for role, table in cosines.items() if _is_by_head(table)]:
         return "odd", (
-            f"{in_words([PLURAL[role] for role in by_head])} of all tokens are turned by the same angle, and those of "
+            f"{listed([PLURAL[role] for role in by_head])} of all tokens are turned by the same angle, and those of "
             "each head by another: positions run along heads, and the order of tokens is not seen; transpose before "
             "the rotation"
         )

@@ -41,7 +41,7 @@ from hdi_callback.checks.scores import (
     scale_of,
 )
 
-__all__ = ["PLURAL", "Facts", "HeadRows", "facts_of", "in_words", "ranges", "shown_heads", "shown_rows"]
+__all__ = ["PLURAL", "Facts", "HeadRows", "facts_of", "ranges", "shown_heads", "shown_rows"]
 
 PLURAL = {"query": "queries", "key": "keys", "value": "values", "output": "outputs"}
 
@@ -335,11 +335,6 @@ def shown_rows(rows: Tensor) -> str:
     """Return numbers of rows as a few ranges: ``0-767``."""
     parts = ranges(small(rows).flatten().tolist())
     return ", ".join(parts) if len(parts) < 4 else f"{parts[0]}, {parts[1]}, ... {parts[-1]}"
-
-
-def in_words(parts: Sequence[str]) -> str:
-    """Return ``a, b and c``."""
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
 def shown_heads(heads: Sequence[int]) -> str:

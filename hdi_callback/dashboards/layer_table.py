@@ -9,9 +9,9 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from hdi_callback.arguments import listed
 from hdi_callback.checks import joined_name, ranges
 from hdi_callback.record import Alert, Record
-from hdi_callback.rules.words import listed
 
 _MOST_HEADS = 8
 _WIDTH = 80  # characters

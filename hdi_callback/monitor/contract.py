@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hdi_callback.arguments import quoted
 from hdi_callback.attention.discovery.find import claims_of, name_without_wrappers
 from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.attention.tape import Tape
 from hdi_callback.checks import Facts, facts_of, joined_name, shown_rows
-from hdi_callback.checks.facts import PLURAL, in_words, shown_heads
+from hdi_callback.checks.facts import PLURAL, shown_heads
 from hdi_callback.checks.positions import turns_of
 from hdi_callback.checks.scores import KEPT
 from hdi_callback.guard import describe, warn
@@ -311,11 +312,7 @@ def _tell_bias(before: Tensor, after: Tensor) -> Clauses:
 
 
 def _tell_step(before: Mapping[str, str], after: Mapping[str, str]) -> Clauses:
-    clauses: Clauses = {}
-    for phrase, names in tell(before, after).items():
-        more = [f"{len(names) - 3} more"] if len(names) > 4 else []
-        clauses[phrase.format(in_words([f"`{name}`" for name in names[: 3 if more else 4]] + more))] = ()
-    return clauses
+    return {phrase.format(quoted(names)): () for phrase, names in tell(before, after).items()}
 
 
 def _tell_gradients(before: Mapping[str, tuple[int, ...]], after: Mapping[str, tuple[int, ...]]) -> Clauses:

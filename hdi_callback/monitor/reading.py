@@ -7,6 +7,7 @@ import time as clock
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -61,9 +62,6 @@ def apart(record: T) -> list[T]:
     return [type(record)(*tensors) for tensors in zip(*(tensor.unbind() for tensor in record))]
 
 
-_Pack = tuple[torch.device, torch.dtype]
-
-
 class Reading:
     """The measurements of one step; on CUDA their numbers are on the way to the host.
 
@@ -90,32 +88,27 @@ class Reading:
         self.step, self.epoch, self.layers, self.time = step, epoch, tuple(layers), clock.time()
         self._absent = {layer: dict(reasons) for layer, reasons in absent.items()}
         self._results, self._alerts = list(results), alerts
-        self._places: list[list[tuple[torch.Size, _Pack, int]]] = []  # of each result, in the copies on the host
-        self._hosts: dict[_Pack, Tensor] = {}
         self._events: list[torch.cuda.Event] = []
         self.loss: Tensor | float | None = None  # of the forward
         self.written: tuple[str, ...] = ()  # see `Record`
-        self._send()
-        self._further = self._copied(*further)
+        self._sums = self._packed([*(tensor for result in self._results for tensor in result.sums), *further])
 
     def __repr__(self) -> str:
         return f"<Reading at step {self.step}: {len(self.layers)} layers; its numbers: record()>"
 
-    def _send(self) -> None:
-        """Pack all sums into one tensor for each device and type, and start its copy to the host."""
-        parts: dict[_Pack, list[Tensor]] = {}
-        sizes: dict[_Pack, int] = {}
-        for result in self._results:
-            places = []
-            for tensor in result.sums:
-                pack = tensor.device, tensor.dtype
-                parts.setdefault(pack, []).append(tensor.detach().reshape(-1))
-                places.append((tensor.shape, pack, sizes.get(pack, 0)))
-                sizes[pack] = places[-1][-1] + tensor.numel()
-            self._places.append(places)
-        packs = {pack: torch.cat(tensors) for pack, tensors in parts.items() if pack[0].type != "meta"}  # no numbers
-        away = [pack for pack in packs if pack[0].type != "cpu"]
-        self._hosts = packs | dict(zip(away, self._copied(*(packs[pack] for pack in away))))
+    def _packed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return copies on the host, which travel as one tensor for each device and type."""
+        groups: dict[Any, list[int]] = {}
+        for place, tensor in enumerate(tensors):
+            groups.setdefault((tensor.device, tensor.dtype), []).append(place)
+        copies = list(tensors)
+        for (device, _), places in groups.items():
+            if device.type != "meta":  # which has no numbers
+                pack = torch.cat([tensors[place].detach().reshape(-1) for place in places])
+                (host,) = [pack] if device.type == "cpu" else self._copied(pack)
+                for place, part in zip(places, host.split([tensors[place].numel() for place in places])):
+                    copies[place] = part.view(tensors[place].shape)
+        return copies
 
     def _copied(self, *tensors: Tensor) -> list[Tensor]:
         """Return copies on the host, which are whole once the events have happened."""
@@ -148,21 +141,20 @@ class Reading:
             event.synchronize()
         absent = Absent({name: dict(self._absent.get(name, {})) for name in self.layers})
         layers = {name: LayerRecord(absent=absent[name]) for name in self.layers}
-        for result, places in zip(self._results, self._places):
+        arrived = iter(self._sums)
+        for result in self._results:
             columns: list[_Column] = []
-            if all(pack in self._hosts for _, pack, _ in places):
+            sums = list(islice(arrived, len(result.sums)))
+            if not any(tensor.is_meta for tensor in sums):
                 with absent.unless([result.source], result.layers):
-                    columns = _read(result.source, result.finish(*(self._arrived(*place) for place in places)))
+                    columns = _read(result.source, result.finish(*sums))
             for row, name in enumerate(result.layers):
                 _enter(layers[name], result.source, [(kind, entry, numbers[row]) for kind, entry, numbers in columns])
         loss = None if self.loss is None else float(self.loss)
-        alerts = self._alerts(*self._further)
+        alerts = self._alerts(*arrived)
         return Record(
             self.step, layers, epoch=self.epoch, time=self.time, loss=loss, written=self.written, alerts=alerts
         )
-
-    def _arrived(self, shape: torch.Size, pack: _Pack, start: int) -> Tensor:
-        return self._hosts[pack][start : start + math.prod(shape)].view(shape)
 
 
 _Column = tuple[str, str, Any]  # "values", "heads" or "matrices"; the name; the numbers of all layers of a result

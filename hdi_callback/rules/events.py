@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hdi_callback.arguments import listed
 from hdi_callback.record import LEVELS, Alert
 from hdi_callback.rules.rule import Finding, Rule
-from hdi_callback.rules.words import listed
 
 Key = tuple[str, str]
 """Layer, rule."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
 from itertools import pairwise
 
+from hdi_callback.arguments import quoted
 from hdi_callback.record import Level, Record
 from hdi_callback.rules.series import APART
-from hdi_callback.rules.words import listed
 
 SMOOTHED = 5
 """Readings over which the median of the loss is taken, and within which it may follow a write."""
@@ -42,7 +41,7 @@ class Losses:
             was = statistics.median(losses[-3:] or [0.0])
             is_known = len(losses) >= FEWEST
             self._write = (before, record.step, record.written, was, was + FARTHER * usual, 0) if is_known else None
-            written = f"wrote {_quoted(record.written)} between steps {before} and {record.step}"
+            written = f"wrote {quoted(record.written)} between steps {before} and {record.step}"
             return "notice", f"something else than the optimizer {written}", record.written
         if loss is None or len(losses) <= FEWEST:
             return None
@@ -58,7 +57,7 @@ class Losses:
         if min(losses[-1], loss) <= limit:
             return None
         self._write = None
-        written = f"had written {_quoted(names)} between steps {begin} and {end}"
+        written = f"had written {quoted(names)} between steps {begin} and {end}"
         text = f"the loss rose from {was:.3g} to {loss:.3g} once something else than the optimizer {written}"
         return "warning", text, names
 
@@ -76,8 +75,3 @@ class Losses:
             self._best = min(self._best, (median, max(latest)))
             is_falling = len(earlier) == SMOOTHED and median < min(earlier)
             self.is_good = is_falling or median <= self._best[1]
-
-
-def _quoted(names: Sequence[str]) -> str:
-    more = [f"{len(names) - 3} more"] if len(names) > 4 else []
-    return listed([f"`{name}`" for name in names[: 3 if more else 4]] + more)

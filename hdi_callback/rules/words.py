@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hdi_callback.arguments import listed
+
 
 def heads_in_words(groups: Sequence[Sequence[int]], layer: str, kind: str = "head", count: int | None = None) -> str:
     """Return heads of a layer in words, up to a verb in the plural; one empty group stands for all `count` of them.
@@ -17,9 +19,3 @@ def heads_in_words(groups: Sequence[Sequence[int]], layer: str, kind: str = "hea
         return f"{many} of {layer}"
     only_one = sum(map(len, groups)) == 1
     return f"{kind}{'' if only_one else 's'} {' as well as '.join(listed(group) for group in groups)} of {layer}"
-
-
-def listed(items: Sequence[object]) -> str:
-    """Join items: ``"2, 5 and 7"``."""
-    *most, last = (str(item) for item in items)
-    return f"{', '.join(most)} and {last}" if most else last
