@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self
 
-from hdi_callback.arguments import one_of, strings, torch_module, whole_number
+from hdi_callback.arguments import strings, torch_module, whole_number
 from hdi_callback.attention.capture.capture import Capture, Captured
 from hdi_callback.attention.capture.padding import PaddingChoice
 from hdi_callback.attention.discovery.find import name_without_wrappers, survey_tape, with_torch_attention
@@ -61,7 +61,6 @@ class HeadDiversityMonitor:
         max_tokens: largest number of tokens of a layer in one reading.
         padding: how it is known which tokens are padding, which do not count: ``"auto"`` from masks that attention and
             the modules around it receive, the number of the token that is padding, or `None` to count every token.
-        strict: raise an error at the first reading for a model of which no attention is read.
 
     Example:
         >>> import torch
@@ -85,7 +84,6 @@ class HeadDiversityMonitor:
         exclude: Sequence[str] | None = None,
         max_tokens: int = 2048,
         padding: PaddingChoice = "auto",
-        strict: bool = True,
     ) -> None:
         torch_module("model", model)
         names = check_metrics(metrics)
@@ -96,7 +94,6 @@ class HeadDiversityMonitor:
         self._include = strings("include", include, "patterns of layer names")
         self._exclude = strings("exclude", exclude, "patterns of layer names") or ()
         self._max_tokens = whole_number("max_tokens", max_tokens, least=2, example=2048)
-        self._strict = one_of("strict", strict, [True, False])
         self._sources = sources = {METRICS[name].source for name in self.metrics}
         self._weights, self._parameters = WeightReader({KEYS, *sources}), ParameterReader()
         self._forwards = tuple(source for source in FORWARD if source.name in sources)
@@ -212,12 +209,12 @@ class HeadDiversityMonitor:
             The reading; what could not be measured is named in its record, with the reason.
 
         Raises:
-            NothingToWatchError: if no attention was found so far, and `strict` is set.
+            NothingToWatchError: if no attention was found so far.
             RuntimeError: if ranks measure alone, and hold parts of weights.
         """
         whole_number("step", step, least=0, example=100)
         if not self.layers:
-            self._refuse()
+            raise NothingToWatchError(f"{self.why_nothing()}\nRun a forward of the model before the first reading.")
         absent = Absent()
         ranks = self.join_ranks()
         with without_modes():
@@ -396,13 +393,6 @@ class HeadDiversityMonitor:
     def model_name(self) -> str:
         """The class of the model."""
         return type(self._model).__name__
-
-    def _refuse(self) -> None:
-        """Raise an error if `strict` is set, as there is nothing to watch."""
-        if self._strict:
-            raise NothingToWatchError(
-                f"{self.why_nothing()}\nRun a forward of the model before the first reading, or write strict=False."
-            )
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

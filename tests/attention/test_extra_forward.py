@@ -448,7 +448,7 @@ def test_a_compiled_model_that_holds_what_could_not_be_put_back_is_refused_and_n
     torch._dynamo.reset()
     model, (x, _) = Writing(tmp_path / "written"), batches(1)[0]
     run = torch.compile(lambda x: model(x), backend="eager") if way == "function around" else blocks(model)
-    with HeadDiversityMonitor(model, strict=False) as monitor:
+    with HeadDiversityMonitor(model) as monitor:
         for _ in range(10):
             monitor.arm()
             run(x)

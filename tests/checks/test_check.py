@@ -452,7 +452,7 @@ def test_a_monitor_says_nothing_of_layers_that_are_left_out_or_of_what_is_right(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for model, exclude in ((BY_NAME["no scale"].build(), ["*"]), (Model(Attention), None)):
-            with HeadDiversityMonitor(model, exclude=exclude, strict=False):
+            with HeadDiversityMonitor(model, exclude=exclude):
                 model(TOKENS)
     assert not [one for one in caught if issubclass(one.category, HDIWarning)]
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from hdi_callback.errors import NothingToWatchError
 from hdi_callback.monitor import METRICS, HeadDiversityMonitor
 from hdi_callback.monitor.metrics import HEADS, MATRICES, SOURCES, WHY_NOT
 from hdi_callback.record import Record
@@ -218,7 +219,7 @@ def test_a_training_step_within_torch_func_is_as_it_is_and_its_forwards_are_abse
         def loss(weights, x, model=model):
             return torch.func.functional_call(model, weights, (x,))
 
-        with HeadDiversityMonitor(model, strict=False) as monitor:
+        with HeadDiversityMonitor(model) as monitor:
             for step in range(3):
                 if is_watched:
                     monitor.arm()
@@ -226,7 +227,10 @@ def test_a_training_step_within_torch_func_is_as_it_is_and_its_forwards_are_abse
                     model(x).backward()
                 gradients.append(torch.func.grad(loss)(weights, x))
                 gradients.append(torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, x[:, None]))
-                if is_watched:
+                if is_watched and step == 0:
+                    with pytest.raises(NothingToWatchError):
+                        monitor.measure(step)
+                elif is_watched:
                     record = monitor.measure(step).record()
                     names = [name for name, layer in record.layers.items() if "attention_entropy" in layer.values]
                     assert len(names) == (2 if step == 1 else 0)
