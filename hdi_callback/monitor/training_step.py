@@ -8,10 +8,13 @@ of sharded or sparse parameters and in compiled steps, and writes through `.data
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +24,7 @@ from hdi_callback.attention.discovery.find import name_without_wrappers
 from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.hooks import Hook
 from hdi_callback.attention.layer import AttentionLayer
-from hdi_callback.guard import Guard, guarded, without_modes
+from hdi_callback.guard import Guard, guarded
 from hdi_callback.monitor.parameter_source import bits_of
 from hdi_callback.monitor.ranks import number_of_ranks
 
@@ -65,35 +68,31 @@ Version = tuple[int, int]
 class _Steps:
     """The steps of one optimizer; versions, with which tensor it was, are by number of the parameter and its state."""
 
-    optimizer: Optimizer
     count: int = 0  # since the last step that was looked at
     has_run: bool = False  # since the last reading, so that its hooks are called
     is_armed: bool = False
     begun: dict[Key, Version] = field(default_factory=dict)  # versions right before the step that is looked at
     ended: dict[Key, Version] = field(default_factory=dict)  # and right after the last one
-    most: dict[Key, int] = field(default_factory=dict)  # writes by one step
+    most: dict[Key, float] = field(default_factory=dict)  # writes by one step; without end where their number varies
     settings: dict[str, Any] = field(default_factory=dict)  # of its groups, at the last step that was looked at
     facts: StepFacts | None = None  # of a step, until the next one begins
     looked_at: list[nn.Parameter] = field(default_factory=list)  # for these
 
 
 class TrainingStep:
-    """Looks at optimizer steps at readings.
-
-    Attributes:
-        written: names of parameters, of their states in an optimizer, and of its settings but for the rate, that
-            something else than a step wrote since the reading before, for the first time.
-    """
+    """Looks at optimizer steps at readings."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.written: tuple[str, ...] = ()
+        self.written: tuple[str, ...] = ()  # what else than a step wrote for the first time, see `Record`
         self._model, self._guard = model, Guard()
         self._layers: Sequence[AttentionLayer] = ()
-        self._steps: dict[int, _Steps] = {}
+        self._steps: WeakKeyDictionary[Optimizer, _Steps] = WeakKeyDictionary()
         self._handles: list[Any] = []
         self._hooks: list[Any] = []  # on parameters, until the step
-        self._raw: dict[int, list[Any]] = {}  # number -> sum of the samples of gradients, and whether one was there
+        self._raw: dict[int, Tensor] = {}  # number -> sample of the gradient
+        self._was_there: dict[int, Tensor] = {}  # number -> whether a gradient was there
         self._ever: set[Any] = set()  # what something else than a step has written
+        self._is_written: bool | None = None  # between the first steps that are compared
         self._is_fresh = True  # whether no forward of the step to come was missed
         self._compares = self._is_wanted = False  # now, and at the next reading as well
         self._arms = 0
@@ -107,16 +106,17 @@ class TrainingStep:
         self._arms, self._layers = self._arms + 1, layers
         self._compares, self._is_wanted = compares or self._is_wanted or self._arms == 2, compares
         for optimizer in optimizers:
-            if id(optimizer) not in self._steps and hasattr(type(optimizer).step, "hooked"):
-                self._steps[id(optimizer)] = _Steps(optimizer)
+            if optimizer not in self._steps and hasattr(type(optimizer).step, "hooked"):
+                self._steps[optimizer] = _Steps()
                 self._handles.append(optimizer.register_step_pre_hook(Hook(self, "_before_step")))
                 self._handles.append(optimizer.register_step_post_hook(Hook(self, "_after_step")))
-        for steps in self._steps.values():
+        for optimizer, steps in self._steps.items():
             # A step that is compiled calls no hooks: then none would take those on the parameters away.
             is_able = self._compares and self._is_fresh and steps.has_run and number_of_ranks() == 1
-            for parameter in _parameters(steps.optimizer) if is_able else ():
-                if parameter.requires_grad and not is_sharded(parameter):
-                    self._hooks.append(parameter.register_hook(partial(self._take, parameter)))
+            for parameter in _parameters(optimizer) if is_able else ():
+                if parameter.requires_grad and parameter.is_floating_point() and not is_sharded(parameter):
+                    self._hooks.append(parameter.register_hook(partial(self._note, parameter)))
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(self._take))
             steps.is_armed, steps.has_run = True, False
         self._is_fresh = False
 
@@ -124,14 +124,14 @@ class TrainingStep:
         """Look at no step any more; its forward did not finish, or there is no further one."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._raw = [], {}
+        self._hooks, self._raw, self._was_there = [], {}, {}
         for steps in self._steps.values():
             steps.is_armed, steps.begun = False, {}
 
     def close(self) -> None:
         """Look at no step any more; also within one, where no hook of an optimizer can be removed."""
         self.drop()
-        self._steps = {}
+        self._steps.clear()
 
     def remove(self) -> None:
         """Remove all hooks, between steps."""
@@ -150,46 +150,53 @@ class TrainingStep:
         ready, self._ready = self._ready, []
         return ready
 
+    @guarded("watching the training step")
     def _before_step(self, optimizer: Optimizer, *args: Any) -> None:
-        steps = self._steps.get(id(optimizer))
-        if steps is not None and (steps.facts is not None or steps.is_armed):
-            self._begin(steps)
+        """Note versions right before a step, and the bits right before that which follows one that was looked at."""
+        steps = self._steps.get(optimizer, _Steps())
+        if steps.is_armed:
+            steps.begun = _versions(optimizer)
+        if steps.facts is not None:
+            self._ready.append(StepFacts([*steps.facts.tensors, _bits(steps.looked_at)], steps.facts.terms))
+            steps.facts, steps.looked_at = None, []
 
     def _after_step(self, optimizer: Optimizer, *args: Any) -> None:
-        steps = self._steps.get(id(optimizer))
-        if steps is None:
-            return
+        steps = self._steps.get(optimizer, _Steps())
         self._is_fresh = steps.has_run = True
         if steps.is_armed and steps.begun:
-            self._look(steps)
+            self._look(optimizer, steps)
         else:
             steps.count += 1
 
-    def _take(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Add up a sample of what the backward gives, before it is added to what is there."""
-        if torch.compiler.is_compiling() or gradient.layout is not torch.strided:
-            return
-        with without_modes():
-            sample, there = _sample(gradient), parameter.grad
-            if id(parameter) in self._raw:
-                self._raw[id(parameter)][0] += sample
-            else:
-                was_there = sample.new_zeros((), dtype=torch.bool)
-                if there is not None and there.layout is torch.strided:
-                    was_there = _sample(there).any()
-                self._raw[id(parameter)] = [sample, was_there]
+    @guarded("watching the training step")
+    def _note(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Note whether a gradient is there before the first backward since gradients were cleared."""
+        if not torch.compiler.is_compiling():
+            there = parameter.new_zeros(()) if parameter.grad is None or parameter.grad.is_sparse else parameter.grad
+            was_there = _sample(there).any()
+            # Between backwards gradients may be cleared: by a closure, or as a step was skipped.
+            self._was_there[id(parameter)] = was_there & self._was_there.get(id(parameter), was_there)
 
     @guarded("watching the training step")
-    def _look(self, steps: _Steps) -> None:
+    def _take(self, parameter: Tensor) -> None:
+        """Keep a sample of the gradient as the last backward leaves it."""
+        if not torch.compiler.is_compiling() and parameter.grad is not None and not parameter.grad.is_sparse:
+            self._raw[id(parameter)] = _sample(parameter.grad)
+
+    @guarded("watching the training step")
+    def _look(self, optimizer: Optimizer, steps: _Steps) -> None:
         """Compare versions with those after the step that was looked at before, and take gradients and bits."""
-        parameters = _parameters(steps.optimizer)
-        now, settings = _versions(steps.optimizer), _settings(steps.optimizer)
-        own = {key: now[key][0] - steps.begun.get(key, now[key])[0] for key in now}
-        most = {key: max(own[key], steps.most.get(key, 0)) for key in now}
+        parameters = _parameters(optimizer)
+        now, settings = _versions(optimizer), _settings(optimizer)
+        most, owners = {}, Counter(id(parameter) for each in self._steps for parameter in _parameters(each))
+        for key, (version, tensor) in now.items():
+            begun, before = steps.begun.get(key, (version, tensor)), steps.most.get(key, 0)
+            own = version - begun[0] if tensor == begun[1] else math.inf
+            most[key] = own or before if before in {0, own} or not own else math.inf
         touched: set[Any] = {
             key for key, (version, tensor) in steps.begun.items()
             # What no step is seen to write may have been without a gradient in those alone.
-            if key in steps.ended and most.get(key) and
+            if key in steps.ended and 0 < most.get(key, 0) < math.inf and owners[key[0]] == 1 and
             (tensor != steps.ended[key][1] or version - steps.ended[key][0] > most[key] * steps.count)
         }  # fmt: skip
         touched |= {name for name, value in settings.items() if steps.settings.get(name, value) != value}
@@ -202,18 +209,21 @@ class TrainingStep:
                 if (key, state) in new and key in names
             ]  # fmt: skip
             self.written += (*own_names, *(f"{name} of the optimizer" for name in settings if name in new))
-        steps.ended, steps.most, steps.count, steps.is_armed, steps.begun = now, most, 0, False, {}
-        steps.settings = settings
+        steps.ended, steps.most, steps.settings = now, most, settings
+        steps.count, steps.is_armed, steps.begun = 0, False, {}
         if not self._compares:
             return
-        pairs = []
-        for parameter in parameters:
-            gradient = parameter.grad
-            if id(parameter) in self._raw and gradient is not None and gradient.layout is torch.strided:
-                pairs.append((parameter, *self._raw[id(parameter)], _sample(gradient)))
+        pairs = [
+            (parameter, self._raw[id(parameter)], self._was_there[id(parameter)], _sample(parameter.grad))
+            for parameter in parameters
+            if id(parameter) in self._raw and parameter.grad is not None and not parameter.grad.is_sparse
+        ]
         if not any(each.is_armed for each in self._steps.values()):
             self.drop()
-        able = [parameter for parameter in parameters if not is_sharded(parameter) and parameter.is_floating_point()]
+        able = [
+            parameter for parameter in parameters
+            if owners[id(parameter)] == 1 and parameter.is_floating_point() and not is_sharded(parameter)
+        ]  # fmt: skip
         names = _names(self._model, self._layers)
         places = [names.get(id(parameter)) for parameter in able], [names.get(id(parameter)) for parameter, *_ in pairs]
         sizes = [sample.numel() for _, sample, *_ in pairs]
@@ -223,18 +233,6 @@ class TrainingStep:
         steps.looked_at = able
         steps.facts = StepFacts([*columns, _bits(able)], partial(self._terms, *places, sizes, is_touched))
 
-    @guarded("watching the training step")
-    def _begin(self, steps: _Steps) -> None:
-        """Note versions right before a step, and the bits right before that which follows one that was looked at."""
-        parameters = _parameters(steps.optimizer)
-        if steps.is_armed:
-            steps.begun = _versions(steps.optimizer)
-        if steps.facts is not None:
-            if {*map(id, steps.looked_at)} <= {*map(id, parameters)}:
-                tensors = [*steps.facts.tensors, _bits(steps.looked_at)]
-                self._ready.append(StepFacts(tensors, steps.facts.terms))
-            steps.facts, steps.looked_at = None, []
-
     def _terms(
         self, able: Sequence[Place | None], trained: Sequence[Place | None], sizes: Sequence[int],
         is_touched: Sequence[bool], *arrived: Tensor,
@@ -242,9 +240,11 @@ class TrainingStep:
         """Return the terms of the contract, of each layer and under `""` of the rest of the model."""
         *of_gradients, after, before = arrived
         terms: Terms = {}
+        if self._is_written is None:  # at first, as by a limit, which other parameters may reach later
+            self._is_written = not torch.equal(after, before)
         for place, is_same, was_touched in zip(able, (after == before).tolist(), is_touched):
             if place is not None:
-                state = TOUCHED if is_same and was_touched else "" if is_same else CHANGED
+                state = "" if is_same and not was_touched else TOUCHED if is_same or self._is_written else CHANGED
                 terms.setdefault((place[0], 0, WRITES), {})[place[1]] = state
         if of_gradients:
             raw, was_there, used = of_gradients
@@ -274,11 +274,10 @@ def _versions(optimizer: Optimizer) -> dict[Key, Version]:
     """Return version and number of each parameter, and of the tensors of its state."""
     versions = {}
     for parameter in _parameters(optimizer):
-        states = {
-            name: state for name, state in optimizer.state.get(parameter, {}).items() if isinstance(state, Tensor)
-        }
-        for name, tensor in {"": parameter, **states}.items():
-            versions[id(parameter), name] = tensor._version, id(tensor)
+        state = optimizer.state.get(parameter)
+        for name, tensor in {"": parameter, **(state if isinstance(state, dict) else {})}.items():
+            if isinstance(tensor, Tensor):
+                versions[id(parameter), name] = tensor._version, id(tensor)
     return versions
 
 
@@ -298,12 +297,9 @@ def _settings(optimizer: Optimizer) -> dict[str, Any]:
 
 def _names(model: nn.Module, layers: Sequence[AttentionLayer]) -> dict[int, Place]:
     """Return number of a parameter -> its place."""
-    names: dict[int, Place] = {
-        id(parameter): ("", name_without_wrappers(name)) for name, parameter in model.named_parameters()
-    }
-    for layer in layers:
-        names |= {id(parameter): (layer.name, name) for name, parameter in layer.module.named_parameters()}
-    return names
+    of_layers = ((layer.name, name, each) for layer in layers for name, each in layer.module.named_parameters())
+    of_model = (("", name_without_wrappers(name), each) for name, each in model.named_parameters())
+    return {id(parameter): (layer, name) for layer, name, parameter in (*of_model, *of_layers)}
 
 
 def _sample(tensor: Tensor) -> Tensor:
@@ -326,11 +322,13 @@ def _compared(raw: Sequence[Tensor], used: Sequence[Tensor]) -> list[str | None]
     is_common = bool(2 * ((factors / common - 1).abs() < _ROUNDING).sum() > len(factors))
     states: list[str | None] = []
     for each, after, factor in zip(raw, used, factors):
-        counts = (each.abs() > 1e-3 * each.abs().max()) & (after != 0)
-        if not bool(each.isfinite().all() & after.isfinite().all() & counts.any()):
+        ratios = (after / each)[(each.abs() > 1e-4 * each.norm()) & (after != 0)]
+        if not bool(each.isfinite().all() & after.isfinite().all()) or not len(ratios):
             states.append(None)
-        elif float((each * after < 0)[counts].float().mean()) > _OPPOSITE:
+        elif float((ratios < 0).float().mean()) > _OPPOSITE:
             states.append(TURNED)
-        else:  # clipping makes smaller ones
-            states.append(SCALED if is_common and float(factor / common) > 1 + 5 * _ROUNDING else "")
+        elif is_common and float(factor / common.clamp(min=1)) > 1 + 5 * _ROUNDING:  # clipping makes smaller ones
+            states.append(SCALED)
+        else:  # what is added to a gradient from the start on may outgrow it later
+            states.append(TOUCHED if bool((ratios > (1 + 5 * _ROUNDING) * ratios.median()).any()) else "")
     return states

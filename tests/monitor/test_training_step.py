@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -9,6 +11,8 @@ from torch import nn
 from hdi_callback import watch_heads
 from hdi_callback.history import load_history
 from hdi_callback.interventions import QKClip
+from hdi_callback.monitor import contract
+from hdi_callback.monitor.training_step import TrainingStep
 
 ONSET = 130
 
@@ -187,3 +191,171 @@ def test_settings_and_states_of_the_optimizer_that_are_changed_are_told_where_th
 
     (text,) = (text for text in texts(trained(tmp_path, after=after, optimizer=optimizer)[1]) if says in text)
     assert text.startswith("the loss rose from ")
+
+
+def _closures(model, optimizer, step):
+    def closure():
+        optimizer.zero_grad()
+        loss = _loss(model, step)
+        loss.backward()
+        return loss
+
+    return optimizer.step(closure)
+
+
+def _backward_and_step(model, optimizer, step):
+    loss = _loss(model, step)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def _cleared_without_a_step(model, optimizer, step):
+    loss = _loss(model, step)
+    loss.backward()
+    if step % 3 == 2 or step < 20:
+        optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def _gradients_of_something_else(model, optimizer, step):
+    loss = _loss(model, step)
+    loss.backward()
+    if step >= 20:
+        torch.autograd.grad(_loss(model, step + 1000), list(model.parameters()))
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def _clipped_in_each_part(model, optimizer, step):
+    for part in range(6):
+        loss = _loss(model, 6 * step + part)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def _clipped_in_one_part(model, optimizer, step):
+    loss = _loss(model, step) * (0.01 if step < 20 else 1.0)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.body.parameters(), 0.05)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def _decayed_by_hand(model, optimizer, step):
+    loss = _loss(model, step) * 0.9**step  # what is added outgrows it
+    loss.backward()
+    for parameter in model.parameters():
+        parameter.grad.add_(parameter.detach(), alpha=1e-4)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def _limited(model, optimizer, step):
+    loss = _backward_and_step(model, optimizer, step)
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.4, 0.4)
+    return loss
+
+
+def _in_turns(model, optimizers, step):
+    return _backward_and_step(model, optimizers[step // 10 % 2], step)
+
+
+def _loss(model, number):
+    tokens = torch.randint(7, (8, 8), generator=torch.Generator().manual_seed(number))
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flip(1).flatten())
+
+
+class _Sparse(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 16, sparse=True)
+
+
+class _Odd(Net):
+    """With a complex parameter, an empty one, and one without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.ones(16, dtype=torch.complex64))
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.factor = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, tokens):
+        x = torch.fft.ifft(torch.fft.fft(self.embed(tokens)) * self.turn).real
+        return self.head(self.body(x * self.factor + self.empty.sum()))
+
+
+class _OddState(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        self.state.update(dict.fromkeys(self.param_groups[0]["params"], torch.ones(1)))
+
+
+def _adam(model):
+    return torch.optim.AdamW(model.parameters(), 3e-3, foreach=False)
+
+
+def _sgd(model):
+    return torch.optim.SGD(model.parameters(), 0.01)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("step_of", "optimizer", "model"),
+    [
+        (_closures, lambda model: torch.optim.LBFGS(model.parameters(), 0.1, max_iter=5), Net),
+        (_closures, lambda model: torch.optim.LBFGS(model.parameters(), 0.1, 5, line_search_fn="strong_wolfe"), Net),
+        (_cleared_without_a_step, _adam, Net),
+        (_gradients_of_something_else, _adam, Net),
+        (_clipped_in_each_part, _adam, Net),
+        (_clipped_in_one_part, _adam, Net),
+        (_decayed_by_hand, _sgd, Net),
+        (_limited, _adam, Net),
+        (_in_turns, lambda model: [_adam(model), _sgd(model)], Net),
+        (_backward_and_step, _sgd, _Sparse),
+        (_backward_and_step, _adam, _Odd),
+        (_backward_and_step, lambda model: _OddState(model.parameters(), 0.01), Net),
+    ],
+)
+def test_a_sound_step_of_any_kind_is_no_change_and_the_same_to_the_bit(
+    step_of, optimizer, model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(contract, "EVERY", 2)
+    ends = []
+    for is_watched in (False, True):
+        torch.manual_seed(0)
+        trained_model = model()
+        trained_with = optimizer(trained_model)
+        heads = watch_heads(trained_model, trained_with, 2, log_dir=tmp_path) if is_watched else None
+        for step in range(40):
+            with heads.step() if heads is not None else torch.enable_grad():
+                step_of(trained_model, trained_with, step)
+        ends.append([parameter.detach() for parameter in trained_model.parameters()])
+    heads.finish()
+    run = load_history(heads.history_path)
+    assert len(run.records) > 10
+    assert [str(alert) for alert in run.alerts if alert.rule in {"contract change", "change with the loss"}] == []
+    assert all(torch.equal(alone, watched) for alone, watched in zip(*ends))
+
+
+def test_an_optimizer_that_was_replaced_is_not_kept_alive_by_the_watch():
+    model = Net()
+    watch = TrainingStep(model)
+    optimizer = _adam(model)
+    watch.arm([optimizer], (), compares=True)
+    _backward_and_step(model, optimizer, 0)
+    replaced, optimizer = weakref.ref(optimizer), _adam(model)
+    gc.collect()
+    assert replaced() is None
+    watch.arm([optimizer], (), compares=True)
+    _backward_and_step(model, optimizer, 1)
