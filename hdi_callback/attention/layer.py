@@ -322,6 +322,7 @@ class Site:
     scores: tuple[str, int] = ("", 0)
     weights: tuple[str, int] = ("", 0)
     is_causal: bool = False
+    is_softmax: bool = False  # written out, so that keys without weight are hidden
 
     @property
     def place(self) -> tuple[str, bool]:
@@ -428,7 +429,7 @@ class AttentionLayer:
             "value_dim": self.value_dim,
             "width": None if key is None else key.in_features,
             "kind": self.kind,
-            "has_softmax": all(site.kind != "normaliser" for site in self.sites),
+            "has_softmax": all(site.kind != "normaliser" or site.is_softmax for site in self.sites),
             "normed": sorted(self.normed),
             "trains": any(parameter.requires_grad for parameter in parameters),
             "all_train": all(parameter.requires_grad for parameter in parameters),

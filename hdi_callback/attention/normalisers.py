@@ -1,4 +1,4 @@
-"""What makes weights of scores in place of a softmax: entmax, sparsemax, a ReLU over its sum.
+"""What makes weights of scores but torch's softmax: one that is written out, entmax, sparsemax, a ReLU over its sum.
 
 It is known by what it does and not by a name: while a forward runs, what it makes of a product of queries and keys is
 looked at. Rows that add up to one, and are not negative, are weights.
@@ -18,7 +18,7 @@ from hdi_callback.attention import operations as ops
 if TYPE_CHECKING:
     from hdi_callback.attention.tape import Cell, Step, View
 
-__all__ = ["Normaliser", "Normalisers"]
+__all__ = ["SOFTMAX", "Normaliser", "Normalisers"]
 
 _MOST_PRODUCTS = 4  # of queries and keys that are followed at the same time
 _KEEPS_PLACES = ops.COPIES | ops.DROPOUTS | {"tril", "triu"}  # besides what torch calls pointwise
@@ -80,7 +80,7 @@ class Normalisers:
         if step.op in ops.BATCHED:
             self._begin(step, view, tensor)
         elif of_scores and step.op not in ops.SHAPED_LIKE | ops.MATMULS.keys():
-            product = None if step.op in ops.SOFTMAX_LIKE or None in products else products[0]
+            product = None if step.op in ops.SOFTMAXES or None in products else products[0]
             self._product_of.update({out.cell: product for out in step.outputs if out is not None})
             alike = [item for item in of_scores if item[0].numel == view.numel and item[0].is_float]
             if product is not None and alike and (step.is_pointwise or step.op in _KEEPS_PLACES):
@@ -142,33 +142,25 @@ def _adds_up(weights: Tensor, error: float) -> bool:
 # names
 
 
-def _sparsemax(x: Tensor) -> Tensor:
-    """Project on the simplex (Martins and Astudillo 2016)."""
-    ordered = x.sort(-1, descending=True).values
-    count = torch.arange(1, x.shape[-1] + 1, device=x.device)
-    sums = ordered.cumsum(-1) - 1
-    size = (count * ordered > sums).sum(-1, keepdim=True)
-    return (x - sums.gather(-1, size - 1) / size).clamp(min=0)
-
-
-def _entmax(x: Tensor) -> Tensor:
-    """Entmax of order 1.5 (Peters, Niculae and Martins 2019)."""
-    ordered = ((x - x.amax(-1, keepdim=True)) / 2).sort(-1, descending=True).values
-    count = torch.arange(1, x.shape[-1] + 1, device=x.device)
-    mean = ordered.cumsum(-1) / count
-    spread = count * (ordered.square().cumsum(-1) / count - mean.square())
-    threshold = mean - ((1 - spread) / count).clamp(min=0).sqrt()
-    size = (threshold <= ordered).sum(-1, keepdim=True)
-    return ((x - x.amax(-1, keepdim=True)) / 2 - threshold.gather(-1, size - 1)).clamp(min=0).square()
+def _entmax(x: Tensor, order: float) -> Tensor:
+    """Entmax by bisection (Peters, Niculae and Martins 2019); of order 2 it is sparsemax."""
+    x, power = x * (order - 1), 1 / (order - 1)
+    threshold = x.amax(-1, keepdim=True) - 1
+    for halvings in range(1, 30):
+        is_low = (x - threshold - 0.5**halvings).clamp(min=0).pow(power).sum(-1, keepdim=True) > 1
+        threshold = threshold + is_low * 0.5**halvings
+    return (x - threshold).clamp(min=0).pow(power)
 
 
 def _over_its_sum(x: Tensor) -> Tensor:
     return x / x.sum(-1, keepdim=True).clamp_min(1e-9)
 
 
+SOFTMAX = "softmax"  # written out
 _NAMES: dict[str, Callable[[Tensor], Tensor]] = {
-    "sparsemax": _sparsemax,
-    "entmax of order 1.5": _entmax,
+    SOFTMAX: lambda x: x.softmax(-1),
+    "sparsemax": lambda x: _entmax(x, 2),
+    "entmax of order 1.5": lambda x: _entmax(x, 1.5),
     "ReLU over its sum": lambda x: _over_its_sum(x.relu()),
     "squared ReLU over its sum": lambda x: _over_its_sum(x.relu().square()),
     "sigmoid over its sum": lambda x: _over_its_sum(x.sigmoid()),
@@ -177,11 +169,13 @@ _NAMES: dict[str, Callable[[Tensor], Tensor]] = {
 
 def _scores_and_name(product: _Product, weights: Tensor, dim: int) -> tuple[View | None, str]:
     """Return the scores from which a function that has a name makes the weights; the last ones if it has none."""
-    error = _error(weights)
+    error, first = _error(weights), _first_matrix(weights)
+    is_hidden = first == 0  # perhaps by a mask behind the function
     alike = [(view, scores) for view, _, _, scores in reversed(product.scores) if view.shape == tuple(weights.shape)]
-    for view, scores in alike:
-        for name, function in _NAMES.items() if dim >= -2 else ():
-            expected = function(scores.movedim(dim, -1)).movedim(-1, dim)
-            if torch.allclose(expected, _first_matrix(weights), rtol=10 * error, atol=error / weights.shape[dim]):
-                return view, name
+    for view, scores in alike if dim >= -2 else ():
+        inputs = scores.masked_fill(is_hidden, -1e4).movedim(dim, -1)
+        expected = {name: function(inputs).movedim(-1, dim) * ~is_hidden for name, function in _NAMES.items()}
+        name = min(expected, key=lambda name: float((expected[name] - first).abs().max()))
+        if torch.allclose(expected[name], first, rtol=10 * error, atol=error / weights.shape[dim]):
+            return view, name
     return alike[0][0] if alike else None, "weights that add up to one"

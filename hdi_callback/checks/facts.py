@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hdi_callback.attention.discovery.cores import Core, core_of
+from hdi_callback.attention.discovery.cores import Core, core_of, sums_of
 from hdi_callback.attention.discovery.find import place_of
 from hdi_callback.attention.discovery.heads import IN, FoundAttention, Projection
 from hdi_callback.attention.discovery.labels import NORMED, SUM, Label, Labels, Unreadable
 from hdi_callback.attention.discovery.planes import small, unique_rows
-from hdi_callback.attention.operations import SOFTMAXES
+from hdi_callback.attention.operations import SOFTMAX_LIKE, SOFTMAXES
 from hdi_callback.attention.tape import DATA, Step
 from hdi_callback.checks.blocks import block_of
 from hdi_callback.checks.positions import cosines_of, length_of, pairs_of, shift_of
@@ -36,8 +36,9 @@ from hdi_callback.checks.scores import (
     hidden_by,
     is_by_rows,
     is_curve,
-    is_renormalised,
     links_back,
+    links_to_sum,
+    masks_of_weights,
     scale_of,
 )
 
@@ -225,7 +226,7 @@ def _of_step(labels: Labels, step: Step) -> dict[str, Any]:
         "path": step.path or "",
         "line": "" if "/torch/nn/" in line else line.rpartition("/")[2],  # without folders, and nothing of torch's own
         "is_training": module.training,
-        "is_renormalised": is_renormalised(labels.tape, step),
+        "is_renormalised": step.op in SOFTMAX_LIKE and bool(sums_of(step)),
         "window": window if type(window) is int and window > 1 else 0,
     }
 
@@ -241,8 +242,10 @@ def _of_core(labels: Labels, core: Core) -> dict[str, Any]:
         scores = None if core.scores is None else links_back(core.scores.cell, lambda value: value is core.score_step)
         behind = links_back(part.product.first.cell, lambda value: value is step)
         changes = changes_of(scores) if scores is not None and is_by_rows(core) else [Change("not followed", None)]
-        changes = [*changes_of_product(core.score_step), *changes]
+        before_sum = links_to_sum(core, behind or [])
+        changes = [*changes_of_product(core.score_step), *changes, *masks_of_weights(before_sum)]
         dropout = None if behind is None else dropout_behind(behind)
+        behind = [link for link in behind or () if link not in before_sum]
     queries, keys = (view.features.shape[1] for view in (part.query, part.key))
     softmaxes = 1 + sum(link.step.op in SOFTMAXES for link in [*(scores or ()), *(behind or ())])
     labelled = {role: getattr(part, role) for role in IN}

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.discovery.cores import Core
+from hdi_callback.attention.discovery.cores import Core, sums_of
 from hdi_callback.attention.discovery.labels import Labels
-from hdi_callback.attention.operations import FUSED, RANDOM, SOFTMAXES
-from hdi_callback.attention.tape import Cell, Step, Tape, View, walk_back
+from hdi_callback.attention.operations import FUSED, RANDOM, REDUCTIONS, SOFTMAXES
+from hdi_callback.attention.tape import Cell, Step, View, walk_back
 
 KEPT = 64  # of masks and tables the tape keeps so many queries and keys
 HIDDEN = -90.0  # a key is hidden by a score below it: exp(-90) = 1e-39
@@ -182,8 +182,26 @@ def _changes(link: Link) -> list[Change]:
         return [change for other_view in link.others for change in _added(step.op, other_view)]
     if step.op == "mul":
         return [Change(step.op, _HIDES_NOTHING, _value_of(other_view)) for other_view in link.others]
-    hides_nothing = step.is_pointwise or step.op in {"native_dropout", *_COPIES, *SOFTMAXES}
+    hides_nothing = step.is_pointwise or step.op in {"native_dropout", "_log_softmax", *_COPIES, *SOFTMAXES}
     return [] if hides_nothing else [Change(step.op, None)]
+
+
+def links_to_sum(core: Core, behind: list[Link]) -> list[Link]:
+    """Return the steps between a function of scores and the sum that what it returns is divided by."""
+    if core.normaliser is not None and core.scores is not None:
+        start = core.scores.cell.step
+        return links_back(core.step.output.cell, lambda step: step is start) or []
+    sums = [links_back(step.inputs[0].cell, lambda step: step is core.step) or [] for step in sums_of(core.step)]
+    summed = {link.step for links in sums for link in links}
+    return [link for link in behind if link.step in summed]
+
+
+def masks_of_weights(links: list[Link]) -> list[Change]:
+    """Return where weights are set to 0 before they are divided by their sum, which hides keys."""
+    return [
+        Change("masked_fill", None if change.value is None or dropout_behind([link]) != 0 else change.value == 0)
+        for link in links for change in _changes(link) if not change.is_added
+    ]  # fmt: skip
 
 
 def is_curve(step: Step) -> bool:
@@ -210,6 +228,8 @@ def _added(op: str, view: View, depth: int = 8) -> list[Change]:
         is_mask = value.dtype == torch.bool
         return [Change(op, ~value if is_mask else sign * value <= HIDDEN, value if is_mask else sign * value)]
     step = view.cell.step
+    if step is not None and step.op in REDUCTIONS and view.shape[-1] == 1:
+        return []  # the largest of a query's scores, say, without which its softmax is the same
     if step is None or not (step.is_pointwise or step.op in _COPIES):
         return [Change(op, _HIDES_NOTHING, bias=view.shape)]
     if not depth:
@@ -275,15 +295,3 @@ def dropout_behind(links: list[Link]) -> float | None:
             if any(cell.step is not None and cell.step.op in RANDOM for cell in made_of):
                 return None
     return 0.0
-
-
-def is_renormalised(tape: Tape, softmax: Step) -> bool:
-    """Whether weights are divided by sums of themselves, a few steps behind the softmax."""
-    cells = {view.cell for view in softmax.outputs if view is not None}
-    for step in tape.steps[softmax.number + 1 : softmax.number + 20]:
-        weights = [view for view in step.inputs if view.cell in cells]
-        if step.op == "div" and len(weights) > 1:
-            return True
-        if weights and (step.is_pointwise or step.op == "sum" or step.op in _COPIES):
-            cells |= {view.cell for view in step.outputs if view is not None}
-    return False

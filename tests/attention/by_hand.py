@@ -379,6 +379,17 @@ def softmax_of_exponentials():
 
 
 @case
+def exponentials_with_a_mask_before_their_sum():
+    def attention(m, q, k, v):
+        scores = q @ k.mT / D**0.5
+        weights = (scores - scores.max(-1, keepdim=True).values).exp() * torch.ones(T, T).tril()
+        return (F.dropout(weights, 0.1, m.training) @ v) / (weights.sum(-1, keepdim=True) + 1e-9)
+
+    m = between(attention)
+    return m, truth_of_four(m)
+
+
+@case
 def exponentials_of_a_log_softmax():
     def forward(m, x):
         q, k, v = (split(f(x)) for f in (m.q, m.k, m.v))

@@ -173,6 +173,97 @@ def test_a_causal_mask_on_weights_in_place_of_scores_counts_as_one(name):
     (rows,) = found.rows
     assert torch.equal(rows["weights"], received(module, x))
     assert torch.equal(rows["visible"], (~LATER).expand(B, 4, T, T))
+    is_known = "sigmoid" not in name  # what `tril` leaves is not followed
+    assert check(module, lambda: module(x)).cards[0].is_causal is (True if is_known else None)
+
+
+def exponentials(scores: Tensor) -> Tensor:
+    return (scores - scores.amax(-1, keepdim=True)).exp()
+
+
+def in_place(scores: Tensor, mask: Tensor, values: Tensor) -> Tensor:
+    weights = exponentials(scores)
+    weights *= mask
+    weights /= weights.sum(-1, keepdim=True)
+    return F.dropout(weights, 0.1) @ values
+
+
+def by_einsum(scores: Tensor, mask: Tensor, values: Tensor) -> Tensor:
+    weights = exponentials(scores) * mask.float()
+    weights = weights / torch.einsum("bhqk->bhq", weights)[..., None]
+    return torch.einsum("bhqk,bhkd->bhqd", F.dropout(weights, 0.1), values)
+
+
+def divided_behind_values(scores: Tensor, mask: Tensor, values: Tensor) -> Tensor:
+    weights = exponentials(scores).masked_fill(~mask, 0)
+    return (F.dropout(weights, 0.1) @ values) / (weights.sum(-1, keepdim=True) + 1e-9)
+
+
+WRITTEN_OUT: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "no mask": lambda s, mask, v: F.dropout(over_its_sum(exponentials(s.masked_fill(~mask, -1e9))), 0.1) @ v,
+    "by a factor": lambda s, mask, v: F.dropout(over_its_sum(exponentials(s) * mask), 0.1) @ v,
+    "by a factor of numbers": lambda s, mask, v: F.dropout(over_its_sum(s.exp() * mask.float()), 0.1) @ v,
+    "filled": lambda s, mask, v: F.dropout(over_its_sum(exponentials(s).masked_fill(~mask, 0)), 0.1) @ v,
+    "chosen": lambda s, mask, v: F.dropout(over_its_sum(torch.where(mask, exponentials(s), 0)), 0.1) @ v,
+    "normalised by torch": lambda s, mask, v: F.dropout(F.normalize(exponentials(s) * mask, p=1, dim=-1), 0.1) @ v,
+    "in place": in_place,
+    "by einsum": by_einsum,
+    "divided behind values": divided_behind_values,
+}
+MASKS = {"causal": ~LATER, "padding": torch.arange(T) < torch.tensor([T, 5])[:, None, None, None]}
+
+
+def masked(attend: Callable[[Tensor, Tensor, Tensor], Tensor], mask: str) -> nn.Module:
+    torch.manual_seed(0)
+    return between(lambda m, q, k, v: attend(q @ k.mT / D**0.5, MASKS[mask], v))
+
+
+def with_infinity(mask: str) -> nn.Module:
+    return masked(lambda s, seen, v: F.dropout(s.masked_fill(~seen, -torch.inf).softmax(-1), 0.1) @ v, mask)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_a_mask_between_exponentials_and_their_sum_is_one_of_a_softmax(name, mask):
+    module, x = masked(WRITTEN_OUT[name], mask), torch.randn(B, T, C)
+    found = survey(module, lambda: module(x))
+    assert not found.refused
+    for role, expected in truth_of_four(module).items():
+        assert torch.equal(found.layers[0].weight(role), expected)
+    verdict, other = (check(each, lambda each=each: each(x)) for each in (module, with_infinity(mask)))
+    lines, others = ({**each.cards[0].lines, "positions": ""} for each in (verdict, other))  # random masks hide these
+    assert lines == others
+    assert verdict.cards[0].is_causal == (mask == "causal")
+    assert [finding.name for finding in verdict.findings] == [finding.name for finding in other.findings]
+
+
+def readings(module: nn.Module, path: str) -> list[dict[str, float]]:
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(module.parameters(), 0.5)
+    with watch_heads(module, optimizer, every_n_steps=1, history=path) as heads:
+        for _ in range(3):
+            x = torch.randn(B, T, C)
+            with heads.step():
+                module(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return [record.layers[""].values for record in load_history(path).records[:3]]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", sorted(WRITTEN_OUT.keys() - {"in place"}))  # which autograd refuses
+def test_a_softmax_written_out_has_the_numbers_of_one_that_hides_keys_by_infinity(name, mask, tmp_path):
+    ours = readings(masked(WRITTEN_OUT[name], mask), str(tmp_path / "ours.jsonl"))
+    other = readings(with_infinity(mask), str(tmp_path / "other.jsonl"))
+    names = set(other[0])
+    assert {"attention_entropy", "head_covariance"} <= names
+    if name == "divided behind values":  # no row adds up to one, and so none says which tokens are padding
+        names = set(ours[0]) - ({"head_covariance"} if mask == "padding" else set())
+        assert not {"attention_entropy", "attention_logit"} & names
+    for values, expected in zip(ours, other, strict=True):
+        assert {each: values[each] for each in names} == pytest.approx(
+            {each: expected[each] for each in names}, abs=1e-6
+        )
 
 
 def test_rows_in_bfloat16_are_those_that_the_normaliser_gives():

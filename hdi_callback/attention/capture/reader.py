@@ -266,12 +266,14 @@ class Reader(Mode):
             self._waiting[_memory(out)] = layer, how, out.numel() // out.shape[how.keys], out
         weights = _arranged(out.movedim(how.keys, -1), how.rows, how)
         sampled = self._sampled(weights)
-        rows = _copied(sampled.rows(weights))
+        rows, (logits, hidden_keys) = _copied(sampled.rows(weights)), scores
+        if how.is_softmax:  # perhaps by a mask behind the exponentials
+            logits, hidden_keys = logits.masked_fill(rows == 0, -math.inf), weights[:, 0].amax(1) == 0
         if how.kind == "normaliser":
             sums = rows.sum(-1, keepdim=True)
             rows = rows.masked_fill(((sums - 1).abs() > _ADDS_UP) & (sums.abs() > _ADDS_UP), math.nan)
         positions, _ = self._place(sampled, weights.shape[3], weights.device)
-        self._hand_over(layer, CoreSample(positions, scores[0], rows), sampled, scores[1])
+        self._hand_over(layer, CoreSample(positions, logits, rows), sampled, hidden_keys)
 
     def show(self, layer: AttentionLayer, outputs: Tensor) -> None:
         """Compare queries and keys that the mode read with those that autograd saved; trust these if equal."""

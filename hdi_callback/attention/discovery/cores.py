@@ -31,7 +31,7 @@ from hdi_callback.attention.discovery.products import Product, reduced_dims
 from hdi_callback.attention.normalisers import Normaliser
 from hdi_callback.attention.tape import DATA, MADE, Cell, Step, View, WalkOn, walk_back
 
-__all__ = ["OVER_HEADS", "OVER_QUERIES", "Core", "ValueProduct", "core_of", "layout_of_fused"]
+__all__ = ["OVER_HEADS", "OVER_QUERIES", "Core", "ValueProduct", "core_of", "layout_of_fused", "sums_of"]
 
 OVER_QUERIES = "its softmax runs over queries, not over keys"
 ELEMENT_BY_ELEMENT = "its weights are multiplied with values element by element"
@@ -39,6 +39,7 @@ OVER_HEADS = "its softmax runs over heads or sequences, alone or with keys"
 _MOST_CELLS_TO_SCORES = 400  # from a softmax back to the matmul of queries and keys
 _MOST_STEPS_TO_MAP = 9  # from a softmax back to a map that mixes the scores of heads
 _MOST_STEPS_TO_VALUES = 60
+_MASKING = {"add", "mul", "where", "masked_fill", "tril", "triu"} | ops.KEEPS  # between exponentials and their sum
 _LARGEST_EPSILON = 0.01  # that is added to a sum so that nothing is divided by zero
 
 
@@ -85,14 +86,15 @@ def core_of(labels: Labels, step: Step) -> Core | None:
     """Return the attention of a step, `None` if it is none; raise `Unreadable` if it cannot be read."""
     if layout_of_fused(step):
         return _fused_core(labels, step)
-    if step.op in ops.SOFTMAX_LIKE:
-        return _core_behind(labels, step, step.inputs[0], softmax_dim(step))
-    normaliser, label = step.normaliser, labels.read(step.normaliser.scores) if step.normaliser is not None else None
-    if normaliser is None or label is None:
+    normaliser = step.normaliser
+    if normaliser is not None and (label := labels.read(normaliser.scores)) is not None:
+        labels.installed[step.number] = label
+        core = _core_behind(labels, step, normaliser.scores, normaliser.dim)
+        return None if core is None else replace(core, normaliser=normaliser)
+    is_read_at_sum = step.op in ops.EXPONENTIALS and any(user.normaliser for user in _users_behind_masks(step))
+    if step.op not in ops.SOFTMAX_LIKE or is_read_at_sum:
         return None
-    labels.installed[step.number] = label
-    core = _core_behind(labels, step, normaliser.scores, normaliser.dim)
-    return None if core is None else replace(core, normaliser=normaliser)
+    return _core_behind(labels, step, step.inputs[0], softmax_dim(step))
 
 
 def _read(labels: Labels, view: View, role: str) -> Label:
@@ -180,9 +182,7 @@ def _core_behind(labels: Labels, step: Step, scores: View, dim: int | None) -> C
 
 def _notes(softmax: Step, products: list[Product]) -> Iterator[str]:
     """Return what happens between a softmax and values that its rows do not show."""
-    sums = [
-        user.output.cell for user in softmax.output.cell.users if softmax.op in ops.EXPONENTIALS and user.op == "sum"
-    ]
+    sums = [user.output.cell for user in sums_of(softmax)] if softmax.op in ops.EXPONENTIALS else []
     added = [item for cell in sums for user in cell.users if user.op == "add" for item in user.args[:2]]
     if any(item.cell not in sums if isinstance(item, View) else item > _LARGEST_EPSILON for item in added):
         yield "more in the sum of its softmax than its exponentials"
@@ -202,8 +202,8 @@ def softmax_dim(step: Step) -> int | None:
     shape = step.inputs[0].shape
     if step.op not in ops.EXPONENTIALS:
         return int(step.args[1]) % len(shape) if shape else None
-    for user in step.output.cell.users:
-        if user.op == "sum" and len(user.inputs[0].shape) == len(shape) and _divides(user):
+    for user in sums_of(step):
+        if len(user.inputs[0].shape) == len(shape):
             return reduced_dims(user)[0]
     before = step.inputs[0].cell.step
     if before is not None and before.op == "_log_softmax":
@@ -213,6 +213,21 @@ def softmax_dim(step: Step) -> int | None:
             sizes = [d for d in range(len(view.shape)) if view.shape[d] == 1 != shape[d]]
             return sizes[0] if sizes else None
     return None
+
+
+def sums_of(exponential: Step) -> list[Step]:
+    """Return the sums that exponentials are divided by, also behind a mask."""
+    return [user for user in _users_behind_masks(exponential) if user.op == "sum" and _divides(user)]
+
+
+def _users_behind_masks(exponential: Step) -> Iterator[Step]:
+    """Return what uses exponentials, also behind a mask."""
+    walk = WalkOn([exponential.output.cell], most=_MOST_STEPS_TO_VALUES)
+    for user in walk:
+        yield user
+        others = [view for view in user.inputs if view.cell not in walk.met]
+        if user.op in _MASKING and not any(view.cell.is_mapped for view in others):
+            walk.follow(user)
 
 
 def _divides(step: Step) -> bool:
@@ -264,10 +279,7 @@ def _score_steps(labels: Labels, cell: Cell) -> Iterator[Step]:
 
 
 def _mapped_scores(labels: Labels, cell: Cell, *, beside: bool) -> set[Step]:
-    """Return the products of two computed tensors that a projection takes, a few steps before the softmax.
-
-    Where such products also come to the softmax without a map, what is added to them is followed as well.
-    """
+    """Return the products that a projection takes before the softmax; `beside` those that come to it without a map."""
     mapped: set[Step] = set()
     todo = [(cell, False, 0)]
     while todo:
@@ -286,11 +298,7 @@ def _mapped_scores(labels: Labels, cell: Cell, *, beside: bool) -> set[Step]:
 
 
 def _own_source(labels: Labels, label: Label, sources: list[FeatureRange]) -> FeatureRange:
-    """Return the product of queries and keys among those that scores are a sum of.
-
-    Both factors depend on what the model is given, and not on positions alone; scores of a layer before are
-    added, and so come from an earlier step.
-    """  # noqa: DOC501
+    """Return which product in a sum of scores is of data on both sides, and of no layer before."""
 
     def strength(source: FeatureRange) -> int:
         product = labels.products.of(source.step) if source.step is not None else None

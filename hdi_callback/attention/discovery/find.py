@@ -42,6 +42,7 @@ from hdi_callback.attention.discovery.sites import merged_sites, site_of
 from hdi_callback.attention.discovery.terms import Weights, origin
 from hdi_callback.attention.extra_forward import inner_model, nothing_remains
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Refusal, Site, Survey
+from hdi_callback.attention.normalisers import SOFTMAX
 from hdi_callback.attention.tape import DATA, Cell, Step, Tape, View, walk_back
 from hdi_callback.attention.torch_attention import torch_attention
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarning
@@ -442,8 +443,8 @@ def _kind(claim: FoundAttention, maps: Projections) -> str:
     names = list(dict.fromkeys(name.removesuffix(".weight") for name in parameters))
     short = [name.rpartition(".")[2] for name in names]
     where = f"{'packed in' if len(names) == 1 else 'in'} {', '.join(f'`{name}`' for name in short[:4])}"
-    normaliser = f"; {claim.core.normaliser.name} in place of a softmax" if claim.core.normaliser is not None else ""
-    return f"{claim.heads} heads, {where}{normaliser}"
+    name = SOFTMAX if claim.core.normaliser is None else claim.core.normaliser.name
+    return f"{claim.heads} heads, {where}{'' if name == SOFTMAX else f'; {name} in place of a softmax'}"
 
 
 def _common(paths: list[str]) -> str:

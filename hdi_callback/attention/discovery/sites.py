@@ -13,6 +13,7 @@ from hdi_callback.attention.discovery.heads import FoundAttention
 from hdi_callback.attention.discovery.planes import repeats, reshaped
 from hdi_callback.attention.discovery.products import Unreadable
 from hdi_callback.attention.layer import Site
+from hdi_callback.attention.normalisers import SOFTMAX
 from hdi_callback.attention.tape import Step
 
 __all__ = ["merged_sites", "site_of"]
@@ -49,8 +50,9 @@ def site_of(claim: FoundAttention, steps: list[Step]) -> Site:
         between = steps[normaliser.start.number + 1 : step.number + 1]
         return (step.op, [each.op for each in between].count(step.op)) if between else ("", 0)
 
-    scores = behind(normaliser.scores.cell.step or normaliser.start)
-    return replace(site, kind="normaliser", scores=scores, weights=behind(step), is_causal=normaliser.is_causal)
+    is_softmax, is_causal = normaliser.name == SOFTMAX, normaliser.is_causal
+    scores, weights = behind(normaliser.scores.cell.step or normaliser.start), behind(step)
+    return replace(site, kind="normaliser", scores=scores, weights=weights, is_causal=is_causal, is_softmax=is_softmax)
 
 
 def _dims(head: Tensor, query: Tensor, heads: int) -> tuple[str, ...]:

@@ -103,10 +103,7 @@ class Weights:
         return any(cell.step is base for cell in islice(walk_back([cell], summands), _MOST_STEPS_BETWEEN_MAPS))
 
     def _to_sum(self, step: Step, *, is_through: bool = False) -> tuple[list[Product], float, View | None]:
-        """Return the factor of a projection's output in the next sum, and the summand beside it.
-
-        `is_through`: also through further projections, which come first.
-        """  # noqa: DOC501
+        """Return maps before the next sum (`is_through`), the factor of a projection in it, and what is beside it."""
         products, scale, out = list[Product](), 1.0, step.output
         for _ in range(_MOST_STEPS_BETWEEN_MAPS):
             users = (user for user in out.cell.users if user.number > step.number)
