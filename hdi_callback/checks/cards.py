@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from hdi_callback.attention.discovery.find import short_names
 from hdi_callback.attention.discovery.heads import IN
 from hdi_callback.checks.facts import PLURAL, Facts, HeadRows, ranges, shown_rows
 
@@ -77,7 +78,7 @@ def card_of(facts: Facts) -> Card:
 
 def _rows(facts: Facts) -> str:
     maps = [head_rows for role in IN for head_rows in facts.rows.get(role, ())]
-    modules = list(dict.fromkeys(head_rows.module for head_rows in maps))
+    modules = short_names(head_rows.name for head_rows in maps)
     if len(modules) == 1 and len(maps) == len(IN):
         rows = f"rows {', '.join(shown_rows(head_rows.rows) for head_rows in maps)} of {modules[0]}"
     elif maps and all(len(head_rows.rows.unique()) == head_rows.total for head_rows in maps):

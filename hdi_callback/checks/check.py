@@ -48,10 +48,10 @@ class Check:
     def __repr__(self) -> str:
         """Return all cards and all findings, as a notebook shows them too."""
         if not self.cards:
-            return "No attention ran in this forward."
+            return "No attention ran in this forward, so that nothing was judged."
         whole = "" if self.judged == self.layers else " in those that were judged"
         lines = list(map(str, self.findings)) or [f"Nothing is wrong or odd{whole}."]
-        lines.append(f"{self.judged} of {self.layers} layers were judged.")
+        lines.append(f"{self.judged} of {self.layers} layer{'s were' if self.layers > 1 else ' was'} judged.")
         reasons: dict[str, list[str]] = {}
         for name, reason in self.not_asked.items():
             reasons.setdefault(reason, []).append(name.replace("_", " "))

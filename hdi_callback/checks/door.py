@@ -318,7 +318,8 @@ class Inputs:
                 "forwards are random" if door.is_random else "samples mix, or are not on the first axis"
             )
         if len(self.main) != 1 or getattr(getattr(door.model, "config", None), "is_encoder_decoder", False):
-            raise NotAskedError("more than one sequence goes in" if self.main else "no sequence goes in")
+            several = "more than one sequence goes in, or is made of labels"
+            raise NotAskedError(several if self.main else "no sequence goes in")
         x = self.leaves[self.main[0]]
         if x.dim() != 2 + x.is_floating_point() or x.shape[1] < 4:
             raise NotAskedError("no sequence of tokens goes in")

@@ -182,7 +182,7 @@ def later_tokens(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator
     declared = {getattr(module, "is_causal", getattr(module, "causal", None)) for module in modules}
     reasons = {
         "every mask is causal": bool(facts) and all(each.is_causal for each in facts),
-        "labels are the next tokens: hide what is true in ones(T, T).triu(1)": any(
+        "labels are the tokens, or those that come next: hide what is true in ones(T, T).triu(1)": any(
             inputs.is_moved(x, door.leaves[at]) for at in inputs.labels if x.dim() == 2
         ),
         "each attention is declared as causal; combine that with a mask": declared == {True},

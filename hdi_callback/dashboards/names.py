@@ -93,9 +93,9 @@ def every_name() -> dict[str, Name]:
     from hdi_callback.checks.questions import QUESTIONS
 
     texts = [(each.__name__, each.__doc__ or "") for each in DIAGNOSES]
-    texts += [(each.__name__, f"{each.__doc__} Asked of the model, and not so.") for each in QUESTIONS]
+    texts += [(each.__name__, f"{each.__doc__} The model was asked, and it is not so.") for each in QUESTIONS]
     names = [Name(name.replace("_", " "), "finding of hdi check", text) for name, text in texts]
-    return NAMES | {name.text: name for name in names if name.text not in NAMES}
+    return NAMES | {f"{name.text} asked" if name.text in NAMES else name.text: name for name in names}
 
 
 def describe_tag(tag: str) -> Name | None:

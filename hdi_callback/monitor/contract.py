@@ -34,12 +34,13 @@ EVERY = 10
 """Readings from one comparison to the next."""
 
 NAME = "contract change"
+_ACTION = "find what changed it: code, a configuration, a callback, or batches of another kind"
 MEANING = (
     "Raised when attention computes something else than in the first forward: what queries see, dropout, scale, "
-    "positions, biases, or the rows that heads are made of. Read at each tenth reading and after an alert, confirmed "
-    "by the next; a notice of what changes from reading to reading."
+    "positions, biases, or the rows that heads are made of; or when in the training step gradients begin to add up, or "
+    "are turned or scaled before the optimizer gets them, or something else writes weights. Read at each tenth reading "
+    f"and after an alert, confirmed by the next; a notice of what changes from reading to reading. Then {_ACTION}."
 )
-_ACTION = "find what changed it: code, a configuration, a callback, or batches of another kind"
 _ROUNDING = 0.02  # of rotary tables in bf16
 _OF_STEPS = {GRADIENTS, WRITES}
 

@@ -793,4 +793,4 @@ def test_a_target_that_is_its_source_is_no_label():
     model = Pair(None).eval()
     result = check(model, lambda: model(TOKENS, TOKENS))
     assert not result.findings
-    assert result.not_asked["later tokens"] == "more than one sequence goes in"
+    assert result.not_asked["later tokens"].startswith("more than one sequence goes in")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
@@ -47,7 +47,7 @@ from hdi_callback.attention.tape import DATA, Cell, Step, Tape, View, walk_back
 from hdi_callback.attention.torch_attention import torch_attention
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarning
 
-__all__ = ["OnRead", "claims_of", "find_attention", "place_of", "survey", "survey_tape"]
+__all__ = ["OnRead", "claims_of", "find_attention", "place_of", "short_names", "survey", "survey_tape"]
 
 
 RefusedSteps = list[tuple[Step, str]]  # of what cannot be read
@@ -439,12 +439,22 @@ def _different(maps: list[Projection], heads: int) -> tuple[list[Projection], tu
 
 
 def _kind(claim: FoundAttention, maps: Projections) -> str:
-    parameters = (name for items in maps.values() for item in items for name in item.names)
-    names = list(dict.fromkeys(name.removesuffix(".weight") for name in parameters))
-    short = [name.rpartition(".")[2] for name in names]
-    where = f"{'packed in' if len(names) == 1 else 'in'} {', '.join(f'`{name}`' for name in short[:4])}"
-    name = SOFTMAX if claim.core.normaliser is None else claim.core.normaliser.name
-    return f"{claim.heads} heads, {where}{'' if name == SOFTMAX else f'; {name} in place of a softmax'}"
+    names = short_names(name for items in maps.values() for item in items for name in item.names)
+    where = f"{'packed in' if len(names) == 1 else 'in'} {', '.join(f'`{name}`' for name in names[:4])}"
+    normaliser = SOFTMAX if claim.core.normaliser is None else claim.core.normaliser.name
+    return f"{claim.heads} heads, {where}{'' if normaliser == SOFTMAX else f'; {normaliser} in place of a softmax'}"
+
+
+def short_names(parameters: Iterable[str]) -> list[str]:
+    """Return the names of the modules of parameters, each once, without the path that all of them share.
+
+    Example:
+        >>> short_names(["0.k.weight", "0.q.base.weight", "0.q.lora.weight"]), short_names(["0.qkv.weight"])
+        (['k', 'q.base', 'q.lora'], ['qkv'])
+    """
+    names = dict.fromkeys(name.removesuffix(".weight") for name in parameters)
+    shared = len(_common([name.rpartition(".")[0] for name in names]))
+    return [name[shared:].removeprefix(".") for name in names]
 
 
 def _common(paths: list[str]) -> str:
