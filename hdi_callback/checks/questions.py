@@ -160,11 +160,12 @@ def samples(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answ
         return lambda tensor: at if tensor.dim() > axis and tensor.shape[axis] == len(order) else None
 
     layer = door.first(door.record({}, place(unchanged)), door.record(alone, place(unchanged)))
-    why = "change with the other samples of the batch: heads, tokens or a mask of one are read for another"
+    why = "change with the other samples of the batch: heads, tokens or a mask of one are read for another; keep the "
+    why += "batch as an axis of its own in each view and transpose"
     moved = {at: door.leaves[at][_along(axis, order)] for at in fits}
     if not layer and door.differ(door.ask(moved)[_along(axis, back)], door.base) > door.tolerance:
         # Nothing goes from sample to sample: a place has a value of its own.
-        why = "depend on its place in the batch: positions, or a mask, run along the batch"
+        why = "depend on its place in the batch: positions, or a mask, run along the batch; let them run along tokens"
         layer = door.first(door.record({}, place(order.sort().values)), door.record(moved, place(back)))
     yield "wrong", f"outputs of a sample {why} (by {gap:.2g})", layer
 
@@ -181,7 +182,7 @@ def later_tokens(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator
     modules = map(door.model.get_submodule, (each.path for each in facts))
     declared = {getattr(module, "is_causal", getattr(module, "causal", None)) for module in modules}
     reasons = {
-        "every mask is causal": bool(facts) and all(each.is_causal for each in facts),
+        "every mask is causal: what else mixes tokens has to be": bool(facts) and all(each.is_causal for each in facts),
         "labels are the tokens, or those that come next: hide what is true in ones(T, T).triu(1)": any(
             inputs.is_moved(x, door.leaves[at]) for at in inputs.labels if x.dim() == 2
         ),
@@ -216,7 +217,7 @@ def source(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answe
     for at in inputs.tokens if len(inputs.tokens) == 2 and (door.outputs == 1 or is_encoder_decoder) else ():
         if torch.equal(door.ask({at: inputs.changed(at, ...)}), door.base):
             name = door.label[at] or f"the sequence {inputs.main.index(at)}"
-            yield "wrong", f"{name} changes no output: no attention takes its keys and values of it", ""
+            yield "wrong", f"{name} changes no output: no attention takes its keys and values of it; pass it to one", ""
             return
     causal = [each.path for each in facts if each.is_causal and each.path]
     if not causal:
@@ -241,7 +242,7 @@ def source(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answe
     if not targets:
         place = by_token(door, door.base.shape[1], ..., slice(0, -1))
         layer = door.first(door.record({}, place), door.record({target: ends[target]}, place))
-        text = "the last token of either sequence changes the outputs before it: queries may be of the wrong sequence"
+        text = "the last token of either sequence changes the outputs before it: make queries of the target alone"
         yield "wrong", text, layer
         return
     for path in (path for path, states in reads_target.items() if len(states) > 1):
@@ -297,7 +298,7 @@ def order(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer
         raise NotAskedError("rounding would hide small positions")
     if is_moved and door.differ(door.ask({main: x[:, swap]}), door.base[:, swap]) <= max(1e-5, 30 * door.noise):
         text = "the order of tokens is not seen: swapped tokens merely swap their outputs; positions are missing, or "
-        yield "wrong", f"{text}run along another axis", ""
+        yield "wrong", f"{text}run along another axis; add them to the tokens", ""
 
 
 def padding(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
@@ -326,7 +327,7 @@ def padding(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answ
     )  # fmt: skip
     text = f"what stands at padding changes the outputs of real tokens (by {gap:.2g}), "
     if layer and is_attention and is_masked:  # else a filter, a pool or a norm over tokens carries it
-        yield "wrong", f"{text}though a mask of it is given", layer
+        yield "wrong", f"{text}though a mask of it is given: hide its keys by that", layer
     elif not is_masked:
         yield "odd", f"{text}and no mask is given: pass attention_mask, or hide its keys", layer
 
@@ -408,7 +409,7 @@ def positions(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
     swapped[:, :1] = table.gather(1, farthest)
     if torch.equal(door.ask({at: swapped}), door.base):
         name = door.label[at] or "the input that counts"
-        yield "odd", f"{name} changes nothing: positions are received from elsewhere", ""
+        yield "odd", f"{name} changes nothing: positions are received from elsewhere; pass these on, or give none", ""
 
 
 def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
@@ -506,13 +507,13 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
         moving = gradient[gradient.any(1)] if gradient.dim() == 2 else gradient[:0]
         if len(moving) > 1 and len(moving.unique(dim=0)) <= len(moving) // 2:
             text = f"rows of {name} get one gradient for two or more: they are added up before they are used"
-            yield "wrong", f"{text}, as by an einsum that drops an index of heads or groups", name.rpartition(".")[0]
+            yield "wrong", f"{text}, as by an einsum that drops an index of heads: keep it", name.rpartition(".")[0]
     parts: dict[tuple[Verdict, str], dict[str, str]] = {}
     for name in (name for name in idle if name.rpartition(".")[0] not in blank):
         verdict, part = idle[name]
         parts.setdefault((verdict, re.sub(r"\d+", "*", inside[name])), {}).setdefault(part, inside[name])
     for (verdict, layers), places in parts.items():
-        text = f"{', '.join(places)} of {layers} get exactly no gradient: this part is not used"
+        text = f"{', '.join(places)} of {layers} get exactly no gradient: this part is not used; use it or drop it"
         yield verdict, text, next(iter(places.values()))
 
 
