@@ -89,9 +89,9 @@ class TrainingStep:
         self._steps: WeakKeyDictionary[Optimizer, _Steps] = WeakKeyDictionary()
         self._handles: list[Any] = []
         self._hooks: list[Any] = []  # on parameters, until the step
-        self._raw: dict[int, Tensor] = {}  # number -> sample of the gradient
+        self._gradients: dict[int, Tensor] = {}  # number -> sample of the gradient
         self._was_there: dict[int, Tensor] = {}  # number -> whether a gradient was there
-        self._ever: set[Any] = set()  # what something else than a step has written
+        self._touched: set[Any] = set()  # what something else than a step has written
         self._is_written: bool | None = None  # between the first steps that are compared
         self._is_fresh = True  # whether no forward of the step to come was missed
         self._compares = self._is_wanted = False  # now, and at the next reading as well
@@ -124,7 +124,7 @@ class TrainingStep:
         """Look at no step any more; its forward did not finish, or there is no further one."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._raw, self._was_there = [], {}, {}
+        self._hooks, self._gradients, self._was_there = [], {}, {}
         for steps in self._steps.values():
             steps.is_armed, steps.begun = False, {}
 
@@ -153,7 +153,9 @@ class TrainingStep:
     @guarded("watching the training step")
     def _before_step(self, optimizer: Optimizer, *args: Any) -> None:
         """Note versions right before a step, and the bits right before that which follows one that was looked at."""
-        steps = self._steps.get(optimizer, _Steps())
+        steps = self._steps.get(optimizer)
+        if steps is None:
+            return
         if steps.is_armed:
             steps.begun = _versions(optimizer)
         if steps.facts is not None:
@@ -161,7 +163,9 @@ class TrainingStep:
             steps.facts, steps.looked_at = None, []
 
     def _after_step(self, optimizer: Optimizer, *args: Any) -> None:
-        steps = self._steps.get(optimizer, _Steps())
+        steps = self._steps.get(optimizer)
+        if steps is None:
+            return
         self._is_fresh = steps.has_run = True
         if steps.is_armed and steps.begun:
             self._look(optimizer, steps)
@@ -181,7 +185,7 @@ class TrainingStep:
     def _take(self, parameter: Tensor) -> None:
         """Keep a sample of the gradient as the last backward leaves it."""
         if not torch.compiler.is_compiling() and parameter.grad is not None and not parameter.grad.is_sparse:
-            self._raw[id(parameter)] = _sample(parameter.grad)
+            self._gradients[id(parameter)] = _sample(parameter.grad)
 
     @guarded("watching the training step")
     def _look(self, optimizer: Optimizer, steps: _Steps) -> None:
@@ -200,8 +204,8 @@ class TrainingStep:
             (tensor != steps.ended[key][1] or version - steps.ended[key][0] > most[key] * steps.count)
         }  # fmt: skip
         touched |= {name for name, value in settings.items() if steps.settings.get(name, value) != value}
-        new = touched - self._ever if self._arms > 2 else ()  # what was so at first is no change
-        self._ever |= touched
+        new = touched - self._touched if self._arms > 2 else ()  # what was so at first is no change
+        self._touched |= touched
         if new:
             names = _names(self._model, ())
             own_names = [
@@ -214,9 +218,9 @@ class TrainingStep:
         if not self._compares:
             return
         pairs = [
-            (parameter, self._raw[id(parameter)], self._was_there[id(parameter)], _sample(parameter.grad))
+            (parameter, self._gradients[id(parameter)], self._was_there[id(parameter)], _sample(parameter.grad))
             for parameter in parameters
-            if id(parameter) in self._raw and parameter.grad is not None and not parameter.grad.is_sparse
+            if id(parameter) in self._gradients and parameter.grad is not None and not parameter.grad.is_sparse
         ]
         if not any(each.is_armed for each in self._steps.values()):
             self.drop()
@@ -229,7 +233,7 @@ class TrainingStep:
         sizes = [sample.numel() for _, sample, *_ in pairs]
         home = able[0].device if able else torch.device("cpu")
         columns = [torch.cat([tensor.to(home).reshape(-1) for tensor in column]) for column in [*zip(*pairs)][1:]]
-        is_touched = [(id(parameter), "") in self._ever for parameter in able]
+        is_touched = [(id(parameter), "") in self._touched for parameter in able]
         steps.looked_at = able
         steps.facts = StepFacts([*columns, _bits(able)], partial(self._terms, *places, sizes, is_touched))
 

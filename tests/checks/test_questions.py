@@ -22,7 +22,7 @@ from hdi_callback.testing import assert_heads
 from tests.checks.corpus import VOCABULARY, Attention, B, Full, MaskSeesNext, Model, T, causal
 from tests.checks.untried import REPORTS, Decoder
 from tests.checks.untried_fourth import FOURTH
-from tests.checks.untried_later import LATER, CrossAttention, Pair
+from tests.checks.untried_later import LATER, CrossAttention, GroupedByBroadcast, Pair
 from tests.checks.untried_third import THIRD
 
 NOT_TOLD = {
@@ -628,20 +628,8 @@ def test_a_fact_that_is_not_read_is_not_known_and_never_none(kind, line):
     assert "not known" in check(model, lambda: model(TOKENS)).cards[0].lines[line]
 
 
-class GroupsByEinsum(Attention):
-    """Heads that share keys are put together with queries by the product."""
-
-    key_heads = 2
-
-    def forward(self, x, padding=None):
-        q, k, v = self.project(x)
-        scores = torch.einsum("bghqd,bgkd->bghqk", q.unflatten(1, (2, -1)), k) / math.sqrt(self.d)
-        weights = scores.masked_fill(~causal(scores), -math.inf).softmax(-1)
-        return self.out_proj(self.merge(torch.einsum("bghqk,bgkd->bghqd", weights, v).flatten(1, 2)))
-
-
 def test_the_mask_of_grouped_heads_is_read_where_an_einsum_puts_them_together():
-    model = Decoder(GroupsByEinsum).eval()
+    model = Decoder(GroupedByBroadcast).eval()
     assert [card.is_causal for card in check(model, lambda: model(TOKENS)).cards] == [True]
 
 
