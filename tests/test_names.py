@@ -50,8 +50,8 @@ RECORD = Record(
 
 def test_every_curve_and_picture_that_a_dashboard_gets_is_explained_by_the_command(tmp_path) -> None:
     writer = SummaryWriter(str(tmp_path))
-    board = TensorBoard(writer, tuple(METRICS))
-    board.open([{"name": name, "num_heads": 4, "num_key_heads": 4} for name in RECORD.layers])
+    facts = [{"name": name, "num_heads": 4, "num_key_heads": 4} for name in RECORD.layers]
+    board = TensorBoard(writer, facts, tuple(METRICS))
     board.write(RECORD)
     board.write(replace(RECORD, step=1))
     writer.close()

@@ -17,14 +17,15 @@ _READINGS = 10  # that are taken before
 
 
 class Console:
-    """Prints a run; `refused` has the reason of each attention that is not watched, `past` the records resumed from."""
+    """Prints a run, first its layers; `refused` are attentions that are not watched, with reasons, `past` records."""
 
     name = "printing"
     is_thread_safe = False
 
     def __init__(
         self,
-        say: Callable[[str], None] = print,
+        say: Callable[[str], None],
+        layers: Sequence[Mapping[str, Any]],
         *,
         every_n_steps: int,
         refused: Mapping[str, str] | None = None,
@@ -32,21 +33,15 @@ class Console:
         history: str = "",
         past: Sequence[Record] = (),
     ) -> None:
-        self._say, self._every = say, every_n_steps
-        self._refused, self._interventions, self._history = refused or {}, interventions, history
-        self._layers: Sequence[Mapping[str, Any]] = ()
+        self._say, self._layers, self._every, self._history = say, layers, every_n_steps, history
         self._number, self._has_said_cost = 0, False
         # Only the last one keeps its layers, and the one before the final one.
         self._records = [*(replace(record, layers={}) for record in past[:-1]), *past[-1:]]
-
-    def open(self, layers: Sequence[Mapping[str, Any]]) -> None:
-        """Print the table of layers."""
-        self._layers = layers
         count = "1 attention layer" if len(layers) == 1 else f"{len(layers)} attention layers"
-        steps = "at every optimizer step" if self._every == 1 else f"every {self._every} optimizer steps"
-        self._print(f"hdi_callback watches {count}, {steps}\n{layers_text(layers, self._refused)}")
-        if self._interventions:
-            self._print(f"hdi_callback intervenes: {', '.join(self._interventions)}")
+        steps = "at every optimizer step" if every_n_steps == 1 else f"every {every_n_steps} optimizer steps"
+        self._print(f"hdi_callback watches {count}, {steps}\n{layers_text(layers, refused)}")
+        if interventions:
+            self._print(f"hdi_callback intervenes: {', '.join(interventions)}")
 
     def write(self, record: Record) -> None:
         """Print new alerts and actions."""

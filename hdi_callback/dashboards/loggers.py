@@ -12,6 +12,8 @@ from hdi_callback.dashboards.pictures import Pictures
 from hdi_callback.dashboards.verdict import becomes_warning
 from hdi_callback.record import Alert, Record
 
+Layers = Sequence[Mapping[str, Any]]  # their facts
+Records = Sequence[Record]
 _STEP = "hdi/step"
 _LEVELS = {"warning": "WARN", "critical": "ERROR"}
 _COLUMNS = ("step", "level", "status", "rule", "layers", "message", "what to do now", "code")
@@ -23,12 +25,8 @@ class Curves:
     name = "logging"
     is_thread_safe = False
 
-    def __init__(self, target: Any, metrics: Sequence[str] = (), past: Sequence[Record] = ()) -> None:
-        self._target, self._metrics, self._pictures = target, metrics, Pictures(past)
-
-    def open(self, layers: Sequence[Mapping[str, Any]]) -> None:
-        """Take the facts of the layers."""
-        self._pictures.open(layers)
+    def __init__(self, target: Any, layers: Layers = (), metrics: Sequence[str] = (), past: Records = ()) -> None:
+        self._target, self._metrics, self._pictures = target, metrics, Pictures(layers, past)
 
     def write(self, record: Record) -> None:
         """Log one record."""
@@ -73,20 +71,15 @@ class Wandb(Curves):
 
     name = "logging to W&B"
 
-    def __init__(self, target: Any, metrics: Sequence[str] = (), past: Sequence[Record] = ()) -> None:
-        super().__init__(target, metrics, past)
-        self._alerts = [alert for record in past for alert in record.alerts]
+    def __init__(self, target: Any, layers: Layers = (), metrics: Sequence[str] = (), past: Records = ()) -> None:
+        super().__init__(target, layers, metrics, past)
         self._open_row: int | None = None
-
-    def open(self, layers: Sequence[Mapping[str, Any]]) -> None:
-        """Define the axis of the curves, and their extremes in the summary of the run."""
-        super().open(layers)
-        self._target.define_metric(_STEP, hidden=True)
+        target.define_metric(_STEP, hidden=True)
         # By their full names: the "*" of Lightning's logger counts before a pattern. A dot that is not escaped is a
         # path of nested values (wandb issue 8445).
         for tag in all_tags([facts["name"] for facts in layers], self._metrics):
             if "*" not in tag:
-                self._target.define_metric(tag.replace(".", "\\."), step_metric=_STEP, summary="min,max,last")
+                target.define_metric(tag.replace(".", "\\."), step_metric=_STEP, summary="min,max,last")
 
     def write(self, record: Record) -> None:
         """Log one record, and send its new alerts."""
@@ -94,14 +87,13 @@ class Wandb(Curves):
 
         self.close()
         row: dict[str, Any] = {_STEP: record.step, **curves(record, self._metrics)}
+        urgent = [alert for alert in record.alerts if becomes_warning(alert, self._pictures.alerts)]
         for tag, picture in self._pictures.add(record).items():
             row[tag] = wandb.Image(picture)
-        urgent = [alert for alert in record.alerts if becomes_warning(alert, self._alerts)]
-        self._alerts += record.alerts
-        if self._alerts and (record.alerts or record.is_last):
+        if self._pictures.alerts and (record.alerts or record.is_last):
             rows = [
                 [at.step, at.level, at.status, at.rule, joined_name(at.layers), at.message, at.action, at.code]
-                for at in self._alerts
+                for at in self._pictures.alerts
             ]
             row["hdi/alert_table"] = wandb.Table(columns=list(_COLUMNS), data=rows)
         self._target.log(row, commit=False)
@@ -117,16 +109,16 @@ class Wandb(Curves):
             self._target.log({}, commit=True)
 
 
-def sink_for(target: Any, metrics: Sequence[str] = (), past: Sequence[Record] = ()) -> Curves:
+def sink_for(target: Any, layers: Layers = (), metrics: Sequence[str] = (), past: Records = ()) -> Curves:
     """Return the sink of a Lightning logger, a `SummaryWriter`, a W&B run, a function, or what has `log_metrics`."""
     run = getattr(target, "experiment", target)
     if hasattr(run, "add_image"):
-        return TensorBoard(run, metrics, past)
+        return TensorBoard(run, layers, metrics, past)
     if hasattr(run, "define_metric") and hasattr(run, "alert"):
-        return Wandb(run, metrics, past)
+        return Wandb(run, layers, metrics, past)
     if not hasattr(target, "log_metrics"):
-        return Curves(target, metrics)
-    return Curves(lambda values, step: target.log_metrics(values, step=step), metrics)
+        return Curves(target, layers, metrics)
+    return Curves(lambda values, step: target.log_metrics(values, step=step), layers, metrics)
 
 
 def _as_markdown(alert: Alert) -> str:

@@ -300,21 +300,22 @@ def shortened(name: str, most: int = 28) -> str:
 class Pictures:
     """Draws the map and the heads of a run in a share of its time, and the evidence of each alert when it begins."""
 
-    def __init__(self, past: Sequence[Record] = (), clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Mapping[str, Any]] = (),
+        past: Sequence[Record] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.alerts: list[Alert] = []  # of all records
+        self._marked: list[Alert] = []
         self._clock, self._next = clock, 0.0
         self._steps = array("q")
         self._worst: dict[str, array[float]] = {}
-        self._alerts: list[Alert] = []
-        self._marked: list[Alert] = []
-        self._units: dict[str, str] = {}
+        self._units = {facts["name"]: compared(facts) for facts in layers}
         self._records: deque[Record] = deque(maxlen=READINGS)
         self._patterns = Patterns()
         for record in past:
             self._add(record)
-
-    def open(self, layers: Sequence[Mapping[str, Any]]) -> None:
-        """Take the facts of the layers."""
-        self._units = {facts["name"]: compared(facts) for facts in layers}
 
     def add(self, record: Record) -> dict[str, npt.NDArray[np.uint8]]:
         """Take a record; return the pictures if they are due: tag -> ``(height, width, 3)``."""
@@ -351,8 +352,8 @@ class Pictures:
         for name, row in self._worst.items():
             row.append(values.get(name, math.nan))
         self._steps.append(record.step)
-        self._marked += [alert for alert in record.alerts if becomes_warning(alert, self._alerts)]
-        self._alerts += record.alerts
+        self._marked += [alert for alert in record.alerts if becomes_warning(alert, self.alerts)]
+        self.alerts += record.alerts
 
 
 def pixels(figure: Figure) -> npt.NDArray[np.uint8]:

@@ -455,22 +455,22 @@ class Session:
     def _open_sinks(self) -> None:
         past: Sequence[Record] = ()
         self._sinks = []
-        with self._guard("opening dashboards"), pythons_generator_kept():
+        with self._showing("opening dashboards"):
             if self.history is not None and self._state is not None:
                 past = load_history(self.history.path).records
             for target in self._trainer.targets(past):
-                self._sinks.append(sink_for(target, self._settings.metrics or (), past))
+                self._sinks.append(sink_for(target, self._facts, self._settings.metrics or (), past))
         if self._trainer.is_first_rank:
-            self._sinks.append(
-                Console(
-                    self._trainer.print,
-                    every_n_steps=self._settings.every_n_steps,
-                    refused={refusal.name or refusal.module_type: refusal.reason for refusal in self.monitor.refused},
-                    interventions=[intervention.name for intervention in self._interventions],
-                    history="" if self.history is None else str(self.history.path),
-                    past=past,
+            refused = {refusal.name or refusal.module_type: refusal.reason for refusal in self.monitor.refused}
+            with self._showing(Console.name):
+                self._sinks.append(
+                    Console(
+                        self._trainer.print,
+                        self._facts,
+                        every_n_steps=self._settings.every_n_steps,
+                        refused=refused,
+                        interventions=[intervention.name for intervention in self._interventions],
+                        history="" if self.history is None else str(self.history.path),
+                        past=past,
+                    )
                 )
-            )
-        for sink in self._sinks:
-            with self._showing(sink.name):
-                sink.open(self._facts)

@@ -9,8 +9,7 @@ from tests.dashboards.synthetic import CODE, collapsing, facts_of
 
 def printed(layers=4, heads=6, readings=60, say=None, **arguments) -> list[str]:
     lines: list[str] = []
-    console = Console(say or lines.append, every_n_steps=50, **arguments)
-    console.open(facts_of(layers, heads))
+    console = Console(say or lines.append, facts_of(layers, heads), every_n_steps=50, **arguments)
     for record in collapsing(layers, heads, readings, layer=2, pair=(1, 3)):
         console.write(record)
     console.close()
@@ -35,8 +34,7 @@ def test_what_is_not_watched_and_what_intervenes_is_printed():
 
 def test_a_run_without_a_reading_says_so_at_its_end():
     lines: list[str] = []
-    console = Console(lines.append, every_n_steps=1)
-    console.open(facts_of(1, 4))
+    console = Console(lines.append, facts_of(1, 4), every_n_steps=1)
     console.close()
     assert lines[0].startswith("hdi_callback watches 1 attention layer, at every optimizer step")
     assert lines[1] == "hdi_callback: Nothing to judge: there is no reading yet."
@@ -50,8 +48,7 @@ def test_names_are_printed_on_a_stream_of_ascii():
 
 
 def test_old_readings_are_not_kept_in_memory():
-    console = Console(lambda text: None, every_n_steps=50)
-    console.open(facts_of(4, 6))
+    console = Console(lambda text: None, facts_of(4, 6), every_n_steps=50)
     for record in collapsing(4, 6, 10, layer=2, pair=(1, 3)):
         console.write(record)
     assert [bool(record.layers) for record in console._records] == [False] * 8 + [True, True], "the last has no forward"
@@ -60,8 +57,7 @@ def test_old_readings_are_not_kept_in_memory():
 def test_the_verdict_of_a_resumed_run_counts_what_was_before():
     first, second, *rest = collapsing(4, 6, 20, layer=2, pair=(1, 3))
     lines: list[str] = []
-    console = Console(lines.append, every_n_steps=50, past=[first, second])
-    console.open(facts_of(4, 6))
+    console = Console(lines.append, facts_of(4, 6), every_n_steps=50, past=[first, second])
     console.close()
     assert lines[-1].startswith("hdi_callback: No alert in 2 readings of 4 layers. The two closest are heads")
     console.write(rest[0])

@@ -58,7 +58,7 @@ def test_a_picture_takes_a_share_of_the_run_however_often_readings_come():
 
 def test_the_map_of_a_resumed_run_begins_with_its_past():
     records = list(collapsing(2, 4, 20, layer=1, pair=(1, 3)))
-    whole, resumed = Pictures(), Pictures(records[:10])
+    whole, resumed = Pictures(), Pictures(past=records[:10])
     for record in records:
         one = whole.add(record)
     for record in records[10:]:
@@ -101,8 +101,7 @@ def test_a_picture_says_key_heads_where_heads_share_their_keys(monkeypatch):
         "hdi_callback.dashboards.pictures.draw_heads",
         lambda *args, unit, **more: units.append(unit) or draw_heads(*args, unit=unit, **more),
     )
-    pictures = Pictures()
-    pictures.open(facts_of(1, 8, key_heads=4))
+    pictures = Pictures(facts_of(1, 8, key_heads=4))
     for record in collapsing(1, 4, 2, layer=0, pair=(1, 3)):
         pictures.add(record)
     assert units

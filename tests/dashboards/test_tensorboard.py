@@ -18,8 +18,8 @@ def test_the_event_file_has_the_curves_two_pictures_and_one_text_for_one_event(t
     from PIL import Image
 
     writer = SummaryWriter(str(tmp_path))
-    sink, facts = TensorBoard(writer), facts_of(12, 12)
-    sink.open(facts)
+    facts = facts_of(12, 12)
+    sink = TensorBoard(writer, facts)
     records = list(collapsing(12, 12, 20, layer=7, pair=(1, 3)))
     for record in records:
         sink.write(record)
@@ -45,7 +45,7 @@ def test_the_event_file_has_the_curves_two_pictures_and_one_text_for_one_event(t
 
 def test_metrics_that_are_asked_for_have_curves_too(tmp_path):
     writer = SummaryWriter(str(tmp_path))
-    sink = TensorBoard(writer, ["hdi_alignment"])
+    sink = TensorBoard(writer, metrics=["hdi_alignment"])
     for record in collapsing(2, 4, 2, layer=1, pair=(1, 3)):
         sink.write(record)
     sink.close()

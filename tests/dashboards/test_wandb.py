@@ -18,8 +18,7 @@ def logged(tmp_path_factory):
     """A training that logs its loss with explicit steps at every step, and a reading at every fiftieth."""
     folder = tmp_path_factory.mktemp("wandb")
     run = wandb.init(mode="offline", dir=folder, project="test", settings=wandb.Settings(silent=True))
-    sink = Wandb(run)
-    sink.open(facts_of(12, 12))
+    sink = Wandb(run, facts_of(12, 12))
     for record in collapsing(12, 12, READINGS, layer=7, pair=(1, 3)):
         for step in range(record.step, record.step + 50):
             run.log({"loss": 1.0}, step=step)
@@ -43,8 +42,7 @@ def test_every_reading_is_in_the_file_at_its_step_and_no_row_of_the_training_is_
 
 def test_readings_that_come_faster_than_the_rows_of_the_training_are_all_there(tmp_path):
     run = wandb.init(mode="offline", dir=tmp_path, project="test", settings=wandb.Settings(silent=True))
-    sink = Wandb(run)
-    sink.open(facts_of(2, 4))
+    sink = Wandb(run, facts_of(2, 4))
     records = list(collapsing(2, 4, 5, layer=1, pair=(1, 3), every=1))
     for record in records:
         sink.write(record)

@@ -43,7 +43,7 @@ STAGES: dict[str, tuple[Any, str, str, bool, bool]] = {
     "rules": (Alerts, "judge", "judging head diversity", True, True),
     "opening the history": (History, "__init__", "opening the history", True, False),
     "writing the history": (History, "write", "writing the history", True, False),
-    "opening a dashboard": (Console, "open", "printing", True, True),
+    "opening a dashboard": (Console, "__init__", "printing", True, True),
     "writing to a dashboard": (Console, "write", "printing", True, True),
     "closing a dashboard": (Console, "close", "printing", True, True),
 }

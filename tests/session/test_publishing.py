@@ -168,8 +168,7 @@ def test_a_share_is_not_known_where_every_step_has_a_reading():
 
 def test_dear_readings_are_said_once_with_the_cadence_that_would_be_cheap_enough():
     texts: list[str] = []
-    console = Console(texts.append, every_n_steps=50)
-    console.open([])
+    console = Console(texts.append, [], every_n_steps=50)
     for place in range(30):
         console.write(Record(step=50 * place, layers={}, cost=0.023))
     console.close()
