@@ -66,10 +66,16 @@ class Intervention:
     def bind(self, training: Training) -> None:
         """Take the training to act on, when its layers are known and before its first step."""
         self._training, self.count, self._answered = training, 0, set()
-        self.check()
+        for name, layer in training.layers.items():
+            if why := self.why_not(layer):
+                raise MisconfigurationError(
+                    f"{self.name} cannot act on `{name}`: {why}. Leave the layer out of what is watched with "
+                    f"exclude=[{name!r}], or leave out {self.name}."
+                )
 
-    def check(self) -> None:
-        """Raise an error for a model that it cannot work on."""
+    def why_not(self, layer: AttentionLayer) -> str:
+        """Return why it cannot work on a layer, before training; empty if it can."""
+        return ""
 
     def handle(self, record: Record) -> tuple[Action, ...]:
         """Return what was done about a reading: about its alerts, and active ones that were not answered yet."""

@@ -10,7 +10,7 @@ import torch
 from hdi_callback.arguments import number
 from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.interventions.intervention import Intervention
-from hdi_callback.interventions.writing import bias_of, refuse, why_not_writable
+from hdi_callback.interventions.writing import bias_of, why_not_writable
 from hdi_callback.record import Action, Record
 
 
@@ -40,16 +40,15 @@ class QKClip(Intervention):
         super().__init__(at_most=at_most)
         self.limit = number("limit of QKClip", limit, example=100)
 
-    def check(self) -> None:
-        """Refuse layers where scaling the weights does not scale the scores, or cannot be done in place."""
-        for layer in self.training.layers.values():
-            normed = [role for role in ("query", "key") if role in layer.normed]
-            why = f"a norm follows its {normed[0]} heads, which undoes it" if normed else ""
-            why = why or why_not_writable(layer, ("query", "key"))
-            if not why:
-                (query, rows), (key, key_rows) = (layer.weights[role].index(0) for role in ("query", "key"))
-                why = "its queries and keys share their weight" if query is key and rows.equal(key_rows) else ""
-            refuse(layer, self.name, why)
+    def why_not(self, layer: AttentionLayer) -> str:
+        """Return why scaling the weights does not scale the scores, or cannot be done; empty if it does."""
+        for role in ("query", "key"):
+            if role in layer.normed:
+                return f"a norm follows its {role} heads, which undoes it"
+        if why := why_not_writable(layer, ("query", "key")):
+            return why
+        (query, rows), (key, key_rows) = (layer.weights[role].index(0) for role in ("query", "key"))
+        return "its queries and keys share their weight" if query is key and rows.equal(key_rows) else ""
 
     def on_reading(self, record: Record) -> Sequence[Action | None]:
         """Scale the heads above the limit."""

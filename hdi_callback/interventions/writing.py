@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight, owner_of
-from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionError
+from hdi_callback.errors import UnsupportedAttentionError
 
 
 def why_not_writable(layer: AttentionLayer, roles: Sequence[str]) -> str:
@@ -21,15 +21,6 @@ def why_not_writable(layer: AttentionLayer, roles: Sequence[str]) -> str:
         except UnsupportedAttentionError as error:
             return f"its {role} heads cannot be written in place ({error})"
     return ""
-
-
-def refuse(layer: AttentionLayer, name: str, why: str) -> None:
-    """Raise an error if there is a reason not to act on a layer."""
-    if why:
-        raise MisconfigurationError(
-            f"{name} cannot act on `{layer.name}`: {why}. Leave the layer out of what is watched with "
-            f"exclude=[{layer.name!r}], or leave out {name}."
-        )
 
 
 def bias_of(weight: HeadWeight, head: int) -> tuple[nn.Parameter, Tensor] | None:
