@@ -14,7 +14,6 @@ import numpy as np
 
 import hdi_callback
 from hdi_callback.dashboards.pictures import Patterns
-from hdi_callback.guard import warn
 from hdi_callback.history.lines import from_text, matrices_folder, plain, record_to_line, to_text
 from hdi_callback.record import Alert, Record
 
@@ -60,7 +59,8 @@ class History:
 
     def write(self, record: Record) -> None:
         """Append one record; later ones can still be written where this one could not."""
-        self._ensure_file()
+        if not (self.path.exists() and os.path.samestat(self.path.stat(), os.fstat(self._file))):
+            raise OSError(f"`{self.path}` was moved, deleted or replaced")
         line = record_to_line(record)
         if record.active != self._active:
             line["active"] = plain([alert.to_dict() for alert in record.active])
@@ -149,16 +149,6 @@ class History:
         os.replace(part, self.path)  # a process killed before leaves the file as it was
         self._count = len(past)
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
-
-    def _ensure_file(self) -> None:
-        """Go on in a new file, with a warning, if the file was deleted, moved or replaced since the last line."""
-        before = self.path
-        if not before.exists() or not os.path.samestat(os.stat(before), os.fstat(self._file)):
-            self.close()
-            self._active = None
-            self._begin()
-            event = "was moved, deleted or replaced"
-            warn(f"The history `{before}` {event}; this run goes on in a new file, `{self.path}`.")
 
     def _write_matrices(self, record: Record) -> None:
         """Write all matrices of a record to one file; patterns of attention only of what new alerts accuse."""

@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hdi_callback.errors import MisconfigurationError, MonitoringWarning
+from hdi_callback.errors import MisconfigurationError
 from hdi_callback.history import History, RunHistory, load_history
 from hdi_callback.record import Action, Alert, LayerRecord, Record
 
@@ -232,17 +232,14 @@ def test_a_file_of_another_run_is_left_alone_and_the_runs_own_is_found_where_its
     ],
     ids=["deleted", "moved", "replaced"],
 )
-def test_that_a_file_is_gone_is_said_once_and_writing_goes_on_in_a_new_one(tmp_path, harm):
+def test_that_a_file_is_gone_is_an_error_and_what_has_its_name_is_left_alone(tmp_path, harm):
     history = History(tmp_path / "history.jsonl", FACTS)
-    for step in (0, 1):
-        history.write(record_at(step))
+    history.write(record_at(0))
     harm(history.path)
-    with pytest.warns(MonitoringWarning, match="moved, deleted or replaced; this run goes on in a new file") as caught:
-        for step in (2, 3):
-            history.write(record_at(step))
+    with pytest.raises(OSError, match="moved, deleted or replaced"):
+        history.write(record_at(1))
     history.close()
-    assert len(caught) == 1
-    assert steps_of(history.path)[-2:] == [2, 3]
+    assert not history.path.exists() or steps_of(history.path) == [99]
 
 
 # --- interrupted writes
