@@ -54,20 +54,22 @@ def page_of(run: RunHistory) -> str:
     raised = events(run.records)
     last = run.records[-1] if run.records else None
     active = () if last is None else last.active
+    serious = [alert for alert in raised if alert.level != "notice"]
     folder = run.path.parent.parent if run.path.parent.name == "hdi" else run.path.parent
     contents = {
         "title": f"Attention heads of {'/'.join(folder.parts[-2:]).lstrip('/')}",
         "verdict": verdict(run.records, run.layers),
-        "pictures": _pictures(run),
-        "facts": _facts(run, raised),
+        "run": run,
+        "pictures": _pictures(run, serious),
         "events": [
             {"alert": alert, "state": state(alert), "layers": joined_name(alert.layers), "heads": _heads(alert, run)}
             for alert in raised[-_MOST_EVENTS:]
         ],
-        "evidence": _evidence(run, raised),
-        "counts": _counts(raised),
+        "evidence": _evidence(run, serious),
+        "serious": serious,
         "num_events": len(raised),
         "actions": [action for record in run.records for action in record.actions],
+        "shapes": layer_rows(run.layers),
         "rows": layer_rows(run.layers, last, active),
         "every_row": layer_rows(run.layers, last, active, is_grouped=False),
         "last": last,
@@ -81,14 +83,13 @@ def in_notebook(run: RunHistory) -> str:
     return f'<iframe srcdoc="{html.escape(page_of(run))}" style="width: 100%; height: 640px; border: 0"></iframe>'
 
 
-def _pictures(run: RunHistory) -> dict[str, str]:
+def _pictures(run: RunHistory, serious: Sequence[Alert]) -> dict[str, str]:
     """The pictures that can be drawn, as elements of the page."""
     drawn: dict[str, str] = {}
     worst = {name: row for name, row in run.series(WORST).items() if any(map(math.isfinite, row))}
     with svg_style():
         if len(run.records) > 1 and worst:
-            began = [alert for alert in events(run.records) if alert.level != "notice"]
-            figure = draw_map([record.step for record in run.records], worst, began, size=(7.2, 4.7))
+            figure = draw_map([record.step for record in run.records], worst, serious, size=(7.2, 4.7))
             drawn["map"] = svg(figure, "Alignment of the two closest heads of each layer over the steps")
         curves = draw_curves(run.records) if len(run.records) > 1 else None
         if curves is not None:
@@ -99,15 +100,12 @@ def _pictures(run: RunHistory) -> dict[str, str]:
     return drawn
 
 
-def _evidence(run: RunHistory, raised: Sequence[Alert]) -> list[dict[str, str]]:
+def _evidence(run: RunHistory, serious: Sequence[Alert]) -> list[dict[str, str]]:
     """The evidence of each alert, the most serious and latest of them if they are many."""
-    serious = sorted(
-        (alert for alert in raised if alert.level != "notice"),
-        key=lambda alert: (LEVELS.index(alert.level), alert.step),
-    )[-_MOST_DRAWN:]
+    chosen = sorted(serious, key=lambda alert: (LEVELS.index(alert.level), alert.step))[-_MOST_DRAWN:]
     figures = []
     with svg_style():
-        for alert in sorted(serious, key=lambda alert: alert.step):
+        for alert in sorted(chosen, key=lambda alert: alert.step):
             of_layer = run.matrices(alert.step).get(next(iter(alert.where), ""), {})
             patterns = {
                 int(name.removeprefix("attention_pattern_")): pattern
@@ -123,46 +121,18 @@ def _evidence(run: RunHistory, raised: Sequence[Alert]) -> list[dict[str, str]]:
 
 def _worst_heads(run: RunHistory) -> Any:
     """The heads of the worst layer at the worst step of which matrices are kept."""
-    steps = set(run.matrix_steps)
+    records = {record.step: record for record in run.records}
     measured = [
-        (value, number, layer)
-        for number, record in enumerate(run.records)
-        for layer, value in record.values(WORST).items()
-        if record.step in steps and math.isfinite(value)
-    ]
-    if not measured:
-        return None
-    _, number, layer = max(measured)
-    record = run.records[number]
-    matrix = run.matrices(record.step).get(layer, {}).get("pair_alignment")
+        (value, step, layer)
+        for step in run.matrix_steps if step in records
+        for layer, value in records[step].values(WORST).items() if math.isfinite(value)
+    ]  # fmt: skip
+    _, step, layer = max(measured, default=(0.0, 0, ""))
+    matrix = run.matrices(step).get(layer, {}).get("pair_alignment")
     if matrix is None:
         return None
     facts = next((facts for facts in run.layers if facts["name"] == layer), {})
-    return draw_heads(layer, record.step, matrix, closest_pair(record, layer), unit=compared(facts), size=4.7)
-
-
-def _facts(run: RunHistory, raised: Sequence[Alert]) -> list[tuple[str, str]]:
-    """What was trained and watched."""
-    rows = layer_rows(run.layers)
-    facts = [("layers", "; ".join("{layer}: {heads} heads of width {width}, {layout}".format(**row) for row in rows))]
-    if run.records:
-        first, last = run.records[0], run.records[-1]
-        end = ", the end of the run" if last.is_last else ""
-        cost = "" if last.cost is None else f"; they took {last.cost:.2%} of the training's time"
-        facts.append(("readings", f"{len(run.records)}, from step {first.step} to step {last.step}{end}{cost}"))
-    facts.append(("alerts", _counts(raised)))
-    if run.skipped_lines:
-        facts.append(("not readable", f"{run.skipped_lines} lines of the history"))
-    facts.append(("history", str(run.path)))
-    return facts
-
-
-def _counts(raised: Sequence[Alert]) -> str:
-    """How many alerts were raised and are active; notices are counted apart."""
-    serious = [alert for alert in raised if alert.level != "notice"]
-    notices = len(raised) - len(serious)
-    more = f", {notices} {'notice' if notices == 1 else 'notices'}" if notices else ""
-    return f"{len(serious)} raised, {sum(alert.ended is None for alert in serious)} active{more}"
+    return draw_heads(layer, step, matrix, closest_pair(records[step], layer), unit=compared(facts), size=4.7)
 
 
 def _heads(alert: Alert, run: RunHistory) -> str:
