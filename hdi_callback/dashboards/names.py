@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import difflib
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from hdi_callback.arguments import shown
 from hdi_callback.checks.diagnoses import DIAGNOSES
@@ -55,9 +54,6 @@ AUDITED = {
 LAYER_CURVES = {"hdi": "hdi", "hdi_worst_alignment": "worst_alignment", "head_covariance": "covariance"}
 """Metric -> its name in the tag of a layer."""
 
-Kind = Literal[
-    "curve", "picture", "metric", "rule", "alert", "intervention", "finding of hdi audit", "finding of hdi check"
-]
 INTERVENTIONS: dict[str, type[Intervention]] = {
     kind.__name__: kind for kind in (QKClip, ReviveHeads, SaveCheckpoint, StopTraining)
 }
@@ -68,56 +64,49 @@ class Name:
     """A name that a user sees."""
 
     text: str
-    kind: Kind
+    kind: str  # "rule", "curve", "metric", "finding of hdi check" ...
     meaning: str  # a sentence or two
     metric: str = ""  # of a curve of each layer
 
 
-def _all_names() -> dict[str, Name]:
-    names = [Name(rule.name, "rule", f"Raised when {rule.condition}. {rule.meaning}") for rule in RULES]
-    names += [Name(contract.NAME, "alert", contract.MEANING)]
-    names += [Name(tag, "curve", meaning) for tag, meaning in MODEL_CURVES.items()]
-    names += [Name(tag, "picture", meaning) for tag, meaning in PICTURES.items()]
-    names += [Name(metric, "metric", entry.summary) for metric, entry in METRICS.items()]
-    names += [Name(name, "intervention", (kind.__doc__ or "").split("\n")[0]) for name, kind in INTERVENTIONS.items()]
-    names += [Name(name, "finding of hdi audit", meaning) for name, meaning in AUDITED.items()]
-    return {name.text: name for name in names}
-
-
-NAMES = _all_names()
-"""Text -> name; without findings of `hdi check`, see `every_name`."""
-
-
 def every_name() -> dict[str, Name]:
-    """Return all names; nothing that trains asks questions, and so it imports none of them."""
+    """Return all names by their text; nothing that trains asks questions, and so it imports none of them."""
     from hdi_callback.checks.questions import QUESTIONS
 
-    texts = [(each.__name__, each.__doc__ or "") for each in DIAGNOSES]
-    texts += [(each.__name__, f"{each.__doc__} The model was asked, and it is not so.") for each in QUESTIONS]
-    names = [Name(name.replace("_", " "), "finding of hdi check", text) for name, text in texts]
-    return NAMES | {f"{name.text} asked" if name.text in NAMES else name.text: name for name in names}
-
-
-def describe_tag(tag: str) -> Name | None:
-    """Return the name behind a tag on a dashboard, whatever its layer; `None` if it is not one of ours."""
-    _, _, of_layer = tag.partition("hdi/per_layer/")
-    if of_layer:
-        short, _, layer = of_layer.partition("/")
-        metric = next((name for name, drawn in LAYER_CURVES.items() if drawn == short), short)
-        meaning = f"{METRICS[metric].summary} Of {layer or 'a layer'}." if metric in METRICS else ""
-        return Name(tag, "curve", meaning, metric) if meaning else None
-    return next(
-        (name for text, name in NAMES.items() if "/" in text and (tag == text or tag.startswith(f"{text}/"))), None
-    )
+    meanings: dict[str, Mapping[str, str]] = {
+        "rule": {rule.name: f"Raised when {rule.condition}. {rule.meaning}" for rule in RULES},
+        "alert": {contract.NAME: contract.MEANING},
+        "curve": MODEL_CURVES,
+        "picture": PICTURES,
+        "metric": {metric: entry.summary for metric, entry in METRICS.items()},
+        "intervention": {name: (kind.__doc__ or "").split("\n")[0] for name, kind in INTERVENTIONS.items()},
+        "finding of hdi audit": AUDITED,
+        "finding of hdi check": {each.__name__: each.__doc__ or "" for each in DIAGNOSES}
+        | {each.__name__: f"{each.__doc__} The model was asked, and it is not so." for each in QUESTIONS},
+    }
+    names: dict[str, Name] = {}
+    for kind, of_kind in meanings.items():
+        for name, meaning in of_kind.items():
+            text = name.replace("_", " ") if kind == "finding of hdi check" else name
+            text = f"{text} asked" if text in names else text
+            names[text] = Name(text, kind, meaning)
+    return names
 
 
 def look_up(word: str) -> Name:
     """Return the name that a user has written: a tag, a metric, a rule or one of its limits, an intervention."""
     every = every_name()
-    names = {_letters(limit): NAMES[rule.name] for rule in RULES for limit in rule.limits}
+    names = {_letters(limit): every[rule.name] for rule in RULES for limit in rule.limits}
     names |= {_letters(text): name for text, name in every.items()}
-    names |= {_letters(text): NAMES[rule.name] for rule in RULES for text in (rule.__name__, rule.name)}
-    entry = every.get(word) or describe_tag(word) or names.get(_letters(word))
+    names |= {_letters(text): every[rule.name] for rule in RULES for text in (rule.__name__, rule.name)}
+    short, _, layer = word.removeprefix("hdi/per_layer/").partition("/")
+    metric = next((name for name, drawn in LAYER_CURVES.items() if drawn == short), short)
+    if word.startswith("hdi/per_layer/") and metric in METRICS:
+        return Name(word, "curve", f"{METRICS[metric].summary} Of {layer or 'a layer'}.", metric)
+    picture = next(
+        (every[tag] for tag in PICTURES if word.startswith(f"{tag}/")), None
+    )  # that of an alert has its rule
+    entry = every.get(word) or picture or names.get(_letters(word))
     if entry is None:
         close = difflib.get_close_matches(_letters(word), names, 1)
         hint = f" Did you mean {names[close[0]].text!r}?" if close else ""
