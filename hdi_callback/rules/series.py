@@ -57,6 +57,7 @@ class Series:
         layer: name of the layer.
         facts: `AttentionLayer.description`: ``num_heads``, ``num_key_heads``, ``head_dim``, ``width``, ``normed`` ...
         first: the first reading of the run.
+        previous: the reading before the latest, which a message may name, however close they are.
         starts: metric -> step and value of the first reading that has it.
         rows: the latest readings; only the last has numbers of single heads and matrices.
         is_pretrained: whether the weights were trained before this run.
@@ -71,6 +72,7 @@ class Series:
         self.layer, self.facts, self.is_pretrained = layer, facts, is_pretrained
         self.first = Row(first.step, first.values, first.heads)
         self.starts: dict[str, tuple[int, float]] = {}
+        self.previous = self.first
         self.rows: list[Row] = []
         self.still: dict[tuple[str, int], tuple[int, int]] = {}
         self.writes: dict[int, int] = {}
@@ -83,7 +85,7 @@ class Series:
             last = self.rows[-1]
             self._note_still(last, row)
             pairs = {name: heads for name, heads in last.heads.items() if name.endswith("_pair")}
-            self.rows[-1] = replace(last, heads=pairs, matrices={})
+            self.rows[-1] = self.previous = replace(last, heads=pairs, matrices={})
             if len(self.rows) > 1 and last.step - self.rows[-2].step < APART:
                 self.rows.pop()
             row = replace(row, before=last.step)
@@ -131,7 +133,8 @@ class Series:
 
         `before` is put in front of the earlier value, such as ``"at most "``.
         """
-        steps, curve = self.curve(metric)
+        rows = {row.step: row for row in (*self.rows[:-1], self.previous, self.latest) if metric in row.values}
+        steps, curve = [*rows], [row.values[metric] for row in rows.values()]
         start = max(0, len(curve) - 1 - RECENT)
         now, was = curve[-1], curve[start]
         if f"{now:.{digits}f}" == f"{was:.{digits}f}":

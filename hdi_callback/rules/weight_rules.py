@@ -35,7 +35,8 @@ class NotFinite(Rule):
             # What was broken last may just not have been measured this time.
             return active if active and active.metric not in row.values else None
         heads = {head for metric in broken for head, count in enumerate(row.per_head(metric)) if count > 0}
-        before = [row.step for row in series.rows if not any(row.values.get(metric, 0.0) > 0 for metric in NOT_FINITE)]
+        rows = (*series.rows[:-1], series.previous)
+        before = [row.step for row in rows if not any(row.values.get(metric, 0.0) > 0 for metric in NOT_FINITE)]
         return Finding(
             f"the {listed([NOT_FINITE[metric] for metric in broken])} of {{heads}} hold NaN or infinity",
             f"they did not at step {before[-1]}" if before else "",

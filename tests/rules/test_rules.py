@@ -8,7 +8,7 @@ import math
 import pytest
 
 from hdi_callback.rules import RULES, Alerts, default_rules
-from hdi_callback.rules.series import STILL
+from hdi_callback.rules.series import STILL, Row, Series
 from hdi_callback.rules.weight_rules import RoundedAway
 from tests.rules.readings import LAYER, closest, curve, facts, layer, quiet, raised, run
 
@@ -394,3 +394,10 @@ def test_heads_that_freeze_one_after_the_other_have_not_moved_since_the_last_of_
     ]
     assert "heads 0 and 1" in given[83][0].message
     assert "not since step 4000" in given[83][0].message
+
+
+def test_a_message_names_the_reading_before_however_close_they_are():
+    series = Series(LAYER, {}, Row(0, {"hdi": 0.0}))
+    for step in range(13):
+        series.append(Row(step, {"hdi": float(step == 12)}))
+    assert series.change("hdi") == "jumped from 0.00 to 1.00 between steps 11 and 12"
