@@ -323,3 +323,21 @@ class AroundAPackedProjection(nn.Module):
 def test_a_layer_is_named_by_what_is_around_its_packed_projection():
     model, x = AroundAPackedProjection(), torch.randn(2, 5, 32)
     assert [layer.name for layer in survey(model, lambda: model(x)).layers] == ["attn"]
+
+
+def test_the_layout_of_a_layer_says_how_many_projections_it_does_not_name():
+    class Apart(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.heads = nn.ModuleList(nn.ModuleList(nn.Linear(16, 8) for _ in IN) for _ in range(2))
+            self.out = nn.Linear(16, 16)
+
+        def forward(self, x):
+            maps = [[project(x) for project in head] for head in self.heads]
+            return self.out(torch.cat([(q @ k.mT / 8**0.5).softmax(-1) @ v for q, k, v in maps], -1))
+
+    model = Apart()
+    (layer,) = find_attention(model, lambda: model(torch.randn(2, 6, 16)))
+    assert layer.kind.startswith("2 heads, in `")
+    assert layer.kind.count("`") == 6
+    assert layer.kind.endswith(" and 3 more")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hdi_callback.arguments import function, torch_module
+from hdi_callback.arguments import function, quoted, torch_module
 from hdi_callback.attention import operations as ops
 from hdi_callback.attention.discovery.cores import core_of, layout_of_fused
 from hdi_callback.attention.discovery.heads import (
@@ -440,7 +440,7 @@ def _different(maps: list[Projection], heads: int) -> tuple[list[Projection], tu
 
 def _kind(claim: FoundAttention, maps: Projections) -> str:
     names = short_names(name for items in maps.values() for item in items for name in item.names)
-    where = f"{'packed in' if len(names) == 1 else 'in'} {', '.join(f'`{name}`' for name in names[:4])}"
+    where = f"{'packed in' if len(names) == 1 else 'in'} {quoted(names)}"
     normaliser = SOFTMAX if claim.core.normaliser is None else claim.core.normaliser.name
     return f"{claim.heads} heads, {where}{'' if normaliser == SOFTMAX else f'; {normaliser} in place of a softmax'}"
 
