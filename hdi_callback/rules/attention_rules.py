@@ -42,7 +42,7 @@ class SharpFromStart(Rule):
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
         entropy, logit = series.value(ENTROPY), series.latest.values.get(LOGIT)
-        limit = self.limit["start"] or 0.0
+        limit = series.limits["start"]
         is_sparse = not series.facts.get("has_softmax", True)  # sparsemax or a ReLU leave most keys out by design
         if active is None and (series.latest.step > 0 or series.is_pretrained or is_sparse):
             return None
@@ -71,7 +71,7 @@ class FlatAttention(Rule):
     readings, lasts, largest = 15, 5, 0.25
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        limit, (steps, curve), (_, logits) = self.at("flat"), series.curve(ENTROPY), series.curve(LOGIT)
+        limit, (steps, curve), (_, logits) = series.limits["flat"], series.curve(ENTROPY), series.curve(LOGIT)
         began, first = series.starts[ENTROPY]
         began_flat = 1 - first < 10 * (1 - limit)
         if active is not None and not began_flat:
@@ -111,7 +111,7 @@ class LaterTokens(Rule):
     action = "look at the mask that the attention gets, and whether True means visible or hidden there"
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        value, limit = series.value(AHEAD), self.at("later")
+        value, limit = series.value(AHEAD), series.limits["later"]
         if value < limit or series.first.values.get(AHEAD, 1.0) > HIDDEN:
             return None
         heads = tuple(head for head, share in enumerate(series.latest.per_head(AHEAD)) if share >= limit)
@@ -163,7 +163,7 @@ class ChangeWithLoss(Rule):
         rise = (now - was) / usual
         far = {metric: self._change(metric, rows) for metric in QUANTITIES}
         metric, change = max(far.items(), key=lambda item: item[1])
-        if change < self.least or rise * change < self.at("with_loss"):
+        if change < self.least or rise * change < series.limits["with_loss"]:
             return None
         before, after = (row.values.get(metric, 0.0) for row in rows[-3:-1])
         *scores, _, score = (row.values.get(LOGIT, 0.0) for row in rows)
@@ -173,7 +173,7 @@ class ChangeWithLoss(Rule):
             f"{rows[-2].step}, {change:.{int(change < 10)}f} times as far as ever up to step {rows[-4].step}, and the "
             f"loss from {was:.3g} to {now:.3g}",
             value=rise * change,
-            threshold=self.at("with_loss"),
+            threshold=series.limits["with_loss"],
             metric=metric,
             level="warning" if change >= self.surely else "notice",
             since=rows[-2].step,

@@ -9,7 +9,6 @@ from hdi_callback.arguments import did_you_mean, shown
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.monitor.metrics import METRICS
 from hdi_callback.rules.attention_rules import ChangeWithLoss, FlatAttention, LaterTokens, SharpFromStart
-from hdi_callback.rules.limits import Limits
 from hdi_callback.rules.rule import Rule
 from hdi_callback.rules.similarity_rules import CopiedHeads, MeanAlignment, MergedValues, WorstPair
 from hdi_callback.rules.weight_rules import FrozenWeights, NotFinite, RoundedAway, VanishingWeights
@@ -31,19 +30,14 @@ RULES: tuple[type[Rule], ...] = (
 """The default rules, causes before what follows from them: of several that report one event the first states it."""
 
 
-def default_rules(limits: Limits | None = None) -> list[Rule]:
-    """Return a rule of each kind, but for those with all of their limits off.
-
-    Args:
-        limits: limits that differ from the default, `None` to switch one off.
+def default_rules() -> tuple[Rule, ...]:
+    """Return a rule of each kind.
 
     Example:
-        >>> [rule.name for rule in default_rules({"start": None})][:3]
-        ['weights not finite', 'later tokens', 'frozen weights']
+        >>> [rule.name for rule in default_rules()][:3]
+        ['weights not finite', 'later tokens', 'sharp from the start']
     """
-    limits = {} if limits is None else limits
-    rules = [kind(**{name: limits[name] for name in kind.limits if name in limits}) for kind in RULES]
-    return [rule for rule in rules if not rule.limits or any(value is not None for value in rule.limit.values())]
+    return tuple(kind() for kind in RULES)
 
 
 def check_rules(rules: Any) -> tuple[Rule, ...]:

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import describe, warn
 from hdi_callback.record import LEVELS, Alert, Level, Record, state_from_text, state_to_text
 from hdi_callback.rules.attention_rules import ChangeWithLoss
-from hdi_callback.rules.choice import RULES, check_rules, default_rules
+from hdi_callback.rules.choice import check_rules, default_rules
 from hdi_callback.rules.events import Event, Events, Key, Report, Sighting
 from hdi_callback.rules.initialisation import has_been_trained
 from hdi_callback.rules.limits import Thresholds, check_thresholds, limits_of
@@ -34,16 +33,10 @@ class Alerts:
         layers: Iterable[Mapping[str, Any]] = (),
         pretrained: bool | Literal["auto"] = "auto",
     ) -> None:
-        self._own = None if rules == "default" else check_rules(() if rules is None else rules)
+        self._rules = default_rules() if rules == "default" else check_rules(() if rules is None else rules)
         self._thresholds = check_thresholds(thresholds)
-        if self._thresholds and self._own is not None:
-            raise MisconfigurationError(
-                "`thresholds` are limits of the default rules; give those of a rule of your own to its class, as in "
-                "WorstPair(pair=0.9)."
-            )
         self._pretrained = pretrained
         self._facts: dict[str, Mapping[str, Any]] = {str(facts["name"]): facts for facts in layers}
-        self._rules: dict[str, Sequence[Rule]] = {}
         self._failed: set[str] = set()
         self._series: dict[str, Series] = {}
         self._findings: dict[Key, tuple[Finding, int]] = {}  # those that last, and since which step
@@ -59,7 +52,7 @@ class Alerts:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the rules."""
-        return tuple(rule.name for rule in (RULES if self._own is None else self._own))
+        return tuple(rule.name for rule in self._rules)
 
     def judge(self, record: Record) -> tuple[Alert, ...]:
         """Return the alerts that begin, get worse or end at a reading; readings come in the order of steps.
@@ -74,11 +67,12 @@ class Alerts:
         for name, row in rows.items():
             if name not in self._series:
                 self._series[name] = Series(name, self._facts.get(name, {}), row, is_pretrained=name in pretrained)
+                self._series[name].limits = limits_of(name, self._thresholds)
             series = self._series[name]
             series.is_loss_good = self._losses.is_good
             series.append(row)
-            for rank, rule in enumerate(self._rules_of(name)):
-                if rule.name not in self._failed and rule.is_measured(row):
+            for rank, rule in enumerate(self._rules):
+                if rule.name not in self._failed and rule.is_on(series.limits) and rule.is_measured(row):
                     try:
                         self._ask(rule, rank, series, report)
                     except Exception as error:
@@ -89,8 +83,9 @@ class Alerts:
     def _judge_loss(self, record: Record, rise: tuple[Level, str, tuple[str, ...]] | None) -> tuple[Alert, ...]:
         """Return the alert of a write, or of a loss that rose and is not good again yet; it is of no layer alone."""
         name, (level, text, written) = ChangeWithLoss.name, rise or ("notice", "", ())
+        rule = next((rule for rule in self._rules if rule.name == name), None)
         where: dict[str, tuple[int, ...]] = {
-            layer: () for layer in record.layers if any(rule.name == name for rule in self._rules_of(layer))
+            layer: () for layer in record.layers if rule is not None and rule.is_on(self._series[layer].limits)
         }
         is_explained = any(rule == name for _, rule in self._findings) or any(
             series.was_written for series in self._series.values()
@@ -124,13 +119,7 @@ class Alerts:
         classes = (Alert, Event, Events, Finding, Losses, Row, Series)
         self._series, self._findings, self._events, self._losses, self._rise = state_from_text(state, *classes)
         for name, series in self._series.items():
-            series.facts = self._facts.get(name, {})
-
-    def _rules_of(self, layer: str) -> Sequence[Rule]:
-        if layer not in self._rules:
-            own = self._own
-            self._rules[layer] = default_rules(limits_of(layer, self._thresholds)) if own is None else own
-        return self._rules[layer]
+            series.facts, series.limits = self._facts.get(name, {}), limits_of(name, self._thresholds)
 
     def _pretrained_layers(self, rows: Mapping[str, Row]) -> set[str]:
         """Return which layers appear with pretrained weights; all, if most of the model is pretrained."""

@@ -12,8 +12,7 @@ from typing import Any
 from hdi_callback.arguments import did_you_mean, shown
 from hdi_callback.errors import MisconfigurationError
 
-Limits = Mapping[str, float | None]
-Thresholds = Mapping[str, Limits]
+Thresholds = Mapping[str, Mapping[str, float | None]]
 
 
 @dataclass(frozen=True)
@@ -43,26 +42,8 @@ LIMITS: dict[str, Limit] = {
 """Name in `thresholds` -> limit."""
 
 
-def check_limit(name: str, value: Any, argument: str) -> float | None:
-    """Check the value of a limit, which the user gave as `argument`; `None` switches it off."""
-    if name not in LIMITS:
-        raise MisconfigurationError(
-            f"{argument} names no limit: they are {', '.join(LIMITS)}.{did_you_mean(name, LIMITS)}"
-        )
-    if value is None:
-        return None
-    below = LIMITS[name].below
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < below:
-        bound = "" if below == math.inf else f" and below {below:g}"
-        raise MisconfigurationError(
-            f"{argument} must be a number above 0{bound}, or None to switch it off, got {shown(value)}: write "
-            f"{LIMITS[name].value:g}."
-        )
-    return float(value)
-
-
 def check_thresholds(thresholds: Any) -> dict[str, dict[str, float | None]]:
-    """Check limits by pattern of layer names, such as ``{"decoder.*": {"mean": 0.7, "pair": None}}``."""
+    """Return limits by pattern of layer names, checked: ``{"decoder.*": {"mean": 0.7, "pair": None}}``."""
     patterns = {} if thresholds is None else thresholds
     if not isinstance(patterns, Mapping) or not all(
         isinstance(pattern, str) and isinstance(limits, Mapping) for pattern, limits in patterns.items()
@@ -71,16 +52,27 @@ def check_thresholds(thresholds: Any) -> dict[str, dict[str, float | None]]:
             f"`thresholds` must be a dictionary from patterns of layer names to limits, got {shown(thresholds)}: write "
             '{"*": {"pair": 0.9}}.'
         )
-    return {
-        pattern: {name: check_limit(name, limits[name], f'thresholds["{pattern}"]["{name}"]') for name in limits}
-        for pattern, limits in patterns.items()
-    }
+    for pattern, limits in patterns.items():
+        for name, value in limits.items():
+            argument = f'thresholds["{pattern}"]["{name}"]'
+            if name not in LIMITS:
+                raise MisconfigurationError(
+                    f"{argument} names no limit: they are {', '.join(LIMITS)}.{did_you_mean(name, LIMITS)}"
+                )
+            below, is_number = LIMITS[name].below, isinstance(value, numbers.Real) and not isinstance(value, bool)
+            if value is not None and not (is_number and 0 < value < below):
+                bound = "" if below == math.inf else f" and below {below:g}"
+                raise MisconfigurationError(
+                    f"{argument} must be a number above 0{bound}, or None to switch it off, got {shown(value)}: write "
+                    f"{LIMITS[name].value:g}."
+                )
+    return {pattern: dict(limits) for pattern, limits in patterns.items()}
 
 
-def limits_of(layer: str, thresholds: Thresholds) -> dict[str, float | None]:
-    """Collect the limits of a layer that are not the default; of several patterns that match, the last one counts."""
-    limits_here: dict[str, float | None] = {}
-    for pattern, limits in thresholds.items():
+def limits_of(layer: str, thresholds: Thresholds) -> dict[str, float]:
+    """Return all limits of a layer, infinity where one is off; of several patterns that match, the last one counts."""
+    limits = {name: limit.value for name, limit in LIMITS.items()}
+    for pattern, changed in thresholds.items():
         if fnmatchcase(layer, pattern):
-            limits_here.update(limits)
-    return limits_here
+            limits |= {name: math.inf if value is None else float(value) for name, value in changed.items()}
+    return limits

@@ -8,9 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hdi_callback.errors import MisconfigurationError
 from hdi_callback.record import Level
-from hdi_callback.rules.limits import LIMITS, check_limit
 from hdi_callback.rules.series import Row, Series
 from hdi_callback.rules.words import heads_in_words
 
@@ -58,19 +56,13 @@ class Rule(ABC):
         name: a few words.
         needs: metrics that a reading must have to be judged.
         reads: further metrics that it looks at where they are measured.
-        limits: names of its limits in `LIMITS`; keyword arguments of the class, and `thresholds`, set them.
+        limits: names of its limits in `LIMITS`, which `thresholds` sets; it is off where all of them are.
         level: how serious its alerts are.
         is_cause: whether its alerts are always events of their own.
         condition: when it raises an alert, in words.
         meaning: what the alert means: the docstring of its class.
         action: what to do about it, in prose.
         code: arguments of the callback that help.
-
-    Args:
-        limits: limits that differ from the default, `None` to switch one off.
-
-    Raises:
-        MisconfigurationError: if a limit is not one of this rule, or could never be reached.
 
     Example:
         >>> class FewEffectiveHeads(Rule):
@@ -97,18 +89,9 @@ class Rule(ABC):
     def __init_subclass__(cls) -> None:
         cls.meaning = " ".join((cls.__doc__ or "").split())
 
-    def __init__(self, **limits: float | None) -> None:
-        self.limit: dict[str, float | None] = {name: LIMITS[name].value for name in self.limits}
-        for name, value in limits.items():
-            if name not in self.limit:
-                choices = f"its limits are {', '.join(self.limits)}" if self.limits else "it has no limits"
-                raise MisconfigurationError(f"{type(self).__name__} has no limit {name!r}: {choices}.")
-            self.limit[name] = check_limit(name, value, f"{name} of {type(self).__name__}")
-
-    def at(self, name: str) -> float:
-        """Return a limit, infinity where it is off."""
-        limit = self.limit[name]
-        return math.inf if limit is None else limit
+    def is_on(self, limits: Mapping[str, float]) -> bool:
+        """Return whether it judges under these limits."""
+        return not self.limits or any(limits.get(name, 0.0) < math.inf for name in self.limits)
 
     def is_measured(self, row: Row) -> bool:
         """Return whether a reading has what this rule needs."""

@@ -56,6 +56,7 @@ class Series:
     Attributes:
         layer: name of the layer.
         facts: `AttentionLayer.description`: ``num_heads``, ``num_key_heads``, ``head_dim``, ``width``, ``normed`` ...
+        limits: name -> limit of a rule in this layer, infinity where it is off.
         first: the first reading of the run.
         previous: the reading before the latest, which a message may name, however close they are.
         starts: metric -> step and value of the first reading that has it.
@@ -70,6 +71,7 @@ class Series:
 
     def __init__(self, layer: str, facts: Mapping[str, Any], first: Row, *, is_pretrained: bool = False) -> None:
         self.layer, self.facts, self.is_pretrained = layer, facts, is_pretrained
+        self.limits: Mapping[str, float] = {}
         self.first = Row(first.step, first.values, first.heads)
         self.starts: dict[str, tuple[int, float]] = {}
         self.previous = self.first
@@ -152,5 +154,5 @@ class Series:
         return f"{verb} {values} between steps {steps[begin]} and {steps[end]}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the readings without their matrices, and nothing that the model of a resumed run has itself."""
-        return {**vars(self), "facts": {}, "rows": [replace(row, matrices={}) for row in self.rows]}
+        """Return the readings without their matrices, and nothing that a resumed run has itself."""
+        return {**vars(self), "facts": {}, "limits": {}, "rows": [replace(row, matrices={}) for row in self.rows]}

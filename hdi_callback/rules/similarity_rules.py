@@ -79,8 +79,9 @@ class CopiedHeads(Rule):
             groups = tuple(group for group in _alike(series, active, NEARLY_ONE) if heads & {*group})
             return replace(active, heads=heads_in(groups), groups=groups) if groups else None
         now, curve = series.value("hdi_worst_alignment"), series.curve("hdi_worst_alignment")[1]
-        is_jump = len(curve) > 1 and now >= self.at("copied") and now - curve[-2] >= LEAP
-        groups = equal or (joined(aligned_pairs(series.latest, series.facts), self.at("copied")) if is_jump else ())
+        limit = series.limits["copied"]
+        is_jump = len(curve) > 1 and now >= limit and now - curve[-2] >= LEAP
+        groups = equal or (joined(aligned_pairs(series.latest, series.facts), limit) if is_jump else ())
         if not groups:
             return None
         is_new = len(series.rows) > 1 and not equal_heads(series.first)
@@ -111,7 +112,7 @@ class WorstPair(Rule):
     action = SEPARATE
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        row, limit = series.latest, self.at("pair")
+        row, limit = series.latest, series.limits["pair"]
         if active is None and (row.step == 0 or row.values.get("hdi_alignment", 0.0) >= TOGETHER):
             return None
         groups = _alike(series, active, limit)
@@ -149,10 +150,10 @@ class MeanAlignment(Rule):
         slack = 0.0 if active is None else HYSTERESIS
         mean, by_energy = series.value("hdi_alignment"), series.value("hdi_energy_alignment")
         was_critical = active is not None and active.level == "critical"
-        level: Level = "critical" if mean >= self.at("critical") - HYSTERESIS * was_critical else "warning"
-        is_near = mean >= self.at("mean") - slack or level == "critical"
+        level: Level = "critical" if mean >= series.limits["critical"] - HYSTERESIS * was_critical else "warning"
+        is_near = mean >= series.limits["mean"] - slack or level == "critical"
         name, metric = ("mean", "hdi_alignment") if is_near else ("energy_mean", "hdi_energy_alignment")
-        limit, count = self.at("critical" if level == "critical" else name), series.facts.get("num_key_heads")
+        limit, count = series.limits["critical" if level == "critical" else name], series.facts.get("num_key_heads")
         if series.latest.step == 0 or not (is_near or by_energy >= limit - slack):
             return None
         if active is None and (
@@ -196,7 +197,7 @@ class MergedValues(Rule):
     action = SEPARATE
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        limit = self.at("values")
+        limit = series.limits["values"]
         groups = _alike(series, active, limit, of_values=True)
         if not groups:
             return None

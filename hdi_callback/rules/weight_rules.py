@@ -67,7 +67,7 @@ class FrozenWeights(Rule):
     steps = 20
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        row, readings = series.latest, self.at("frozen")
+        row, readings = series.latest, series.limits["frozen"]
         still = {
             (kind, place): since
             for (kind, place), (since, count) in series.still.items()
@@ -126,7 +126,7 @@ class RoundedAway(Rule):
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
         rows = [row for row in series.rows if "head_unchanged" in row.values][-self.readings :]
-        shares, limit = series.latest.per_head("head_unchanged"), self.at("unchanged")
+        shares, limit = series.latest.per_head("head_unchanged"), series.limits["unchanged"]
         if len(rows) < self.readings or not shares or not series.trains or not min(shares) < 1:
             return None
         largest = [row.values["head_unchanged"] for row in rows[:-1]]
@@ -162,7 +162,7 @@ class VanishingWeights(Rule):
     """Smallest first norm of a head that is judged, as a share of the layer's median head."""
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        limit, faded = self.at("vanishing"), dict[str, dict[int, float]]()
+        limit, faded = series.limits["vanishing"], dict[str, dict[int, float]]()
         lasting, unread = {*active.heads} if active else set(), set[int]()
         for metric, (_, roles) in self.circuits.items():
             first = series.first.per_head(metric)

@@ -48,9 +48,10 @@ def test_a_rule_of_ones_own_is_ten_lines():
 
 
 def test_rules_of_ones_own_stand_beside_the_default_ones():
-    rules = [*default_rules({"pair": 0.9}), FewEffectiveHeads()]
+    rules = [*default_rules(), FewEffectiveHeads()]
     readings = [pair(0.1), layer(pair(0.85).values | {"hdi_effective_heads": 1.5}, pair(0.85).heads)]
-    assert [alert[1] for alert in raised(run(readings, rules=rules))] == ["few effective heads"]
+    limits = {"*": {"pair": 0.9}}
+    assert [alert[1] for alert in raised(run(readings, rules=rules, thresholds=limits))] == ["few effective heads"]
     assert run(effective(3, 1.9), rules=None) == [(), ()]
 
 
@@ -130,12 +131,11 @@ MISUSE = {
     "an unknown limit": ({"thresholds": {"*": {"pairs": 0.9}}}, "Did you mean 'pair'"),
     "out of reach": ({"thresholds": {"*": {"pair": 1.0}}}, "above 0 and below 1"),
     "no number": ({"thresholds": {"*": {"frozen": "high"}}}, "above 0, or None"),
-    "limits of own rules": ({"rules": [WorstPair()], "thresholds": {"*": {"pair": 0.9}}}, r"WorstPair\(pair=0.9\)"),
     "a class": ({"rules": [WorstPair]}, r"write WorstPair\(\)"),
     "a word": ({"rules": "defaults"}, "Did you mean 'default'"),
     "a metric that is none": ({"rules": [Misnamed()]}, "Did you mean 'hdi_effective_heads'"),
     "no list": ({"rules": 3}, "list of rules"),
-    "twice": ({"rules": [WorstPair(), WorstPair(pair=0.9)]}, "Two rules have the name 'worst pair'"),
+    "twice": ({"rules": [WorstPair(), WorstPair()]}, "Two rules have the name 'worst pair'"),
 }  # fmt: skip
 
 
@@ -144,13 +144,6 @@ def test_misuse_is_an_error_that_says_what_to_write(case):
     options, message = MISUSE[case]
     with pytest.raises(MisconfigurationError, match=message):
         Alerts(**options)
-
-
-def test_a_rule_refuses_limits_that_it_does_not_have():
-    with pytest.raises(MisconfigurationError, match="WorstPair has no limit 'mean': its limits are pair"):
-        WorstPair(mean=0.5)
-    with pytest.raises(MisconfigurationError, match="below 1"):
-        WorstPair(pair=1.5)
 
 
 def test_every_limit_belongs_to_one_rule():
