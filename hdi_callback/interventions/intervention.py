@@ -41,6 +41,7 @@ class Intervention:
     at_most: int | None = None
     # What was so at step 0 already, unless `rules` are given: heads may be equal on purpose.
     ignores_start: bool = False
+    training: Training  # that it acts on, from `bind` on
 
     def __init__(
         self, *, on: Level | None = None, rules: Sequence[str] | None = None, at_most: int | None = None
@@ -54,18 +55,10 @@ class Intervention:
             self.at_most = whole_number(f"at_most of {self.name}", at_most, least=1, example=1)
         self.count = 0
         self._answered: set[str] = set()  # alerts: when they began, their rules, and what they named
-        self._training: Training | None = None
-
-    @property
-    def training(self) -> Training:
-        """The training that it acts on, from `bind` on."""
-        if self._training is None:
-            raise MisconfigurationError(f"{self.name} acts through a callback: HDICallback(interventions=[...]).")
-        return self._training
 
     def bind(self, training: Training) -> None:
         """Take the training to act on, when its layers are known and before its first step."""
-        self._training, self.count, self._answered = training, 0, set()
+        self.training, self.count, self._answered = training, 0, set()
         for name, layer in training.layers.items():
             if why := self.why_not(layer):
                 raise MisconfigurationError(
@@ -117,7 +110,7 @@ class Intervention:
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the training, so that callbacks can be copied and sent to other processes."""
-        return {**self.__dict__, "_training": None}
+        return {name: value for name, value in vars(self).items() if name != "training"}
 
     def action(self, layers: Iterable[str], done: str, *, is_refusal: bool = False) -> Action:
         """Return what was done to layers, a verb in the past, as an action; with `is_refusal` why nothing was."""

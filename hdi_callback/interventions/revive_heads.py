@@ -23,10 +23,10 @@ ALIGNED = 0.7
 class ReviveHeads(Intervention):
     """Assign fresh key and query weights in another subspace to redundant heads.
 
-    Of key heads of a layer that are alike, all but the one that contributes most get fresh key and query weights, as
+    Of heads of a layer whose keys are alike, all but the one that contributes most get fresh key and query weights, as
     far from the other heads' as the width allows, and at their scale. Their contribution is folded into that head, and
     their own output slices are set to zero, so that the layer computes the same if they attended alike. Their entries
-    in the optimizer's state are cleared. Under grouped keys a key head is revived together with its query heads.
+    in the optimizer's state are cleared. Layers whose heads share keys are refused before training.
 
     Before anything is written the relative error of the head's output is estimated from the weights, see
     `fold_head`: what the other head's values cannot express, and where its attention differs. A head with a larger
@@ -54,8 +54,8 @@ class ReviveHeads(Intervention):
         """Return why heads of a layer cannot be folded into one another; empty if they can."""
         if layer.num_heads < 2:
             return "it has one head"
-        if layer.num_value_heads != layer.num_key_heads or layer.value_of != layer.key_of:
-            return f"it has {layer.num_key_heads} key heads and {layer.num_value_heads} value heads"
+        if {layer.key_of, layer.value_of} != {tuple(range(layer.num_heads))}:
+            return "its heads share keys or values"
         return "a norm follows its values" if "value" in layer.normed else why_not_writable(layer, ROLES)
 
     @torch.no_grad()
@@ -65,60 +65,46 @@ class ReviveHeads(Intervention):
         for name in alert.layers:
             layer = self.training.layers[name]
             weights = {role: layer.weight(role).detach().clone() for role in ROLES}
-            leaving, members = list[int](), list[tuple[int, int]]()
-            unit = "head" if layer.num_heads == layer.num_key_heads else "key head"
+            pairs = list[tuple[int, int]]()
             for leaves, stays in _pairs(layer):
                 layers.append(name)
-                of_leaving, of_staying = (
-                    [head for head, key in enumerate(layer.key_of) if key == key_head] for key_head in (leaves, stays)
-                )
-                folded = {pair: _fold(layer, weights, *pair) for pair in zip(of_leaving, of_staying)}
-                error = float(torch.stack([error for _, error in folded.values()]).max())  # NaN if one is
+                output, error = _fold(layer, weights, leaves, stays)
                 about = "" if error < 0.005 else f", with a relative error of about {100 * error:.0f} %"
-                is_leaving = error <= self.max_output_error
-                (revived if is_leaving else spared).append(f"{unit} {leaves} of {name} (folded into {stays}{about})")
+                is_leaving = error <= self.max_output_error  # NaN is not
+                (revived if is_leaving else spared).append(f"head {leaves} of {name} (folded into {stays}{about})")
                 if is_leaving:
-                    leaving.append(leaves)
-                    members += folded
-                    for (head, staying), (output, _) in folded.items():
-                        weights["output"][staying], weights["output"][head] = output, 0
-            if leaving:
-                self._write(layer, weights, leaving, members)
+                    weights["output"][stays], weights["output"][leaves] = output, 0
+                    pairs.append((leaves, stays))
+            if pairs:
+                self._write(layer, weights, pairs)
         done = [f"assigned fresh weights to {', '.join(revived)}"] if revived else []
         if spared:
             done.append(f"left as before, above max_output_error={self.max_output_error:g}: {', '.join(spared)}")
         return self.action(dict.fromkeys(layers), "; ".join(done), is_refusal=not revived) if done else None
 
-    def _write(
-        self,
-        layer: AttentionLayer,
-        weights: Mapping[Any, Tensor],
-        leaving: Sequence[int],
-        members: Sequence[tuple[int, int]],
-    ) -> None:
+    def _write(self, layer: AttentionLayer, weights: Mapping[Any, Tensor], pairs: Sequence[tuple[int, int]]) -> None:
         """Write folded outputs and fresh queries and keys, once all are computed: a failure leaves the layer."""
-        revived = [("query", head) for head, _ in members] + [("key", head) for head in leaving]
+        revived = [(role, leaves) for leaves, _ in pairs for role in ("query", "key", "output")]
         for role, head in revived:
-            weights[role][head] = fresh_head(weights[role], head)
-        revived += [("output", head) for head, _ in members]
-        for role, head in [*revived, *(("output", staying) for _, staying in members)]:
+            if role != "output":
+                weights[role][head] = fresh_head(weights[role], head)
+        for role, head in [*revived, *(("output", stays) for _, stays in pairs)]:
             layer.weights[role].write(head, weights[role][head])
         for optimizer, (role, head) in product(self.training.trainer.optimizers, revived):
             parameter, index = layer.weights[role].index(head)
             for state in optimizer.state.get(parameter, {}).values():  # momentum, mean squares
                 if isinstance(state, Tensor) and state.shape == parameter.shape:
                     state.put_(index.to(state.device), state.new_zeros(index.shape))
-        written = sorted({head for pair in members for head in pair})
+        written = sorted({head for pair in pairs for head in pair})
         self.training.expect_change(layer.name, written, self.training.trainer.step, self.name)
 
 
 def _pairs(layer: AttentionLayer) -> list[tuple[int, int]]:
-    """Return each key head that has a stronger one like it, and that one."""
+    """Return each head that has a stronger one with like keys, and that one."""
     alike = head_diversity(layer.weight("key")).subspace.pair_alignment >= ALIGNED
-    norms = circuit_similarity(layer.weight("output"), layer.weight("value"), layer.value_of).norm.square()
-    strength = norms.new_zeros(layer.num_key_heads).index_add(0, torch.tensor(layer.key_of).to(norms.device), norms)
+    strength = circuit_similarity(layer.weight("output"), layer.weight("value"), layer.value_of).norm.tolist()
     staying, pairs = list[int](), list[tuple[int, int]]()
-    for head in sorted(range(layer.num_key_heads), key=strength.tolist().__getitem__, reverse=True):
+    for head in sorted(range(layer.num_heads), key=strength.__getitem__, reverse=True):
         stays = next((stronger for stronger in staying if alike[head, stronger]), None)
         if stays is None:
             staying.append(head)
@@ -127,23 +113,20 @@ def _pairs(layer: AttentionLayer) -> list[tuple[int, int]]:
     return sorted(pairs)
 
 
-def _fold(layer: AttentionLayer, weights: Mapping[Any, Tensor], leaves: int, stays: int) -> tuple[Tensor, Tensor]:
+def _fold(layer: AttentionLayer, weights: Mapping[Any, Tensor], leaves: int, stays: int) -> tuple[Tensor, float]:
     """Return the output weight of a head that takes over another's contribution, and the relative error of that."""
-    outputs = weights["output"][[stays, leaves]]
+    heads, outputs = [stays, leaves], weights["output"][[stays, leaves]]
     if not outputs[1].any() or _have_different_terms(layer, leaves, stays):
-        return outputs[0], outputs.any((1, 2))[1].double()  # 0 where it contributes nothing
+        return outputs[0], float(outputs[1].any())  # 0 where it contributes nothing
 
-    def with_biases(role: str, heads: Sequence[int]) -> Tensor:
+    def with_biases(role: str) -> Tensor:
         biases = [bias_of(layer.weights[role], head) for head in heads]
         columns = [parameter.take(index)[:, None] for parameter, index in filter(None, biases)]
-        stacked = weights[role][list(heads)]
-        return torch.cat([stacked, torch.stack(columns)], -1) if columns else stacked
+        return torch.cat([weights[role][heads], torch.stack(columns)], -1) if columns else weights[role][heads]
 
-    keys = [layer.key_of[stays], layer.key_of[leaves]]
-    queries, values = with_biases("query", (stays, leaves)), with_biases("value", keys)
-    is_normed = bool(layer.normed & {"query", "key"})
-    output, error = fold_head(queries, weights["key"][keys], values, outputs, is_normed=is_normed)
-    return output.to(outputs), error
+    queries, keys, values = with_biases("query"), weights["key"][heads], with_biases("value")
+    output, error = fold_head(queries, keys, values, outputs, is_normed=bool(layer.normed & {"query", "key"}))
+    return output.to(outputs), float(error)
 
 
 def _have_different_terms(layer: AttentionLayer, head: int, staying: int) -> bool:

@@ -17,7 +17,6 @@ from tests.interventions.training import Attention, Model, Open, Torch, alert, c
 
 KINDS = {
     "packed": lambda **options: Torch(**options),
-    "grouped": lambda **options: Attention(64, 8, 4, **options),
     "many": lambda **options: Attention(64, 4, 4, **options),
 }
 
@@ -29,12 +28,10 @@ def made(kind: str, **options):
     return model, model.layers()["blocks.0"], Open(model, optimizer)
 
 
-def revive(training, *heads, rule="worst pair", unit=None, **options):
-    layer = training.layers["blocks.0"]
+def revive(training, *heads, **options):
     intervention = ReviveHeads(**options)
     intervention.bind(training)
-    grouped = "key heads" if layer.num_heads != layer.num_key_heads and rule == "worst pair" else "heads"
-    (action,) = intervention.handle(reading(alert("blocks.0", heads, rule=rule, unit=unit or grouped)))
+    (action,) = intervention.handle(reading(alert("blocks.0", heads)))
     return action, intervention
 
 
@@ -54,15 +51,14 @@ def test_a_revived_clone_gets_a_new_subspace_and_the_layer_computes_the_same(kin
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 nn.init.normal_(parameter)
-        width, group = layer.head_dim, layer.num_heads // layer.num_key_heads
         with torch.no_grad():  # of copies
             block = model.blocks[0]
             if kind == "packed":
                 queries, _, values = block.in_proj_bias.chunk(3)
             else:
                 queries, values = block.q_proj.bias, block.v_proj.bias
-            for bias, heads in ((queries, group), (values, 1)):
-                bias.view(-1, heads, width)[3] = bias.view(-1, heads, width)[1]
+            for bias in (queries, values):
+                bias.view(-1, layer.head_dim)[3] = bias.view(-1, layer.head_dim)[1]
     x = torch.randn(4, 9, model.width)
     with torch.no_grad():
         before = model(x)
@@ -74,8 +70,7 @@ def test_a_revived_clone_gets_a_new_subspace_and_the_layer_computes_the_same(kin
     assert float(head_diversity(layer.weight("key")).subspace.worst) < 0.7
     (left,), stays = folded(action)
     assert {left, stays} == {1, 3}
-    group = layer.num_heads // layer.num_key_heads
-    assert not layer.weight("output")[left * group : (left + 1) * group].any()
+    assert not layer.weight("output")[left].any()
     norms = layer.weight("key").detach().norm(dim=(1, 2))
     assert float(norms[left]) == pytest.approx(float(norms.mean()), rel=0.3)
 
@@ -110,7 +105,6 @@ def test_only_the_optimizer_state_of_the_revived_head_is_cleared(kind):
     copy_head(layer, 1, 3)
     before = {id(p): {k: v.clone() for k, v in optimizer.state[p].items()} for p in model.parameters()}
     (head,), _ = folded(revive(training, 1, 3)[0])
-    group = layer.num_heads // layer.num_key_heads
     with torch.no_grad():  # look at the state through the layer's own eyes: put it in place of the weights
         for name in ("exp_avg", "exp_avg_sq"):
             for parameter in model.parameters():
@@ -118,9 +112,9 @@ def test_only_the_optimizer_state_of_the_revived_head_is_cleared(kind):
             after = {role: layer.weight(role).clone() for role in ("query", "key", "value", "output")}
             for parameter in model.parameters():
                 parameter.copy_(before[id(parameter)][name])
-            for role, width in (("query", group), ("key", 1), ("output", group)):
+            for role in ("query", "key", "output"):
                 old, keep = layer.weight(role), torch.ones(len(layer.weight(role)), dtype=torch.bool)
-                keep[head * width : (head + 1) * width] = False
+                keep[head] = False
                 assert not after[role][~keep].any(), role
                 assert torch.equal(after[role][keep], old[keep]), role
             assert torch.equal(after["value"], layer.weight("value"))
@@ -136,11 +130,11 @@ def test_all_but_one_of_equal_heads_are_revived():
 
 
 def test_one_head_of_each_group_stays():
-    _, layer, training = made("grouped")
+    _, layer, training = made("many")
     copy_head(layer, 0, 2)
     copy_head(layer, 1, 3)
     action, _ = revive(training, 0, 1, 2, 3)
-    assert len(re.findall(r"key head \d+ of blocks.0 \(folded", action.message)) == 2
+    assert len(re.findall(r"head \d+ of blocks.0 \(folded", action.message)) == 2
     assert float(head_diversity(layer.weight("key")).subspace.worst) < 0.7
 
 
@@ -152,7 +146,7 @@ def test_a_head_that_shares_only_its_keys_is_left_and_the_action_says_so(kind):
     action, intervention = revive(training, 1, 3)
     assert action.is_refusal
     assert re.fullmatch(
-        r"left as before, above max_output_error=0.1: (key )?head [13] of blocks.0 \(folded into [13], with a "
+        r"left as before, above max_output_error=0.1: head [13] of blocks.0 \(folded into [13], with a "
         r"relative error of about \d+ %\)",
         action.message,
     )
@@ -168,7 +162,7 @@ def test_a_refused_head_is_revived_where_any_error_is_allowed_and_the_action_say
     assert re.search(r"of blocks.0 \(folded into [13], with a relative error of about \d+ %\)$", action.message)
 
 
-@pytest.mark.parametrize("kind", ["packed", "grouped"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("gain", [0.5, 2.0])  # scores with a spread from 0.1 to 2
 @pytest.mark.parametrize(
     ("role", "noise"), [("key", 0.0), ("key", 0.3), ("query", 0.1), ("query", 10.0), ("value", 0.05)]
@@ -183,19 +177,16 @@ def test_the_estimated_error_bounds_the_real_change_of_the_output(kind, gain, ro
             layer.weight(name).mul_(gain)
         copy_head(layer, 1, 3)
         weight = layer.weight(role)
-        group = len(weight) // layer.num_key_heads
-        weight[3 * group : 4 * group] += noise * weight.std() * torch.randn_like(weight[3 * group : 4 * group])
+        weight[3] += noise * weight.std() * torch.randn_like(weight[3])
         x = torch.randn(128, 64, model.width)
         before = model(x)
     untouched = copy.deepcopy(model)
     action, _ = revive(training, 1, 3, max_output_error=1)
     (head,), _ = folded(action)
     with torch.no_grad():
-        old = untouched.layers()["blocks.0"]
-        group = old.num_heads // old.num_key_heads
-        old.weight("output")[head * group : (head + 1) * group] = 0
+        untouched.layers()["blocks.0"].weight("output")[head] = 0
         lost = float((model(x) - before).norm() / (before - untouched(x)).norm())
-    assert min(lost, 1) <= 1.1 * max(float(error) for _, error in errors) + 1e-5
+    assert min(lost, 1) <= 1.1 * errors[0][1] + 1e-5
 
 
 def test_an_event_whose_cause_names_one_head_of_the_two_is_answered():
@@ -255,6 +246,9 @@ def test_every_rank_draws_the_same_heads():
 
 
 def test_layers_that_cannot_be_revived_are_refused_before_training():
+    grouped = Model(lambda: Attention(64, 8, 4), depth=1)
+    with pytest.raises(MisconfigurationError, match=r"its heads share keys or values.*exclude="):
+        ReviveHeads().bind(Open(grouped))
     model, _, training = made("many")
     layer = training.layers["blocks.0"]
     object.__setattr__(layer, "normed", frozenset({"value"}))

@@ -97,7 +97,6 @@ MISUSE = {
     "at_most": (lambda: SaveCheckpoint(at_most=0), "at least 1"),
     "an error above one": (lambda: ReviveHeads(max_output_error=2), "of at least 0, at most 1"),
     "a limit": (lambda: QKClip(limit=0), "above 0"),
-    "without a callback": (lambda: StopTraining().training, r"HDICallback\(interventions=\[...\]\)"),
 }  # fmt: skip
 
 
