@@ -74,6 +74,12 @@ def sides_of(labels: Labels, core: Core) -> list[View]:
     return core.step.inputs[:2] if product is None else [product.first, product.second]
 
 
+def is_map(labels: Labels, step: Step) -> bool:
+    """Return whether a step is a matmul with a weight, or a convolution."""
+    product = labels.products.of(step)
+    return product is not None and product.kind in {"weight", "filter"}
+
+
 # scale
 
 
@@ -85,12 +91,8 @@ def scale_of(labels: Labels, core: Core, scores: list[Link]) -> float | None:
     else:
         factors = [float(core.score_step.argument("alpha", 1)), *map(_factor, scores)]  # alpha is of baddbmm
 
-    def is_map(step: Step) -> bool:
-        product = labels.products.of(step)
-        return product is not None and product.kind in {"weight", "filter"}
-
     for view in sides_of(labels, core):
-        links = links_back(view.cell, is_map) if view.cell.step is not None else []
+        links = links_back(view.cell, lambda step: is_map(labels, step)) if view.cell.step is not None else []
         if links is None:
             return None
         factors += [_factor(link, of_features=True) for link in links]

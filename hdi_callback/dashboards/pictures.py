@@ -28,7 +28,6 @@ from hdi_callback.dashboards.names import EVIDENCE, HEADS, MAP
 from hdi_callback.dashboards.verdict import becomes_warning, events
 from hdi_callback.monitor.metrics import METRICS
 from hdi_callback.record import Alert, LayerRecord, Record
-from hdi_callback.rules import RULES
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -39,8 +38,6 @@ READINGS = 64
 
 ACCUSED, OTHERS, LIMIT = "#d1242f", "#8a8f96", "#c25100"
 TRIANGLE = {"marker": "v", "s": 50, "color": ACCUSED, "edgecolors": "white", "linewidths": 0.8, "zorder": 3}
-_OF_HEADS = {metric: metric for rule in RULES for metric in (*rule.needs, *rule.reads)}
-_OF_HEADS["head_movement_min"] = "head_movement"
 _MOST_PATTERNS = 3  # heads
 _MOST_LINES = 16  # of what is not accused; more are drawn as the range between the least and the largest
 _LETTERS = 10
@@ -244,7 +241,7 @@ def _draw_pattern(panel: Any, pattern: Tensor, title: str) -> None:
 
 def _curves_of_heads(alert: Alert, records: Sequence[Record], layer: str) -> dict[int, list[float]]:
     """Return head -> curve of a layer; empty if heads were not measured one by one."""
-    key = _OF_HEADS.get(alert.metric or "", "")
+    key = (alert.metric or "").replace("head_movement_min", "head_movement")
     rows = [record.layers[layer].heads.get(key, ()) if layer in record.layers else () for record in records]
     count = max(map(len, rows), default=0)
     if max(alert.where[layer], default=0) >= count:
@@ -386,10 +383,9 @@ def svg(figure: Figure, label: str) -> str:
         if panel.get_facecolor() == (1.0, 1.0, 1.0, 1.0):
             panel.patch.set_alpha(0)
     with svg_style():
-        figure.savefig(text, format="svg", dpi=120, metadata={"Date": None, "Creator": None})
+        figure.savefig(text, format="svg", dpi=120, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     drawn = text.getvalue()
     drawn = drawn[drawn.index("<svg") :].replace(_INK, "currentColor")
-    drawn = re.sub(r"<metadata>.*?</metadata>", "", drawn, flags=re.DOTALL)
     drawn = re.sub(r'font: (\d[\d.]*)px[^;"]*', r"font-size: \1px", drawn)  # the family is the page's
     return re.sub(r'<svg ([^>]*?)width="[\d.]+pt"', rf'<svg role="img" aria-label="{label}" \1', drawn, count=1)
 

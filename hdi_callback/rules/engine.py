@@ -161,7 +161,7 @@ class Alerts:
 
 
 def _plain(finding: Any, rule: Rule) -> Finding:
-    """Return a finding with its level and plain numbers."""
+    """Return a finding with plain numbers, and with the level, action and code of its rule where it has none."""
     if not isinstance(finding, Finding):
         raise TypeError(f"`judge` must return a Finding or None, got a {type(finding).__name__}")
     level = finding.level or rule.level
@@ -171,8 +171,16 @@ def _plain(finding: Any, rule: Rule) -> Finding:
         float(number) if number is not None and math.isfinite(number) else None
         for number in (finding.value, finding.threshold)
     )
-    heads = tuple(map(int, finding.heads))
-    return replace(finding, level=level, value=value, threshold=threshold, heads=heads)
+    code = "" if finding.action else rule.code  # which belongs to the action of the rule
+    return replace(
+        finding,
+        level=level,
+        value=value,
+        threshold=threshold,
+        heads=tuple(map(int, finding.heads)),
+        action=finding.action or rule.action,
+        code=code if finding.code is None else finding.code,
+    )
 
 
 def _is_worse(finding: Finding, before: Finding, facts: Mapping[str, Any]) -> bool:

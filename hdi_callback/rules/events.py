@@ -53,15 +53,7 @@ class Sighting:
 
     def statement(self) -> dict[str, Any]:
         """Return what an alert that it states says beside its message."""
-        finding, rule = self.finding, self.rule
-        code = rule.code if finding.action is None else ""  # which belongs to the action of the rule
-        return {
-            "action": finding.action or rule.action,
-            "code": code if finding.code is None else finding.code,
-            "value": finding.value,
-            "threshold": finding.threshold,
-            "metric": finding.metric,
-        }
+        return {name: getattr(self.finding, name) for name in ("action", "code", "value", "threshold", "metric")}
 
 
 @dataclass

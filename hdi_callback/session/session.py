@@ -238,8 +238,12 @@ class Session:
         self._armed_at, self.last_step = None, step
         if not self._is_open or len(self.monitor.layers) != self._number_of_layers:
             # Other ranks wait for the readings of this one, which goes on without what has failed.
-            with self._guard("starting to watch heads", passes=(HDIError,)):
-                self._open()
+            try:
+                with self._guard("starting to watch heads", passes=(HDIError,)):
+                    self._open()
+            except HDIError:  # misuse, before the first step
+                self.close()
+                raise
         if self._is_closed or not self.monitor.layers:
             return
         try:
@@ -361,11 +365,7 @@ class Session:
             self._refuse()
             return
         self._facts = [layer.description() for layer in self.monitor.layers]
-        try:
-            self._begin()
-        except HDIError:  # misuse, before the first step
-            self.close()
-            raise
+        self._begin()
         if self._state is not None:
             try:
                 self._restore(self._state)
@@ -392,7 +392,6 @@ class Session:
         """Say that there is nothing to watch, perhaps as this rank holds a part of the model without attention."""
         message = self.monitor.why_nothing()
         if self._settings.strict and not self.monitor.join_ranks().difference:
-            self.close()
             raise NothingToWatchError(f"{message}\nWrite strict=False to train unwatched.")
         self._guard.warn_once("layers", f"{message}\nHeads are not watched. Training goes on.")
 
@@ -404,12 +403,9 @@ class Session:
                 raise ValueError(f"this model has no layer `{name}` with the same heads")
         if self.alerts is not None and state["alerts"] is not None:
             self.alerts.load_state_dict(state["alerts"])
-        saved = list(state["interventions"])
-        for intervention in self._interventions:
-            pair = next((pair for pair in saved if pair[0] == intervention.name), None)
-            if pair is not None:
-                saved.remove(pair)
-                intervention.load_state_dict(pair[1])
+        for intervention, (name, saved) in zip(self._interventions, state["interventions"]):
+            if name == intervention.name:
+                intervention.load_state_dict(saved)
         self.monitor.contract.load_state_dict(state["contract"])  # last: what fails before it starts anew
 
     def _closed_after_following_ranks(self) -> bool:
