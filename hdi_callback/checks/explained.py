@@ -11,6 +11,8 @@ from hdi_callback.attention.discovery.heads import FoundAttention
 from hdi_callback.attention.discovery.labels import Labels, Unreadable
 from hdi_callback.attention.discovery.planes import small
 from hdi_callback.attention.tape import Step
+from hdi_callback.checks.cards import card_of
+from hdi_callback.checks.facts import facts_of
 
 __all__ = ["explained"]
 
@@ -25,8 +27,9 @@ def explained(model: nn.Module, forward: Callable[[], object], name: str) -> str
         for claim in claims:
             listings.setdefault(claim.path or "", []).append(_of_claim(labels, claim))
         for step, _ in refused:
-            listing = _lines(labels, [step, *labels.leading_to(step.inputs)])
-            listings.setdefault(step.path or "", []).append("\n".join(listing))
+            listings.setdefault(step.path or "", []).append(_lines(labels, [step, *labels.leading_to(step.inputs)]))
+        for facts in facts_of(labels, claims, refused):
+            listings.setdefault(facts.path, []).append(str(card_of(facts)))
 
     name = "" if name == _ROOT else name
     for refusal in survey(model, forward, read).refused:
@@ -41,19 +44,10 @@ def _of_claim(labels: Labels, claim: FoundAttention) -> str:
     core = claim.core
     steps = [core.step, *([] if core.score_step is None else [core.score_step]), *(part.step for part in core.parts)]
     views = [view for step in steps if step is not core.step or core.score_step is None for view in step.inputs]
-    lines = _lines(labels, [*steps, *labels.leading_to(views), *(step for step, _ in claim.outputs)])
-    maps = [*claim.maps.items(), ("output", [columns for _, columns in claim.outputs])]
-    heads = [
-        f"{role}: {'columns' if role == 'output' else 'rows'} of {', '.join(map('`{}`'.format, projection.names))}, "
-        f"{projection.starts.shape[1]} for each head"
-        for role, parts in maps
-        for projection in parts
-    ]
-    flags = [f"on the way: {', '.join(sorted(map(str, claim.flags)))}"] if claim.flags else []
-    return "\n".join([*lines, f"{claim.heads} heads", *heads, *flags, *claim.notes])
+    return _lines(labels, [*steps, *labels.leading_to(views), *(step for step, _ in claim.outputs)])
 
 
-def _lines(labels: Labels, steps: Iterable[Step]) -> list[str]:
+def _lines(labels: Labels, steps: Iterable[Step]) -> str:
     lines = []
     for number, step in sorted({step.number: step for step in steps}.items()):
         inputs, outputs = (
@@ -61,7 +55,7 @@ def _lines(labels: Labels, steps: Iterable[Step]) -> list[str]:
             for views in (step.inputs, step.outputs)
         )
         lines.append(f"{number:5d}  {step.op:24}  {f'{inputs} -> {outputs}':60}  {_origin(labels, step)}".rstrip())
-    return lines
+    return "\n".join(lines)
 
 
 def _origin(labels: Labels, step: Step) -> str:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hdi_callback.attention import survey
+from hdi_callback.checks import check
 from hdi_callback.checks.explained import explained
 from tests.attention.by_hand_refused import REFUSED
 
@@ -47,8 +48,9 @@ def test_the_operations_that_made_scores_and_heads_are_listed_in_their_order_wit
     assert [name for name in listed if name in arithmetic] == arithmetic
     (projected,) = re.findall(r"addmm .*`0.packed.weight`", listing)
     assert "(10, 48)" in projected
-    assert "\n4 heads\nquery: rows of `0.packed.weight`, 4 for each head\n" in listing
-    assert listing.endswith("output: columns of `0.out.weight`, 4 for each head")
+    (card,) = check(model, lambda: model(x)).cards
+    assert listing.endswith(f"\n\n{card}")
+    assert "rows 0-15, 16-31, 32-47 of packed" in listing
 
 
 def test_a_module_without_attention_is_answered_with_those_that_have_some() -> None:
