@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -109,15 +108,9 @@ def compare(first: str, second: str, build: str | None, as_json: bool) -> int:
 
 @hdi.command(epilog=_EXIT_CODES)
 @click.argument("run")
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="The page to write; by default report.html beside the history, and none with --json.",
-)
 @_JSON
-def report(run: str, output: Path | None, as_json: bool) -> int:
-    """List the alerts of a run, and write one HTML file about it, which opens without a network.
+def report(run: str, as_json: bool) -> int:
+    """List the alerts of a run, and write report.html beside its history, which opens without a network.
 
     Example: hdi report lightning_logs/version_0
     """
@@ -131,8 +124,8 @@ def report(run: str, output: Path | None, as_json: bool) -> int:
     if history.skipped_lines:
         click.echo(f"{history.skipped_lines} lines of {history.path} could not be read and are left out.", err=True)
     judgement, raised = verdict(history.records, history.layers), events(history.records)
-    if judgement.state != "nothing to judge" and (output or not as_json):
-        click.echo(f"Written: {write_report(history, path=output)}", err=True)
+    if judgement.state != "nothing to judge" and not as_json:
+        click.echo(f"Written: {write_report(history)}", err=True)
     if as_json:
         alerts = [{**alert.to_dict(), "state": state(alert)} for alert in raised]
         print_json(

@@ -86,7 +86,7 @@ def test_check_explains_how_the_heads_of_a_layer_were_read():
     shown = run("check", f"{MODELS}:build_blocks", "--explain", "blocks.0")
     assert shown.exit_code == 0
     assert re.search(r"^ *\d+ +(addmm|mm) .*`blocks\.0\.\w+\.weight`", shown.output, flags=re.M)
-    assert "\nkey: rows of `blocks.0." in shown.output
+    assert "\n  queries, keys, values rows of query" in shown.output
 
 
 def test_check_says_what_is_missing_and_ends_with_code_2():
@@ -197,9 +197,9 @@ def test_lines_that_cannot_be_read_are_counted(tmp_path):
     assert "1 lines of" in run("report", path).stderr
 
 
-def test_report_writes_one_file_and_says_the_verdict(bad, tmp_path):
-    page = tmp_path / "page.html"
-    shown = run("report", bad, "-o", page)
+def test_report_writes_one_file_and_says_the_verdict(bad):
+    shown = run("report", bad)
+    page = Path(shown.stderr.removeprefix("Written: ").strip())
     assert shown.exit_code == 1
     assert "heads 1 and 3" in shown.stdout
     assert f"<title>Attention heads of {'/'.join(bad.parts[-2:])}</title>" in page.read_text(encoding="utf-8")
