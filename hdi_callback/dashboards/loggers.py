@@ -9,7 +9,7 @@ from typing import Any
 from hdi_callback.checks import joined_name
 from hdi_callback.dashboards.names import ALERTS, all_tags, curves
 from hdi_callback.dashboards.pictures import Pictures
-from hdi_callback.dashboards.verdict import becomes_warning
+from hdi_callback.dashboards.verdict import urgent_of
 from hdi_callback.record import Alert, Record
 
 Layers = Sequence[Mapping[str, Any]]  # their facts
@@ -87,7 +87,6 @@ class Wandb(Curves):
 
         self.close()
         row: dict[str, Any] = {_STEP: record.step, **curves(record, self._metrics)}
-        urgent = [alert for alert in record.alerts if becomes_warning(alert, self._pictures.alerts)]
         for tag, picture in self._pictures.add(record).items():
             row[tag] = wandb.Image(picture)
         if self._pictures.alerts and (record.alerts or record.is_last):
@@ -98,7 +97,7 @@ class Wandb(Curves):
             row["hdi/alert_table"] = wandb.Table(columns=list(_COLUMNS), data=rows)
         self._target.log(row, commit=False)
         self._open_row = self._target.step
-        for alert in urgent:
+        for alert in urgent_of(record):
             title = f"Attention heads: {alert.rule} in {joined_name(alert.layers)}"
             text = f"step {alert.step}: {alert.message}\n{alert.remedy}"
             self._target.alert(title, text, level=_LEVELS[alert.level], wait_duration=1)  # 0 would be a minute

@@ -25,7 +25,7 @@ from torch import Tensor
 from hdi_callback.checks import joined_name
 from hdi_callback.dashboards.layer_table import closest_pair, compared, number_in
 from hdi_callback.dashboards.names import EVIDENCE, HEADS, MAP
-from hdi_callback.dashboards.verdict import becomes_warning, events
+from hdi_callback.dashboards.verdict import events, urgent_of
 from hdi_callback.monitor.metrics import METRICS
 from hdi_callback.record import Alert, LayerRecord, Record
 
@@ -39,7 +39,6 @@ READINGS = 64
 ACCUSED, OTHERS, LIMIT = "#d1242f", "#8a8f96", "#c25100"
 TRIANGLE = {"marker": "v", "s": 50, "color": ACCUSED, "edgecolors": "white", "linewidths": 0.8, "zorder": 3}
 _MOST_PATTERNS = 3  # heads
-_MOST_LINES = 16  # of what is not accused; more are drawn as the range between the least and the largest
 _LETTERS = 10
 _WIDTH = 4.4  # inches
 WORST = "hdi_worst_alignment"
@@ -256,10 +255,6 @@ def _draw_panel(
     """Draw curves, those that are accused on top."""
     steps = [record.step for record in records]
     grey, red = ([curve for key, curve in curves.items() if (key in accused) is is_red] for is_red in (False, True))
-    if len(grey) > _MOST_LINES:
-        table = np.ma.masked_invalid(np.array(grey, dtype=float))
-        panel.fill_between(steps, table.min(0), table.max(0), color=OTHERS, alpha=0.35, linewidth=0)
-        grey = [table.mean(0).filled(math.nan).tolist()]
     for colour, thickness, lines in ((OTHERS, 0.9, grey), (ACCUSED, 2.0, red)):
         for curve in np.array(lines, dtype=float):
             isolated = np.isfinite(curve).sum() < 3
@@ -304,7 +299,7 @@ class Pictures:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.alerts: list[Alert] = []  # of all records
-        self._marked: list[Alert] = []
+        self._urgent: list[Alert] = []
         self._clock, self._next = clock, 0.0
         self._steps = array("q")
         self._worst: dict[str, array[float]] = {}
@@ -318,16 +313,15 @@ class Pictures:
         """Take a record; return the pictures if they are due: tag -> ``(height, width, 3)``."""
         self._add(record)
         began = self._clock()
-        urgent = [alert for alert in record.alerts if not alert.is_over and alert.level != "notice"]
         drawn = {
             f"{EVIDENCE}/{alert.rule.replace(' ', '_')}": pixels(figure)
-            for alert in reversed(urgent)  # the first of a rule, where there are several
+            for alert in reversed(urgent_of(record))  # the first of a rule, where there are several
             if (figure := draw_evidence(alert, [*self._records], self._patterns.around(alert))) is not None
         }
         is_due = record.is_last or (len(self._steps) > 1 and began >= self._next)
         if not is_due or not self._worst:
             return drawn
-        drawn[MAP] = pixels(draw_map(self._steps, self._worst, self._marked))
+        drawn[MAP] = pixels(draw_map(self._steps, self._worst, self._urgent))
         worst = record.values(WORST)
         layer = max(worst, key=lambda name: worst[name], default="")
         matrix = record.layers[layer].matrices.get("pair_alignment") if layer else None
@@ -349,8 +343,8 @@ class Pictures:
         for name, row in self._worst.items():
             row.append(values.get(name, math.nan))
         self._steps.append(record.step)
-        self._marked += [alert for alert in record.alerts if becomes_warning(alert, self.alerts)]
         self.alerts += record.alerts
+        self._urgent += urgent_of(record)
 
 
 def pixels(figure: Figure) -> npt.NDArray[np.uint8]:

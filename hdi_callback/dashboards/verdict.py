@@ -47,12 +47,9 @@ def state(event: Alert) -> str:
     return "active" if event.ended is None else f"resolved at step {event.ended}"
 
 
-def becomes_warning(alert: Alert, past: Sequence[Alert]) -> bool:
-    """Return whether an event is a warning, or worse, from this alert on; it may have been a notice before."""
-    if alert.level == "notice" or alert.is_over:
-        return False
-    levels = (earlier.level for earlier in reversed(past) if _is_same(earlier, alert))
-    return alert.status == "new" or next(levels, "notice") == "notice"
+def urgent_of(record: Record) -> list[Alert]:
+    """Return the alerts of a reading that began or got worse, and are no notices."""
+    return [alert for alert in record.alerts if not alert.is_over and alert.level != "notice"]
 
 
 def _is_same(first: Alert, second: Alert) -> bool:

@@ -135,11 +135,11 @@ def test_the_heads_of_frozen_weights_are_drawn_by_their_own_movement():
     np.testing.assert_allclose(of_colour(panel, ACCUSED), [[0.02, 0.0, 0.0]], rtol=1e-6)
 
 
-def test_more_layers_than_can_be_told_apart_are_one_range():
+def test_each_of_many_layers_has_its_curve():
     records = leaking(layers=40)
     (alert,) = records[8].alerts
     panel = draw_evidence(alert, records).axes[0]
-    assert len(of_colour(panel, OTHERS)) == 1
+    assert len(of_colour(panel, OTHERS)) == 39
 
 
 def test_an_alert_without_a_number_that_was_read_has_no_evidence():

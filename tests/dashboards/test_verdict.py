@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hdi_callback.dashboards.verdict import becomes_warning, events, state, verdict
+from hdi_callback.dashboards.verdict import events, state, urgent_of, verdict
 from hdi_callback.monitor.forward_source import NOT_ARMED
 from hdi_callback.record import Alert, LayerRecord, Record
 from tests.dashboards.synthetic import CODE, TO_DO, collapsing, facts_of
@@ -115,12 +115,10 @@ def test_key_heads_are_called_so_where_heads_share_their_keys():
     assert "The two closest are key heads 1 and 3 of a" in verdict([record()], facts).text
 
 
-def test_an_event_becomes_a_warning_once():
+def test_what_is_urgent_began_or_got_worse_and_is_no_notice():
     notice, warning, worse = alert(0, level="notice"), alert(10, "worse"), alert(20, "worse", "critical")
     over = alert(30, "resolved", "critical")
-    past = [notice, warning, worse, over]
-    assert [becomes_warning(one, past[:place]) for place, one in enumerate(past)] == [False, True, False, False]
-    assert becomes_warning(alert(40), past), "the next event"
+    assert urgent_of(record(30, alerts=(notice, warning, worse, over))) == [warning, worse]
 
 
 NO_FORWARD = {"attention rows": NOT_ARMED, "head outputs": NOT_ARMED}
