@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
@@ -30,9 +29,6 @@ class CommandGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> NoReturn:
         """Run a command and end the process; an error of this package is one line."""
-        for stream in (sys.stdout, sys.stderr):  # names of layers and files may have any letters
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="backslashreplace")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -62,8 +58,7 @@ def print_json(data: Any) -> None:
     """Print plain data for programs; numbers that are not finite become null."""
     from hdi_callback.history.lines import plain
 
-    is_unicode = (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf")  # else JSON's own escapes
-    click.echo(json.dumps(plain(data), indent=2, ensure_ascii=not is_unicode, allow_nan=False))
+    click.echo(json.dumps(plain(data), indent=2, allow_nan=False))
 
 
 def print_rows(rows: Iterable[tuple[str, str]]) -> None:

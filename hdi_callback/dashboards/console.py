@@ -39,9 +39,9 @@ class Console:
         self._records = [*(replace(record, layers={}) for record in past[:-1]), *past[-1:]]
         count = "1 attention layer" if len(layers) == 1 else f"{len(layers)} attention layers"
         steps = "at every optimizer step" if every_n_steps == 1 else f"every {every_n_steps} optimizer steps"
-        self._print(f"hdi_callback watches {count}, {steps}\n{layers_text(layers, refused)}")
+        self._say(f"hdi_callback watches {count}, {steps}\n{layers_text(layers, refused)}")
         if interventions:
-            self._print(f"hdi_callback intervenes: {', '.join(interventions)}")
+            self._say(f"hdi_callback intervenes: {', '.join(interventions)}")
 
     def write(self, record: Record) -> None:
         """Print new alerts and actions."""
@@ -53,16 +53,16 @@ class Console:
                 level, remedy = (
                     (alert.status, "") if alert.is_over else (alert.level, textwrap.indent(alert.remedy, "  "))
                 )
-                self._print(f"hdi_callback {level}, step {alert.step}: {alert.message}\n{remedy}".rstrip())
+                self._say(f"hdi_callback {level}, step {alert.step}: {alert.message}\n{remedy}".rstrip())
         for action in record.actions:
-            self._print(f"hdi_callback, step {action.step}, {action.name}: {action.message}")
+            self._say(f"hdi_callback, step {action.step}, {action.name}: {action.message}")
         self._number += 1
         if self._number >= _READINGS and not self._has_said_cost and (record.cost or 0) > _DEAR:
             self._has_said_cost = True
             cheap = self._every * record.cost / _CHEAP  # type: ignore[operator]
             unit = 10 ** max(0, len(str(math.ceil(cheap))) - 2)  # so that the number has two digits, and zeros
             every = math.ceil(cheap / unit) * unit
-            self._print(
+            self._say(
                 f"hdi_callback notice, step {record.step}: readings take {record.cost:.1%} of the training's time. "
                 f"every_n_steps={every} would make it {_CHEAP:.1%}."
             )
@@ -73,10 +73,4 @@ class Console:
         share = self._records[-1].cost if self._number else None
         cost = "" if share is None else f" Readings took {share:.2%} of the training's time."
         where = f" History: {self._history}" if self._history else ""
-        self._print(f"hdi_callback: {judgement.text}{cost}{where}")
-
-    def _print(self, text: str) -> None:
-        try:
-            self._say(text)
-        except UnicodeEncodeError:  # in a container whose streams are ASCII
-            self._say(text.encode("ascii", "backslashreplace").decode("ascii"))
+        self._say(f"hdi_callback: {judgement.text}{cost}{where}")
