@@ -32,18 +32,15 @@ def write_report(run: RunHistory, path: str | os.PathLike[str] | None = None) ->
         path: the file to write; ``report.html`` beside the history by default.
 
     Raises:
-        MisconfigurationError: if it cannot be written.
+        MisconfigurationError: if `run` is no history.
     """
     if not hasattr(run, "matrix_steps"):
         raise MisconfigurationError(f"`run` must be a history, got {shown(run)}: write load_history({run!r:.60}).")
     page = page_of(run)
     stem = run.path.stem.replace("history", "report") if "history" in run.path.stem else "report"
     target = run.path.with_name(f"{stem}.html") if path is None else file_path("path", path, "report.html")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise MisconfigurationError(f"`{target}` cannot be written ({error.strerror}): write another path.") from error
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(page, encoding="utf-8")
     return target
 
 

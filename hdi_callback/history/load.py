@@ -119,14 +119,9 @@ class RunHistory:
         Args:
             heads: give each head a row, with its number, what it is (``"head"``, or ``"key head"`` under grouped
                 keys), and what was measured of it alone.
-
-        Raises:
-            MisconfigurationError: if pandas is not installed.
         """
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise MisconfigurationError("`to_frame` needs pandas: pip install pandas.") from error
+        import pandas as pd
+
         counts = {facts["name"]: facts.get("num_heads") for facts in self.layers}
         rows: list[dict[str, Any]] = [
             {"step": record.step, "epoch": record.epoch, "time": record.time, "loss": record.loss, "layer": name}
