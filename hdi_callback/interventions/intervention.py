@@ -46,10 +46,9 @@ class Intervention:
     def __init__(
         self, *, on: Level | None = None, rules: Sequence[str] | None = None, at_most: int | None = None
     ) -> None:
-        self.chosen_rules: tuple[str, ...] = ()  # each of which has to judge in the run
         self.on: Level = one_of(f"on of {self.name}", self.on if on is None else on, LEVELS)
         if rules is not None:
-            self.rules = self.chosen_rules = strings(f"rules of {self.name}", rules, "names of rules") or ()
+            self.rules = strings(f"rules of {self.name}", rules, "names of rules")
             self.ignores_start = False
         if at_most is not None:
             self.at_most = whole_number(f"at_most of {self.name}", at_most, least=1, example=1)

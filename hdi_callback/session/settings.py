@@ -149,11 +149,10 @@ def _interventions(value: Any, rules: Sequence[str]) -> tuple[Intervention, ...]
         if not isinstance(item, Intervention):
             hint = f": write {item.__name__}(...)" if isinstance(item, type) else ""
             raise MisconfigurationError(f"`interventions` holds {shown(item)}, which is no intervention{hint}.")
-        unknown = [rule for rule in item.rules or () if rule not in rules]
-        for rule in unknown:
-            if rule in item.chosen_rules or len(unknown) == len(item.rules or ()):
+        for rule in item.rules or ():
+            if rule not in rules:
                 raise MisconfigurationError(
                     f"{item.name} answers the rule {rule!r}, which judges nothing in this run: its rules are "
-                    f"{', '.join(rules)}.{did_you_mean(rule, rules)}"
+                    f"{', '.join(rules)}. Write rules=[...] in {item.name}.{did_you_mean(rule, rules)}"
                 )
     return tuple(value)
