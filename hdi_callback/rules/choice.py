@@ -47,21 +47,17 @@ def check_rules(rules: Any) -> tuple[Rule, ...]:
             f'`alerts` must be "default", a list of rules or None, got {shown(rules)}: write alerts=[MyRule()].'
             f"{did_you_mean(rules, ['default'])}"
         )
-    names = [getattr(rule, "name", None) for rule in rules]
-    for rule, name in zip(rules, names):
+    names: set[str] = set()
+    for rule in rules:
         if not isinstance(rule, Rule):
             hint = f": write {rule.__name__}()" if isinstance(rule, type) else ""
             raise MisconfigurationError(f"`alerts` holds {shown(rule)}, which is no rule{hint}.")
-        if not isinstance(name, str) or isinstance(rule.needs, str):
-            raise MisconfigurationError(
-                f'{type(rule).__name__} must have a name, and a tuple of metrics as `needs`: write name = "few heads", '
-                'needs = ("hdi",) in its class.'
-            )
         for metric in (*rule.needs, *rule.reads):
             if metric not in METRICS:
                 raise MisconfigurationError(
-                    f"The rule {name!r} needs {metric!r}, which is no metric.{did_you_mean(metric, METRICS)}"
+                    f"The rule {rule.name!r} needs {metric!r}, which is no metric.{did_you_mean(metric, METRICS)}"
                 )
-        if names.count(name) > 1:
-            raise MisconfigurationError(f"Two rules have the name {name!r}: give one of them another.")
+        if rule.name in names:
+            raise MisconfigurationError(f"Two rules have the name {rule.name!r}: give one of them another.")
+        names.add(rule.name)
     return tuple(rules)
