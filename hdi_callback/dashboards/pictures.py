@@ -364,7 +364,8 @@ def svg_style() -> Iterator[None]:
     from matplotlib import rc_context
 
     inks = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "hdi", **dict.fromkeys(inks, _INK)}
+    clear = dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none")
+    style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "hdi", **dict.fromkeys(inks, _INK), **clear}
     with rc_context(style):
         yield
 
@@ -372,10 +373,6 @@ def svg_style() -> Iterator[None]:
 def svg(figure: Figure, label: str) -> str:
     """Return a figure as an element of a page, in the colours of the text around it."""
     text = io.StringIO()
-    figure.patch.set_alpha(0)
-    for panel in figure.axes:
-        if panel.get_facecolor() == (1.0, 1.0, 1.0, 1.0):
-            panel.patch.set_alpha(0)
     with svg_style():
         figure.savefig(text, format="svg", dpi=120, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     drawn = text.getvalue()
