@@ -119,8 +119,6 @@ def report(run: str, as_json: bool) -> int:
     from hdi_callback.history import load_history
 
     history = load_history(run)
-    if history.choice:
-        click.echo(history.choice, err=True)
     if history.skipped_lines:
         click.echo(f"{history.skipped_lines} lines of {history.path} could not be read and are left out.", err=True)
     judgement, raised = verdict(history.records, history.layers), events(history.records)

@@ -36,14 +36,12 @@ class RunHistory:
         layers: the facts of the layers.
         records: the readings in the order of steps, without matrices.
         skipped_lines: lines that could not be read, such as one that was being written when its process was killed.
-        choice: which of several histories of a folder this is, as a sentence; empty if it is the only one.
     """
 
     path: Path
     layers: Sequence[Mapping[str, Any]]
     records: Sequence[Record]
     skipped_lines: int = 0
-    choice: str = ""
 
     def __repr__(self) -> str:
         return f"<RunHistory: {self.path}, {len(self.records)} readings of {len(self.layers)} layers>"
@@ -149,8 +147,7 @@ def load_history(run: str | os.PathLike[str]) -> RunHistory:
     """Return the readings, alerts and actions of a run, also while training goes on.
 
     Args:
-        run: the file, or a folder that contains it at any depth; of several the newest is taken, see
-            `RunHistory.choice`.
+        run: the file, or a folder that contains it at any depth; of several the newest is taken.
 
     Raises:
         MisconfigurationError: if there is no history.
@@ -171,7 +168,7 @@ def load_history(run: str | os.PathLike[str]) -> RunHistory:
             f"There is no `history.jsonl` in `{folder}`, nor in a folder below it: its run has not begun, watches no "
             "layer, or has `history=False`. Write the file, or the folder of a run."
         )
-    path, *further = sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)
+    path = max(files, key=lambda file: file.stat().st_mtime)
     header: dict[str, Any] = {}
     records: dict[int, Record] = {}
     skipped = 0
@@ -189,6 +186,4 @@ def load_history(run: str | os.PathLike[str]) -> RunHistory:
                 continue
             records[record.step], active = record, record.active
     in_order = tuple(records[step] for step in sorted(records))
-    names = ", ".join(map(str, further))
-    choice = f"Reading {path}, the newest of {len(files)}; the others: {names}." if further else ""
-    return RunHistory(path, header.get("layers", []), in_order, skipped, choice)
+    return RunHistory(path, header.get("layers", []), in_order, skipped)
