@@ -48,7 +48,7 @@ def whole_number(argument: str, value: Any, *, least: int, example: int) -> int:
     """Return a count, checked; numpy's whole numbers are counts as well."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise MisconfigurationError(
-            f"{_quoted(argument)} must be a whole number of at least {least}, got {shown(value)}: write {example}."
+            f"`{argument}` must be a whole number of at least {least}, got {shown(value)}: write {example}."
         )
     return int(value)
 
@@ -59,7 +59,7 @@ def number(argument: str, value: Any, *, example: float, most: float = math.inf,
     if not is_number or not (0 < value <= most or (value == 0 and allows_zero)):
         bounds = ("of at least 0" if allows_zero else "above 0") + (f", at most {most:g}" if most < math.inf else "")
         raise MisconfigurationError(
-            f"{_quoted(argument)} must be a finite number {bounds}, got {shown(value)}: write {example:g}."
+            f"`{argument}` must be a finite number {bounds}, got {shown(value)}: write {example:g}."
         )
     return float(value)
 
@@ -67,23 +67,21 @@ def number(argument: str, value: Any, *, example: float, most: float = math.inf,
 def torch_module(argument: str, value: Any) -> nn.Module:
     """Return a model, checked."""
     if not isinstance(value, nn.Module):
-        raise MisconfigurationError(f"{_quoted(argument)} must be a torch.nn.Module, got {shown(value)}.")
+        raise MisconfigurationError(f"`{argument}` must be a torch.nn.Module, got {shown(value)}.")
     return value
 
 
 def function(argument: str, value: Any, example: str) -> Callable[..., Any] | None:
     """Return a function or `None`, checked."""
     if value is not None and not callable(value):
-        raise MisconfigurationError(f"{_quoted(argument)} must be a function, got {shown(value)}: write {example}.")
+        raise MisconfigurationError(f"`{argument}` must be a function, got {shown(value)}: write {example}.")
     return value  # type: ignore[no-any-return]
 
 
 def file_path(argument: str, value: Any, example: str, others: str = "") -> Path:
     """Return a path, with the home directory for ``~``, checked."""
     if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str) or not os.fspath(value):
-        raise MisconfigurationError(
-            f'{_quoted(argument)} must be {others}a path, got {shown(value)}: write "{example}".'
-        )
+        raise MisconfigurationError(f'`{argument}` must be {others}a path, got {shown(value)}: write "{example}".')
     return Path(value).expanduser()
 
 
@@ -93,9 +91,7 @@ def one_of(argument: str, value: Any, choices: Sequence[Any]) -> Any:
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         listed = " or ".join(f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in choices)
         words = [choice for choice in choices if isinstance(choice, str)]
-        raise MisconfigurationError(
-            f"{_quoted(argument)} must be {listed}, got {shown(value)}.{did_you_mean(value, words)}"
-        )
+        raise MisconfigurationError(f"`{argument}` must be {listed}, got {shown(value)}.{did_you_mean(value, words)}")
     return value
 
 
@@ -107,13 +103,5 @@ def strings(argument: str, value: Any, content: str) -> tuple[str, ...] | None:
     items = tuple(value) if is_list else ()
     if not is_list or not all(isinstance(item, str) for item in items):
         hint = f": write [{shown(value)}]" if isinstance(value, str) else ""
-        raise MisconfigurationError(
-            f"{_quoted(argument)} must be a list of {content} or None, got {shown(value)}{hint}."
-        )
+        raise MisconfigurationError(f"`{argument}` must be a list of {content} or None, got {shown(value)}{hint}.")
     return items
-
-
-def _quoted(argument: str) -> str:
-    """Put a name in quotes, without its owner: "on of StopTraining" becomes "`on` of StopTraining"."""
-    name, _, owner = argument.partition(" of ")
-    return f"`{name}` of {owner}" if owner else f"`{name}`"

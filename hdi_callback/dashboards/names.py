@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hdi_callback.arguments import shown
 from hdi_callback.checks.diagnoses import DIAGNOSES
 from hdi_callback.errors import MisconfigurationError
-from hdi_callback.interventions import Intervention, QKClip, ReviveHeads, SaveCheckpoint, StopTraining
+from hdi_callback.interventions import QKClip, ReviveHeads, SaveCheckpoint, StopTraining
 from hdi_callback.monitor import contract
 from hdi_callback.monitor.metrics import METRICS
 from hdi_callback.record import Record
@@ -54,9 +54,7 @@ AUDITED = {
 LAYER_CURVES = {"hdi": "hdi", "hdi_worst_alignment": "worst_alignment", "head_covariance": "covariance"}
 """Metric -> its name in the tag of a layer."""
 
-INTERVENTIONS: dict[str, type[Intervention]] = {
-    kind.__name__: kind for kind in (QKClip, ReviveHeads, SaveCheckpoint, StopTraining)
-}
+INTERVENTIONS = {kind.__name__: kind for kind in (QKClip, ReviveHeads, SaveCheckpoint, StopTraining)}
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ def test_what_cannot_work_is_never_an_error_of_python_itself(call: Any, odd: Any
 
 
 def test_infinity_is_no_limit() -> None:
-    with pytest.raises(MisconfigurationError, match="`limit` of QKClip must be a finite number above 0, got inf"):
+    with pytest.raises(MisconfigurationError, match="`limit of QKClip` must be a finite number above 0, got inf"):
         QKClip(limit=float("inf"))
 
 
