@@ -134,40 +134,13 @@ class HeadWeight:
 
     Example:
         >>> linear = nn.Linear(16, 24, bias=False)  # query, key and value of head 0, then those of head 1
-        >>> keys = HeadWeight.from_blocks(linear, "weight", heads=2, width=4, start=4, stride=12)
+        >>> features = torch.tensor([[4, 5, 6, 7], [16, 17, 18, 19]])
+        >>> keys = HeadWeight((Term((Rows(linear, ("weight",), features * 16, columns=16),)),))
         >>> torch.equal(keys.tensor()[1], linear.weight[16:20])
         True
     """
 
     terms: tuple[Term, ...]
-
-    @classmethod
-    def from_blocks(
-        cls, module: nn.Module, name: str, *, heads: int, width: int, start: int = 0, stride: int | None = None,
-        dim: int = 0
-    ) -> HeadWeight:  # fmt: skip
-        """Return the weight of heads that are blocks of features of a matrix.
-
-        Those of head h begin at ``start + h * stride`` (`stride` is `width` by default), along dimension `dim` of the
-        parameter: of an ``nn.Linear`` 0 for queries, keys and values, which are its output features, 1 for an output
-        projection; the reverse of GPT-2's ``Conv1D``.
-
-        Raises:
-            UnsupportedAttentionError: if the parameter is no matrix, or has fewer features.
-        """
-        shape = _stored(module, name).shape
-        if len(shape) < 2 or any(size != 1 for size in shape[2:]):
-            raise UnsupportedAttentionError(f"`{name}` has the shape {tuple(shape)}, expected that of a matrix.")
-        rows, columns = shape[:2]
-        first = torch.arange(heads, device="cpu")[:, None] * (width if stride is None else stride) + start
-        features = first + torch.arange(width, device="cpu")
-        if int(features.min()) < 0 or int(features.max()) >= shape[dim]:
-            raise UnsupportedAttentionError(
-                f"`{name}` has {shape[dim]} features of heads; {heads} heads of {width} reach up to feature "
-                f"{int(features.max())}: correct `heads`, `width`, `start` or `stride`."
-            )
-        by_feature, by_column, count = (columns, 1, columns) if dim == 0 else (1, columns, rows)
-        return cls((Term((Rows(module, (name,), features * by_feature, count, by_column),)),))
 
     @property
     def heads(self) -> int:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from hdi_callback.arguments import function, listed
 from hdi_callback.attention import AttentionLayer, Survey, survey
+from hdi_callback.attention.discovery.own_inputs import forward_of_torchs_attention
 from hdi_callback.attention.extra_forward import nothing_remains
-from hdi_callback.attention.torch_attention import torch_attention
 from hdi_callback.audits.pairs import unmatched_weights
 from hdi_callback.audits.sources import NOT_STORED, Target, open_target
 from hdi_callback.dashboards.layer_table import layers_text, name_heads
@@ -156,8 +156,8 @@ def audit(
 def open_layers(target: Any, model: Any, forward: Callable[[], Any] | None = None) -> tuple[Target, Survey]:
     """Open a model as `audit` does, and find its attention."""
     opened = open_target(target, model=model)
-    without = [None] * bool(torch_attention(opened.model))  # which need no forward
-    forwards = [forward] if forward else opened.forwards or without
+    own = forward_of_torchs_attention(opened.model)
+    forwards = [forward] if forward else opened.forwards or ([own] if own else [])
     with nothing_remains(opened.model):
         return opened, opened.first_result(partial(survey, opened.model), forwards)
 

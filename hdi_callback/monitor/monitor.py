@@ -17,7 +17,7 @@ from typing_extensions import Self
 from hdi_callback.arguments import strings, torch_module, whole_number
 from hdi_callback.attention.capture.capture import Capture, Captured
 from hdi_callback.attention.capture.padding import PaddingChoice
-from hdi_callback.attention.discovery.find import name_without_wrappers, survey_tape, with_torch_attention
+from hdi_callback.attention.discovery.find import name_without_wrappers, survey_tape
 from hdi_callback.attention.dtensors import IN_PIECES, is_in_first_fsdp
 from hdi_callback.attention.extra_forward import inner_model
 from hdi_callback.attention.first_calls import FirstCalls
@@ -110,7 +110,6 @@ class HeadDiversityMonitor:
         self._is_compared = False  # whether the reading that begins is compared with the contract
         self._left_out: set[str] = set()  # by `include` and `exclude`
         self._is_armed, self._training_only, self._has_warned_of_padding = False, True, False
-        self._watch(with_torch_attention(inner_model(self._model), Survey()))
         self._first_calls = FirstCalls(
             self._model,
             self._on_found,

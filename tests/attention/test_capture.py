@@ -18,7 +18,6 @@ from hdi_callback.attention.capture.reader import Reader
 from hdi_callback.attention.discovery.find import survey, survey_tape
 from hdi_callback.attention.first_calls import FirstCalls
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Rows, Site, Term
-from hdi_callback.attention.torch_attention import torch_attention
 from tests.attention.models import Model, batches, is_equal, train
 from tests.versions import needs_saved_tensors
 
@@ -249,7 +248,7 @@ def test_torchs_attention_against_its_own_weights(options, batch_first):
     given = x if batch_first else x.transpose(0, 1)
     run = lambda: module(given, given, given, key_padding_mask=padded, **options)  # noqa: E731
     out, truth = module(given, given, given, key_padding_mask=padded, average_attn_weights=False)
-    found = captured(model, run, torch_attention(model))["a"]
+    found = captured(model, run)["a"]
     rows = found.rows[0]
     visible = rows["visible"].any(-1).expand(3, 4, 6)
     assert torch.allclose(rows["weights"][visible], truth[visible], atol=1e-6)
@@ -372,7 +371,7 @@ def test_heads_in_another_order_and_heads_side_by_side_features():
     module = Interleaved()
     features = torch.arange(12).view(4, 3).T
     weight = HeadWeight((Term((Rows(module, ("out.weight",), features, 12, 12),)),))
-    key = HeadWeight.from_blocks(module, "out.weight", heads=3, width=4)
+    key = HeadWeight((Term((Rows(module, ("out.weight",), torch.arange(12).view(3, 4) * 12, 12),)),))
     layer = AttentionLayer("", module, {"key": key, "output": weight}, output_module=module.out)
     x = torch.randn(2, 5, 12)
     found = captured(module, lambda: module(x), [layer], padding=None)[""]
@@ -572,7 +571,7 @@ def test_paused_hooks_leave_the_fast_path_of_evaluation_and_come_back_without_re
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model, (x, _) = Encoder(), batches(1)[0]
-    capture = capture_of(model, torch_attention(model))
+    capture = capture_of(model, survey(model, lambda: model(x)).layers)
     run = compiled(model)
     run(x)
     for _ in range(2):
@@ -625,7 +624,8 @@ def test_padding_is_that_of_each_batch(call):
             return self.inner(x, x, x, key_padding_mask=key_padding_mask, need_weights=False)[0]
 
     model, x = Masked(), torch.randn(2, 8, 16)
-    capture, run = capture_of(model, survey(model).layers), call(model)
+    none = torch.zeros(2, 8, dtype=torch.bool)
+    capture, run = capture_of(model, survey(model, lambda: model(x, none)).layers), call(model)
     for real in (7, 3):
         capture.arm()
         run(x, (torch.arange(8) >= real).expand(2, 8))

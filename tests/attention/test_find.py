@@ -141,9 +141,16 @@ def test_heads_in_a_loop_have_sites_in_their_order():
     assert [(site.ordinal, site.order) for site in layer.sites] == [(head, (head,)) for head in range(H)]
 
 
-def test_without_a_forward_torchs_own_attention_is_known():
-    model = nn.TransformerEncoderLayer(C, H, 32)
-    assert [layer.name for layer in find_attention(model)] == ["self_attn"]
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_without_a_forward_torchs_own_attention_is_known(device):
+    model = nn.Transformer(C, H, 2, 1, 32, device=device)
+    before = torch.get_rng_state()
+    names = [layer.name for layer in find_attention(model)]
+    assert names == [
+        "encoder.layers.0.self_attn", "encoder.layers.1.self_attn",
+        "decoder.layers.0.self_attn", "decoder.layers.0.multihead_attn",
+    ]  # fmt: skip
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_without_a_forward_inputs_of_the_model_are_taken_also_on_meta():

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from hdi_callback.attention.discovery.find import survey
+from hdi_callback.attention.discovery.find import survey, survey_tape
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Rows, Term
-from hdi_callback.attention.torch_attention import torch_attention
+from hdi_callback.attention.tape import Tape
 from hdi_callback.errors import UnsupportedAttentionError
+from tests.attention.models import blocks
 
 
 def starts(heads: int, width: int, by_head: int, by_row: int = 1, first: int = 0) -> torch.Tensor:
@@ -22,7 +23,7 @@ def starts(heads: int, width: int, by_head: int, by_row: int = 1, first: int = 0
 
 def test_rows_of_a_packed_projection_are_a_live_view():
     linear = nn.Linear(16, 24)
-    weight = HeadWeight.from_blocks(linear, "weight", heads=2, width=4, start=4, stride=12)
+    weight = HeadWeight((Term((Rows(linear, ("weight",), starts(2, 4, by_head=12 * 16, by_row=16, first=64), 16),)),))
     assert torch.equal(weight.tensor()[1], linear.weight[16:20])
     with torch.no_grad():
         linear.weight[17] = 7
@@ -34,7 +35,7 @@ def test_rows_of_a_packed_projection_are_a_live_view():
 def test_columns_of_an_output_projection_are_its_input_features(transposed):
     module = nn.Module()
     module.register_parameter("weight", nn.Parameter(torch.randn(12, 20) if transposed else torch.randn(20, 12)))
-    weight = HeadWeight.from_blocks(module, "weight", heads=3, width=4, dim=0 if transposed else 1)
+    weight = blocks(module, "weight", heads=3, width=4, dim=0 if transposed else 1)
     columns = module.weight if transposed else module.weight.T
     assert torch.equal(weight.tensor(), columns.view(3, 4, 20))
 
@@ -45,7 +46,7 @@ def test_three_dimensional_and_pointwise_parameters_are_read_by_the_same_numbers
     rows = Rows(module, ("kernel",), starts(3, 4, by_head=40), columns=10, stride=4)
     assert torch.equal(rows.tensor(), module.kernel.mT)
     convolution = nn.Conv2d(8, 6, 1)
-    weight = HeadWeight.from_blocks(convolution, "weight", heads=2, width=3)
+    weight = blocks(convolution, "weight", heads=2, width=3)
     assert torch.equal(weight.tensor(), convolution.weight.view(2, 3, 8))
 
 
@@ -105,14 +106,14 @@ def test_what_a_layer_norm_takes_off_is_taken_off(centred):
 
 def test_replaced_modules_count():
     model = nn.Sequential(nn.Linear(4, 4))
-    weight = HeadWeight.from_blocks(model, "0.weight", heads=2, width=2)
+    weight = blocks(model, "0.weight", heads=2, width=2)
     model[0] = nn.Linear(4, 4)
     assert torch.equal(weight.tensor().flatten(0, 1), model[0].weight)
 
 
 def test_a_weight_is_differentiable_and_can_be_written():
     linear = nn.Linear(6, 4)
-    weight = HeadWeight.from_blocks(linear, "weight", heads=2, width=2)
+    weight = blocks(linear, "weight", heads=2, width=2)
     weight.tensor()[1].sum().backward()
     assert torch.equal(linear.weight.grad, torch.tensor([0.0, 0, 1, 1])[:, None].expand(4, 6))
     fresh = torch.randn(2, 6)
@@ -140,7 +141,7 @@ def test_reading_a_parametrized_weight_runs_nothing_in_training_mode():
     linear = parametrizations.spectral_norm(nn.Linear(6, 6)).train()
     parametrize.register_parametrization(linear, "weight", Counting(), unsafe=True)
     vector = linear.parametrizations.weight[0]._u.clone()
-    weight = HeadWeight.from_blocks(linear, "weight", heads=2, width=3)
+    weight = HeadWeight((Term((Rows(linear, ("weight",), starts(2, 3, by_head=18, by_row=6), 6),)),))
     count = int(linear.parametrizations.weight[1].count)
     found = weight.tensor()
     assert torch.equal(linear.parametrizations.weight[0]._u, vector)
@@ -153,7 +154,7 @@ def test_reading_a_parametrized_weight_runs_nothing_in_training_mode():
 
 def test_a_weight_that_is_pruned_after_it_was_found_is_what_the_last_forward_used():
     linear = nn.Linear(6, 4)
-    weight = HeadWeight.from_blocks(linear, "weight", heads=2, width=2)
+    weight = blocks(linear, "weight", heads=2, width=2)
     prune.l1_unstructured(linear, "weight", amount=0.5)
     linear(torch.randn(2, 6))
     assert torch.equal(weight.tensor().flatten(0, 1), linear.weight_orig * linear.weight_mask)
@@ -161,51 +162,41 @@ def test_a_weight_that_is_pruned_after_it_was_found_is_what_the_last_forward_use
         weight.write(0, torch.zeros(2, 6))
 
 
-def test_weights_of_heads_that_a_parameter_does_not_hold_are_refused():
-    linear = nn.Linear(6, 4)
-    with pytest.raises(UnsupportedAttentionError, match=r"4 features of heads; 3 heads of 2 .* correct `heads`"):
-        HeadWeight.from_blocks(linear, "weight", heads=3, width=2)
-    with pytest.raises(UnsupportedAttentionError, match="6 features of heads; 2 heads of 4"):
-        HeadWeight.from_blocks(linear, "weight", heads=2, width=4, dim=1)
-    with pytest.raises(UnsupportedAttentionError, match="expected that of a matrix"):
-        HeadWeight.from_blocks(linear, "bias", heads=2, width=2)
-
-
 def test_errors_name_what_is_there():
-    layer = AttentionLayer(
-        "x", nn.Identity(), {"key": HeadWeight.from_blocks(nn.Linear(4, 4), "weight", heads=2, width=2)}
-    )
+    layer = AttentionLayer("x", nn.Identity(), {"key": blocks(nn.Linear(4, 4), "weight", heads=2, width=2)})
     with pytest.raises(UnsupportedAttentionError, match=r"has no 'keys' weight; it has \['key'\]"):
         layer.weight("keys")
     linear = nn.Linear(6, 4)
-    weight = HeadWeight.from_blocks(linear, "weight", heads=2, width=2)
+    weight = blocks(linear, "weight", heads=2, width=2)
     del linear.weight
     with pytest.raises(UnsupportedAttentionError, match="no parameter or buffer `weight` any more"):
         weight.tensor()
 
 
 @pytest.mark.parametrize("options", [{}, {"kdim": 6, "vdim": 10}], ids=["packed", "separate"])
-def test_torchs_attention_is_known_without_a_forward(options):
-    module = nn.MultiheadAttention(8, 2, **options)
-    (layer,) = torch_attention(nn.ModuleDict({"one": module}))
-    assert (layer.name, layer.num_heads, layer.head_dim, layer.output_module) == ("one", 2, 4, None)
-    key = module.k_proj_weight if options else module.in_proj_weight[8:16]
-    assert torch.equal(layer.weight("key"), key.view(2, 4, -1))
+def test_torchs_attention_has_the_heads_of_its_parameters(options):
+    module, x = nn.MultiheadAttention(8, 2, **options), torch.randn(3, 5, 8)
+    key, value = torch.randn(3, 5, module.kdim), torch.randn(3, 5, module.vdim)
+    (layer,) = survey(nn.ModuleDict({"inner": module}), lambda: module(x, key, value)).layers
+    assert (layer.name, layer.num_heads, layer.head_dim, layer.output_module) == ("inner", 2, 4, None)
+    rows = module.k_proj_weight if options else module.in_proj_weight[8:16]
+    assert torch.equal(layer.weight("key"), rows.view(2, 4, -1))
     assert torch.equal(layer.weight("output"), module.out_proj.weight.T.view(2, 4, 8))
     assert layer.description()["width"] == options.get("kdim", 8)
 
 
-def test_an_attention_with_a_forward_of_its_own_is_not_known():
-    class Own(nn.MultiheadAttention):
-        def forward(self, x):
-            return x
-
-    assert torch_attention(Own(8, 2)) == []
+def test_torchs_encoder_in_one_operation_is_refused_by_its_name():
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    x = torch.randn(2, 5, 8)
+    with torch.no_grad(), Tape(model) as tape:
+        model(x)
+    (refusal,) = survey_tape(tape).refused
+    assert refusal.reason == "it runs the operation _transformer_encoder_layer_fwd, which is not known"
 
 
 def test_neighbours_share_key_heads_by_default():
     module = nn.Linear(8, 8)
-    query, key = (HeadWeight.from_blocks(module, "weight", heads=heads, width=2) for heads in (4, 2))
+    query, key = (blocks(module, "weight", heads=heads, width=2) for heads in (4, 2))
     layer = AttentionLayer("x", module, {"query": query, "key": key})
     assert layer.key_of == (0, 0, 1, 1)
 
@@ -218,13 +209,13 @@ def test_torchs_attention_that_was_changed_is_read_from_a_forward(change):
     else:
         module.out_proj = nn.Linear(8, 8, bias=False)
         parametrizations.orthogonal(module.out_proj)
-    assert torch_attention(module) == []
     (layer,) = survey(module, lambda: module(x, x, x)).layers
     assert torch.allclose(layer.weight("key"), module.in_proj_weight[8:16].view(2, 4, -1))
     assert torch.allclose(layer.weight("output"), module.out_proj.weight.T.view(2, 4, 8))
 
 
 def test_layers_are_copied_and_saved_with_their_model():
-    (layer,) = torch_attention(nn.MultiheadAttention(8, 2))
+    module, x = nn.MultiheadAttention(8, 2), torch.randn(3, 5, 8)
+    (layer,) = survey(module, lambda: module(x, x, x)).layers
     again = pickle.loads(pickle.dumps(copy.deepcopy(layer)))
     assert torch.equal(again.weight("key"), layer.weight("key"))

@@ -20,9 +20,8 @@ from hdi_callback.attention.capture.capture import Capture
 from hdi_callback.attention.discovery.find import survey, survey_tape
 from hdi_callback.attention.dtensors import whole
 from hdi_callback.attention.first_calls import FirstCalls
-from hdi_callback.attention.layer import HeadWeight
 from hdi_callback.errors import UnsupportedAttentionError
-from tests.attention.models import contradiction
+from tests.attention.models import blocks, contradiction
 from tests.processes import on_ranks
 
 W, H, G, D = 24, 4, 2, 6
@@ -196,7 +195,7 @@ def test_a_sharded_weight_is_gathered_and_differentiable(one_rank):
     linear = nn.Linear(6, 4)
     plain = linear.weight.detach().clone()
     fully_shard(linear, mesh=one_rank)
-    weight = HeadWeight.from_blocks(linear, "weight", heads=2, width=2)
+    weight = blocks(linear, "weight", heads=2, width=2)
     assert weight.is_sharded
     assert torch.equal(weight.tensor(), plain.view(2, 2, 6))
     weight.tensor().square().sum().backward()

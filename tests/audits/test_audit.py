@@ -351,12 +351,18 @@ def test_layers_that_are_not_in_the_files_are_named_with_the_reason(llama, tmp_p
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
 def test_quantised_weights_are_not_read_as_numbers(dtype):
-    model = nn.ModuleDict({"attn": nn.MultiheadAttention(32, 4)})
-    model["attn"].in_proj_weight = nn.Parameter(model["attn"].in_proj_weight.to(dtype), requires_grad=False)
-    found = audit(model)
-    assert found.not_audited == {
-        "attn": f"`attn.in_proj_weight`: it is quantised ({str(dtype).removeprefix('torch.')})"
-    }
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(96, 32).to(dtype), requires_grad=False)
+
+        def forward(self, x):
+            q, k, v = (x @ self.weight.float().T).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+            return nn.functional.scaled_dot_product_attention(q, k, v)
+
+    model = nn.ModuleDict({"attn": Attention()})
+    found = audit(model, forward=lambda: model["attn"](torch.randn(2, 5, 32)))
+    assert found.not_audited == {"attn": f"`attn.weight`: it is quantised ({str(dtype).removeprefix('torch.')})"}
     assert found.verdict.state == "nothing to judge"
 
 

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight
-from hdi_callback.attention.torch_attention import torch_attention
 from hdi_callback.record import Alert, LayerRecord, Record
+from tests.attention.models import blocks
 
 
 class Attention(nn.Module):
@@ -34,11 +34,11 @@ class Attention(nn.Module):
 
     def layer(self, name: str) -> AttentionLayer:
         def rows(projection: str, count: int) -> HeadWeight:
-            return HeadWeight.from_blocks(self, f"{projection}.weight", heads=count, width=self.head_dim)
+            return blocks(self, f"{projection}.weight", heads=count, width=self.head_dim)
 
         weights = {
             "query": rows("q_proj", self.heads), "key": rows("k_proj", self.keys), "value": rows("v_proj", self.keys),
-            "output": HeadWeight.from_blocks(self, "out_proj.weight", heads=self.heads, width=self.head_dim, dim=1),
+            "output": blocks(self, "out_proj.weight", heads=self.heads, width=self.head_dim, dim=1),
         }  # fmt: skip
         return AttentionLayer(
             name, self, weights=weights, kind="by hand", output_module=self.out_proj
@@ -52,15 +52,12 @@ class Torch(nn.MultiheadAttention):
         super().__init__(width, heads, bias=bias, batch_first=True)
 
     def layer(self, name: str) -> AttentionLayer:
-        (layer,) = torch_attention(nn.ModuleList([nn.MultiheadAttention(self.embed_dim, self.num_heads)]))
         weights = {
-            role: HeadWeight.from_blocks(self, "in_proj_weight", heads=self.num_heads, width=self.head_dim, start=start)
+            role: blocks(self, "in_proj_weight", heads=self.num_heads, width=self.head_dim, start=start)
             for role, start in (("query", 0), ("key", self.embed_dim), ("value", 2 * self.embed_dim))
         }
-        weights["output"] = HeadWeight.from_blocks(
-            self, "out_proj.weight", heads=self.num_heads, width=self.head_dim, dim=1
-        )
-        return AttentionLayer(name, self, weights=weights, kind=layer.kind)
+        weights["output"] = blocks(self, "out_proj.weight", heads=self.num_heads, width=self.head_dim, dim=1)
+        return AttentionLayer(name, self, weights=weights, kind="torch.nn.MultiheadAttention, packed")
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x, x, x, need_weights=False)[0]

@@ -37,14 +37,13 @@ from hdi_callback.attention.discovery.labels import (
     Labels,
     Unreadable,
 )
-from hdi_callback.attention.discovery.own_inputs import own_forward
+from hdi_callback.attention.discovery.own_inputs import forward_of_torchs_attention, own_forward
 from hdi_callback.attention.discovery.sites import merged_sites, site_of
 from hdi_callback.attention.discovery.terms import Weights, origin
 from hdi_callback.attention.extra_forward import inner_model, nothing_remains
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Refusal, Site, Survey
 from hdi_callback.attention.normalisers import SOFTMAX
 from hdi_callback.attention.tape import DATA, Cell, Step, Tape, View, walk_back
-from hdi_callback.attention.torch_attention import torch_attention
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarning
 
 __all__ = ["OnRead", "claims_of", "find_attention", "place_of", "short_names", "survey", "survey_tape"]
@@ -115,6 +114,8 @@ def _claim(labels: Labels, step: Step) -> FoundAttention | None:
 
 def _looks_like_attention(step: Step) -> bool:
     """Whether an operation of a package takes what may be queries, keys and values."""
+    if step.op in ops.WHOLE_LAYERS:
+        return True
     if "::" not in step.op or layout_of_fused(step) or len(step.inputs) < len(IN):
         return False
     query, key, value = step.inputs[: len(IN)]
@@ -249,7 +250,7 @@ def survey_tape(tape: Tape, on_read: OnRead | None = None, tape_reader: TapeRead
         result = _Layers(labels, claims).read(refused)
         if on_read is not None:
             on_read(labels, claims, refused)
-        return with_torch_attention(tape.model, result)
+        return in_model_order(tape.model, result)
 
 
 class _Layers:
@@ -479,9 +480,9 @@ def survey(model: nn.Module, forward: Callable[[], object] | None = None, on_rea
 
     Args:
         model: the model.
-        forward: runs a forward of it, without arguments: ``lambda: model(batch)``. Without it, torch's own attention
-            is known, and the rest is read from a batch that the model brings itself (``example_input_array``,
-            ``input_size`` of timm), or that is made up for a model of transformers.
+        forward: runs a forward of it, without arguments: ``lambda: model(batch)``. Without it, a batch is taken that
+            the model brings itself (``example_input_array``, ``input_size`` of timm), or that is made up for a model
+            of transformers; if there is none, torch's own attentions are called one by one.
         on_read: takes what `claims_of` returns, for others to look at.
 
     Raises:
@@ -489,16 +490,13 @@ def survey(model: nn.Module, forward: Callable[[], object] | None = None, on_rea
     """
     torch_module("model", model)
     function("forward", forward, "lambda: model(batch)")
+    forward = forward or own_forward(model) or forward_of_torchs_attention(model)
     if forward is None:
-        forward = own_forward(model)
-    if forward is None and not torch_attention(model):
         raise MisconfigurationError(
             f"The heads of {type(model).__name__} are read from a forward: write find_attention(model, forward=lambda: "
             "model(batch)), with a batch as your data loader gives it."
         )
     inner = inner_model(model)
-    if forward is None:
-        return with_torch_attention(inner, Survey())
     with nothing_remains(inner, forward), Tape(inner) as tape:
         forward()
     return survey_tape(tape, on_read)
@@ -517,16 +515,11 @@ def find_attention(model: nn.Module, forward: Callable[[], object] | None = None
     return list(result.layers)
 
 
-def with_torch_attention(model: nn.Module, read: Survey) -> Survey:
-    """Return a survey with torch's own attention, which has the sites that the forward showed, in model order."""
-    layers = {layer.name: layer for layer in map(_without_wrappers, read.layers)}
-    own = {layer.name: layer for layer in map(_without_wrappers, torch_attention(model))}
-    for name, layer in own.items():
-        layers[name] = replace(layer, sites=(layers[name].sites if name in layers else ()) or layer.sites)
-    refused = [refusal for refusal in map(_without_wrappers, read.refused) if refusal.name not in own]
+def in_model_order(model: nn.Module, read: Survey) -> Survey:
+    """Return a survey in the order of the model's modules, named without wrappers."""
     order = {name_without_wrappers(name): at for at, (name, _) in enumerate(model.named_modules())}
-    in_order = sorted(layers.values(), key=lambda layer: order.get(layer.name.partition("#")[0], 0))
-    return Survey(tuple(in_order), tuple(refused))
+    layers = sorted(map(_without_wrappers, read.layers), key=lambda layer: order.get(layer.name.partition("#")[0], 0))
+    return Survey(tuple(layers), tuple(map(_without_wrappers, read.refused)))
 
 
 # Of torch.compile, Fabric, the first FSDP and activation checkpointing: layers have the names of the model within.

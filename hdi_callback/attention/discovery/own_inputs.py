@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["own_batches", "own_forward", "run_batch"]
+__all__ = ["forward_of_torchs_attention", "own_batches", "own_forward", "run_batch"]
 
 _TOKENS = (2, 8)  # sequences and their length, in a made-up batch
 
@@ -20,6 +20,19 @@ def own_forward(model: nn.Module) -> Callable[[], object] | None:
     """Return a forward on the first of a model's own batches; `None` if it has none."""
     batches = own_batches(model)
     return partial(run_batch, model, batches[0]) if batches else None
+
+
+def forward_of_torchs_attention(model: nn.Module) -> Callable[[], object] | None:
+    """Return a forward that calls each `nn.MultiheadAttention` by itself, on zeros; `None` if there is none."""
+    own = nn.MultiheadAttention.forward
+    modules: list[Any] = [module for module in model.modules() if getattr(type(module), "forward", None) is own]
+
+    def forward() -> None:
+        for module in modules:
+            inputs = (torch.zeros(2, 3, width) for width in (module.embed_dim, module.kdim, module.vdim))
+            module(*_moved(tuple(inputs), module))
+
+    return forward if modules else None
 
 
 def run_batch(model: nn.Module, batch: Any) -> Any:
