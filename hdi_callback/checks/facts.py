@@ -315,9 +315,10 @@ def _is_rotation_scaled(model: nn.Module) -> bool:
 
 
 def _rows(labels: Labels, projection: Projection) -> HeadRows:
-    name = labels.tape.names[projection.owners[0]]
+    name = projection.names[0]
     total = math.prod(labels.tape.shapes[name]) // max(1, projection.count)
-    offset = projection.starts - torch.tensor([labels.tape.first[owner] for owner in projection.owners])[:, None]
+    firsts = [labels.tape.first[labels.tape.places[name]] for name in projection.names]
+    offset = projection.starts - torch.tensor(firsts)[:, None]
     count, stride = projection.count, projection.stride
     rows = offset // count if stride == 1 else offset // (count * stride) * stride + offset % stride
     return HeadRows(name, rows, total)

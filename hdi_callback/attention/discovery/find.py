@@ -219,19 +219,17 @@ def _join(group: list[FoundAttention]) -> None:
 
 def _role_with_inputs_of_heads(labels: Labels, group: list[FoundAttention]) -> str:
     for role in IN:
-        owners = {owner for claim in group for item in claim.maps.get(role, []) for owner in item.owners}
-        products = (labels.products_of[owner].values() for owner in owners)
-        inputs = [frozenset(origin(product.first) for product in of_owner) for of_owner in products]
+        names = {name for claim in group for item in claim.maps.get(role, []) for name in item.names}
+        products = (labels.products_of[name].values() for name in names)
+        inputs = [frozenset(origin(product.first) for product in of_name) for of_name in products]
         if len(set(inputs)) > 1 and not frozenset.intersection(*inputs):
             return role
     return ""
 
 
 def _together(items: Sequence[Projection]) -> Projection:
-    owners = tuple(owner for item in items for owner in item.owners)
-    names = tuple(name for item in items for name in (item.names * len(item.starts))[: len(item.starts)])
-    starts = torch.cat([item.starts for item in items])
-    return replace(items[0], names=names[:1] if len(set(names)) == 1 else names, owners=owners, starts=starts)
+    names = tuple(name for item in items for name in item.names)
+    return replace(items[0], names=names, starts=torch.cat([item.starts for item in items]))
 
 
 # from claims to layers
@@ -258,7 +256,7 @@ class _Layers:
 
     def __init__(self, labels: Labels, claims: list[FoundAttention]) -> None:
         self._claims, self._tape, self._model = claims, labels.tape, labels.tape.model
-        of_outputs = {owner for claim in claims for _, output in claim.outputs for owner in output.owners}
+        of_outputs = {name for claim in claims for _, output in claim.outputs for name in output.names}
         self._weights = Weights(labels, of_outputs)
         self._layers: dict[tuple[object, ...], AttentionLayer] = {}
         self._sites: list[tuple[Site, object]] = []
@@ -433,7 +431,7 @@ def _centred(maps: list[Projection], flags: set[Flag], role: str) -> str:
 
 def _different(maps: list[Projection], heads: int) -> tuple[list[Projection], tuple[int, ...]]:
     """Return each different head once, and the number of each head among these."""
-    names = [tuple((item.owners[head], *item.starts[head].tolist()) for item in maps) for head in range(heads)]
+    names = [tuple((item.names[head], *item.starts[head].tolist()) for item in maps) for head in range(heads)]
     order = list(dict.fromkeys(names))
     different = [item.of_heads([names.index(name) for name in order]) for item in maps]
     return different, tuple(order.index(name) for name in names)

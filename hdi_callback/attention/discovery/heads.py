@@ -44,8 +44,7 @@ Vector = dict[int, tuple[tuple[int, int], ...]]  # of one token: parameter -> (p
 class Projection:
     """Rows (of an output: columns) of each head in one parameter."""
 
-    names: tuple[str, ...]  # of parameters: one, or one for each head
-    owners: tuple[int, ...]  # their numbers, one for each head
+    names: tuple[str, ...]  # of each head's parameter
     starts: Tensor  # ``(heads, width)``, the first element of each row, numbered among those of all parameters
     stride: int  # elements from one of a row to the next
     count: int  # elements of a row
@@ -58,9 +57,7 @@ class Projection:
 
     def of_heads(self, heads: Sequence[int]) -> Projection:
         """Return the rows of some heads."""
-        names = self.names if len(self.names) == 1 else tuple(self.names[head] for head in heads)
-        owners = tuple(self.owners[head] for head in heads)
-        return replace(self, names=names, owners=owners, starts=self.starts[list(heads)])
+        return replace(self, names=tuple(self.names[head] for head in heads), starts=self.starts[list(heads)])
 
     def at(self, places: Sequence[int]) -> Projection:
         """Return the rows at some positions of the head."""
@@ -88,7 +85,7 @@ class FoundAttention:
     takers: list[tuple[Step, Product]] = field(default_factory=list)  # products with parameters that take its output
 
     def __repr__(self) -> str:
-        names = {role: [name for part in parts for name in part.names] for role, parts in self.maps.items()}
+        names = {role: [name for part in parts for name in {*part.names}] for role, parts in self.maps.items()}
         return f"<FoundAttention of {self.heads} heads in `{self.path}`: {names}>"
 
     @property
@@ -285,18 +282,16 @@ def _maps_of_role(labels: Labels, claim: FoundAttention, role: str, heads: list[
 
 
 def _projection(labels: Labels, of_heads: Sequence[tuple[int, tuple[tuple[int, int], ...]]]) -> Projection:
-    owners = tuple(owner for owner, _ in of_heads)
-    names = tuple(labels.tape.names[owner] for owner in owners)
-    names = names[:1] if len(set(names)) == 1 else names
+    names = tuple(labels.tape.names[owner] for owner, _ in of_heads)
     if len({len(places) for _, places in of_heads}) > 1:
         raise Unreadable(f"heads of several widths in `{names[0]}`")
     features = [tuple(feature for _, feature in places) for _, places in of_heads]
     distinct = set(map(frozenset, features))
     if sum(map(len, distinct)) != len(frozenset().union(*distinct)):
         raise Unreadable(f"heads share features of `{names[0]}`")
-    stride, count = labels.products.stride[owners[0]]
+    stride, count = labels.products.stride[of_heads[0][0]]
     places = tuple(place for place, _ in of_heads[0][1])
-    return Projection(names, owners, torch.tensor(features), stride, count, places)
+    return Projection(names, torch.tensor(features), stride, count, places)
 
 
 def _check(part: ValueProduct, claim: FoundAttention) -> None:
@@ -370,7 +365,8 @@ def columns_of(labels: Labels, claim: FoundAttention) -> None:
 
 def _adds_something_else(labels: Labels, claim: FoundAttention, step: Step, met: set[Cell]) -> bool:
     """Whether a residual is added; other attention, and what comes of the layer's own projections, is none."""
-    projected = {owner for maps in claim.maps.values() for projection in maps for owner in projection.owners}
+    names = {name for maps in claim.maps.values() for projection in maps for name in projection.names}
+    projected = {labels.tape.places[name] for name in names}
     for view in step.inputs:
         if not view.is_float or view.cell.kind != DATA or view.cell in met or not view.shape or view.shape[-1] == 1:
             continue
@@ -399,9 +395,8 @@ def _claim_columns(labels: Labels, claim: FoundAttention, step: Step, product: P
     first, stride = labels.products.lines(columns, 2)
     of_heads = _columns_by_head(labels, claim, features, first.tolist())
     starts = torch.tensor([list(of_heads[head]) for head in range(claim.heads)])
-    owners = tuple(labels.owner(int(row[0])) for row in starts)
-    names = tuple(labels.tape.names[owner] for owner in owners)
-    output = Projection(names[:1] if len(set(names)) == 1 else names, owners, starts, stride, columns.shape[2])
+    names = tuple(labels.tape.names[labels.owner(int(row[0]))] for row in starts)
+    output = Projection(names, starts, stride, columns.shape[2])
     if all(projection.key != output.key for _, projection in claim.outputs):
         claim.outputs.append((step, output))
         claim.stream_of_output.append(_stream_of(claim, label.tokens))

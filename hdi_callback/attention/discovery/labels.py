@@ -135,7 +135,7 @@ class Labels:
         self.products = Products(tape)
         self.installed: dict[int, Label] = {}  # step -> labels that are known otherwise: those of an attention's output
         self.moving: set[int] = set()  # parameters applied to data, not only to positions
-        self.products_of: dict[int, dict[int, Product]] = {}  # parameter -> step -> product with it, as far as read
+        self.products_of: dict[str, dict[int, Product]] = {}  # parameter -> step -> product with it, as far as read
         self.ranges: list[FeatureRange] = []
         self.score_steps: set[int] = set()  # that multiply queries and keys; later layers may add to their scores
         self._of_inputs = of_inputs
@@ -531,7 +531,7 @@ class Labels:
 
     def _note(self, step: Step, product: Product, features: Tensor) -> None:
         for owner in self.products.owners(features):
-            self.products_of.setdefault(owner, {})[step.number] = product
+            self.products_of.setdefault(self.tape.names[owner], {})[step.number] = product
             if product.first.cell.kind == DATA:
                 self.moving.add(owner)
 

@@ -41,7 +41,7 @@ class _Inner:
 class Weights:
     """Makes the weights of heads of the projections that were read."""
 
-    def __init__(self, labels: Labels, of_outputs: set[int]) -> None:
+    def __init__(self, labels: Labels, of_outputs: set[str]) -> None:
         self._labels, self._model = labels, labels.tape.model
         self._of_outputs = of_outputs  # parameters of output projections, with which a layer before ends
 
@@ -61,7 +61,7 @@ class Weights:
         terms = []
         for projection in maps:
             term = self._term(projection, common, "", centred)
-            first = self._labels.tape.steps[next(iter(self._labels.products_of[projection.owners[0]]))]
+            first = self._labels.tape.steps[next(iter(self._labels.products_of[projection.names[0]]))]
             _, scale, _ = self._to_sum(first)
             terms.append(replace(term, scale=term.scale * scale))
         return HeadWeight(tuple(terms))
@@ -90,8 +90,7 @@ class Weights:
         owner = self._labels.products.parameter_of(product.second)
         if len(starts) > 1 or owner < 0:
             raise Unreadable("an update of it is computed otherwise")
-        names = (self._labels.tape.names[owner],)
-        return self._rows(Projection(names, (owner,), starts, stride, product.second.shape[-1]))
+        return self._rows(Projection((self._labels.tape.names[owner],), starts, stride, product.second.shape[-1]))
 
     def _is_output_of(self, cell: Cell, base: Step) -> bool:
         """Whether a tensor is the output of a product, perhaps with other updates added."""
@@ -133,8 +132,8 @@ class Weights:
     def inputs(self, projection: Projection, *, far: bool = False) -> frozenset[object]:
         """Return what a projection takes, if `far` also what those before it take."""
         inputs: set[object] = set()
-        for owner in set(projection.owners):
-            view = self._input(owner)
+        for name in set(projection.names):
+            view = self._input(name)
             inputs.add(origin(view))
             for _ in range(3 if far else 0):
                 inner = self._before(view)
@@ -158,12 +157,13 @@ class Weights:
         return Term(tuple(self._rows(*each) for each in zip(factors, gain, means)), scale)
 
     def _rows(self, projection: Projection, gain: str = "", centred: str = "") -> Rows:
-        labels, names = self._labels, projection.names
+        labels = self._labels
+        names = projection.names[:1] if len(set(projection.names)) == 1 else projection.names
         recipes = {name: labels.tape.recipes[name] for name in names if name in labels.tape.recipes}
         for recipe in recipes.values():
             if isinstance(recipe, str):
                 raise Unreadable(recipe)
-        first = torch.tensor([labels.tape.first[owner] for owner in projection.owners])
+        first = torch.tensor([labels.tape.first[labels.tape.places[name]] for name in projection.names])
         starts, stride = projection.starts - first[:, None], projection.stride
         for name in names:
             if isinstance(owner_of(self._model, name)[0], torch.jit.ScriptModule):
@@ -176,20 +176,19 @@ class Weights:
 
     def _before_all(self, projection: Projection, path: str) -> _Inner | None:
         """Return the projection before those of all heads."""
-        of_owner = {owner: self._before(self._input(owner)) for owner in dict.fromkeys(projection.owners)}
-        inner = [item for owner in projection.owners if (item := of_owner[owner]) is not None]
+        of_name = {name: self._before(self._input(name)) for name in dict.fromkeys(projection.names)}
+        inner = [item for name in projection.names if (item := of_name[name]) is not None]
         items = [item.projection for item in inner]
         is_within = all(item.names[0].startswith(f"{path}.") for item in items) or not path
-        if len(inner) < len(projection.owners) or not is_within:
+        if len(inner) < len(projection.names) or not is_within:
             return None
-        if len(of_owner) == 1:
+        if len(of_name) == 1:
             return inner[0]
         if len({(item.projection.count, item.projection.stride, item.gain, item.scale) for item in inner}) > 1:
             return None
         starts = torch.cat([item.starts for item in items])
-        owners, names = tuple(item.owners[0] for item in items), tuple(item.names[0] for item in items)
-        names = names[:1] if len(set(names)) == 1 else names
-        return replace(inner[0], projection=replace(items[0], names=names, starts=starts, owners=owners))
+        names = tuple(item.names[0] for item in items)
+        return replace(inner[0], projection=replace(items[0], names=names, starts=starts))
 
     def _before(self, view: View) -> _Inner | None:
         """Return the projection whose output a tensor is, up to a norm, a gain and a number."""
@@ -210,18 +209,16 @@ class Weights:
         rows = small(label.features.flatten(0, -2) if label.features.dim() > 1 else label.features[None])
         row = rows[0].tolist() if len(rows) == 1 or bool((rows == rows[:1]).all()) else []
         owner = self._labels.owner(row[0]) if row else -1
-        if owner in self._of_outputs or owner not in self._labels.products.stride:
+        if owner not in self._labels.products.stride or self._labels.tape.names[owner] in self._of_outputs:
             return None
         if not len(set(row)) == len(row) == view.shape[-1] or set(map(self._labels.owner, row)) != {owner}:
             return None
         stride, count = self._labels.products.stride[owner]
-        names = (self._labels.tape.names[owner],)
-        return _Inner(
-            Projection(names, (owner,), torch.tensor([row]), stride, count), product.first, gain, scale, centred
-        )
+        inner = Projection((self._labels.tape.names[owner],), torch.tensor([row]), stride, count)
+        return _Inner(inner, product.first, gain, scale, centred)
 
-    def _input(self, owner: int) -> View:
-        return next(iter(self._labels.products_of[owner].values())).first
+    def _input(self, name: str) -> View:
+        return next(iter(self._labels.products_of[name].values())).first
 
 
 def _in_the_whole(tape: Tape, name: str, starts: Tensor, stride: int) -> tuple[Tensor, int]:
