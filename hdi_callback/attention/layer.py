@@ -41,8 +41,6 @@ class Rows:
     columns: int  # elements of a row
     stride: int = 1  # elements from one column to the next: 1 along the rows of an `nn.Linear`
     gain: str = ""  # dotted name of a vector that the columns are multiplied with: the gain of a norm between two maps
-    # "head" or "all" where a LayerNorm follows, which subtracts the mean of a head's features, or of all heads'.
-    centred: str = ""
     recipes: Mapping[str, Recipe] = field(default_factory=dict)  # of the names: how they are computed from parameters
 
     @property
@@ -62,8 +60,6 @@ class Rows:
         else:
             starts = self.starts.split(1)
             rows = torch.cat([self._read(name, start) for name, start in zip(self.names, starts, strict=True)])
-        if self.centred:
-            rows = rows - rows.mean(1 if self.centred == "head" else (0, 1), keepdim=True)
         if self.gain:
             rows = rows * _stored(self.module, self.gain).to(rows.dtype)
         return rows
@@ -162,7 +158,7 @@ class HeadWeight:
         """The rows of parameters that the weight is, if it is no sum or product."""
         only_one = len(self.terms) == len(self.terms[0].factors) == 1 and self.terms[0].scale == 1.0
         rows = self.terms[0].factors[0]
-        return rows if only_one and not rows.gain and not rows.centred and not rows.recipes else None
+        return rows if only_one and not rows.gain and not rows.recipes else None
 
     @property
     def is_sharded(self) -> bool:

@@ -707,18 +707,14 @@ def a_filter_over_tokens_behind_the_maps():
 @case
 def layer_norms_of_heads():
     m = between(lambda m, q, k, v: attend(m.n(q), m.n(k), v), n=nn.LayerNorm(D))
-    truth = truth_of_four(m)
-    centred = {role: truth[role] - truth[role].mean(1, keepdim=True) for role in ("query", "key")}
-    return m, truth | centred | {"normed": {"query", "key"}}
+    return m, truth_of_four(m) | {"normed": {"query", "key"}}
 
 
 @case
 def layer_norms_of_all_heads():
     m = Written(lambda m, x: m.o(join(attend(split(m.n(m.q(x))), split(m.n(m.k(x))), split(m.v(x))))),
                 **four(n=nn.LayerNorm(C)))  # fmt: skip
-    truth = truth_of_four(m)
-    centred = {role: truth[role] - truth[role].mean((0, 1), keepdim=True) for role in ("query", "key")}
-    return m, truth | centred | {"normed": {"query", "key"}}
+    return m, truth_of_four(m) | {"normed": {"query", "key"}}
 
 
 @case
@@ -728,9 +724,7 @@ def layer_norms_written_out():
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
     m = between(lambda m, q, k, v: attend(normed(q), normed(k), v))
-    truth = truth_of_four(m)
-    centred = {role: truth[role] - truth[role].mean(1, keepdim=True) for role in ("query", "key")}
-    return m, truth | centred | {"normed": {"query", "key"}}
+    return m, truth_of_four(m) | {"normed": {"query", "key"}}
 
 
 @case

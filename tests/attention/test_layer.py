@@ -95,15 +95,6 @@ def test_a_sum_of_a_base_and_an_update_of_low_rank_ends_when_the_adapter_is_merg
     assert torch.equal(weight.tensor(), adapter["base"].weight.view(2, 4, 6))
 
 
-@pytest.mark.parametrize("centred", ["head", "all"])
-def test_what_a_layer_norm_takes_off_is_taken_off(centred):
-    linear = nn.Linear(6, 8)
-    rows = Rows(linear, ("weight",), starts(2, 4, 24, 6), 6, centred=centred)
-    plain = linear.weight.view(2, 4, 6)
-    mean = plain.mean(1, keepdim=True) if centred == "head" else plain.mean((0, 1))
-    assert torch.allclose(rows.tensor(), plain - mean)
-
-
 def test_replaced_modules_count():
     model = nn.Sequential(nn.Linear(4, 4))
     weight = blocks(model, "0.weight", heads=2, width=2)

@@ -26,7 +26,6 @@ from hdi_callback.attention.discovery.heads import (
     refuse_parts_of_features,
 )
 from hdi_callback.attention.discovery.labels import (
-    CENTRED,
     FILTERED,
     GAINED,
     GATED,
@@ -338,7 +337,7 @@ class _Layers:
         for role, items in maps.items():
             chosen, numbers = _different(items, claim.heads) if role != "query" else (items, tuple(range(claim.heads)))
             try:
-                weights[role] = self._weights.of(chosen, role, shared, path, _centred(chosen, claim.flags, role))
+                weights[role] = self._weights.of(chosen, role, shared, path)
             except Unreadable as error:
                 if role == "key":
                     raise
@@ -419,14 +418,6 @@ def _caveats(flags: set[Flag]) -> list[str]:
         elif Flag(kind) in _CAVEATS:
             notes.append(_CAVEATS[Flag(kind)].format(role))
     return notes
-
-
-def _centred(maps: list[Projection], flags: set[Flag], role: str) -> str:
-    """Return over which rows a norm subtracts the mean: of a ``"head"``, of ``"all"`` heads, or of none."""
-    H, width = maps[0].starts.shape
-    return next(
-        (name for name, over in (("head", width), ("all", H * width)) if Flag(CENTRED, over, role) in flags), ""
-    )
 
 
 def _different(maps: list[Projection], heads: int) -> tuple[list[Projection], tuple[int, ...]]:

@@ -51,7 +51,7 @@ class Flag(NamedTuple):
     """What else happens to queries, keys, values or the output of an attention."""
 
     kind: str
-    detail: str | int = ""
+    detail: str = ""
     role: str = ""
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ NORMED, GATED, GAINED, TIMES, RESAMPLED, FILTERED, GROUPED, WEIGHED, SUM = map(
     Flag, ("normed", "gated", "gain", "product of two", "tokens resampled", "filter over several tokens",
            "filters of groups", "times a constant", "sum"),
 )  # fmt: skip
-NONLINEAR, CENTRED = "nonlinear:", "centred over"  # kinds; their details are the operation, and how many features
+NONLINEAR = "nonlinear:"  # a kind; its detail is the operation
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -347,10 +347,7 @@ class Labels:
         if step.op in ops.MOVES:
             return self._moved(step, place, out, labels)
         if step.op in ops.NORMS:
-            is_of_layer = step.op in {"native_layer_norm", "layer_norm"}
-            width = math.prod(step.argument("normalized_shape", ()) if is_of_layer else ())
-            flags = (NORMED, Flag(CENTRED, width)) if width > 1 else (NORMED,)
-            return labels[0].flagged(*flags) if place == 0 and labels[0] is not None else None
+            return labels[0].flagged(NORMED) if place == 0 and labels[0] is not None else None
         if step.op in {*ops.SOFTMAXES, "_log_softmax"}:
             return labels[0].flagged(Flag(NONLINEAR, step.op)) if place == 0 and labels[0] is not None else None
         if step.op in ops.CUMULATIVE:
@@ -445,9 +442,6 @@ class Labels:
         weights = (view for view in step.inputs if view.cell.kind in {WEIGHT, MADE} and view.cell.is_mapped)
         if is_scaled and any(view.numel > 1 for view in weights):
             result = result.flagged(GAINED)
-        if step.op == "sub" and len(wide) == 2 and self._has_statistics(wide[1]):
-            statistic = next(filter(self.is_statistic, small(wide[1].features).unique().tolist()))
-            return result.flagged(Flag(CENTRED, len(self.members(statistic))))
         if is_scaled and len(wide) == 2 and bool((small(wide[0].features) != small(wide[1].features)).any()):
             result = result.flagged(TIMES)
         is_plain = step.op in ops.LINEAR or self._has_statistics(result)

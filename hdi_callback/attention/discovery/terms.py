@@ -35,7 +35,6 @@ class _Inner:
     input: View
     gain: str
     scale: float
-    centred: str
 
 
 class Weights:
@@ -45,22 +44,20 @@ class Weights:
         self._labels, self._model = labels, labels.tape.model
         self._of_outputs = of_outputs  # parameters of output projections, with which a layer before ends
 
-    def of(
-        self, maps: Sequence[Projection], role: str, shared: frozenset[object], path: str, centred: str = ""
-    ) -> HeadWeight:
+    def of(self, maps: Sequence[Projection], role: str, shared: frozenset[object], path: str) -> HeadWeight:
         """Return the weight of a role that one projection makes, or several that are summed.
 
         Projections before `shared`, which queries, keys and values all take, or out of the module `path`, are not of
-        this attention. `centred`: a norm after them subtracts the mean of the rows of a ``"head"``, or of ``"all"``.
+        this attention.
         """  # noqa: DOC501
         if len(maps) == 1:
-            return HeadWeight((self._term(maps[0], shared, path, centred),))
+            return HeadWeight((self._term(maps[0], shared, path),))
         common = frozenset.intersection(*(self.inputs(projection, far=True) for projection in maps))
         if not common:
             raise Unreadable(f"its {role} is a sum of maps of several inputs, or of one that is not followed")
         terms = []
         for projection in maps:
-            term = self._term(projection, common, "", centred)
+            term = self._term(projection, common, "")
             first = self._labels.tape.steps[next(iter(self._labels.products_of[projection.names[0]]))]
             _, scale, _ = self._to_sum(first)
             terms.append(replace(term, scale=term.scale * scale))
@@ -143,9 +140,9 @@ class Weights:
                 inputs.add(origin(view))
         return frozenset(inputs)
 
-    def _term(self, projection: Projection, shared: frozenset[object], path: str, centred: str) -> Term:
+    def _term(self, projection: Projection, shared: frozenset[object], path: str) -> Term:
         """Return a projection times those before it, up to what is shared."""
-        factors, scale, gain, means = [projection], 1.0, [""], [centred]
+        factors, scale, gain = [projection], 1.0, [""]
         while not self.inputs(factors[-1]) <= shared and len(factors) < 4:
             inner = self._before_all(factors[-1], path)
             if inner is None:
@@ -153,10 +150,9 @@ class Weights:
             gain[-1], scale = inner.gain, scale * inner.scale
             factors.append(inner.projection)
             gain.append("")
-            means.append(inner.centred)
-        return Term(tuple(self._rows(*each) for each in zip(factors, gain, means)), scale)
+        return Term(tuple(self._rows(*each) for each in zip(factors, gain)), scale)
 
-    def _rows(self, projection: Projection, gain: str = "", centred: str = "") -> Rows:
+    def _rows(self, projection: Projection, gain: str = "") -> Rows:
         labels = self._labels
         names = projection.names[:1] if len(set(projection.names)) == 1 else projection.names
         recipes = {name: labels.tape.recipes[name] for name in names if name in labels.tape.recipes}
@@ -170,7 +166,7 @@ class Weights:
                 raise Unreadable("it is a module of torch.jit")
         if names[0] in labels.tape.local:
             starts, stride = _in_the_whole(labels.tape, names[0], starts, stride)
-        return Rows(self._model, names, starts, projection.count, stride, gain, centred, recipes)
+        return Rows(self._model, names, starts, projection.count, stride, gain, recipes)
 
     # projections before projections
 
@@ -201,7 +197,6 @@ class Weights:
         try:
             label = self._labels.read(view)
             scale, gain = _scale_of(between), _gain_of(between, view.shape[-1])
-            centred = "head" if any(step.op in {"native_layer_norm", "sub"} for step in between) else ""
         except Unreadable:
             return None
         if label is None:
@@ -215,7 +210,7 @@ class Weights:
             return None
         stride, count = self._labels.products.stride[owner]
         inner = Projection((self._labels.tape.names[owner],), torch.tensor([row]), stride, count)
-        return _Inner(inner, product.first, gain, scale, centred)
+        return _Inner(inner, product.first, gain, scale)
 
     def _input(self, name: str) -> View:
         return next(iter(self._labels.products_of[name].values())).first

@@ -175,7 +175,7 @@ class Oracle:
                 if _outside(change, mine[of[role][head]]) > 0.3:
                     return f"the queries of head {head} meet other {role}s than is said"
         rows = all_rows.get("query")
-        if rows is not None and not rows.centred and rows.width > 1:
+        if rows is not None and "query" not in layer.normed and rows.width > 1:
             for head, change in asking.items():
                 of_one = self._change(rows, head, at, _first_moved if is_tied else _first_negated)
                 if _outside(change, of_one) > 0.3:
