@@ -201,7 +201,7 @@ class Tape(Mode):
         self.steps: list[Step] = []
         self.counts: Counter[tuple[str | None, bool]] = Counter()  # what `Step.ordinal` counts, by `Site.place`
         self.errors: list[str] = []  # what could not be written down, in words; the forward itself never fails of it
-        self.names: list[str] = []  # of parameters, in the order of their first numbers
+        self.names: list[str] = []  # of parameters and feature ranges, in the order of their first numbers
         self.places: dict[str, int] = {}
         self.first: list[int] = []  # the number of the first element of each: all elements have numbers of their own
         self.end = 1
@@ -242,10 +242,14 @@ class Tape(Mode):
     def add_weight(self, name: str, cell: Cell, numel: int) -> None:
         """Number the elements of a parameter, or of a weight that is computed from some."""
         cell.parameter, cell.is_mapped = name, True
-        self.places[name] = len(self.names)
+        self.places[name] = self.add_range(name, numel)
+
+    def add_range(self, name: str, count: int) -> int:
+        """Return the place in `names` of a new range of numbers."""
         self.names.append(name)
         self.first.append(self.end)
-        self.end += numel
+        self.end += count
+        return len(self.names) - 1
 
     def _of_this_rank(self, name: str, tensor: DTensor) -> Tensor:
         shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

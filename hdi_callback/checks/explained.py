@@ -67,9 +67,8 @@ def _origin(labels: Labels, step: Step) -> str:
         return f"not followed: {error}"
     if label is None:
         return ""
-    parameters = labels.tape.names
     owners = sorted(labels.owners(small(label.features)))
     names = [
-        f"`{parameters[owner]}`" if (source := labels.source_of(owner)) is None else source.kind for owner in owners
+        labels.tape.names[owner] if owner in labels.ranges else f"`{labels.tape.names[owner]}`" for owner in owners
     ]
     return ", ".join(dict.fromkeys(names)) + (f" ({', '.join(sorted(map(str, label.flags)))})" if label.flags else "")

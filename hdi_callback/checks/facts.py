@@ -369,8 +369,8 @@ def _cut_across(labels: Labels, label: Label) -> tuple[str, tuple[int, ...]] | N
     of_a_token = rows == heads and n > next(batches, (n,))[0]  # more matrices than sequences
     if not is_cut or not in_order or not (of_a_token or n % heads == 0):
         return None
-    owner = min(labels.owners(label.features))
-    module = _last_name(labels.tape.names[owner]) if owner < len(labels.tape.names) else "its map"
+    owner = min(labels.owners(label.features), key=lambda owner: (owner in labels.ranges, owner))
+    module = _last_name(labels.tape.names[owner]) if owner not in labels.ranges else "its map"
     return module, tuple((tokens[:rows] - tokens[0]).tolist())
 
 

@@ -205,13 +205,6 @@ def softmax_dim(step: Step) -> int | None:
     for user in sums_of(step):
         if len(user.inputs[0].shape) == len(shape):
             return reduced_dims(user)[0]
-    before = step.inputs[0].cell.step
-    if before is not None and before.op == "_log_softmax":
-        return int(before.args[1]) % len(shape)
-    for view in before.inputs if before is not None and before.op == "sub" else ():
-        if view.cell.step is not None and view.cell.step.op in {"logsumexp", "add", "log"}:
-            sizes = [d for d in range(len(view.shape)) if view.shape[d] == 1 != shape[d]]
-            return sizes[0] if sizes else None
     return None
 
 
@@ -393,7 +386,7 @@ def _refuse_several_softmaxes(labels: Labels, weights: Label, sources: list[Feat
     """Refuse weights that are combined element by element from those of several softmaxes."""
     short = small(weights.features)
     for number in short[short < -1].unique().tolist():
-        ranges = {labels.source_of(labels.owner(member)) for member in labels.members(number)}
+        ranges = {labels.ranges.get(labels.owner(member)) for member in labels.members(number)}
         if any(item is not None and item.kind == "scores" and item not in sources for item in ranges):
             raise Unreadable("its weights are put together with those of another softmax")
 

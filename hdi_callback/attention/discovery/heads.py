@@ -17,7 +17,6 @@ from torch import Tensor
 from hdi_callback.attention.discovery.cores import Core, ValueProduct
 from hdi_callback.attention.discovery.labels import (
     GROUPED,
-    RANGES_FROM,
     SUM,
     TIMES,
     FeatureRange,
@@ -156,10 +155,10 @@ def _heads_of_part(labels: Labels, part: ValueProduct) -> _HeadsOfPart:
         if key not in heads_of_key:
             heads_of_key[key] = []
             keys, values = (
-                _streams_of_tokens([vectors[role][i] for i in numbers], label_of[role].features.shape[-1], role)
+                _streams_of_tokens(labels, [vectors[role][i] for i in numbers], label_of[role].features.shape[-1], role)
                 for role, numbers in (("key", of_key), ("value", of_value))
             )
-            for of_queries, rows in _query_heads(vectors["query"], of_query, width):
+            for of_queries, rows in _query_heads(labels, vectors["query"], of_query, width):
                 head = {"query": of_queries, "key": keys, "value": values}
                 if all(head[role] or not bool(small(label_of[role].features).any()) for role in IN):
                     name = tuple(_named(head[role]) for role in IN)
@@ -209,7 +208,7 @@ def _name_of_scores(head: _Head) -> tuple[object, ...]:
     return _named(head["query"]), _named(head["key"])
 
 
-def _streams_of_tokens(vectors: list[Vector], width: int, role: str) -> dict[frozenset[int], Vector]:
+def _streams_of_tokens(labels: Labels, vectors: list[Vector], width: int, role: str) -> dict[frozenset[int], Vector]:
     """Return the vector of each stream of tokens, by its parameters; within a stream all tokens have the same."""
     streams: dict[frozenset[int], Vector] = {}
     all_features: dict[int, set[int]] = {}
@@ -218,7 +217,7 @@ def _streams_of_tokens(vectors: list[Vector], width: int, role: str) -> dict[fro
             continue
         key = frozenset(vector)
         for owner, places in vector.items():
-            if owner >= RANGES_FROM:
+            if owner in labels.ranges:
                 continue
             if len(places) > width:
                 raise Unreadable(f"its {PLURAL[role]} mix features of several heads, or more than a head has")
@@ -233,16 +232,16 @@ def _streams_of_tokens(vectors: list[Vector], width: int, role: str) -> dict[fro
 
 
 def _query_heads(
-    all_vectors: list[Vector], rows: Sequence[int], width: int
+    labels: Labels, all_vectors: list[Vector], rows: Sequence[int], width: int
 ) -> list[tuple[dict[frozenset[int], Vector], Sequence[int]]]:
     """Return one head, whose tokens may be of several streams, or a head for each row of queries; with their rows."""
     vectors = [all_vectors[row] for row in rows]
-    owners = [owner for vector in vectors for owner in vector if owner < RANGES_FROM]
+    owners = [owner for vector in vectors for owner in vector if owner not in labels.ranges]
     if len(set(owners)) == len(owners):
-        return [(_streams_of_tokens(vectors, width, "query"), rows)]
+        return [(_streams_of_tokens(labels, vectors, width, "query"), rows)]
     if any(set(vector) != set(vectors[0]) for vector in vectors if vector):
         raise Unreadable("the features of its queries differ between tokens")
-    return [(_streams_of_tokens([vector], width, "query"), [row]) for row, vector in zip(rows, vectors)]
+    return [(_streams_of_tokens(labels, [vector], width, "query"), [row]) for row, vector in zip(rows, vectors)]
 
 
 # from heads to maps
@@ -263,10 +262,9 @@ def _maps_of(labels: Labels, claim: FoundAttention, heads: list[_Head], stream: 
 def _maps_of_role(labels: Labels, claim: FoundAttention, role: str, heads: list[Vector]) -> list[Projection]:
     """Return the projections that make a role, each with the rows of every head; without those of positions alone."""
     owners = list(dict.fromkeys(owner for vector in heads for owner in vector))
-    computed = [owner for owner in owners if labels.source_of(owner) is not None]
+    computed = [owner for owner in owners if owner in labels.ranges]
     for owner in computed:
-        source = labels.source_of(owner)
-        if source is not None and source.kind == "scores":
+        if labels.ranges[owner].kind == "scores":
             raise Unreadable(f"its {role} is a product of two computed tensors")
         claim.flags.add(Flag("what another attention returns", role=role))
     heads = [{owner: places for owner, places in vector.items() if owner not in computed} for vector in heads]
@@ -374,8 +372,7 @@ def _adds_something_else(labels: Labels, claim: FoundAttention, step: Step, met:
         if label is None:
             return True
         owners = labels.owners(label.features)
-        sources = [labels.source_of(owner) for owner in owners]
-        if not owners <= projected and not any(source is not None and source.kind != "input" for source in sources):
+        if not owners <= projected and not owners & labels.ranges.keys():
             return True
     return False
 

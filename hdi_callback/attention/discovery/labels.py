@@ -5,8 +5,8 @@ that nothing else ever gets labels. A label belongs to the content of a storage 
 which it was written. An operation without a rule makes what depends on it unreadable, and its name is the reason.
 
 A feature is one output of such a product (a row of an `nn.Linear`'s weight), named by the number of its first element
-among those of all parameters, which begin at `Tape.first`. Its owner is that parameter, by its place in `Tape.names`,
-or from `RANGES_FROM` on a `FeatureRange`.
+among those of all parameters, which begin at `Tape.first`. Its owner is that parameter, or a `FeatureRange`, by the
+place in `Tape.names`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hdi_callback.attention import operations as ops
 from hdi_callback.attention.discovery.planes import (
+    by_value,
     reshaped,
     seen_through,
     small,
@@ -43,8 +44,6 @@ from hdi_callback.attention.tape import CONSTANT, DATA, MADE, WEIGHT, Cell, Step
 __all__ = ["SEVERAL", "FeatureRange", "Label", "Labels", "Unreadable"]
 
 NOTHING, SEVERAL = 0, -1  # of a token; as features, numbers below -1 are sets
-RANGES_FROM = 10**6  # owners from here on are sources
-_FIRST_OF_RANGES = 1 << 48  # behind the elements of all parameters
 
 
 class Flag(NamedTuple):
@@ -136,11 +135,9 @@ class Labels:
         self.installed: dict[int, Label] = {}  # step -> labels that are known otherwise: those of an attention's output
         self.moving: set[int] = set()  # parameters applied to data, not only to positions
         self.products_of: dict[str, dict[int, Product]] = {}  # parameter -> step -> product with it, as far as read
-        self.ranges: list[FeatureRange] = []
+        self.ranges: dict[int, FeatureRange] = {}  # by their owner
         self.score_steps: set[int] = set()  # that multiply queries and keys; later layers may add to their scores
         self._of_inputs = of_inputs
-        self._starts: list[int] = []
-        self._next = _FIRST_OF_RANGES
         self._sets: list[tuple[frozenset[int], bool]] = []
         self._numbers: dict[tuple[frozenset[int], bool], int] = {}
         self._memo: dict[Cell, _Written | str | None] = {}  # labels, or why there are none that could be known
@@ -177,36 +174,24 @@ class Labels:
 
     def owner(self, number: int) -> int:
         """Return the parameter, or feature range, that a feature is of; -1 for none."""
-        if number <= 0:
-            return -1
-        if number < _FIRST_OF_RANGES:
-            return bisect.bisect_right(self.tape.first, number) - 1
-        return RANGES_FROM + bisect.bisect_right(self._starts, number) - 1
+        return bisect.bisect_right(self.tape.first, number) - 1
 
     def owners(self, features: Tensor) -> set[int]:
         """Return the parameters and feature ranges in a plane."""
         numbers = small(features).unique().tolist()
-        ids = numbers[bisect.bisect_right(numbers, 0) :]
-        end = bisect.bisect_left(ids, _FIRST_OF_RANGES)
-        owners = {*runs_of(ids[:end], self.tape.first), *(RANGES_FROM + at for at in runs_of(ids[end:], self._starts))}
+        owners = set(runs_of(numbers[bisect.bisect_right(numbers, 0) :], self.tape.first))
         sets = numbers[: bisect.bisect_left(numbers, -1)]
         return owners.union(*({self.owner(member) for member in self.members(number)} for number in sets))
 
-    def source_of(self, owner: int) -> FeatureRange | None:
-        """Return the feature range that an owner is, `None` for a parameter."""
-        return self.ranges[owner - RANGES_FROM] if owner >= RANGES_FROM else None
-
     def sources_in(self, features: Tensor, kind: str) -> list[FeatureRange]:
         """Return the feature ranges of a kind in a plane, in the order of their steps."""
-        ranges = [self.source_of(owner) for owner in self.owners(features)]
-        return sorted((item for item in ranges if item is not None and item.kind == kind), key=lambda item: item.start)
+        ranges = (self.ranges[owner] for owner in sorted(self.owners(features)) if owner in self.ranges)
+        return [item for item in ranges if item.kind == kind]
 
     def new_source(self, kind: str, count: int, step: Step | None, shape: tuple[int, ...]) -> FeatureRange:
         """Return a new range of ids, for features that come from no parameter."""
-        source = FeatureRange(kind, self._next, self._next + count, step, shape)
-        self._starts.append(self._next)
-        self.ranges.append(source)
-        self._next += count
+        source = FeatureRange(kind, self.tape.end, self.tape.end + count, step, shape)
+        self.ranges[self.tape.add_range(kind, count)] = source
         return source
 
     # reading
@@ -412,16 +397,11 @@ class Labels:
         differ = (first > 0) & (second > 0) & (first != second)
         if not bool(differ.any()):
             return tokens.expand(shape)
-        of_first, of_second = self.owners(label.features), self.owners(summand.features)
-        if len(of_first) == len(of_second) == 1:
-            return (tokens.masked_fill(differ, SEVERAL) if of_first == of_second else tokens).expand(shape)
-        alike = self._main_owner(label.features.expand(shape)) == self._main_owner(summand.features.expand(shape))
-        return torch.where(differ.expand(shape) & alike, SEVERAL, tokens.expand(shape))
+        of_first, of_second = (by_value(self._main_owner, plane) for plane in (label.features, summand.features))
+        return torch.where(differ & (of_first == of_second), SEVERAL, tokens).expand(shape)
 
-    def _main_owner(self, features: Tensor) -> Tensor:
-        unique, back = torch.unique(small(features), return_inverse=True)
-        owners = [self.owner(max(self.members(number), default=0)) for number in unique.tolist()]
-        return torch.tensor(owners, dtype=torch.int64)[back].expand(features.shape)
+    def _main_owner(self, number: int) -> int:
+        return self.owner(max(self.members(number), default=0))
 
     def _pointwise(self, step: Step, place: int, out: View, labels: list[Label | None]) -> Label | None:
         """Return the union of labels, with flags: a gate, gain, subtracted mean, product or activation."""
@@ -471,10 +451,9 @@ class Labels:
 
     @staticmethod
     def _accumulated(step: Step, label: Label) -> Label:
-        dim = int(step.args[1])
-        moved = label.features.movedim(dim, -1)
-        feature = _only_feature(small(moved), f"features are summed up by {step.op}")
-        return Label(feature.expand(moved.shape).movedim(-1, dim), label.tokens, label.flags)
+        moved = label.features.movedim(int(step.args[1]), -1)
+        _only_feature(small(moved), f"features are summed up by {step.op}")
+        return label
 
     def _reduced(self, step: Step, label: Label, out: View) -> Label:
         dims = reduced_dims(step)
@@ -536,7 +515,8 @@ class Labels:
             return None
         dim = 1 if first is None else -1
         features, tokens = self.summed_features(label.features).unsqueeze(dim), only_one(label.tokens).unsqueeze(dim)
-        return Label(self.plain(features.expand(product.shape)), tokens.expand(product.shape), label.flags | {WEIGHED})
+        plain = by_value(lambda number: self.number(self.members(number)), features.expand(product.shape))
+        return Label(plain, tokens.expand(product.shape), label.flags | {WEIGHED})
 
     def _scores(self, step: Step, product: Product) -> Label:
         """Return labels of new features: a row of scores is a feature, and a column a token."""
@@ -545,12 +525,6 @@ class Labels:
         features = (torch.arange(n * rows) + source.start).reshape(n, rows, 1).expand(product.shape)
         tokens = (torch.arange(product.shape[2]) + 1).expand(product.shape)
         return Label(features, tokens)
-
-    def plain(self, features: Tensor) -> Tensor:
-        """Return the same features, with sets that are no statistics."""
-        unique, back = torch.unique(small(features), return_inverse=True)
-        numbers = [self.number(self.members(number)) if number < -1 else number for number in unique.tolist()]
-        return torch.tensor(numbers, dtype=torch.int64)[back].expand(features.shape)
 
     def _convolved(self, step: Step, product: Product, out: View) -> Label:
         x, weight = product.first, product.second
@@ -583,18 +557,14 @@ def _index(view: View, step: Step) -> Tensor:
 
 def _untouched(step: Step, planes: list[Tensor], out: View) -> tuple[int, ...]:
     """Return dims that an operation leaves as they are, and along which all its inputs are expanded."""
-    moved: set[int] | None = None
-    dims = len(out.shape)
-    if step.op in {"cat", "roll", "flip"}:
-        position = 2 if step.op == "roll" else 1
-        argument = step.args[position] if len(step.args) > position else 0
-        moved = {d % dims for d in (argument if isinstance(argument, tuple) else (argument,))} or None
-    elif step.op == "constant_pad_nd":
-        moved = {dims - 1 - i // 2 for i, width in enumerate(step.args[1]) if width}
-    if moved is None or any(len(view.shape) != dims for view in step.inputs if view.is_float):
+    # A padding that crops may shift, and a roll without dims is one of all elements in a row.
+    moves_all = step.op == "roll" and not any(step.args[2:])
+    moves_all |= step.op == "constant_pad_nd" and min(step.args[1], default=0) < 0
+    shapes = [view.shape for view in step.inputs if view.is_float]
+    if step.op not in {"cat", "roll", "flip", "constant_pad_nd"} or moves_all or len({*map(len, shapes)}) > 1:
         return ()
-    unmoved = (d for d in range(dims) if d not in moved)
-    return tuple(d for d in unmoved if all(plane.shape[d] > 1 and plane.stride(d) == 0 for plane in planes))
+    unmoved = (d for d, size in enumerate(out.shape) if size > 1 and all(shape[d] == size for shape in shapes))
+    return tuple(d for d in unmoved if all(plane.stride(d) == 0 for plane in planes))
 
 
 def _last(plane: Tensor, dims: tuple[int, ...]) -> Tensor:

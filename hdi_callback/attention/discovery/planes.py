@@ -8,7 +8,7 @@ of what does not repeat (`small`), and repeated again.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -48,6 +48,12 @@ def reshaped(plane: Tensor, shape: Sequence[int]) -> Tensor:
 def repeats(plane: Tensor, dim: int) -> bool:
     """Whether a plane is the same all along a dimension."""
     return plane.shape[dim] == 1 or plane.stride(dim) == 0 or bool((plane == plane.narrow(dim, 0, 1)).all())
+
+
+def by_value(function: Callable[[int], int], plane: Tensor) -> Tensor:
+    """Return a plane with another number for each of its numbers, found once for each that differs."""
+    unique, back = torch.unique(small(plane), return_inverse=True)
+    return torch.tensor([function(number) for number in unique.tolist()], dtype=torch.int64)[back].expand(plane.shape)
 
 
 def unique_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
