@@ -330,10 +330,6 @@ class AttentionLayer:
     notes: str = ""
 
     def __post_init__(self) -> None:
-        if "key" not in self.weights or not set(self.weights) <= set(ROLES):
-            raise UnsupportedAttentionError(
-                f"it has weights of {list(self.weights)}: write a key, and of {list(ROLES)}"
-            )
         heads = len(self.key_of) or self._first("query", "output", "key").heads
         value_heads = self.weights["value"].heads if "value" in self.weights else heads
         for name, count in (("key_of", self.num_key_heads), ("value_of", value_heads)):

@@ -27,7 +27,7 @@ from hdi_callback.attention.discovery.labels import (
 )
 from hdi_callback.attention.discovery.planes import repeats, reshaped, small, thin, unique_rows
 from hdi_callback.attention.discovery.products import Product, Unreadable
-from hdi_callback.attention.tape import DATA, Cell, Step, View, WalkOn
+from hdi_callback.attention.tape import DATA, Cell, Step, WalkOn
 
 __all__ = ["FoundAttention", "Projection", "columns_of", "heads_of", "refuse_parts_of_features"]
 
@@ -440,23 +440,26 @@ def refuse_parts_of_features(labels: Labels, core: Core) -> None:
     factors = [label for part in core.parts for label in (part.query, part.key, part.value)]
     owners = set().union(*(labels.owners(label.features) for label in factors))
     alike = {o for label in factors if repeats(label.features, 0) for o in labels.owners(label.features)}
+    rooted = Labels(labels.tape, of_inputs=True)
     for step in _steps_leading_to(labels, core):
         product = labels.products.of(step)
         if product is None or product.kind not in {"weight", "filter"}:
             continue
-        if product.kind == "filter":
-            _refuse_filters_over_features(labels, step, product, owners)
+        weight, is_filter = product.second, product.kind == "filter"
+        is_of_each_head = weight.shape[0] > 1 and weight.stride[0] != 0
+        owner = labels.owner(
+            int(labels.products.features(filter_features(step, weight) if is_filter else weight)[0, 0])
+        )
+        if owner not in owners or not (is_filter or is_of_each_head or owner in alike):
             continue
-        owner = labels.owner(int(labels.products.features(product.second)[0, 0]))
-        if owner not in owners or not _takes_a_part(labels, product.first):
+        inputs = labels if is_filter else rooted
+        label = inputs.may_read(product.first)
+        if label is None or not _varies(inputs, label.features[:, 0] if is_filter else label.features[..., 0]):
             continue
-        rooted = Labels(labels.tape, of_inputs=True)
-        label = rooted.may_read(product.first)
-        if label is None or not _varies(rooted, small(label.features)[..., 0].unique().tolist()):
-            continue
-        is_of_each_head = product.second.shape[0] > 1 and product.second.stride[0] != 0
-        if is_of_each_head or owner in alike:
+        if not is_filter:
             raise Unreadable("the map of each head takes an input of its own: a part of the features")
+        if math.prod(weight.shape[2:]) > 1 < weight.shape[1]:
+            raise Unreadable("a filter runs over the features of a map")
 
 
 def _steps_leading_to(labels: Labels, core: Core) -> list[Step]:
@@ -469,37 +472,10 @@ def _steps_leading_to(labels: Labels, core: Core) -> list[Step]:
     return list(labels.leading_to(views))
 
 
-def _refuse_filters_over_features(labels: Labels, step: Step, product: Product, owners: set[int]) -> None:
-    weight = product.second
-    if math.prod(weight.shape[2:]) == 1 or weight.shape[1] == 1:
-        return
-    if labels.owner(int(labels.products.features(filter_features(step, weight))[0, 0])) not in owners:
-        return
-    label = labels.may_read(product.first)
-    if label is not None and _varies(labels, small(label.features)[:, 0].unique().tolist()):
-        raise Unreadable("a filter runs over the features of a map")
-
-
-def _varies(labels: Labels, numbers: list[int]) -> bool:
-    """Whether one column holds different features of the same projection in different rows."""
+def _varies(labels: Labels, column: Tensor) -> bool:
+    """Whether a column holds different features of the same projection in different rows."""
+    numbers = small(column).unique().tolist()
     groups = (groupby(sorted(labels.members(number)), labels.owner) for number in numbers)
-    different = {(owner, tuple(members)) for group in groups for owner, members in group}
+    products = {owner for owner, ids in labels.ranges.items() if ids.kind == "scores"}  # of which each row differs
+    different = {(owner, tuple(members)) for group in groups for owner, members in group if owner not in products}
     return len(different) > len({owner for owner, _ in different})
-
-
-def _takes_a_part(labels: Labels, x: View) -> bool:
-    """Whether a product reads only a slice of the output of the product before it (by shapes alone)."""
-    cell = x.cell
-    for _ in range(40):
-        written, step = cell.written, cell.step
-        views = [view for view in step.inputs if view.is_float and view.cell.kind == DATA] if step is not None else []
-        if written is None or step is None or not views:  # an input, or an embedding
-            return written is not None and bool(written.shape) and written.shape[-1] > x.shape[-1]
-        product = labels.products.of(step)
-        if product is not None and product.kind in {"weight", "filter"}:
-            columns = product.second.shape[0] if product.kind == "filter" else product.second.shape[-1]
-            return columns > x.shape[-1]
-        if product is not None:
-            return written.shape[-1] >= x.shape[-1] and x.shape[0] * x.shape[1] > 1 and written.shape[0] > 1
-        cell = views[0].cell
-    return False
