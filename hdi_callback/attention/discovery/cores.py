@@ -54,6 +54,15 @@ class ValueProduct:
     product: Product | None = None  # the same; `None` of a fused operation
     units: Tensor | None = None  # ``(n, queries)``, the row of the scores of each row of weights; below 0: none
 
+    @property
+    def labels(self) -> dict[str, Label]:
+        """Its labels by role."""
+        return {"query": self.query, "key": self.key, "value": self.value}
+
+    def width(self, role: str) -> int:
+        """Return how many features of a role meet there."""
+        return self.labels[role].features.shape[-1]
+
     def placed(self, plane: Tensor) -> Tensor:
         """Return a plane ``(n, queries, width)`` in the shape of the output."""
         out = self.step.output

@@ -37,6 +37,8 @@ _MOST_STEPS_TO_OUTPUT = 60
 
 _Head = dict[str, "dict[frozenset[int], Vector]"]  # role -> its vectors, by the parameters of a stream of tokens
 Vector = dict[int, tuple[tuple[int, int], ...]]  # of one token: parameter -> (place in the head, feature)
+_Vectors = tuple[Tensor, list[Vector], bool]  # which different one each token has, these, and whether any is a sum
+_Name = tuple[object, ...]  # of a head: features of its queries and keys, in any order
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,83 +98,73 @@ class FoundAttention:
 # from labels to heads
 
 
-@dataclass(frozen=True, eq=False)
-class _HeadsOfPart:
-    """Heads of one product with values: the vector of each role, by stream."""
-
-    part: ValueProduct
-    heads: list[_Head]
-    number: Tensor
-    flags: set[Flag]
-    owners: list[frozenset[int]]  # of each different query
-    different: Tensor  # which of these each query is
-
-
 def heads_of(labels: Labels, core: Core) -> FoundAttention:
     """Return the heads of an attention; raise `Unreadable` if they cannot be told apart."""
+    claim = FoundAttention(core, 0, {}, set(core.flags), [*core.notes])
     with_values = [part for part in core.parts if bool(small(part.value.features).any())] or core.parts[:1]
-    parts = [_heads_of_part(labels, part) for part in with_values]
-    heads: dict[tuple[object, ...], _Head] = {}
-    for part in parts:
-        if len({_name_of_scores(head) for head in part.heads}) < len(part.heads):
-            raise Unreadable("several heads share queries and keys")
-        for head in part.heads:
-            heads.setdefault(_name_of_scores(head), head)
-    claim = FoundAttention(core, len(heads), {}, set(core.flags).union(*(part.flags for part in parts)), [*core.notes])
+    heads: dict[_Name, _Head] = {}
+    parts: list[tuple[ValueProduct, Tensor]] = []  # with the head of each query
+    tables = [{role: _vectors(labels, label.features) for role, label in part.labels.items()} for part in with_values]
+    for part, table in zip(with_values, tables):
+        claim.flags |= {flag.of(role) for role, label in part.labels.items() for flag in label.flags}
+        claim.flags |= {SUM.of(role) for role, (_, _, is_sum) in table.items() if is_sum}
+        own, number = _heads_of_part(labels, part, table)
+        if any(_named(head["value"]) != _named(heads.get(name, head)["value"]) for name, head in own.items()):
+            claim.notes.append("further values that its weights are multiplied with")
+            continue
+        heads |= {name: head for name, head in own.items() if name not in heads}
+        order = list(heads)
+        at = torch.tensor([*(order.index(name) for name in own), -1])
+        parts.append((part, thin(at[number])))
+    claim.heads = len(heads)
     # Streams of tokens, each of which has projections of its own in all roles.
     counts = {len(head[role]) for head in heads.values() for role in IN if len(head[role]) > 1}
     streams = range(counts.pop() if len(counts) == 1 else 1)
-    first, *claim.streams = (_maps_of(labels, claim, list(heads.values()), stream) for stream in streams)
-    claim.maps = first
+    claim.maps, *claim.streams = (_maps_of(labels, claim, list(heads.values()), stream) for stream in streams)
     if claim.streams:
-        order = list(next(iter(heads.values()))["query"])
-        numbers = torch.tensor([order.index(owners) if owners in order else 0 for owners in parts[0].owners])
-        claim.stream_of = numbers[parts[0].different]
-    _check(parts[0].part, claim)
-    head_of_queries = torch.cat([part.number.flatten() for part in parts])
+        of_streams = list(next(iter(heads.values()))["query"])
+        different, vectors, _ = tables[0]["query"]
+        owners = map(frozenset, vectors)
+        claim.stream_of = torch.tensor([of_streams.index(o) if o in of_streams else 0 for o in owners])[different]
+    _check(parts[0][0], claim)
+    head_of_queries = torch.cat([number.flatten() for _, number in parts])
     if len(set(head_of_queries[head_of_queries >= 0].bincount().tolist())) > 1:
         raise Unreadable("not all tokens have the same heads, as where experts make queries")
-    _install(labels, claim, _values_of_parts(claim, parts, heads))
+    _install(labels, claim, parts)
     return claim
 
 
-def _heads_of_part(labels: Labels, part: ValueProduct) -> _HeadsOfPart:
-    """Return the heads of one product with values: the features that meet there, whatever the sequence and token."""
-    label_of = {"query": part.query, "key": part.key, "value": part.value}
-    n, queries, width = part.query.features.shape
-    flags = {flag.of(role) for role, label in label_of.items() for flag in label.flags}
-    vectors, different = {}, {}
-    for role, label in label_of.items():
-        different[role], vectors[role], is_sum = _vectors(labels, label.features)
-        flags |= {SUM.of(role)} if is_sum else set()
-    heads: dict[tuple[object, ...], _Head] = {}
-    number = torch.full((n, queries), -1)
+def _heads_of_part(labels: Labels, part: ValueProduct, table: dict[str, _Vectors]) -> tuple[dict[_Name, _Head], Tensor]:
+    """Return the heads of one product with values, whatever the sequence and token, and which each query is of."""
+    heads: dict[_Name, _Head] = {}
+    different = table["query"][0]
+    number = torch.full(different.shape, -1)
     # Matrices with the same different queries, keys and values have the same heads.
     heads_of_key: dict[object, list[tuple[int, Tensor]]] = {}
-    for slot in range(n):
-        numbers_of = (small(different[role][slot]).tolist() for role in IN)
+    for slot in range(len(different)):
+        numbers_of = (small(table[role][0][slot]).tolist() for role in IN)
         of_query, of_key, of_value = key = tuple(tuple(dict.fromkeys(numbers)) for numbers in numbers_of)
         if key not in heads_of_key:
             heads_of_key[key] = []
             keys, values = (
-                _streams_of_tokens(labels, [vectors[role][i] for i in numbers], label_of[role].features.shape[-1], role)
+                _streams_of_tokens(labels, [table[role][1][i] for i in numbers], part.width(role), role)
                 for role, numbers in (("key", of_key), ("value", of_value))
             )
-            for of_queries, rows in _query_heads(labels, vectors["query"], of_query, width):
+            for of_queries, rows in _query_heads(labels, table["query"][1], of_query, part.width("query")):
                 head = {"query": of_queries, "key": keys, "value": values}
-                if all(head[role] or not bool(small(label_of[role].features).any()) for role in IN):
-                    name = tuple(_named(head[role]) for role in IN)
-                    heads.setdefault(name, head)
+                if all(head[role] or not bool(small(part.labels[role].features).any()) for role in IN):
+                    name = _named(head["query"]), _named(head["key"])
+                    if _named(heads.setdefault(name, head)["value"]) != _named(values):
+                        raise Unreadable("several heads share queries and keys")
                     heads_of_key[key].append((list(heads).index(name), torch.tensor(rows)))
         for at, own_rows in heads_of_key[key]:
-            number[slot][torch.isin(different["query"][slot], own_rows)] = at
+            number[slot][torch.isin(different[slot], own_rows)] = at
     if not heads:
         raise Unreadable("neither its queries nor its keys come from a linear map")
-    owners = [frozenset(vector) for vector in vectors["query"]]
-    return _HeadsOfPart(part, list(heads.values()), thin(number), flags, owners, different["query"])
+    return heads, number
 
 
-def _vectors(labels: Labels, features: Tensor) -> tuple[Tensor, list[Vector], bool]:
+def _vectors(labels: Labels, features: Tensor) -> _Vectors:
     """Return which different vector each token has, these as features of parameters, and whether any is a sum."""
     n, tokens, width = features.shape
     short = features
@@ -198,14 +190,10 @@ def _vectors(labels: Labels, features: Tensor) -> tuple[Tensor, list[Vector], bo
     return different.reshape(short.shape[:2]).expand(n, tokens), vectors, is_sum
 
 
-def _named(streams: dict[frozenset[int], Vector]) -> tuple[object, ...]:
+def _named(streams: dict[frozenset[int], Vector]) -> _Name:
     """Return a name of a head's features, whatever their order."""
     features = (places for vector in streams.values() for places in vector.items())
     return tuple(sorted((owner, tuple(sorted(feature for _, feature in places))) for owner, places in features))
-
-
-def _name_of_scores(head: _Head) -> tuple[object, ...]:
-    return _named(head["query"]), _named(head["key"])
 
 
 def _streams_of_tokens(labels: Labels, vectors: list[Vector], width: int, role: str) -> dict[frozenset[int], Vector]:
@@ -295,37 +283,21 @@ def _projection(labels: Labels, of_heads: Sequence[tuple[int, tuple[tuple[int, i
 def _check(part: ValueProduct, claim: FoundAttention) -> None:
     """Refuse what is no attention of heads after all."""
     maps, flags = claim.maps, claim.flags
-    label_of = {"query": part.query, "key": part.key, "value": part.value}
     for role in ("query", "key"):
-        tokens = small(label_of[role].tokens)
-        is_single = repeats(tokens, 1) and label_of[role].tokens.shape[1] > 1
+        tokens = small(part.labels[role].tokens)
+        is_single = repeats(tokens, 1) and part.labels[role].tokens.shape[1] > 1
         if role in maps and is_single and bool((tokens > 0).all()):
             raise Unreadable(f"its {role} positions are not tokens")
-    for role, label in label_of.items():
+    for role in IN:
         if role in maps and GROUPED.of(role) in flags:
             raise Unreadable(f"the {role} map of each head takes an input of its own: a group of channels")
         if {TIMES.of(role), SUM.of(role)} <= flags:
             raise Unreadable(f"its {role} is a product of two computed tensors (such as a map and the gain of DoRA)")
-        if any(projection.starts.shape[1] == 1 < label.features.shape[-1] for projection in maps.get(role, [])):
+        if any(projection.starts.shape[1] == 1 < part.width(role) for projection in maps.get(role, [])):
             raise Unreadable(f"a map mixes the heads of its {role}")
 
 
 # what an attention gives
-
-
-def _values_of_parts(
-    claim: FoundAttention, parts: list[_HeadsOfPart], heads: dict[tuple[object, ...], _Head]
-) -> list[tuple[ValueProduct, Tensor]]:
-    """Return products with values, and the heads of their queries; one with further values is left out."""
-    order = {name: at for at, name in enumerate(heads)}
-    values = []
-    for part in parts:
-        if any(_named(head["value"]) != _named(heads[_name_of_scores(head)]["value"]) for head in part.heads):
-            claim.notes.append("further values that its weights are multiplied with")
-            continue
-        at = torch.tensor([*(order[_name_of_scores(head)] for head in part.heads), -1])
-        values.append((part.part, thin(at[part.number])))
-    return values
 
 
 def _install(labels: Labels, claim: FoundAttention, parts: list[tuple[ValueProduct, Tensor]]) -> None:
@@ -437,7 +409,7 @@ def _columns_by_head(
 
 def refuse_parts_of_features(labels: Labels, core: Core) -> None:
     """Raise `Unreadable` if a weight of queries, keys or values is applied to several slices of the features."""
-    factors = [label for part in core.parts for label in (part.query, part.key, part.value)]
+    factors = [label for part in core.parts for label in part.labels.values()]
     owners = set().union(*(labels.owners(label.features) for label in factors))
     alike = {o for label in factors if repeats(label.features, 0) for o in labels.owners(label.features)}
     rooted = Labels(labels.tape, of_inputs=True)
