@@ -307,10 +307,10 @@ class AttentionLayer:
         name: dotted path of the module in the model.
         module: the module itself.
         weights: role -> weight of its heads; a role that no parameter makes is absent.
-        kind: how the weights are laid out, in readable words.
-        key_of: key head of each query head; neighbours share one by default.
+        key_of: key head of each query head.
         value_of: value head of each query head.
-        value_dim: width of a value head, d_v; that of the weights by default.
+        value_dim: width of a value head, d_v.
+        kind: how the weights are laid out, in readable words.
         normed: roles behind which a norm follows before attention.
         output_module: the module that is called with the head outputs side by side; `None` if there is none.
         sites: where its attention runs in a forward; ``()`` if that is not known.
@@ -320,26 +320,14 @@ class AttentionLayer:
     name: str
     module: nn.Module = field(repr=False)
     weights: Mapping[str, HeadWeight] = field(repr=False)
+    key_of: tuple[int, ...] = field(repr=False)
+    value_of: tuple[int, ...] = field(repr=False)
+    value_dim: int
     kind: str = ""
-    key_of: tuple[int, ...] = field(default=(), repr=False)
-    value_of: tuple[int, ...] = field(default=(), repr=False)
-    value_dim: int = 0
     normed: frozenset[str] = field(default=frozenset(), repr=False)
     output_module: nn.Module | None = field(default=None, repr=False)
     sites: tuple[Site, ...] = field(default=(), repr=False)
     notes: str = ""
-
-    def __post_init__(self) -> None:
-        heads = len(self.key_of) or self._first("query", "output", "key").heads
-        value_heads = self.weights["value"].heads if "value" in self.weights else heads
-        for name, count in (("key_of", self.num_key_heads), ("value_of", value_heads)):
-            if not getattr(self, name):
-                object.__setattr__(self, name, tuple(head * count // heads for head in range(heads)))
-        if not self.value_dim:
-            object.__setattr__(self, "value_dim", self._first("value", "output", "key").width)
-
-    def _first(self, *roles: str) -> HeadWeight:
-        return next(self.weights[role] for role in roles if role in self.weights)
 
     @property
     def num_heads(self) -> int:

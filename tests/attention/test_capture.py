@@ -372,7 +372,8 @@ def test_heads_in_another_order_and_heads_side_by_side_features():
     features = torch.arange(12).view(4, 3).T
     weight = HeadWeight((Term((Rows(module, ("out.weight",), features, 12, 12),)),))
     key = HeadWeight((Term((Rows(module, ("out.weight",), torch.arange(12).view(3, 4) * 12, 12),)),))
-    layer = AttentionLayer("", module, {"key": key, "output": weight}, output_module=module.out)
+    heads = {"key_of": (0, 1, 2), "value_of": (0, 1, 2), "value_dim": 4}
+    layer = AttentionLayer("", module, {"key": key, "output": weight}, output_module=module.out, **heads)
     x = torch.randn(2, 5, 12)
     found = captured(module, lambda: module(x), [layer], padding=None)[""]
     assert torch.equal(found.outputs, x.view(10, 4, 3).mT)

@@ -154,7 +154,8 @@ def test_a_weight_that_is_pruned_after_it_was_found_is_what_the_last_forward_use
 
 
 def test_errors_name_what_is_there():
-    layer = AttentionLayer("x", nn.Identity(), {"key": blocks(nn.Linear(4, 4), "weight", heads=2, width=2)})
+    key = blocks(nn.Linear(4, 4), "weight", heads=2, width=2)
+    layer = AttentionLayer("x", nn.Identity(), {"key": key}, key_of=(0, 1), value_of=(0, 1), value_dim=2)
     with pytest.raises(UnsupportedAttentionError, match=r"has no 'keys' weight; it has \['key'\]"):
         layer.weight("keys")
     linear = nn.Linear(6, 4)
@@ -183,13 +184,6 @@ def test_torchs_encoder_in_one_operation_is_refused_by_its_name():
         model(x)
     (refusal,) = survey_tape(tape).refused
     assert refusal.reason == "it runs the operation _transformer_encoder_layer_fwd, which is not known"
-
-
-def test_neighbours_share_key_heads_by_default():
-    module = nn.Linear(8, 8)
-    query, key = (blocks(module, "weight", heads=heads, width=2) for heads in (4, 2))
-    layer = AttentionLayer("x", module, {"query": query, "key": key})
-    assert layer.key_of == (0, 0, 1, 1)
 
 
 @pytest.mark.parametrize("change", ["output projection replaced", "weight parametrized"])

@@ -40,8 +40,10 @@ class Attention(nn.Module):
             "query": rows("q_proj", self.heads), "key": rows("k_proj", self.keys), "value": rows("v_proj", self.keys),
             "output": blocks(self, "out_proj.weight", heads=self.heads, width=self.head_dim, dim=1),
         }  # fmt: skip
+        key_of = tuple(head * self.keys // self.heads for head in range(self.heads))
         return AttentionLayer(
-            name, self, weights=weights, kind="by hand", output_module=self.out_proj
+            name, self, weights, key_of, value_of=key_of, value_dim=self.head_dim, kind="by hand",
+            output_module=self.out_proj
         )  # fmt: skip
 
 
@@ -57,7 +59,8 @@ class Torch(nn.MultiheadAttention):
             for role, start in (("query", 0), ("key", self.embed_dim), ("value", 2 * self.embed_dim))
         }
         weights["output"] = blocks(self, "out_proj.weight", heads=self.num_heads, width=self.head_dim, dim=1)
-        return AttentionLayer(name, self, weights=weights, kind="torch.nn.MultiheadAttention, packed")
+        every = tuple(range(self.num_heads))
+        return AttentionLayer(name, self, weights, every, value_of=every, value_dim=self.head_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x, x, x, need_weights=False)[0]
