@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import wraps
@@ -127,8 +127,8 @@ class FirstCalls:
         self._has_failed = False  # the last forward that ran once more
         self.is_called = self._is_paused = self._is_reporting = False
         self.on_called: Callable[[], None] | None = None  # once after an eager call, right before a compiled one
-        self.loss: torch.Tensor | None = None  # that the output of an armed call has, as those of transformers do
         self.tapes: list[Tape] = []  # calls of this armed step that were written down
+        self.on_written: Callable[[Tape, Any], None] | None = None  # takes each of them, and what it has returned
         self._on_again: OnAgain | None = None
         self._on_compiled: Callable[[nn.Module], None] | None = None
         self._install()
@@ -266,6 +266,8 @@ class FirstCalls:
         if call.tape is not None:
             take_off(call.tape)
         has_raised = sys.exc_info()[0] is not None and output is None
+        if call.tape is not None and call.trains and not has_raised and self.on_written is not None:
+            self.on_written(call.tape, output)
         if call.recording is not None:
             self._install()
             if not has_raised:  # else the next call may be a first one
@@ -273,9 +275,6 @@ class FirstCalls:
         elif not has_raised:
             self.tapes += [] if call.tape is None else [call.tape]
             if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and not is_extra():
-                loss = output.get("loss") if isinstance(output, Mapping) else None
-                with without_modes():  # one that draws random numbers would change the training
-                    self.loss = loss.detach() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
                 self._note_call()
 
     def _begin(self, module: nn.Module, tape: Tape | None, recording: Any = None, *, trains: bool = True) -> _Call:

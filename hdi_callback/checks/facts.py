@@ -21,7 +21,7 @@ from hdi_callback.attention.discovery.heads import IN, FoundAttention, Projectio
 from hdi_callback.attention.discovery.labels import NORMED, SUM, Label, Labels, Unreadable
 from hdi_callback.attention.discovery.planes import small, unique_rows
 from hdi_callback.attention.operations import SOFTMAX_LIKE, SOFTMAXES
-from hdi_callback.attention.tape import DATA, Step
+from hdi_callback.attention.tape import DATA, Cell, Step, Tape
 from hdi_callback.checks.blocks import block_of
 from hdi_callback.checks.positions import cosines_of, length_of, pairs_of, shift_of
 from hdi_callback.checks.scores import (
@@ -40,9 +40,10 @@ from hdi_callback.checks.scores import (
     links_to_sum,
     masks_of_weights,
     scale_of,
+    sides_of,
 )
 
-__all__ = ["PLURAL", "Facts", "HeadRows", "facts_of", "ranges", "shown_heads", "shown_rows"]
+__all__ = ["PLURAL", "Facts", "HeadRows", "embedded_tokens", "facts_of", "ranges", "shown_heads", "shown_rows"]
 
 PLURAL = {"query": "queries", "key": "keys", "value": "values", "output": "outputs"}
 
@@ -110,6 +111,7 @@ class Facts:
     pairs: Mapping[str, frozenset[tuple[int, int]]] = field(default_factory=dict)  # by role: places that are rotated
     cut_across: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # by role: see `_cut_across`
     padding: Mapping[str, Tensor] = field(default_factory=dict)  # name of a mask -> ``(batch, tokens)``
+    tokens: tuple[Tensor, ...] = ()  # numbers of tokens that both queries and keys are made of
 
     @property
     def key_head_of(self) -> tuple[int, ...]:
@@ -200,7 +202,7 @@ def facts_of(labels: Labels, claims: list[FoundAttention], refused: list[tuple[S
     """Return facts about each attention that was read, or whose softmax was met, in the order of the forward."""
     collected: list[Facts] = []
     every: list[tuple[Step, FoundAttention | str]] = [*((claim.core.step, claim) for claim in claims), *refused]
-    is_scaled = _is_rotation_scaled(labels.tape.model)
+    is_scaled, embedded = _is_rotation_scaled(labels.tape.model), _embedded(labels.tape)
     for step, attention in sorted(every, key=lambda pair: pair[0].number):
         values = _of_step(labels, step)
         try:
@@ -208,6 +210,8 @@ def facts_of(labels: Labels, claims: list[FoundAttention], refused: list[tuple[S
             with suppress(Unreadable):
                 core = core or core_of(labels, step)
             values |= {} if core is None else _of_core(labels, core)
+            sides = () if core is None else [embedded.get(view.cell, {}) for view in sides_of(labels, core)]
+            values |= {"tokens": tuple(sides[0][key] for key in sides[0] if key in sides[1])} if sides else {}
             values |= {"reason": attention} if isinstance(attention, str) else _of_claim(labels, attention, values)
         except Exception as error:  # one attention that is not understood leaves the others
             values = _of_step(labels, step)
@@ -215,6 +219,24 @@ def facts_of(labels: Labels, claims: list[FoundAttention], refused: list[tuple[S
         values |= {"length": None} if is_scaled else {}
         collected.append(Facts(**values))
     return collected
+
+
+def embedded_tokens(step: Step) -> list[Tensor]:
+    """Return the numbers of tokens, in two dimensions, that a step looks up in a table."""
+    tensors = [view.value for view in step.inputs if not view.is_float] if step.op in {"embedding", "index"} else []
+    return [each for each in tensors if each is not None and each.dim() == 2 and not each.dtype.is_floating_point]
+
+
+def _embedded(tape: Tape) -> dict[Cell, dict[int, Tensor]]:
+    """Return of each content the numbers of tokens that it is made of, each by its `id`."""
+    embedded: dict[Cell, dict[int, Tensor]] = {}
+    for step in tape.steps:
+        own = {id(tokens): tokens for tokens in embedded_tokens(step)}
+        for cell in (view.cell for view in step.inputs):
+            own |= embedded.get(cell, {})
+        for cell in (view.cell for view in step.outputs if view is not None):
+            embedded[cell] = own | ({} if cell.before is None else embedded.get(cell.before, {}))
+    return embedded
 
 
 def _of_step(labels: Labels, step: Step) -> dict[str, Any]:

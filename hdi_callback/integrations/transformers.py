@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType, ModuleType
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from hdi_callback.arguments import function
+from hdi_callback.attention.calls import running_frames
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import guarded, warn
 from hdi_callback.integrations.base import MISUSE, Log, Watcher
@@ -55,6 +57,7 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
         super().__init__(Settings(every_n_steps=every_n_steps, **settings))
         self._log = function("log", log, "log=mlflow.log_metrics")
         self._logged_loss: float | None = None
+        self._losses: Tensor | None = None  # their sum in the trainer
 
     @property
     def state_key(self) -> str:
@@ -75,6 +78,7 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Capture the forward that follows when a reading is due."""
+        self._tell(lambda session: self._sum_losses())
         self._tell(Session.before_forward)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -85,14 +89,17 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Deliver the readings whose numbers have arrived."""
-        # Of several forwards or processes the output has a share of the loss, and the trainer logs the whole.
-        is_whole = args.gradient_accumulation_steps * args.world_size == 1
+        self._tell(lambda session: session.after_step(self._sum_losses()))
 
-        def after_step(session: Session) -> None:
-            loss = session.monitor.output_loss if is_whole else None
-            session.after_step(self._logged_loss if loss is None else loss)
-
-        self._tell(after_step)
+    def _sum_losses(self) -> Tensor | float | None:
+        """Return the loss of the forwards since the last call, as the trainer scales them, or else the logged one."""
+        trainer, variables = _running_trainer()
+        total, before = variables.get("tr_loss", getattr(trainer, "_tr_loss", None)), self._losses
+        self._losses = total = None if total is None else total.detach().clone()
+        if total is None or before is None:
+            return self._logged_loss
+        # The trainer leaves a loss that is not finite out of its sum.
+        return cast("Tensor", total - before + 0 * variables.get("tr_loss_step", before).detach())
 
     @guarded("saving the state of head diversity")
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -119,7 +126,8 @@ class _TransformersTrainer(Trainer):
 
     def __init__(self, args: Any, state: Any, control: Any, optimizer: Any, log: Log | None) -> None:
         self._args, self._state, self._control, self._log = args, state, control, log
-        self._optimizer, self._callbacks = optimizer, _trainers_callbacks()
+        handler = getattr(_running_trainer()[0], "callback_handler", None)
+        self._optimizer, self._callbacks = optimizer, getattr(handler, "callbacks", ())
 
     @property
     def folder(self) -> Path:
@@ -162,15 +170,11 @@ class _TransformersTrainer(Trainer):
         return targets
 
 
-def _trainers_callbacks() -> Sequence[Any]:
-    """Return all callbacks of the trainer that calls this one, from the call stack: no callback is given the others."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        handler = frame.f_locals.get("self") if frame.f_code.co_name == "call_event" else None
-        if isinstance(callbacks := getattr(handler, "callbacks", None), list):
-            return callbacks
-        frame = frame.f_back
-    return ()
+def _running_trainer() -> tuple[Any, Mapping[str, Any]]:
+    """Return the trainer that calls, and the variables of its loop, from the call stack: no callback is given them."""
+    frames = (frame.f_locals for frame in running_frames())
+    variables = next((each for each in frames if isinstance(each.get("self"), transformers.Trainer)), {})
+    return variables.get("self"), variables
 
 
 def _run_of(callback: Any, name: str) -> Any:

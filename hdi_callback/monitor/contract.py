@@ -24,6 +24,7 @@ from hdi_callback.checks.facts import PLURAL, shown_heads
 from hdi_callback.checks.positions import turns_of
 from hdi_callback.checks.scores import KEPT
 from hdi_callback.guard import describe, warn
+from hdi_callback.monitor.labels import AIM, ELSEWHERE, IGNORED, LABELS, Aim
 from hdi_callback.monitor.ranks import number_of_ranks
 from hdi_callback.monitor.training_step import GRADIENTS, WRITES, StepFacts, tell
 from hdi_callback.record import Alert, state_from_text, state_to_text
@@ -38,8 +39,9 @@ _ACTION = "find what changed it: code, a configuration, a callback, or batches o
 MEANING = (
     "Raised when attention computes something else than in the first forward: what queries see, dropout, scale, "
     "positions, biases, or the rows that heads are made of; or when in the training step gradients begin to add up, or "
-    "are turned or scaled before the optimizer gets them, or something else writes weights. Read at each tenth reading "
-    f"and after an alert, confirmed by the next; a notice of what changes from reading to reading. Then {_ACTION}."
+    "are turned or scaled before the optimizer gets them, or something else writes weights; or when each position is "
+    "trained to predict another token than before, or from the start sees what it is to predict. Read at each tenth "
+    f"reading and after an alert, confirmed by the next; a notice of what changes from reading to reading. Then {_ACTION}."
 )
 _ROUNDING = 0.02  # of rotary tables in bf16
 _OF_STEPS = {GRADIENTS, WRITES}
@@ -84,10 +86,12 @@ class Contract:
         try:
             with torch.device("cpu"):
                 listed = [[item] if isinstance(item, Facts) else facts_of(*claims_of(item)) for item in read]
-                terms = self._terms_of([each for facts in listed for each in facts], no_gradient)
-                numbers = iter(arrived)
+                numbers, of_training = iter(arrived), dict[Key, Any]()
                 for of_step in of_steps:
-                    terms |= of_step.terms(*(next(numbers) for _ in of_step.tensors))
+                    of_training |= of_step.terms(*(next(numbers) for _ in of_step.tensors))
+                aim = of_training.pop(("", 0, AIM), None)
+                terms = of_training | self._terms_of([each for facts in listed for each in facts], no_gradient)
+                terms |= {} if aim is None else self._terms_of_aim(aim, [each for facts in listed for each in facts])
                 for layer, when, since, clauses in self._changes(step, terms):
                     changes.setdefault((layer, when, since), {}).update(clauses)
         except Exception as error:
@@ -98,7 +102,7 @@ class Contract:
             heads = tuple(sorted({head for each in clauses.values() for head in each}))
             events.setdefault((when, since, tuple(clauses)), {})[layer] = heads if all(clauses.values()) else ()
         return tuple(
-            Alert(step, NAME, "notice" if when == _BY_SCHEDULE else "warning",
+            Alert(step, NAME, "notice" if when == _BY_SCHEDULE or clauses == (_OWN,) else "warning",
                   where if "" not in where else dict.fromkeys((layer for layer, *_ in self._terms if layer), ()),
                   f"{'the training step' if '' in where else f'attention in {joined_name(list(where))}'} {when}: "
                   f"{'; '.join(clauses)}", _ACTION, since=since)
@@ -131,6 +135,15 @@ class Contract:
             self._terms.setdefault((layer, 0, "gradients"), ({}, 0))
         return terms
 
+    def _terms_of_aim(self, aim: Aim, facts: Sequence[Facts]) -> dict[Key, Clauses]:
+        """Return what is wrong with what is trained: of each layer that attends to these tokens, or of the model."""
+        sees = {name_without_wrappers(each.path): _sees_ahead(each, aim) for each in facts}
+        sees = {layer: ahead for layer, ahead in sees.items() if ahead is not None and self._is_chosen(layer)}
+        if aim.offset == 1:
+            return {(layer, 0, AIM): {_SEES: ()} if ahead else {} for layer, ahead in {**sees, "": False}.items()}
+        is_wrong = aim.offset >= 0 and bool(sees) and not any(sees.values())
+        return {("", 0, AIM): {_NOT_NEXT.format(_aimed(aim.offset)): ()} if is_wrong else {}}
+
     def _changes(self, step: int, terms: Mapping[Key, Any]) -> Iterator[tuple[str, str, int, Clauses]]:
         """Yield layer, time, first step and clauses of each change that the next reading confirms, or that goes on."""
         # What the next reading does not have is forgotten; the next comparison looks for it again.
@@ -139,7 +152,8 @@ class Contract:
             key: change for key, change in self._pending.items() if key in terms or (key[2] in _OF_STEPS) not in kinds
         }
         for key, value in terms.items():
-            before, at = self._terms.setdefault(key, (value, step))
+            # What may be wrong from the start is compared with nothing.
+            before, at = self._terms.setdefault(key, (None if key[2] == AIM else value, step))
             tell = _TERMS[key[2]][1]
             change = tell(before, value)
             if key in self._scheduled:
@@ -166,6 +180,9 @@ class Contract:
 
 
 _BY_SCHEDULE = "changes from reading to reading, as by a schedule"
+_SEES = "it sees later tokens, and each position is trained to predict the next one"
+_NOT_NEXT = "each position is trained to predict {}, and not the next one"
+_OWN = _NOT_NEXT.format("its own token")  # right where a model shifts its tokens itself
 
 
 @torch.no_grad()
@@ -316,6 +333,29 @@ def _tell_step(before: Mapping[str, str], after: Mapping[str, str]) -> Clauses:
     return {phrase.format(quoted(names)): () for phrase, names in tell(before, after).items()}
 
 
+def _aimed(state: int | str) -> str:
+    words: dict[int | str, str] = {0: "its own token", 1: "the next token", IGNORED: "nothing",
+                                   ELSEWHERE: "no token up to three places away"}  # fmt: skip
+    is_far = isinstance(state, int) and state not in words
+    return f"the token {abs(int(state))} places {'ahead' if int(state) > 0 else 'back'}" if is_far else words[state]
+
+
+def _tell_labels(before: int | str, after: int | str) -> Clauses:
+    text = f"each position is trained to predict {_aimed(after)}, and {_aimed(before)} before"
+    return {} if before == after else {text: ()}
+
+
+def _sees_ahead(each: Facts, aim: Aim) -> bool | None:
+    """Return whether a head sees later tokens from half of the trained positions; `None` if it attends to others."""
+    visible, count = each.visible, min(each.queries, KEPT)
+    is_of_tokens = {*map(id, each.tokens)} >= {*map(id, aim.tokens)} and each.queries == each.keys
+    if visible is None or not is_of_tokens or aim.is_trained.shape[1] != count or count < 2:
+        return None
+    is_trained = aim.is_trained if len(visible) in {1, len(aim.is_trained)} else aim.is_trained.all(0, keepdim=True)
+    sees = visible.triu(1).any(-1) & is_trained[:, None]
+    return bool((2 * sees.sum((0, 2)) > is_trained[:, :-1].expand(len(sees), -1).sum()).any())
+
+
 def _tell_gradients(before: Mapping[str, tuple[int, ...]], after: Mapping[str, tuple[int, ...]]) -> Clauses:
     clauses: Clauses = {}
     for name, heads in after.items():
@@ -344,4 +384,6 @@ _TERMS: dict[str, tuple[Callable[[Facts], Any], Callable[[Any, Any], Clauses]]] 
     "gradients": (lambda each: None, _tell_gradients),
     GRADIENTS: (lambda each: None, _tell_step),
     WRITES: (lambda each: None, _tell_step),
+    LABELS: (lambda each: None, _tell_labels),
+    AIM: (lambda each: None, lambda before, after: after if before is None else {}),
 }

@@ -29,6 +29,7 @@ from hdi_callback.errors import HDIWarning, MisconfigurationError, NothingToWatc
 from hdi_callback.guard import Guard, guarded, warn, without_modes
 from hdi_callback.monitor.contract import Contract, without_gradient
 from hdi_callback.monitor.forward_source import FORWARD, measure_forwards, take_rows
+from hdi_callback.monitor.labels import LossLabels
 from hdi_callback.monitor.metrics import (
     FORWARD_SOURCES,
     KEYS,
@@ -105,7 +106,7 @@ class HeadDiversityMonitor:
         self._read: list[Any] = []  # of forwards, and not yet checked: warnings are off while a forward is read
         self._said: set[str] = set()  # of findings
         self.contract = Contract(self._is_chosen)
-        self.training_step = TrainingStep(self._model)
+        self.training_step, self._labels = TrainingStep(self._model), LossLabels()
         self._facts: list[Facts] = []  # of first forwards, which the contract has not taken yet
         self._is_compared = False  # whether the reading that begins is compared with the contract
         self._left_out: set[str] = set()  # by `include` and `exclude`
@@ -117,6 +118,7 @@ class HeadDiversityMonitor:
             self._record,
             may_agree=lambda: self._ranks is None,
         )
+        self._first_calls.on_written = self._labels.note
 
     def __enter__(self) -> Self:
         return self
@@ -151,8 +153,9 @@ class HeadDiversityMonitor:
             return
         self._is_armed, self._training_only = True, training_only
         self._forget_first()
+        self._labels.take()
         if self._first_calls is not None:
-            self._first_calls.is_called, self._first_calls.on_called, self._first_calls.loss = False, None, None
+            self._first_calls.is_called, self._first_calls.on_called = False, None
         if self._capture is not None:
             self._capture.arm(training_only=training_only)
             self._is_compared = self.contract.is_due()
@@ -163,6 +166,7 @@ class HeadDiversityMonitor:
         """Capture nothing, and forget what was captured; to be called before forwards that are not to be captured."""
         self._is_armed = False
         self._forget_first()
+        self._labels.take()
         if self._first_calls is not None:
             self._first_calls.forget_calls()
         if self._capture is not None:
@@ -233,7 +237,7 @@ class HeadDiversityMonitor:
             )
             with absent.unless([PARAMETERS], names):
                 results += self._parameters.measure(step, with_changes=PARAMETERS in self._sources)
-            of_steps = self.training_step.take()
+            of_steps = [*self.training_step.take(), *self._labels.take()]
             further = [tensor for facts in of_steps for tensor in facts.tensors]
             alerts = self._compared(step, of_steps)
             return Reading(step, names, results, absent, epoch=epoch, alerts=alerts, further=further)
@@ -304,11 +308,6 @@ class HeadDiversityMonitor:
     def is_called(self) -> bool:
         """Whether a call that autograd records has happened since `arm`."""
         return self._first_calls is not None and self._first_calls.is_called
-
-    @property
-    def output_loss(self) -> torch.Tensor | None:
-        """The loss in the output of the last armed call; `None` if it has none, as a first or a compiled call."""
-        return None if self._first_calls is None else self._first_calls.loss
 
     def when_called(self, function: Callable[[], None]) -> None:
         """Call a function once, when the next call that autograd records has been captured."""
