@@ -40,8 +40,9 @@ MEANING = (
     "Raised when attention computes something else than in the first forward: what queries see, dropout, scale, "
     "positions, biases, or the rows that heads are made of; or when in the training step gradients begin to add up, or "
     "are turned or scaled before the optimizer gets them, or something else writes weights; or when each position is "
-    "trained to predict another token than before, or from the start sees what it is to predict. Read at each tenth "
-    f"reading and after an alert, confirmed by the next; a notice of what changes from reading to reading. Then {_ACTION}."
+    "trained to predict another token than before, or from the start sees what it is to predict. Read at "
+    "each tenth reading and after an alert, confirmed by the next; a notice of what changes from reading to reading. "
+    f"Then {_ACTION}."
 )
 _ROUNDING = 0.02  # of rotary tables in bf16
 _OF_STEPS = {GRADIENTS, WRITES}
