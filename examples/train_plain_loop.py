@@ -67,7 +67,7 @@ def train(options: argparse.Namespace, model: nn.Module, train_batches: DataLoad
     ) as heads:  # the first line to add
         for epoch in range(options.epochs):
             for images, labels in train_batches:
-                with heads.step(epoch=epoch):  # the second: around forward, backward and optimizer step
+                with heads.step():  # the second: around forward, backward and optimizer step
                     loss = F.cross_entropy(model(images), labels)
                     loss.backward()
                     optimizer.step()

@@ -127,7 +127,6 @@ class Record:
     Attributes:
         step: optimizer steps taken before this reading.
         layers: layer -> its numbers, in model order.
-        epoch: epoch of the reading, if the trainer has epochs.
         time: seconds since the Unix epoch.
         loss: training loss of the step after the reading, if it is known.
         written: parameters that something else than an optimizer's step wrote since the reading before, if that had
@@ -142,7 +141,6 @@ class Record:
 
     step: int
     layers: dict[str, LayerRecord]
-    epoch: int | None = None
     time: float = 0.0
     loss: float | None = None
     written: tuple[str, ...] = ()

@@ -112,7 +112,7 @@ class RunHistory:
         return by_layer
 
     def to_frame(self, *, heads: bool = False) -> pd.DataFrame:
-        """Return a table with a row for each step and layer: step, epoch, time, loss, layer, and every metric.
+        """Return a table with a row for each step and layer: step, time, loss, layer, and every metric.
 
         Args:
             heads: give each head a row, with its number, what it is (``"head"``, or ``"key head"`` under grouped
@@ -122,13 +122,12 @@ class RunHistory:
 
         counts = {facts["name"]: facts.get("num_heads") for facts in self.layers}
         rows: list[dict[str, Any]] = [
-            {"step": record.step, "epoch": record.epoch, "time": record.time, "loss": record.loss, "layer": name}
-            | values
+            {"step": record.step, "time": record.time, "loss": record.loss, "layer": name} | values
             for record in self.records
             for name, layer in record.layers.items()
             for values in (_rows_of_heads(layer, counts.get(name)) if heads else [layer.values])
         ]
-        frame: pd.DataFrame = pd.DataFrame(rows, columns=None if rows else ["step", "epoch", "time", "loss", "layer"])
+        frame: pd.DataFrame = pd.DataFrame(rows, columns=None if rows else ["step", "time", "loss", "layer"])
         return frame
 
 

@@ -116,10 +116,6 @@ class _LightningTrainer(Trainer):
         return self._trainer.global_step
 
     @property
-    def epoch(self) -> int:
-        return self._trainer.current_epoch
-
-    @property
     def optimizers(self) -> Sequence[Optimizer]:
         return self._trainer.optimizers
 

@@ -137,20 +137,17 @@ class HeadSession(Watcher):
             self.close()
 
     @contextmanager
-    def step(self, *, epoch: int | None = None) -> Iterator[None]:
+    def step(self) -> Iterator[None]:
         """Enclose what makes an optimizer step: forward, backward and ``optimizer.step()``.
 
         Under gradient accumulation it encloses each part. A step counts if an optimizer really made one inside: not
         while gradients are accumulated, and not if a gradient scaler has skipped it. Outside, evaluation is neither
         read nor counted.
 
-        Args:
-            epoch: the epoch, kept with the readings.
-
         Yields:
             Nothing.
         """
-        self._loop.epoch, self.loss, self._versions, self._has_stepped = epoch, None, None, False
+        self.loss, self._versions, self._has_stepped = None, None, False
         self._tell(Session.before_forward)
         try:
             yield
@@ -241,7 +238,6 @@ class _Loop(Trainer):
     sinks: Sequence[Any] = ()  # see `sink_for`; True for a writer of TensorBoard
     save_checkpoint: Callable[[str], Any] | None = None
     step: int = 0
-    epoch: int | None = None
     is_stopped: bool = False
 
     @property

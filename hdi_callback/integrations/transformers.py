@@ -138,10 +138,6 @@ class _TransformersTrainer(Trainer):
         return int(self._state.global_step)
 
     @property
-    def epoch(self) -> int | None:
-        return None if self._state.epoch is None else int(self._state.epoch)
-
-    @property
     def optimizers(self) -> list[Optimizer]:
         return [getattr(self._optimizer, "optimizer", self._optimizer)]
 

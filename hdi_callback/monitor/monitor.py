@@ -198,7 +198,7 @@ class HeadDiversityMonitor:
         join = getattr(self._wrapped, "_join_config", None)
         return "torch's `Join` lets ranks end at different steps" if join is not None and join.enable else ""
 
-    def measure(self, step: int, epoch: int | None = None) -> Reading:
+    def measure(self, step: int) -> Reading:
         """Measure the weights as they are now, and what was captured since `arm`.
 
         Does not wait for the device. In a distributed run every rank calls it, at the same steps; otherwise each
@@ -206,7 +206,6 @@ class HeadDiversityMonitor:
 
         Args:
             step: optimizer steps taken so far.
-            epoch: the epoch, if there are epochs.
 
         Returns:
             The reading; what could not be measured is named in its record, with the reason.
@@ -240,7 +239,7 @@ class HeadDiversityMonitor:
             of_steps = [*self.training_step.take(), *self._labels.take()]
             further = [tensor for facts in of_steps for tensor in facts.tensors]
             alerts = self._compared(step, of_steps)
-            return Reading(step, names, results, absent, epoch=epoch, alerts=alerts, further=further)
+            return Reading(step, names, results, absent, alerts=alerts, further=further)
 
     def _compared(self, step: int, of_steps: Sequence[StepFacts]) -> Callable[..., tuple[Alert, ...]]:
         """Return what compares this reading with the contract of the run, on the host."""

@@ -70,7 +70,6 @@ class Reading:
         layers: names of the layers that are watched, in model order.
         results: what was measured, still on the device.
         absent: layer -> source -> why it was not measured.
-        epoch: epoch of the reading, if the trainer has epochs.
         alerts: returns alerts that the reading brings itself, of `further`.
         further: what else is to arrive on the host.
     """
@@ -81,11 +80,10 @@ class Reading:
         layers: Sequence[str],
         results: Iterable[Result],
         absent: Mapping[str, Mapping[str, str]],
-        epoch: int | None = None,
         alerts: Callable[..., tuple[Alert, ...]] = tuple,
         further: Sequence[Tensor] = (),
     ) -> None:
-        self.step, self.epoch, self.layers, self.time = step, epoch, tuple(layers), clock.time()
+        self.step, self.layers, self.time = step, tuple(layers), clock.time()
         self._absent = {layer: dict(reasons) for layer, reasons in absent.items()}
         self._results, self._alerts = list(results), alerts
         self._events: list[torch.cuda.Event] = []
@@ -152,9 +150,7 @@ class Reading:
                 _enter(layers[name], result.source, [(kind, entry, numbers[row]) for kind, entry, numbers in columns])
         loss = None if self.loss is None else float(self.loss)
         alerts = self._alerts(*arrived)
-        return Record(
-            self.step, layers, epoch=self.epoch, time=self.time, loss=loss, written=self.written, alerts=alerts
-        )
+        return Record(self.step, layers, time=self.time, loss=loss, written=self.written, alerts=alerts)
 
 
 _Column = tuple[str, str, Any]  # "values", "heads" or "matrices"; the name; the numbers of all layers of a result

@@ -247,7 +247,7 @@ class Session:
         if self._is_closed or not self.monitor.layers:
             return
         try:
-            reading: Reading | Record = self.monitor.measure(step, epoch=self._trainer.epoch)
+            reading: Reading | Record = self.monitor.measure(step)
         except Exception as error:
             if self._closed_after_following_ranks():
                 return
@@ -258,7 +258,7 @@ class Session:
     def _marked(self, step: int, error: Exception) -> Record:
         """Return a record without numbers, and with the reason; warns once."""
         self._guard.failed("measuring head diversity", error)
-        return Record(step, {}, epoch=self._trainer.epoch, time=time(), absent={"reading": describe(error)})
+        return Record(step, {}, time=time(), absent={"reading": describe(error)})
 
     def _judge_and_deliver(
         self, *, waits: bool, before: int | None = None, final: int | None = None, may_intervene: bool = True

@@ -29,10 +29,6 @@ class Trainer(Protocol):
         """Optimizer steps taken so far."""
 
     @property
-    def epoch(self) -> int | None:
-        """The epoch, if there are epochs."""
-
-    @property
     def optimizers(self) -> Sequence[Optimizer]:
         """The optimizers of the run, without wrappers."""
 

@@ -67,7 +67,7 @@ def collapsing(
             )
         actions = (Action(step, "save checkpoint", (names[layer],), "saved the model"),) if alerts else ()
         yield Record(
-            step, measured, epoch=0, time=1.7e9 + step, loss=1 + 3 * math.exp(-reading / readings * 4), alerts=alerts,
+            step, measured, time=1.7e9 + step, loss=1 + 3 * math.exp(-reading / readings * 4), alerts=alerts,
             actions=actions, active=active, is_last=reading == readings - 1,
         )  # fmt: skip
 

@@ -34,7 +34,7 @@ def record_at(step: int, hdi: float = 0.5, **changes) -> Record:
         matrices={"pair_alignment": matrix},
         absent={"head_covariance": "no forward"},
     )
-    return replace(Record(step, {"attn": layer}, epoch=2, time=12.5, loss=1.25), **changes)
+    return replace(Record(step, {"attn": layer}, time=12.5, loss=1.25), **changes)
 
 
 def write(path, *steps, hdi=0.5, **arguments) -> History:
@@ -60,7 +60,7 @@ def test_a_record_is_read_back(tmp_path):
     run = load_history(history.path)
     (found,) = run.records
     assert run.layers == FACTS
-    assert (found.step, found.epoch, found.time, found.loss, found.is_last) == (10, 2, 12.5, 1.25, True)
+    assert (found.step, found.time, found.loss, found.is_last) == (10, 12.5, 1.25, True)
     assert found.alerts == found.active == (ALERT,)
     assert found.actions == (action,)
     assert found.absent == {"x": "why"}
