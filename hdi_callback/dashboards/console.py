@@ -29,7 +29,6 @@ class Console:
         *,
         every_n_steps: int,
         refused: Mapping[str, str] | None = None,
-        interventions: Sequence[str] = (),
         history: str = "",
         past: Sequence[Record] = (),
     ) -> None:
@@ -40,8 +39,6 @@ class Console:
         count = "1 attention layer" if len(layers) == 1 else f"{len(layers)} attention layers"
         steps = "at every optimizer step" if every_n_steps == 1 else f"every {every_n_steps} optimizer steps"
         self._say(f"hdi_callback watches {count}, {steps}\n{layers_text(layers, refused)}")
-        if interventions:
-            self._say(f"hdi_callback intervenes: {', '.join(interventions)}")
 
     def write(self, record: Record) -> None:
         """Print new alerts and actions."""

@@ -12,7 +12,6 @@ from hdi_callback.dashboards.names import curves
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import Guard, guarded, without_modes
 from hdi_callback.monitor import HeadDiversityMonitor
-from hdi_callback.record import Alert
 from hdi_callback.session import Session, Settings, Trainer
 
 Log = Callable[[dict[str, float], int], object]
@@ -62,12 +61,6 @@ class Watcher:
     def monitor(self) -> HeadDiversityMonitor | None:
         """The monitor that measures; `None` before training."""
         return None if self._session is None else self._session.monitor
-
-    @property
-    def active_alerts(self) -> tuple[Alert, ...]:
-        """The alerts that are active now."""
-        alerts = None if self._session is None else self._session.alerts
-        return () if alerts is None else alerts.active
 
     @property
     def latest(self) -> dict[str, float]:

@@ -465,7 +465,6 @@ class Session:
                         self._facts,
                         every_n_steps=self._settings.every_n_steps,
                         refused=refused,
-                        interventions=[intervention.name for intervention in self._interventions],
                         history="" if self.history is None else str(self.history.path),
                         past=past,
                     )

@@ -38,7 +38,7 @@ class Options(TypedDict, total=False):
     strict: bool
 
 
-@dataclass(frozen=True)
+@dataclass
 class Settings:
     """The arguments that all callbacks share.
 
@@ -86,31 +86,28 @@ class Settings:
         whole_number("max_tokens", self.max_tokens, least=2, example=2048)
         one_of("pretrained", self.pretrained, ["auto", True, False])
         one_of("strict", self.strict, [True, False])
-        self._set("metrics", check_metrics(self.metrics))
-        self._set("include", strings("include", self.include, "patterns of layer names"))
-        self._set("exclude", strings("exclude", self.exclude, "patterns of layer names"))
+        self.metrics = check_metrics(self.metrics)
+        self.include = strings("include", self.include, "patterns of layer names")
+        self.exclude = strings("exclude", self.exclude, "patterns of layer names")
         if isinstance(self.padding, str):
             one_of("padding", self.padding, ["auto"])
         elif self.padding is not None:
             example: Any = '"auto", or the id of the padding token'
             whole_number("padding", self.padding, least=0, example=example)
-        self._set("history", _history(self.history))
+        self.history = _history(self.history)
         if self.alerts is None and (self.thresholds is not None or self.interventions):
             raise MisconfigurationError(
                 "`thresholds` and `interventions` are of alerts, and alerts=None switches them off: write "
                 'alerts="default".'
             )
         rules = Alerts(self.alerts, self.thresholds).names  # checks both, and the metrics that rules need
-        self._set("interventions", _interventions(self.interventions, rules))
+        self.interventions = _interventions(self.interventions, rules)
 
     @property
     def measured(self) -> tuple[str, ...]:
         """The metrics to measure: those of the curves, and with rules what they need."""
         needed = () if self.alerts is None else METRICS
         return tuple(dict.fromkeys([*needed, *DEFAULT_METRICS, *(self.metrics or ())]))
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
 
 
 def takes_settings(door: T) -> T:

@@ -101,11 +101,11 @@ def test_a_history_in_a_relative_folder_can_be_opened_after_a_change_of_director
 def test_alerts_that_were_active_are_active_in_the_resumed_run(tmp_path: Path) -> None:
     low = {"thresholds": {"*": {"pair": 1e-3}}, "pretrained": False}
     first = Training(tmp_path, low, steps=6, save_at=5).fit("loop")
-    assert first.watcher.active_alerts
+    assert first.watcher._session.alerts.active
     second = Training(tmp_path, low, resume=first.saved).fit("loop")
     begun = [alert for record in second.history.records for alert in record.alerts if alert.status == "new"]
     assert len(begun) == len({(alert.rule, alert.layers) for alert in begun}), "none is raised a second time"
-    assert {alert.rule for alert in second.watcher.active_alerts} >= {a.rule for a in first.watcher.active_alerts}
+    assert {alert.rule for alert in second.watcher._session.alerts.active} >= {a.rule for a in first.watcher._session.alerts.active}
 
 
 @pytest.mark.parametrize("kind", list(TRAINERS))
