@@ -103,7 +103,7 @@ class Contract:
             heads = tuple(sorted({head for each in clauses.values() for head in each}))
             events.setdefault((when, since, tuple(clauses)), {})[layer] = heads if all(clauses.values()) else ()
         return tuple(
-            Alert(step, NAME, "notice" if when == _BY_SCHEDULE or clauses == (_OWN,) else "warning",
+            Alert(step, NAME, "notice" if when == _BY_SCHEDULE or all(map(_may_be_right, clauses)) else "warning",
                   where if "" not in where else dict.fromkeys((layer for layer, *_ in self._terms if layer), ()),
                   f"{'the training step' if '' in where else f'attention in {joined_name(list(where))}'} {when}: "
                   f"{'; '.join(clauses)}", _ACTION, since=since)
@@ -183,7 +183,6 @@ class Contract:
 _BY_SCHEDULE = "changes from reading to reading, as by a schedule"
 _SEES = "it sees later tokens, and each position is trained to predict the next one"
 _NOT_NEXT = "each position is trained to predict {}, and not the next one"
-_OWN = _NOT_NEXT.format("its own token")  # right where a model shifts its tokens itself
 
 
 @torch.no_grad()
@@ -335,7 +334,7 @@ def _tell_step(before: Mapping[str, str], after: Mapping[str, str]) -> Clauses:
 
 
 def _aimed(state: int | str) -> str:
-    words: dict[int | str, str] = {0: "its own token", 1: "the next token", IGNORED: "nothing",
+    words: dict[int | str, str] = {0: "its own token", 1: "the next token", IGNORED: "nothing at all",
                                    ELSEWHERE: "no token up to three places away"}  # fmt: skip
     is_far = isinstance(state, int) and state not in words
     return f"the token {abs(int(state))} places {'ahead' if int(state) > 0 else 'back'}" if is_far else words[state]
@@ -343,7 +342,12 @@ def _aimed(state: int | str) -> str:
 
 def _tell_labels(before: int | str, after: int | str) -> Clauses:
     text = f"each position is trained to predict {_aimed(after)}, and {_aimed(before)} before"
-    return {} if before == after else {text: ()}
+    return {} if before in {after, IGNORED} else {text: ()}
+
+
+def _may_be_right(clause: str) -> bool:
+    # A model may shift its tokens itself, and rewards of zero train nothing.
+    return clause == _NOT_NEXT.format(_aimed(0)) or _aimed(IGNORED) in clause
 
 
 def _sees_ahead(each: Facts, aim: Aim) -> bool | None:

@@ -340,8 +340,26 @@ def test_what_is_right_is_not_accused(name, tmp_path):
     assert [str(alert) for alert in alerts_of(masks, loss, tmp_path, **options) if alert.level != "notice"] == []
 
 
+def rewarded(model, text, step):
+    """Rewards of zero at first and at last."""
+    return (reward(model(text), shifted(text, 1)) - 0.1) * (4 < step < ON)
+
+
+def ignored(model, text, step):
+    return cross_entropy(model(text), shifted(text, 1) * (step < ON) - 100 * (step >= ON), reduction="sum")
+
+
 @pytest.mark.usefixtures("_each_third_reading")
-def test_a_model_that_is_trained_on_its_own_tokens_is_a_notice(tmp_path):
-    (alert,) = alerts_of([causal], ahead(0), tmp_path)
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [(ahead(0), "predict its own token"), (ignored, "predict nothing at all, and the next token before")],
+)
+def test_what_some_right_model_does_as_well_is_a_notice(loss, message, tmp_path):
+    (alert,) = alerts_of([causal], loss, tmp_path)
     assert alert.level == "notice"
-    assert "each position is trained to predict its own token" in alert.message
+    assert message in alert.message
+
+
+@pytest.mark.usefixtures("_each_third_reading")
+def test_rewards_that_are_zero_at_times_are_not_accused(tmp_path):
+    assert {alert.level for alert in alerts_of([causal], rewarded, tmp_path)} <= {"notice"}
