@@ -21,6 +21,16 @@ MISUSE = (MisconfigurationError,)
 """Errors that end a training before its first step."""
 
 
+def tells(event: Callable[[Session], object]) -> Callable[..., None]:
+    """Return a hook of a trainer that tells the session of an event of the training, and nothing else."""
+
+    def hook(self: Watcher, *args: Any, **kwargs: Any) -> None:
+        self._tell(event)
+
+    hook.__doc__ = event.__doc__
+    return hook
+
+
 class Watcher:
     """The session of one callback, and the state that it resumes from.
 

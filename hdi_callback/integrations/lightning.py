@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import guarded
-from hdi_callback.integrations.base import MISUSE, Watcher
+from hdi_callback.integrations.base import MISUSE, Watcher, tells
 from hdi_callback.record import Record
 from hdi_callback.session import Session, Settings, Trainer
 from hdi_callback.session.settings import Options, takes_settings
@@ -58,13 +58,8 @@ class HDICallback(Watcher, pl.Callback):
         """Resume from the checkpoint, if the trainer does."""
         self._resume()
 
-    def on_train_batch_start(self, *args: Any) -> None:
-        """Capture the forward that follows when a reading is due."""
-        self._tell(Session.before_forward)
-
-    def on_after_backward(self, *args: Any) -> None:
-        """Read while the weights are still those of the forward, and the activations are gone."""
-        self._tell(Session.after_backward)
+    on_train_batch_start = tells(Session.before_forward)
+    on_after_backward = tells(Session.after_backward)
 
     @guarded("watching heads", passes=MISUSE)
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -76,13 +71,8 @@ class HDICallback(Watcher, pl.Callback):
             if trainer.is_last_batch:
                 self._session.flush()
 
-    def on_validation_start(self, *args: Any) -> None:
-        """Deliver the readings that are complete, as callbacks may decide by them."""
-        self._tell(Session.flush)
-
-    def on_train_end(self, *args: Any) -> None:
-        """Read the final weights, deliver everything, and remove all hooks."""
-        self._tell(Session.finish)
+    on_validation_start = tells(Session.flush)  # as callbacks may decide by the readings
+    on_train_end = tells(Session.finish)
 
     def teardown(self, *args: Any, **kwargs: Any) -> None:
         """Deliver what was measured, and remove all hooks; also after an exception."""

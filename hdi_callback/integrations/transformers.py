@@ -16,7 +16,7 @@ from hdi_callback.arguments import function
 from hdi_callback.attention.calls import running_frames
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.guard import guarded, warn
-from hdi_callback.integrations.base import MISUSE, Log, Watcher
+from hdi_callback.integrations.base import MISUSE, Log, Watcher, tells
 from hdi_callback.record import Record
 from hdi_callback.session import Session, Settings, Trainer
 from hdi_callback.session.settings import Options, takes_settings
@@ -81,11 +81,8 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
         self._tell(lambda session: self._sum_losses())
         self._tell(Session.before_forward)
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Read while the weights are still those of the forward; the first one, where gradients are accumulated."""
-        self._tell(Session.after_backward)
-
-    on_substep_end = on_pre_optimizer_step
+    on_substep_end = tells(Session.after_backward)  # of the first forward, where gradients are accumulated
+    on_pre_optimizer_step = on_substep_end
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Deliver the readings whose numbers have arrived."""
@@ -116,9 +113,7 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
         if "train_runtime" in (logs or {}):
             self._tell(Session.finish)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Read the final weights, deliver everything, and remove all hooks."""
-        self._tell(Session.finish)
+    on_train_end = tells(Session.finish)
 
 
 class _TransformersTrainer(Trainer):
