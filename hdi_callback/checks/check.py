@@ -30,7 +30,6 @@ class Check:
         layers: how many attentions ran.
         judged: of how many of these the heads, and so all facts, are known.
         not_asked: questions that were not asked of the model, with the reason.
-        forwards: how many the questions took, a backward counted as one; 0 if none was asked.
     """
 
     cards: tuple[Card, ...] = ()
@@ -38,7 +37,6 @@ class Check:
     layers: int = 0
     judged: int = 0
     not_asked: Mapping[str, str] = field(default_factory=dict)
-    forwards: int = 0
 
     @property
     def wrong(self) -> tuple[Diagnosis, ...]:
@@ -107,12 +105,12 @@ def check(model: nn.Module, forward: Callable[[], object] | None = None) -> Chec
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             not_asked[f"{other} mode"] = f"there the forward raises {reason}"
         model.eval()
-        broken, refused, forwards = ask_model(model, forward, facts)
+        broken, refused = ask_model(model, forward, facts)
     finally:
         for module, mode in modes.items():
             module.training = mode
     result = examine(facts, other_mode=other_mode, broken=broken)
-    return replace(result, not_asked=not_asked | dict(refused), forwards=forwards)
+    return replace(result, not_asked=not_asked | refused)
 
 
 def examine(

@@ -47,7 +47,6 @@ class Door:
 
     def __init__(self, model: nn.Module, forward: Callable[[], object]) -> None:
         self.model, self.forward = model, forward
-        self.forwards = [1]  # a list, as doors within share it
         self.noise, self.axis, self.is_random = 0.0, -1, False
         modules = ((module, name) for name, module in model.named_modules())
         self.names = {module: name for module, name in modules if not isinstance(module, torch.jit.ScriptModule)}
@@ -160,7 +159,6 @@ class Door:
             if len(outputs) == self.calls:
                 raise _LookedAtError
 
-        self.forwards[0] += 1
         with ExitStack() as stack:
             stack.callback(self.inlet.register_forward_pre_hook(enter, with_kwargs=True, prepend=True).remove)
             stack.enter_context(context or nullcontext())

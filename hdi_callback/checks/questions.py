@@ -38,21 +38,20 @@ Question = Callable[[Door, Inputs, Sequence[Facts]], Iterator[Answer]]
 
 def ask_model(
     model: nn.Module, forward: Callable[[], object], facts: Sequence[Facts]
-) -> tuple[list[Diagnosis], dict[str, str], int]:
-    """Return what is broken, which questions were not asked and why, and how many forwards ran, a backward as one."""
+) -> tuple[list[Diagnosis], dict[str, str]]:
+    """Return what is broken, and which questions were not asked and why."""
     broken: list[Diagnosis] = []
     own = inner_model(model)
     if any(parameter.is_meta or type(parameter.data) is not Tensor for parameter in own.parameters()):
-        return broken, {"all": "parameters are sharded, quantised or on no device"}, 0
+        return broken, {"all": "parameters are sharded, quantised or on no device"}
     not_asked: dict[str, str] = {}
-    forwards = [0]
     lines = {each.path: each.line for each in facts}
     with nothing_remains(own, forward):
         try:
             door = Door(own, forward)
-            forwards, inputs = door.forwards, Inputs(door)
+            inputs = Inputs(door)
         except Exception as error:
-            return broken, {"all": str(error).partition("\n")[0]}, 0
+            return broken, {"all": str(error).partition("\n")[0]}
         for question in QUESTIONS:
             name = question.__name__.replace("_", " ")
             try:
@@ -64,7 +63,7 @@ def ask_model(
                 not_asked[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             if question is finite and broken:
                 break
-    return broken, not_asked, forwards[0]
+    return broken, not_asked
 
 
 # the questions, of which each says "wrong" only of what no design asks for
@@ -547,7 +546,6 @@ def _backward(door: Door, trained: Mapping[str, nn.Parameter]) -> dict[str, Tens
     """Return the gradients of a loss, or of outputs weighted at random; no hook of an optimizer's or of DDP's runs."""
     outputs: list[Any] = []
     torch.manual_seed(0)
-    door.forwards[0] += 2
     with torch.enable_grad(), ExitStack() as stack:
         stack.callback(door.outlet.register_forward_hook(lambda module, args, output: outputs.append(output)).remove)
         result = door.forward()

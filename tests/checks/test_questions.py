@@ -89,8 +89,8 @@ def test_first_results_are_those_that_the_page_names(reports, rate):
 
 def test_a_model_of_twelve_layers_is_checked_in_under_twenty_forwards(forwards):
     model = Model(*[Attention] * 12).eval()
-    result = check(model, lambda: model(TOKENS))
-    assert 5 < forwards.count(model) <= 2 + result.forwards < 20  # two are read, one in each mode
+    check(model, lambda: model(TOKENS))
+    assert 5 < forwards.count(model) < 20
 
 
 def test_questions_leave_parameters_gradients_modes_and_random_states_as_they_were():
@@ -100,7 +100,7 @@ def test_questions_leave_parameters_gradients_modes_and_random_states_as_they_we
     model(TOKENS).sum().backward()
     before = [(value.clone(), value.grad.clone()) for value in model.parameters()]
     modes, state = [module.training for module in model.modules()], torch.get_rng_state()
-    assert check(model, lambda: model(TOKENS)).forwards
+    assert check(model, lambda: model(TOKENS)).cards
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
     for value, (weight, grad) in zip(model.parameters(), before):

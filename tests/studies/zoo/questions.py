@@ -105,7 +105,7 @@ def examine(name: str) -> dict[str, Any]:
             start = time.monotonic()
             result = check(model, forward)
             results[inputs] = {
-                "layers": result.layers, "judged": result.judged, "forwards": result.forwards,
+                "layers": result.layers, "judged": result.judged,
                 "findings": [str(finding) for finding in result.findings], "not asked": dict(result.not_asked),
                 "seconds": round(time.monotonic() - start, 1),
             }  # fmt: skip
