@@ -27,9 +27,7 @@ def fresh_head(weight: Tensor, head: int) -> Tensor:
 
 
 @torch.no_grad()
-def fold_head(
-    queries: Tensor, keys: Tensor, values: Tensor, outputs: Tensor, *, is_normed: bool = False
-) -> tuple[Tensor, Tensor]:
+def fold_head(queries: Tensor, keys: Tensor, values: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
     r"""Return the output weight of a head that takes over another's contribution, and the relative error of that.
 
     Heads with the same attention weights have :math:`o_b = A x W_b^\top` and :math:`o_a = A x W_a^\top`. With
@@ -40,18 +38,13 @@ def fold_head(
     difference of the scores of independent tokens of unit variance. Small scores count relative to their size. Ours.
 
     Each argument has the head that stays and the one that leaves, ``(2, width, d)``; a bias is one more column, but of
-    keys, whose bias drops out of the softmax. `is_normed`: a norm follows queries and keys, so that the scale of their
-    weights says nothing. Both results are in float64.
+    keys, whose bias drops out of the softmax. Both results are in float64.
     """
     (q_stays, q_leaves), (k_stays, k_leaves) = queries.double(), keys.double()
     (stays, leaves), (output, leaving) = values.double(), outputs.double()
     M = leaves @ torch.linalg.pinv(stays)
     lost = _norm_of_product(leaves - M @ stays, leaving) / _norm_of_product(leaves, leaving).clamp_min(_TINY)
-    limit = _norm_of_product(q_leaves, k_leaves).clamp_min(_TINY)
-    if is_normed:
-        q_stays = q_stays * (limit / _norm_of_product(q_stays, k_stays).clamp_min(_TINY))
-    else:
-        limit = limit.clamp_max(q_leaves.shape[0] ** 0.5)
+    limit = _norm_of_product(q_leaves, k_leaves).clamp(_TINY, q_leaves.shape[0] ** 0.5)
     apart = _norm_of_product(torch.cat([q_stays, q_leaves]), torch.cat([k_stays, -k_leaves])) / limit
     return output + M.mT @ leaving, torch.hypot(apart, lost).clamp_max(1)
 

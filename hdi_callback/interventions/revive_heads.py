@@ -26,7 +26,7 @@ class ReviveHeads(Intervention):
     Of heads of a layer whose keys are alike, all but the one that contributes most get fresh key and query weights, as
     far from the other heads' as the width allows, and at their scale. Their contribution is folded into that head, and
     their own output slices are set to zero, so that the layer computes the same if they attended alike. Their entries
-    in the optimizer's state are cleared. Layers whose heads share keys are refused before training.
+    in the optimizer's state are cleared. Layers whose heads share keys, or are normed, are refused before training.
 
     Before anything is written the relative error of the head's output is estimated from the weights, see
     `fold_head`: what the other head's values cannot express, and where its attention differs. A head with a larger
@@ -56,7 +56,8 @@ class ReviveHeads(Intervention):
             return "it has one head"
         if {layer.key_of, layer.value_of} != {tuple(range(layer.num_heads))}:
             return "its heads share keys or values"
-        return "a norm follows its values" if "value" in layer.normed else why_not_writable(layer, ROLES)
+        normed = layer.normed & {"query", "key", "value"}
+        return f"a norm follows its {min(normed)} heads" if normed else why_not_writable(layer, ROLES)
 
     @torch.no_grad()
     def on_alert(self, alert: Alert) -> Action | None:
@@ -125,7 +126,7 @@ def _fold(layer: AttentionLayer, weights: Mapping[Any, Tensor], leaves: int, sta
         return torch.cat([weights[role][heads], torch.stack(columns)], -1) if columns else weights[role][heads]
 
     queries, keys, values = with_biases("query"), weights["key"][heads], with_biases("value")
-    output, error = fold_head(queries, keys, values, outputs, is_normed=bool(layer.normed & {"query", "key"}))
+    output, error = fold_head(queries, keys, values, outputs)
     return output.to(outputs), float(error)
 
 

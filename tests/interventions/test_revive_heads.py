@@ -251,9 +251,10 @@ def test_layers_that_cannot_be_revived_are_refused_before_training():
         ReviveHeads().bind(Open(grouped))
     model, _, training = made("many")
     layer = training.layers["blocks.0"]
-    object.__setattr__(layer, "normed", frozenset({"value"}))
-    with pytest.raises(MisconfigurationError, match=r"a norm follows its values.*exclude="):
-        ReviveHeads().bind(training)
+    for role in ("query", "key", "value"):
+        object.__setattr__(layer, "normed", frozenset({role}))
+        with pytest.raises(MisconfigurationError, match=rf"a norm follows its {role} heads.*exclude="):
+            ReviveHeads().bind(training)
     object.__setattr__(layer, "normed", frozenset())
     nn.utils.parametrizations.weight_norm(model.blocks[0].v_proj)
     with pytest.raises(MisconfigurationError, match="its value heads cannot be written in place"):
