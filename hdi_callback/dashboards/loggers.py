@@ -40,11 +40,7 @@ class TensorBoard(Curves):
     """Writes a run to TensorBoard: curves, pictures, alerts as text."""
 
     name = "writing to TensorBoard"
-
-    @property
-    def is_thread_safe(self) -> bool:  # type: ignore[override]
-        """Whether the writer has a queue of events, as that of torch."""
-        return hasattr(self._target, "_get_file_writer")
+    is_thread_safe = True  # its writer has a queue of events
 
     def write(self, record: Record) -> None:
         """Write one record."""

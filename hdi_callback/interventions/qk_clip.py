@@ -9,8 +9,7 @@ import torch
 
 from hdi_callback.arguments import number
 from hdi_callback.attention.layer import AttentionLayer
-from hdi_callback.interventions.intervention import Intervention
-from hdi_callback.interventions.writing import bias_of, why_not_writable
+from hdi_callback.interventions.intervention import Intervention, bias_of, why_not_writable
 from hdi_callback.record import Action, Record
 
 

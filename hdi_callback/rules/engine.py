@@ -15,9 +15,8 @@ from hdi_callback.rules.events import Event, Events, Key, Report, Sighting
 from hdi_callback.rules.initialisation import has_been_trained
 from hdi_callback.rules.limits import Thresholds, check_thresholds, limits_of
 from hdi_callback.rules.losses import SMOOTHED, Losses
-from hdi_callback.rules.rule import Finding, Rule
+from hdi_callback.rules.rule import Finding, Rule, heads_in_words
 from hdi_callback.rules.series import Row, Series
-from hdi_callback.rules.words import heads_in_words
 
 _AFTER_WRITE = "find what writes there: a checkpoint that is loaded, a callback, or code around the step"
 _RISE = "look at the data, the labels, the embedding, the learning rate and the code before and after attention"

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from hdi_callback.arguments import listed
 from hdi_callback.record import Level
 from hdi_callback.rules.series import Row, Series
-from hdi_callback.rules.words import heads_in_words
 
 
 @dataclass(frozen=True)
@@ -117,3 +117,17 @@ class Rule(ABC):
         heads = heads_in_words(finding.groups or (finding.heads,), layer, kind, count)
         clause = finding.clause.replace("{heads}", heads).replace("{layer}", layer)
         return f"{clause}: {finding.evidence}" if finding.evidence else clause
+
+
+def heads_in_words(groups: Sequence[Sequence[int]], layer: str, kind: str = "head", count: int | None = None) -> str:
+    """Return heads of a layer in words, up to a verb in the plural; one empty group stands for all `count` of them.
+
+    Example:
+        >>> heads_in_words([(0, 1), (2, 3)], "blocks.0.attn", "key head", 8)
+        'key heads 0 and 1 as well as 2 and 3 of blocks.0.attn'
+    """
+    if not any(groups) or (len(groups) == 1 and len(groups[0]) == count):
+        many = {1: f"{kind} 0", 2: f"both {kind}s"}.get(count or 0, f"all {count} {kind}s" if count else f"all {kind}s")
+        return f"{many} of {layer}"
+    only_one = sum(map(len, groups)) == 1
+    return f"{kind}{'' if only_one else 's'} {' as well as '.join(listed(group) for group in groups)} of {layer}"

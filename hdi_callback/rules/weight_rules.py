@@ -7,9 +7,8 @@ import statistics
 from typing import ClassVar
 
 from hdi_callback.arguments import listed
-from hdi_callback.rules.rule import Finding, Rule
+from hdi_callback.rules.rule import Finding, Rule, heads_in_words
 from hdi_callback.rules.series import APART, STILL, Row, Series
-from hdi_callback.rules.words import heads_in_words
 
 NOT_FINITE = {"weights_not_finite": "weights", "outputs_not_finite": "outputs"}
 PLURAL = {"query": "queries", "key": "keys", "value": "values", "output": "outputs"}
