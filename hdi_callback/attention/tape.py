@@ -26,7 +26,7 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hdi_callback.attention import operations as ops
-from hdi_callback.attention.calls import module_of, running_frames
+from hdi_callback.attention.calls import module_of, running_frames, running_module
 from hdi_callback.attention.flex import FLEX, FlexCall
 from hdi_callback.attention.normalisers import Normaliser, Normalisers
 from hdi_callback.attention.releases import Mode, arguments_of, passed_on
@@ -34,6 +34,7 @@ from hdi_callback.attention.releases import Mode, arguments_of, passed_on
 # What a cell is: of neither parameters nor data (buffers, zeros); a parameter itself; made of parameters alone; of what
 # the model is given. What is made of several is the last of them.
 CONSTANT, WEIGHT, MADE, DATA = range(4)
+_DRAWN = {"bernoulli", *ops.RANDOM}
 _KEPT = 64  # of masks and factors so many queries and keys are kept, of the first 8 sequences and heads
 # Arguments with such names say which tokens are padding, or by a position of 0 where documents start.
 _PADDING = ("pad", "attention_mask", "key_mask", "position_ids", "cu_seq")
@@ -158,6 +159,7 @@ class Step:
     line: str  # where its forward called it
     inputs: list[View]
     outputs: list[View | None] = field(default_factory=list)
+    module: str | None = None  # that ran, of what depends on parameters and data, or is drawn
     normaliser: Normaliser | None = None  # how it makes weights of scores
     padding: dict[str, Tensor] = field(default_factory=dict)  # masks of tokens that the forwards around it were given
     ordinal: int = -1  # its number among the softmaxes and fused attentions, or matmuls of batches, of that module
@@ -366,6 +368,9 @@ class Tape(Mode):
         for tensor in fresh if is_new or not written else ():
             step.outputs.append(None if tensor is None else self._new_content(tensor, step, kind, is_change=False))
         step.outputs += [self._new_content(tensor, step, kind, is_change=True) for tensor in written]
+        contents = [view.cell for view in step.outputs if view is not None and view.is_float]
+        if op in _DRAWN or any(cell.is_mapped and cell.kind == DATA for cell in contents):
+            step.module = running_module(self._paths)
         return step
 
     def _is_fresh(self, tensor: Tensor, cells: set[int]) -> bool:

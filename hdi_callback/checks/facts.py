@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hdi_callback.attention.discovery.cores import Core, core_of, sums_of
 from hdi_callback.attention.discovery.find import place_of
 from hdi_callback.attention.discovery.heads import IN, FoundAttention, Projection
-from hdi_callback.attention.discovery.labels import NORMED, SUM, Label, Labels, Unreadable
+from hdi_callback.attention.discovery.labels import NORMED, SEVERAL, SUM, Label, Labels, Unreadable
 from hdi_callback.attention.discovery.planes import small, unique_rows
 from hdi_callback.attention.operations import SOFTMAX_LIKE, SOFTMAXES
 from hdi_callback.attention.tape import DATA, Cell, Step, Tape
@@ -45,6 +45,7 @@ from hdi_callback.checks.scores import (
 
 __all__ = ["PLURAL", "Facts", "HeadRows", "embedded_tokens", "facts_of", "ranges", "shown_heads", "shown_rows"]
 
+CUT = "cut across heads"
 PLURAL = {"query": "queries", "key": "keys", "value": "values", "output": "outputs"}
 
 
@@ -110,6 +111,8 @@ class Facts:
     dropout: float | None = None  # its probability
     pairs: Mapping[str, frozenset[tuple[int, int]]] = field(default_factory=dict)  # by role: places that are rotated
     cut_across: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # by role: see `_cut_across`
+    order: Mapping[str, str] = field(default_factory=dict)  # by role: how tokens come from the map, or to it
+    steps: tuple[int, int] = (0, 0)  # of the tape, from its maps to its product with values
     padding: Mapping[str, Tensor] = field(default_factory=dict)  # name of a mask -> ``(batch, tokens)``
     tokens: tuple[Tensor, ...] = ()  # numbers of tokens that both queries and keys are made of
 
@@ -271,6 +274,7 @@ def _of_core(labels: Labels, core: Core) -> dict[str, Any]:
     queries, keys = (view.features.shape[1] for view in (part.query, part.key))
     softmaxes = 1 + sum(link.step.op in SOFTMAXES for link in [*(scores or ()), *(behind or ())])
     labelled = {role: getattr(part, role) for role in IN}
+    sides = [*sides_of(labels, core), step.inputs[2] if part.product is None else part.product.second]
     across = {role: _cut_across(labels, label) for role, label in labelled.items()}
     # What one softmax hides the next one shows.
     hidden = hidden_by(changes, len((core.scores or step.inputs[0]).shape)) if softmaxes == 1 else None
@@ -291,6 +295,8 @@ def _of_core(labels: Labels, core: Core) -> dict[str, Any]:
         "dropout": dropout,
         "pairs": {role: pairs_of(labels, label) for role, label in labelled.items()},
         "cut_across": {role: value for role, value in across.items() if value is not None},
+        "order": {role: CUT if across[role] else _order(label.tokens) for role, label in labelled.items()},
+        "steps": (min((step.number for step in labels.leading_to(sides)), default=step.number), part.step.number + 1),
         "padding": {name: value.cpu() for name, value in step.padding.items()},
     }
 
@@ -298,6 +304,9 @@ def _of_core(labels: Labels, core: Core) -> dict[str, Any]:
 def _of_claim(labels: Labels, claim: FoundAttention, values: dict[str, Any]) -> dict[str, Any]:
     """Return what is known of heads."""
     maps = {role: claim.maps.get(role, []) for role in IN} | {"output": [columns for _, columns in claim.outputs]}
+    mixed = _mixed(labels, claim)
+    entering = labels.may_read(claim.takers[0][1].first) if claim.takers else None
+    order = CUT if mixed else "" if entering is None else _order(entering.tokens)
     asking = {role: maps[role][0] for role in ("query", "key") if maps[role]}
     tables = {role: cosines_of(labels, claim.core, projection.starts) for role, projection in asking.items()}
     cosines = [table[0] for table in tables.values() if table is not None]
@@ -315,7 +324,8 @@ def _of_claim(labels: Labels, claim: FoundAttention, values: dict[str, Any]) -> 
         "shift": shift_of(*cosines) if len(cosines) == 2 else None,
         # Of a sum of maps features are of more pairs than their own.
         "pairs": {role: pairs for role, pairs in values["pairs"].items() if len(claim.maps.get(role, ())) < 2},
-        "mixed": _mixed(labels, claim),
+        "order": values["order"] | {"output": order},
+        "mixed": mixed,
         "block": block_of(labels, claim),
     }
 
@@ -370,6 +380,21 @@ def shown_heads(heads: Sequence[int]) -> str:
 
 
 # tokens and heads that lie in the wrong place
+
+
+def _order(tokens: Tensor) -> str:
+    """Return how tokens lie in ``(matrices, tokens, features)``, or `""` if that is not known."""
+    if tokens.shape[1] < 2 or bool((small(tokens) == 0).any()):
+        return ""
+    if bool((small(tokens) == SEVERAL).any()):
+        return "several together"
+    numbers = tokens[..., 0]
+    if not bool((numbers[:, 1:] > numbers[:, :-1]).all()):
+        return "in another order"
+    samples, different = numbers[:, 0], numbers[:, 0].unique()
+    is_sorted = bool((samples[1:] >= samples[:-1]).all())
+    is_sorted |= torch.equal(samples, different.repeat(len(samples) // len(different)))  # matrices head by head
+    return "in their order" if is_sorted else "under other samples"
 
 
 def _cut_across(labels: Labels, label: Label) -> tuple[str, tuple[int, ...]] | None:

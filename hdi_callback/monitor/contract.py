@@ -1,4 +1,4 @@
-"""The contract of a run: what attention computed in its first forward, read again at each tenth reading and compared.
+"""The contract of a run: what a forward computed first, read again at each tenth reading and compared.
 
 What is compared are facts that do not depend on the batch: probabilities, numbers, distances, rows of parameters. A
 change is told with before and after, once the next reading has confirmed it; what changes from reading to reading is
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdi_callback.arguments import quoted
+from hdi_callback.arguments import listed, quoted
 from hdi_callback.attention.discovery.find import claims_of, name_without_wrappers
 from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.attention.tape import Tape
@@ -25,6 +25,7 @@ from hdi_callback.checks.positions import turns_of
 from hdi_callback.checks.scores import KEPT
 from hdi_callback.guard import describe, warn
 from hdi_callback.monitor.labels import AIM, ELSEWHERE, IGNORED, LABELS, Aim
+from hdi_callback.monitor.operations import GONE, OPERATIONS, loses, operations_of, tell_operations
 from hdi_callback.monitor.ranks import number_of_ranks
 from hdi_callback.monitor.training_step import GRADIENTS, WRITES, StepFacts, tell
 from hdi_callback.record import Alert, state_from_text, state_to_text
@@ -32,25 +33,31 @@ from hdi_callback.record import Alert, state_from_text, state_to_text
 __all__ = ["EVERY", "MEANING", "NAME", "Contract", "without_gradient"]
 
 EVERY = 10
-"""Readings from one comparison to the next."""
+"""Readings from one comparison to the next, but for the first ones: the sooner, the less may have changed before."""
 
 NAME = "contract change"
 _ACTION = "find what changed it: code, a configuration, a callback, or batches of another kind"
 MEANING = (
     "Raised when attention computes something else than in the first forward: what queries see, dropout, scale, "
-    "positions, biases, or the rows that heads are made of; or when in the training step gradients begin to add up, or "
-    "are turned or scaled before the optimizer gets them, or something else writes weights; or when each position is "
-    "trained to predict another token than before, or from the start sees what it is to predict. Read at "
-    "each tenth reading and after an alert, confirmed by the next; a notice of what changes from reading to reading. "
-    f"Then {_ACTION}."
+    "positions, biases, the rows that heads are made of, or in which order tokens come; when a module outside "
+    "attention has lost an operation (a notice of other changes, of dropout and of modules that run no more); when in "
+    "the training step gradients begin to add up, or are turned or scaled before the optimizer gets them, or something "
+    "else writes weights; or when each position is trained to predict another token than before, or from the start "
+    "sees what it is to predict. Read at the first readings, at each tenth and after an alert, confirmed by the next; "
+    f"a notice of what changes from reading to reading. Then {_ACTION}."
 )
+_FIRST = {1, 2, 3, 6}  # readings after the first one
+_FEWEST = 4  # forwards from which it is known what varies in them
 _ROUNDING = 0.02  # of rotary tables in bf16
 _OF_STEPS = {GRADIENTS, WRITES}
+_STEP = "the training step"
+_WHOLE = {GRADIENTS: _STEP, WRITES: _STEP, OPERATIONS: "the forward"}
+_MOST = 4  # changes of a forward that are listed
 
 Key = tuple[str, int, str]
 """A layer, which of its calls in one forward, and a term."""
-Clauses = dict[str, tuple[int, ...]]
-"""What has changed -> the heads of which it has; none for the whole layer."""
+Clauses = dict[str, tuple[Any, ...]]
+"""What has changed -> the heads of which it has, none for the whole layer; or, of what is no attention, names."""
 
 
 class Contract:
@@ -62,20 +69,20 @@ class Contract:
         self._pending: dict[Key, tuple[Any, int]] = {}  # changes that wait for the next reading
         self._scheduled: set[Key] = set()
         self._told: set[str] = set()  # layers of which the rule on later tokens has told that they are seen
-        self._readings = 0
+        self._readings = self._forwards = 0
         self._has_failed = self._is_wanted = self.is_comparing = False  # the last of the latest reading
 
     def is_due(self) -> bool:
         """Return whether the forward of the reading that begins is to be written down."""
         self._readings += 1
-        is_due = self._is_wanted or self._readings % EVERY == 0 or bool(self._pending)
+        is_due = self._is_wanted or self._readings % EVERY == 0 or self._readings in _FIRST or bool(self._pending)
         self._is_wanted, self.is_comparing = False, is_due and not self._has_failed
         return self.is_comparing
 
     def heed(self, alerts: Iterable[Alert]) -> None:
         """Compare at the next reading after an alert, as this may be why; what a rule has told is not told again."""
         for alert in alerts:
-            self._is_wanted |= alert.level != "notice"
+            self._is_wanted |= alert.rule != NAME
             self._told |= set(alert.where) if alert.metric == "attention_ahead" else set()
 
     def compare(
@@ -83,40 +90,58 @@ class Contract:
         of_steps: Iterable[StepFacts] = (), *arrived: Tensor,
     ) -> tuple[Alert, ...]:  # fmt: skip
         """Return alerts of what has changed since each layer was last read, by facts, calls, steps and gradients."""
-        changes: dict[tuple[str, str, int], Clauses] = {}  # of a layer, with time and first step
+        changes: dict[tuple[str, str, int], Clauses] = {}  # of a layer, the step or the forward, by time and first step
+        where: dict[tuple[str, str, int], set[str]] = {}
+        loud = set()
         try:
             with torch.device("cpu"):
-                listed = [[item] if isinstance(item, Facts) else facts_of(*claims_of(item)) for item in read]
+                of_each = [[item] if isinstance(item, Facts) else facts_of(*claims_of(item)) for item in read]
+                every = [each for facts in of_each for each in facts]
                 numbers, of_training = iter(arrived), dict[Key, Any]()
                 for of_step in of_steps:
                     of_training |= of_step.terms(*(next(numbers) for _ in of_step.tensors))
                 aim = of_training.pop(("", 0, AIM), None)
-                terms = of_training | self._terms_of([each for facts in listed for each in facts], no_gradient)
-                terms |= {} if aim is None else self._terms_of_aim(aim, [each for facts in listed for each in facts])
-                for layer, when, since, clauses in self._changes(step, terms):
-                    changes.setdefault((layer, when, since), {}).update(clauses)
+                terms = of_training | self._terms_of(every, no_gradient)
+                terms |= {} if aim is None else self._terms_of_aim(aim, every)
+                terms |= self._operations([(it, facts) for it, facts in zip(read, of_each) if isinstance(it, Tape)])
+                for (layer, _, term), when, since, clauses, is_loud in self._changes(step, terms):
+                    key = _WHOLE.get(term, layer or _STEP), when, since
+                    where.setdefault(key, set()).add("" if term == OPERATIONS else layer)
+                    loud |= {key} if is_loud else set()
+                    for text, names in clauses.items():
+                        names = tuple(f"{layer}.{name}".lstrip(".") for name in names) if term in _OF_STEPS else names
+                        changes.setdefault(key, {})[text] = (*changes.get(key, {}).get(text, ()), *names)
         except Exception as error:
             self._has_failed = True
             warn(f"Comparing what attention computes with the first forward failed ({describe(error)}).")
-        events: dict[tuple[str, int, tuple[str, ...]], dict[str, tuple[int, ...]]] = {}
-        for (layer, when, since), clauses in changes.items():
-            heads = tuple(sorted({head for each in clauses.values() for head in each}))
-            events.setdefault((when, since, tuple(clauses)), {})[layer] = heads if all(clauses.values()) else ()
+        events: dict[tuple[str, int, tuple[str, ...], bool], dict[str, tuple[int, ...]]] = {}
+        of_attention = {since for place, when, since in loud if place not in _WHOLE.values()}
+        for (place, when, since), clauses in changes.items():
+            is_loud, layers = (place, when, since) in loud, where[place, when, since]
+            if place not in _WHOLE.values():
+                heads = tuple(sorted({head for each in clauses.values() for head in each}))
+                event = events.setdefault((when, since, tuple(clauses), is_loud), {})
+                event[place] = heads if all(clauses.values()) else ()
+            elif place != _WHOLE[OPERATIONS] or since not in of_attention:  # else it may be what that has told
+                is_loud &= GONE not in clauses  # as with adapters that are merged
+                layers = (
+                    layers if "" not in layers else {key[0] for key in self._terms if key[0] and key[2] not in _WHOLE}
+                )
+                events[f"{place} {when}", since, (*_in_words(clauses),), is_loud] = dict.fromkeys(sorted(layers), ())
         return tuple(
-            Alert(step, NAME, "notice" if when == _BY_SCHEDULE or all(map(_may_be_right, clauses)) else "warning",
-                  where if "" not in where else dict.fromkeys((layer for layer, *_ in self._terms if layer), ()),
-                  f"{'the training step' if '' in where else f'attention in {joined_name(list(where))}'} {when}: "
-                  f"{'; '.join(clauses)}", _ACTION, since=since)
-            for (when, since, clauses), where in events.items()
+            Alert(step, NAME, "warning" if is_loud else "notice", of,
+                  f"{'' if when.startswith('the ') else f'attention in {joined_name(list(of))} '}{when}: "
+                  f"{'; '.join(clauses)}", _ACTION, since=None if when == _BY_SCHEDULE else since)
+            for (when, since, clauses, is_loud), of in events.items()
         )  # fmt: skip
 
     def state_dict(self) -> str:
         """Return what was read last, as text, for the first reading of a resumed run."""
-        return state_to_text((self._terms, self._scheduled, self._told))
+        return state_to_text((self._terms, self._scheduled, self._told, self._forwards))
 
     def load_state_dict(self, state: str) -> None:
         """Compare the next reading with what was read before a checkpoint."""
-        terms, scheduled, told = state_from_text(state)
+        terms, scheduled, told, self._forwards = state_from_text(state)
         self._terms |= terms
         self._scheduled |= scheduled
         self._told |= told
@@ -145,8 +170,21 @@ class Contract:
         is_wrong = aim.offset >= 0 and bool(sees) and not any(sees.values())
         return {("", 0, AIM): {_NOT_NEXT.format(_aimed(aim.offset)): ()} if is_wrong else {}}
 
-    def _changes(self, step: int, terms: Mapping[Key, Any]) -> Iterator[tuple[str, str, int, Clauses]]:
-        """Yield layer, time, first step and clauses of each change that the next reading confirms, or that goes on."""
+    def _operations(self, tapes: Sequence[tuple[Tape, Sequence[Facts]]]) -> dict[Key, Any]:
+        """Return the operations outside attention, also of modules that did not run before, or do not any more."""
+        self._forwards += bool(tapes)
+        terms: dict[Key, Any] = {}
+        for tape, facts in tapes:
+            mode = int(tape.model.training)
+            before = {key: at for key, (_, at) in self._terms.items() if key[1:] == (mode, OPERATIONS)}
+            for group, modules in [*operations_of(tape, facts).items(), *((key[0], {}) for key in before)]:
+                terms.setdefault((group, mode, OPERATIONS), {}).update(modules)
+                if before:
+                    self._terms.setdefault((group, mode, OPERATIONS), ({}, max(before.values())))
+        return terms
+
+    def _changes(self, step: int, terms: Mapping[Key, Any]) -> Iterator[tuple[Key, str, int, Clauses, bool]]:
+        """Yield each change that the next reading confirms, or that goes on: time, first step, whether it is loud."""
         # What the next reading does not have is forgotten; the next comparison looks for it again.
         kinds = {key[2] in _OF_STEPS for key in terms}  # which were looked at
         self._pending = {
@@ -158,26 +196,33 @@ class Contract:
             tell = _TERMS[key[2]][1]
             change = tell(before, value)
             if key in self._scheduled:
-                if self._readings % EVERY == 0:  # what has stood still from comparison to comparison may be told again
+                if self._readings % EVERY == 0 and key[2] != OPERATIONS:
+                    # What has stood still from comparison to comparison may be told again.
                     self._terms[key] = value, step
                     self._scheduled -= set() if change else {key}
                 continue
             if change and key not in self._pending:
-                self._pending[key] = value, step
+                if key[2] == OPERATIONS and self._forwards <= _FEWEST:
+                    self._scheduled.add(key)
+                else:
+                    self._pending[key] = value, step
                 continue
+            was_so = change or key not in self._pending
             pending, first = self._pending.pop(key, (value, step))
             # From a number that drifts by less than is told at once, a change is told at last.
             self._terms[key] = before if isinstance(value, float) and not change else value, step
-            if change and tell(pending, value):
+            if (change and tell(pending, value)) or (key[2] == OPERATIONS and not was_so):
                 self._scheduled.add(key)
             own = {
                 clause.replace(f" {key[0]}.", " ").strip(): heads for clause, heads in change.items()
                 if key[0] not in self._told or "later tokens" not in clause
             }  # fmt: skip
-            if own:
+            is_scheduled = key in self._scheduled
+            if own and not (is_scheduled and key[2] == OPERATIONS):  # experts and dropped layers are in order
                 when = f"has changed between steps {at} and {first}" if at < first else f"is so since step {first}"
-                when = _BY_SCHEDULE if key in self._scheduled else when
-                yield key[0], when, first, own
+                is_loud = key[2] != OPERATIONS or loses(before, value)
+                is_loud &= not is_scheduled and not all(map(_may_be_right, own))
+                yield key, _BY_SCHEDULE if is_scheduled else when, first, own, is_loud
 
 
 _BY_SCHEDULE = "changes from reading to reading, as by a schedule"
@@ -307,6 +352,14 @@ def _hides_documents(each: Facts) -> str | None:
     return "seen" if bool((is_earlier_document & visible).any()) else "hidden"
 
 
+def _tell_order(before: Mapping[str, str], after: Mapping[str, str]) -> Clauses:
+    changes: dict[tuple[str, str], list[str]] = {}
+    for role, order in after.items():
+        if order and before.get(role) and order != before[role]:
+            changes.setdefault((order, before[role]), []).append(PLURAL[role])
+    return {f"tokens of {listed(roles)} come {new}, and {old} before": () for (new, old), roles in changes.items()}
+
+
 def _tell_turns(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Clauses:
     for role in before.keys() & after.keys():
         old, new = before[role], after[role]
@@ -329,8 +382,13 @@ def _tell_bias(before: Tensor, after: Tensor) -> Clauses:
     return {f"the bias of token {query} for token {key} is {now:.3g}, and {was:.3g} before": ()}
 
 
-def _tell_step(before: Mapping[str, str], after: Mapping[str, str]) -> Clauses:
-    return {phrase.format(quoted(names)): () for phrase, names in tell(before, after).items()}
+def _in_words(clauses: Clauses) -> list[str]:
+    """Return changes of the training step or the forward as text, of modules without those within them."""
+    texts = []
+    for phrase, names in clauses.items():
+        outer = [name for name in names if not any(name.startswith(f"{other}.") for other in names if other)]
+        texts.append(phrase.format(quoted([each or "the model" for each in joined_name(outer).split(", ")])))
+    return texts if len(texts) <= _MOST else [*texts[:_MOST], f"and {len(texts) - _MOST} changes more"]
 
 
 def _aimed(state: int | str) -> str:
@@ -376,6 +434,7 @@ _TERMS: dict[str, tuple[Callable[[Facts], Any], Callable[[Any, Any], Clauses]]] 
     "scale": (lambda each: each.scale, _tell_value("scores are scaled by")),
     "weights": (_weights, _tell_value("what makes weights of scores is")),
     "rows": (_rows, _tell_rows),
+    "order": (lambda each: dict(each.order), _tell_order),
     "seen": (lambda each: each.distances, _tell_seen),
     "padding": (_hides_padding, _tell_value("padding is")),
     "documents": (_hides_documents, _tell_value("documents before the own one, by positions that start again, are")),
@@ -387,8 +446,9 @@ _TERMS: dict[str, tuple[Callable[[Facts], Any], Callable[[Any, Any], Clauses]]] 
     "normed": (lambda each: _roles(each, each.normed), _tell_value("what has a norm in the attention is")),
     "block": (lambda each: each.block, _tell_value("the block is")),
     "gradients": (lambda each: None, _tell_gradients),
-    GRADIENTS: (lambda each: None, _tell_step),
-    WRITES: (lambda each: None, _tell_step),
+    GRADIENTS: (lambda each: None, tell),
+    WRITES: (lambda each: None, tell),
+    OPERATIONS: (lambda each: None, tell_operations),
     LABELS: (lambda each: None, _tell_labels),
     AIM: (lambda each: None, lambda before, after: after if before is None else {}),
 }

@@ -261,12 +261,12 @@ class TrainingStep:
         return terms
 
 
-def tell(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, list[str]]:
+def tell(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     """Return what has become of gradients or weights of which nothing was told -> names of parameters."""
-    told: dict[str, list[str]] = {}
+    told: dict[str, tuple[str, ...]] = {}
     for name, state in after.items():
         if state not in {"", TOUCHED} and before.get(name, state) == "":
-            told.setdefault(_PHRASES[state], []).append(name)
+            told[_PHRASES[state]] = (*told.get(_PHRASES[state], ()), name)
     return told
 
 

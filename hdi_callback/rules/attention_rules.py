@@ -138,8 +138,8 @@ class ChangeWithLoss(Rule):
         "a twentieth or more and 1.5 times as far as ever in 32 readings, but for the change just before; that factor "
         "times the mean rise of the loss, in median changes between readings, is 9 or more; a notice below 5 times. Or "
         "the loss rose by two such changes within five readings after something else than the optimizer wrote "
-        "parameters; a notice of the write alone, and of a loss that rose by five where no layer changed. It ends with "
-        "a good loss"
+        "parameters, or a notice of the contract; a notice of the write alone, and of a loss that rose by five where "
+        "no layer changed. It ends with a good loss"
     )
     action = (
         "look at what changed at that step: the data, the learning rate, the checkpoint that was loaded, and the code "

@@ -18,7 +18,7 @@ from hdi_callback.rules.losses import SMOOTHED, Losses
 from hdi_callback.rules.rule import Finding, Rule, heads_in_words
 from hdi_callback.rules.series import Row, Series
 
-_AFTER_WRITE = "find what writes there: a checkpoint that is loaded, a callback, or code around the step"
+_AFTER_CHANGE = "find what changed there: a checkpoint that is loaded, a callback, or code around or in the forward"
 _RISE = "look at the data, the labels, the embedding, the learning rate and the code before and after attention"
 
 
@@ -79,9 +79,9 @@ class Alerts:
                         warn(f"The rule {rule.name!r} failed ({describe(error)}) and is off. Training goes on.")
         return (*self._judge_loss(record, rise), *self._events.update(report))
 
-    def _judge_loss(self, record: Record, rise: tuple[Level, str, tuple[str, ...]] | None) -> tuple[Alert, ...]:
-        """Return the alert of a write, or of a loss that rose and is not good again yet; it is of no layer alone."""
-        name, (level, text, written) = ChangeWithLoss.name, rise or ("notice", "", ())
+    def _judge_loss(self, record: Record, rise: tuple[Level, str, tuple[str, ...] | None] | None) -> tuple[Alert, ...]:
+        """Return the alert of a change, or of a loss that rose and is not good again yet; it is of no layer alone."""
+        name, (level, text, written) = ChangeWithLoss.name, rise or ("notice", "", None)
         rule = next((rule for rule in self._rules if rule.name == name), None)
         where: dict[str, tuple[int, ...]] = {
             layer: () for layer in record.layers if rule is not None and rule.is_on(self._series[layer].limits)
@@ -89,10 +89,11 @@ class Alerts:
         is_explained = any(rule == name for _, rule in self._findings) or any(
             series.was_written for series in self._series.values()
         )
-        is_told = not written and (self._rise is not None or is_explained)
+        is_told = written is None and (self._rise is not None or is_explained)
         if text and where and not is_told:
-            within = {layer: where[layer] for layer in where if any(each.startswith(f"{layer}.") for each in written)}
-            alert = Alert(record.step, name, level, within or where, text, _AFTER_WRITE if written else _RISE)
+            names = written or ()
+            within = {layer: where[layer] for layer in where if any(each.startswith(f"{layer}.") for each in names)}
+            alert = Alert(record.step, name, level, within or where, text, _RISE if written is None else _AFTER_CHANGE)
             self._rise = self._rise if written and level == "notice" else (alert, 0)
             return (alert,)
         if self._rise is None:
