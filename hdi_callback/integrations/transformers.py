@@ -56,7 +56,6 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
     def __init__(self, every_n_steps: int = 50, *, log: Log | None = None, **settings: Unpack[Options]) -> None:
         super().__init__(Settings(every_n_steps=every_n_steps, **settings))
         self._log = function("log", log, "log=mlflow.log_metrics")
-        self._logged_loss: float | None = None
         self._losses: Tensor | None = None  # their sum in the trainer
 
     @property
@@ -88,13 +87,13 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
         """Deliver the readings whose numbers have arrived."""
         self._tell(lambda session: session.after_step(self._sum_losses()))
 
-    def _sum_losses(self) -> Tensor | float | None:
-        """Return the loss of the forwards since the last call, as the trainer scales them, or else the logged one."""
+    def _sum_losses(self) -> Tensor | None:
+        """Return the loss of the forwards since the last call, as the trainer scales them; `None` in other loops."""
         trainer, variables = _running_trainer()
         total, before = variables.get("tr_loss", getattr(trainer, "_tr_loss", None)), self._losses
         self._losses = total = None if total is None else total.detach().clone()
         if total is None or before is None:
-            return self._logged_loss
+            return None
         # The trainer leaves a loss that is not finite out of its sum.
         return cast("Tensor", total - before + 0 * variables.get("tr_loss_step", before).detach())
 
@@ -107,9 +106,7 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
             state.save_to_json(str(file))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Take the loss that is logged; finish at the last log, while the runs that the trainer reports to are open."""
-        loss = (logs or {}).get("loss")
-        self._logged_loss = float(loss) if isinstance(loss, int | float) else self._logged_loss
+        """Finish at the last log, while the runs that the trainer reports to are open."""
         if "train_runtime" in (logs or {}):
             self._tell(Session.finish)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -155,34 +156,37 @@ def test_the_loggers_of_fabric_take_the_curves_as_they_are(tmp_path: Path) -> No
     assert [point.step for point in events.Scalars("hdi/min")] == STEPS_READ
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_readings_have_the_loss_of_all_forwards_of_their_step(tmp_path: Path, accumulation) -> None:
+@pytest.mark.parametrize(("accumulation", "logging_steps"), [(1, 1), (2, 3), (3, 100)])
+def test_readings_have_the_loss_of_all_forwards_of_their_step(tmp_path: Path, accumulation, logging_steps) -> None:
     from hdi_callback import HDITrainerCallback, load_history
 
-    losses: dict[int, float] = {}
+    losses: list[float] = []
 
-    class Note(transformers.TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            if "loss" in logs:
-                losses[state.global_step] = logs["loss"]
+    class Trainer(transformers.Trainer):
+        def training_step(self, *args, **kwargs):
+            loss = super().training_step(*args, **kwargs) * (math.nan if len(losses) == 6 * accumulation else 1)
+            losses.append(float(loss))
+            return loss
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=20, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4
     )
-    rows = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(20, (64, 8))]
+    rows = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(20, (96, 8))]
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path), max_steps=8, per_device_train_batch_size=4, use_cpu=True, report_to=[],
-        logging_steps=1, save_strategy="no", disable_tqdm=True, gradient_accumulation_steps=accumulation,
+        logging_steps=logging_steps, save_strategy="no", disable_tqdm=True, gradient_accumulation_steps=accumulation,
     )  # fmt: skip
     watcher = HDITrainerCallback(every_n_steps=2)
     model = transformers.LlamaForCausalLM(config)
-    transformers.Trainer(model, arguments, train_dataset=rows, callbacks=[watcher, Note()]).train()
+    Trainer(model, arguments, train_dataset=rows, callbacks=[watcher]).train()
     (history,) = tmp_path.rglob("history.jsonl")
     *records, last = load_history(history).records
-    known = {record.step: record.loss for record in records if record.loss is not None}
-    assert set(known) == {0, 2, 4, 6}
-    # Logs come after the step, with its number; a reading has the number of steps before it.
-    expected = {step: losses[step + 1] for step in known}
-    assert known == pytest.approx(expected, abs=1e-3)
+    assert [record.step for record in records] == [0, 2, 4, 6]
+    for record in records[:3]:
+        parts = losses[record.step * accumulation : (record.step + 1) * accumulation]
+        assert record.loss == pytest.approx(sum(parts), rel=1e-4)
+    assert (records[3].loss is None) == (accumulation == 1), (
+        "which was no number, and a last part that was one hides it"
+    )
     assert last.loss is None
