@@ -249,11 +249,11 @@ class Session:
         try:
             reading: Reading | Record = self.monitor.measure(step)
         except Exception as error:
-            if self._closed_after_following_ranks():
+            if self._follow_ranks():
                 return
             reading = self._marked(step, error)
         self._pending.append(reading)
-        self._closed_after_following_ranks()
+        self._follow_ranks()
 
     def _marked(self, step: int, error: Exception) -> Record:
         """Return a record without numbers, and with the reason; warns once."""
@@ -265,7 +265,7 @@ class Session:
     ) -> None:
         """Have readings of steps before `before` judged in order, all or those on the host, and deliver them."""
         if self._pending:
-            self._closed_after_following_ranks()
+            self._follow_ranks()
         intervenes = bool(self._settings.interventions) and may_intervene
         # That of the present step is not complete: under gradient accumulation the optimizer has yet to step.
         while self._pending and (before is None or self._pending[0].step < before):
@@ -357,9 +357,8 @@ class Session:
         if self._number_of_layers:  # a part that is called late: the history goes on in a further file
             self._state = self.state_dict()
             self._close_sinks()
-        self._is_open, self._number_of_layers = True, len(self.monitor.layers)
-        self._go_alone_if_ranks_differ()
-        if self._is_closed:
+        self._is_open, self._number_of_layers, self._facts = True, len(self.monitor.layers), []
+        if self._follow_ranks():
             return
         if not self.monitor.layers:
             self._refuse()
@@ -408,25 +407,20 @@ class Session:
                 intervention.load_state_dict(saved)
         self.monitor.contract.load_state_dict(state["contract"])  # last: what fails before it starts anew
 
-    def _closed_after_following_ranks(self) -> bool:
-        """Go on with a history of this rank's own if ranks measure alone now; return whether the session is closed."""
-        if self._go_alone_if_ranks_differ() and not self._is_closed and self.history is None:
-            self._open_history()
-        return self._is_closed
-
-    def _go_alone_if_ranks_differ(self) -> bool:
-        """Return whether ranks measure alone from now on; closes the session where they cannot."""
+    def _follow_ranks(self) -> bool:
+        """Go on alone, with a history of its own, if ranks measure alone now; return whether the session is closed."""
         ranks = self.monitor.join_ranks()
         ranks.settle()
-        if not ranks.difference or self._is_alone:
-            return False
-        self._is_alone = True
-        needs_all = ranks.is_sharded or bool(self._settings.interventions)
-        alone = "Heads are not watched." if needs_all else "Each rank measures alone, into a history of its own."
-        self._guard.warn_once("ranks", f"Ranks cannot measure together: {ranks.difference}. {alone}")
-        if needs_all:
-            self.close()
-        return True
+        if ranks.difference and not self._is_alone:
+            self._is_alone = True
+            needs_all = ranks.is_sharded or bool(self._settings.interventions)
+            alone = "Heads are not watched." if needs_all else "Each rank measures alone, into a history of its own."
+            self._guard.warn_once("ranks", f"Ranks cannot measure together: {ranks.difference}. {alone}")
+            if needs_all:
+                self.close()
+            elif self._facts and self.history is None:
+                self._open_history()
+        return self._is_closed
 
     def _open_history(self) -> None:
         """Open the history of the first rank, and one of each rank that measures layers of its own."""
