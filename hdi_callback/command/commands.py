@@ -6,15 +6,7 @@ from typing import Any
 
 import click
 
-from hdi_callback.command.group import (
-    CANNOT_WORK,
-    CODES,
-    NOTHING_UNUSUAL,
-    UNUSUAL,
-    CommandGroup,
-    print_json,
-    print_rows,
-)
+from hdi_callback.command.group import CommandGroup, print_json, print_rows
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of a table.")
 _MODEL = click.option(
@@ -42,7 +34,7 @@ def hdi() -> None:
 @click.option("--strict", is_flag=True, help="Exit with code 1 also for what is odd.")
 @click.option("--explain", metavar="LAYER", help="Show instead, operation by operation, how its heads were read.")
 @_JSON
-def check(target: str, build: str | None, strict: bool, explain: str | None, as_json: bool) -> int:
+def check(target: str, build: str | None, strict: bool, explain: str | None, as_json: bool) -> str:
     """Say what each attention of a model does, and what is wrong or odd about it.
 
     A few forwards run: on the batch that module:function gives beside its model, on example_input_array, or on a
@@ -61,19 +53,19 @@ def check(target: str, build: str | None, strict: bool, explain: str | None, as_
     if explain is not None:
         listing = opened.first_result(lambda forward: explained(opened.model, forward, explain))
         click.echo(listing)
-        return CANNOT_WORK if listing.startswith("No attention") else NOTHING_UNUSUAL
+        return "nothing to judge" if listing.startswith("No attention") else "clear"
     result = opened.first_result(lambda forward: check_model(opened.model, forward))
     _print_result(result, as_json)
     if result.wrong or (strict and result.findings):
-        return UNUSUAL
-    return NOTHING_UNUSUAL if any(card.heads for card in result.cards) else CANNOT_WORK
+        return "alert"
+    return "clear" if any(card.heads for card in result.cards) else "nothing to judge"
 
 
 @hdi.command(epilog=_EXIT_CODES)
 @click.argument("target")
 @_MODEL
 @_JSON
-def audit(target: str, build: str | None, as_json: bool) -> int:
+def audit(target: str, build: str | None, as_json: bool) -> str:
     """Judge the heads of a model or checkpoint.
 
     Code in files is never executed. The last line is the verdict.
@@ -86,7 +78,7 @@ def audit(target: str, build: str | None, as_json: bool) -> int:
     _print_result(result, as_json)
     if not as_json:
         _print_action(result.verdict)
-    return CODES[result.verdict.state]
+    return result.verdict.state
 
 
 @hdi.command()
@@ -94,7 +86,7 @@ def audit(target: str, build: str | None, as_json: bool) -> int:
 @click.argument("second", metavar="B")
 @_MODEL
 @_JSON
-def compare(first: str, second: str, build: str | None, as_json: bool) -> int:
+def compare(first: str, second: str, build: str | None, as_json: bool) -> str:
     """Show which weights of which heads differ in two models or checkpoints.
 
     Example: hdi compare checkpoint-1000 checkpoint-2000
@@ -103,13 +95,13 @@ def compare(first: str, second: str, build: str | None, as_json: bool) -> int:
 
     comparison = compare_targets(first, second, model=build)
     _print_result(comparison, as_json)
-    return NOTHING_UNUSUAL if comparison.changes else CANNOT_WORK
+    return "clear" if comparison.changes else "nothing to judge"
 
 
 @hdi.command(epilog=_EXIT_CODES)
 @click.argument("run")
 @_JSON
-def report(run: str, as_json: bool) -> int:
+def report(run: str, as_json: bool) -> str:
     """List the alerts of a run, and write report.html beside its history, which opens without a network.
 
     Example: hdi report lightning_logs/version_0
@@ -129,12 +121,12 @@ def report(run: str, as_json: bool) -> int:
         print_json(
             {"history": str(history.path), "verdict": judgement.text, "state": judgement.state, "alerts": alerts}
         )
-        return CODES[judgement.state]
+        return judgement.state
     for alert in raised:
         click.echo(f"step {alert.step}, {alert.level}, {state(alert)}: {alert.message}")
     click.echo(("\n" if raised else "") + judgement.text)
     _print_action(judgement)
-    return CODES[judgement.state]
+    return judgement.state
 
 
 @hdi.command()

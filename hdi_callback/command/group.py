@@ -15,17 +15,16 @@ import click
 
 from hdi_callback.errors import HDIError, HDIWarning
 
-NOTHING_UNUSUAL, UNUSUAL, CANNOT_WORK, INTERRUPTED = 0, 1, 2, 130
-CODES = {"clear": NOTHING_UNUSUAL, "alert": UNUSUAL, "nothing to judge": CANNOT_WORK}
-"""State of a verdict -> exit code."""
+CODES = {"clear": 0, "alert": 1, "nothing to judge": 2, "interrupted": 130}
+"""State of a verdict, or of a command itself -> exit code; 2 also for what cannot work."""
 
 
 class _CannotWorkError(click.ClickException):
-    exit_code = CANNOT_WORK
+    exit_code = CODES["nothing to judge"]
 
 
 class CommandGroup(click.Group):
-    """Commands that return their exit code."""
+    """Commands that return a state, from which their exit code follows."""
 
     def invoke(self, ctx: click.Context) -> NoReturn:
         """Run a command and end the process; an error of this package is one line."""
@@ -34,20 +33,20 @@ class CommandGroup(click.Group):
                 warnings.simplefilter("ignore")
                 warnings.simplefilter("default", HDIWarning)
                 warnings.showwarning = lambda message, *_, **__: click.echo(f"hdi: {_one_line(message)}", err=True)
-                code = super().invoke(ctx)
+                state = super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit):
             raise
         except BrokenPipeError:  # `hdi explain | head -1`, which click would end with 1
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            code = NOTHING_UNUSUAL
+            state = "clear"
         except (HDIError, OSError) as error:  # such as a folder without permission
             raise _CannotWorkError(_one_line(error)) from error
         except KeyboardInterrupt:
-            code = INTERRUPTED
+            state = "interrupted"
         except Exception:  # a bug; Python's own exit code for it is 1, which means here that something is unusual
             traceback.print_exc()
-            code = CANNOT_WORK
-        ctx.exit(code if isinstance(code, int) else NOTHING_UNUSUAL)
+            state = "nothing to judge"
+        ctx.exit(CODES[state or "clear"])
 
 
 def _one_line(text: object) -> str:
