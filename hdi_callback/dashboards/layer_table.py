@@ -22,8 +22,6 @@ def layer_rows(
     layers: Sequence[Mapping[str, Any]],
     record: Record | None = None,
     active: Iterable[Alert] = (),
-    *,
-    is_grouped: bool = True,
 ) -> list[dict[str, str]]:
     """Return the lines of the table: layer or layers, heads, width of a head, and so on -> text."""
     rules: dict[str, list[str]] = {}
@@ -34,8 +32,7 @@ def layer_rows(
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for facts in layers:
         name = facts["name"]
-        is_alone = not is_grouped or name in rules
-        shape = (*(facts.get(size) for size in _SHAPE), re.sub(r"\d+", "#", name), name if is_alone else None)
+        shape = (*(facts.get(size) for size in _SHAPE), re.sub(r"\d+", "#", name), name if name in rules else None)
         groups.setdefault(shape, []).append(facts)
     return [_row(group, record, rules.get(group[0]["name"], [])) for group in groups.values()]
 

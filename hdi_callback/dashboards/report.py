@@ -68,7 +68,6 @@ def page_of(run: RunHistory) -> str:
         "actions": [action for record in run.records for action in record.actions],
         "shapes": layer_rows(run.layers),
         "rows": layer_rows(run.layers, last, active),
-        "every_row": layer_rows(run.layers, last, active, is_grouped=False),
         "last": last,
     }
     environment = Environment(loader=PackageLoader(__package__, "."), autoescape=select_autoescape(default=True))

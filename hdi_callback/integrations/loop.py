@@ -23,8 +23,6 @@ from hdi_callback.record import Record
 from hdi_callback.session import Session, Settings, Trainer
 from hdi_callback.session.settings import Options, takes_settings
 
-Folder = str | os.PathLike[str]
-
 
 @takes_settings
 def watch_heads(
@@ -32,7 +30,7 @@ def watch_heads(
     optimizer: Any = None,
     every_n_steps: int = 50,
     *,
-    log_dir: Folder = "runs/heads",
+    log_dir: str | os.PathLike[str] = "runs/heads",
     tensorboard: Any = None,
     wandb: Any = None,
     log: Log | None = None,

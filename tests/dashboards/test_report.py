@@ -72,8 +72,7 @@ def test_the_report_of_a_large_run_is_one_file_below_a_megabyte_that_loads_nothi
     assert page.of("title")[0].endswith("run_7")
     assert "heads 3 and 21 of model.layers.17.self_attn are nearly one head" in " ".join(page.of("div.verdict alert"))
     rows = [text for text in page.of("table.layers") if text.startswith("model.layers.")]
-    assert rows[:2] == ["model.layers.0-16,18-47.self_attn", "model.layers.17.self_attn"]
-    assert len(rows) == 50, "and every layer on demand"
+    assert rows == ["model.layers.0-16,18-47.self_attn", "model.layers.17.self_attn"]
 
 
 @pytest.fixture
