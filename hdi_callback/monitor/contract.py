@@ -27,7 +27,7 @@ from hdi_callback.guard import describe, warn
 from hdi_callback.monitor.labels import AIM, ELSEWHERE, IGNORED, LABELS, Aim
 from hdi_callback.monitor.operations import GONE, OPERATIONS, loses, operations_of, tell_operations
 from hdi_callback.monitor.ranks import number_of_ranks
-from hdi_callback.monitor.training_step import GRADIENTS, WRITES, StepFacts, tell
+from hdi_callback.monitor.training_step import GRADIENTS, PLACES, WRITES, StepFacts, tell
 from hdi_callback.record import Alert, state_from_text, state_to_text
 
 __all__ = ["EVERY", "MEANING", "NAME", "Contract", "without_gradient"]
@@ -41,17 +41,18 @@ MEANING = (
     "Raised when attention computes something else than in the first forward: what queries see, dropout, scale, "
     "positions, biases, the rows that heads are made of, or in which order tokens come; when a module outside "
     "attention has lost an operation (a notice of other changes, of dropout and of modules that run no more); when in "
-    "the training step gradients begin to add up, or are turned or scaled before the optimizer gets them, or something "
-    "else writes weights; or when each position is trained to predict another token than before, or from the start "
-    "sees what it is to predict. Read at the first readings, at each tenth and after an alert, confirmed by the next; "
-    f"a notice of what changes from reading to reading. Then {_ACTION}."
+    "the training step gradients begin to add up, or are turned or scaled before the optimizer gets them, something "
+    "else writes weights, or their rows are old ones in another place; or when each position is trained to predict "
+    "another token than before, or from the start sees what it is to predict. Read at the first readings, at each "
+    "tenth and after an alert, confirmed by the next; a notice of what changes from reading to reading. "
+    f"Then {_ACTION}."
 )
 _FIRST = {1, 2, 3, 6}  # readings after the first one
 _FEWEST = 4  # forwards from which it is known what varies in them
 _ROUNDING = 0.02  # of rotary tables in bf16
-_OF_STEPS = {GRADIENTS, WRITES}
+_OF_STEPS = {GRADIENTS, PLACES, WRITES}
 _STEP = "the training step"
-_WHOLE = {GRADIENTS: _STEP, WRITES: _STEP, OPERATIONS: "the forward"}
+_WHOLE = {GRADIENTS: _STEP, PLACES: _STEP, WRITES: _STEP, OPERATIONS: "the forward"}
 _MOST = 4  # changes of a forward that are listed
 
 Key = tuple[str, int, str]
@@ -419,6 +420,10 @@ def _sees_ahead(each: Facts, aim: Aim) -> bool | None:
     return bool((2 * sees.sum((0, 2)) > is_trained[:, :-1].expand(len(sees), -1).sum()).any())
 
 
+def _tell_places(before: Mapping[str, str], after: Mapping[str, str]) -> Clauses:
+    return {text: () for name, text in after.items() if text and before.get(name, text) != text}
+
+
 def _tell_gradients(before: Mapping[str, tuple[int, ...]], after: Mapping[str, tuple[int, ...]]) -> Clauses:
     clauses: Clauses = {}
     for name, heads in after.items():
@@ -447,6 +452,7 @@ _TERMS: dict[str, tuple[Callable[[Facts], Any], Callable[[Any, Any], Clauses]]] 
     "block": (lambda each: each.block, _tell_value("the block is")),
     "gradients": (lambda each: None, _tell_gradients),
     GRADIENTS: (lambda each: None, tell),
+    PLACES: (lambda each: None, _tell_places),
     WRITES: (lambda each: None, tell),
     OPERATIONS: (lambda each: None, tell_operations),
     LABELS: (lambda each: None, _tell_labels),

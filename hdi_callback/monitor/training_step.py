@@ -1,9 +1,9 @@
 """The training step as a part of the contract: what becomes of gradients before the optimizer, and who writes weights.
 
 Exact facts of the parameters that the optimizers hold: the gradient that a step uses is that of the backward, up to one
-positive factor of all; and between two steps nothing writes. Versions of parameters count writes for nothing; gradients
-and bits are looked at where the contract is compared. Not known, and so never told, are gradients with several ranks,
-of sharded or sparse parameters and in compiled steps, and writes through `.data` between two comparisons.
+positive factor of all; and between two steps nothing writes. Versions of parameters count writes for nothing, but none
+through `.data`; gradients, bits and places of rows are looked at where the contract is compared. Not known, and so
+never told, are gradients with several ranks, of sharded or sparse parameters and in compiled steps.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from hdi_callback.attention.hooks import Hook
 from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.guard import Guard, guarded
 from hdi_callback.monitor.parameter_source import bits_of
+from hdi_callback.monitor.places import Place, Places, Side, sketch_of
 from hdi_callback.monitor.ranks import number_of_ranks
 
-__all__ = ["GRADIENTS", "WRITES", "StepFacts", "TrainingStep", "tell"]
+__all__ = ["GRADIENTS", "PLACES", "WRITES", "StepFacts", "TrainingStep", "tell"]
 
-GRADIENTS, WRITES = "step gradients", "step writes"
+GRADIENTS, PLACES, WRITES = "step gradients", "step places", "step writes"
 ADDED, TURNED, SCALED, CHANGED, TOUCHED = "not cleared", "turned", "scaled", "changed", "touched"
 
 _SAMPLE = 1024
@@ -39,11 +40,10 @@ _SAMPLE = 1024
 _OPPOSITE = 0.1
 """Share of entries of the other sign that no clipping, scaling or rounding of a sum makes."""
 
-_ROUNDING = 0.01
+_ROUNDING, _SMALLER = 0.01, 50
+_SHRUNK = "the optimizer gets gradients 50 times smaller than ever from a backward that gives as large ones as before"
 
 Terms = dict[tuple[str, int, str], dict[str, str]]
-Place = tuple[str, str]
-"""The layer that a parameter belongs to, or `""`, and its name there or in the model."""
 
 _PHRASES = {
     ADDED: "gradients of {} are not cleared: they add up",
@@ -77,6 +77,7 @@ class _Steps:
     settings: dict[str, Any] = field(default_factory=dict)  # of its groups, at the last step that was looked at
     facts: StepFacts | None = None  # of a step, until the next one begins
     looked_at: list[nn.Parameter] = field(default_factory=list)  # for these
+    least: tuple[float, float] | None = None  # norm of all gradients, and that as a share of the backward's
 
 
 class TrainingStep:
@@ -98,6 +99,7 @@ class TrainingStep:
         self._arms = 0
         self._ready: list[StepFacts] = []
         self._last: Terms = {}  # what was known of gradients last, where a step does not show it
+        self._places = Places()
 
     @guarded("watching the training step")
     def arm(self, optimizers: Iterable[Optimizer], layers: Sequence[AttentionLayer], *, compares: bool) -> None:
@@ -234,16 +236,21 @@ class TrainingStep:
         home = able[0].device if able else torch.device("cpu")
         columns = [torch.cat([tensor.to(home).reshape(-1) for tensor in column]) for column in [*zip(*pairs)][1:]]
         is_touched = [(id(parameter), "") in self._touched for parameter in able]
+        sides, entries = sketch_of(able, home)
         steps.looked_at = able
-        steps.facts = StepFacts([*columns, _bits(able)], partial(self._terms, *places, sizes, is_touched))
+        terms = partial(self._terms, steps, *places, sizes, is_touched, sides)
+        steps.facts = StepFacts([*columns, entries, _bits(able)], terms)
 
     def _terms(
-        self, able: Sequence[Place | None], trained: Sequence[Place | None], sizes: Sequence[int],
-        is_touched: Sequence[bool], *arrived: Tensor,
+        self, steps: _Steps, able: Sequence[Place | None], trained: Sequence[Place | None], sizes: Sequence[int],
+        is_touched: Sequence[bool], sides: Sequence[Side], *arrived: Tensor,
     ) -> Terms:  # fmt: skip
         """Return the terms of the contract, of each layer and under `""` of the rest of the model."""
-        *of_gradients, after, before = arrived
-        terms: Terms = {}
+        *of_gradients, entries, after, before = arrived
+        self._places.compare(able, sides, entries)
+        terms: Terms = {("", 0, PLACES): {}}
+        for at in filter(None, able):
+            terms.setdefault((at[0], 0, PLACES), {})[at[1]] = self._places.moved.get(at, "")
         if self._is_written is None:  # at first, as by a limit, which other parameters may reach later
             self._is_written = not torch.equal(after, before)
         for place, is_same, was_touched in zip(able, (after == before).tolist(), is_touched):
@@ -256,7 +263,13 @@ class TrainingStep:
             for place, was_added_to, became in zip(trained, was_there.tolist(), states):
                 if place is not None and became is not None:
                     terms.setdefault((place[0], 0, GRADIENTS), {})[place[1]] = ADDED if was_added_to else became
-        for term in [term for term in terms if term[2] == GRADIENTS]:
+            size, share = float(used.norm()), float(used.norm() / raw.norm())
+            if 0 < size < math.inf and share < math.inf:
+                least, of_backward = steps.least or (size, share)
+                is_shrunk = _SMALLER * size < least and _SMALLER * share < of_backward
+                steps.least = (least, of_backward) if is_shrunk else (min(size, least), min(share, of_backward))
+                terms["", 0, PLACES][f"gradients {id(steps)}"] = _SHRUNK if is_shrunk else ""
+        for term in [term for term in terms if term[2] != WRITES]:  # also what other optimizers have shown
             self._last[term] = terms[term] = {**self._last.get(term, {}), **terms[term]}
         return terms
 
