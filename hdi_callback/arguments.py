@@ -44,7 +44,7 @@ def quoted(names: Sequence[str]) -> str:
     return listed([f"`{name}`" for name in names[: 3 if more else 4]] + more)
 
 
-def whole_number(argument: str, value: Any, *, least: int, example: int) -> int:
+def whole_number(argument: str, value: Any, *, least: int, example: object) -> int:
     """Return a count, checked; numpy's whole numbers are counts as well."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise MisconfigurationError(

@@ -153,11 +153,10 @@ def explain(name: tuple[str, ...]) -> None:
         return
     entry = look_up(" ".join(name))
     data = {"what it is": entry.meaning}
-    if entry.kind == "metric" or entry.metric:
-        metric = entry.metric or entry.text
-        judged = [rule.name for rule in RULES if metric in (*rule.needs, *rule.reads)]
+    if entry.metric:
+        judged = [rule.name for rule in RULES if entry.metric in (*rule.needs, *rule.reads)]
         data["judged by"] = ", ".join(judged) or "no rule"
-        data["to draw it"] = f'HDICallback(metrics=["{metric}"])'
+        data["to draw it"] = f'HDICallback(metrics=["{entry.metric}"])'
     elif entry.kind == "intervention":
         data["to use it"] = f"HDICallback(interventions=[{entry.text}(...)])"
     elif entry.kind == "rule":

@@ -64,7 +64,7 @@ class Name:
     text: str
     kind: str  # "rule", "curve", "metric", "finding of hdi check" ...
     meaning: str  # a sentence or two
-    metric: str = ""  # of a curve of each layer
+    metric: str = ""  # that it is, or that a curve of each layer draws
 
 
 def every_name() -> dict[str, Name]:
@@ -87,7 +87,7 @@ def every_name() -> dict[str, Name]:
         for name, meaning in of_kind.items():
             text = name.replace("_", " ") if kind == "finding of hdi check" else name
             text = f"{text} asked" if text in names else text
-            names[text] = Name(text, kind, meaning)
+            names[text] = Name(text, kind, meaning, metric=text if kind == "metric" else "")
     return names
 
 

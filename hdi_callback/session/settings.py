@@ -89,11 +89,8 @@ class Settings:
         self.metrics = check_metrics(self.metrics)
         self.include = strings("include", self.include, "patterns of layer names")
         self.exclude = strings("exclude", self.exclude, "patterns of layer names")
-        if isinstance(self.padding, str):
-            one_of("padding", self.padding, ["auto"])
-        elif self.padding is not None:
-            example: Any = '"auto", or the id of the padding token'
-            whole_number("padding", self.padding, least=0, example=example)
+        if self.padding not in ("auto", None):
+            whole_number("padding", self.padding, least=0, example='"auto", or the id of the padding token')
         self.history = _history(self.history)
         if self.alerts is None and (self.thresholds is not None or self.interventions):
             raise MisconfigurationError(

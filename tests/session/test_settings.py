@@ -40,7 +40,7 @@ MISUSE: dict[str, tuple[dict[str, Any], str]] = {
     "a string for a list": ({"metrics": "hdi"}, r"write \['hdi'\]"),
     "a string as pattern": ({"exclude": "encoder.*"}, r"write \['encoder.\*'\]"),
     "a number as pattern": ({"include": [3]}, r"must be a list of patterns of layer names or None, got \[3\]"),
-    "padding by another word": ({"padding": "autos"}, 'must be "auto".*Did you mean'),
+    "padding by another word": ({"padding": "autos"}, "got 'autos': write \"auto\", or the id"),
     "padding by a fraction": ({"padding": 0.5}, "`padding`"),
     "a number as history": ({"history": 3}, "`history` must be True, False or a path"),
     "rules by another word": ({"alerts": "defaults"}, "Did you mean 'default'"),
