@@ -93,7 +93,7 @@ class Wandb(Curves):
             row["hdi/alert_table"] = wandb.Table(columns=list(_COLUMNS), data=rows)
         self._target.log(row, commit=False)
         self._open_row = self._target.step
-        for alert in urgent_of(record):
+        for alert in urgent_of(record.alerts):
             title = f"Attention heads: {alert.rule} in {joined_name(alert.layers)}"
             text = f"step {alert.step}: {alert.message}\n{alert.remedy}"
             self._target.alert(title, text, level=_LEVELS[alert.level], wait_duration=1)  # 0 would be a minute

@@ -292,15 +292,9 @@ def shortened(name: str, most: int = 28) -> str:
 class Pictures:
     """Draws the map and the heads of a run in a share of its time, and the evidence of each alert when it begins."""
 
-    def __init__(
-        self,
-        layers: Sequence[Mapping[str, Any]] = (),
-        past: Sequence[Record] = (),
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, layers: Sequence[Mapping[str, Any]] = (), past: Sequence[Record] = ()) -> None:
         self.alerts: list[Alert] = []  # of all records
-        self._urgent: list[Alert] = []
-        self._clock, self._next = clock, 0.0
+        self._next = 0.0  # when the map and the heads are due
         self._steps = array("q")
         self._worst: dict[str, array[float]] = {}
         self._units = {facts["name"]: compared(facts) for facts in layers}
@@ -312,23 +306,23 @@ class Pictures:
     def add(self, record: Record) -> dict[str, npt.NDArray[np.uint8]]:
         """Take a record; return the pictures if they are due: tag -> ``(height, width, 3)``."""
         self._add(record)
-        began = self._clock()
+        began = time.monotonic()
         drawn = {
             f"{EVIDENCE}/{alert.rule.replace(' ', '_')}": pixels(figure)
-            for alert in reversed(urgent_of(record))  # the first of a rule, where there are several
+            for alert in reversed(urgent_of(record.alerts))  # the first of a rule, where there are several
             if (figure := draw_evidence(alert, [*self._records], self._patterns.around(alert))) is not None
         }
         is_due = record.is_last or (len(self._steps) > 1 and began >= self._next)
         if not is_due or not self._worst:
             return drawn
-        drawn[MAP] = pixels(draw_map(self._steps, self._worst, self._urgent))
+        drawn[MAP] = pixels(draw_map(self._steps, self._worst, urgent_of(self.alerts)))
         worst = record.values(WORST)
         layer = max(worst, key=lambda name: worst[name], default="")
         matrix = record.layers[layer].matrices.get("pair_alignment") if layer else None
         if matrix is not None:
             unit = self._units.get(layer, "heads")
             drawn[HEADS] = pixels(draw_heads(layer, record.step, matrix, closest_pair(record, layer), unit=unit))
-        now = self._clock()
+        now = time.monotonic()
         self._next = now + (now - began) / _SHARE
         return drawn
 
@@ -344,7 +338,6 @@ class Pictures:
             row.append(values.get(name, math.nan))
         self._steps.append(record.step)
         self.alerts += record.alerts
-        self._urgent += urgent_of(record)
 
 
 def pixels(figure: Figure) -> npt.NDArray[np.uint8]:

@@ -47,9 +47,9 @@ def state(event: Alert) -> str:
     return "active" if event.ended is None else f"resolved at step {event.ended}"
 
 
-def urgent_of(record: Record) -> list[Alert]:
-    """Return the alerts of a reading that began or got worse, and are no notices."""
-    return [alert for alert in record.alerts if not alert.is_over and alert.level != "notice"]
+def urgent_of(alerts: Sequence[Alert]) -> list[Alert]:
+    """Return the alerts that began or got worse, and are no notices."""
+    return [alert for alert in alerts if not alert.is_over and alert.level != "notice"]
 
 
 def _is_same(first: Alert, second: Alert) -> bool:

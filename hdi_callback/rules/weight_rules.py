@@ -73,7 +73,8 @@ class FrozenWeights(Rule):
             if count >= readings and row.step - since >= self.steps
         }
         heads = {place for kind, place in still if kind != "parameter"}
-        zero = {head for head in heads if _is_zero(row, head)}
+        circuits = [row.per_head(name) for name in ("circuit_qk_norm", "circuit_ov_norm")]
+        zero = {head for head in heads if all(norms[head : head + 1] == [0.0] for norms in circuits)}
         heads -= zero if series.is_pretrained else set()
         parameters = dict(enumerate(series.facts.get("parameters", {}).items()))
         names = [parameters.get(place, ("a parameter", 2)) for kind, place in still if kind == "parameter"]
@@ -194,11 +195,6 @@ class VanishingWeights(Rule):
             threshold=limit,
             metric=metric,
         )
-
-
-def _is_zero(row: Row, head: int) -> bool:
-    """Return whether both circuits of a head are known to be zero."""
-    return [row.per_head(name)[head : head + 1] for name in ("circuit_qk_norm", "circuit_ov_norm")] == [[0.0], [0.0]]
 
 
 def _within_five_steps(share: float, row: Row) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -150,8 +151,10 @@ def test_an_alert_without_a_number_that_was_read_has_no_evidence():
     assert draw_evidence(alert, []) is None
 
 
-def test_it_is_drawn_at_the_alert_however_short_the_share_of_time_is():
-    pictures = Pictures(clock=iter(range(0, 10**9, 1000)).__next__)
+def test_it_is_drawn_at_the_alert_however_short_the_share_of_time_is(monkeypatch):
+    clock = SimpleNamespace(monotonic=iter(range(0, 10**9, 1000)).__next__)
+    monkeypatch.setattr("hdi_callback.dashboards.pictures.time", clock)
+    pictures = Pictures()
     drawn = [pictures.add(record) for record in leaking()]
     assert [f"{EVIDENCE}/later_tokens" in at for at in drawn] == [False] * 8 + [True] + [False] * 3
 

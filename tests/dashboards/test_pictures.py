@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from hdi_callback.dashboards import pictures as module
 from hdi_callback.dashboards.names import HEADS, MAP
 from hdi_callback.dashboards.pictures import Pictures, draw_heads, draw_map, pixels
 from tests.dashboards.synthetic import collapsing, facts_of
@@ -46,9 +48,10 @@ def test_the_collapsed_layer_is_seen_in_the_map_and_its_pair_among_the_heads(lay
     assert yellow(drawn[HEADS])[:, : int(0.7 * drawn[HEADS].shape[1])].sum() > 8
 
 
-def test_a_picture_takes_a_share_of_the_run_however_often_readings_come():
-    clock = Clock(0.5)  # half a second for a drawing, and as long from one reading to the next
-    pictures = Pictures(clock=clock)
+def test_a_picture_takes_a_share_of_the_run_however_often_readings_come(monkeypatch):
+    # Half a second for a drawing, and as long from one reading to the next.
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=Clock(0.5)))
+    pictures = Pictures()
     drawn = [MAP in pictures.add(record) for record in collapsing(2, 4, 400, layer=1, pair=(1, 3))]
     assert drawn[0] is False, "one reading is no map"
     assert drawn[1] is True

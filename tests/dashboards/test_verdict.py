@@ -118,7 +118,7 @@ def test_key_heads_are_called_so_where_heads_share_their_keys():
 def test_what_is_urgent_began_or_got_worse_and_is_no_notice():
     notice, warning, worse = alert(0, level="notice"), alert(10, "worse"), alert(20, "worse", "critical")
     over = alert(30, "resolved", "critical")
-    assert urgent_of(record(30, alerts=(notice, warning, worse, over))) == [warning, worse]
+    assert urgent_of((notice, warning, worse, over)) == [warning, worse]
 
 
 NO_FORWARD = {"attention rows": NOT_ARMED, "head outputs": NOT_ARMED}
