@@ -90,7 +90,7 @@ def check(model: nn.Module, forward: Callable[[], object] | None = None) -> Chec
     function("forward", forward, "lambda: model(batch)")
     facts: list[Facts] = []
     other_mode: list[Facts] = []
-    survey(model, forward, lambda *read: facts.extend(facts_of(*read)))
+    survey(model, forward, lambda reader: facts.extend(facts_of(reader)))
     forward = own_forward(model) if forward is None else forward
     if not facts or forward is None:
         return Check()
@@ -100,7 +100,7 @@ def check(model: nn.Module, forward: Callable[[], object] | None = None) -> Chec
         model.train(not model.training)
         other = "training" if model.training else "evaluation"
         try:
-            survey(model, forward, lambda *read: other_mode.extend(facts_of(*read)))
+            survey(model, forward, lambda reader: other_mode.extend(facts_of(reader)))
         except Exception as error:  # one sample behind a batch norm, targets that are asked for
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             not_asked[f"{other} mode"] = f"there the forward raises {reason}"

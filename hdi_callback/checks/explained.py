@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
-from hdi_callback.attention.discovery.find import survey
+from hdi_callback.attention.discovery.find import TapeReader, survey
 from hdi_callback.attention.discovery.heads import FoundAttention
 from hdi_callback.attention.discovery.labels import Labels, Unreadable
 from hdi_callback.attention.discovery.planes import small
@@ -23,12 +23,13 @@ def explained(model: nn.Module, forward: Callable[[], object], name: str) -> str
     """Return the operations from parameters to the attention of a module, and of which rows each result is."""
     listings: dict[str, list[str]] = {}
 
-    def read(labels: Labels, claims: list[FoundAttention], refused: list[tuple[Step, str]]) -> None:
-        for claim in claims:
+    def read(reader: TapeReader) -> None:
+        labels = reader.labels
+        for claim in reader.claims:
             listings.setdefault(claim.path or "", []).append(_of_claim(labels, claim))
-        for step, _ in refused:
+        for step, _ in reader.refused:
             listings.setdefault(step.path or "", []).append(_lines(labels, [step, *labels.leading_to(step.inputs)]))
-        for facts in facts_of(labels, claims, refused):
+        for facts in facts_of(reader):
             listings.setdefault(facts.path, []).append(str(card_of(facts)))
 
     name = "" if name == _ROOT else name

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hdi_callback.attention.discovery.cores import Core, core_of, sums_of
-from hdi_callback.attention.discovery.find import place_of
+from hdi_callback.attention.discovery.find import TapeReader, place_of
 from hdi_callback.attention.discovery.heads import IN, FoundAttention, Projection
 from hdi_callback.attention.discovery.labels import NORMED, SEVERAL, SUM, Label, Labels, Unreadable
 from hdi_callback.attention.discovery.planes import small, unique_rows
@@ -201,10 +201,13 @@ class Facts:
         return self.scale is not None and self.width > 0 and math.isclose(self.scale, self.width**-0.5, rel_tol=0.01)
 
 
-def facts_of(labels: Labels, claims: list[FoundAttention], refused: list[tuple[Step, str]]) -> list[Facts]:
+def facts_of(reader: TapeReader) -> list[Facts]:
     """Return facts about each attention that was read, or whose softmax was met, in the order of the forward."""
     collected: list[Facts] = []
-    every: list[tuple[Step, FoundAttention | str]] = [*((claim.core.step, claim) for claim in claims), *refused]
+    labels = reader.labels
+    every: list[tuple[Step, FoundAttention | str]] = [
+        *((attention.core.step, attention) for attention in reader.claims), *reader.refused
+    ]  # fmt: skip
     is_scaled, embedded = _is_rotation_scaled(labels.tape.model), _embedded(labels.tape)
     for step, attention in sorted(every, key=lambda pair: pair[0].number):
         values = _of_step(labels, step)

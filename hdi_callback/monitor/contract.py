@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.arguments import listed, quoted
-from hdi_callback.attention.discovery.find import claims_of, name_without_wrappers
+from hdi_callback.attention.discovery.find import TapeReader, name_without_wrappers
 from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.attention.tape import Tape
 from hdi_callback.checks import Facts, facts_of, joined_name, shown_rows
@@ -96,7 +96,7 @@ class Contract:
         loud = set()
         try:
             with torch.device("cpu"):
-                of_each = [[item] if isinstance(item, Facts) else facts_of(*claims_of(item)) for item in read]
+                of_each = [[item] if isinstance(item, Facts) else facts_of(TapeReader(item).finish()) for item in read]
                 every = [each for facts in of_each for each in facts]
                 numbers, of_training = iter(arrived), dict[Key, Any]()
                 for of_step in of_steps:

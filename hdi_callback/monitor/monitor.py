@@ -17,7 +17,7 @@ from typing_extensions import Self
 from hdi_callback.arguments import strings, torch_module, whole_number
 from hdi_callback.attention.capture.capture import Capture, Captured
 from hdi_callback.attention.capture.padding import PaddingChoice
-from hdi_callback.attention.discovery.find import name_without_wrappers, survey_tape
+from hdi_callback.attention.discovery.find import TapeReader, name_without_wrappers, survey_tape
 from hdi_callback.attention.dtensors import IN_PIECES, is_in_first_fsdp
 from hdi_callback.attention.extra_forward import inner_model
 from hdi_callback.attention.first_calls import FirstCalls
@@ -103,7 +103,7 @@ class HeadDiversityMonitor:
         self._guard = Guard()
         self._first_calls: FirstCalls | None = None  # before and after all calls
         self._first_forwards: list[FirstForward] = []  # of this armed step
-        self._read: list[Any] = []  # of forwards, and not yet checked: warnings are off while a forward is read
+        self._read: list[TapeReader] = []  # of forwards, and not yet checked: warnings are off while a forward is read
         self._said: set[str] = set()  # of findings
         self.contract = Contract(self._is_chosen)
         self.training_step, self._labels = TrainingStep(self._model), LossLabels()
@@ -114,7 +114,7 @@ class HeadDiversityMonitor:
         self._first_calls = FirstCalls(
             self._model,
             self._on_found,
-            partial(survey_tape, on_read=self._note),
+            partial(survey_tape, on_read=self._read.append),
             self._record,
             may_agree=lambda: self._ranks is None,
         )
@@ -316,16 +316,14 @@ class HeadDiversityMonitor:
     def _record(self) -> FirstForward:
         model = inner_model(self._model)
         keeps = lambda: torch.is_grad_enabled() or not self._training_only  # noqa: E731
-        return FirstForward(model, self._padding, self._max_tokens, keeps, self._note)
-
-    def _note(self, *read: Any) -> None:
-        self._read.append(read)
+        return FirstForward(model, self._padding, self._max_tokens, keeps, self._read.append)
 
     @guarded("checking attention")
     def _check(self) -> None:
         """Warn of wrong or odd attention in the forwards that were read; it ends no training."""
-        read, self._read = self._read, []
-        facts = [facts_of(*each) for each in read]
+        read = [*self._read]
+        self._read.clear()
+        facts = [facts_of(reader) for reader in read]
         self._facts += [each for listed in facts for each in listed]
         checks = [examine(listed, self._is_chosen) for listed in facts]
         texts = [str(finding) for each in checks for finding in each.findings]

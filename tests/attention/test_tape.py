@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hdi_callback.attention.discovery.find import claims_of
+from hdi_callback.attention.discovery.find import TapeReader
 from hdi_callback.attention.tape import CONSTANT, DATA, WEIGHT, Tape
 from tests.attention.by_hand import CASES, C
 
@@ -136,9 +136,9 @@ def test_what_a_debugger_shows_of_a_forward_is_a_line_each():
     module, _, inputs = CASES["written_out"]()
     with torch.no_grad(), Tape(module) as tape:
         module(*inputs)
-    labels, claims, _ = claims_of(tape)
+    reader = TapeReader(tape).finish()
     view = next(view for step in tape.steps for view in step.inputs)
-    shown = [*tape.steps, *claims, view, view.cell, labels.read(view)]
+    shown = [*tape.steps, *reader.claims, view, view.cell, reader.labels.read(view)]
     assert all(len(repr(each)) < 500 and "\n" not in repr(each) for each in shown)
     softmax = next(step for step in tape.steps if step.op == "_softmax")
     assert repr(softmax).startswith(f"<Step {softmax.number} _softmax in")

@@ -508,7 +508,7 @@ def test_scale_and_masks_of_a_packages_kernel_are_read_by_its_arguments_and_not_
     def facts(call):
         module = OfPackage(call)
         collected = []
-        survey(module, lambda: module(x), lambda *read: collected.extend(facts_of(*read)))
+        survey(module, lambda: module(x), lambda reader: collected.extend(facts_of(reader)))
         (each,) = collected
         return each.scale, each.is_causal
 

@@ -468,7 +468,7 @@ class WindowOfOneHeadFlat(WindowOfOneHead):
 @pytest.mark.parametrize(("kind", "heads"), [(WindowOfOneHead, 4), (WindowOfOneHeadFlat, 1)])
 def test_a_mask_of_three_dimensions_is_of_heads_or_of_samples_as_scores_are(kind, heads):
     model, facts = Decoder(kind).eval(), []
-    survey(model, lambda: model(TOKENS), lambda *read: facts.extend(facts_of(*read)))
+    survey(model, lambda: model(TOKENS), lambda reader: facts.extend(facts_of(reader)))
     for each in facts:
         earlier, itself, _ = each.seen
         assert bool((itself == 1).all())

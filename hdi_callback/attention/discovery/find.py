@@ -45,7 +45,7 @@ from hdi_callback.attention.normalisers import SOFTMAX
 from hdi_callback.attention.tape import DATA, Cell, Step, Tape, View, walk_back
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarning
 
-__all__ = ["OnRead", "claims_of", "find_attention", "place_of", "short_names", "survey", "survey_tape"]
+__all__ = ["OnRead", "TapeReader", "find_attention", "place_of", "short_names", "survey", "survey_tape"]
 
 
 RefusedSteps = list[tuple[Step, str]]  # of what cannot be read
@@ -82,23 +82,22 @@ class TapeReader:
                 self.refused.append((step, f"reading it failed ({type(error).__name__}: {error})"))
         self._next = max(self._next, last + 1)
 
-
-@torch.no_grad()
-def claims_of(tape: Tape, tape_reader: TapeReader | None = None) -> tuple[Labels, list[FoundAttention], RefusedSteps]:
-    """Return the labels of a tape, each attention on it, and what cannot be read; `tape_reader` may have begun."""
-    tape_reader = TapeReader(tape) if tape_reader is None else tape_reader
-    tape_reader.go_on()
-    labels, claims, refused = tape_reader.labels, tape_reader.claims, tape_reader.refused
-    refused += _without_softmax(labels, claims, refused)
-    labels.forget()
-    labels.tape.normalisers.forget()
-    for claim in claims:
-        columns_of(labels, claim)
-    claims, refused_groups = _joined_side_by_side(labels, claims)
-    paths = {step.path for step, _ in refused}
-    lone = [claim for claim in claims if claim.heads == 1 and claim.path in paths]
-    refused_heads = [(claim.core.step, "other heads of it cannot be read") for claim in lone]
-    return labels, [claim for claim in claims if claim not in lone], refused + refused_groups + refused_heads
+    @torch.no_grad()
+    def finish(self) -> TapeReader:
+        """Read what is left, name what weighs tokens otherwise, and join single heads; return itself."""
+        self.go_on()
+        labels = self.labels
+        self.refused += _without_softmax(labels, self.claims, self.refused)
+        labels.forget()
+        labels.tape.normalisers.forget()
+        for claim in self.claims:
+            columns_of(labels, claim)
+        claims, refused_groups = _joined_side_by_side(labels, self.claims)
+        paths = {step.path for step, _ in self.refused}
+        lone = [claim for claim in claims if claim.heads == 1 and claim.path in paths]
+        self.refused += refused_groups + [(claim.core.step, "other heads of it cannot be read") for claim in lone]
+        self.claims = [claim for claim in claims if claim not in lone]
+        return self
 
 
 def _claim(labels: Labels, step: Step) -> FoundAttention | None:
@@ -234,19 +233,19 @@ def _together(items: Sequence[Projection]) -> Projection:
 # from claims to layers
 
 
-OnRead = Callable[[Labels, list[FoundAttention], RefusedSteps], None]
+OnRead = Callable[[TapeReader], object]
 
 
 def survey_tape(tape: Tape, on_read: OnRead | None = None, tape_reader: TapeReader | None = None) -> Survey:
     """Return the layers of a model, and what cannot be read, from a forward that was written down.
 
-    `on_read` takes what `claims_of` returns, for others to look at; `tape_reader` may have begun to read it.
+    `on_read` takes the reader when it has finished, for others to look at; `tape_reader` may have begun to read it.
     """
     with torch._C.DisableTorchFunction(), torch.device("cpu"):  # a model may run under torch.device("meta")
-        labels, claims, refused = claims_of(tape, tape_reader)
-        result = _Layers(labels, claims).read(refused)
+        reader = (TapeReader(tape) if tape_reader is None else tape_reader).finish()
+        result = _Layers(reader.labels, reader.claims).read(reader.refused)
         if on_read is not None:
-            on_read(labels, claims, refused)
+            on_read(reader)
         return in_model_order(tape.model, result)
 
 
@@ -472,7 +471,7 @@ def survey(model: nn.Module, forward: Callable[[], object] | None = None, on_rea
         forward: runs a forward of it, without arguments: ``lambda: model(batch)``. Without it, a batch is taken that
             the model brings itself (``example_input_array``, ``input_size`` of timm), or that is made up for a model
             of transformers; if there is none, torch's own attentions are called one by one.
-        on_read: takes what `claims_of` returns, for others to look at.
+        on_read: takes the `TapeReader` when it has finished, for others to look at.
 
     Raises:
         MisconfigurationError: if there is no `forward`, and no other way to know.
