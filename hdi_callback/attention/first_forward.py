@@ -132,13 +132,13 @@ class FirstForward:
             return
         with _quiet():
             self._reading.go_on(held.step.number)
-            claim = next((claim for claim in self._reading.claims if claim.core.step is held.step), None)
+            attn = next((attn for attn in self._reading.attentions if attn.core.step is held.step), None)
             try:
-                product = None if claim is None else held.products.get(claim.core.parts[0].step.number)
-                if claim is None or (claim.core.normaliser is not None and product is None):
+                product = None if attn is None else held.products.get(attn.core.parts[0].step.number)
+                if attn is None or (attn.core.normaliser is not None and product is None):
                     return
-                site = site_of(claim, self.tape.steps)
-                stub: Any = SimpleNamespace(name=held.step.number, value_dim=claim.width)
+                site = site_of(attn, self.tape.steps)
+                stub: Any = SimpleNamespace(name=held.step.number, value_dim=attn.width)
                 if site.kind == "fused":
                     received = arguments_of(held.func, held.args, held.kwargs)
                     self._reader._read_fused(stub, site, received, held.out)

@@ -26,15 +26,15 @@ class _Downstream:
     joined: list[Cell] = field(default_factory=list)  # what else enters a step on the way
 
 
-def block_of(labels: Labels, claim: FoundAttention) -> str | None:
+def block_of(labels: Labels, attn: FoundAttention) -> str | None:
     """Return the block, as ``"x + attention(norm(x))"``, or `None`."""
-    product = claim.core.parts[0].product
-    values = claim.core.step.inputs[2] if product is None else product.second
-    sides = [view.cell for view in [*sides_of(labels, claim.core), values]]
+    product = attn.core.parts[0].product
+    values = attn.core.step.inputs[2] if product is None else product.second
+    sides = [view.cell for view in [*sides_of(labels, attn.core), values]]
     inputs = [_inputs_of_maps(labels, cell) for cell in sides]
-    if not inputs[0] or not claim.takers:
+    if not inputs[0] or not attn.takers:
         return None
-    result = claim.takers[0][0].output.cell
+    result = attn.takers[0][0].output.cell
     if not result.users:
         return UNUSED
     downstream = _downstream(labels, result, through_sums=True)

@@ -25,8 +25,8 @@ def explained(model: nn.Module, forward: Callable[[], object], name: str) -> str
 
     def read(reader: TapeReader) -> None:
         labels = reader.labels
-        for claim in reader.claims:
-            listings.setdefault(claim.path or "", []).append(_of_claim(labels, claim))
+        for attn in reader.attentions:
+            listings.setdefault(attn.path or "", []).append(_of_attention(labels, attn))
         for step, _ in reader.refused:
             listings.setdefault(step.path or "", []).append(_lines(labels, [step, *labels.leading_to(step.inputs)]))
         for facts in facts_of(reader):
@@ -41,11 +41,11 @@ def explained(model: nn.Module, forward: Callable[[], object], name: str) -> str
     return f"No attention ran in `{name or _ROOT}`; it ran in: {ran_in or 'no module'}."
 
 
-def _of_claim(labels: Labels, claim: FoundAttention) -> str:
-    core = claim.core
+def _of_attention(labels: Labels, attn: FoundAttention) -> str:
+    core = attn.core
     steps = [core.step, *([] if core.score_step is None else [core.score_step]), *(part.step for part in core.parts)]
     views = [view for step in steps if step is not core.step or core.score_step is None for view in step.inputs]
-    return _lines(labels, [*steps, *labels.leading_to(views), *(step for step, _ in claim.outputs)])
+    return _lines(labels, [*steps, *labels.leading_to(views), *(step for step, _ in attn.outputs)])
 
 
 def _lines(labels: Labels, steps: Iterable[Step]) -> str:

@@ -206,7 +206,7 @@ def facts_of(reader: TapeReader) -> list[Facts]:
     collected: list[Facts] = []
     labels = reader.labels
     every: list[tuple[Step, FoundAttention | str]] = [
-        *((attention.core.step, attention) for attention in reader.claims), *reader.refused
+        *((attention.core.step, attention) for attention in reader.attentions), *reader.refused
     ]  # fmt: skip
     is_scaled, embedded = _is_rotation_scaled(labels.tape.model), _embedded(labels.tape)
     for step, attention in sorted(every, key=lambda pair: pair[0].number):
@@ -218,7 +218,7 @@ def facts_of(reader: TapeReader) -> list[Facts]:
             values |= {} if core is None else _of_core(labels, core)
             sides = () if core is None else [embedded.get(view.cell, {}) for view in sides_of(labels, core)]
             values |= {"tokens": tuple(sides[0][key] for key in sides[0] if key in sides[1])} if sides else {}
-            values |= {"reason": attention} if isinstance(attention, str) else _of_claim(labels, attention, values)
+            values |= {"reason": attention} if isinstance(attention, str) else _of_attention(labels, attention, values)
         except Exception as error:  # one attention that is not understood leaves the others
             values = _of_step(labels, step)
             values["reason"] = f"its facts could not be collected ({type(error).__name__}: {error})"
@@ -304,39 +304,39 @@ def _of_core(labels: Labels, core: Core) -> dict[str, Any]:
     }
 
 
-def _of_claim(labels: Labels, claim: FoundAttention, values: dict[str, Any]) -> dict[str, Any]:
+def _of_attention(labels: Labels, attn: FoundAttention, values: dict[str, Any]) -> dict[str, Any]:
     """Return what is known of heads."""
-    maps = {role: claim.maps.get(role, []) for role in IN} | {"output": [columns for _, columns in claim.outputs]}
-    mixed = _mixed(labels, claim)
-    entering = labels.may_read(claim.takers[0][1].first) if claim.takers else None
+    maps = {role: attn.maps.get(role, []) for role in IN} | {"output": [columns for _, columns in attn.outputs]}
+    mixed = _mixed(labels, attn)
+    entering = labels.may_read(attn.takers[0][1].first) if attn.takers else None
     order = CUT if mixed else "" if entering is None else _order(entering.tokens)
     asking = {role: maps[role][0] for role in ("query", "key") if maps[role]}
-    tables = {role: cosines_of(labels, claim.core, projection.starts) for role, projection in asking.items()}
+    tables = {role: cosines_of(labels, attn.core, projection.starts) for role, projection in asking.items()}
     cosines = [table[0] for table in tables.values() if table is not None]
     is_usual = math.isclose(values["scale"] or 0, values["width"] ** -0.5, rel_tol=0.01)
-    is_sum = bool({SUM.of("query"), SUM.of("key")} & claim.flags)  # of which each part may have a scale of its own
+    is_sum = bool({SUM.of("query"), SUM.of("key")} & attn.flags)  # of which each part may have a scale of its own
     return {
-        "path": place_of(claim, claim.maps),
-        "heads": claim.heads,
+        "path": place_of(attn, attn.maps),
+        "heads": attn.heads,
         "features": next((projection.count for projection in asking.values()), 0),
         "rows": {role: tuple(_rows(labels, each) for each in listed) for role, listed in maps.items() if listed},
-        "normed": tuple(role for role in PLURAL if _is_normed(labels, claim, role)),
+        "normed": tuple(role for role in PLURAL if _is_normed(labels, attn, role)),
         "scale": None if is_sum and not is_usual else values["scale"],
         "cosines": {role: table for role, table in tables.items() if table is not None},
-        "length": length_of(labels, claim.core),
+        "length": length_of(labels, attn.core),
         "shift": shift_of(*cosines) if len(cosines) == 2 else None,
         # Of a sum of maps features are of more pairs than their own.
-        "pairs": {role: pairs for role, pairs in values["pairs"].items() if len(claim.maps.get(role, ())) < 2},
+        "pairs": {role: pairs for role, pairs in values["pairs"].items() if len(attn.maps.get(role, ())) < 2},
         "order": values["order"] | {"output": order},
         "mixed": mixed,
-        "block": block_of(labels, claim),
+        "block": block_of(labels, attn),
     }
 
 
-def _is_normed(labels: Labels, claim: FoundAttention, role: str) -> bool:
+def _is_normed(labels: Labels, attn: FoundAttention, role: str) -> bool:
     if role in IN:
-        return NORMED.of(role) in claim.flags
-    entering = (labels.may_read(product.first) for _, product in claim.takers)
+        return NORMED.of(role) in attn.flags
+    entering = (labels.may_read(product.first) for _, product in attn.takers)
     return any(label is not None and NORMED in label.flags for label in entering)
 
 
@@ -424,25 +424,25 @@ def _cut_across(labels: Labels, label: Label) -> tuple[str, tuple[int, ...]] | N
     return module, tuple((tokens[:rows] - tokens[0]).tolist())
 
 
-def _mixed(labels: Labels, claim: FoundAttention) -> tuple[tuple[int, int], ...]:
+def _mixed(labels: Labels, attn: FoundAttention) -> tuple[tuple[int, int], ...]:
     """Return the head and token of each part of the first row of an output projection, if it mixes tokens of a head."""
-    source = claim.source
-    if source is None or claim.heads < 2 or not claim.numbers:
+    source = attn.source
+    if source is None or attn.heads < 2 or not attn.numbers:
         return ()
-    queries = claim.numbers[0].shape[1]
-    for _, product in claim.takers:
+    queries = attn.numbers[0].shape[1]
+    for _, product in attn.takers:
         label = labels.may_read(product.first)
-        if label is None or (claim.outputs and product.kind != "filter"):
+        if label is None or (attn.outputs and product.kind != "filter"):
             continue
         zeros = (0,) * (label.features.dim() - 2)
         # Channels lie before places.
         first: tuple[Any, ...] = (0, ..., *zeros) if product.kind == "filter" else (0, *zeros)
         features, tokens = (plane.expand_as(label.features)[first] for plane in (label.features, label.tokens))
-        if len(features) != claim.heads * claim.width:
+        if len(features) != attn.heads * attn.width:
             continue
         if bool((features < source.start).any()) or bool((features >= source.end).any()):
             continue
-        heads, of = (features - source.start) // claim.width, (tokens - 1) % queries
+        heads, of = (features - source.start) // attn.width, (tokens - 1) % queries
         parts = list(dict.fromkeys(zip(heads.tolist(), of.tolist())))
         if len(parts) > len({head for head, _ in parts}):
             return tuple(parts)

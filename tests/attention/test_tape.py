@@ -138,7 +138,7 @@ def test_what_a_debugger_shows_of_a_forward_is_a_line_each():
         module(*inputs)
     reader = TapeReader(tape).finish()
     view = next(view for step in tape.steps for view in step.inputs)
-    shown = [*tape.steps, *reader.claims, view, view.cell, reader.labels.read(view)]
+    shown = [*tape.steps, *reader.attentions, view, view.cell, reader.labels.read(view)]
     assert all(len(repr(each)) < 500 and "\n" not in repr(each) for each in shown)
     softmax = next(step for step in tape.steps if step.op == "_softmax")
     assert repr(softmax).startswith(f"<Step {softmax.number} _softmax in")

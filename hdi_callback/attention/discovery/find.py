@@ -17,6 +17,7 @@ from torch import nn
 from hdi_callback.arguments import function, quoted, torch_module
 from hdi_callback.attention import operations as ops
 from hdi_callback.attention.discovery.cores import core_of, layout_of_fused
+from hdi_callback.attention.discovery.head_weights import Weights, origin
 from hdi_callback.attention.discovery.heads import (
     IN,
     FoundAttention,
@@ -38,7 +39,6 @@ from hdi_callback.attention.discovery.labels import (
 )
 from hdi_callback.attention.discovery.own_inputs import forward_of_torchs_attention, own_forward
 from hdi_callback.attention.discovery.sites import merged_sites, site_of
-from hdi_callback.attention.discovery.terms import Weights, origin
 from hdi_callback.attention.extra_forward import inner_model, nothing_remains
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Refusal, Site, Survey
 from hdi_callback.attention.normalisers import SOFTMAX
@@ -52,7 +52,7 @@ RefusedSteps = list[tuple[Step, str]]  # of what cannot be read
 Projections = dict[str, list[Projection]]  # role -> those that are summed
 
 
-# from a tape to claims
+# from a tape to attentions
 
 
 class TapeReader:
@@ -60,7 +60,7 @@ class TapeReader:
 
     def __init__(self, tape: Tape) -> None:
         self.labels = Labels(tape)
-        self.claims: list[FoundAttention] = []
+        self.attentions: list[FoundAttention] = []
         self.refused: RefusedSteps = []
         self._next = 0
 
@@ -74,8 +74,8 @@ class TapeReader:
                 self.refused.append((step, f"it runs the operation {step.op}, which is not known"))
                 continue
             try:
-                claim = _claim(self.labels, step)
-                self.claims += [claim] if claim is not None else []
+                attn = _attention_at(self.labels, step)
+                self.attentions += [attn] if attn is not None else []
             except Unreadable as error:
                 self.refused.append((step, str(error)))
             except Exception as error:  # one attention that is not understood leaves the others
@@ -87,27 +87,27 @@ class TapeReader:
         """Read what is left, name what weighs tokens otherwise, and join single heads; return itself."""
         self.go_on()
         labels = self.labels
-        self.refused += _without_softmax(labels, self.claims, self.refused)
+        self.refused += _without_softmax(labels, self.attentions, self.refused)
         labels.forget()
         labels.tape.normalisers.forget()
-        for claim in self.claims:
-            columns_of(labels, claim)
-        claims, refused_groups = _joined_side_by_side(labels, self.claims)
+        for attn in self.attentions:
+            columns_of(labels, attn)
+        attentions, refused_groups = _joined_side_by_side(labels, self.attentions)
         paths = {step.path for step, _ in self.refused}
-        lone = [claim for claim in claims if claim.heads == 1 and claim.path in paths]
-        self.refused += refused_groups + [(claim.core.step, "other heads of it cannot be read") for claim in lone]
-        self.claims = [claim for claim in claims if claim not in lone]
+        lone = [attn for attn in attentions if attn.heads == 1 and attn.path in paths]
+        self.refused += refused_groups + [(attn.core.step, "other heads of it cannot be read") for attn in lone]
+        self.attentions = [attn for attn in attentions if attn not in lone]
         return self
 
 
-def _claim(labels: Labels, step: Step) -> FoundAttention | None:
+def _attention_at(labels: Labels, step: Step) -> FoundAttention | None:
     core = core_of(labels, step)
     if core is None:
         return None
     refuse_parts_of_features(labels, core)
-    claim = heads_of(labels, core)
+    attn = heads_of(labels, core)
     labels.score_steps |= {core.score_step.number} if core.score_step is not None else set()
-    return claim
+    return attn
 
 
 def _looks_like_attention(step: Step) -> bool:
@@ -129,9 +129,9 @@ _NO_SOFTMAX = (
 _NO_SCORES = "it sums products of two computed tensors over tokens, without scores (as AFT and RWKV do)"
 
 
-def _without_softmax(labels: Labels, claims: list[FoundAttention], refused: RefusedSteps) -> RefusedSteps:
+def _without_softmax(labels: Labels, attentions: list[FoundAttention], refused: RefusedSteps) -> RefusedSteps:
     """Return what weighs tokens otherwise: linear attention, state spaces, attention over edges, or without queries."""
-    paths = {step.path for step, _ in refused} | {claim.path for claim in claims}
+    paths = {step.path for step, _ in refused} | {attn.path for attn in attentions}
     first: dict[str | None, tuple[Step, str]] = {}
     without_scores: dict[str | None, tuple[Step, str]] = {}
     for step in labels.tape.steps:
@@ -181,43 +181,43 @@ def _is_of_two_computed(labels: Labels, cell: Cell, path: str | None, *, is_by_e
     return False
 
 
-def _joined_side_by_side(labels: Labels, claims: list[FoundAttention]) -> tuple[list[FoundAttention], RefusedSteps]:
+def _joined_side_by_side(labels: Labels, attentions: list[FoundAttention]) -> tuple[list[FoundAttention], RefusedSteps]:
     """Join heads that are computed one after the other, and enter one product side by side."""
     groups: dict[tuple[Any, ...], list[FoundAttention]] = {}
-    for claim in claims:
-        if claim.outputs:
-            kinds = sorted((role, len(maps), maps[0].starts.shape[1]) for role, maps in claim.maps.items())
-            groups.setdefault((tuple(step.number for step, _ in claim.outputs), *kinds), []).append(claim)
+    for attn in attentions:
+        if attn.outputs:
+            kinds = sorted((role, len(maps), maps[0].starts.shape[1]) for role, maps in attn.maps.items())
+            groups.setdefault((tuple(step.number for step, _ in attn.outputs), *kinds), []).append(attn)
     joined: set[int] = set()
     refused = []
     for group in groups.values():
-        columns = [set(claim.outputs[0][1].starts.flatten().tolist()) for claim in group]
+        columns = [set(attn.outputs[0][1].starts.flatten().tolist()) for attn in group]
         if len(group) == 1 or len(set().union(*columns)) != sum(map(len, columns)):
             continue
-        joined |= {id(claim) for claim in group[1:]}
+        joined |= {id(attn) for attn in group[1:]}
         role = _role_with_inputs_of_heads(labels, group)
         if role:
             refused.append((group[0].core.step, f"each head's {role} map takes an input of its own"))
             joined.add(id(group[0]))
             continue
         _join(group)
-    return [claim for claim in claims if id(claim) not in joined], refused
+    return [attn for attn in attentions if id(attn) not in joined], refused
 
 
 def _join(group: list[FoundAttention]) -> None:
-    """Join the heads of some claims into the first of them."""
+    """Join the heads of some attentions into the first of them."""
     first = group[0]
-    first.members = [copy(claim) for claim in group]
-    first.maps = {role: list(map(_together, zip(*(claim.maps[role] for claim in group)))) for role in first.maps}
-    outputs = zip(*(claim.outputs for claim in group)) if len({len(claim.outputs) for claim in group}) == 1 else ()
+    first.members = [copy(attn) for attn in group]
+    first.maps = {role: list(map(_together, zip(*(attn.maps[role] for attn in group)))) for role in first.maps}
+    outputs = zip(*(attn.outputs for attn in group)) if len({len(attn.outputs) for attn in group}) == 1 else ()
     first.outputs = [(of_heads[0][0], _together([output for _, output in of_heads])) for of_heads in outputs]
-    first.heads = sum(claim.heads for claim in group)
-    first.flags = set().union(*(claim.flags for claim in group))
+    first.heads = sum(attn.heads for attn in group)
+    first.flags = set().union(*(attn.flags for attn in group))
 
 
 def _role_with_inputs_of_heads(labels: Labels, group: list[FoundAttention]) -> str:
     for role in IN:
-        names = {name for claim in group for item in claim.maps.get(role, []) for name in item.names}
+        names = {name for attn in group for item in attn.maps.get(role, []) for name in item.names}
         products = (labels.products_of[name].values() for name in names)
         inputs = [frozenset(origin(product.first) for product in of_name) for of_name in products]
         if len(set(inputs)) > 1 and not frozenset.intersection(*inputs):
@@ -230,7 +230,7 @@ def _together(items: Sequence[Projection]) -> Projection:
     return replace(items[0], names=names, starts=torch.cat([item.starts for item in items]))
 
 
-# from claims to layers
+# from attentions to layers
 
 
 OnRead = Callable[[TapeReader], object]
@@ -243,30 +243,30 @@ def survey_tape(tape: Tape, on_read: OnRead | None = None, tape_reader: TapeRead
     """
     with torch._C.DisableTorchFunction(), torch.device("cpu"):  # a model may run under torch.device("meta")
         reader = (TapeReader(tape) if tape_reader is None else tape_reader).finish()
-        result = _Layers(reader.labels, reader.claims).read(reader.refused)
+        result = _Layers(reader.labels, reader.attentions).read(reader.refused)
         if on_read is not None:
             on_read(reader)
         return in_model_order(tape.model, result)
 
 
 class _Layers:
-    """Turns claims into layers."""
+    """Turns attentions into layers."""
 
-    def __init__(self, labels: Labels, claims: list[FoundAttention]) -> None:
-        self._claims, self._tape, self._model = claims, labels.tape, labels.tape.model
-        of_outputs = {name for claim in claims for _, output in claim.outputs for name in output.names}
+    def __init__(self, labels: Labels, attentions: list[FoundAttention]) -> None:
+        self._attentions, self._tape, self._model = attentions, labels.tape, labels.tape.model
+        of_outputs = {name for attn in attentions for _, output in attn.outputs for name in output.names}
         self._weights = Weights(labels, of_outputs)
         self._layers: dict[tuple[object, ...], AttentionLayer] = {}
         self._sites: list[tuple[Site, object]] = []
         self._refused: dict[str, Refusal] = {}
 
     def read(self, refused: RefusedSteps) -> Survey:
-        """Return a layer for each different claim; claims with the same rows are calls of one layer."""
-        for claim in self._claims:
+        """Return a layer for each different attention; attentions with the same rows are calls of one layer."""
+        for attn in self._attentions:
             try:
-                self._add(claim)
+                self._add(attn)
             except Unreadable as error:  # noqa: PERF203
-                self._refuse(claim.core.step.path or "", str(error))
+                self._refuse(attn.core.step.path or "", str(error))
         for step, reason in refused:
             self._refuse(step.path or "", reason)
         merged: dict[object, list[Site]] = {}
@@ -280,53 +280,51 @@ class _Layers:
     def _refuse(self, path: str, reason: str) -> None:
         self._refused[path] = Refusal(path, reason, type(self._model.get_submodule(path)).__name__)
 
-    def _add(self, claim: FoundAttention) -> None:
-        streams = [claim.maps, *claim.streams]
+    def _add(self, attn: FoundAttention) -> None:
+        streams = [attn.maps, *attn.streams]
         for place, maps in enumerate(streams):
-            of_stream = [output for output, stream in zip(claim.outputs, claim.stream_of_output) if stream == place]
-            outputs = of_stream or claim.outputs
+            of_stream = [output for output, stream in zip(attn.outputs, attn.stream_of_output) if stream == place]
+            outputs = of_stream or attn.outputs
             key = tuple((role, *(item.key for item in items)) for role, items in sorted(maps.items()))
             if key not in self._layers:
-                self._layers[key] = self._layer(claim, maps, outputs)
+                self._layers[key] = self._layer(attn, maps, outputs)
             if place == 0:
-                self._note_sites(claim, key)
+                self._note_sites(attn, key)
 
-    def _note_sites(self, claim: FoundAttention, key: object) -> None:
+    def _note_sites(self, attn: FoundAttention, key: object) -> None:
         first = 0
-        for member in claim.members or [claim]:
+        for member in attn.members or [attn]:
             count = len(set(member.numbers[0].flatten().tolist()) - {-1})
             if member.core.step.is_recognised or member.core.normaliser is not None:
-                order = tuple(range(first, first + count)) if claim.members else ()
+                order = tuple(range(first, first + count)) if attn.members else ()
                 with suppress(Unreadable):
                     self._sites.append((replace(site_of(member, self._tape.steps), order=order), key))
             first += count
 
-    def _layer(
-        self, claim: FoundAttention, maps: Projections, outputs: list[tuple[Step, Projection]]
-    ) -> AttentionLayer:
-        notes = [*claim.notes, *_caveats(claim.flags)]
-        chosen = _distinguishing_maps(maps, claim.flags, notes)
-        weights, of_heads = self._weights_of(claim, chosen, notes)
+    def _layer(self, attn: FoundAttention, maps: Projections, outputs: list[tuple[Step, Projection]]) -> AttentionLayer:
+        notes = [*attn.notes, *_caveats(attn.flags)]
+        chosen = _distinguishing_maps(maps, attn.flags, notes)
+        weights, of_heads = self._weights_of(attn, chosen, notes)
         base = None
         try:
             weights["output"], base = self._weights.output(outputs)
         except Unreadable as error:
             notes.append(f"the output projection: {error}".removesuffix(": "))
-        value_dim = weights["value"].width if "value" in weights else claim.width
+        value_dim = weights["value"].width if "value" in weights else attn.width
         if "output" in weights and weights["output"].width != value_dim:
             notes.append("the output projection, which takes heads of another width")
             del weights["output"]
-        name = place_of(claim, chosen)
+        name = place_of(attn, chosen)
         module = self._model.get_submodule(name)
         return AttentionLayer(
-            name, module, weights, kind=_kind(claim, chosen), key_of=of_heads["key"], value_dim=value_dim,
-            value_of=of_heads.get("value", tuple(range(claim.heads))),
-            normed=frozenset(role for role in IN if NORMED.of(role) in claim.flags),
+            name, module, weights, kind=_kind(attn, chosen), key_of=of_heads["key"], value_dim=value_dim,
+            value_of=of_heads.get("value", tuple(range(attn.heads))),
+            normed=frozenset(role for role in IN if NORMED.of(role) in attn.flags),
             output_module=self._output_module(base, name), notes="; ".join(notes),
         )  # fmt: skip
 
     def _weights_of(
-        self, claim: FoundAttention, maps: Projections, notes: list[str]
+        self, attn: FoundAttention, maps: Projections, notes: list[str]
     ) -> tuple[dict[str, HeadWeight], dict[str, tuple[int, ...]]]:
         """Return the weights of queries, keys and values, and which of them each head has."""
         weights, of_heads = dict[str, HeadWeight](), dict[str, tuple[int, ...]]()
@@ -334,7 +332,7 @@ class _Layers:
         inputs = [self._weights.inputs(items[0]) for items in maps.values()]
         shared = frozenset.intersection(*inputs) if len(inputs) == len(IN) else frozenset()
         for role, items in maps.items():
-            chosen, numbers = _different(items, claim.heads) if role != "query" else (items, tuple(range(claim.heads)))
+            chosen, numbers = _different(items, attn.heads) if role != "query" else (items, tuple(range(attn.heads)))
             try:
                 weights[role] = self._weights.of(chosen, role, shared, path)
             except Unreadable as error:
@@ -354,11 +352,11 @@ class _Layers:
         return None if is_layer or isinstance(module, _NEVER_CALLED) else module
 
 
-def place_of(claim: FoundAttention, maps: Projections) -> str:
+def place_of(attn: FoundAttention, maps: Projections) -> str:
     """Return the path of a layer's module: the one that runs the attention, if it has the parameters."""
     owners = _modules_of(maps)
-    path = claim.core.step.path or ""
-    if claim.members or not any(owner == path or owner.startswith(f"{path}.") or not path for owner in owners):
+    path = attn.core.step.path or ""
+    if attn.members or not any(owner == path or owner.startswith(f"{path}.") or not path for owner in owners):
         path = _common(owners)
         if path in owners and "." in path:  # one packed projection: the module that attends is around it
             path = path.rpartition(".")[0]
@@ -427,11 +425,11 @@ def _different(maps: list[Projection], heads: int) -> tuple[list[Projection], tu
     return different, tuple(order.index(name) for name in names)
 
 
-def _kind(claim: FoundAttention, maps: Projections) -> str:
+def _kind(attn: FoundAttention, maps: Projections) -> str:
     names = short_names(name for items in maps.values() for item in items for name in item.names)
     where = f"{'packed in' if len(names) == 1 else 'in'} {quoted(names)}"
-    normaliser = SOFTMAX if claim.core.normaliser is None else claim.core.normaliser.name
-    return f"{claim.heads} heads, {where}{'' if normaliser == SOFTMAX else f'; {normaliser} in place of a softmax'}"
+    normaliser = SOFTMAX if attn.core.normaliser is None else attn.core.normaliser.name
+    return f"{attn.heads} heads, {where}{'' if normaliser == SOFTMAX else f'; {normaliser} in place of a softmax'}"
 
 
 def short_names(parameters: Iterable[str]) -> list[str]:

@@ -100,38 +100,38 @@ class FoundAttention:
 
 def heads_of(labels: Labels, core: Core) -> FoundAttention:
     """Return the heads of an attention; raise `Unreadable` if they cannot be told apart."""
-    claim = FoundAttention(core, 0, {}, set(core.flags), [*core.notes])
+    attn = FoundAttention(core, 0, {}, set(core.flags), [*core.notes])
     with_values = [part for part in core.parts if bool(small(part.value.features).any())] or core.parts[:1]
     heads: dict[_Name, _Head] = {}
     parts: list[tuple[ValueProduct, Tensor]] = []  # with the head of each query
     tables = [{role: _vectors(labels, label.features) for role, label in part.labels.items()} for part in with_values]
     for part, table in zip(with_values, tables):
-        claim.flags |= {flag.of(role) for role, label in part.labels.items() for flag in label.flags}
-        claim.flags |= {SUM.of(role) for role, (_, _, is_sum) in table.items() if is_sum}
+        attn.flags |= {flag.of(role) for role, label in part.labels.items() for flag in label.flags}
+        attn.flags |= {SUM.of(role) for role, (_, _, is_sum) in table.items() if is_sum}
         own, number = _heads_of_part(labels, part, table)
         if any(_named(head["value"]) != _named(heads.get(name, head)["value"]) for name, head in own.items()):
-            claim.notes.append("further values that its weights are multiplied with")
+            attn.notes.append("further values that its weights are multiplied with")
             continue
         heads |= {name: head for name, head in own.items() if name not in heads}
         order = list(heads)
         at = torch.tensor([*(order.index(name) for name in own), -1])
         parts.append((part, thin(at[number])))
-    claim.heads = len(heads)
+    attn.heads = len(heads)
     # Streams of tokens, each of which has projections of its own in all roles.
     counts = {len(head[role]) for head in heads.values() for role in IN if len(head[role]) > 1}
     streams = range(counts.pop() if len(counts) == 1 else 1)
-    claim.maps, *claim.streams = (_maps_of(labels, claim, list(heads.values()), stream) for stream in streams)
-    if claim.streams:
+    attn.maps, *attn.streams = (_maps_of(labels, attn, list(heads.values()), stream) for stream in streams)
+    if attn.streams:
         of_streams = list(next(iter(heads.values()))["query"])
         different, vectors, _ = tables[0]["query"]
         owners = map(frozenset, vectors)
-        claim.stream_of = torch.tensor([of_streams.index(o) if o in of_streams else 0 for o in owners])[different]
-    _check(parts[0][0], claim)
+        attn.stream_of = torch.tensor([of_streams.index(o) if o in of_streams else 0 for o in owners])[different]
+    _check(parts[0][0], attn)
     head_of_queries = torch.cat([number.flatten() for _, number in parts])
     if len(set(head_of_queries[head_of_queries >= 0].bincount().tolist())) > 1:
         raise Unreadable("not all tokens have the same heads, as where experts make queries")
-    _install(labels, claim, parts)
-    return claim
+    _install(labels, attn, parts)
+    return attn
 
 
 def _heads_of_part(labels: Labels, part: ValueProduct, table: dict[str, _Vectors]) -> tuple[dict[_Name, _Head], Tensor]:
@@ -235,28 +235,28 @@ def _query_heads(
 # from heads to maps
 
 
-def _maps_of(labels: Labels, claim: FoundAttention, heads: list[_Head], stream: int) -> dict[str, list[Projection]]:
+def _maps_of(labels: Labels, attn: FoundAttention, heads: list[_Head], stream: int) -> dict[str, list[Projection]]:
     maps: dict[str, list[Projection]] = {}
     for role in IN:
         vectors = []
         for head in heads:
             streams = list(head[role].values())
             vectors.append(streams[min(stream, len(streams) - 1)] if streams else {})
-        if projections := _maps_of_role(labels, claim, role, vectors):
+        if projections := _maps_of_role(labels, attn, role, vectors):
             maps[role] = projections
     return maps
 
 
-def _maps_of_role(labels: Labels, claim: FoundAttention, role: str, heads: list[Vector]) -> list[Projection]:
+def _maps_of_role(labels: Labels, attn: FoundAttention, role: str, heads: list[Vector]) -> list[Projection]:
     """Return the projections that make a role, each with the rows of every head; without those of positions alone."""
     owners = list(dict.fromkeys(owner for vector in heads for owner in vector))
     computed = [owner for owner in owners if owner in labels.ranges]
     for owner in computed:
         if labels.ranges[owner].kind == "scores":
             raise Unreadable(f"its {role} is a product of two computed tensors")
-        claim.flags.add(Flag("what another attention returns", role=role))
+        attn.flags.add(Flag("what another attention returns", role=role))
     heads = [{owner: places for owner, places in vector.items() if owner not in computed} for vector in heads]
-    if SUM.of(role) in claim.flags:
+    if SUM.of(role) in attn.flags:
         still = [owner for owner in owners if owner not in labels.moving]  # maps of positions alone
         if not all(set(vector) <= set(still) for vector in heads):
             heads = [{o: places for o, places in vector.items() if o not in still} for vector in heads]
@@ -280,9 +280,9 @@ def _projection(labels: Labels, of_heads: Sequence[tuple[int, tuple[tuple[int, i
     return Projection(names, torch.tensor(features), stride, count, places)
 
 
-def _check(part: ValueProduct, claim: FoundAttention) -> None:
+def _check(part: ValueProduct, attn: FoundAttention) -> None:
     """Refuse what is no attention of heads after all."""
-    maps, flags = claim.maps, claim.flags
+    maps, flags = attn.maps, attn.flags
     for role in ("query", "key"):
         tokens = small(part.labels[role].tokens)
         is_single = repeats(tokens, 1) and part.labels[role].tokens.shape[1] > 1
@@ -300,42 +300,42 @@ def _check(part: ValueProduct, claim: FoundAttention) -> None:
 # what an attention gives
 
 
-def _install(labels: Labels, claim: FoundAttention, parts: list[tuple[ValueProduct, Tensor]]) -> None:
+def _install(labels: Labels, attn: FoundAttention, parts: list[tuple[ValueProduct, Tensor]]) -> None:
     """Label what a core returns with the heads that it comes from."""
     width = max(part.value.features.shape[-1] for part, _ in parts)
-    claim.width, claim.numbers = width, [number for _, number in parts]
-    claim.source = labels.new_source("attention", claim.heads * width, claim.core.step, ())
+    attn.width, attn.numbers = width, [number for _, number in parts]
+    attn.source = labels.new_source("attention", attn.heads * width, attn.core.step, ())
     for part, head in parts:
         shape = n, queries, columns = (*head.shape, part.value.features.shape[-1])
-        first = claim.source.start + small(head)[..., None] * width
+        first = attn.source.start + small(head)[..., None] * width
         features = torch.where(small(head)[..., None] < 0, 0, first + torch.arange(columns))
         tokens = (torch.arange(n)[:, None] * queries + torch.arange(queries) + 1)[..., None]
         placed, at = (part.placed(plane.expand(shape)) for plane in (features, tokens))
         labels.installed[part.step.number] = Label(placed, at)
 
 
-def columns_of(labels: Labels, claim: FoundAttention) -> None:
+def columns_of(labels: Labels, attn: FoundAttention) -> None:
     """Find the products with parameters that take what an attention returns."""
-    walk = WalkOn([part.step.output.cell for part in claim.core.parts], most=_MOST_STEPS_TO_OUTPUT)
+    walk = WalkOn([part.step.output.cell for part in attn.core.parts], most=_MOST_STEPS_TO_OUTPUT)
     for step in walk:
         product = labels.products.of(step)
         if product is not None:
             is_linear = product.kind in {"weight", "filter"}
             if is_linear and product.first.cell in walk.met:
-                claim.takers.append((step, product))
+                attn.takers.append((step, product))
                 try:
-                    _claim_columns(labels, claim, step, product)
+                    _read_columns(labels, attn, step, product)
                 except Unreadable as error:
-                    claim.flags.add(Flag(str(error), role="output"))
-        elif step.op in {"add", "sub"} and _adds_something_else(labels, claim, step, walk.met):
-            claim.flags.add(Flag("something is added before a map", role="output"))
+                    attn.flags.add(Flag(str(error), role="output"))
+        elif step.op in {"add", "sub"} and _adds_something_else(labels, attn, step, walk.met):
+            attn.flags.add(Flag("something is added before a map", role="output"))
         else:
             walk.follow(step)
 
 
-def _adds_something_else(labels: Labels, claim: FoundAttention, step: Step, met: set[Cell]) -> bool:
+def _adds_something_else(labels: Labels, attn: FoundAttention, step: Step, met: set[Cell]) -> bool:
     """Whether a residual is added; other attention, and what comes of the layer's own projections, is none."""
-    names = {name for maps in claim.maps.values() for projection in maps for name in projection.names}
+    names = {name for maps in attn.maps.values() for projection in maps for name in projection.names}
     projected = {labels.tape.places[name] for name in names}
     for view in step.inputs:
         if not view.is_float or view.cell.kind != DATA or view.cell in met or not view.shape or view.shape[-1] == 1:
@@ -349,7 +349,7 @@ def _adds_something_else(labels: Labels, claim: FoundAttention, step: Step, met:
     return False
 
 
-def _claim_columns(labels: Labels, claim: FoundAttention, step: Step, product: Product) -> None:
+def _read_columns(labels: Labels, attn: FoundAttention, step: Step, product: Product) -> None:
     """Enter the columns of each head in a product that takes the output; raise `Unreadable` if they cannot be told."""
     label = labels.read(product.first)
     if label is None:
@@ -362,28 +362,28 @@ def _claim_columns(labels: Labels, claim: FoundAttention, step: Step, product: P
         is_grid = features.dim() > 2
         features = reshaped(thin(features.movedim(1, -1)), (1, -1, features.shape[1])) if is_grid else features[None]
     first, stride = labels.products.lines(columns, 2)
-    of_heads = _columns_by_head(labels, claim, features, first.tolist())
-    starts = torch.tensor([list(of_heads[head]) for head in range(claim.heads)])
+    of_heads = _columns_by_head(labels, attn, features, first.tolist())
+    starts = torch.tensor([list(of_heads[head]) for head in range(attn.heads)])
     names = tuple(labels.tape.names[labels.owner(int(row[0]))] for row in starts)
     output = Projection(names, starts, stride, columns.shape[2])
-    if all(projection.key != output.key for _, projection in claim.outputs):
-        claim.outputs.append((step, output))
-        claim.stream_of_output.append(_stream_of(claim, label.tokens))
+    if all(projection.key != output.key for _, projection in attn.outputs):
+        attn.outputs.append((step, output))
+        attn.stream_of_output.append(_stream_of(attn, label.tokens))
 
 
-def _stream_of(claim: FoundAttention, tokens: Tensor) -> int:
+def _stream_of(attn: FoundAttention, tokens: Tensor) -> int:
     """Return the stream that the tokens of an output are of."""
     numbers = small(tokens)
     numbers = numbers[numbers > 0]
-    if claim.stream_of is None or not numbers.numel():
+    if attn.stream_of is None or not numbers.numel():
         return 0
-    return int(claim.stream_of.flatten()[int(numbers.min()) - 1])
+    return int(attn.stream_of.flatten()[int(numbers.min()) - 1])
 
 
 def _columns_by_head(
-    labels: Labels, claim: FoundAttention, features: Tensor, turned: list[list[int]]
+    labels: Labels, attn: FoundAttention, features: Tensor, turned: list[list[int]]
 ) -> dict[int, list[int]]:
-    source, width = claim.source, claim.width
+    source, width = attn.source, attn.width
     assert source is not None
     of_heads: dict[int, dict[int, int]] = {}  # head -> column -> feature of the head
     for batch in range(len(features)):
@@ -397,7 +397,7 @@ def _columns_by_head(
                     raise Unreadable("several heads are summed or mixed before the map")
                 for head in heads:
                     of_heads.setdefault(head, {}).setdefault(numbers[column], min(places) % width)
-    if len(of_heads) != claim.heads or len(set(map(len, of_heads.values()))) > 1:
+    if len(of_heads) != attn.heads or len(set(map(len, of_heads.values()))) > 1:
         raise Unreadable("a map of some heads only")
     if len(set().union(*of_heads.values())) != sum(map(len, of_heads.values())):
         raise Unreadable("heads share columns")

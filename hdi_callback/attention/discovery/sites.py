@@ -19,22 +19,22 @@ from hdi_callback.attention.tape import Step
 __all__ = ["merged_sites", "site_of"]
 
 
-def site_of(claim: FoundAttention, steps: list[Step]) -> Site:
+def site_of(attn: FoundAttention, steps: list[Step]) -> Site:
     """Return where an attention runs, among the steps of its tape; raise `Unreadable` if that is not regular."""
-    step, heads, normaliser = claim.core.step, claim.heads, claim.core.normaliser
+    step, heads, normaliser = attn.core.step, attn.heads, attn.core.normaliser
     ordinal = step.ordinal if normaliser is None else normaliser.start.ordinal
-    part, number = claim.core.parts[0], claim.numbers[0]
+    part, number = attn.core.parts[0], attn.numbers[0]
     query = torch.arange(number.shape[1]).expand_as(number)
-    if claim.core.query_of is None or part.units is None:
+    if attn.core.query_of is None or part.units is None:
         shape = step.inputs[0].shape[:-1]
         dims = _dims(reshaped(number, shape), reshaped(query, shape), heads)
         return Site(step.path or "", ordinal, "fused", heads, dims, dims)
-    query_of, units = claim.core.query_of, part.units
+    query_of, units = attn.core.query_of, part.units
     if bool((query_of < 0).any()):
         raise Unreadable("rows without scores")
     count = int(max(query_of.max(), units.max())) + 1
     head_of, place_of = torch.full((count,), -1), torch.full((count,), -1)
-    for numbers, unit in zip(claim.numbers, [part.units for part in claim.core.parts]):
+    for numbers, unit in zip(attn.numbers, [part.units for part in attn.core.parts]):
         if unit is not None and numbers.shape == unit.shape:
             has_scores = unit >= 0
             head_of[unit[has_scores]] = numbers[has_scores]
@@ -42,7 +42,7 @@ def site_of(claim: FoundAttention, steps: list[Step]) -> Site:
     rows = _dims(head_of[query_of], place_of[query_of], heads)
     out = _dims(number, query, heads)
     is_flipped = part.product is not None and part.product.is_flipped
-    site = Site(step.path or "", ordinal, "softmax", heads, rows, out, claim.core.dim, is_flipped)
+    site = Site(step.path or "", ordinal, "softmax", heads, rows, out, attn.core.dim, is_flipped)
     if normaliser is None:
         return site
 
