@@ -265,8 +265,7 @@ def _path_to_product(labels: Labels, cell: Cell) -> tuple[Product, list[Step]] |
             return None
         product = labels.products.of(step)
         if product is not None and product.kind in {"weight", "filter"}:
-            is_filter = product.kind == "filter" and math.prod(product.second.shape[2:]) > 1
-            if is_filter or nearest not in (None, product):
+            if product.taps > 1 or nearest not in (None, product):
                 return None
             nearest = product
             continue

@@ -6,7 +6,6 @@ the labels of a `Core`; `columns_of` follows what the core gives to the output p
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -23,7 +22,6 @@ from hdi_callback.attention.discovery.labels import (
     Flag,
     Label,
     Labels,
-    filter_features,
 )
 from hdi_callback.attention.discovery.planes import repeats, reshaped, small, thin, unique_rows
 from hdi_callback.attention.discovery.products import Product, Unreadable
@@ -356,9 +354,8 @@ def _read_columns(labels: Labels, attn: FoundAttention, step: Step, product: Pro
         return
     columns, features = product.second, label.features
     if product.kind == "filter":
-        if math.prod(columns.shape[2:]) > 1:
+        if product.taps > 1:
             raise Unreadable("a filter over several tokens")
-        columns = filter_features(step, columns)
         is_grid = features.dim() > 2
         features = reshaped(thin(features.movedim(1, -1)), (1, -1, features.shape[1])) if is_grid else features[None]
     first, stride = labels.products.lines(columns, 2)
@@ -419,9 +416,7 @@ def refuse_parts_of_features(labels: Labels, core: Core) -> None:
             continue
         weight, is_filter = product.second, product.kind == "filter"
         is_of_each_head = weight.shape[0] > 1 and weight.stride[0] != 0
-        owner = labels.owner(
-            int(labels.products.features(filter_features(step, weight) if is_filter else weight)[0, 0])
-        )
+        owner = labels.owner(int(labels.products.features(weight)[0, 0]))
         if owner not in owners or not (is_filter or is_of_each_head or owner in alike):
             continue
         inputs = labels if is_filter else rooted
@@ -430,7 +425,7 @@ def refuse_parts_of_features(labels: Labels, core: Core) -> None:
             continue
         if not is_filter:
             raise Unreadable("the map of each head takes an input of its own: a part of the features")
-        if math.prod(weight.shape[2:]) > 1 < weight.shape[1]:
+        if weight.shape[1] > product.taps > 1:
             raise Unreadable("a filter runs over the features of a map")
 
 

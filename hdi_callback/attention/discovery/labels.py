@@ -527,17 +527,17 @@ class Labels:
         return Label(features, tokens)
 
     def _convolved(self, step: Step, product: Product, out: View) -> Label:
-        x, weight = product.first, product.second
+        x = product.first
         if product.kind != "filter":
             raise Unreadable("a convolution with filters that are computed")
         if _is_depthwise(step, product) and out.shape[1] == x.shape[1]:
             label = self.read(x)
             if label is not None:
                 return self._resampled(label, out)
-        features = self.products.features(filter_features(step, weight))[0]
+        features = self.products.features(product.second)[0]
         self._note(step, product, features)
         wide = features.reshape(1, -1, *[1] * (len(out.shape) - 2)).expand(out.shape)
-        flags = {FILTERED} if math.prod(weight.shape[2:]) > 1 else set()
+        flags = {FILTERED} if product.taps > 1 else set()
         flags |= {GROUPED} if step.argument("groups", 1) > 1 else set()
         return Label(wide, _new_tokens(out.shape, 2), frozenset(flags))
 
@@ -611,11 +611,3 @@ def _new_tokens(shape: tuple[int, ...], channels: int) -> Tensor:
 def _is_depthwise(step: Step, product: Product) -> bool:
     groups = step.argument("groups", 1)
     return isinstance(groups, int) and groups > 1 and groups == product.first.shape[1]
-
-
-def filter_features(step: Step, weight: View) -> View:
-    """Return the filters of a convolution as a matrix ``(1, inputs of each, filters)``."""
-    along = 1 if step.argument("transposed", default=False) else 0
-    count = weight.shape[along]
-    shape = (1, weight.numel // count, count)
-    return weight.seen_as(shape, (0, 1, weight.stride[along]))

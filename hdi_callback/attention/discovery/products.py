@@ -30,11 +30,12 @@ class Unreadable(Exception):  # noqa: N818  a reason, not an error of anybody's
 class Product:
     """A matmul ``(n, rows, k) @ (n, k, columns)``."""
 
-    # With a "weight" (the second factor), of two computed factors ("scores"), with a "constant", or a "filter" of a
-    # convolution, whose factors are as they are in the operation.
+    # With a "weight" (the second factor), of two computed factors ("scores"), with a "constant", or with the "filter"
+    # of a convolution as a matrix: then the first factor is as it is in the operation.
     kind: Literal["weight", "scores", "constant", "filter", "unknown filter"]
     first: View
     second: View
+    taps: int = 1  # elements of a filter for each of its inputs
     is_flipped: bool = False  # the operation returns the result transposed, as with a weight on the left
     # Of ``mul`` and ``sum``, whose factors may have several dimensions in place of `n`: those of the result, and where
     # they go.
@@ -114,8 +115,10 @@ class Products:
             if view.cell.kind == MADE and view.cell.parameter is None and self.is_weight(view):
                 self._number_what_is_computed(view)
         if step.op in ops.CONVOLUTIONS and isinstance(step.args[1], View):
-            kind: Literal["filter", "unknown filter"] = "filter" if self.is_weight(step.args[1]) else "unknown filter"
-            return Product(kind, step.args[0], step.args[1])
+            weight = step.args[1]
+            if not self.is_weight(weight):
+                return Product("unknown filter", step.args[0], weight)
+            return Product("filter", step.args[0], _filter_matrix(step, weight), math.prod(weight.shape[2:]))
         if step.op == "sum":
             return _written_out(step)
         if step.op not in ops.MATMULS or len(step.inputs) < 2:
@@ -290,6 +293,13 @@ def _side(view: View, dims: list[int], last: int, *, is_single: bool) -> View:
     if is_single:
         shape, stride = [*shape, 1], [*stride, 0]
     return view.seen_as((*shape, view.shape[last]), (*stride, view.stride[last]))
+
+
+def _filter_matrix(step: Step, weight: View) -> View:
+    """Return the filters of a convolution as a matrix ``(1, inputs of each, filters)``."""
+    along = 1 if step.argument("transposed", default=False) else 0
+    count = weight.shape[along]
+    return weight.seen_as((1, weight.numel // count, count), (0, 1, weight.stride[along]))
 
 
 def _as_batch(view: View, *, is_row: bool) -> View:
