@@ -8,7 +8,7 @@ from hdi_callback.attention.discovery.heads import FoundAttention
 from hdi_callback.attention.discovery.labels import Labels
 from hdi_callback.attention.operations import FUSED, KEEPS, MOVES, NORMS, REDUCTIONS
 from hdi_callback.attention.tape import DATA, MADE, WEIGHT, Cell, Step, View, WalkOn, walk_back
-from hdi_callback.checks.scores import is_map, links_back, sides_of
+from hdi_callback.checks.scores import links_back, sides_of
 
 ALONE = "attention(x), and its input is not added"
 UNUSED = "x, and what attention gives is not used"
@@ -64,9 +64,9 @@ def _inputs_of_maps(labels: Labels, cell: Cell) -> list[Cell]:
     """Return what the nearest map before a content takes, and the one before that, as of a low rank."""
     inputs: list[Cell] = []
     while len(inputs) < 2:
-        links = links_back(cell, lambda step: is_map(labels, step))
+        links = links_back(cell, labels.products.is_projection)
         step = None if links is None else links[0].main.cell.step if links else cell.step
-        product = None if step is None else labels.products.of(step)
+        product = labels.products.of(step)
         if product is None:
             break
         cell = product.first.cell

@@ -70,14 +70,8 @@ def links_back(cell: Cell, is_end: Callable[[Step], bool]) -> list[Link] | None:
 
 def sides_of(labels: Labels, core: Core) -> list[View]:
     """Return the queries and keys of an attention, as their matmul takes them."""
-    product = labels.products.of(core.score_step) if core.score_step is not None else None
+    product = labels.products.of(core.score_step)
     return core.step.inputs[:2] if product is None else [product.first, product.second]
-
-
-def is_map(labels: Labels, step: Step) -> bool:
-    """Return whether a step is a matmul with a weight, or a convolution."""
-    product = labels.products.of(step)
-    return product is not None and product.kind in {"weight", "filter"}
 
 
 # scale
@@ -92,7 +86,7 @@ def scale_of(labels: Labels, core: Core, scores: list[Link]) -> float | None:
         factors = [float(core.score_step.argument("alpha", 1)), *map(_factor, scores)]  # alpha is of baddbmm
 
     for view in sides_of(labels, core):
-        links = links_back(view.cell, lambda step: is_map(labels, step)) if view.cell.step is not None else []
+        links = links_back(view.cell, labels.products.is_projection) if view.cell.step is not None else []
         if links is None:
             return None
         factors += [_factor(link, of_features=True) for link in links]

@@ -269,14 +269,12 @@ def _score_steps(labels: Labels, cell: Cell) -> Iterator[Step]:
 
     def inputs(cell: Cell) -> list[Cell]:
         before = [cell.before] if cell.before is not None else []
-        product = labels.products.of(cell.step) if cell.step is not None else None
-        if cell.step is None or (product is not None and product.kind != "constant"):
+        if cell.step is None or labels.products.kind(cell.step) not in {"", "constant"}:
             return before
         return [view.cell for view in cell.step.inputs if view.is_float and view.cell.kind >= MADE] + before
 
     for current in islice(walk_back([cell], inputs), _MOST_CELLS_TO_SCORES):
-        product = labels.products.of(current.step) if current.step is not None else None
-        if current.step is not None and product is not None and product.kind == "scores":
+        if current.step is not None and labels.products.kind(current.step) == "scores":
             yield current.step
 
 
@@ -303,7 +301,7 @@ def _own_source(labels: Labels, label: Label, sources: list[FeatureRange]) -> Fe
     """Return which product in a sum of scores is of data on both sides, and of no layer before."""
 
     def strength(source: FeatureRange) -> int:
-        product = labels.products.of(source.step) if source.step is not None else None
+        product = labels.products.of(source.step)
         return 0 if product is None else min(product.first.cell.kind, product.second.cell.kind)
 
     strongest = max(map(strength, sources))
@@ -413,7 +411,7 @@ def _one_unit(units: Tensor) -> Tensor:
 
 def _factors(labels: Labels, source: FeatureRange, *, is_flipped: bool) -> tuple[Label, Label]:
     """Return the labels of queries and of keys, ``(n, rows, width)`` each."""
-    product = labels.products.of(source.step) if source.step is not None else None
+    product = labels.products.of(source.step)
     assert product is not None
     first = _read(labels, product.first, "queries").reshaped(product.first_shape)
     second = _read(labels, product.second, "keys").reshaped(product.second_shape).mT

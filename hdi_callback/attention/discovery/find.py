@@ -161,14 +161,13 @@ def _is_of_two_computed(labels: Labels, cell: Cell, path: str | None, *, is_by_e
 
     # What lies between may mix tokens: a mask, a sum or a cumulative sum, a choice, the loop of a recurrence.
     def computed(cell: Cell) -> list[View]:
-        product = labels.products.of(cell.step) if cell.step is not None else None
-        if cell.step is None or cell.step.op in ops.SOFTMAX_LIKE or (product is not None and product.kind == "weight"):
+        if cell.step is None or cell.step.op in ops.SOFTMAX_LIKE or labels.products.kind(cell.step) == "weight":
             return []
         return [view for view in cell.step.inputs if view.cell.kind == DATA and view.cell.is_mapped]
 
     for current in islice(walk_back([cell], lambda cell: [view.cell for view in computed(cell)]), _MOST_TENSORS):
         step, pair = current.step, computed(current)
-        product = labels.products.of(step) if step is not None else None
+        product = labels.products.of(step)
         # One of another module is of an earlier layer, whose output is mixed here once more.
         is_own = product is not None and product.kind == "scores" and step is not None and step.path == path
         pair = [product.first, product.second] if is_own and product is not None else pair

@@ -433,9 +433,8 @@ def _steps_leading_to(labels: Labels, core: Core) -> list[Step]:
     views = []
     for part in core.parts:
         views += part.step.inputs[:3] if part.product is None else [part.product.second]
-    if core.score_step is not None:
-        product = labels.products.of(core.score_step)
-        views += [product.first, product.second] if product is not None else []
+    product = labels.products.of(core.score_step)
+    views += [product.first, product.second] if product is not None else []
     return list(labels.leading_to(views))
 
 

@@ -43,6 +43,7 @@ from hdi_callback.attention.tape import CONSTANT, DATA, MADE, WEIGHT, Cell, Step
 
 __all__ = ["SEVERAL", "FeatureRange", "Label", "Labels", "Unreadable"]
 
+_ENDS = {*ops.EMPTY, *ops.FUSED, *ops.WHOLE_LAYERS}  # what they return has no labels of what they take
 NOTHING, SEVERAL = 0, -1  # of a token; as features, numbers below -1 are sets
 
 
@@ -268,11 +269,9 @@ class Labels:
         product = self.products.of(step)
         if product is not None and product.sizes:
             cells = [view.cell for view in (product.first, product.second, *step.inputs)]
-        elif (product is not None and product.kind == "scores") or step.op in {*ops.FUSED, *ops.WHOLE_LAYERS}:
-            cells = []
-        elif product is not None and product.kind in {"weight", "filter"}:
-            cells = [product.first.cell] if product.kind == "filter" and _is_depthwise(step, product) else []
-        elif step.op in ops.EMPTY:
+        elif product is not None and product.kind == "filter" and _is_depthwise(step, product):
+            cells = [product.first.cell]
+        elif self.products.kind(step) in {"scores", "weight", "filter"} or step.op in _ENDS:
             cells = []
         else:
             cells = [view.cell for view in step.inputs if view.is_float and view.cell.kind not in {CONSTANT, WEIGHT}]
@@ -503,7 +502,7 @@ class Labels:
         return Label(features[:, None, :].expand(shape), tokens.expand(shape))
 
     def _note(self, step: Step, product: Product, features: Tensor) -> None:
-        for owner in self.products.owners(features):
+        for owner in self.owners(features):
             self.products_of.setdefault(self.tape.names[owner], {})[step.number] = product
             if product.first.cell.kind == DATA:
                 self.moving.add(owner)

@@ -100,15 +100,20 @@ class Products:
         tape.shapes[name] = cell.written.shape if cell.written is not None else ()
         tape.add_weight(name, cell, cell.numel)
 
-    def owners(self, numbers: Tensor) -> list[int]:
-        """Return the parameters that some elements are of."""
-        return runs_of(numbers.unique().tolist(), self.tape.first)
-
-    def of(self, step: Step) -> Product | None:
+    def of(self, step: Step | None) -> Product | None:
         """Return the product that a step is, if it is one."""
-        if step.number not in self._known:
+        if step is not None and step.number not in self._known:
             self._known[step.number] = self._recognised(step)
-        return self._known[step.number]
+        return None if step is None else self._known[step.number]
+
+    def kind(self, step: Step | None) -> str:
+        """Return the kind of product that a step is, ``""`` if it is none."""
+        product = self.of(step)
+        return "" if product is None else product.kind
+
+    def is_projection(self, step: Step | None) -> bool:
+        """Whether a step is a product with a parameter."""
+        return self.kind(step) in {"weight", "filter"}
 
     def _recognised(self, step: Step) -> Product | None:
         for view in step.inputs if step.op in ops.MATMULS or step.op in ops.CONVOLUTIONS else ():
@@ -209,7 +214,7 @@ class Products:
     def features(self, weight: View) -> Tensor:
         """Return the features ``(n, columns)`` of a weight ``(n, k, columns)``: the first element of each."""
         first, stride = self.lines(weight, 1)
-        for owner in self.owners(first):
+        for owner in runs_of(first.unique().tolist(), self.tape.first):
             if self.stride.get(owner, (0, -1))[1] < weight.shape[1]:
                 self.stride[owner] = stride, weight.shape[1]
         return first
