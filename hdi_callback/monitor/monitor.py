@@ -17,7 +17,7 @@ from typing_extensions import Self
 from hdi_callback.arguments import strings, torch_module, whole_number
 from hdi_callback.attention.capture.capture import Capture, Captured
 from hdi_callback.attention.capture.padding import PaddingChoice
-from hdi_callback.attention.discovery.find import TapeReader, name_without_wrappers, survey_tape
+from hdi_callback.attention.discovery.find import TapeReader, in_model_order, survey_tape
 from hdi_callback.attention.dtensors import IN_PIECES, is_in_first_fsdp
 from hdi_callback.attention.extra_forward import inner_model
 from hdi_callback.attention.first_calls import FirstCalls
@@ -336,9 +336,7 @@ class HeadDiversityMonitor:
         """Watch the layers of a survey, beside those known before."""
         self._left_out |= {layer.name for layer in survey.layers if not self._is_chosen(layer.name)}
         chosen = {layer.name: layer for layer in (*self.layers, *survey.layers) if self._is_chosen(layer.name)}
-        modules = enumerate(self._model.named_modules())
-        order = {name_without_wrappers(name): place for place, (name, _) in modules}
-        layers = tuple(sorted(chosen.values(), key=lambda layer: order.get(layer.name, len(order))))
+        layers = in_model_order(self._model, chosen.values())
         before = self.refused
         refused = {refusal.name: refusal for refusal in (*before, *survey.refused)}
         self.refused = tuple(

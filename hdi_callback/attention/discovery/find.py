@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from copy import copy
@@ -245,7 +244,7 @@ def survey_tape(tape: Tape, on_read: OnRead | None = None, tape_reader: TapeRead
         result = _Layers(reader.labels, reader.attentions).read(reader.refused)
         if on_read is not None:
             on_read(reader)
-        return in_model_order(tape.model, result)
+        return result
 
 
 class _Layers:
@@ -274,10 +273,11 @@ class _Layers:
         ):
             merged.setdefault(key, []).append(site)
         layers = [replace(layer, sites=tuple(merged.get(key, ()))) for key, layer in self._layers.items()]
-        return Survey(_with_own_names(layers), tuple(self._refused.values()))
+        return Survey(in_model_order(self._model, layers), tuple(self._refused.values()))
 
     def _refuse(self, path: str, reason: str) -> None:
-        self._refused[path] = Refusal(path, reason, type(self._model.get_submodule(path)).__name__)
+        name = name_without_wrappers(path)
+        self._refused[name] = Refusal(name, reason, type(self._model.get_submodule(path)).__name__)
 
     def _add(self, attn: FoundAttention) -> None:
         streams = [attn.maps, *attn.streams]
@@ -313,13 +313,15 @@ class _Layers:
         if "output" in weights and weights["output"].width != value_dim:
             notes.append("the output projection, which takes heads of another width")
             del weights["output"]
-        name = place_of(attn, chosen)
-        module = self._model.get_submodule(name)
+        path = place_of(attn, chosen)
+        name = name_without_wrappers(path)
+        namesakes = sum(layer.name.partition("#")[0] == name for layer in self._layers.values())
         return AttentionLayer(
-            name, module, weights, kind=_kind(attn, chosen), key_of=of_heads["key"], value_dim=value_dim,
+            f"{name}#{namesakes + 1}" if namesakes else name, self._model.get_submodule(path), weights,
+            kind=_kind(attn, chosen), key_of=of_heads["key"], value_dim=value_dim,
             value_of=of_heads.get("value", tuple(range(attn.heads))),
             normed=frozenset(role for role in IN if NORMED.of(role) in attn.flags),
-            output_module=self._output_module(base, name), notes="; ".join(notes),
+            output_module=self._output_module(base, path), notes="; ".join(notes),
         )  # fmt: skip
 
     def _weights_of(
@@ -448,15 +450,6 @@ def _common(paths: list[str]) -> str:
     return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
 
 
-def _with_own_names(layers: list[AttentionLayer]) -> tuple[AttentionLayer, ...]:
-    counts: Counter[str] = Counter()
-    renamed = []
-    for layer in layers:
-        counts[layer.name] += 1
-        renamed.append(layer if counts[layer.name] == 1 else replace(layer, name=f"{layer.name}#{counts[layer.name]}"))
-    return tuple(renamed)
-
-
 # of a model
 
 
@@ -500,11 +493,10 @@ def find_attention(model: nn.Module, forward: Callable[[], object] | None = None
     return list(result.layers)
 
 
-def in_model_order(model: nn.Module, read: Survey) -> Survey:
-    """Return a survey in the order of the model's modules, named without wrappers."""
+def in_model_order(model: nn.Module, layers: Iterable[AttentionLayer]) -> tuple[AttentionLayer, ...]:
+    """Return layers in the order of the model's modules."""
     order = {name_without_wrappers(name): at for at, (name, _) in enumerate(model.named_modules())}
-    layers = sorted(map(_without_wrappers, read.layers), key=lambda layer: order.get(layer.name.partition("#")[0], 0))
-    return Survey(tuple(layers), tuple(map(_without_wrappers, read.refused)))
+    return tuple(sorted(layers, key=lambda layer: order.get(layer.name.partition("#")[0], len(order))))
 
 
 # Of torch.compile, Fabric, the first FSDP and activation checkpointing: layers have the names of the model within.
@@ -519,7 +511,3 @@ def name_without_wrappers(name: str) -> str:
         'blocks.0.attn'
     """
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def _without_wrappers(item: Any) -> Any:
-    return replace(item, name=name_without_wrappers(item.name))
