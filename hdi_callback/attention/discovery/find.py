@@ -23,7 +23,6 @@ from hdi_callback.attention.discovery.heads import (
     Projection,
     columns_of,
     heads_of,
-    refuse_parts_of_features,
 )
 from hdi_callback.attention.discovery.labels import (
     FILTERED,
@@ -73,8 +72,8 @@ class TapeReader:
                 self.refused.append((step, f"it runs the operation {step.op}, which is not known"))
                 continue
             try:
-                attn = _attention_at(self.labels, step)
-                self.attentions += [attn] if attn is not None else []
+                core = core_of(self.labels, step)
+                self.attentions += [heads_of(self.labels, core)] if core is not None else []
             except Unreadable as error:
                 self.refused.append((step, str(error)))
             except Exception as error:  # one attention that is not understood leaves the others
@@ -97,16 +96,6 @@ class TapeReader:
         self.refused += refused_groups + [(attn.core.step, "other heads of it cannot be read") for attn in lone]
         self.attentions = [attn for attn in attentions if attn not in lone]
         return self
-
-
-def _attention_at(labels: Labels, step: Step) -> FoundAttention | None:
-    core = core_of(labels, step)
-    if core is None:
-        return None
-    refuse_parts_of_features(labels, core)
-    attn = heads_of(labels, core)
-    labels.score_steps |= {core.score_step.number} if core.score_step is not None else set()
-    return attn
 
 
 def _looks_like_attention(step: Step) -> bool:

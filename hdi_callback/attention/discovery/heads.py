@@ -27,7 +27,7 @@ from hdi_callback.attention.discovery.planes import repeats, reshaped, small, th
 from hdi_callback.attention.discovery.products import Product, Unreadable
 from hdi_callback.attention.tape import DATA, Cell, Step, WalkOn
 
-__all__ = ["FoundAttention", "Projection", "columns_of", "heads_of", "refuse_parts_of_features"]
+__all__ = ["FoundAttention", "Projection", "columns_of", "heads_of"]
 
 IN = ("query", "key", "value")
 PLURAL = {"query": "queries", "key": "keys", "value": "values"}
@@ -98,6 +98,7 @@ class FoundAttention:
 
 def heads_of(labels: Labels, core: Core) -> FoundAttention:
     """Return the heads of an attention; raise `Unreadable` if they cannot be told apart."""
+    _refuse_parts_of_features(labels, core)
     attn = FoundAttention(core, 0, {}, set(core.flags), [*core.notes])
     with_values = [part for part in core.parts if bool(small(part.value.features).any())] or core.parts[:1]
     heads: dict[_Name, _Head] = {}
@@ -129,6 +130,7 @@ def heads_of(labels: Labels, core: Core) -> FoundAttention:
     if len(set(head_of_queries[head_of_queries >= 0].bincount().tolist())) > 1:
         raise Unreadable("not all tokens have the same heads, as where experts make queries")
     _install(labels, attn, parts)
+    labels.score_steps |= {core.score_step.number} if core.score_step is not None else set()
     return attn
 
 
@@ -404,7 +406,7 @@ def _columns_by_head(
 # maps that take a part of features
 
 
-def refuse_parts_of_features(labels: Labels, core: Core) -> None:
+def _refuse_parts_of_features(labels: Labels, core: Core) -> None:
     """Raise `Unreadable` if a weight of queries, keys or values is applied to several slices of the features."""
     factors = [label for part in core.parts for label in part.labels.values()]
     owners = set().union(*(labels.owners(label.features) for label in factors))
@@ -412,7 +414,7 @@ def refuse_parts_of_features(labels: Labels, core: Core) -> None:
     rooted = Labels(labels.tape, of_inputs=True)
     for step in _steps_leading_to(labels, core):
         product = labels.products.of(step)
-        if product is None or product.kind not in {"weight", "filter"}:
+        if product is None or not labels.products.is_projection(step):
             continue
         weight, is_filter = product.second, product.kind == "filter"
         is_of_each_head = weight.shape[0] > 1 and weight.stride[0] != 0
