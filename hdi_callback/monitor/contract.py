@@ -24,7 +24,7 @@ from hdi_callback.checks.facts import PLURAL, shown_heads
 from hdi_callback.checks.positions import turns_of
 from hdi_callback.checks.scores import KEPT
 from hdi_callback.guard import describe, warn
-from hdi_callback.monitor.labels import AIM, ELSEWHERE, IGNORED, LABELS, Aim
+from hdi_callback.monitor.labels import AIM, IGNORED, LABELS, Aim
 from hdi_callback.monitor.operations import GONE, OPERATIONS, loses, operations_of, tell_operations
 from hdi_callback.monitor.ranks import number_of_ranks
 from hdi_callback.monitor.training_step import GRADIENTS, PLACES, WRITES, StepFacts, tell
@@ -393,10 +393,10 @@ def _in_words(clauses: Clauses) -> list[str]:
 
 
 def _aimed(state: int | str) -> str:
-    words: dict[int | str, str] = {0: "its own token", 1: "the next token", IGNORED: "nothing at all",
-                                   ELSEWHERE: "no token up to three places away"}  # fmt: skip
-    is_far = isinstance(state, int) and state not in words
-    return f"the token {abs(int(state))} places {'ahead' if int(state) > 0 else 'back'}" if is_far else words[state]
+    if isinstance(state, str):
+        return state
+    far = f"the token {abs(state)} places {'ahead' if state > 0 else 'back'}"
+    return {0: "its own token", 1: "the next token"}.get(state, far)
 
 
 def _tell_labels(before: int | str, after: int | str) -> Clauses:
@@ -406,7 +406,7 @@ def _tell_labels(before: int | str, after: int | str) -> Clauses:
 
 def _may_be_right(clause: str) -> bool:
     # A model may shift its tokens itself, and rewards of zero train nothing.
-    return clause == _NOT_NEXT.format(_aimed(0)) or _aimed(IGNORED) in clause
+    return clause == _NOT_NEXT.format(_aimed(0)) or IGNORED in clause
 
 
 def _sees_ahead(each: Facts, aim: Aim) -> bool | None:

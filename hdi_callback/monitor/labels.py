@@ -21,7 +21,7 @@ from hdi_callback.guard import Guard, guarded
 from hdi_callback.monitor.training_step import StepFacts
 
 LABELS, AIM = "labels", "aim"
-IGNORED, ELSEWHERE = "ignored", "elsewhere"
+IGNORED, ELSEWHERE = "nothing at all", "no token up to three places away"
 
 _FARTHEST, _ROWS, _FEWEST, _SAMPLES, _TOKENS = 3, 128, 16, 8, 64
 _COPIES = {"ToCopyBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0"}
