@@ -73,7 +73,9 @@ class Intervention:
 
     def handle(self, record: Record) -> tuple[Action, ...]:
         """Return what was done about a reading: about its alerts, and active ones that were not answered yet."""
-        actions = list(self.on_reading(record))
+        is_spent = self.at_most is not None and self.count >= self.at_most
+        actions = [] if is_spent else list(self.on_reading(record))
+        self.count += bool(actions)
         for alert in record.active:
             key = json.dumps([alert.step, alert.rule, sorted(alert.where.items())])
             if key in self._answered or not self.answers(alert):
@@ -141,9 +143,6 @@ class SaveCheckpoint(Intervention):
         """Save a checkpoint named for rule and step."""
         name = f"heads-{alert.rule.replace(' ', '-')}-step={self.training.trainer.step}"
         return self.action(alert.layers, f"saved {self.training.trainer.save(name)}")
-
-
-# which weights of heads may be written
 
 
 def why_not_writable(layer: AttentionLayer, roles: Sequence[str]) -> str:

@@ -51,8 +51,6 @@ class QKClip(Intervention):
 
     def on_reading(self, record: Record) -> Sequence[Action | None]:
         """Scale the heads above the limit."""
-        if self.at_most is not None and self.count >= self.at_most:
-            return ()
         parts = {}
         for name, layer in self.training.layers.items():
             scores = record.layers[name].heads.get("attention_logit", []) if name in record.layers else []
@@ -65,7 +63,6 @@ class QKClip(Intervention):
             parts[name] = f"{name} ({phrase}, up to {max(above.values()):.3g})"
         if not parts:
             return ()
-        self.count += 1
         done = f"scaled queries and keys with scores above {self.limit:g}: {'; '.join(parts.values())}"
         return [self.action(parts, done)]
 
