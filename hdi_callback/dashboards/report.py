@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 import os
 from collections.abc import Sequence
@@ -72,11 +71,6 @@ def page_of(run: RunHistory) -> str:
     }
     environment = Environment(loader=PackageLoader(__package__, "."), autoescape=select_autoescape(default=True))
     return environment.get_template("report.html").render(contents)
-
-
-def in_notebook(run: RunHistory) -> str:
-    """Return the report as an element of a notebook, whose styles and those of the page leave each other alone."""
-    return f'<iframe srcdoc="{html.escape(page_of(run))}" style="width: 100%; height: 640px; border: 0"></iframe>'
 
 
 def _pictures(run: RunHistory, serious: Sequence[Alert]) -> dict[str, str]:

@@ -38,8 +38,8 @@ def record_from_line(line: Mapping[str, Any], active: tuple[Alert, ...]) -> Reco
     """Return the record of a line; `active` are the active alerts of the line before, where it has none of its own."""
     layers = {
         name: LayerRecord(
-            {metric: _number(value) for metric, value in layer["values"].items()},
-            {key: [_number(value) for value in heads] for key, heads in layer["heads"].items()},
+            {metric: math.nan if value is None else value for metric, value in layer["values"].items()},
+            {key: [math.nan if value is None else value for value in heads] for key, heads in layer["heads"].items()},
             absent=layer.get("absent", {}),
         )
         for name, layer in line["layers"].items()
@@ -71,10 +71,6 @@ def from_text(text: bytes) -> dict[str, Any] | None:
 def matrices_folder(history: Path) -> Path:
     """Return the folder of the matrices of a history, beside it."""
     return history.with_name(f"{history.stem}_matrices")
-
-
-def _number(value: Any) -> Any:
-    return math.nan if value is None else value
 
 
 def plain(data: Any, digits: int = 17) -> Any:

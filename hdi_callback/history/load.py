@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from hdi_callback.arguments import file_path, one_of
 from hdi_callback.dashboards.pictures import draw_curves, svg, svg_style
-from hdi_callback.dashboards.report import in_notebook
+from hdi_callback.dashboards.report import page_of
 from hdi_callback.dashboards.verdict import events, verdict
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.history.lines import from_text, matrices_folder, record_from_line
@@ -75,8 +76,8 @@ class RunHistory:
         return figure
 
     def _repr_html_(self) -> str:
-        """Return the report, for a notebook."""
-        return in_notebook(self)
+        """Return the report, for a notebook, whose styles and those of the page leave each other alone."""
+        return f'<iframe srcdoc="{escape(page_of(self))}" style="width: 100%; height: 640px; border: 0"></iframe>'
 
     def series(self, metric: str) -> dict[str, list[float]]:
         """Return layer -> the values of a metric, one for each record, NaN where it was not measured."""
