@@ -43,6 +43,9 @@ _OPPOSITE = 0.1
 _ROUNDING, _SMALLER = 0.01, 50
 _SHRUNK = "the optimizer gets gradients 50 times smaller than ever from a backward that gives as large ones as before"
 
+_OTHER = 2**32
+"""Versions of two tensors differ by more, of one by less."""
+
 Terms = dict[tuple[str, int, str], dict[str, str]]
 
 _PHRASES = {
@@ -61,18 +64,17 @@ class StepFacts(NamedTuple):
 
 
 Key = tuple[int, str]
-Version = tuple[int, int]
 
 
 @dataclass
 class _Steps:
-    """The steps of one optimizer; versions, with which tensor it was, are by number of the parameter and its state."""
+    """The steps of one optimizer; versions (see `_versions`) are by number of the parameter and its state."""
 
     count: int = 0  # since the last step that was looked at
     has_run: bool = False  # since the last reading, so that its hooks are called
     is_armed: bool = False
-    begun: dict[Key, Version] = field(default_factory=dict)  # versions right before the step that is looked at
-    ended: dict[Key, Version] = field(default_factory=dict)  # and right after the last one
+    begun: dict[Key, int] = field(default_factory=dict)  # versions right before the step that is looked at
+    ended: dict[Key, int] = field(default_factory=dict)  # and right after the last one
     most: dict[Key, float] = field(default_factory=dict)  # writes by one step; without end where their number varies
     settings: dict[str, Any] = field(default_factory=dict)  # of its groups, at the last step that was looked at
     facts: StepFacts | None = None  # of a step, until the next one begins
@@ -194,16 +196,17 @@ class TrainingStep:
         """Compare versions with those after the step that was looked at before, and take gradients and bits."""
         parameters = _parameters(optimizer)
         now, settings = _versions(optimizer), _settings(optimizer)
-        most, owners = {}, Counter(id(parameter) for each in self._steps for parameter in _parameters(each))
-        for key, (version, tensor) in now.items():
-            begun, before = steps.begun.get(key, (version, tensor)), steps.most.get(key, 0)
-            own = version - begun[0] if tensor == begun[1] else math.inf
-            most[key] = own or before if before in {0, own} or not own else math.inf
+        owners = Counter(id(parameter) for each in self._steps for parameter in _parameters(each))
+        own = {key: version - steps.begun.get(key, version) for key, version in now.items()}
+        most = steps.most | {
+            key: number if key not in steps.most and 0 < number < _OTHER else math.inf
+            for key, number in own.items() if number and number != steps.most.get(key)
+        }  # fmt: skip
         touched: set[Any] = {
-            key for key, (version, tensor) in steps.begun.items()
+            key for key, version in steps.begun.items()
             # What no step is seen to write may have been without a gradient in those alone.
-            if key in steps.ended and 0 < most.get(key, 0) < math.inf and owners[key[0]] == 1 and
-            (tensor != steps.ended[key][1] or version - steps.ended[key][0] > most[key] * steps.count)
+            if key in steps.ended and most.get(key, math.inf) < math.inf and owners[key[0]] == 1
+            and not 0 <= version - steps.ended[key] <= most[key] * steps.count
         }  # fmt: skip
         touched |= {name for name, value in settings.items() if steps.settings.get(name, value) != value}
         new = touched - self._touched if self._arms > 2 else ()  # what was so at first is no change
@@ -287,14 +290,15 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _versions(optimizer: Optimizer) -> dict[Key, Version]:
-    """Return version and number of each parameter, and of the tensors of its state."""
+def _versions(optimizer: Optimizer) -> dict[Key, int]:
+    """Return the version of each parameter and of the tensors of its state, and which tensor it is, in one number."""
     versions = {}
     for parameter in _parameters(optimizer):
-        state = optimizer.state.get(parameter)
-        for name, tensor in {"": parameter, **(state if isinstance(state, dict) else {})}.items():
+        number, state = id(parameter), optimizer.state.get(parameter)
+        versions[number, ""] = number * _OTHER + parameter._version
+        for name, tensor in state.items() if isinstance(state, dict) else ():
             if isinstance(tensor, Tensor):
-                versions[id(parameter), name] = tensor._version, id(tensor)
+                versions[number, name] = id(tensor) * _OTHER + tensor._version
     return versions
 
 
