@@ -17,7 +17,7 @@ from hdi_callback.core.covariance import ContributionSums, contribution_sums, co
 from hdi_callback.core.rows import RowSums, attention_rows, row_metrics
 from hdi_callback.monitor.metrics import FINITE_OUTPUTS, OUTPUTS, ROWS
 from hdi_callback.monitor.ranks import Ranks, chunks, failed, repeats_tokens
-from hdi_callback.monitor.reading import Absent, Result, apart, joined, stacked
+from hdi_callback.monitor.reading import Absent, Measured, Result, apart, joined, result_of, stacked
 
 _AT_ONCE = 2**24
 """Numbers that are stacked at once on a device."""
@@ -155,10 +155,12 @@ def measure_forwards(
                     continue
                 for source in able:
                     with absent.unless([source.name], names):
-                        sums = source.sums(samples, is_alone)
                         if is_alone:
-                            results.append(Result(source.name, names, sums, partial(source.finish, batch[0])))
+                            is_on_host = _tensor_of(counted[names[0]], reads).is_cpu
+                            measure = partial(_measure, source, samples, batch[0])
+                            results.append(result_of(source.name, names, measure, is_on_host))
                         else:
+                            sums = source.sums(samples, is_alone)
                             own |= {(source.name, name): of_layer for name, of_layer in zip(names, apart(sums))}
         for source in () if is_alone else of_field:
             able_layers = [layer for layer in layers if not _why_not(source, layer)]
@@ -174,6 +176,15 @@ def measure_forwards(
                 names, finish = tuple(layer.name for layer in of_group), partial(source.finish, of_group[0])
                 results.append(Result(source.name, names, joined(totals), finish))
     return results
+
+
+def _measure(source: ForwardSource, samples: Samples, layer: AttentionLayer) -> Measured:
+    return source.sums(samples, True), partial(source.finish, layer)
+
+
+def _tensor_of(captured: Captured, reads: str) -> Any:
+    """Return a tensor of what was captured."""
+    return captured.rows[0][0].entropy if reads == "rows" else captured.outputs
 
 
 def _why_not(source: ForwardSource, layer: AttentionLayer) -> str:
@@ -206,9 +217,9 @@ def _batches(
     for layer in layers:
         if layer.name in counted:
             of_layer, weight = counted[layer.name], layer.weights.get("output")
-            tensor = of_layer.rows[0][0].entropy if reads == "rows" else of_layer.outputs
             runs = tuple(id(sums) for sums, _ in of_layer.rows) if reads == "rows" else ()  # with the same layers
-            kind = _kind(tensor), _kind(of_layer.valid), None if weight is None else weight.in_features, runs
+            width = None if weight is None else weight.in_features
+            kind = _kind(_tensor_of(of_layer, reads)), _kind(of_layer.valid), width, runs
             groups.setdefault(kind, []).append(layer)
     batches: list[list[AttentionLayer]] = []
     for ((shape, _, device), *_), group in groups.items():

@@ -7,12 +7,14 @@ import time as clock
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from hdi_callback.guard import without_modes
 from hdi_callback.monitor.metrics import HEADS, MATRICES, METRICS, WHOLE, WHY_NOT
 from hdi_callback.record import Alert, LayerRecord, Record
 
@@ -27,6 +29,19 @@ class Result:
     layers: tuple[str, ...]  # names of the layers, in the order of the first dimension of the tensors
     sums: Sequence[Tensor]  # ``(len(layers), ...)`` each, what the device has added up; sent to the host
     finish: Callable[..., Any]  # takes the sums on the host; returns what the catalogue reads
+
+
+Measured = tuple[Sequence[Tensor], Callable[..., Any]]  # sums, and what makes of them what the catalogue reads
+
+
+def result_of(source: str, layers: tuple[str, ...], measure: Callable[[], Measured], is_on_host: bool) -> Result:
+    """Return the result of a source; what lies on the host is measured there by `Reading.record`, of copies."""
+    return Result(source, layers, *(((), partial(_finish, measure)) if is_on_host else measure()))
+
+
+def _finish(measure: Callable[[], Measured]) -> Any:
+    sums, finish = measure()
+    return finish(*sums)
 
 
 class Absent(dict[str, dict[str, str]]):
@@ -144,7 +159,7 @@ class Reading:
             columns: list[_Column] = []
             sums = list(islice(arrived, len(result.sums)))
             if not any(tensor.is_meta for tensor in sums):
-                with absent.unless([result.source], result.layers):
+                with absent.unless([result.source], result.layers), without_modes():
                     columns = _read(result.source, result.finish(*sums))
             for row, name in enumerate(result.layers):
                 _enter(layers[name], result.source, [(kind, entry, numbers[row]) for kind, entry, numbers in columns])
