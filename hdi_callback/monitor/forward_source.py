@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from operator import add
 from typing import Any, NamedTuple, cast
 
@@ -70,17 +70,31 @@ def _no_rows(layer: AttentionLayer, device: torch.device) -> RowSums:
     return attention_rows(unseen, unseen > 0, positions=torch.zeros(1, device=device))
 
 
-def take_rows(logits: Tensor, weights: Tensor, *, positions: Tensor, visible: Tensor) -> list[tuple[RowSums, int]]:
+class RowsOfLayers:
+    """Sums of sampled rows of some layers, made when they are first asked for where these may wait."""
+
+    def __init__(self, read: Callable[[], dict[str, Tensor]], *, may_wait: bool) -> None:
+        self._read, self.may_wait = read, may_wait
+        if not may_wait:
+            self.sums  # noqa: B018
+
+    @cached_property
+    def sums(self) -> RowSums:
+        """The sums of all of these layers."""
+        return attention_rows(**self._read(), layers=True)
+
+
+def take_rows(read: Callable[[], dict[str, Tensor]], layers: int, may_wait: bool) -> list[tuple[RowsOfLayers, int]]:
     """Reduce sampled rows of some layers to sums, as `Capture` asks for: those of all, and the place of each layer."""
-    sums = attention_rows(weights, visible, logits=logits, positions=positions, layers=True)
-    return [(sums, place) for place in range(len(weights))]
+    rows = RowsOfLayers(read, may_wait=may_wait)
+    return [(rows, place) for place in range(layers)]
 
 
-def _added(runs: Sequence[Sequence[tuple[RowSums, int]]]) -> RowSums:
+def _added(runs: Sequence[Sequence[tuple[RowsOfLayers, int]]]) -> RowSums:
     """Add up what some layers have of each time that they ran, together."""
     totals = []
     for of_layers in zip(*runs):
-        sums, places = of_layers[0][0], [place for _, place in of_layers]
+        sums, places = of_layers[0][0].sums, [place for _, place in of_layers]
         is_all = places == list(range(len(sums.queries)))
         totals.append(sums if is_all else RowSums(*(total[places] for total in sums)))
     return reduce(add, totals)
@@ -156,7 +170,8 @@ def measure_forwards(
                 for source in able:
                     with absent.unless([source.name], names):
                         if is_alone:
-                            is_on_host = _tensor_of(counted[names[0]], reads).is_cpu
+                            first = counted[names[0]]
+                            is_on_host = first.rows[0][0].may_wait if reads == "rows" else samples.tokens.is_cpu
                             measure = partial(_measure, source, samples, batch[0])
                             results.append(result_of(source.name, names, measure, is_on_host))
                         else:
@@ -180,11 +195,6 @@ def measure_forwards(
 
 def _measure(source: ForwardSource, samples: Samples, layer: AttentionLayer) -> Measured:
     return source.sums(samples, True), partial(source.finish, layer)
-
-
-def _tensor_of(captured: Captured, reads: str) -> Any:
-    """Return a tensor of what was captured."""
-    return captured.rows[0][0].entropy if reads == "rows" else captured.outputs
 
 
 def _why_not(source: ForwardSource, layer: AttentionLayer) -> str:
@@ -219,10 +229,11 @@ def _batches(
             of_layer, weight = counted[layer.name], layer.weights.get("output")
             runs = tuple(id(sums) for sums, _ in of_layer.rows) if reads == "rows" else ()  # with the same layers
             width = None if weight is None else weight.in_features
-            kind = _kind(_tensor_of(of_layer, reads)), _kind(of_layer.valid), width, runs
+            kind = None if runs else _kind(of_layer.outputs), _kind(of_layer.valid), width, runs
             groups.setdefault(kind, []).append(layer)
     batches: list[list[AttentionLayer]] = []
-    for ((shape, _, device), *_), group in groups.items():
+    for (tensor, *_), group in groups.items():
+        shape, _, device = tensor or ((), None, torch.device("cpu"))
         at_once = _AT_ONCE_ON_CPU if device.type == "cpu" else _AT_ONCE
         batches += chunks(group, [math.prod(shape)] * len(group), at_once)
     return batches
