@@ -68,13 +68,14 @@ Key = tuple[int, str]
 
 @dataclass
 class _Steps:
-    """The steps of one optimizer; versions (see `_versions`) are by number of the parameter and its state."""
+    """The steps of one optimizer; for versions see `_versions`."""
 
     count: int = 0  # since the last step that was looked at
     has_run: bool = False  # since the last reading, so that its hooks are called
     is_armed: bool = False
-    begun: dict[Key, int] = field(default_factory=dict)  # versions right before the step that is looked at
-    ended: dict[Key, int] = field(default_factory=dict)  # and right after the last one
+    begun: list[int] = field(default_factory=list)  # versions right before the step that is looked at
+    ended: list[int] = field(default_factory=list)  # and right after the last one
+    own: list[int] = field(default_factory=list)  # writes by the last one
     most: dict[Key, float] = field(default_factory=dict)  # writes by one step; without end where their number varies
     settings: dict[str, Any] = field(default_factory=dict)  # of its groups, at the last step that was looked at
     facts: StepFacts | None = None  # of a step, until the next one begins
@@ -130,7 +131,7 @@ class TrainingStep:
             hook.remove()
         self._hooks, self._gradients, self._was_there = [], {}, {}
         for steps in self._steps.values():
-            steps.is_armed, steps.begun = False, {}
+            steps.is_armed, steps.begun = False, []
 
     def close(self) -> None:
         """Look at no step any more; also within one, where no hook of an optimizer can be removed."""
@@ -147,7 +148,7 @@ class TrainingStep:
     def accept(self) -> None:
         """Take what an intervention has just written for what a step left."""
         for steps in self._steps.values():
-            steps.ended, steps.count, steps.facts = {}, 0, None
+            steps.ended, steps.count, steps.facts = [], 0, None
 
     def take(self) -> list[StepFacts]:
         """Return what steps have shown since it was called last."""
@@ -196,30 +197,24 @@ class TrainingStep:
         """Compare versions with those after the step that was looked at before, and take gradients and bits."""
         parameters = _parameters(optimizer)
         now, settings = _versions(optimizer), _settings(optimizer)
-        owners = Counter(id(parameter) for each in self._steps for parameter in _parameters(each))
-        own = {key: version - steps.begun.get(key, version) for key, version in now.items()}
-        most = steps.most | {
-            key: number if key not in steps.most and 0 < number < _OTHER else math.inf
-            for key, number in own.items() if number and number != steps.most.get(key)
-        }  # fmt: skip
-        touched: set[Any] = {
-            key for key, version in steps.begun.items()
-            # What no step is seen to write may have been without a gradient in those alone.
-            if key in steps.ended and most.get(key, math.inf) < math.inf and owners[key[0]] == 1
-            and not 0 <= version - steps.ended[key] <= most[key] * steps.count
-        }  # fmt: skip
+        own = [after - before for after, before in zip(now, steps.begun)]
+        since = [before - last for before, last in zip(steps.begun, steps.ended)]
+        is_as_ever = own == steps.own and since == [steps.count * writes for writes in own]
+        touched: set[Any] = set()
+        if not is_as_ever and len(now) == len(steps.begun) == len(steps.ended):
+            touched |= self._by_others(steps, _keys(optimizer), own, since)
         touched |= {name for name, value in settings.items() if steps.settings.get(name, value) != value}
         new = touched - self._touched if self._arms > 2 else ()  # what was so at first is no change
         self._touched |= touched
         if new:
             names = _names(self._model, ())
             own_names = [
-                f"{state} of {names[key][1]}" if state else names[key][1] for key, state in now
+                f"{state} of {names[key][1]}" if state else names[key][1] for key, state in _keys(optimizer)
                 if (key, state) in new and key in names
             ]  # fmt: skip
             self.written += (*own_names, *(f"{name} of the optimizer" for name in settings if name in new))
-        steps.ended, steps.most, steps.settings = now, most, settings
-        steps.count, steps.is_armed, steps.begun = 0, False, {}
+        steps.ended, steps.own, steps.settings = now, own, settings
+        steps.count, steps.is_armed, steps.begun = 0, False, []
         if not self._compares:
             return
         pairs = [
@@ -229,6 +224,7 @@ class TrainingStep:
         ]
         if not any(each.is_armed for each in self._steps.values()):
             self.drop()
+        owners = self._owners()
         able = [
             parameter for parameter in parameters
             if owners[id(parameter)] == 1 and parameter.is_floating_point() and not is_sharded(parameter)
@@ -243,6 +239,23 @@ class TrainingStep:
         steps.looked_at = able
         terms = partial(self._terms, steps, *places, sizes, is_touched, sides)
         steps.facts = StepFacts([*columns, entries, _bits(able)], terms)
+
+    def _owners(self) -> Counter[int]:
+        """Return number of a parameter -> how many optimizers hold it."""
+        return Counter(id(parameter) for each in self._steps for parameter in _parameters(each))
+
+    def _by_others(self, steps: _Steps, keys: Sequence[Key], own: Sequence[int], since: Sequence[int]) -> set[Key]:
+        """Return what else than steps has written since the last one that was looked at; learn what this one writes."""
+        steps.most |= {
+            key: writes if key not in steps.most and 0 < writes < _OTHER else math.inf
+            for key, writes in zip(keys, own) if writes and writes != steps.most.get(key)
+        }  # fmt: skip
+        owners, most = self._owners(), [steps.most.get(key, math.inf) for key in keys]
+        return {
+            key for key, writes, at_most in zip(keys, since, most)
+            # What no step is seen to write may have been without a gradient in those alone.
+            if at_most < math.inf and owners[key[0]] == 1 and not 0 <= writes <= at_most * steps.count
+        }  # fmt: skip
 
     def _terms(
         self, steps: _Steps, able: Sequence[Place | None], trained: Sequence[Place | None], sizes: Sequence[int],
@@ -290,16 +303,24 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _versions(optimizer: Optimizer) -> dict[Key, int]:
+def _versions(optimizer: Optimizer) -> list[int]:
     """Return the version of each parameter and of the tensors of its state, and which tensor it is, in one number."""
-    versions = {}
-    for parameter in _parameters(optimizer):
-        number, state = id(parameter), optimizer.state.get(parameter)
-        versions[number, ""] = number * _OTHER + parameter._version
-        for name, tensor in state.items() if isinstance(state, dict) else ():
-            if isinstance(tensor, Tensor):
-                versions[number, name] = id(tensor) * _OTHER + tensor._version
-    return versions
+    tensors = [each for state in _states(optimizer) for each in state.values() if isinstance(each, Tensor)]
+    return [id(tensor) * _OTHER + tensor._version for tensor in tensors]
+
+
+def _keys(optimizer: Optimizer) -> list[Key]:
+    """Return of which parameter these are, and the name in its state."""
+    return [
+        (id(state[""]), name) for state in _states(optimizer) for name, each in state.items()
+        if isinstance(each, Tensor)
+    ]  # fmt: skip
+
+
+def _states(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the state of each parameter, and the parameter itself without a name."""
+    states = ((parameter, optimizer.state.get(parameter)) for parameter in _parameters(optimizer))
+    return [{"": parameter, **(state if isinstance(state, dict) else {})} for parameter, state in states]
 
 
 def _settings(optimizer: Optimizer) -> dict[str, Any]:
