@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial, reduce
+from functools import cache, partial, reduce
 from operator import add
 from typing import Any, NamedTuple, cast
 
@@ -70,31 +70,23 @@ def _no_rows(layer: AttentionLayer, device: torch.device) -> RowSums:
     return attention_rows(unseen, unseen > 0, positions=torch.zeros(1, device=device))
 
 
-class RowsOfLayers:
-    """Sums of sampled rows of some layers, made when they are first asked for where these may wait."""
-
-    def __init__(self, read: Callable[[], dict[str, Tensor]], *, may_wait: bool) -> None:
-        self._read, self.may_wait = read, may_wait
-        if not may_wait:
-            self.sums  # noqa: B018
-
-    @cached_property
-    def sums(self) -> RowSums:
-        """The sums of all of these layers."""
-        return attention_rows(**self._read(), layers=True)
+RowsOfLayer = tuple[Callable[[], RowSums], int, bool]
+"""Returns the sums of rows of some layers; the place of a layer among them; whether they are made later."""
 
 
-def take_rows(read: Callable[[], dict[str, Tensor]], layers: int, may_wait: bool) -> list[tuple[RowsOfLayers, int]]:
-    """Reduce sampled rows of some layers to sums, as `Capture` asks for: those of all, and the place of each layer."""
-    rows = RowsOfLayers(read, may_wait=may_wait)
-    return [(rows, place) for place in range(layers)]
+def take_rows(read: Callable[[], dict[str, Tensor]], layers: int, may_wait: bool) -> list[RowsOfLayer]:
+    """Reduce sampled rows of some layers to sums, as `Capture` asks for."""
+    sums = cache(lambda: attention_rows(**read(), layers=True))
+    if not may_wait:
+        sums()
+    return [(sums, place, may_wait) for place in range(layers)]
 
 
-def _added(runs: Sequence[Sequence[tuple[RowsOfLayers, int]]]) -> RowSums:
+def _added(runs: Sequence[Sequence[RowsOfLayer]]) -> RowSums:
     """Add up what some layers have of each time that they ran, together."""
     totals = []
     for of_layers in zip(*runs):
-        sums, places = of_layers[0][0].sums, [place for _, place in of_layers]
+        sums, places = of_layers[0][0](), [place for _, place, _ in of_layers]
         is_all = places == list(range(len(sums.queries)))
         totals.append(sums if is_all else RowSums(*(total[places] for total in sums)))
     return reduce(add, totals)
@@ -171,7 +163,7 @@ def measure_forwards(
                     with absent.unless([source.name], names):
                         if is_alone:
                             first = counted[names[0]]
-                            is_on_host = first.rows[0][0].may_wait if reads == "rows" else samples.tokens.is_cpu
+                            is_on_host = first.rows[0][2] if reads == "rows" else samples.tokens.is_cpu
                             measure = partial(_measure, source, samples, batch[0])
                             results.append(result_of(source.name, names, measure, is_on_host))
                         else:
@@ -227,7 +219,7 @@ def _batches(
     for layer in layers:
         if layer.name in counted:
             of_layer, weight = counted[layer.name], layer.weights.get("output")
-            runs = tuple(id(sums) for sums, _ in of_layer.rows) if reads == "rows" else ()  # with the same layers
+            runs = tuple(id(sums) for sums, *_ in of_layer.rows) if reads == "rows" else ()  # with the same layers
             width = None if weight is None else weight.in_features
             kind = None if runs else _kind(of_layer.outputs), _kind(of_layer.valid), width, runs
             groups.setdefault(kind, []).append(layer)

@@ -7,7 +7,6 @@ import time as clock
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -36,12 +35,12 @@ Measured = tuple[Sequence[Tensor], Callable[..., Any]]  # sums, and what makes o
 
 def result_of(source: str, layers: tuple[str, ...], measure: Callable[[], Measured], is_on_host: bool) -> Result:
     """Return the result of a source; what lies on the host is measured there by `Reading.record`, of copies."""
-    return Result(source, layers, *(((), partial(_finish, measure)) if is_on_host else measure()))
 
+    def finish() -> Any:
+        sums, finish_sums = measure()
+        return finish_sums(*sums)
 
-def _finish(measure: Callable[[], Measured]) -> Any:
-    sums, finish = measure()
-    return finish(*sums)
+    return Result(source, layers, (), finish) if is_on_host else Result(source, layers, *measure())
 
 
 class Absent(dict[str, dict[str, str]]):

@@ -88,7 +88,7 @@ class WeightReader:
                     self.checksums |= dict(zip(names, checksums_of(stacks.of)))
                 able = [source for source in self.sources if stacks.of and set(_ROLES_OF[source]) <= stacks.of.keys()]
                 before = self._kept_before(stacks) if MOVEMENT in able else {}
-                measures = {**_MEASURES, MOVEMENT: partial(_movement, before=before, trained=trained)}
+                measures = _MEASURES | {MOVEMENT: partial(_movement, before=before, trained=trained)}
                 for source in able:
                     with absent.unless([source], names):
                         results.append(result_of(source, names, partial(measures[source], stacks), stacks.is_on_host))

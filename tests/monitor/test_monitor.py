@@ -19,7 +19,7 @@ from hdi_callback.errors import MisconfigurationError, MonitoringWarning, Nothin
 from hdi_callback.monitor import HeadDiversityMonitor, Reading
 from hdi_callback.monitor import monitor as monitors
 from hdi_callback.monitor import weight_source as weights_of_monitor
-from hdi_callback.monitor.forward_source import FORWARD, RowsOfLayers, measure_forwards
+from hdi_callback.monitor.forward_source import FORWARD, measure_forwards, take_rows
 from hdi_callback.monitor.metrics import FORWARD_SOURCES, MOVEMENT, OUTPUTS, SOURCES, TRAINING, WEIGHT_SOURCES
 from hdi_callback.monitor.parameter_source import ParameterReader
 from hdi_callback.monitor.ranks import Ranks
@@ -68,10 +68,9 @@ def test_measuring_waits_for_nothing_before_the_record():
     captured = {}
     for layer in layers:
         weights = torch.zeros(1, 2, 4, 5, 5, device="meta")
-        rows = RowsOfLayers(lambda weights=weights: {"weights": weights}, may_wait=False), 0
         captured[layer.name] = Captured(
             outputs=torch.zeros(20, 4, 8, device="meta"), valid=torch.ones(20, dtype=torch.bool, device="meta"),
-            rows=[rows],
+            rows=take_rows(lambda weights=weights: {"weights": weights}, 1, may_wait=False),
         )  # fmt: skip
     absent, reader = Absent(), WeightReader(SOURCES)
     results = [*reader.measure(0, layers, absent), *reader.measure(1, layers, absent)]
