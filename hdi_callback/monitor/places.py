@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ Side = tuple[int, str, int, int]
 """Number of a parameter, ``rows`` or ``columns``, how many, and how long they are."""
 Place = tuple[str, str]
 """The layer that a parameter belongs to, or `""`, and its name there or in the model."""
+Key = tuple[Any, ...]
 
 
 @torch.no_grad()
@@ -30,8 +32,10 @@ def sketch_of(parameters: Sequence[nn.Parameter], home: torch.device) -> tuple[l
     sides: list[Side] = []
     entries = [torch.zeros(0, device=home)]
     for number, parameter in enumerate(parameters):
-        matrix = parameter.flatten(1) if parameter.dim() == 4 else parameter.reshape(-1, *parameter.shape[-1:])
-        for lines, side in (("rows", matrix), ("columns", matrix.mT)) if parameter.dim() > 1 else ():
+        if parameter.dim() < 2:
+            continue
+        matrix = parameter.flatten(1) if parameter.dim() == 4 else parameter.flatten(0, -2)
+        for lines, side in (("rows", matrix), ("columns", matrix.mT)):
             if len(side) >= _LEAST and side.shape[1] >= _FEWEST:
                 sides.append((number, lines, *side.shape))
                 grid = side[:, :: max(1, side.shape[1] // _ENTRIES)][:, :_ENTRIES]
@@ -44,20 +48,18 @@ class Places:
 
     def __init__(self) -> None:
         self.moved: dict[Place, str] = {}
-        self._before: dict[tuple[Place, str], Tensor] = {}
+        self._before: dict[Key, Tensor] = {}  # with number and length of rows
 
     def compare(self, names: Sequence[Place | None], sides: Sequence[Side], entries: Tensor) -> None:
         """Find what has moved in entries that `sketch_of` returned, of parameters with these names."""
-        now: dict[tuple[Place, str], Tensor] = {}
-        groups: dict[tuple[int, int], list[tuple[Place, str]]] = {}
+        now: dict[Key, Tensor] = {}
+        groups: dict[Key, list[Key]] = {}
         sizes = [count * min(_ENTRIES, length) for _, _, count, length in sides]
-        for (number, lines, count, length), part in zip(sides, entries.split(sizes)):
-            place = names[number]
-            if place is not None:
-                now[place, lines] = part.view(count, -1)
-                before = self._before.get((place, lines))
-                if before is not None and before.shape == now[place, lines].shape:
-                    groups.setdefault((count, length), []).append((place, lines))
+        for (number, lines, *shape), part in zip(sides, entries.split(sizes)):
+            key: Key = names[number], lines, *shape
+            now |= {key: part.view(shape[0], -1)} if key[0] else {}
+            if key[0] and key in self._before:
+                groups.setdefault(key[2:], []).append(key)
         moved: dict[Place, str] = {}
         for keys in groups.values():
             old, new = (torch.stack([table[key] for key in keys]) for table in (self._before, now))
@@ -69,7 +71,7 @@ class Places:
         self._before |= now
 
 
-def _moved(number: int, keys: Sequence[tuple[Place, str]], old: Tensor, new: Tensor, has_left: Tensor) -> str:
+def _moved(number: int, keys: Sequence[Key], old: Tensor, new: Tensor, has_left: Tensor) -> str:
     """Return in words which rows of one of the sides are old ones of it or of another; `""` for none."""
     left = has_left[number].nonzero().flatten()
     every = max(1, -(-len(left) // _MOST))
@@ -84,7 +86,7 @@ def _moved(number: int, keys: Sequence[tuple[Place, str]], old: Tensor, new: Ten
         return ""
     runs = groupby(enumerate(pairs), lambda each: (each[1][0] - each[0], each[1][1] - each[0], each[1][1] // len(new)))
     longest = max(([pair for _, pair in run] for _, run in runs), key=len)
-    (place, lines), (other, other_lines) = keys[number], keys[longest[0][1] // len(new)]
+    (place, lines, *_), (other, other_lines, *_) = keys[number], keys[longest[0][1] // len(new)]
     (now,), (was,) = ranges([row for row, _ in longest]), ranges([at % len(new) for _, at in longest])
     own_name, other_name = (f"`{'.'.join(filter(None, each))}`" for each in (place, other))
     owner = "it in another place" if other == place else other_name

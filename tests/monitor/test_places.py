@@ -156,6 +156,15 @@ def test_weights_that_are_drawn_averaged_pruned_scaled_or_begin_as_a_few_others_
     assert moved(change, steps) == {}
 
 
+def test_a_parameter_that_is_empty_or_has_another_shape_now_is_not_compared():
+    places = Places()
+    for size in (40, 32):
+        embed, empty = nn.Embedding(size, 16), nn.Parameter(torch.zeros(4, 0))
+        torch.manual_seed(size)
+        places.compare([("", "embed"), ("", "empty")], *sketch_of([embed.weight, empty], CPU))
+    assert places.moved == {}
+
+
 def test_rows_that_were_equal_before_are_not_called_moved():
     places = Places()
     model = nn.Linear(32, 32)
