@@ -91,9 +91,8 @@ class Contract:
         of_steps: Iterable[StepFacts] = (), *arrived: Tensor,
     ) -> tuple[Alert, ...]:  # fmt: skip
         """Return alerts of what has changed since each layer was last read, by facts, calls, steps and gradients."""
-        changes: dict[tuple[str, str, int], Clauses] = {}  # of a layer, the step or the forward, by time and first step
-        where: dict[tuple[str, str, int], set[str]] = {}
-        loud = set()
+        # Of a layer, the step or the forward, by time and first step: what, in which layers, and whether it is loud.
+        changes: dict[tuple[str, str, int], tuple[Clauses, set[str], set[bool]]] = {}
         try:
             with torch.device("cpu"):
                 of_each = [[item] if isinstance(item, Facts) else facts_of(TapeReader(item).finish()) for item in read]
@@ -107,27 +106,28 @@ class Contract:
                 terms |= self._operations([(it, facts) for it, facts in zip(read, of_each) if isinstance(it, Tape)])
                 for (layer, _, term), when, since, clauses, is_loud in self._changes(step, terms):
                     key = _WHOLE.get(term, layer or _STEP), when, since
-                    where.setdefault(key, set()).add("" if term == OPERATIONS else layer)
-                    loud |= {key} if is_loud else set()
+                    merged, layers, are_loud = changes.setdefault(key, ({}, set(), set()))
+                    layers.add("" if term == OPERATIONS else layer)
+                    are_loud.add(is_loud)
                     for text, names in clauses.items():
                         names = tuple(f"{layer}.{name}".lstrip(".") for name in names) if term in _OF_STEPS else names
-                        changes.setdefault(key, {})[text] = (*changes.get(key, {}).get(text, ()), *names)
+                        merged[text] = (*merged.get(text, ()), *names)
         except Exception as error:
             self._has_failed = True
             warn(f"Comparing what attention computes with the first forward failed ({describe(error)}).")
         events: dict[tuple[str, int, tuple[str, ...], bool], dict[str, tuple[int, ...]]] = {}
-        of_attention = {since for place, when, since in loud if place not in _WHOLE.values()}
-        for (place, when, since), clauses in changes.items():
-            is_loud, layers = (place, when, since) in loud, where[place, when, since]
+        of_attention = {
+            key[2] for key, (*_, are_loud) in changes.items() if key[0] not in _WHOLE.values() and any(are_loud)
+        }
+        everywhere = {key[0] for key in self._terms if key[0] and key[2] not in _WHOLE}
+        for (place, when, since), (clauses, layers, are_loud) in changes.items():
             if place not in _WHOLE.values():
                 heads = tuple(sorted({head for each in clauses.values() for head in each}))
-                event = events.setdefault((when, since, tuple(clauses), is_loud), {})
+                event = events.setdefault((when, since, tuple(clauses), any(are_loud)), {})
                 event[place] = heads if all(clauses.values()) else ()
-            elif place != _WHOLE[OPERATIONS] or since not in of_attention:  # else it may be what that has told
-                is_loud &= GONE not in clauses  # as with adapters that are merged
-                layers = (
-                    layers if "" not in layers else {key[0] for key in self._terms if key[0] and key[2] not in _WHOLE}
-                )
+            elif place == _STEP or since not in of_attention:  # else it may be what that has told
+                is_loud = any(are_loud) and GONE not in clauses  # adapters may have been merged
+                layers = everywhere if "" in layers else layers
                 events[f"{place} {when}", since, (*_in_words(clauses),), is_loud] = dict.fromkeys(sorted(layers), ())
         return tuple(
             Alert(step, NAME, "warning" if is_loud else "notice", of,

@@ -9,7 +9,7 @@ do, none of them is compared.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from hdi_callback.attention import operations as ops
 from hdi_callback.attention.discovery.find import name_without_wrappers
@@ -20,31 +20,31 @@ __all__ = ["GONE", "OPERATIONS", "loses", "operations_of", "tell_operations"]
 
 OPERATIONS = "operations"
 
-Counts = dict[str, tuple[int, tuple[float, ...]]]
-"""Name of an operation -> how often it runs, and its numbers."""
+Counts = dict[tuple[str, str], tuple[int, tuple[float, ...]]]
+"""Module and name of an operation, `""` where anything runs in it -> how often it runs, and its numbers."""
+GONE = "nothing runs in {} any more"
+_MAPS = {*ops.MATMULS, *ops.CONVOLUTIONS}
 
 
-def operations_of(tape: Tape, facts: Iterable[Facts]) -> dict[str, dict[str, Counts]]:
-    """Return group -> module -> its operations, but for those from the maps of an attention to its output."""
-    steps = tape.steps
+def operations_of(tape: Tape, facts: Iterable[Facts]) -> dict[str, Counts]:
+    """Return group -> its operations, but for those from the maps of an attention to its output."""
     inside = {number for each in facts for number in range(*each.steps)}
-    last = max((step.number for step in steps if step.op in _MAPS and _has_parameter(step)), default=-1)
-    groups: dict[str, dict[str, Counts]] = {}
-    for step in steps[: last + 1]:
-        if step.module is None:
-            continue
-        path = name_without_wrappers(step.module)
-        for end in [*(match.start() for match in re.finditer(r"\.", path)), len(path)]:  # also modules around it run
-            counts = groups.setdefault(re.sub(r"\d+", "*", path[:end]), {}).setdefault(path[:end], {})
-        if step.number in inside or step.op in ops.COPIES:
-            continue
-        name, numbers = _named(step)
-        count, before = counts.get(name, (0, ()))
-        counts[name] = count + 1, tuple(sorted({*before, *numbers}))
+    last = max((step.number for step in tape.steps if step.op in _MAPS and _has_parameter(step)), default=-1)
+    groups: dict[str, Counts] = {}
+    for step in tape.steps[: last + 1]:
+        path = None if step.module is None else name_without_wrappers(step.module)
+        parts = [] if path is None else path.split(".")
+        for outer in (".".join(parts[: end + 1]) for end in range(len(parts))):
+            groups.setdefault(_group(outer), {})[outer, ""] = 1, ()
+        if path is not None and step.number not in inside and step.op not in ops.COPIES:
+            name, numbers = _named(step)
+            count, before = groups[_group(path)].get((path, name), (0, ()))
+            groups[_group(path)][path, name] = count + 1, tuple(sorted({*before, *numbers}))
     return groups
 
 
-_MAPS = {*ops.MATMULS, *ops.CONVOLUTIONS}
+def _group(path: str) -> str:
+    return re.sub(r"\d+", "*", path)
 
 
 def _has_parameter(step: Step) -> bool:
@@ -58,31 +58,24 @@ def _named(step: Step) -> tuple[str, list[float]]:
     return "a map" if step.op in ops.MATMULS and _has_parameter(step) else step.op, numbers
 
 
-def tell_operations(before: Mapping[str, Counts], after: Mapping[str, Counts]) -> dict[str, tuple[str, ...]]:
+def tell_operations(before: Counts, after: Counts) -> dict[str, tuple[str, ...]]:
     """Return what has changed -> the modules in which it has."""
     told: dict[str, tuple[str, ...]] = {}
-    for path in {**before, **after}:
-        old, new = before.get(path, {}), after.get(path, {})
-        texts = [
-            f"{name} runs {_times(*new.get(name, (0, ())))} in {{}}, and {_times(*old.get(name, (0, ())))} before"
-            for name in {**old, **new} if old.get(name) != new.get(name)
-        ]  # fmt: skip
-        for text in texts if path in before and path in after else [GONE if path in before else "{} runs now"]:
+    for path, name in {**before, **after}:
+        new, old = (_times(*counts.get((path, name), (0, ()))) for counts in (after, before))
+        text = "{} runs now" if (path, "") in after else GONE
+        text = f"{name} runs {new} in {{}}, and {old} before" if name else text
+        if new != old and (not name or ((path, "") in before and (path, "") in after)):
             told[text] = (*told.get(text, ()), path)
     return told
 
 
-GONE = "nothing runs in {} any more"
-
-
-def loses(before: Mapping[str, Counts], after: Mapping[str, Counts]) -> bool:
+def loses(before: Counts, after: Counts) -> bool:
     """Return whether a module that goes on has lost an operation, or has another in its place, but for dropout."""
     return any(
-        count > after[path].get(name, (0, ()))[0]
-        for path in before.keys() & after.keys()
-        for name, (count, _) in before[path].items()
-        if name != "dropout"
-    )
+        (path, "") in after and count > after.get((path, name), (0, ()))[0]
+        for (path, name), (count, _) in before.items() if name not in {"", "dropout"}
+    )  # fmt: skip
 
 
 def _times(count: int, numbers: tuple[float, ...]) -> str:

@@ -23,9 +23,8 @@ class Losses:
 
     def __init__(self) -> None:
         self.is_good = False  # smoothed over five readings, at its best so far but for noise, or falling
-        self._latest: list[float] = []  # 32 at most
+        self._latest: dict[int, float] = {}  # step -> loss, 32 at most
         self._best = (math.inf, math.inf)  # least median, and the largest loss among those it is of
-        self._steps: list[int] = []  # of these losses
         self._step = 0  # of the last reading
         # What has changed: in words, the parameters that were written, the loss before, how high it is to be, readings.
         self._change: tuple[str, tuple[str, ...], float, float, int] | None = None
@@ -36,7 +35,7 @@ class Losses:
         Of a write a notice, and where the loss rises at two readings after a write, or a notice of the contract, a
         warning; without parameters a notice of a rise that nothing explains.
         """
-        losses, loss = self._latest, record.loss
+        losses, loss = [*self._latest.values()], record.loss
         before, self._step = self._step, record.step
         usual = statistics.median(abs(second - first) for first, second in pairwise(losses)) if losses[1:] else 0.0
         told = next((alert for alert in record.alerts if alert.level == "notice" and alert.since is not None), None)
@@ -44,7 +43,7 @@ class Losses:
             when = f"between steps {before} and {record.step}"
             wrote = f"something else than the optimizer wrote {quoted(record.written)} {when}" if record.written else ""
             since = record.step if told is None or told.since is None else told.since
-            earlier = [each for step, each in zip(self._steps, losses) if step < since]
+            earlier = [each for step, each in self._latest.items() if step < since]
             was, text = statistics.median(earlier[-3:] or [0.0]), wrote if told is None else told.message
             is_known = len(earlier) >= FEWEST
             self._change = (text, record.written, was, was + FARTHER * usual, 0) if is_known else None
@@ -73,8 +72,9 @@ class Losses:
         if not math.isfinite(loss):
             self.is_good = False
             return
-        self._latest, self._steps = [*self._latest, loss][-32:], [*self._steps, self._step][-32:]
-        earlier, latest = self._latest[-2 * SMOOTHED : -SMOOTHED], self._latest[-SMOOTHED:]
+        self._latest = dict([*self._latest.items(), (self._step, loss)][-32:])
+        losses = [*self._latest.values()]
+        earlier, latest = losses[-2 * SMOOTHED : -SMOOTHED], losses[-SMOOTHED:]
         if len(latest) == SMOOTHED:
             median = statistics.median(latest)
             self._best = min(self._best, (median, max(latest)))
