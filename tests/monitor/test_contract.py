@@ -139,12 +139,12 @@ def test_a_change_is_not_waited_for_where_the_next_reading_does_not_know(monkeyp
 
     def facts_of(*claims):
         readings.append(len(readings))
-        is_known = len(readings) < 3  # the first two comparisons, of which the second sees the change
+        is_known = len(readings) < 5  # the first four comparisons, of which the fourth sees the change
         return [each if is_known else dataclasses.replace(each, scale=None) for each in read(*claims)]
 
     monkeypatch.setattr(contract, "facts_of", facts_of)
     assert train(CHANGES["scores four times as large"])[0] == []
-    assert len(readings) == 4, "steps 9, 18, 21 and 27"
+    assert len(readings) == 6, "steps 3, 6, 9, 18, 21 and 27"
 
 
 def test_a_head_that_changes_is_named():
