@@ -129,8 +129,8 @@ class Record:
         layers: layer -> its numbers, in model order.
         time: seconds since the Unix epoch.
         loss: training loss of the step after the reading, if it is known.
-        written: parameters that something else than an optimizer's step wrote since the reading before, if that had
-            never been so.
+        written: names of parameters, and of states and settings of the optimizer, that something else than its step
+            wrote since the reading before, if that had never been so.
         alerts: alerts that began, got worse or ended at this reading.
         actions: what interventions did.
         active: alerts that are active after this reading.

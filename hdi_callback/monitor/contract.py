@@ -1,4 +1,4 @@
-"""The contract of a run: what a forward computed first, read again at each tenth reading and compared.
+"""The contract of a run: what a training computed first, read again at the first readings and each tenth and compared.
 
 What is compared are facts that do not depend on the batch: probabilities, numbers, distances, rows of parameters. A
 change is told with before and after, once the next reading has confirmed it; what changes from reading to reading is
@@ -41,10 +41,11 @@ MEANING = (
     "Raised when attention computes something else than in the first forward: what queries see, dropout, scale, "
     "positions, biases, the rows that heads are made of, or in which order tokens come; when a module outside "
     "attention has lost an operation (a notice of other changes, of dropout and of modules that run no more); when in "
-    "the training step gradients begin to add up, or are turned or scaled before the optimizer gets them, something "
-    "else writes weights, or their rows are old ones in another place; or when each position is trained to predict "
-    "another token than before, or from the start sees what it is to predict. Read at the first readings, at each "
-    "tenth and after an alert, confirmed by the next; a notice of what changes from reading to reading. "
+    "the training step gradients begin to add up, or are turned, scaled or clipped to next to nothing before the "
+    "optimizer gets them, something else writes weights, or their rows are old ones in another place; or when each "
+    "position is trained to predict another token than before, or from the start sees what it is to predict. Read at "
+    "the first readings, at each tenth and after an alert, confirmed by the next; a notice of what changes from "
+    "reading to reading. "
     f"Then {_ACTION}."
 )
 _FIRST = {1, 2, 3, 6}  # readings after the first one

@@ -56,7 +56,7 @@ class HeadDiversityMonitor:
 
     Args:
         model: any module that contains attention layers.
-        metrics: names of metrics, see `METRICS`; `None` for all that rules judge. They decide what is measured.
+        metrics: names of metrics, see `METRICS`; `None` for all of them. They decide what is measured.
         include: patterns of names of layers to watch (``"encoder.*"``); all by default.
         exclude: patterns of names of layers to leave out.
         max_tokens: largest number of tokens of a layer in one reading.
