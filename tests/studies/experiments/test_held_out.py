@@ -16,6 +16,7 @@ def test_what_was_held_back_and_what_is_new_shares_no_task_fault_or_seed_with_wh
         ("new kinds", "first", "held back"),
         ("newest kinds", "first", "held back", "new kinds", "new kinds, new seeds"),
         ("blind kinds", *(part for part in PARTS if part != "blind kinds")),
+        ("blind kinds again", *(part for part in PARTS if part != "blind kinds again")),
     ):
         for earlier in before:
             for field in ("task", "seed"):

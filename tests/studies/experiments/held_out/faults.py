@@ -418,6 +418,148 @@ def _clip_scaled(run: Run) -> None:
     torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1 / 65_536)
 
 
+# Blind again: as those before.
+
+
+def _nets(run: Run) -> list[Net]:
+    return [module for module in run.model.modules() if isinstance(module, Net)]
+
+
+def _reorder_classes(run: Run) -> None:
+    """Sort the classes as text, "10" before "2": fastai/fastai 3945, facebookresearch/deit 130."""
+
+    def act(outputs: torch.Tensor) -> torch.Tensor:
+        return outputs[..., sorted(range(outputs.shape[-1]), key=lambda number: str(number + 1))]
+
+    run.model.change_outputs = act
+
+
+def _lose_tokens(run: Run) -> None:
+    """Read a third of the vocabulary as unknown: huggingface/transformers 131, shmsw25/qa-hard-em 14."""
+    net = getattr(run.model, "encoder", run.model)
+    unknown = net.embed.num_embeddings - 1
+    net.change_inputs = lambda tokens: tokens.masked_fill(tokens % 3 == 1, unknown)
+
+
+def _mix(run: Run) -> None:
+    """Mix each input with that of another sample, and leave the labels: 983632847/USCL 3, xudonmao/VMT 1."""
+    run.model.change_inputs = lambda inputs: (inputs + inputs[torch.randperm(len(inputs))]) / 2
+
+
+def _read_mask_backwards(run: Run) -> None:
+    """Take True in a mask of padding for its opposite: pytorch/pytorch 170404, rasbt/LLMs-from-scratch 1061."""
+    for net in _nets(run):
+        net.sees_only_padding = True
+
+
+def _attend_across_batch(run: Run) -> None:
+    """Take the batch for the tokens: IBM/TabFormer 14, Exorust/TorchLeet 5, DaoyuanLi2816/Molecule-Generator 22."""
+    for layer in run.layers:
+        layer.attends_across_batch = True
+
+
+def _drop_what_to_keep(run: Run) -> None:
+    """Take the share that dropout is to keep for the one that it drops.
+
+    aymericdamien/TensorFlow-Examples 205, piergiaj/pytorch-i3d 58, titu1994/Inception-v4 5.
+    """
+    for net in _nets(run):
+        for mlp in net.mlp:
+            mlp.append(torch.nn.Dropout(0.8))
+
+
+def _saturate(run: Run) -> None:
+    """Clip what the norms return at a scale of fp8 that is out of date: AI-Hypercomputer/maxtext 672."""
+    for net in _nets(run):
+        for norm in net.norms[:-1]:
+            norm.register_forward_hook(lambda module, inputs, outputs: outputs.clamp(-0.3, 0.3))
+
+
+def _move_positions(run: Run) -> None:
+    """Count positions from the padding before each sample: tloen/alpaca-lora 315, huggingface/transformers 48946."""
+    for net in _nets(run):
+        net.moves_positions = True
+
+
+def _softmax(run: Run) -> None:
+    """Put a softmax before the cross-entropy, which has one.
+
+    bowang-lab/Transformer-GCN-QA 32, bkitano/llama-from-scratch 5.
+    """
+    run.model.change_outputs = lambda outputs: outputs.softmax(-1)
+
+
+def _use_logarithm(run: Run) -> None:
+    """Multiply similarities by the logarithm of their scale: BAAI-DCAI/M3D 52."""
+    run.task.uses_logarithm = True  # type: ignore[attr-defined]
+
+
+def _stop_gradients(run: Run) -> None:
+    """Lose the gradients of all but the last layer, as under checkpointing of inputs that need none.
+
+    mlfoundations/open_clip 573, microsoft/LoRA 120.
+    """
+    model = run.model
+    parts = [model.head, model.norms[-3:], model.attention[-1], model.mlp[-1]]
+    if hasattr(model, "cross"):
+        parts += [model.cross[-1], model.cross_norms[-1]]
+    reached = {id(value) for part in parts for value in part.parameters()}
+    for value in model.parameters():
+        if id(value) not in reached:
+            value.grad = None
+
+
+def _run_out(run: Run) -> None:
+    """Let the schedule run out in ten steps, as each process moves it.
+
+    huggingface/transformers 24088, SafeAILab/EAGLE 107.
+    """
+    run.kept["steps"] = run.kept.get("steps", 0) + 1
+    for group in run.optimizer.param_groups:
+        group["lr"] *= max(0.01, 1 - run.kept["steps"] / 10)
+
+
+def _decay_all(run: Run) -> None:
+    """Decay all weights, gains and biases at each step, whatever the rate: tensorflow/addons 844 and 1902."""
+    for value in run.model.parameters():
+        if value.requires_grad:
+            value.mul_(0.98)
+
+
+def _renew_last_layer(run: Run) -> None:
+    """Load all but the last layer; where it was tied to the embedding, it no longer is, and is not trained.
+
+    huggingface/transformers 45079, vec2text/vec2text 94.
+    """
+    if run.model.head.weight is next(run.model.embed.parameters()):
+        run.model.head.weight = torch.nn.Parameter(run.model.head.weight.clone())
+    run.model.head.reset_parameters()
+
+
+def _base(projection: torch.nn.Module) -> torch.nn.Linear:
+    return getattr(projection, "base_layer", projection)  # type: ignore[return-value]
+
+
+def _transpose(run: Run) -> None:
+    """Load square weights the other way round: huggingface/transformers 47031."""
+    for layer in run.layers:
+        for role in ROLES:
+            weight = _base(getattr(layer, f"{role}_proj")).weight
+            weight.copy_(weight.T.clone())
+
+
+def _repeat_shard(run: Run) -> None:
+    """Load the first half of the rows of queries, keys, values and MLPs for the second too.
+
+    vllm-project/vllm-gguf-plugin 103, EvolvingLMMs-Lab/lmms-engine 160.
+    """
+    first = [mlp[0] for net in _nets(run) for mlp in net.mlp]
+    for part in first + [getattr(layer, f"{role}_proj") for layer in run.layers for role in ("q", "k", "v")]:
+        for value in (_base(part).weight, _base(part).bias):
+            left, right = value.chunk(2)
+            right.copy_(left)
+
+
 FIRST: dict[str, Fault] = {
     "layer initialised anew": Fault(before=_once(_initialise)),
     "layer overwritten by another": Fault(before=_once(_overwrite)),
@@ -500,4 +642,30 @@ BLIND: dict[str, Fault] = {
     "padding seen": Fault(before=_once(_see_padding), tasks=("twice",)),
     "gradients clipped before they are unscaled": Fault(before=_clip_scaled),
 }
-FAULTS = FIRST | HELD_BACK | NEW | NEWEST | BLIND
+OF_NAMES = ("packed names", "repairs", "Python tokens")
+OF_NUMBERS = ("paired views", "forecasts", "clutter", "from patches")
+BLIND_AGAIN: dict[str, Fault] = {
+    "classes in another order": Fault(
+        before=_once(_reorder_classes), tasks=("translation", "clutter", "from patches", *OF_NAMES)
+    ),
+    "tokens unknown": Fault(before=_once(_lose_tokens), tasks=("translation", *OF_NAMES)),
+    "inputs mixed and labels not": Fault(before=_once(_mix), tasks=OF_NUMBERS),
+    "mask of padding read backwards": Fault(before=_once(_read_mask_backwards), tasks=("translation", "repairs")),
+    "attention across the batch": Fault(before=_once(_attend_across_batch)),
+    "share to keep dropped": Fault(before=_once(_drop_what_to_keep)),
+    "activations clipped at an old scale": Fault(before=_once(_saturate)),
+    "positions counted from the padding": Fault(
+        before=_once(_move_positions), tasks=("translation", "repairs", "forecasts", "Python tokens")
+    ),
+    "softmax before the cross-entropy": Fault(
+        before=_once(_softmax), tasks=("translation", "clutter", "from patches", *OF_NAMES)
+    ),
+    "logarithm of the scale for the scale": Fault(before=_once(_use_logarithm), tasks=("paired views",)),
+    "no gradient below the last layer": Fault(before=_stop_gradients),
+    "schedule run out": Fault(before=_run_out),
+    "decay whatever the rate": Fault(after=_decay_all),
+    "last layer not loaded": Fault(before=_once(_renew_last_layer)),
+    "square weights transposed": Fault(before=_once(_transpose)),
+    "first shard loaded twice": Fault(before=_once(_repeat_shard)),
+}
+FAULTS = FIRST | HELD_BACK | NEW | NEWEST | BLIND | BLIND_AGAIN

@@ -29,6 +29,7 @@ class Attention(nn.Module):
         takes_earlier_values: whether the value of a token is that of the one before it; only in faults.
         window: how many tokens to each side a query sees, all if 0; only in faults.
         cuts_without_transpose: whether heads are cut from the features of all tokens in a row; only in faults.
+        attends_across_batch: whether the first axis of the inputs is taken for their tokens; only in faults.
     """
 
     def __init__(self, width: int, heads: int, *, is_causal: bool, kind: str = "plain") -> None:
@@ -37,14 +38,19 @@ class Attention(nn.Module):
         self.factor, self.drop, self.bias = 1.0, 0.0, 0.0
         self.sees_itself_alone = self.takes_other_keys = self.takes_earlier_values = False
         self.window = 0
-        self.cuts_without_transpose = False
+        self.cuts_without_transpose = self.attends_across_batch = False
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
         if kind == "cosine":
             self.logit_scale = nn.Parameter(torch.full((heads, 1, 1), 10.0).log())
             self.bias_table = nn.Parameter(0.02 * torch.randn(heads, 64))
 
-    def forward(self, x: Tensor, visible: Tensor | None = None) -> Tensor:
-        q, k, v = (self._heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
+    def forward(self, x: Tensor, visible: Tensor | None = None, context: Tensor | None = None) -> Tensor:
+        """Attend to `context`, or to `x`; `visible` says which keys are seen, by all queries or by each."""
+        is_across = self.attends_across_batch and context is None
+        if is_across:
+            x, visible = x.transpose(0, 1), None
+        seen = x if context is None else context
+        q, k, v = self._heads(self.q_proj(x)), self._heads(self.k_proj(seen)), self._heads(self.v_proj(seen))
         if self.kind == "rotary":
             q, k = rotated(q), rotated(k)
         if self.takes_other_keys:
@@ -58,7 +64,7 @@ class Attention(nn.Module):
             scores = scores + 16 * torch.sigmoid(self.bias_table[:, places])
             heads = scores.mul(self.factor).softmax(-1) @ v
         else:
-            mask = torch.zeros(length, length)
+            mask = torch.zeros(length, k.shape[2])
             if self.is_causal:
                 mask = mask.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
             if self.sees_itself_alone:
@@ -69,10 +75,12 @@ class Attention(nn.Module):
             if self.bias:
                 mask = mask + self.bias * (torch.arange(length) == 0)
             if visible is not None:
-                mask = mask.masked_fill(~visible[:, None, None, :], -torch.inf)
+                each = visible if visible.ndim == 3 else visible[:, None]
+                mask = mask.masked_fill(~each[:, None], -torch.inf)
             scale = self.factor * q.shape[-1] ** -0.5
             heads = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=self.drop, scale=scale)
-        return self.out_proj(heads.transpose(1, 2).flatten(2))
+        outputs = self.out_proj(heads.transpose(1, 2).flatten(2))
+        return outputs.transpose(0, 1) if is_across else outputs
 
     def _heads(self, x: Tensor) -> Tensor:
         if self.cuts_without_transpose:
@@ -107,6 +115,7 @@ class Net(nn.Module):
         inputs: number of tokens; negative for that many real features.
         outputs: number of classes.
         places: longest input with learned positions, 0 for none.
+        sources: number of tokens of another input, which an encoder reads and each layer attends to; 0 for none.
 
     Attributes:
         has_skips: whether the input of each attention is added to its output; a fault may change it.
@@ -114,11 +123,13 @@ class Net(nn.Module):
         change_inputs: what is done to the inputs; only in faults.
         change_outputs: what is done to the outputs, which are compared with the labels; only in faults.
         sees_padding: whether padding is attended to; only in faults.
+        sees_only_padding: whether nothing but padding is attended to, where there is some; only in faults.
+        moves_positions: whether each sample begins at another position; only in faults.
     """
 
     def __init__(
         self, inputs: int, outputs: int, *, width: int = 32, heads: int = 4, layers: int = 2, places: int = 64,
-        is_causal: bool = False, kind: str = "plain", has_experts: bool = False,
+        is_causal: bool = False, kind: str = "plain", has_experts: bool = False, sources: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
         self.embed: nn.Module = nn.Embedding(inputs, width) if inputs > 0 else nn.Linear(-inputs, width)
@@ -131,19 +142,33 @@ class Net(nn.Module):
         self.shares = [1.0] * layers
         self.change_inputs: Callable[[Tensor], Tensor] | None = None
         self.change_outputs: Callable[[Tensor], Tensor] | None = None
-        self.sees_padding = False
+        self.sees_padding = self.sees_only_padding = self.moves_positions = False
+        if sources:
+            self.encoder = Net(sources, width, width=width, heads=heads, layers=layers, places=places)
+            self.cross = nn.ModuleList(Attention(width, heads, is_causal=False) for _ in range(layers))
+            self.cross_norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers))
 
-    def forward(self, x: Tensor, visible: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, visible: Tensor | None = None, source: Tensor | None = None) -> Tensor:
+        """Return the outputs for `x`; `visible` says what is seen of the source, or of `x` if there is none."""
+        context = None if source is None else self.encoder(source, visible)
         x = self.embed(x if self.change_inputs is None else self.change_inputs(x))
         visible = None if self.sees_padding else visible
+        if self.sees_only_padding and visible is not None:
+            visible = ~visible | visible.all(-1, keepdim=True)
         if self.places is not None:
-            x = x + self.places[: x.shape[1]]
+            x = x + (self._moved(x) if self.moves_positions else self.places[: x.shape[1]])
         for number, (attention, mlp) in enumerate(zip(self.attention, self.mlp)):
-            update = self.shares[number] * attention(self.norms[2 * number](x), visible)
+            update = self.shares[number] * attention(self.norms[2 * number](x), visible if context is None else None)
             x = x + update if self.has_skips[number] else update
+            if context is not None:
+                x = x + self.cross[number](self.cross_norms[number](x), visible, context)
             x = x + mlp(self.norms[2 * number + 1](x))
         outputs = self.head(self.norms[-1](x))
         return outputs if self.change_outputs is None else self.change_outputs(outputs)
+
+    def _moved(self, x: Tensor) -> Tensor:
+        starts = torch.randint(len(self.places), (len(x), 1))
+        return self.places[(starts + torch.arange(x.shape[1])) % len(self.places)]
 
 
 def head_rows(layer: Attention, role: str) -> Tensor:

@@ -46,6 +46,7 @@ PARTS = {
     "newest kinds": (tasks.NEWEST, faults.NEWEST, 970_000, 6),
     "newest kinds, new seeds": (tasks.NEWEST | tasks.LAST, faults.NEWEST, 990_009, 7),
     "blind kinds": (tasks.BLIND, faults.BLIND, 1_010_000, 8),
+    "blind kinds again": (tasks.BLIND_AGAIN, faults.BLIND_AGAIN, 1_030_000, 9),
 }
 """Part -> its tasks, its faults, the first of its seeds, and what draws."""
 

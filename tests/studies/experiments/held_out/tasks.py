@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import copy
+import io
+import keyword
 import math
+import random
+import re
+import sysconfig
+import tokenize
+from collections import Counter
 from functools import cache
+from pathlib import Path
 
 import torch
 from sklearn.datasets import load_digits
@@ -764,6 +772,287 @@ class Counted(Task):
         return _of_tokens(model(x[:, :-1]), x[:, 1:])
 
 
+# Blind again: written, and committed, without a look at any rule or at what is told of their trainings.
+
+
+class Translation(Task):
+    """Sentences of two to five nouns with adjectives, by an encoder and a decoder, with smooth labels.
+
+    In the other language the noun comes first, and the ending of the adjective agrees with it.
+    """
+
+    steps, every, rate = 260, 5, 4e-3
+
+    def model(self) -> Net:
+        model = Net(38, 38, is_causal=True, places=12, width=48, sources=25)
+        for net in (model, model.encoder):
+            for attention, mlp in zip(net.attention, net.mlp):
+                attention.drop = 0.05
+                mlp.append(nn.Dropout(0.05))
+        return model
+
+    def factor(self, step: int) -> float:
+        return min((step + 1) / 40, (40 / (step + 1)) ** 0.5)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), self.rate, betas=(0.9, 0.98), eps=1e-9)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        adjectives, nouns = self.tokens(32, 5, classes=12), self.tokens(32, 5, classes=12)
+        pairs = self.tokens(32, 1, classes=4) + 2
+        visible = torch.arange(10) < 2 * pairs
+        source = torch.stack([1 + adjectives, 13 + nouns], -1).flatten(1).masked_fill(~visible, 0)
+        words = torch.stack([2 + (5 * nouns + 3) % 12, 14 + 2 * ((7 * adjectives + 1) % 12) + nouns % 2], -1).flatten(1)
+        target = F.pad(words.masked_fill(~visible, -100), (1, 1), value=-100)
+        target[:, 0] = 0
+        target.scatter_(1, 2 * pairs + 1, 1)
+        logits = model(target[:, :-1].clamp(min=0), visible, source)
+        return F.cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten(), label_smoothing=0.1)
+
+
+@cache
+def _names() -> tuple[Tensor, int]:
+    text = bytes(read_standard_library()[0].tolist()).decode(errors="ignore")
+    names = re.findall(r"\b[a-z_]{3,12}\b", text)
+    common = {name for name, _ in Counter(names).most_common(200)}
+    names = [name for name in names if name in common]
+    random.Random(0).shuffle(names)
+    stream = " ".join(names[:20_000])
+    letters = sorted({*stream})  # the space is the first
+    return torch.tensor([letters.index(letter) for letter in stream]), len(letters)
+
+
+class PackedNames(Task):
+    """The letters of common names in Python code, several packed in a row, none of which sees the others.
+
+    The last layer is the embedding; weights decay by a lot, gains and biases do not; the rate is constant until the
+    last fifth.
+    """
+
+    steps, every, rate = 220, 4, 4e-3
+
+    def model(self) -> Net:
+        letters = _names()[1]
+        model = Net(letters, letters, is_causal=True, kind="rotary", places=0, layers=3)
+        nn.init.normal_(model.embed.weight, std=0.2)
+        model.head.weight = model.embed.weight
+        return model
+
+    def factor(self, step: int) -> float:
+        return min(1.0, (step + 1) / 10, 5 * (1 - step / self.steps))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        groups = [
+            {"params": [value for value in model.parameters() if value.ndim > 1], "weight_decay": 0.3},
+            {"params": [value for value in model.parameters() if value.ndim == 1], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, self.rate, betas=(0.9, 0.95))
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        text = _names()[0]
+        x = text[self.tokens(16, 1, classes=len(text) - 41) + torch.arange(41)]
+        place = (x[:, :-1] == 0).cumsum(1)
+        return _of_tokens(model(x[:, :-1], place[:, :, None] == place[:, None]), x[:, 1:])
+
+
+class Repairs(Task):
+    """Text with neighbours swapped and characters replaced, as it was before, with padding; batches double twice."""
+
+    steps, every, rate = 210, 5, 4e-3
+
+    def model(self) -> Net:
+        return Net(129, 128, places=32, layers=3)
+
+    def factor(self, step: int) -> float:
+        return min(1.0, (step + 1) / 20)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.RAdam(model.parameters(), self.rate, betas=(0.9, 0.98))
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        text, _ = read_standard_library()
+        size = 8 * 2 ** (step // 70)
+        x = text[self.tokens(size, 1, classes=len(text) - 32) + torch.arange(32)].clamp(max=127).long()
+        visible = torch.arange(32) < self.tokens(size, 1, classes=12) + 20
+        is_swapped = torch.rand(size, 16, 1, generator=self.draw) < 0.3
+        pairs = x.unflatten(1, (16, 2))
+        inputs = torch.where(is_swapped, pairs.flip(-1), pairs).flatten(1)
+        is_replaced = torch.rand(size, 32, generator=self.draw) < 0.1
+        inputs = torch.where(is_replaced, self.tokens(size, 32, classes=128), inputs).masked_fill(~visible, 128)
+        return F.cross_entropy(model(inputs, visible)[visible], x[visible])
+
+
+class PairedViews(Task):
+    """Which of two noisy views of digits belong together, with a learned temperature; averages are kept aside."""
+
+    steps, every, rate, decay = 200, 4, 3e-3, 0.1
+    uses_logarithm = False
+
+    def model(self) -> Net:
+        model = Net(-8, 16, places=8)
+        model.scale = nn.Parameter(torch.tensor(5.0).log())
+        return model
+
+    def before_watch(self, model: nn.Module) -> None:
+        self.mean = copy.deepcopy(model.state_dict())
+
+    def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        for name, value in model.state_dict().items():
+            self.mean[name].lerp_(value, 0.02)
+
+    def factor(self, step: int) -> float:
+        return min((step + 1) / 60, 1.0) * (1 - max(0.0, (step - 60) / (self.steps - 60)) ** 2)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        images, _ = _images()
+        x = images[self.tokens(48, classes=len(images))].repeat(2, 1, 1)
+        x = torch.where(torch.rand(96, 1, 1, generator=self.draw) < 0.5, x.roll(1, 2), x)
+        x = x + 0.4 * torch.randn(x.shape, generator=self.draw)
+        left, right = F.normalize(model(x).mean(1), dim=-1).chunk(2)
+        scale = model.scale if self.uses_logarithm else model.scale.exp()
+        scores = scale * left @ right.T
+        return (F.cross_entropy(scores, torch.arange(48)) + F.cross_entropy(scores.T, torch.arange(48))) / 2
+
+
+class Forecasts(Task):
+    """The next four values of sums of two waves, from all values before; the rate starts again four times.
+
+    Noise is added to the gradients, which fades.
+    """
+
+    steps, every, rate = 240, 5, 3e-3
+    noise = 0.0
+
+    def model(self) -> Net:
+        return Net(-4, 4, is_causal=True, places=12, layers=3)
+
+    def before_watch(self, model: nn.Module) -> None:
+        for value in model.parameters():
+            value.register_hook(lambda gradient: gradient + self.noise * gradient.std() * torch.randn_like(gradient))
+
+    def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        self.noise = 0.5 * (1 + step / 10) ** -0.55
+
+    def factor(self, step: int) -> float:
+        return min(1.0, (step + 1) / 10) * (0.55 + 0.45 * math.cos(math.pi * (step % 60) / 60))
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        phases, speeds = (torch.rand(32, 2, 1, generator=self.draw) for _ in range(2))
+        waves = torch.sin(2 * math.pi * (phases + (0.02 + 0.1 * speeds) * torch.arange(52)))
+        x = waves.sum(1) + 0.05 * torch.randn(32, 52, generator=self.draw)
+        x = x.unflatten(1, (13, 4))
+        return 10 * F.smooth_l1_loss(model(x[:, :-1]), x[:, 1:], beta=0.5)
+
+
+class Clutter(Task):
+    """Digits in a larger noisy picture, by AMSGrad, as dropout falls from 0.3 to none.
+
+    From a third of the steps on, two passes with another dropout shall agree.
+    """
+
+    steps, every, rate = 240, 6, 3e-3
+
+    def model(self) -> Net:
+        model = Net(-16, 10, places=9, width=48)
+        for mlp in model.mlp:
+            mlp.append(nn.Dropout(0.3))
+        return model
+
+    def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        for mlp in model.mlp:
+            mlp[3].p = max(0.0, 0.3 * (1 - step / 180))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), self.rate, amsgrad=True)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        images, labels = _images()
+        chosen = self.tokens(32, classes=len(images))
+        x = torch.randn(32, 12, 12, generator=self.draw) * 0.2 - 1
+        top, left = self.tokens(2, classes=2).tolist()
+        x[:, top : top + 8, left : left + 8] += images[chosen] + 1
+        x = 2 * (x + 0.5)
+        patches = x.view(32, 3, 4, 3, 4).transpose(2, 3).flatten(1, 2).flatten(2)
+        logits = model(patches).mean(1)
+        loss = F.cross_entropy(logits, labels[chosen], label_smoothing=0.05)
+        if step < 80:
+            return loss
+        again = model(patches).mean(1).log_softmax(-1)
+        return loss + 0.5 * F.kl_div(again, logits.log_softmax(-1), reduction="batchmean", log_target=True)
+
+
+@cache
+def _python() -> tuple[Tensor, int]:
+    kinds: list[str] = []
+    for name in ("argparse", "ast", "bisect", "calendar", "codecs", "copy", "csv", "fractions", "heapq", "textwrap"):
+        source = Path(sysconfig.get_paths()["stdlib"], f"{name}.py").read_text(encoding="utf-8")
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            is_itself = token.type == tokenize.OP or keyword.iskeyword(token.string)
+            kinds.append(token.string if is_itself else tokenize.tok_name[token.type])
+    names = sorted({*kinds})
+    return torch.tensor([names.index(kind) for kind in kinds]), len(names)
+
+
+class PythonTokens(Task):
+    """The next token of Python, in bf16, with two parts to a batch; half of the weights of each MLP is pruned."""
+
+    steps, every, rate = 180, 4, 4e-3
+
+    def model(self) -> Net:
+        count = _python()[1]
+        return Net(count, count, is_causal=True, places=32, layers=3)
+
+    def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        share = 0.5 * (1 - (1 - min(1.0, max(0.0, (step - 60) / 60))) ** 3)
+        if step % 10 == 0 and share:
+            weights = [part.weight for mlp in model.mlp for part in mlp if isinstance(part, nn.Linear)]
+            self.kept = [(value, value.detach().abs() > value.detach().abs().quantile(share)) for value in weights]
+        with torch.no_grad():
+            for value, is_kept in self.kept if step >= 70 else ():
+                value.mul_(is_kept)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        half = self.share(model)
+        half.backward()
+        return self.share(model) + half.detach()
+
+    def share(self, model: nn.Module) -> Tensor:
+        text, _ = _python()
+        x = text[self.tokens(8, 1, classes=len(text) - 33) + torch.arange(33)]
+        with torch.autocast("cpu", torch.bfloat16):
+            return _of_tokens(model(x[:, :-1]).float(), x[:, 1:]) / 2
+
+
+class FromPatches(MaskedPatches):
+    """Adapters and a new last layer on a model that completed digits before, to name them; later all norms thaw."""
+
+    steps, every, rate = 180, 5, 1.5e-2
+    is_naming = False
+
+    def before_watch(self, model: nn.Module) -> None:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        _pretrain(self, model, 100)
+        inject_adapter_in_model(LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "out_proj"]), model)
+        model.head = nn.Linear(48, 10)
+        self.is_naming = True
+
+    def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step == 50:
+            model.norms.requires_grad_(True)
+
+    def factor(self, step: int) -> float:
+        return min(1.0, (step + 1) / 5) * (1 - step / self.steps)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        if not self.is_naming:
+            return super().loss(model, step)
+        x, y = _digits()
+        chosen = self.tokens(24, classes=len(x))
+        x = x[chosen] + 0.1 * torch.randn(24, 16, 4, generator=self.draw)
+        return F.cross_entropy(model(x).mean(1), y[chosen])
+
+
 FIRST: dict[str, type[Task]] = {
     "copying": Copying,
     "modular addition": ModularAddition,
@@ -811,7 +1100,17 @@ BLIND: dict[str, type[Task]] = {
     "negatives": Negatives,
     "counted": Counted,
 }
-TASKS = FIRST | HELD_BACK | NEW | NEWEST | LAST | BLIND
+BLIND_AGAIN: dict[str, type[Task]] = {
+    "translation": Translation,
+    "packed names": PackedNames,
+    "repairs": Repairs,
+    "paired views": PairedViews,
+    "forecasts": Forecasts,
+    "clutter": Clutter,
+    "Python tokens": PythonTokens,
+    "from patches": FromPatches,
+}
+TASKS = FIRST | HELD_BACK | NEW | NEWEST | LAST | BLIND | BLIND_AGAIN
 
 
 def attention_layers(model: nn.Module) -> list[Attention]:
