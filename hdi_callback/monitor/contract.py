@@ -42,7 +42,8 @@ MEANING = (
     "positions, biases, the rows that heads are made of, or in which order tokens come; when a module outside "
     "attention has lost an operation (a notice of other changes, of dropout and of modules that run no more); when in "
     "the training step gradients begin to add up, or are turned, scaled or clipped to next to nothing before the "
-    "optimizer gets them, something else writes weights, or their rows are old ones in another place; or when each "
+    "optimizer gets them, or rows of weights are old ones in another place (a notice if something else writes "
+    "weights, as a mask does); or when each "
     "position is trained to predict another token than before, or from the start sees what it is to predict. Read at "
     "the first readings, at each tenth and after an alert, confirmed by the next; a notice of what changes from "
     "reading to reading. "
@@ -222,7 +223,7 @@ class Contract:
             is_scheduled = key in self._scheduled
             if own and not (is_scheduled and key[2] == OPERATIONS):  # experts and dropped layers are in order
                 when = f"has changed between steps {at} and {first}" if at < first else f"is so since step {first}"
-                is_loud = key[2] != OPERATIONS or loses(before, value)
+                is_loud = key[2] != WRITES and (key[2] != OPERATIONS or loses(before, value))
                 is_loud &= not is_scheduled and not all(map(_may_be_right, own))
                 yield key, _BY_SCHEDULE if is_scheduled else when, first, own, is_loud
 

@@ -77,7 +77,14 @@ class Alerts:
                     except Exception as error:
                         self._switch_off(rule.name, report)
                         warn(f"The rule {rule.name!r} failed ({describe(error)}) and is off. Training goes on.")
-        return (*self._judge_loss(record, rise), *self._events.update(report))
+        of_loss = self._judge_loss(record, rise)
+        if self._is_cause_told():  # of what each layer has changed as well
+            report.new = [sighting for sighting in report.new if sighting.rule.name != ChangeWithLoss.name]
+        return (*of_loss, *self._events.update(report))
+
+    def _is_cause_told(self) -> bool:
+        """Return whether the loss is high after a change that was told with it."""
+        return self._rise is not None and self._rise[0].level != "notice"
 
     def _judge_loss(self, record: Record, rise: tuple[Level, str, tuple[str, ...] | None] | None) -> tuple[Alert, ...]:
         """Return the alert of a change, or of a loss that rose and is not good again yet; it is of no layer alone."""
@@ -89,7 +96,8 @@ class Alerts:
         is_explained = any(rule == name for _, rule in self._findings) or any(
             series.was_written for series in self._series.values()
         )
-        is_told = written is None and (self._rise is not None or is_explained)
+        is_known = is_explained or self._rise is not None
+        is_told = self._is_cause_told() if level != "notice" else written is None and is_known
         if text and where and not is_told:
             names = written or ()
             within = {layer: where[layer] for layer in where if any(each.startswith(f"{layer}.") for each in names)}

@@ -10,14 +10,15 @@ from hdi_callback.record import Alert, LayerRecord, Record
 from hdi_callback.rules import Alerts
 
 
-def told(losses, *, change="", at=20, level="notice", since=19):
+def told(losses, *, change="", at=20, level="notice", since=19, entropies=()):
     """Judge readings, of which one tells a change, and return reading, level and text of what is said of it."""
     rules = Alerts(layers=[{"name": "a", "num_heads": 2, "num_key_heads": 2}])
     messages = []
     for step, loss in enumerate(losses):
         alert = Alert(5 * step, "contract change", level, {"a": ()}, "the forward has changed", since=since)
         extra = {} if step != at else {"alerts": (alert,)} if change == "forward" else {"written": ("a.weight",)}
-        record = Record(5 * step, {"a": LayerRecord()}, loss=loss, **(extra if change else {}))
+        values = dict(zip(("attention_entropy",), entropies[step : step + 1]))
+        record = Record(5 * step, {"a": LayerRecord(values=values)}, loss=loss, **(extra if change else {}))
         messages += [
             (alert.step // 5, alert.level, alert.message) for alert in rules.judge(record) if not alert.is_over
         ]
@@ -57,3 +58,13 @@ def test_a_write_is_a_notice_and_a_warning_where_the_loss_rises():
 
 def test_without_a_rise_a_change_of_the_forward_is_not_told_again():
     assert told(noisy(0.0, 20), change="forward", since=95) == []
+
+
+def test_a_layer_that_changes_with_a_loss_that_rose_after_a_write_is_no_second_alert():
+    draw = random.Random(1)
+    entropies = [0.8 + draw.uniform(-0.01, 0.01) - (0.3 if step >= 20 else 0) for step in range(30)]
+    (_, level, text), *others = told(noisy(0.5, 20), entropies=entropies)
+    assert (level, others) == ("warning", [])
+    assert "changed as the loss rose: its mean entropy went" in text
+    levels = [level for _, level, _ in told(noisy(0.5, 20), change="write", entropies=entropies)]
+    assert levels == ["notice", "warning"]
