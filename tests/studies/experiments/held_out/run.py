@@ -10,7 +10,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,10 +138,13 @@ def train(job: Job, folder: Path | None = None) -> dict[str, Any]:
 def judged(records: Sequence[Record], facts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the alerts of the default rules and of the contract on a run, but for those that end one."""
     rules = Alerts(layers=facts)
+    told: list[Alert] = []
+    for record in records:
+        of_contract = tuple(alert for alert in record.alerts if alert.rule == contract.NAME)
+        told += [*of_contract, *rules.judge(replace(record, alerts=of_contract))]
     return [
         {name: getattr(alert, name) for name in ("step", "rule", "also", "level", "where", "message")}
-        for record in records
-        for alert in (*(alert for alert in record.alerts if alert.rule == contract.NAME), *rules.judge(record))
+        for alert in told
         if not alert.is_over
     ]
 
