@@ -106,6 +106,9 @@ def _terms(listed: Sequence[Tensor], *arrived: Tensor) -> dict[tuple[str, int, s
             is_elsewhere = (not count or bool(shares[0].isfinite().any())) and not bool((shares >= 0.5).any())
             states.append(None if not is_elsewhere else ELSEWHERE if count else IGNORED)
     aims = [state for state in states if isinstance(state, Aim)]
+    offsets = {each.offset for each in aims}
+    if len(offsets) > 1 and 1 not in offsets:  # several outputs that look ahead beside what predicts the next token
+        return {}
     if aims:
         aim = next((each for each in aims if each.offset == 1), aims[-1])
         tables = [each.tokens[0] for each in aims if each.offset == aim.offset]

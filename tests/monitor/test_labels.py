@@ -48,13 +48,14 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """A language model; `shift` moves its tokens by one itself, `source` gives it an encoder."""
+    """A language model; `shift` moves its tokens by one, `source` adds an encoder, `further` an output."""
 
-    def __init__(self, *masks, shift=False, source=False):
+    def __init__(self, *masks, shift=False, source=False, further=False):
         super().__init__()
         self.embedding, self.positions = nn.Embedding(SIZE, WIDTH), nn.Parameter(0.1 * torch.randn(TOKENS, WIDTH))
         self.layers, self.head, self.shift = nn.ModuleList(map(Layer, masks)), nn.Linear(WIDTH, SIZE), shift
         self.encoder = Layer(None) if source else None
+        self.further = nn.Linear(WIDTH, SIZE) if further else None
 
     def forward(self, tokens, source=None):
         x = self.embedding(tokens)
@@ -63,7 +64,7 @@ class Model(nn.Module):
         x = (F.pad(x[:, :-1], (0, 0, 1, 0)) if self.shift else x) + self.positions[: tokens.shape[1]]
         for layer in self.layers:
             x = layer(x)
-        return self.head(x)
+        return self.head(x) if self.further is None else (self.head(x), self.further(x))
 
 
 def cross_entropy(logits, labels, **options):
@@ -273,6 +274,11 @@ def longer(model, text, step):
     return ahead(1)(model, text[:, : 5 + step // 3], step)
 
 
+def two_and_three_ahead(model, text, step):
+    """As heads for speculative decoding are trained, beside one for the next token that is frozen."""
+    return sum(cross_entropy(each, shifted(text, ahead)) for each, ahead in zip(model(text), (2, 3)))
+
+
 def padded(model, text, step):
     lengths = torch.randint(4, TOKENS, (len(text), 1))
     is_padding = torch.arange(TOKENS) >= lengths
@@ -303,6 +309,7 @@ SILENT = {
     "tokens that a model shifts itself": ([causal], ahead(0), {"shift": True}),
     "a copy with a delay": ([causal], ahead(-2), {}),
     "two tokens ahead, seen": ([None], ahead(2), {}),
+    "two and three tokens ahead": ([causal], two_and_three_ahead, {"further": True}),
 }
 
 
