@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hdi_callback.arguments import listed, quoted
 from hdi_callback.attention.discovery.find import TapeReader, name_without_wrappers
+from hdi_callback.attention.discovery.products import attribute_of
 from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.attention.tape import Tape
 from hdi_callback.checks import Facts, facts_of, joined_name, shown_rows
@@ -291,7 +292,7 @@ def _tell_rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> Clauses:
     clauses: Clauses = {}
     for role, old in before.items():
         new, phrase = after[role], "heads enter" if role == "output" else f"{PLURAL[role]} are made by"
-        was, now = (" + ".join(name.removesuffix(".weight") for name, _ in maps) for maps in (old, new))
+        was, now = (" + ".join(attribute_of(name).removesuffix(".weight") for name, _ in maps) for maps in (old, new))
         if was != now and old and (new or role != "output"):
             clauses[f"{phrase} {now or 'no parameter, perhaps by the call before'}, and {was} before"] = ()
         for (_, rows), (_, new_rows) in zip(old, new) if was == now else ():

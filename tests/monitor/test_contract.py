@@ -9,6 +9,8 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 from hdi_callback import HeadDiversityMonitor, load_history, watch_heads
 from hdi_callback.monitor import contract
@@ -296,3 +298,66 @@ def test_what_changes_between_a_checkpoint_and_its_resumption_is_told_with_befor
 @pytest.mark.parametrize("ways", [{}, {"fused": True}, {"rotary": 100.0, "window": 5, "slope": 0.5, "tiled": True}])
 def test_nothing_is_told_of_a_resumption_that_changes_nothing(ways, tmp_path):
     assert resumed(tmp_path, ways, ways) == []
+
+
+class Remembering(nn.Module):
+    """Reads a segment behind the one before it, of which it keeps the hidden states; gives logits."""
+
+    def __init__(self, is_fused, leaks):
+        super().__init__()
+        self.is_fused, self.leaks, self.memory = is_fused, leaks, None
+        self.embed, self.qkv, self.out = nn.Embedding(9, 16), nn.Linear(16, 48), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 9)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        both = x if self.memory is None else torch.cat([self.memory, x], 1)
+        self.memory = x.detach()
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(both).chunk(3, -1))
+        q, past = q[:, :, -tokens.shape[1] :], both.shape[1] - tokens.shape[1]
+        seen = torch.ones(q.shape[2], k.shape[2]).tril(past + (self.leaks and past > 0)) > 0
+        weights = None if self.is_fused else (q @ k.mT / 8**0.5).masked_fill(~seen, -torch.inf).softmax(-1)
+        y = F.scaled_dot_product_attention(q, k, v, seen) if weights is None else weights @ v
+        return self.head(x + self.out(y.transpose(1, 2).flatten(2)))
+
+
+@pytest.mark.parametrize("leaks", [False, True])
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_keys_of_a_memory_that_later_forwards_have_are_no_later_tokens(is_fused, leaks, tmp_path):
+    torch.manual_seed(0)
+    model = Remembering(is_fused, leaks)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with watch_heads(model, optimizer, 1, log_dir=tmp_path) as heads:
+        for _ in range(24):
+            with heads.step():
+                tokens = torch.randint(9, (4, 8))
+                F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+                optimizer.step()
+            optimizer.zero_grad()
+    rules = [alert.rule for alert in load_history(tmp_path).alerts if alert.level != "notice"]
+    assert rules == ["later tokens"] * leaks
+
+
+class Rounded(nn.Module):
+    """Rounds a weight once it is switched on, as training for fewer bits does."""
+
+    is_on = False
+
+    def forward(self, weight):
+        return weight + ((64 * weight).round() / 64 - weight).detach() if self.is_on else weight
+
+
+def test_a_weight_that_is_computed_from_its_own_parameter_from_a_step_on_is_made_by_no_other_map(tmp_path):
+    torch.manual_seed(0)
+    model, rounded = Model(Ways()), Rounded()
+    for layer in model.layers:
+        parametrize.register_parametrization(layer.q_proj, "weight", rounded)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with watch_heads(model, optimizer, 1, log_dir=tmp_path) as heads:
+        for step in range(24):
+            rounded.is_on = step >= 12
+            with heads.step():
+                model(batch(step)).backward()
+                optimizer.step()
+            optimizer.zero_grad()
+    assert not [alert for alert in load_history(tmp_path).alerts if alert.level != "notice"]

@@ -72,7 +72,7 @@ _STACKED = ("logits", "weights", "query", "key", "mask", "padded")  # of a `Core
 class CoreSample:
     """Sampled rows of one attention, or of several that are alike, stacked in front."""
 
-    positions: Tensor  # ``(q,)``, of the queries among all
+    positions: Tensor  # ``(q,)``, of the queries among the keys
     logits: Tensor | None = None  # ``(b, H, q, k)`` float32, as they enter the softmax, where it is written out
     weights: Tensor | None = None  # ``(b, H, q, k)`` float32, as they leave it, before dropout
     query: Tensor | None = None  # ``(b, H, q, width)`` float32, where attention is one operation
@@ -161,7 +161,7 @@ class Reader(Mode):
     def begin(self) -> None:
         """Begin another armed step."""
         self._counts: Counter[tuple[str, bool]] = Counter()
-        self._places: dict[Any, tuple[Tensor, Tensor]] = {}
+        self._places: dict[Any, tuple[Tensor, Tensor, Tensor]] = {}
         self._received.clear()
         self.forget()
 
@@ -281,7 +281,7 @@ class Reader(Mode):
         if how.kind == "normaliser":
             sums = rows.sum(-1, keepdim=True)
             rows = rows.masked_fill(((sums - 1).abs() > _ADDS_UP) & (sums.abs() > _ADDS_UP), math.nan)
-        positions, _ = self._place(sampled, weights.shape[3], weights.device)
+        positions, *_ = self._place(sampled, weights.shape[3], weights.device)
         self._hand_over(layer, CoreSample(positions, logits, rows), sampled, hidden_keys)
 
     def show(self, layer: AttentionLayer, outputs: Tensor) -> None:
@@ -308,7 +308,7 @@ class Reader(Mode):
         mask = received.get("attn_bias") if mask is None else mask
         sampled, view_query, view_key = self._views_of(query, key, how)
         hidden = None
-        positions, is_later = self._place(sampled, key.shape[-2], query.device)
+        positions, _, is_later = self._place(sampled, key.shape[-2], query.device)
         if mask is not None:
             mask = _arranged(mask.expand(*query.shape[:-1], key.shape[-2]), how.rows, how)
             of_first = mask[:, 0]
@@ -346,8 +346,8 @@ class Reader(Mode):
 
     def _read_flex(self, layer: AttentionLayer, how: Site, call: FlexCall, out: Tensor) -> None:
         sampled = self._sampled(call.query)
-        positions, _ = self._place(sampled, call.key.shape[2], call.query.device)
-        sample = CoreSample(positions, logits=call.logits(positions)[sampled.sequences].float())
+        positions, numbers, _ = self._place(sampled, call.key.shape[2], call.query.device)
+        sample = CoreSample(positions, logits=call.logits(numbers)[sampled.sequences].float())
         self._hand_over(layer, sample, sampled, None)
         if self._sink.wants_outputs(layer.name):
             self._sink.take_outputs(layer.name, out.transpose(1, 2)[..., : layer.value_dim])
@@ -386,12 +386,16 @@ class Reader(Mode):
         except Exception as error:
             self._sink.fail(layer.name, f"its head outputs cannot be read ({describe(error)})")
 
-    def _place(self, sampled: _Sampled, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return positions of sampled queries, and which keys are later; layers of a step share them."""
+    def _place(self, sampled: _Sampled, keys: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Return positions of sampled queries among keys, and among queries, and which keys `is_causal` hides.
+
+        Of more keys the first are of a memory or cache: the last query and key are of one token. Layers share them.
+        """
         place = sampled.shape[1], sampled.queries.start, sampled.queries.step, keys, device
         if place not in self._places:
-            positions = torch.arange(sampled.shape[1], device=device)[sampled.queries]
-            self._places[place] = positions, torch.arange(keys, device=device) > positions[:, None]
+            numbers = torch.arange(sampled.shape[1], device=device)[sampled.queries]
+            is_later = torch.arange(keys, device=device) > numbers[:, None]
+            self._places[place] = numbers + max(0, keys - sampled.shape[1]), numbers, is_later
         return self._places[place]
 
     def _sampled(self, rows: Tensor) -> _Sampled:

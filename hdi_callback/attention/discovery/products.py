@@ -90,7 +90,7 @@ class Products:
                 raise NotReplayedError("each rank holds a part of its parameters")
         except NotReplayedError as error:
             recipe = key = f"its weight, computed from `{name}`, cannot be read: {error}"
-        name, count = _attribute(name), 1
+        name, count = attribute_of(name), 1
         while name in tape.places and str(tape.recipes.get(name, "")) != key:
             name, count = f"{name.partition(' ')[0]} (computed{f' {count}' * (count > 1)})", count + 1
         if name in tape.recipes:  # another call of the same module
@@ -327,7 +327,7 @@ def runs_of(numbers: list[int], starts: list[int]) -> list[int]:
     return runs
 
 
-def _attribute(parameter: str) -> str:
+def attribute_of(parameter: str) -> str:
     """Return the name by which a module uses what it computes from a parameter."""
     path = parameter.split(".")
     if "parametrizations" in path:
