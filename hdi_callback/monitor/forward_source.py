@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial, reduce
+from functools import partial, reduce
 from operator import add
 from typing import Any, NamedTuple, cast
 
@@ -17,7 +17,7 @@ from hdi_callback.core.covariance import ContributionSums, contribution_sums, co
 from hdi_callback.core.rows import RowSums, attention_rows, row_metrics
 from hdi_callback.monitor.metrics import FINITE_OUTPUTS, OUTPUTS, ROWS
 from hdi_callback.monitor.ranks import Ranks, chunks, failed, repeats_tokens
-from hdi_callback.monitor.reading import Absent, Measured, Result, apart, joined, result_of, stacked
+from hdi_callback.monitor.reading import Absent, Result, apart, joined, stacked
 
 _AT_ONCE = 2**24
 """Numbers that are stacked at once on a device."""
@@ -70,23 +70,17 @@ def _no_rows(layer: AttentionLayer, device: torch.device) -> RowSums:
     return attention_rows(unseen, unseen > 0, positions=torch.zeros(1, device=device))
 
 
-RowsOfLayer = tuple[Callable[[], RowSums], int, bool]
-"""Returns the sums of rows of some layers; the place of a layer among them; whether they are made later."""
+def take_rows(logits: Tensor, weights: Tensor, *, positions: Tensor, visible: Tensor) -> list[tuple[RowSums, int]]:
+    """Reduce sampled rows of some layers to sums, as `Capture` asks for: those of all, and the place of each layer."""
+    sums = attention_rows(weights, visible, logits=logits, positions=positions, layers=True)
+    return [(sums, place) for place in range(len(weights))]
 
 
-def take_rows(read: Callable[[], dict[str, Tensor]], layers: int, may_wait: bool) -> list[RowsOfLayer]:
-    """Reduce sampled rows of some layers to sums, as `Capture` asks for."""
-    sums = cache(lambda: attention_rows(**read(), layers=True))
-    if not may_wait:
-        sums()
-    return [(sums, place, may_wait) for place in range(layers)]
-
-
-def _added(runs: Sequence[Sequence[RowsOfLayer]]) -> RowSums:
+def _added(runs: Sequence[Sequence[tuple[RowSums, int]]]) -> RowSums:
     """Add up what some layers have of each time that they ran, together."""
     totals = []
     for of_layers in zip(*runs):
-        sums, places = of_layers[0][0](), [place for _, place, _ in of_layers]
+        sums, places = of_layers[0][0], [place for _, place in of_layers]
         is_all = places == list(range(len(sums.queries)))
         totals.append(sums if is_all else RowSums(*(total[places] for total in sums)))
     return reduce(add, totals)
@@ -161,13 +155,10 @@ def measure_forwards(
                     continue
                 for source in able:
                     with absent.unless([source.name], names):
+                        sums = source.sums(samples, is_alone)
                         if is_alone:
-                            first = counted[names[0]]
-                            is_on_host = first.rows[0][2] if reads == "rows" else samples.tokens.is_cpu
-                            measure = partial(_measure, source, samples, batch[0])
-                            results.append(result_of(source.name, names, measure, is_on_host))
+                            results.append(Result(source.name, names, sums, partial(source.finish, batch[0])))
                         else:
-                            sums = source.sums(samples, is_alone)
                             own |= {(source.name, name): of_layer for name, of_layer in zip(names, apart(sums))}
         for source in () if is_alone else of_field:
             able_layers = [layer for layer in layers if not _why_not(source, layer)]
@@ -183,10 +174,6 @@ def measure_forwards(
                 names, finish = tuple(layer.name for layer in of_group), partial(source.finish, of_group[0])
                 results.append(Result(source.name, names, joined(totals), finish))
     return results
-
-
-def _measure(source: ForwardSource, samples: Samples, layer: AttentionLayer) -> Measured:
-    return source.sums(samples, True), partial(source.finish, layer)
 
 
 def _why_not(source: ForwardSource, layer: AttentionLayer) -> str:
@@ -219,13 +206,12 @@ def _batches(
     for layer in layers:
         if layer.name in counted:
             of_layer, weight = counted[layer.name], layer.weights.get("output")
-            runs = tuple(id(sums) for sums, *_ in of_layer.rows) if reads == "rows" else ()  # with the same layers
-            width = None if weight is None else weight.in_features
-            kind = None if runs else _kind(of_layer.outputs), _kind(of_layer.valid), width, runs
+            tensor = of_layer.rows[0][0].entropy if reads == "rows" else of_layer.outputs
+            runs = tuple(id(sums) for sums, _ in of_layer.rows) if reads == "rows" else ()  # with the same layers
+            kind = _kind(tensor), _kind(of_layer.valid), None if weight is None else weight.in_features, runs
             groups.setdefault(kind, []).append(layer)
     batches: list[list[AttentionLayer]] = []
-    for (tensor, *_), group in groups.items():
-        shape, _, device = tensor or ((), None, torch.device("cpu"))
+    for ((shape, _, device), *_), group in groups.items():
         at_once = _AT_ONCE_ON_CPU if device.type == "cpu" else _AT_ONCE
         batches += chunks(group, [math.prod(shape)] * len(group), at_once)
     return batches

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hdi_callback.guard import without_modes
 from hdi_callback.monitor.metrics import HEADS, MATRICES, METRICS, WHOLE, WHY_NOT
 from hdi_callback.record import Alert, LayerRecord, Record
 
@@ -28,19 +27,6 @@ class Result:
     layers: tuple[str, ...]  # names of the layers, in the order of the first dimension of the tensors
     sums: Sequence[Tensor]  # ``(len(layers), ...)`` each, what the device has added up; sent to the host
     finish: Callable[..., Any]  # takes the sums on the host; returns what the catalogue reads
-
-
-Measured = tuple[Sequence[Tensor], Callable[..., Any]]  # sums, and what makes of them what the catalogue reads
-
-
-def result_of(source: str, layers: tuple[str, ...], measure: Callable[[], Measured], is_on_host: bool) -> Result:
-    """Return the result of a source; what lies on the host is measured there by `Reading.record`, of copies."""
-
-    def finish() -> Any:
-        sums, finish_sums = measure()
-        return finish_sums(*sums)
-
-    return Result(source, layers, (), finish) if is_on_host else Result(source, layers, *measure())
 
 
 class Absent(dict[str, dict[str, str]]):
@@ -117,25 +103,27 @@ class Reading:
         for (device, _), places in groups.items():
             if device.type != "meta":  # which has no numbers
                 pack = torch.cat([tensors[place].detach().reshape(-1) for place in places])
-                host = pack if device.type == "cpu" else self._copied(pack)
+                (host,) = [pack] if device.type == "cpu" else self._copied(pack)
                 for place, part in zip(places, host.split([tensors[place].numel() for place in places])):
                     copies[place] = part.view(tensors[place].shape)
         return copies
 
-    def _copied(self, tensor: Tensor) -> Tensor:
-        """Return a copy on the host, which is whole once the events have happened."""
-        is_cuda = tensor.device.type == "cuda"
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_cuda)
-        host.copy_(tensor.detach(), non_blocking=is_cuda)
-        if is_cuda:
+    def _copied(self, *tensors: Tensor) -> list[Tensor]:
+        """Return copies on the host, which are whole once the events have happened."""
+        copies = []
+        for tensor in tensors:
+            is_cuda = tensor.device.type == "cuda"
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_cuda)
+            copies.append(host.copy_(tensor.detach(), non_blocking=is_cuda))
+        for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
             event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(tensor.device))
+            event.record(torch.cuda.current_stream(device))
             self._events.append(event)
-        return host
+        return copies
 
     def keep_loss(self, loss: Tensor | float) -> None:
         """Keep the loss of the forward, without waiting for the device."""
-        self.loss = self._copied(loss) if isinstance(loss, Tensor) else loss
+        self.loss = self._copied(loss)[0] if isinstance(loss, Tensor) else loss
 
     def is_ready(self) -> bool:
         """Return whether `record` would not wait for the device."""
@@ -156,7 +144,7 @@ class Reading:
             columns: list[_Column] = []
             sums = list(islice(arrived, len(result.sums)))
             if not any(tensor.is_meta for tensor in sums):
-                with absent.unless([result.source], result.layers), without_modes():
+                with absent.unless([result.source], result.layers):
                     columns = _read(result.source, result.finish(*sums))
             for row, name in enumerate(result.layers):
                 _enter(layers[name], result.source, [(kind, entry, numbers[row]) for kind, entry, numbers in columns])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from itertools import islice
 from typing import Any, cast
 
@@ -17,7 +16,7 @@ from hdi_callback.core.movement import HeadMovement, MovementSums, movement_of, 
 from hdi_callback.core.whitening import WhitenedHeads, whiten_layers
 from hdi_callback.monitor.metrics import FINITENESS, KEYS, MOVEMENT, OV, QK, WEIGHT_SOURCES
 from hdi_callback.monitor.ranks import checksums_of
-from hdi_callback.monitor.reading import Absent, Measured, Result, result_of
+from hdi_callback.monitor.reading import Absent, Result, stacked
 
 _ROLES_OF = {KEYS: ("key",), QK: ("query", "key"), OV: ("value", "output"), FINITENESS: (), MOVEMENT: ()}
 """Roles that a source cannot do without; those of no role take the weights that there are."""
@@ -36,6 +35,8 @@ _LARGEST_ON_DEVICE = 2**28
 
 _LARGEST_KEPT = 2**31
 """Bytes of weights that are kept until the next reading; the movement of further layers is absent."""
+
+Measured = tuple[Sequence[Tensor], Callable[..., Any]]  # sums, and what makes of them what the catalogue reads
 
 
 class WeightReader:
@@ -87,11 +88,11 @@ class WeightReader:
                 if stacks.of and with_checksums:
                     self.checksums |= dict(zip(names, checksums_of(stacks.of)))
                 able = [source for source in self.sources if stacks.of and set(_ROLES_OF[source]) <= stacks.of.keys()]
-                before = self._kept_before(stacks) if MOVEMENT in able else {}
-                measures = _MEASURES | {MOVEMENT: partial(_movement, before=before, trained=trained)}
                 for source in able:
                     with absent.unless([source], names):
-                        results.append(result_of(source, names, partial(measures[source], stacks), stacks.is_on_host))
+                        measure = _MEASURES.get(source)
+                        sums, finish = self._movement(stacks, trained) if measure is None else measure(stacks)
+                        results.append(Result(source, names, sums, finish))
 
         for layer in layers:
             weights = self._read(layer, absent)
@@ -117,7 +118,7 @@ class WeightReader:
         weight = self._outputs.get(tuple(layer.name for layer in layers))
         is_sharded = any(layer.weights["output"].is_sharded for layer in layers) if weight is not None else True
         if weight is None or is_sharded:
-            return torch.stack([layer.weight("output").detach() for layer in layers])
+            return stacked([layer.weight("output").detach() for layer in layers])
         return weight
 
     def _read(self, layer: AttentionLayer, absent: Absent) -> dict[str, Tensor]:
@@ -150,12 +151,37 @@ class WeightReader:
         """Look all parameters up again, as some were replaced."""
         self._views.clear()
 
-    def _kept_before(self, stacks: _Stacks) -> dict[tuple[str, ...], Tensor | None]:
-        """Return the weights of the last reading by their roles, and keep those of this one."""
-        before = {roles: self._last.get((stacks.names, roles)) for roles in stacks.whole}
+    def _movement(self, stacks: _Stacks, trained: Collection[tuple[str, str]]) -> Measured:
+        """Compare the weights of each role with those of the last reading, and keep them; NaN without a last one."""
+        layer, names = stacks.layer, stacks.names
+        before = {roles: self._last.get((names, roles)) for roles in stacks.whole}
         for roles, stack in stacks.whole.items():
-            self._keep((stacks.names, roles), stack)
-        return before
+            self._keep((names, roles), stack)
+        own = {role: weight[0, 0].numel() for role, weight in stacks.of.items() if weight.shape[1] == layer.num_heads}
+        sums: list[Tensor] = []
+
+        def blank() -> Tensor:
+            return torch.full((len(names), layer.num_heads), torch.nan, device="cpu")
+
+        for roles, stack in stacks.whole.items():
+            last = before[roles]
+            if last is None or last.shape != stack.shape or not own:
+                return (), lambda: HeadMovement(blank(), blank(), dict.fromkeys(ROLES, blank()))
+            sums += [part for parts in movement_sums(stack, last) for part in parts]
+
+        def finish(*sums: Tensor) -> HeadMovement:
+            arrived, of_role = iter(sums), {}
+            for roles in stacks.whole:
+                moved, size, same = (list(islice(arrived, len(roles))) for _ in range(3))
+                for role, *parts in zip(roles, moved, size, same):
+                    of_role[role] = MovementSums(*(_by_head(layer, role, part) for part in parts))
+            measured = movement_of(of_role, own)
+            by_role: dict[str, Tensor] = {role: measured.by_role.get(role, blank()) for role in ROLES}
+            for role, movement in by_role.items():
+                movement[[(name, role) not in trained for name in names]] = torch.nan
+            return measured._replace(by_role=by_role)
+
+        return sums, finish
 
     def _keep(self, key: tuple[tuple[str, ...], tuple[str, ...]], stack: Tensor) -> None:
         self._bytes += stack.numel() * stack.element_size()
@@ -180,7 +206,6 @@ class _Stacks:
                 alike.setdefault((weight.shape, weight.dtype, weight.device), []).append(role)
         self.whole: dict[tuple[str, ...], Tensor] = {}  # roles -> ``(roles, layers, heads, width, features)``
         self.of: dict[str, Tensor] = {}  # role -> its part, a view ``(layers, heads, width, features)``
-        self.is_on_host = all(stack.is_cpu for stack in self.whole.values())
         self._whitened: dict[str, WhitenedHeads] = {}
         for roles in alike.values():
             stack = torch.stack([weight[role] for role in roles for weight in weights])
@@ -218,38 +243,6 @@ def _finiteness(stacks: _Stacks) -> Measured:
     roles = list(stacks.of)
     bad = [heads for stack in stacks.whole.values() for heads in not_finite(stack)]
     return bad, lambda *arrived: sum(_by_head(stacks.layer, *pair).double() for pair in zip(roles, arrived))
-
-
-def _movement(
-    stacks: _Stacks, before: Mapping[tuple[str, ...], Tensor | None], trained: Collection[tuple[str, str]]
-) -> Measured:
-    """Compare the weights of each role with those of the last reading; NaN without a last one."""
-    layer, names = stacks.layer, stacks.names
-    own = {role: weight[0, 0].numel() for role, weight in stacks.of.items() if weight.shape[1] == layer.num_heads}
-    sums: list[Tensor] = []
-
-    def blank() -> Tensor:
-        return torch.full((len(names), layer.num_heads), torch.nan, device="cpu")
-
-    for roles, stack in stacks.whole.items():
-        last = before[roles]
-        if last is None or last.shape != stack.shape or not own:
-            return (), lambda: HeadMovement(blank(), blank(), dict.fromkeys(ROLES, blank()))
-        sums += [part for parts in movement_sums(stack, last) for part in parts]
-
-    def finish(*sums: Tensor) -> HeadMovement:
-        arrived, of_role = iter(sums), {}
-        for roles in stacks.whole:
-            moved, size, same = (list(islice(arrived, len(roles))) for _ in range(3))
-            for role, *parts in zip(roles, moved, size, same):
-                of_role[role] = MovementSums(*(_by_head(layer, role, part) for part in parts))
-        movements = movement_of(of_role, own)
-        by_role: dict[str, Tensor] = {role: movements.by_role.get(role, blank()) for role in ROLES}
-        for role, movement in by_role.items():
-            movement[[(name, role) not in trained for name in names]] = torch.nan
-        return movements._replace(by_role=by_role)
-
-    return sums, finish
 
 
 _MEASURES: dict[str, Callable[[_Stacks], Measured]] = {KEYS: _keys, QK: _qk, OV: _ov, FINITENESS: _finiteness}

@@ -34,7 +34,6 @@ from hdi_callback.session.trainer import Trainer
 
 _LONGEST_WAIT = 60.0  # seconds, for ranks that may have no monitor
 _PATIENCE = 8  # readings that find nothing, until that is said
-_MOST_JUDGED = 4  # readings that wait for the worker before the training waits for it
 _SIZES = ("num_heads", "num_key_heads", "head_dim", "value_dim")
 Dashboard = Console | Curves
 Sink = History | Dashboard
@@ -101,9 +100,8 @@ class Session:
         is_due = self.last_step is None or step // every > self.last_step // every
         if is_due and not self._is_closed:  # `_check_ranks` may have closed it
             self._armed_at = step
-            # This reading confirms what the last one has seen; and readings hold weights and samples until then.
-            if self.monitor.contract.is_comparing or len(self._judging) > _MOST_JUDGED:
-                wait(self._judging)
+            if self.monitor.contract.is_comparing:
+                wait(self._judging)  # this reading confirms what the last one has seen
             self.monitor.arm()
             step_of_training, contract = self.monitor.training_step, self.monitor.contract
             step_of_training.arm(self._trainer.optimizers, self.monitor.layers, compares=contract.is_comparing)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,11 +28,14 @@ def _nothing_compiled():
     torch._dynamo.reset()  # where something is compiled rows are not read
 
 
-def rows_of(read: Callable[[], dict[str, Tensor]], layers: int, may_wait: bool) -> list[dict[str, Any]]:
+def rows_of(logits: Tensor, weights: Tensor, *, positions: Tensor, visible: Tensor) -> list[dict[str, Any]]:
     """What was handed over, layer by layer."""
-    rows = read()
-    positions = {"positions": rows.pop("positions")}
-    return [{name: tensor[layer] for name, tensor in rows.items()} | positions for layer in range(layers)]
+    return [
+        {
+            "logits": logits[layer], "weights": weights[layer], "positions": positions, "visible": visible[layer],
+        }
+        for layer in range(len(logits))
+    ]  # fmt: skip
 
 
 def capture_of(model: nn.Module, layers, **options: Any) -> Capture:

@@ -109,7 +109,7 @@ class Watch:
     def found(self, survey, recording) -> None:
         assert not survey.refused
         self.layers = survey.layers
-        rows = lambda read, *_: read()["weights"]  # noqa: E731
+        rows = lambda logits, weights, **facts: weights  # noqa: E731
         self.capture = Capture(self.model, survey.layers, calls=self.handle, max_tokens=100, padding=None, rows=rows)
         self.capture.arm()
 
@@ -155,7 +155,7 @@ def check(rank: int, name: str) -> None:
     fresh.model.eval()(x)
     taken = fresh.capture.take()
     single.eval()
-    capture = Capture(single, alone, max_tokens=100, padding=None, rows=lambda read, layers, _: [1] * layers)
+    capture = Capture(single, alone, max_tokens=100, padding=None, rows=lambda logits, *_, **__: [1] * len(logits))
     capture.arm()
     single(x)
     truth = capture.take()

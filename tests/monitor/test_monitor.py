@@ -14,12 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hdi_callback
 from hdi_callback.attention.capture.capture import Captured
+from hdi_callback.core import attention_rows
 from hdi_callback.core.movement import movement_sums
 from hdi_callback.errors import MisconfigurationError, MonitoringWarning, NothingToWatchError
 from hdi_callback.monitor import HeadDiversityMonitor, Reading
 from hdi_callback.monitor import monitor as monitors
 from hdi_callback.monitor import weight_source as weights_of_monitor
-from hdi_callback.monitor.forward_source import FORWARD, measure_forwards, take_rows
+from hdi_callback.monitor.forward_source import FORWARD, measure_forwards
 from hdi_callback.monitor.metrics import FORWARD_SOURCES, MOVEMENT, OUTPUTS, SOURCES, TRAINING, WEIGHT_SOURCES
 from hdi_callback.monitor.parameter_source import ParameterReader
 from hdi_callback.monitor.ranks import Ranks
@@ -67,10 +68,10 @@ def test_measuring_waits_for_nothing_before_the_record():
     model.to("meta")
     captured = {}
     for layer in layers:
-        weights = torch.zeros(1, 2, 4, 5, 5, device="meta")
+        rows = attention_rows(torch.zeros(1, 2, 4, 5, 5, device="meta"), layers=True), 0
         captured[layer.name] = Captured(
             outputs=torch.zeros(20, 4, 8, device="meta"), valid=torch.ones(20, dtype=torch.bool, device="meta"),
-            rows=take_rows(lambda weights=weights: {"weights": weights}, 1, may_wait=False),
+            rows=[rows],
         )  # fmt: skip
     absent, reader = Absent(), WeightReader(SOURCES)
     results = [*reader.measure(0, layers, absent), *reader.measure(1, layers, absent)]
@@ -82,33 +83,6 @@ def test_measuring_waits_for_nothing_before_the_record():
     assert {result.source for result in results} == {*SOURCES, TRAINING}
     record = Reading(0, [layer.name for layer in layers], results, absent).record()
     assert record.layers["layers.0"].values == {"trains": 1.0}
-
-
-def test_a_record_that_is_made_late_is_of_the_weights_and_tokens_at_the_reading():
-    """Also of a layer that is like no other, whose weights and samples are not stacked with others."""
-    records = []
-    for blocks in (2, 1):
-        for is_late in (False, True):
-            torch.manual_seed(0)
-            model = Model(blocks)
-            with HeadDiversityMonitor(model) as monitor:
-                model(X)
-                for step in range(2):
-                    monitor.arm()
-                    model(X).sum().backward()
-                    reading = monitor.measure(step)
-                    record = None if is_late else reading.record()
-                    with torch.no_grad():
-                        for parameter in model.parameters():
-                            parameter.add_(parameter.grad, alpha=-1e-2)
-                    model.zero_grad()
-                model(2 * X)
-                record = record or reading.record()
-            numbers = {name: layer.values | layer.heads for name, layer in record.layers.items()}
-            assert all(len(layer) > 30 and not record.layers[name].absent for name, layer in numbers.items())
-            records.append(numbers)
-    assert records[0] == records[1]
-    assert records[2] == records[3]
 
 
 class Draws(TorchDispatchMode):

@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,11 +32,11 @@ from hdi_callback.guard import describe, take_off, without_modes
 
 __all__ = ["Capture", "Captured"]
 
-Rows = Callable[[Callable[[], dict[str, Tensor]], int, bool], Any]
-"""Takes sampled rows of attention of some layers that are alike, and returns one item for each layer.
+Rows = Callable[..., Any]
+"""Makes numbers of sampled rows of attention of some layers that are alike, one item for each layer.
 
-``rows(read, layers, may_wait)``: `read` returns logits and weights ``(layers, b, H, q, k)`` in float32, the positions
-``(q,)`` of the queries, and `visible` boolean of the shape of the weights; `may_wait` says that it may be called later.
+``rows(logits, weights, positions=, visible=)`` with logits and weights ``(layers, b, H, q, k)`` in float32, the
+positions ``(q,)`` of the queries, and `visible` boolean of the shape of the weights.
 """
 
 
@@ -74,7 +74,7 @@ class Capture:
         self._max_tokens = max_tokens
         self.layers: dict[str, _CapturedLayer] = {}
         self._samples: list[tuple[str, CoreSample]] = []  # of rows, that are not numbers yet
-        self._numel = self._waiting = 0  # of these samples; of those that numbers may be made of later
+        self._numel = 0  # of these samples
         self._entered: set[int] = set()  # modules within which the reader was, outside of a backward
         self._handles: dict[nn.Module, list[RemovableHandle]] = {}  # of eager calls
         self._is_broken = self._is_paused = self.is_armed = False
@@ -192,7 +192,6 @@ class Capture:
         self._numel = sum(sample.numel for _, sample in self._samples)
         if modules is None:
             self._entered.clear()
-            self._waiting = 0
 
     # --- calls in which something is compiled
 
@@ -371,11 +370,15 @@ class Capture:
         self._samples, self._numel = [], 0
         with without_modes():
             for group in groups.values():
-                samples = [sample for _, sample in group]
-                self._waiting += sum(sample.numel for sample in samples)
-                may_wait = samples[0].positions.is_cpu and self._waiting <= _ROWS_AT_ONCE
                 try:
-                    numbers = self._rows(partial(CoreSample.read, samples), len(samples), may_wait)  # type: ignore[misc]
+                    sample = CoreSample.stacked([sample for _, sample in group])
+                    visible = sample.visible()
+                    numbers = self._rows(  # type: ignore[misc]
+                        sample.logits,
+                        sample.weights_of(visible),
+                        positions=sample.positions,
+                        visible=visible,
+                    )
                 except Exception as error:
                     for layer, _ in group:
                         self.fail(layer, f"its rows of attention cannot be read ({describe(error)})")

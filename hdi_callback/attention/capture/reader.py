@@ -104,15 +104,6 @@ class CoreSample:
         together = replace(samples[0], **tensors)
         return together if together.logits is not None else replace(together, logits=together._scores())
 
-    @classmethod
-    def read(cls, samples: Sequence[CoreSample]) -> dict[str, Tensor]:
-        """Return what `attention_rows` takes, of stacked samples."""
-        sample = cls.stacked(samples)
-        assert sample.logits is not None
-        visible = sample.visible()
-        weights = sample.weights_of(visible)
-        return {"weights": weights, "visible": visible, "logits": sample.logits, "positions": sample.positions}
-
     def _scores(self) -> Tensor:
         assert self.query is not None and self.key is not None  # noqa: PT018
         *batch, H, rows, width = self.query.shape
