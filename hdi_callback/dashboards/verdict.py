@@ -114,7 +114,7 @@ def unread(records: Sequence[Record]) -> str:
 
 def _is_armed(layer: LayerRecord) -> bool:
     """Whether the forward of a reading was captured."""
-    return layer.absent.get(ROWS) != NOT_ARMED or layer.absent.get(OUTPUTS) != NOT_ARMED
+    return NOT_ARMED not in layer.absent.values()
 
 
 def _is_measured(record: Record, layer: str) -> bool:

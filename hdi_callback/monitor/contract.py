@@ -91,9 +91,12 @@ class Contract:
 
     def compare(
         self, step: int, read: Sequence[Facts | Tape], no_gradient: Mapping[str, Mapping[str, Tensor]],
-        of_steps: Iterable[StepFacts] = (), *arrived: Tensor,
+        of_steps: Iterable[StepFacts] = (), *arrived: Tensor, before: int | None = None,
     ) -> tuple[Alert, ...]:  # fmt: skip
-        """Return alerts of what has changed since each layer was last read, by facts, calls, steps and gradients."""
+        """Return alerts of what has changed since each layer was last read, by facts, calls, steps and gradients.
+
+        The training step that is looked at began at the reading `before`, if there was one.
+        """
         # Of a layer, the step or the forward, by time and first step: what, in which layers, and whether it is loud.
         changes: dict[tuple[str, str, int], tuple[Clauses, set[str], set[bool]]] = {}
         try:
@@ -107,7 +110,8 @@ class Contract:
                 terms = of_training | self._terms_of(every, no_gradient)
                 terms |= {} if aim is None else self._terms_of_aim(aim, every)
                 terms |= self._operations([(it, facts) for it, facts in zip(read, of_each) if isinstance(it, Tape)])
-                for (layer, _, term), when, since, clauses, is_loud in self._changes(step, terms):
+                steps = step, step if before is None else before
+                for (layer, _, term), when, since, clauses, is_loud in self._changes(*steps, terms):
                     key = _WHOLE.get(term, layer or _STEP), when, since
                     merged, layers, are_loud = changes.setdefault(key, ({}, set(), set()))
                     layers.add("" if term == OPERATIONS else layer)
@@ -187,7 +191,9 @@ class Contract:
                     self._terms.setdefault((group, mode, OPERATIONS), ({}, max(before.values())))
         return terms
 
-    def _changes(self, step: int, terms: Mapping[Key, Any]) -> Iterator[tuple[Key, str, int, Clauses, bool]]:
+    def _changes(
+        self, of_forward: int, of_step: int, terms: Mapping[Key, Any]
+    ) -> Iterator[tuple[Key, str, int, Clauses, bool]]:
         """Yield each change that the next reading confirms, or that goes on: time, first step, whether it is loud."""
         # What the next reading does not have is forgotten; the next comparison looks for it again.
         kinds = {key[2] in _OF_STEPS for key in terms}  # which were looked at
@@ -195,6 +201,7 @@ class Contract:
             key: change for key, change in self._pending.items() if key in terms or (key[2] in _OF_STEPS) not in kinds
         }
         for key, value in terms.items():
+            step = of_step if key[2] in _OF_STEPS else of_forward
             # What may be wrong from the start is compared with nothing.
             before, at = self._terms.setdefault(key, (None if key[2] == AIM else value, step))
             tell = _TERMS[key[2]][1]

@@ -109,6 +109,7 @@ class HeadDiversityMonitor:
         self.training_step, self._labels = TrainingStep(self._model), LossLabels()
         self._facts: list[Facts] = []  # of first forwards, which the contract has not taken yet
         self._is_compared = False  # whether the reading that begins is compared with the contract
+        self._step: int | None = None  # of the last reading
         self._left_out: set[str] = set()  # by `include` and `exclude`
         self._is_armed, self._training_only, self._has_warned_of_padding = False, True, False
         self._first_calls = FirstCalls(
@@ -243,13 +244,15 @@ class HeadDiversityMonitor:
 
     def _compared(self, step: int, of_steps: Sequence[StepFacts]) -> Callable[..., tuple[Alert, ...]]:
         """Return what compares this reading with the contract of the run, on the host."""
+        before, self._step = self._step, step
         read: list[Facts | Tape] = [*self._facts]
         if self._is_compared and self._first_calls is not None:
             read += self._first_calls.tapes
         self._facts, self._is_compared = [], False
         if not read and not of_steps:
             return tuple
-        return partial(self.contract.compare, step, read, without_gradient(self.layers) if read else {}, of_steps)
+        gradients = without_gradient(self.layers) if read else {}
+        return partial(self.contract.compare, step, read, gradients, of_steps, before=before)
 
     def _take(self, absent: Absent) -> Mapping[str, Captured]:
         """Return the captured tensors of each layer; nothing if no forward was armed."""
