@@ -43,11 +43,10 @@ MEANING = (
     "positions, biases, the rows that heads are made of, or in which order tokens come; when a module outside "
     "attention has lost an operation (a notice of other changes, of dropout and of modules that run no more); when in "
     "the training step gradients begin to add up, or are turned, scaled or clipped to next to nothing before the "
-    "optimizer gets them, or rows of weights are old ones in another place (a notice if something else writes "
-    "weights, as a mask does); or when each "
-    "position is trained to predict another token than before, or from the start sees what it is to predict. Read at "
-    "the first readings, at each tenth and after an alert, confirmed by the next; a notice of what changes from "
-    "reading to reading. "
+    "optimizer gets them, or rows of weights are old ones in another place (a notice if something else writes weights, "
+    "as a mask does); or when each position is trained to predict another token than before, or from the start sees "
+    "what it is to predict. Read at the first readings, at each tenth and after an alert, confirmed by the next; a "
+    "notice of what changes from reading to reading. "
     f"Then {_ACTION}."
 )
 _FIRST = {1, 2, 3, 6}  # readings after the first one
