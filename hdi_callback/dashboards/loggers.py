@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hdi_callback.checks import joined_name
-from hdi_callback.dashboards.names import ALERTS, all_tags, curves
+from hdi_callback.dashboards.names import ALERTS, TABLE, all_tags, curves
 from hdi_callback.dashboards.pictures import Pictures
 from hdi_callback.dashboards.verdict import urgent_of
 from hdi_callback.record import Alert, Record
@@ -90,7 +90,7 @@ class Wandb(Curves):
                 [at.step, at.level, at.status, at.rule, joined_name(at.layers), at.message, at.action, at.code]
                 for at in self._pictures.alerts
             ]
-            row["hdi/alert_table"] = wandb.Table(columns=list(_COLUMNS), data=rows)
+            row[TABLE] = wandb.Table(columns=list(_COLUMNS), data=rows)
         self._target.log(row, commit=False)
         self._open_row = self._target.step
         for alert in urgent_of(record.alerts):
