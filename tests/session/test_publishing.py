@@ -39,6 +39,7 @@ def test_the_training_does_not_wait_for_rules_and_history_and_the_state_does(tmp
         return judge(self, record)
 
     monkeypatch.setattr(Alerts, "judge", slow)
+    monkeypatch.setattr("hdi_callback.monitor.contract._FIRST", set())  # what is compared waits for what it confirms
     run = training(tmp_path, every_n_steps=2)
     with run.heads:
         for _ in range(5):

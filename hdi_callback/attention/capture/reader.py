@@ -253,7 +253,8 @@ class Reader(Mode):
         sampled = self._sampled(logits)
         rows = _copied(sampled.rows(logits))
         if how.is_causal:
-            rows = rows.masked_fill(self._place(sampled, logits.shape[3], logits.device)[1], -math.inf)
+            *_, is_later = self._place(sampled, logits.shape[3], logits.device)
+            rows = rows.masked_fill(is_later, -math.inf)
         return rows, logits[:, 0].amax(1) <= _SEEN
 
     def _read_weights(
