@@ -123,7 +123,7 @@ def report(run: str, as_json: bool) -> str:
         )
         return judgement.state
     for alert in raised:
-        click.echo(f"step {alert.step}, {alert.level}, {state(alert)}: {alert.message}")
+        click.echo(f"step {alert.step}, {alert.level}, {state(alert)} (hdi explain {alert.rule}): {alert.message}")
     click.echo(("\n" if raised else "") + judgement.text)
     _print_action(judgement)
     return judgement.state

@@ -50,7 +50,8 @@ class Console:
                 level, remedy = (
                     (alert.status, "") if alert.is_over else (alert.level, textwrap.indent(alert.remedy, "  "))
                 )
-                self._say(f"hdi_callback {level}, step {alert.step}: {alert.message}\n{remedy}".rstrip())
+                explained = f"hdi_callback {level}, step {alert.step} (hdi explain {alert.rule}): {alert.message}"
+                self._say(f"{explained}\n{remedy}".rstrip())
         for action in record.actions:
             self._say(f"hdi_callback, step {action.step}, {action.name}: {action.message}")
         self._number += 1

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hdi_callback.checks import joined_name
-from hdi_callback.dashboards.names import ALERTS, TABLE, all_tags, curves
+from hdi_callback.dashboards.names import ALERTS, all_tags, curves
 from hdi_callback.dashboards.pictures import Pictures
 from hdi_callback.dashboards.verdict import urgent_of
 from hdi_callback.record import Alert, Record
@@ -16,7 +16,6 @@ Layers = Sequence[Mapping[str, Any]]  # their facts
 Records = Sequence[Record]
 _STEP = "hdi/step"
 _LEVELS = {"warning": "WARN", "critical": "ERROR"}
-_COLUMNS = ("step", "level", "status", "rule", "layers", "message", "what to do now", "code")
 
 
 class Curves:
@@ -59,7 +58,7 @@ class TensorBoard(Curves):
 
 
 class Wandb(Curves):
-    """Logs a run to W&B: curves with their extremes, pictures, a table of alerts, and alerts by mail or chat.
+    """Logs a run to W&B: curves with their extremes, pictures, and alerts by mail or chat.
 
     A reading is added to the row of `wandb.log` that is open, and has an axis of its own, ``hdi/step``: a row of our
     own would move W&B's step on, which then drops rows that a training logs with an explicit step.
@@ -85,17 +84,11 @@ class Wandb(Curves):
         row: dict[str, Any] = {_STEP: record.step, **curves(record, self._metrics)}
         for tag, picture in self._pictures.add(record).items():
             row[tag] = wandb.Image(picture)
-        if self._pictures.alerts and (record.alerts or record.is_last):
-            rows = [
-                [at.step, at.level, at.status, at.rule, joined_name(at.layers), at.message, at.action, at.code]
-                for at in self._pictures.alerts
-            ]
-            row[TABLE] = wandb.Table(columns=list(_COLUMNS), data=rows)
         self._target.log(row, commit=False)
         self._open_row = self._target.step
         for alert in urgent_of(record.alerts):
             title = f"Attention heads: {alert.rule} in {joined_name(alert.layers)}"
-            text = f"step {alert.step}: {alert.message}\n{alert.remedy}"
+            text = f"step {alert.step} (hdi explain {alert.rule}): {alert.message}\n{alert.remedy}"
             self._target.alert(title, text, level=_LEVELS[alert.level], wait_duration=1)  # 0 would be a minute
 
     def close(self) -> None:
@@ -120,4 +113,4 @@ def _as_markdown(alert: Alert) -> str:
     """Return an alert with its code as lines of their own."""
     action = f"\n\n{alert.action}." if alert.action else ""
     action += f"\n\n{textwrap.indent(alert.code, '    ')}" if alert.code else ""
-    return f"**{alert.status}, {alert.level}**: {alert.message}{action}"
+    return f"**{alert.status}, {alert.level}** (hdi explain {alert.rule}): {alert.message}{action}"

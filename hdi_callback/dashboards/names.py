@@ -16,7 +16,7 @@ from hdi_callback.monitor.metrics import METRICS
 from hdi_callback.record import Record
 from hdi_callback.rules import RULES
 
-ALERTS, TABLE = "hdi/alerts", "hdi/alert_table"
+ALERTS = "hdi/alerts"
 MAP, HEADS, EVIDENCE = "hdi/map", "hdi/heads", "hdi/evidence"
 
 
@@ -76,7 +76,6 @@ def every_name() -> dict[str, Name]:
         "alert": {contract.NAME: contract.MEANING},
         "curve": MODEL_CURVES,
         "picture": PICTURES,
-        "table": {TABLE: "All alerts of a run in W&B, with what each means for it and what to do now."},
         "metric": {metric: entry.summary for metric, entry in METRICS.items()},
         "intervention": {name: (kind.__doc__ or "").split("\n")[0] for name, kind in INTERVENTIONS.items()},
         "finding of hdi audit": AUDITED,

@@ -42,7 +42,6 @@ _MOST_PATTERNS = 3  # heads
 _LETTERS = 10
 _WIDTH = 4.4  # inches
 WORST = "hdi_worst_alignment"
-_NOT_MEASURED = "#b8b8b8"
 _INK = "#123456"  # of text and lines in an SVG, where it becomes the colour of the text around it
 _COLUMNS_AN_INCH = 50  # of a map: a column is not narrower than a pixel
 _MOST_NAMED = 24  # layers
@@ -381,7 +380,8 @@ def _heat(size: tuple[float, float], x: Sequence[float] | Any, y: Any, table: np
     figure = Figure(figsize=size, layout="constrained")
     panel = figure.subplots()
     mesh = panel.pcolormesh(x, y, np.ma.masked_invalid(table), cmap="cividis", vmin=0, vmax=1, rasterized=True)
-    panel.set_facecolor(_NOT_MEASURED)
+    # Not measured is hatched: cividis is grey itself halfway between chance and the same head.
+    panel.patch.set(facecolor="none", edgecolor=OTHERS, hatch="////")
     panel.set_ylim(y[-1], y[0])
     panel.tick_params(labelsize=9)
     bar = figure.colorbar(mesh, ax=panel, fraction=0.05, pad=0.02)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hdi_callback.arguments import file_path, shown
 from hdi_callback.checks import joined_name
-from hdi_callback.dashboards.layer_table import closest_pair, compared, layer_rows, name_heads
+from hdi_callback.dashboards.layer_table import closest_pair, compared, layer_rows
 from hdi_callback.dashboards.pictures import WORST, draw_curves, draw_evidence, draw_heads, draw_map, svg, svg_style
 from hdi_callback.dashboards.verdict import events, state, verdict
 from hdi_callback.errors import MisconfigurationError
@@ -58,7 +58,7 @@ def page_of(run: RunHistory) -> str:
         "run": run,
         "pictures": _pictures(run, serious),
         "events": [
-            {"alert": alert, "state": state(alert), "layers": joined_name(alert.layers), "heads": _heads(alert, run)}
+            {"alert": alert, "state": state(alert), "layers": joined_name(alert.layers)}
             for alert in raised[-_MOST_EVENTS:]
         ],
         "evidence": _evidence(run, serious),
@@ -123,14 +123,3 @@ def _worst_heads(run: RunHistory) -> Any:
         return None
     facts = next((facts for facts in run.layers if facts["name"] == layer), {})
     return draw_heads(layer, step, matrix, closest_pair(records[step], layer), unit=compared(facts), size=4.7)
-
-
-def _heads(alert: Alert, run: RunHistory) -> str:
-    """The heads of an alert in few words."""
-    count = "num_key_heads" if alert.unit == "key heads" else "num_heads"
-    totals = {facts["name"]: facts.get(count) for facts in run.layers}
-    phrases = dict.fromkeys(  # an alert on the whole layer names no heads
-        name_heads(heads or range(totals.get(layer) or 0), totals.get(layer), alert.unit) or "all"
-        for layer, heads in alert.where.items()
-    )
-    return "; ".join(phrases)

@@ -157,7 +157,9 @@ def test_audit_prints_json(checkpoint):
 def test_report_tells_the_event_and_that_it_is_active(bad):
     shown = run("report", bad)
     assert shown.exit_code == 1
-    assert shown.stdout.startswith(f"step 300, warning, active: heads 1 and 3 of {COLLAPSED}")
+    assert shown.stdout.startswith(
+        f"step 300, warning, active (hdi explain copied heads): heads 1 and 3 of {COLLAPSED}"
+    )
     assert shown.output.count(": heads 1 and 3") == 2, "in the list and in the verdict"
     assert f"Since step 300: heads 1 and 3 of {COLLAPSED}" in shown.output
 

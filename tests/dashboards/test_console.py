@@ -18,7 +18,9 @@ def printed(layers=4, heads=6, readings=60, **arguments) -> list[str]:
 def test_a_run_prints_its_layers_one_alert_one_action_and_the_verdict():
     table, alert, action, end = printed(history="/runs/history.jsonl")
     assert table.splitlines()[0] == "hdi_callback watches 4 attention layers, every 50 optimizer steps"
-    assert alert.startswith("hdi_callback warning, step 2000: heads 1 and 3 of model.layers.2.self_attn are nearly one")
+    assert alert.startswith(
+        "hdi_callback warning, step 2000 (hdi explain worst pair): heads 1 and 3 of model.layers.2."
+    )
     assert alert.endswith(f"\n{indent(CODE, '  ')}")
     assert action == "hdi_callback, step 2000, save checkpoint: saved the model"
     assert end.startswith("hdi_callback: Since step 2000: heads 1 and 3")

@@ -69,10 +69,13 @@ def test_the_map_of_a_resumed_run_begins_with_its_past():
     assert np.array_equal(one[MAP], other[MAP])
 
 
-def test_a_layer_that_is_found_late_or_not_measured_is_grey_there():
-    worst = {"a": [0.1, 0.2, 0.3], "b": [math.nan, math.nan, 0.9]}
-    picture = pixels(draw_map([0, 10, 20], worst))
-    assert (np.abs(picture.astype(int) - 0xB8).max(-1) == 0).sum() > 1000
+def test_a_layer_that_is_not_measured_has_the_colour_of_no_alignment():
+    steps = range(64)
+    picture = pixels(draw_map(steps, {"a": [step / 63 for step in steps], "b": [math.nan] * 64})).astype(int)
+    top, bottom = (picture[at, 60:250] for at in (len(picture) // 4, 2 * len(picture) // 3))
+    nearest = np.abs(bottom[:, None] - top[None]).sum(-1).min(1)
+    assert np.quantile(nearest, 0.1) > 60, "paper and hatches, and cividis is neither"
+    assert len(np.unique(bottom, axis=0)) > 1, "it is hatched"
 
 
 def test_a_peak_of_one_reading_is_seen_among_five_thousand():

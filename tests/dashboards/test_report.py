@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from hdi_callback.dashboards.names import look_up
 from hdi_callback.dashboards.report import write_report
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.history import RunHistory
@@ -100,12 +101,10 @@ def test_the_counts_of_alerts_agree_wherever_they_are_said(small):
     assert len([text for text in page.of("table.alerts") if text in {"warning", "notice", "critical"}]) == 2
 
 
-def test_all_heads_are_called_so(small):
-    name = "model.layers.1.self_attn"
-    everyone = Alert(0, "mean alignment", "warning", {name: tuple(range(6))}, f"all 6 heads of {name} are alike")
-    *most, last = small.records
-    page = page_of(replace(small, records=[*most, replace(last, alerts=(everyone,))]))
-    assert "all 6 heads" in page.of("table.alerts")
+def test_each_alert_leads_to_what_explains_its_rule(small):
+    heading, rule = (page_of(small).of("table.alerts")[at] for at in (4, 11))
+    assert heading == "hdi explain"
+    assert look_up(rule).text == "worst pair"
 
 
 def test_the_curves_have_a_legend(small):
@@ -136,20 +135,6 @@ def test_a_run_without_a_reading_and_one_that_measured_nothing_are_nothing_to_ju
 def test_what_is_no_history_is_an_error_that_says_what_to_write(small, tmp_path):
     with pytest.raises(MisconfigurationError, match="write load_history"):
         write_report("runs/a")
-
-
-def test_an_alert_names_the_heads_of_each_of_its_layers(small):
-    a, b, c = (f"model.layers.{layer}.self_attn" for layer in range(3))
-    *most, last = small.records
-
-    def heads(where):
-        alert = Alert(0, "worst pair", "warning", where, "m")
-        return page_of(replace(small, records=[*most, replace(last, alerts=(alert,), active=(alert,))])).of(
-            "table.alerts"
-        )
-
-    assert "heads 0 and 1; heads 2 and 3" in heads({a: (0, 1), b: (2, 3)})
-    assert "all 6 heads" in heads({a: (), b: (), c: tuple(range(6))})
 
 
 def test_a_run_in_which_all_is_nan_from_the_start_has_a_report(tmp_path):

@@ -39,7 +39,7 @@ def test_the_event_file_has_the_curves_two_pictures_and_one_text_for_one_event(t
     assert np.asarray(Image.open(io.BytesIO(last.encoded_image_string))).shape[-1] == 3
     (text,) = events.Tensors("hdi/alerts/text_summary")
     words = text.tensor_proto.string_val[0].decode()
-    assert words.startswith("**new, warning**: heads 1 and 3 of model.layers.7.self_attn are nearly one head")
+    assert words.startswith("**new, warning** (hdi explain worst pair): heads 1 and 3 of model.layers.7.self_attn are")
     assert "    interventions=[ReviveHeads()]\n" in words
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hdi_callback.dashboards import Wandb
-from hdi_callback.dashboards.names import curves, look_up
+from hdi_callback.dashboards.names import curves
 from tests.dashboards.synthetic import collapsing, facts_of
 from tests.dashboards.wandb_files import read_wandb
 
@@ -67,11 +67,9 @@ def test_all_that_a_person_sees_is_one_panel_group(logged):
     assert len({key for key in logged.summary if isinstance(logged.summary[key], dict)}) == 42
 
 
-def test_one_event_is_one_alert_with_what_to_do_and_one_row_of_the_table(logged):
+def test_one_event_is_one_alert_with_what_explains_it_and_what_to_do(logged):
     (alert,) = logged.alerts
     assert alert["title"] == "Attention heads: worst pair in model.layers.7.self_attn"
-    assert alert["text"].startswith("step 700: heads 1 and 3 of model.layers.7.self_attn are nearly one head")
+    assert alert["text"].startswith("step 700 (hdi explain worst pair): heads 1 and 3 of model.layers.7.self_attn are")
     assert "ReviveHeads()" in alert["text"]
-    assert logged.summary["hdi/alert_table.nrows"] == 1
-    assert look_up("hdi/alert_table").kind == "table"
     assert {"hdi/map._type", "hdi/heads._type"} <= set(logged.summary)

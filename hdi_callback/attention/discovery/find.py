@@ -419,7 +419,7 @@ def _kind(attn: FoundAttention, maps: Projections) -> str:
     names = short_names(name for items in maps.values() for item in items for name in item.names)
     where = f"{'packed in' if len(names) == 1 else 'in'} {quoted(names)}"
     normaliser = SOFTMAX if attn.core.normaliser is None else attn.core.normaliser.name
-    return f"{attn.heads} heads, {where}{'' if normaliser == SOFTMAX else f'; {normaliser} in place of a softmax'}"
+    return f"{where}{'' if normaliser == SOFTMAX else f'; {normaliser} in place of a softmax'}"
 
 
 def short_names(parameters: Iterable[str]) -> list[str]:
