@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any, Literal
 
@@ -90,13 +90,9 @@ class Alert:
         """Whether this is the end of an earlier alert."""
         return self.status == "resolved"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the alert as plain data, the argument of `from_dict`."""
-        return asdict(self)
-
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Alert:
-        """Make an alert from the result of `to_dict`, also after JSON."""
+        """Make an alert from the result of `dataclasses.asdict`, also after JSON."""
         where = {layer: tuple(heads) for layer, heads in data["where"].items()}
         return Alert(**{**data, "where": where, "also": tuple(data.get("also", ()))})
 

@@ -38,6 +38,7 @@ _DRAWN = {"bernoulli", *ops.RANDOM}
 _KEPT = 64  # of masks and factors so many queries and keys are kept, of the first 8 sequences and heads
 # Arguments with such names say which tokens are padding, or by a position of 0 where documents start.
 _PADDING = ("pad", "attention_mask", "key_mask", "position_ids", "cu_seq")
+_Node = TypeVar("_Node")
 
 
 @dataclass(eq=False, repr=False)
@@ -68,15 +69,15 @@ class Cell:
         return f"<Cell of {self.numel} elements: {source}>"
 
 
-def walk_back(cells: Iterable[Cell], inputs: Callable[[Cell], Iterable[Cell]]) -> Iterator[Cell]:
-    """Return contents and all that `inputs` finds before them, each once."""
-    todo, met = list(cells), set[Cell]()
+def walk_back(nodes: Iterable[_Node], inputs: Callable[[_Node], Iterable[_Node]]) -> Iterator[_Node]:
+    """Return nodes of a graph, as contents, and all that `inputs` finds before them, each once."""
+    todo, met = list(nodes), set[_Node]()
     while todo:
-        cell = todo.pop()
-        if cell not in met:
-            met.add(cell)
-            yield cell
-            todo += inputs(cell)
+        node = todo.pop()
+        if node not in met:
+            met.add(node)
+            yield node
+            todo += inputs(node)
 
 
 class WalkOn:

@@ -6,7 +6,7 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from html import escape
 from typing import Any
@@ -20,13 +20,14 @@ from hdi_callback.attention.discovery.own_inputs import forward_of_torchs_attent
 from hdi_callback.attention.extra_forward import nothing_remains
 from hdi_callback.audits.pairs import unmatched_weights
 from hdi_callback.audits.sources import NOT_STORED, Target, open_target
-from hdi_callback.dashboards.layer_table import layers_text, name_heads
+from hdi_callback.dashboards.layer_table import layers_text
 from hdi_callback.dashboards.verdict import Verdict, verdict
 from hdi_callback.monitor.metrics import FINITENESS, KEYS, OV, QK
 from hdi_callback.monitor.reading import Absent, Reading
 from hdi_callback.monitor.weight_source import WeightReader
 from hdi_callback.record import LEVELS, Alert, Record
 from hdi_callback.rules import Alerts
+from hdi_callback.rules.rule import heads_in_words
 
 _SOURCES = (KEYS, QK, OV, FINITENESS)
 _DEAD = 0.01  # norm of a dead head, as a share of the median of the others
@@ -58,14 +59,11 @@ class Audit:
         """Layers whose heads were not compared, and attention that is not read -> the reason."""
         # NaN weights are a finding, and what is not in a file is one beside its reason.
         reported = {layer for finding in self.findings if finding.rule != "weights missing" for layer in finding.where}
-        without = {}
-        for facts in self.layers:
-            numbers = self.record.layers[facts["name"]]
-            if facts["name"] not in reported and "hdi_worst_alignment" not in numbers.values:
-                why = numbers.absent.get(KEYS) or numbers.absent.get("hdi_worst_alignment")
-                is_alone = facts["num_key_heads"] < 2
-                single = "it has one key head, which there is nothing to compare with"
-                without[facts["name"]] = single if is_alone else why or "its heads were not compared"
+        without = {
+            name: numbers.absent.get(KEYS) or numbers.absent["hdi_worst_alignment"]
+            for name, numbers in self.record.layers.items()
+            if name not in reported and "hdi_worst_alignment" not in numbers.values
+        }
         return {**without, **self.refused}
 
     @property
@@ -79,7 +77,7 @@ class Audit:
             "model": self.name,
             "verdict": self.verdict.text,
             "state": self.verdict.state,
-            "findings": [finding.to_dict() for finding in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
             "layers": [
                 {**facts, "values": numbers.values, "heads": numbers.heads}
                 for facts, numbers in zip(self.layers, self.record.layers.values())
@@ -188,9 +186,8 @@ def _dead_heads(layer: AttentionLayer, step: int) -> list[Alert]:
             continue
         unit = "heads" if len(norms) == layer.num_heads else "key heads"
         verb = "is" if len(heads) == 1 else "are"
-        message = (
-            f"{name_heads(heads, len(norms), unit)} of {layer.name} {verb} dead: the {role} weights are all but zero"
-        )
+        names = heads_in_words([heads], layer.name, unit.removesuffix("s"), len(norms))
+        message = f"{names} {verb} dead: the {role} weights are all but zero"
         action = "Look for what emptied them (weight decay, a mask, a file without them), or prune."
         alert = Alert(step, "dead heads", "warning", {layer.name: heads}, message, action, value=float(len(heads)))
         alerts.append(replace(alert, metric="hdi_dead_heads" if role == "key" else None, unit=unit))

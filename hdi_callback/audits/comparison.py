@@ -14,7 +14,8 @@ from hdi_callback.arguments import listed
 from hdi_callback.attention import AttentionLayer
 from hdi_callback.audits.audit import missing_weights, open_layers
 from hdi_callback.audits.sources import Target
-from hdi_callback.dashboards.layer_table import name_heads, table_lines
+from hdi_callback.dashboards.layer_table import table_lines
+from hdi_callback.rules.rule import heads_in_words
 
 _ROLES = ("query", "key", "value", "output")
 
@@ -39,23 +40,18 @@ class Comparison:
     not_compared: Mapping[str, str]
 
     @property
-    def most_changed(self) -> tuple[str, str, int, float] | None:
-        """The layer, role, head and share of the largest change; `None` if nothing that is finite has changed."""
+    def summary(self) -> str:
+        """What is broken, the largest change, and what was not compared, in a few sentences."""
+        sentences = list(self.broken)
         changes = [
-            (layer, role, head, share)
+            (share, head, role, layer)
             for layer, roles in self.changes.items()
             for role, shares in roles.items()
             for head, share in enumerate(shares)
             if 0 < share < math.inf
         ]
-        return max(changes, key=lambda change: change[-1], default=None)
-
-    @property
-    def summary(self) -> str:
-        """What is broken, the largest change, and what was not compared, in a few sentences."""
-        sentences = list(self.broken)
-        if self.most_changed is not None:
-            layer, role, head, share = self.most_changed
+        if changes:
+            share, head, role, layer = max(changes)
             sentences.append(f"{layer} changed most: the {role} weights of head {head} by {share:.3g} of their norm.")
         elif self.changes and not self.broken:
             roles = listed(list(dict.fromkeys(role for roles in self.changes.values() for role in roles)))
@@ -134,7 +130,7 @@ def compare(
                 reasons[f"{role} of {name}"] = f"its weights are {shapes}"
             else:
                 changes.setdefault(name, {})[role] = _shares(in_first, in_second)
-                broken += [f"{name}: {clause}." for clause in _broken(role, in_first, in_second)]
+                broken += _broken(name, role, in_first, in_second)
     return Comparison(targets[0].name, targets[1].name, changes, tuple(broken), reasons)
 
 
@@ -151,15 +147,15 @@ def _shares(before: Tensor, after: Tensor) -> tuple[float, ...]:
     return tuple((distances / norms.clamp_min(1e-30)).masked_fill((before == after).flatten(1).all(1), 0.0).tolist())
 
 
-def _broken(role: str, before: Tensor, after: Tensor) -> list[str]:
-    """Name heads that are not finite, or zero."""
-    clauses = []
+def _broken(layer: str, role: str, before: Tensor, after: Tensor) -> list[str]:
+    """Return sentences that name heads that are not finite, or zero."""
+    sentences = []
     for side, weights in (("A", before.flatten(1)), ("B", after.flatten(1))):
         for fault, heads in (("not finite", ~weights.isfinite().all(1)), ("zero", (weights == 0).all(1))):
             if heads.any():
-                names = name_heads(heads.nonzero().flatten().tolist(), len(before))
-                clauses.append(f"the {role} weights of {names} are {fault} in {side}")
-    return clauses
+                names = heads_in_words([heads.nonzero().flatten().tolist()], layer, count=len(before))
+                sentences.append(f"The {role} weights of {names} are {fault} in {side}.")
+    return sentences
 
 
 def _largest(shares: tuple[float, ...]) -> tuple[int, float]:

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hdi_callback.attention.discovery.heads import IN
 from hdi_callback.attention.extra_forward import inner_model, nothing_remains
+from hdi_callback.attention.tape import walk_back
 from hdi_callback.checks.diagnoses import Diagnosis, Verdict
 from hdi_callback.checks.door import Changes, Door, Inputs, NotAskedError, by_token, tensors_in
 from hdi_callback.checks.facts import Facts, shown_rows
@@ -556,21 +557,11 @@ def _backward(door: Door, trained: Mapping[str, nn.Parameter]) -> dict[str, Tens
         if loss is None:
             seed = torch.Generator().manual_seed(0)
             loss = torch.stack([(t * torch.randn(t.shape, generator=seed).to(t)).sum() for t in tensors]).sum()
-        if _is_checkpointed(loss):  # `grad` does not reach into it, and `backward` does
+        nodes = walk_back(filter(None, [loss.grad_fn]), lambda node: [at for at, _ in node.next_functions if at])
+        if any("CheckpointFunction" in node.name() for node in nodes):  # `grad` does not reach into it
             raise RuntimeError("reentrant checkpointing")
         gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     return {name: gradient for name, gradient in zip(trained, gradients) if gradient is not None}
-
-
-def _is_checkpointed(loss: Tensor) -> bool:
-    """Whether a graph holds a part that reentrant checkpointing runs again."""
-    nodes = {loss.grad_fn}
-    todo = [loss.grad_fn]
-    while todo and (node := todo.pop()) is not None:
-        new = {each for each, _ in node.next_functions if each is not None} - nodes
-        nodes |= new
-        todo += new
-    return any(node is not None and "CheckpointFunction" in node.name() for node in nodes)
 
 
 QUESTIONS: tuple[Question, ...] = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
 import click
@@ -77,7 +79,7 @@ def audit(target: str, build: str | None, as_json: bool) -> str:
     result = audit_target(target, model=build)
     _print_result(result, as_json)
     if not as_json:
-        _print_action(result.verdict)
+        _print_remedy(result.verdict)
     return result.verdict.state
 
 
@@ -117,7 +119,7 @@ def report(run: str, as_json: bool) -> str:
     if judgement.state != "nothing to judge" and not as_json:
         click.echo(f"Written: {write_report(history)}", err=True)
     if as_json:
-        alerts = [{**alert.to_dict(), "state": state(alert)} for alert in raised]
+        alerts = [{**asdict(alert), "state": state(alert)} for alert in raised]
         print_json(
             {"history": str(history.path), "verdict": judgement.text, "state": judgement.state, "alerts": alerts}
         )
@@ -125,7 +127,7 @@ def report(run: str, as_json: bool) -> str:
     for alert in raised:
         click.echo(f"step {alert.step}, {alert.level}, {state(alert)} (hdi explain {alert.rule}): {alert.message}")
     click.echo(("\n" if raised else "") + judgement.text)
-    _print_action(judgement)
+    _print_remedy(judgement)
     return judgement.state
 
 
@@ -140,13 +142,11 @@ def explain(name: tuple[str, ...]) -> None:
     from hdi_callback.rules import LIMITS, RULES
 
     if not name:
-        names = every_name()
-        for kind in dict.fromkeys(entry.kind for entry in names.values()):
+        for kind, entries in groupby(every_name().values(), lambda entry: entry.kind):
             click.echo(f"{kind}:\n")
-            meanings = {entry.text: entry.meaning for entry in names.values() if entry.kind == kind}
             print_rows(
-                (text, meaning.removeprefix("Raised when ").partition(". ")[0].rstrip("."))
-                for text, meaning in meanings.items()
+                (entry.text, entry.meaning.removeprefix("Raised when ").partition(". ")[0].rstrip("."))
+                for entry in entries
             )
             click.echo()
         click.echo("hdi explain NAME says more, and what to do.")
@@ -183,6 +183,6 @@ def _print_result(result: Any, as_json: bool) -> None:
         click.echo(str(result))
 
 
-def _print_action(verdict: Any) -> None:
-    if verdict.action:
-        click.echo(f"\nWhat to do: {verdict.action}" + (f":\n{verdict.code}" if verdict.code else ""))
+def _print_remedy(verdict: Any) -> None:
+    if verdict.alert is not None:
+        click.echo(f"\nWhat to do: {verdict.alert.remedy}")

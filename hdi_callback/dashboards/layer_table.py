@@ -9,11 +9,9 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hdi_callback.arguments import listed
-from hdi_callback.checks import joined_name, ranges
+from hdi_callback.checks import joined_name
 from hdi_callback.record import Alert, Record
 
-_MOST_HEADS = 8
 _WIDTH = 80  # characters
 _SHAPE = ("kind", "num_heads", "num_key_heads", "num_value_heads", "head_dim", "value_dim")
 
@@ -115,20 +113,6 @@ def number_in(layer: str, names: Sequence[str]) -> str:
     numbers = zip(*(re.findall(r"\d+", name) for name in names))
     varying = [place for place, column in enumerate(numbers) if len(set(column)) > 1]
     return str(re.findall(r"\d+", layer)[varying[0]]) if len(varying) == 1 else layer
-
-
-def name_heads(heads: Sequence[int], total: int | None = None, unit: str = "heads") -> str:
-    """Return the numbers of heads in few words; empty for the whole layer, which names none.
-
-    Example:
-        >>> name_heads([3, 21], 32), name_heads(range(32), 32), name_heads([5])
-        ('heads 3 and 21', 'all 32 heads', 'head 5')
-    """
-    if len(heads) == total and len(heads) > 2:
-        return f"all {total} {unit}"
-    if len(heads) > _MOST_HEADS:
-        return f"{len(heads)} {unit}: {','.join(ranges(heads))}"
-    return f"{unit if len(heads) > 1 else unit.removesuffix('s')} {listed(heads)}" if heads else ""
 
 
 def compared(facts: Mapping[str, Any]) -> str:

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hdi_callback.checks import joined_name
-from hdi_callback.dashboards.layer_table import closest_pair, compared, name_heads
+from hdi_callback.dashboards.layer_table import closest_pair, compared
 from hdi_callback.monitor.contract import NAME as CONTRACT_CHANGE
 from hdi_callback.monitor.forward_source import NOT_ARMED
 from hdi_callback.monitor.metrics import OUTPUTS, ROWS
-from hdi_callback.record import LEVELS, Alert, LayerRecord, Record
+from hdi_callback.record import LEVELS, Alert, Record
+from hdi_callback.rules.rule import heads_in_words
 
 State = Literal["alert", "clear", "nothing to judge"]
 
@@ -24,15 +25,17 @@ class Verdict:
 
     state: State  # ``"alert"``, ``"clear"`` or ``"nothing to judge"``
     text: str  # a sentence or two
-    action: str = ""  # what to do about the first alert, in prose; empty without an alert
-    code: str = ""  # arguments that help; empty if none do
+    alert: Alert | None = None  # the first of those that are active
 
 
 def events(records: Sequence[Record]) -> list[Alert]:
     """Return the alerts of a run, notices included: each as it began, with the level and sentence that it came to."""
     raised: list[Alert] = []
     for alert in (alert for record in records for alert in record.alerts):
-        active = [place for place, event in enumerate(raised) if event.ended is None and _is_same(event, alert)]
+        active = [
+            place for place, event in enumerate(raised)
+            if event.ended is None and event.rule == alert.rule and event.where.keys() & alert.where.keys()
+        ]  # fmt: skip
         if alert.status == "new" or not active:
             raised += [] if alert.is_over else [alert]
         elif alert.is_over:
@@ -50,10 +53,6 @@ def state(event: Alert) -> str:
 def urgent_of(alerts: Sequence[Alert]) -> list[Alert]:
     """Return the alerts that began or got worse, and are no notices."""
     return [alert for alert in alerts if not alert.is_over and alert.level != "notice"]
-
-
-def _is_same(first: Alert, second: Alert) -> bool:
-    return first.rule == second.rule and bool(first.where.keys() & second.where.keys())
 
 
 def verdict(records: Sequence[Record], layers: Sequence[Mapping[str, Any]], *, is_audit: bool = False) -> Verdict:
@@ -77,9 +76,7 @@ def verdict(records: Sequence[Record], layers: Sequence[Mapping[str, Any]], *, i
             "" if len(active) == 1 else f"{len(active)} {'findings' if is_audit else 'alerts are active'}. The first: "
         )
         since = "" if is_audit else f"{'since' if count else 'Since'} step {first.step}: "
-        return Verdict(
-            "alert", f"{count}{since}{first.message.removesuffix('.')}.{unread(records)}", first.action, first.code
-        )
+        return Verdict("alert", f"{count}{since}{first.message.removesuffix('.')}.{_unread(records)}", first)
     if not any(_is_measured(last, name) for name in last.layers):
         return Verdict("nothing to judge", f"Nothing to judge: no layer was measured{at}{_why(last)}.")
     over = [event for event in told if event.ended is not None and event.level != "notice"]
@@ -92,16 +89,15 @@ def verdict(records: Sequence[Record], layers: Sequence[Mapping[str, Any]], *, i
     missing = [name for name in last.layers if not _is_measured(last, name)]
     verb = "was" if len(missing) == 1 else "were"
     absent = f" {joined_name(missing)} {verb} not measured{at}{_why(last, missing)}." if missing else ""
-    return Verdict("clear", f"{sentence}{_closest(last, layers, at)}{absent}{unread(records)}{earlier}")
+    return Verdict("clear", f"{sentence}{_closest(last, layers, at)}{absent}{_unread(records)}{earlier}")
 
 
-def unread(records: Sequence[Record]) -> str:
+def _unread(records: Sequence[Record]) -> str:
     """Return which layers' attention rows and head outputs were not read, and why; ``""`` if all were."""
-    armed = (record for record in reversed(records) if any(_is_armed(layer) for layer in record.layers.values()))
-    record = next(armed, None)
-    if record is None:
-        return ""
-    sentences = ""
+    armed = (
+        at for at in reversed(records) if any(NOT_ARMED not in layer.absent.values() for layer in at.layers.values())
+    )
+    record, sentences = next(armed, Record(0, {})), ""
     for source in (ROWS, OUTPUTS):
         reasons = [layer.absent[source] for layer in record.layers.values() if source in layer.absent]
         if reasons:
@@ -110,11 +106,6 @@ def unread(records: Sequence[Record]) -> str:
             further = "" if count == len(reasons) else ", and other reasons"
             sentences += f" {source.capitalize()} were not read in {of_layers} ({reason}{further})."
     return sentences
-
-
-def _is_armed(layer: LayerRecord) -> bool:
-    """Whether the forward of a reading was captured."""
-    return NOT_ARMED not in layer.absent.values()
 
 
 def _is_measured(record: Record, layer: str) -> bool:
@@ -135,5 +126,5 @@ def _closest(record: Record, layers: Sequence[Mapping[str, Any]], at: str) -> st
         return f" No two heads were compared{at}{_why(record)}."
     layer = max(worst, key=lambda name: worst[name])
     facts = next((facts for facts in layers if facts["name"] == layer), {})
-    pair = name_heads(closest_pair(record, layer), unit=compared(facts))
-    return f" The two closest are {pair} of {layer}, with alignment {worst[layer]:.2f} (0 chance, 1 the same head)."
+    pair = heads_in_words([closest_pair(record, layer)], layer, compared(facts).removesuffix("s"))
+    return f" The two closest are {pair}, with alignment {worst[layer]:.2f} (0 chance, 1 the same head)."

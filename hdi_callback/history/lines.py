@@ -26,7 +26,7 @@ def record_to_line(record: Record) -> dict[str, Any]:
             | ({"absent": layer.absent} if layer.absent else {})
             for name, layer in record.layers.items()
         },
-        "alerts": plain([alert.to_dict() for alert in record.alerts]),
+        "alerts": plain([asdict(alert) for alert in record.alerts]),
         "actions": [asdict(action) for action in record.actions],
         "cost": plain(record.cost, _DIGITS_OF_HEADS),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ class History:
             raise OSError(f"`{self.path}` was moved, deleted or replaced")
         line = record_to_line(record)
         if record.active != self._active:
-            line["active"] = plain([alert.to_dict() for alert in record.active])
+            line["active"] = plain([asdict(alert) for alert in record.active])
         # In one call, and on a line of its own also after one that was written in part.
         data = b"\n" * self._is_torn + to_text(line)
         self._is_torn = True

@@ -170,7 +170,7 @@ MATRICES: dict[str, Metric] = {
 """What `LayerRecord.matrices` holds."""
 
 WHY_NOT = {
-    KEYS: "there are fewer than two live heads, or the weights are not finite",
+    KEYS: "there are fewer than two live key heads, or the weights are not finite",
     QK: "there are fewer than two live heads, or the weights are not finite",
     OV: "there are fewer than two live heads, or the weights are not finite",
     FINITENESS: "the weights were not read",

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hdi_callback.arguments import listed
+from hdi_callback.checks import ranges
 from hdi_callback.record import Level
 from hdi_callback.rules.series import Row, Series
+
+_MOST_LISTED = 8  # heads, of which each is named
 
 
 @dataclass(frozen=True)
@@ -123,11 +126,12 @@ def heads_in_words(groups: Sequence[Sequence[int]], layer: str, kind: str = "hea
     """Return heads of a layer in words, up to a verb in the plural; one empty group stands for all `count` of them.
 
     Example:
-        >>> heads_in_words([(0, 1), (2, 3)], "blocks.0.attn", "key head", 8)
-        'key heads 0 and 1 as well as 2 and 3 of blocks.0.attn'
+        >>> heads_in_words([(0, 1), (2, 3)], "blocks.0.attn", "key head", 8), heads_in_words([range(20)], "a")
+        ('key heads 0 and 1 as well as 2 and 3 of blocks.0.attn', 'heads 0-19 of a')
     """
     if not any(groups) or (len(groups) == 1 and len(groups[0]) == count):
         many = {1: f"{kind} 0", 2: f"both {kind}s"}.get(count or 0, f"all {count} {kind}s" if count else f"all {kind}s")
         return f"{many} of {layer}"
     only_one = sum(map(len, groups)) == 1
-    return f"{kind}{'' if only_one else 's'} {' as well as '.join(listed(group) for group in groups)} of {layer}"
+    numbers = [listed(group if len(group) <= _MOST_LISTED else ranges(group)) for group in groups]
+    return f"{kind}{'' if only_one else 's'} {' as well as '.join(numbers)} of {layer}"

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter, time
 from typing import Any
@@ -319,7 +319,7 @@ class Session:
         """Return the record with the alerts of the first rank, by which all ranks act alike, and with the actions."""
         ranks = self.monitor.join_ranks()
         if ranks.size > 1:
-            own = [[alert.to_dict() for alert in alerts] for alerts in (record.alerts, record.active)]
+            own = [[asdict(alert) for alert in alerts] for alerts in (record.alerts, record.active)]
             decided = ranks.from_first(f"the decision at step {record.step}", own)
             alerts, active = (tuple(map(Alert.from_dict, listed)) for listed in decided)
             record = replace(record, alerts=alerts, active=active)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from hdi_callback.checks import joined_name
-from hdi_callback.dashboards.layer_table import layer_rows, layers_text, name_heads
+from hdi_callback.dashboards.layer_table import layer_rows, layers_text
 from hdi_callback.record import Alert
 from tests.dashboards.synthetic import collapsing, facts_of
 
@@ -60,13 +60,6 @@ def test_layers_are_named_in_few_words():
     assert joined_name(names[:-1]) == "layers.0.blocks.0 and 4 more"
     assert joined_name(["a", "b", "c"]) == "a, b, c"
     assert joined_name([]) == ""
-
-
-def test_heads_are_named_in_few_words():
-    assert name_heads(range(32), 32) == "all 32 heads"
-    assert name_heads((0, 1), 2, "key heads") == "key heads 0 and 1"
-    assert name_heads(range(20), 32) == "20 heads: 0-19"
-    assert name_heads((4,), 8, "key heads") == "key head 4"
 
 
 def test_the_name_of_a_layer_is_not_broken_in_80_columns_by_what_stands_beside_it():

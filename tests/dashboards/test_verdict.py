@@ -46,7 +46,7 @@ def test_a_run_that_measured_nothing_is_nothing_to_judge(records, layers, said):
 
 def test_a_run_without_alerts_names_its_closest_pair():
     found = verdict([record(0), record(50)], FACTS)
-    assert (found.state, found.action) == ("clear", "")
+    assert (found.state, found.alert) == ("clear", None)
     assert found.text == (
         "No alert in 2 readings of 2 layers. The two closest are heads 1 and 3 of a, with alignment 0.25 "
         "(0 chance, 1 the same head)."
@@ -56,7 +56,7 @@ def test_a_run_without_alerts_names_its_closest_pair():
 def test_a_change_of_what_attention_computes_is_the_verdict_to_the_end_of_a_run():
     change = replace(alert(50, rule="contract change"), message="attention in a is so since step 50: dropout 0.9")
     found = verdict([record(0), record(50, alerts=(change,)), record(100), record(150)], FACTS)
-    assert (found.state, found.action) == ("alert", "write this")
+    assert (found.state, found.alert.action) == ("alert", "write this")
     assert found.text == "Since step 50: attention in a is so since step 50: dropout 0.9."
     notice = replace(change, level="notice")
     assert verdict([record(50, alerts=(notice,)), record(100)], FACTS).state == "clear"
@@ -72,7 +72,7 @@ def test_layers_that_were_not_measured_are_named_beside_those_that_were():
 def test_an_active_alert_is_said_with_what_to_do():
     *records, last = collapsing(4, 6, 60, layer=2, pair=(1, 3))
     found = verdict([*records, last], facts_of(4, 6))
-    assert (found.state, found.action, found.code) == ("alert", TO_DO, CODE)
+    assert (found.state, found.alert.action, found.alert.code) == ("alert", TO_DO, CODE)
     assert found.text.startswith("Since step 2000: heads 1 and 3 of model.layers.2.self_attn are nearly one head")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def test_numbers_of_a_finding_may_be_tensors():
     found = Finding("x", heads=tuple(torch.tensor([1, 2])), value=torch.tensor(0.5), threshold=float("nan"))
     (alert,) = run(effective(1), rules=[Broken(found)])[0]
     assert (alert.where, alert.value, alert.threshold) == ({LAYER: (1, 2)}, 0.5, None)
-    json.dumps(alert.to_dict())
+    json.dumps(asdict(alert))
 
 
 # --- limits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -316,7 +317,7 @@ def test_alerts_are_plain_data():
     given = run([healthy()] * 8 + [copied()] + [healthy()])
     alerts = [alert for found in given for alert in found]
     assert [alert.status for alert in alerts] == ["new", "resolved"]
-    assert [Alert.from_dict(json.loads(json.dumps(alert.to_dict()))) for alert in alerts] == alerts
+    assert [Alert.from_dict(json.loads(json.dumps(asdict(alert)))) for alert in alerts] == alerts
     assert alerts[0].value is not None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 import torch
 
@@ -36,7 +38,7 @@ def test_the_limit_to_paste_is_of_the_runs_own_scores():
         *_, (alert,) = run(readings, losses=losses)
         assert (alert.rule, alert.code) == ("change with the loss", code)
         assert not code or watch(code)
-        assert alert.from_dict(alert.to_dict()) == alert
+        assert alert.from_dict(asdict(alert)) == alert
 
 
 def test_a_finding_with_an_action_of_its_own_does_not_take_the_code_of_its_rule():
