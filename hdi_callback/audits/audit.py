@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from hdi_callback.arguments import function, listed
 from hdi_callback.attention import AttentionLayer, Survey, survey
 from hdi_callback.attention.discovery.own_inputs import forward_of_torchs_attention
-from hdi_callback.attention.extra_forward import nothing_remains
 from hdi_callback.audits.pairs import unmatched_weights
 from hdi_callback.audits.sources import NOT_STORED, Target, open_target
 from hdi_callback.dashboards.layer_table import layers_text
@@ -156,8 +155,7 @@ def open_layers(target: Any, model: Any, forward: Callable[[], Any] | None = Non
     opened = open_target(target, model=model)
     own = forward_of_torchs_attention(opened.model)
     forwards = [forward] if forward else opened.forwards or ([own] if own else [])
-    with nothing_remains(opened.model):
-        return opened, opened.first_result(partial(survey, opened.model), forwards)
+    return opened, opened.first_result(partial(survey, opened.model), forwards)
 
 
 def missing_weights(target: Target, layer: AttentionLayer, roles: Iterable[str] | None = None) -> str:

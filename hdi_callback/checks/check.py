@@ -13,6 +13,7 @@ from torch import nn
 from hdi_callback.arguments import function, torch_module
 from hdi_callback.attention.discovery.find import survey
 from hdi_callback.attention.discovery.own_inputs import own_forward
+from hdi_callback.attention.extra_forward import inner_model, nothing_remains
 from hdi_callback.checks.cards import Card, card_of, joined_name
 from hdi_callback.checks.diagnoses import DIAGNOSES, Diagnosis
 from hdi_callback.checks.facts import Facts, facts_of
@@ -94,9 +95,8 @@ def check(model: nn.Module, forward: Callable[[], object] | None = None) -> Chec
     forward = own_forward(model) if forward is None else forward
     if not facts or forward is None:
         return Check()
-    modes = {module: module.training for module in model.modules()}
     not_asked: dict[str, str] = {}
-    try:
+    with nothing_remains(model, forward):
         model.train(not model.training)
         other = "training" if model.training else "evaluation"
         try:
@@ -105,10 +105,7 @@ def check(model: nn.Module, forward: Callable[[], object] | None = None) -> Chec
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             not_asked[f"{other} mode"] = f"there the forward raises {reason}"
         model.eval()
-        broken, refused = ask_model(model, forward, facts)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+        broken, refused = ask_model(inner_model(model), forward, facts)
     result = examine(facts, other_mode=other_mode, broken=broken)
     return replace(result, not_asked=not_asked | refused)
 

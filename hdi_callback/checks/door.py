@@ -145,13 +145,10 @@ class Door:
             (changes or {}).get(at, leaf.clone() if isinstance(leaf, Tensor) else leaf)
             for at, leaf in enumerate(self.leaves)
         ]
-        is_entered: list[bool] = []
         outputs: list[Any] = []
 
         def enter(*_: Any) -> Any:
-            if is_entered:
-                return None
-            is_entered.append(True)
+            entrance.remove()
             return tree_unflatten(leaves, self.spec)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -159,8 +156,9 @@ class Door:
             if len(outputs) == self.calls:
                 raise _LookedAtError
 
+        entrance = self.inlet.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
         with ExitStack() as stack:
-            stack.callback(self.inlet.register_forward_pre_hook(enter, with_kwargs=True, prepend=True).remove)
+            stack.callback(entrance.remove)
             stack.enter_context(context or nullcontext())
             stack.callback(self.outlet.register_forward_hook(leave).remove)
             with suppress(_LookedAtError):

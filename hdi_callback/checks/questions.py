@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hdi_callback.attention.discovery.heads import IN
-from hdi_callback.attention.extra_forward import inner_model, nothing_remains
 from hdi_callback.attention.tape import walk_back
 from hdi_callback.checks.diagnoses import Diagnosis, Verdict
 from hdi_callback.checks.door import Changes, Door, Inputs, NotAskedError, by_token, tensors_in
@@ -40,30 +39,28 @@ Question = Callable[[Door, Inputs, Sequence[Facts]], Iterator[Answer]]
 def ask_model(
     model: nn.Module, forward: Callable[[], object], facts: Sequence[Facts]
 ) -> tuple[list[Diagnosis], dict[str, str]]:
-    """Return what is broken, and which questions were not asked and why."""
+    """Return what is broken, and which questions were not asked and why; within `nothing_remains`."""
     broken: list[Diagnosis] = []
-    own = inner_model(model)
-    if any(parameter.is_meta or type(parameter.data) is not Tensor for parameter in own.parameters()):
+    if any(parameter.is_meta or type(parameter.data) is not Tensor for parameter in model.parameters()):
         return broken, {"all": "parameters are sharded, quantised or on no device"}
     not_asked: dict[str, str] = {}
     lines = {each.path: each.line for each in facts}
-    with nothing_remains(own, forward):
+    try:
+        door = Door(model, forward)
+        inputs = Inputs(door)
+    except Exception as error:
+        return broken, {"all": str(error).partition("\n")[0]}
+    for question in QUESTIONS:
+        name = question.__name__.replace("_", " ")
         try:
-            door = Door(own, forward)
-            inputs = Inputs(door)
-        except Exception as error:
-            return broken, {"all": str(error).partition("\n")[0]}
-        for question in QUESTIONS:
-            name = question.__name__.replace("_", " ")
-            try:
-                for verdict, text, layer in question(door, inputs, facts):
-                    broken.append(Diagnosis(layer or "the model", name, verdict, text, lines.get(layer, "")))
-            except NotAskedError as reason:
-                not_asked[name] = str(reason)
-            except Exception as error:  # the model takes no other values
-                not_asked[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            if question is finite and broken:
-                break
+            for verdict, text, layer in question(door, inputs, facts):
+                broken.append(Diagnosis(layer or "the model", name, verdict, text, lines.get(layer, "")))
+        except NotAskedError as reason:
+            not_asked[name] = str(reason)
+        except Exception as error:  # the model takes no other values
+            not_asked[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if question is finite and broken:
+            break
     return broken, not_asked
 
 
@@ -431,9 +428,8 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
     size = sum(parameter.nbytes for parameter in trained.values())
     if not every or size > _MOST_BYTES:
         raise NotAskedError("no attention is trained" if not every else f"they take {size / 2**30:.1f} GiB")
-    zeros = {name: value.detach().clone() for name, value in trained.items() if not bool(value.any())}
+    zeros = [name for name, value in trained.items() if not bool(value.any())]
     maps = {rows.name for each in facts for listed in each.rows.values() for rows in listed}
-    initial = dict(zeros)  # values of what is changed
     zero_maps = {name for name in inside if name in zeros and trained[name].dim() > 1}
     runs: list[dict[str, Tensor]] = []  # of gradients: at the start, in evaluation mode, in training mode
     try:
@@ -444,7 +440,6 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
         silent = {name: ~runs[1][name].flatten(1).any(1) for name in maps & inside.keys() & runs[1].keys()}
         silent = {name: still for name, still in silent.items() if bool(still.any())}
         for name, still in silent.items():  # an activation, or a softmax of large scores, may be flat where these lie
-            initial.setdefault(name, trained[name].detach().clone())
             trained[name][still] *= -1 / 16
         if silent:
             others = _backward(door, trained)
@@ -458,10 +453,7 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
             runs.append(runs[1])
     except RuntimeError as error:
         raise NotAskedError(f"no backward: {str(error).partition(chr(10))[0][:80]}") from None
-    finally:
-        model.eval()
-        for name, value in initial.items():
-            trained[name].copy_(value)
+    model.eval()
     moves = [{name for name, gradient in run.items() if bool(gradient.any())} for run in runs]
     lost = sorted(moves[1] - moves[2])
     if len(lost) > 0.5 * len(moves[1]):

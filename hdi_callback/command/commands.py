@@ -116,14 +116,13 @@ def report(run: str, as_json: bool) -> str:
     if history.skipped_lines:
         click.echo(f"{history.skipped_lines} lines of {history.path} could not be read and are left out.", err=True)
     judgement, raised = verdict(history.records, history.layers), events(history.records)
-    if judgement.state != "nothing to judge" and not as_json:
-        click.echo(f"Written: {write_report(history)}", err=True)
     if as_json:
         alerts = [{**asdict(alert), "state": state(alert)} for alert in raised]
-        print_json(
-            {"history": str(history.path), "verdict": judgement.text, "state": judgement.state, "alerts": alerts}
-        )
+        of_run = {"history": str(history.path), "verdict": judgement.text, "state": judgement.state}
+        print_json({**of_run, "alerts": alerts})
         return judgement.state
+    if judgement.state != "nothing to judge":
+        click.echo(f"Written: {write_report(history)}", err=True)
     for alert in raised:
         click.echo(f"step {alert.step}, {alert.level}, {state(alert)} (hdi explain {alert.rule}): {alert.message}")
     click.echo(("\n" if raised else "") + judgement.text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -47,19 +46,15 @@ class Console:
         self._records.append(record)
         for alert in record.alerts:
             if alert.level != "notice":
-                level, remedy = (
-                    (alert.status, "") if alert.is_over else (alert.level, textwrap.indent(alert.remedy, "  "))
-                )
-                explained = f"hdi_callback {level}, step {alert.step} (hdi explain {alert.rule}): {alert.message}"
-                self._say(f"{explained}\n{remedy}".rstrip())
+                level = alert.status if alert.is_over else alert.level
+                text = f"hdi_callback {level}, step {alert.step} (hdi explain {alert.rule}): {alert.message}"
+                self._say(text if alert.is_over else f"{text}\n{textwrap.indent(alert.remedy, '  ')}".rstrip())
         for action in record.actions:
             self._say(f"hdi_callback, step {action.step}, {action.name}: {action.message}")
         self._number += 1
         if self._number >= _READINGS and not self._has_said_cost and (record.cost or 0) > _DEAR:
             self._has_said_cost = True
-            cheap = self._every * record.cost / _CHEAP  # type: ignore[operator]
-            unit = 10 ** max(0, len(str(math.ceil(cheap))) - 2)  # so that the number has two digits, and zeros
-            every = math.ceil(cheap / unit) * unit
+            every = int(float(f"{self._every * record.cost / _CHEAP:.2g}"))  # type: ignore[operator]
             self._say(
                 f"hdi_callback notice, step {record.step}: readings take {record.cost:.1%} of the training's time. "
                 f"every_n_steps={every} would make it {_CHEAP:.1%}."

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from hdi_callback.arguments import shown
+from hdi_callback.arguments import did_you_mean, shown
 from hdi_callback.checks.diagnoses import DIAGNOSES
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.interventions import QKClip, ReviveHeads, SaveCheckpoint, StopTraining
@@ -101,13 +100,10 @@ def look_up(word: str) -> Name:
     metric = next((name for name, drawn in LAYER_CURVES.items() if drawn == short), short)
     if word.startswith("hdi/per_layer/") and metric in METRICS:
         return Name(word, "curve", f"{METRICS[metric].summary} Of {layer or 'a layer'}.", metric)
-    picture = next(
-        (every[tag] for tag in PICTURES if word.startswith(f"{tag}/")), None
-    )  # that of an alert has its rule
-    entry = every.get(word) or picture or names.get(_letters(word))
+    picture = "/".join(word.split("/")[:2])  # that of an alert has its rule
+    entry = every.get(word) or every.get(picture) or names.get(_letters(word))
     if entry is None:
-        close = difflib.get_close_matches(_letters(word), names, 1)
-        hint = f" Did you mean {names[close[0]].text!r}?" if close else ""
+        hint = did_you_mean(word, every)
         raise MisconfigurationError(f"Nothing has the name {shown(word)}; `hdi explain` lists every name.{hint}")
     return entry
 

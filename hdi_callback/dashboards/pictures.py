@@ -67,14 +67,10 @@ def draw_map(
     edges = [*columns, columns[-1] + max(last_width, 1)]  # a column reaches from its step to the next
     figure, panel = _heat(size, edges, range(len(names) + 1), table)
     marks = [(alert.step, names.index(layer) + 0.5) for alert in alerts for layer in alert.where if layer in worst]
-    # Names that fit beside the rows: of layers with an alert, and of every few others far from them.
-    every, alerted = math.ceil(len(names) / _MOST_NAMED), {int(row) for _, row in marks}
-    alerted = alerted if len(alerted) <= _MOST_NAMED else set()
-    regular = (row for row in range(0, len(names), every) if all(abs(row - at) >= every for at in alerted))
-    labelled = [names[row] for row in sorted({*alerted, *regular})]
-    labels = [shortened(number_in(name, names)) for name in labelled]
-    panel.set_yticks([names.index(name) + 0.5 for name in labelled], labels)
-    if labelled and labels[0] != shortened(labelled[0]):
+    labelled = range(0, len(names), math.ceil(len(names) / _MOST_NAMED))  # as many as fit beside the rows
+    labels = [shortened(number_in(names[row], names)) for row in labelled]
+    panel.set_yticks([row + 0.5 for row in labelled], labels)
+    if labels[0] != shortened(names[0]):
         panel.set_ylabel(shortened(joined_name(names), 40), fontsize=9)
     if marks:
         panel.scatter(*zip(*marks), **TRIANGLE)

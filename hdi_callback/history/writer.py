@@ -97,12 +97,8 @@ class History:
 
     def _resume(self, last: int, run: str | None, before: Path | None) -> None:
         """Go on after the reading at step `last`: in the file of the run, or in a new one that begins as it did."""
-        folder, candidates = self.path.parent, [self.path]
-        if run is not None and folder.is_dir():  # several runs of one folder have numbered files
-            candidates += sorted(file for file in folder.iterdir() if file.suffix == self.path.suffix)
-        if before is not None:
-            candidates = [*sorted(candidates, key=lambda file: file.name != before.name), before]
-        for file in candidates:
+        folder = self.path.parent
+        for file in [self.path] if before is None else [folder / before.name, before]:
             read = self._read(file, last, run)
             if read is None:
                 continue
