@@ -19,19 +19,13 @@ Status = Literal["new", "worse", "resolved"]
 
 @dataclass(frozen=True, repr=False)
 class LayerRecord:
-    """The numbers of one layer at one step.
+    """The numbers of one layer at one step; what could not be measured is missing, and has its reason in `absent`."""
 
-    Attributes:
-        values: metric -> number; what could not be measured is missing here and has its reason in `absent`.
-        heads: name -> a list with one entry per head, or the two heads of a pair.
-        matrices: name -> ``(H, H)`` over pairs of heads, and ``"attention_pattern"`` -> ``(H, 32, 32)``, on the CPU.
-        absent: metric, or the source of several -> why it was not measured.
-    """
-
-    values: dict[str, float] = field(default_factory=dict)
-    heads: dict[str, list[Any]] = field(default_factory=dict)
+    values: dict[str, float] = field(default_factory=dict)  #: metric -> number
+    heads: dict[str, list[Any]] = field(default_factory=dict)  #: name -> a number of each head, or the heads of a pair
+    #: Name -> ``(H, H)`` over pairs of heads, and ``"attention_pattern"`` -> ``(H, 32, 32)``, on the CPU.
     matrices: dict[str, Tensor] = field(default_factory=dict)
-    absent: dict[str, str] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)  #: metric, or the source of several -> why it was not measured
 
     def __repr__(self) -> str:
         return f"<LayerRecord: {len(self.values)} values, {len(self.absent)} absent>"
@@ -39,41 +33,23 @@ class LayerRecord:
 
 @dataclass(frozen=True)
 class Alert:
-    """One event, as a sentence and as data.
+    """One event, as a sentence and as data."""
 
-    Attributes:
-        step: optimizer steps taken before the reading that showed it.
-        rule: name of the rule that states the cause.
-        level: ``"notice"``, ``"warning"`` or ``"critical"``.
-        where: layer -> the heads concerned; an empty tuple for the whole layer.
-        message: what happened, where, when, as measured.
-        action: what to do about it, in prose.
-        value: the number that was judged, of the first layer.
-        threshold: its limit.
-        metric: the metric of the number.
-        since: first step of an unbroken series of readings with this finding.
-        also: names of other rules that report the same event.
-        unit: what the heads are: ``"heads"``, or ``"key heads"`` under grouped keys.
-        status: ``"new"``, ``"worse"`` or ``"resolved"``.
-        code: arguments of the callback that help; empty if none do.
-        ended: of an alert of `RunHistory.alerts` the step at which it was over.
-    """
-
-    step: int
-    rule: str
+    step: int  #: optimizer steps taken before the reading that showed it
+    rule: str  #: name of the rule that states the cause
     level: Level
-    where: dict[str, tuple[int, ...]]
-    message: str
-    action: str = ""
-    value: float | None = None
-    threshold: float | None = None
-    metric: str | None = None
-    since: int | None = None
-    also: tuple[str, ...] = ()
-    unit: str = "heads"
+    where: dict[str, tuple[int, ...]]  #: layer -> the heads concerned; an empty tuple for the whole layer
+    message: str  #: what happened, where, when, as measured
+    action: str = ""  #: what to do about it, in prose
+    value: float | None = None  #: the number that was judged, of the first layer
+    threshold: float | None = None  #: its limit
+    metric: str | None = None  #: the metric of the number
+    since: int | None = None  #: first step of an unbroken series of readings with this finding
+    also: tuple[str, ...] = ()  #: names of other rules that report the same event
+    unit: str = "heads"  #: what the heads are, ``"heads"``, or ``"key heads"`` under grouped keys
     status: Status = "new"
-    code: str = ""
-    ended: int | None = None
+    code: str = ""  #: arguments of the callback that help; empty if none do
+    ended: int | None = None  #: of an alert of `RunHistory.alerts` the step at which it was over
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -99,53 +75,32 @@ class Alert:
 
 @dataclass(frozen=True)
 class Action:
-    """What an intervention did about an alert.
+    """What an intervention did about an alert."""
 
-    Attributes:
-        step: optimizer steps taken when it acted.
-        name: the intervention.
-        layers: the layers concerned.
-        message: what was done, or why nothing was.
-        is_refusal: True if nothing was done, for the reason in `message`.
-    """
-
-    step: int
-    name: str
-    layers: tuple[str, ...]
-    message: str
-    is_refusal: bool = False
+    step: int  #: optimizer steps taken when it acted
+    name: str  #: the intervention
+    layers: tuple[str, ...]  #: the layers concerned
+    message: str  #: what was done, or why nothing was
+    is_refusal: bool = False  #: True if nothing was done, for the reason in `message`
 
 
 @dataclass(frozen=True, repr=False)
 class Record:
-    """One reading: its numbers, then its alerts and actions.
+    """One reading: its numbers, then its alerts and actions."""
 
-    Attributes:
-        step: optimizer steps taken before this reading.
-        layers: layer -> its numbers, in model order.
-        time: seconds since the Unix epoch.
-        loss: training loss of the step after the reading, if it is known.
-        written: names of parameters, and of states and settings of the optimizer, that something else than its step
-            wrote since the reading before, if that had never been so.
-        alerts: alerts that began, got worse or ended at this reading.
-        actions: what interventions did.
-        active: alerts that are active after this reading.
-        absent: what could not be measured as a whole -> why.
-        is_last: True for the last reading of a run.
-        cost: share of the training's time that readings have taken so far, if it is known.
-    """
-
-    step: int
-    layers: dict[str, LayerRecord]
-    time: float = 0.0
-    loss: float | None = None
+    step: int  #: optimizer steps taken before this reading
+    layers: dict[str, LayerRecord]  #: layer -> its numbers, in model order
+    time: float = 0.0  #: seconds since the Unix epoch
+    loss: float | None = None  #: training loss of the step after the reading, if it is known
+    #: Names of parameters, and of states and settings of the optimizer, that something else than its step wrote since
+    #: the reading before, if that had never been so.
     written: tuple[str, ...] = ()
-    alerts: tuple[Alert, ...] = ()
-    actions: tuple[Action, ...] = ()
-    active: tuple[Alert, ...] = ()
-    absent: dict[str, str] = field(default_factory=dict)
-    is_last: bool = False
-    cost: float | None = None
+    alerts: tuple[Alert, ...] = ()  #: alerts that began, got worse or ended at this reading
+    actions: tuple[Action, ...] = ()  #: what interventions did
+    active: tuple[Alert, ...] = ()  #: alerts that are active after this reading
+    absent: dict[str, str] = field(default_factory=dict)  #: what could not be measured as a whole -> why
+    is_last: bool = False  #: True for the last reading of a run
+    cost: float | None = None  #: share of the training's time that readings have taken so far, if it is known
 
     def __repr__(self) -> str:
         active = [f"{sum(alert.level == level for alert in self.active)} {level}" for level in reversed(LEVELS)]

@@ -29,7 +29,7 @@ from hdi_callback.attention.releases import Mode, arguments_of
 from hdi_callback.attention.tape import storage_key, tensors_in, written_tensors
 from hdi_callback.guard import describe
 
-__all__ = ["KeptState", "KeptTensors", "content"]
+__all__ = ["KeptState", "KeptTensors", "content", "names_in"]
 
 # Objects of these packages are the training around a forward, or torch's own machinery, which looks after itself.
 _NOT_ENTERED = (
@@ -240,7 +240,7 @@ class KeptState:
         for cell in value.__closure__ or ():
             self._list_named(cell, lambda: ["cell_contents"])
         self._stack += [value.__defaults__, value.__kwdefaults__, vars(value)]
-        names = _names_in(value.__code__) if _is_users(value.__module__) else ()
+        names = names_in(value.__code__) if _is_users(value.__module__) else ()
         for module in (sys.modules.get(value.__module__), *map(value.__globals__.get, names)):
             if names and isinstance(module, types.ModuleType) and _is_users(module.__name__):
                 self._list_named(module, functools.partial(_data_in, module, names))
@@ -308,10 +308,10 @@ def _data_in(holder: Any, names: Iterable[str] | None = None) -> list[str]:
     ]  # fmt: skip
 
 
-def _names_in(code: types.CodeType) -> set[str]:
-    """Return the names that a function uses, also in its comprehensions and lambdas."""
-    nested = (part for part in code.co_consts if isinstance(part, types.CodeType))
-    return set(code.co_names).union(*map(_names_in, nested))
+def names_in(code: types.CodeType) -> set[str]:
+    """Return the names that a function uses, also as strings, and in its comprehensions and lambdas."""
+    nested = (names_in(part) for part in code.co_consts if isinstance(part, types.CodeType))
+    return {name for name in (*code.co_names, *code.co_consts) if isinstance(name, str)}.union(*nested)
 
 
 def _functions_in(item: Any) -> list[Any]:

@@ -125,9 +125,6 @@ class HeadWeight:
     One term of one factor is a plain or packed projection; one term of two factors latent attention, a map of each head
     times one that all share; two terms are LoRA, the base and ``scale * B @ A``.
 
-    Attributes:
-        terms: the products that are summed.
-
     Example:
         >>> linear = nn.Linear(16, 24, bias=False)  # query, key and value of head 0, then those of head 1
         >>> features = torch.tensor([[4, 5, 6, 7], [16, 17, 18, 19]])
@@ -136,7 +133,7 @@ class HeadWeight:
         True
     """
 
-    terms: tuple[Term, ...]
+    terms: tuple[Term, ...]  #: the products that are summed
 
     @property
     def heads(self) -> int:
@@ -301,33 +298,21 @@ class Site:
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """A multi-head attention layer of a model.
+    """A multi-head attention layer of a model."""
 
-    Attributes:
-        name: dotted path of the module in the model.
-        module: the module itself.
-        weights: role -> weight of its heads; a role that no parameter makes is absent.
-        key_of: key head of each query head.
-        value_of: value head of each query head.
-        value_dim: width of a value head, d_v.
-        kind: how the weights are laid out, in readable words.
-        normed: roles behind which a norm follows before attention.
-        output_module: the module that is called with the head outputs side by side; `None` if there is none.
-        sites: where its attention runs in a forward; ``()`` if that is not known.
-        notes: what of the layer's attention is left out, in words; ``""`` if nothing is.
-    """
-
-    name: str
-    module: nn.Module = field(repr=False)
+    name: str  #: dotted path of the module in the model
+    module: nn.Module = field(repr=False)  #: the module itself
+    #: Role -> weight of its heads; a role that no parameter makes is absent.
     weights: Mapping[str, HeadWeight] = field(repr=False)
-    key_of: tuple[int, ...] = field(repr=False)
-    value_of: tuple[int, ...] = field(repr=False)
-    value_dim: int
-    kind: str = ""
-    normed: frozenset[str] = field(default=frozenset(), repr=False)
+    key_of: tuple[int, ...] = field(repr=False)  #: key head of each query head
+    value_of: tuple[int, ...] = field(repr=False)  #: value head of each query head
+    value_dim: int  #: width of a value head, d_v
+    kind: str = ""  #: how the weights are laid out, in readable words
+    normed: frozenset[str] = field(default=frozenset(), repr=False)  #: roles that a norm follows before attention
+    #: The module that is called with the head outputs side by side; `None` if there is none.
     output_module: nn.Module | None = field(default=None, repr=False)
-    sites: tuple[Site, ...] = field(default=(), repr=False)
-    notes: str = ""
+    sites: tuple[Site, ...] = field(default=(), repr=False)  #: where its attention runs in a forward, if that is known
+    notes: str = ""  #: what of the layer's attention is left out, in words; ``""`` if nothing is
 
     @property
     def num_heads(self) -> int:

@@ -81,14 +81,10 @@ def walk_back(nodes: Iterable[_Node], inputs: Callable[[_Node], Iterable[_Node]]
 
 
 class WalkOn:
-    """The steps that use some contents, in their order; those after a step only if it is followed.
-
-    Attributes:
-        met: the contents so far.
-    """
+    """The steps that use some contents, in their order; those after a step only if it is followed."""
 
     def __init__(self, cells: Iterable[Cell], most: int) -> None:
-        self.met: set[Cell] = set()
+        self.met: set[Cell] = set()  # the contents so far
         self._todo: list[tuple[int, Step]] = []
         self._most = most
         for cell in cells:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hdi_callback.arguments import function, listed
+from hdi_callback.arguments import listed
 from hdi_callback.attention import AttentionLayer, Survey, survey
 from hdi_callback.attention.discovery.own_inputs import forward_of_torchs_attention
 from hdi_callback.audits.pairs import unmatched_weights
@@ -34,19 +34,12 @@ _DEAD = 0.01  # norm of a dead head, as a share of the median of the others
 
 @dataclass(frozen=True, repr=False)
 class Audit:
-    """The result of an audit.
+    """The result of an audit."""
 
-    Attributes:
-        name: the audited model or file.
-        layers: the facts of the layers whose heads are known, in model order.
-        record: all numbers and findings, as a reading: findings are its active alerts.
-        refused: attention whose heads could not be established -> the reason.
-    """
-
-    name: str
-    layers: tuple[dict[str, Any], ...]
-    record: Record
-    refused: Mapping[str, str]
+    name: str  #: the audited model or file
+    layers: tuple[dict[str, Any], ...]  #: the facts of the layers whose heads are known, in model order
+    record: Record  #: all numbers and findings, as a reading; findings are its active alerts
+    refused: Mapping[str, str]  #: attention whose heads could not be established -> the reason
 
     @property
     def findings(self) -> tuple[Alert, ...]:
@@ -122,7 +115,6 @@ def audit(
         >>> [(facts["name"], facts["num_heads"]) for facts in found.layers], found.verdict.state
         ([('0.self_attn', 4)], 'clear')
     """
-    function("forward", forward, "lambda: model(batch)")
     opened, surveyed = open_layers(target, model, forward)
     layers = surveyed.layers
     refused = {refusal.name or type(opened.model).__name__: refusal.reason for refusal in surveyed.refused}
@@ -154,7 +146,7 @@ def open_layers(target: Any, model: Any, forward: Callable[[], Any] | None = Non
     """Open a model as `audit` does, and find its attention."""
     opened = open_target(target, model=model)
     own = forward_of_torchs_attention(opened.model)
-    forwards = [forward] if forward else opened.forwards or ([own] if own else [])
+    forwards = [forward] if forward is not None else opened.forwards or ([own] if own else [])
     return opened, opened.first_result(partial(survey, opened.model), forwards)
 
 

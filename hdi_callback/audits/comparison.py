@@ -22,22 +22,15 @@ _ROLES = ("query", "key", "value", "output")
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """The differences between the weights of two models.
+    """The differences between the weights of two models."""
 
-    Attributes:
-        first: name of the first model, A.
-        second: name of the second, B.
-        changes: layer -> role -> how far the weights of each head of B are from those of A, as a share of their norm
-            in A; 0 if they are equal bit by bit.
-        broken: sentences that name heads whose weights are not finite, or zero, and in which of the two.
-        not_compared: layers, and roles of layers, that could not be compared -> the reason.
-    """
-
-    first: str
-    second: str
+    first: str  #: name of the first model, A
+    second: str  #: name of the second, B
+    #: Layer -> role -> how far the weights of each head of B are from those of A, as a share of their norm in A; 0 if
+    #: they are equal bit by bit.
     changes: Mapping[str, Mapping[str, tuple[float, ...]]]
-    broken: tuple[str, ...]
-    not_compared: Mapping[str, str]
+    broken: tuple[str, ...]  #: sentences that name heads whose weights are not finite, or zero, and in which of the two
+    not_compared: Mapping[str, str]  #: layers, and roles of layers, that could not be compared -> the reason
 
     @property
     def summary(self) -> str:

@@ -19,16 +19,6 @@ UNKNOWN = "not known"
 class Card:
     """What one kind of attention does.
 
-    Attributes:
-        layer: its dotted name, or that of equal layers: ``blocks.0-11.attn``.
-        heads: how many there are; 0 if that is not known.
-        key_heads: different heads of keys.
-        head_dim: features of a query in its head.
-        width: features that its maps take.
-        is_causal: whether no token sees later ones; `None` if that is not known, or does not apply.
-        lines: what is said: ``"queries, keys, values"``, ``"positions"``, ``"scores"``, ``"softmax"``, ``"output"``,
-            ``"norms"``, ``"block"``; ``"why"`` heads are not known.
-
     Example:
         >>> import torch
         >>> from hdi_callback import check
@@ -39,12 +29,14 @@ class Card:
         (4, 8, 'scaled by 0.3536 = 1/sqrt(8)')
     """
 
-    layer: str
-    heads: int
-    key_heads: int
-    head_dim: int
-    width: int
-    is_causal: bool | None
+    layer: str  #: its dotted name, or that of equal layers, ``blocks.0-11.attn``
+    heads: int  #: how many there are; 0 if that is not known
+    key_heads: int  #: different heads of keys
+    head_dim: int  #: features of a query in its head
+    width: int  #: features that its maps take
+    is_causal: bool | None  #: whether no token sees later ones; `None` if that is not known, or does not apply
+    #: What is said of ``"queries, keys, values"``, ``"positions"``, ``"scores"``, ``"softmax"``, ``"output"``,
+    #: ``"norms"``, ``"block"``; ``"why"`` heads are not known.
     lines: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:

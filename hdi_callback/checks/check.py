@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from hdi_callback.arguments import function, torch_module
 from hdi_callback.attention.discovery.find import survey
 from hdi_callback.attention.discovery.own_inputs import own_forward
 from hdi_callback.attention.extra_forward import inner_model, nothing_remains
@@ -23,21 +22,13 @@ __all__ = ["Check", "Diagnosis", "check", "examine"]
 
 @dataclass(frozen=True, repr=False)
 class Check:
-    """What the attentions of a model do.
+    """What the attentions of a model do."""
 
-    Attributes:
-        cards: one of each kind of attention.
-        findings: what is wrong or odd, the wrong first.
-        layers: how many attentions ran.
-        judged: of how many of these the heads, and so all facts, are known.
-        not_asked: questions that were not asked of the model, with the reason.
-    """
-
-    cards: tuple[Card, ...] = ()
-    findings: tuple[Diagnosis, ...] = ()
-    layers: int = 0
-    judged: int = 0
-    not_asked: Mapping[str, str] = field(default_factory=dict)
+    cards: tuple[Card, ...] = ()  #: one of each kind of attention
+    findings: tuple[Diagnosis, ...] = ()  #: what is wrong or odd, the wrong first
+    layers: int = 0  #: how many attentions ran
+    judged: int = 0  #: of how many of these the heads, and so all facts, are known
+    not_asked: Mapping[str, str] = field(default_factory=dict)  #: questions that were not asked of the model -> why
 
     @property
     def wrong(self) -> tuple[Diagnosis, ...]:
@@ -87,8 +78,6 @@ def check(model: nn.Module, forward: Callable[[], object] | None = None) -> Chec
     """
     from hdi_callback.checks.questions import ask_model  # nothing that trains asks, and so it imports none of it
 
-    torch_module("model", model)
-    function("forward", forward, "lambda: model(batch)")
     facts: list[Facts] = []
     other_mode: list[Facts] = []
     survey(model, forward, lambda reader: facts.extend(facts_of(reader)))

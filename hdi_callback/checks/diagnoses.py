@@ -31,22 +31,15 @@ Found = tuple[Verdict, str] | None
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is wrong or odd about an attention.
+    """What is wrong or odd about an attention."""
 
-    Attributes:
-        layer: its dotted name, or that of equal layers: ``blocks.0-11.attn``.
-        name: of the diagnosis: ``"split"``.
-        verdict: ``"wrong"`` of what no design asks for; ``"odd"`` of what may be meant, or learns as well and
-            disagrees with other code.
-        text: the evidence, and what to write.
-        line: file and line of the forward where the softmax runs; ``""`` if that is not known.
-    """
-
-    layer: str
-    name: str
+    layer: str  #: its dotted name, or that of equal layers, ``blocks.0-11.attn``
+    name: str  #: of the diagnosis, such as ``"split"``
+    #: ``"wrong"`` of what no design asks for; ``"odd"`` of what may be meant, or learns as well and disagrees with
+    #: other code.
     verdict: Verdict
-    text: str
-    line: str = ""
+    text: str  #: the evidence, and what to write
+    line: str = ""  #: file and line of the forward where the softmax runs; ``""`` if that is not known
 
     def __str__(self) -> str:
         """The finding in a line."""

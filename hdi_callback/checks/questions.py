@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from inspect import isfunction
 from itertools import product
-from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hdi_callback.attention.discovery.heads import IN
+from hdi_callback.attention.kept_state import names_in
 from hdi_callback.attention.tape import walk_back
 from hdi_callback.checks.diagnoses import Diagnosis, Verdict
 from hdi_callback.checks.door import Changes, Door, Inputs, NotAskedError, by_token, tensors_in
@@ -529,10 +529,8 @@ def _named_in_code(model: nn.Module) -> set[str]:
     """Return the attributes that methods of modules may read, those that make them aside."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__} - {*nn.Module.__mro__}
     methods = [(name, value) for kind in kinds for name, value in vars(kind).items() if isfunction(value)]
-    codes: list[CodeType] = [value.__code__ for name, value in methods if "init" not in name and "reset" not in name]
-    for code in codes:  # it grows
-        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
-    return {name for code in codes for name in (*code.co_names, *code.co_consts) if isinstance(name, str)}
+    reading = (value.__code__ for name, value in methods if "init" not in name and "reset" not in name)
+    return set[str]().union(*map(names_in, reading))
 
 
 def _backward(door: Door, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

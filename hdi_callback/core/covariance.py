@@ -21,26 +21,18 @@ class HeadCovariance:
     """Covariance and correlation of the heads' contributions to the layer's output, over tokens.
 
     All fields have the batch dimensions of the outputs in front.
-
-    Attributes:
-        trace: ``(H, H)``, trace of the covariance of two heads' contributions; units of output squared.
-        variance: v, mean variance of a head, the mean of the diagonal.
-        covariance: c, mean covariance of two heads, the mean off the diagonal: the empirical covariance term.
-        correlation: rho = c / v, in [-1/(H-1), 1].
-        variance_factor: Var(mean head) / v = 1/H + (1-1/H) rho, the variance reduction that the ensemble achieves.
-        effective_heads: 1 / variance factor, capped at H (negative correlation would exceed it).
-        output_overlap: ``(H, H)``, energy overlap of the head outputs before the output projection.
-        tokens: number of tokens.
     """
 
-    trace: Tensor
-    variance: Tensor
-    covariance: Tensor
-    correlation: Tensor
-    variance_factor: Tensor
-    effective_heads: Tensor
-    output_overlap: Tensor
-    tokens: Tensor
+    trace: Tensor  #: ``(H, H)``, trace of the covariance of two heads' contributions; units of output squared
+    variance: Tensor  #: v, mean variance of a head, the mean of the diagonal
+    covariance: Tensor  #: c, mean covariance of two heads, the mean off the diagonal; the empirical covariance term
+    correlation: Tensor  #: rho = c / v, in [-1/(H-1), 1]
+    variance_factor: (
+        Tensor  #: Var(mean head) / v = 1/H + (1-1/H) rho, the variance reduction that the ensemble achieves
+    )
+    effective_heads: Tensor  #: 1 / variance factor, capped at H (negative correlation would exceed it)
+    output_overlap: Tensor  #: ``(H, H)``, energy overlap of the head outputs before the output projection
+    tokens: Tensor  #: number of tokens
 
 
 @torch.no_grad()

@@ -20,60 +20,36 @@ from hdi_callback.errors import MisconfigurationError, ShapeError
 
 @dataclass(frozen=True)
 class Lens:
-    """Diversity of a layer's heads through one lens. All fields have the batch dimensions of the weights in front.
+    """Diversity of a layer's heads through one lens. All fields have the batch dimensions of the weights in front."""
 
-    Attributes:
-        index: 1 - mean overlap over the pairs of live heads; NaN with fewer than two of them.
-        overlap: ``(H, H)``, overlap of every pair, in [0, 1], diagonal 1 (0 for dead heads).
-        alignment: mean overlap against chance: 0 chance, 1 identical, negative: less alike than chance.
-        pair_alignment: ``(H, H)``, overlap of every pair against its own chance; NaN for dead heads.
-        worst: largest overlap of a pair.
-        worst_pair: ``(2,)``, the two heads of that pair; -1 with fewer than two live heads.
-        worst_alignment: the largest alignment of a pair.
-        worst_alignment_pair: ``(2,)``, the two heads of that pair: not `worst_pair` where ranks differ, as wide heads
-            overlap more by chance.
-        nearest: ``(H,)``, for each head the head that it overlaps most with; -1 if there is none.
-        nearest_overlap: ``(H,)``, that overlap.
-        effective_heads: n / (1 + (n-1)(1-index)) for n live heads.
-    """
-
-    index: Tensor
-    overlap: Tensor
-    alignment: Tensor
-    pair_alignment: Tensor
-    worst: Tensor
-    worst_pair: Tensor
-    worst_alignment: Tensor
+    index: Tensor  #: 1 - mean overlap over the pairs of live heads; NaN with fewer than two of them
+    overlap: Tensor  #: ``(H, H)``, overlap of every pair, in [0, 1], diagonal 1 (0 for dead heads)
+    alignment: Tensor  #: mean overlap against chance; 0 is chance, 1 identical, negative less alike than chance
+    pair_alignment: Tensor  #: ``(H, H)``, overlap of every pair against its own chance; NaN for dead heads
+    worst: Tensor  #: largest overlap of a pair
+    worst_pair: Tensor  #: ``(2,)``, the two heads of that pair; -1 with fewer than two live heads
+    worst_alignment: Tensor  #: the largest alignment of a pair
+    #: ``(2,)``, the two heads of that pair; not `worst_pair` where ranks differ, as wide heads overlap more by chance
     worst_alignment_pair: Tensor
-    nearest: Tensor
-    nearest_overlap: Tensor
-    effective_heads: Tensor
+    nearest: Tensor  #: ``(H,)``, for each head the head that it overlaps most with; -1 if there is none
+    nearest_overlap: Tensor  #: ``(H,)``, that overlap
+    effective_heads: Tensor  #: n / (1 + (n-1)(1-index)) for n live heads
 
 
 @dataclass(frozen=True)
 class HeadDiversity:
-    """Overlaps of a layer's heads, and their indices. All fields have the batch dimensions of the weights in front.
+    """Overlaps of a layer's heads, and their indices. All fields have the batch dimensions of the weights in front."""
 
-    Attributes:
-        subspace: every direction that a head uses counts alike; `subspace.index` is the HDI.
-        energy: directions are weighted by how strongly they are used (RV coefficient, linear CKA).
-        chance: the HDI of independent, uniformly random subspaces of these ranks.
-        ceiling: an upper bound of the HDI for these ranks (Welch type, not always attained).
-        rank: ``(H,)``, numerical ranks, whole numbers as floats.
-        flatness: ``(H,)``, spectral flatness of each head: geometric over arithmetic mean of its squared singular
-            values, 1 if all are equal; 0 for a head of deficient rank.
-        dead: ``(H,)``, True where a head is all but zero.
-        head_norm: ``(H,)``, Frobenius norm of each head; NaN in a layer that is not finite.
-    """
-
-    subspace: Lens
-    energy: Lens
-    chance: Tensor
-    ceiling: Tensor
-    rank: Tensor
+    subspace: Lens  #: every direction that a head uses counts alike; `subspace.index` is the HDI
+    energy: Lens  #: directions are weighted by how strongly they are used (RV coefficient, linear CKA)
+    chance: Tensor  #: the HDI of independent, uniformly random subspaces of these ranks
+    ceiling: Tensor  #: an upper bound of the HDI for these ranks (Welch type, not always attained)
+    rank: Tensor  #: ``(H,)``, numerical ranks, whole numbers as floats
+    #: ``(H,)``, spectral flatness of each head, the geometric over the arithmetic mean of its squared singular values,
+    #: 1 if all are equal; 0 for a head of deficient rank
     flatness: Tensor
-    dead: Tensor
-    head_norm: Tensor
+    dead: Tensor  #: ``(H,)``, True where a head is all but zero
+    head_norm: Tensor  #: ``(H,)``, Frobenius norm of each head; NaN in a layer that is not finite
 
 
 @torch.no_grad()

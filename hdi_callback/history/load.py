@@ -30,19 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class RunHistory:
-    """A run, as read from its history.
+    """A run, as read from its history."""
 
-    Attributes:
-        path: the file.
-        layers: the facts of the layers.
-        records: the readings in the order of steps, without matrices.
-        skipped_lines: lines that could not be read, such as one that was being written when its process was killed.
-    """
-
-    path: Path
-    layers: Sequence[Mapping[str, Any]]
-    records: Sequence[Record]
-    skipped_lines: int = 0
+    path: Path  #: the file
+    layers: Sequence[Mapping[str, Any]]  #: the facts of the layers
+    records: Sequence[Record]  #: the readings in the order of steps, without matrices
+    skipped_lines: int = 0  #: that could not be read, such as one that was being written when its process was killed
 
     def __repr__(self) -> str:
         return f"<RunHistory: {self.path}, {len(self.records)} readings of {len(self.layers)} layers>"

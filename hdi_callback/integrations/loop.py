@@ -98,9 +98,7 @@ class HeadSession(Watcher):
     """A session in a training loop; `watch_heads` makes it.
 
     It has `state_dict` and `load_state_dict`, so that ``accelerator.register_for_checkpointing(heads)`` works.
-
-    Attributes:
-        loss: set it within a step to keep the training loss with the reading: ``heads.loss = loss``.
+    Set ``heads.loss = loss`` within a step to keep the training loss with the reading.
     """
 
     def __init__(self, model: nn.Module, settings: Settings, loop: _Loop) -> None:

@@ -40,18 +40,14 @@ Measured = tuple[Sequence[Tensor], Callable[..., Any]]  # sums, and what makes o
 
 
 class WeightReader:
-    """Measure the weights of layers, and keep them for the movement at the next reading.
-
-    Attributes:
-        checksums: layer -> checksums of the weights that were read, if `measure` was asked for them.
-    """
+    """Measure the weights of layers, and keep them for the movement at the next reading."""
 
     def __init__(self, sources: Collection[str]) -> None:
         self.sources = tuple(source for source in WEIGHT_SOURCES if source in sources)
         of_role = {role: [source for source in self.sources if role in _ROLES_OF[source]] for role in ROLES}
         of_any = [source for source in self.sources if not _ROLES_OF[source]]
         self._sources_of = {role: of_role[role] or of_any for role in ROLES if of_role[role] or of_any}
-        self.checksums: dict[str, Tensor] = {}
+        self.checksums: dict[str, Tensor] = {}  # layer -> those of the weights that were read, if they are asked for
         self._views: dict[tuple[str, str], Any] = {}  # layer and role -> where its parameter is, its address, the view
         self._outputs: dict[tuple[str, ...], Tensor] = {}  # layers -> their stacked output weights in this reading
         self._last: dict[tuple[tuple[str, ...], tuple[str, ...]], Tensor] = {}  # layers and roles -> weights

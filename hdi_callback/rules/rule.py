@@ -18,54 +18,27 @@ _MOST_LISTED = 8  # heads, of which each is named
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule has found in the latest reading of a layer.
+    """What a rule has found in the latest reading of a layer."""
 
-    Attributes:
-        clause: ``{heads}`` in it becomes the heads with their layer, ``{layer}`` the layer:
-            ``"{heads} are nearly one head"``.
-        evidence: the number that shows it and how it came about, as a further clause: ``"alignment rose from ..."``.
-        heads: the heads concerned; empty for the whole layer.
-        groups: groups of these heads that are alike; empty if there are none.
-        value: the number that was judged.
-        threshold: its limit.
-        metric: the metric of the number.
-        level: the level, where it is not that of the rule.
-        since: first step at which it was so, if that was before this reading.
-        of_keys: True if `heads` are key heads.
-        action: what to do, where it is not what the rule says.
-        code: arguments that help, where they are not those of the rule: ``"interventions=[QKClip(limit=31)]"``.
-    """
-
+    #: A sentence; ``{heads}`` in it becomes the heads with their layer, ``{layer}`` the layer.
     clause: str
-    evidence: str = ""
-    heads: tuple[int, ...] = ()
-    groups: tuple[tuple[int, ...], ...] = ()
-    value: float | None = None
-    threshold: float | None = None
-    metric: str | None = None
-    level: Level | None = None
-    since: int | None = None
-    of_keys: bool = False
-    action: str | None = None
-    code: str | None = None
+    evidence: str = ""  #: the number that shows it and how it came about, as ``"alignment rose from ..."``
+    heads: tuple[int, ...] = ()  #: the heads concerned; empty for the whole layer
+    groups: tuple[tuple[int, ...], ...] = ()  #: groups of these heads that are alike; empty if there are none
+    value: float | None = None  #: the number that was judged
+    threshold: float | None = None  #: its limit
+    metric: str | None = None  #: the metric of the number
+    level: Level | None = None  #: the level, where it is not that of the rule
+    since: int | None = None  #: first step at which it was so, if that was before this reading
+    of_keys: bool = False  #: True if `heads` are key heads
+    action: str | None = None  #: what to do, where it is not what the rule says
+    code: str | None = None  #: arguments that help, where they are not those of the rule
 
 
 class Rule(ABC):
     """Judge the readings of a layer.
 
     A rule of your own is a small class; pass ``alerts=[MyRule()]``, or ``alerts=[*default_rules(), MyRule()]``.
-
-    Attributes:
-        name: a few words.
-        needs: metrics that a reading must have to be judged.
-        reads: further metrics that it looks at where they are measured.
-        limits: names of its limits in `LIMITS`, which `thresholds` sets; it is off where all of them are.
-        level: how serious its alerts are.
-        is_cause: whether its alerts are always events of their own.
-        condition: when it raises an alert, in words.
-        meaning: what the alert means: the docstring of its class.
-        action: what to do about it, in prose.
-        code: arguments of the callback that help.
 
     Example:
         >>> class FewEffectiveHeads(Rule):
@@ -78,16 +51,16 @@ class Rule(ABC):
         ...             return Finding("{layer} has few effective heads", f"{heads:.1f} are left", value=heads)
     """
 
-    name: ClassVar[str]
-    needs: ClassVar[Sequence[str]] = ()
-    reads: ClassVar[Sequence[str]] = ()
-    limits: ClassVar[Sequence[str]] = ()
-    level: ClassVar[Level] = "warning"
-    is_cause: ClassVar[bool] = False
-    condition: ClassVar[str] = ""
-    meaning: ClassVar[str] = ""
-    action: ClassVar[str] = ""
-    code: ClassVar[str] = ""
+    name: ClassVar[str]  #: a few words
+    needs: ClassVar[Sequence[str]] = ()  #: metrics that a reading must have to be judged
+    reads: ClassVar[Sequence[str]] = ()  #: further metrics that it looks at where they are measured
+    limits: ClassVar[Sequence[str]] = ()  #: of `LIMITS`, which `thresholds` sets; it is off where all of them are
+    level: ClassVar[Level] = "warning"  #: how serious its alerts are
+    is_cause: ClassVar[bool] = False  #: whether its alerts are always events of their own
+    condition: ClassVar[str] = ""  #: when it raises an alert, in words
+    meaning: ClassVar[str] = ""  #: what the alert means, the docstring of its class
+    action: ClassVar[str] = ""  #: what to do about it, in prose
+    code: ClassVar[str] = ""  #: arguments of the callback that help
 
     def __init_subclass__(cls) -> None:
         cls.meaning = " ".join((cls.__doc__ or "").split())

@@ -53,33 +53,21 @@ class Row:
 class Series:
     """The readings of one layer so far: the first, and the latest 64 of those five steps apart.
 
-    Attributes:
-        layer: name of the layer.
-        facts: `AttentionLayer.description`: ``num_heads``, ``num_key_heads``, ``head_dim``, ``width``, ``normed`` ...
-        limits: name -> limit of a rule in this layer, infinity where it is off.
-        first: the first reading of the run.
-        previous: the reading before the latest, which a message may name, however close they are.
-        starts: metric -> step and value of the first reading that has it.
-        rows: the latest readings; only the last has numbers of single heads and matrices.
-        is_pretrained: whether the weights were trained before this run.
-        still: (role or "parameter", its place) -> step since which it has not moved though it is to, and at how many
-            readings that was seen.
-        writes: head -> step at which an intervention has written its weights.
-        writer: which intervention wrote which heads at which step last, in words.
-        is_loss_good: whether the training loss is at its best or falling, see `Losses`.
+    `facts` are those of `AttentionLayer.description`: ``num_heads``, ``num_key_heads``, ``head_dim``, ``normed`` ...
     """
 
     def __init__(self, layer: str, facts: Mapping[str, Any], first: Row, *, is_pretrained: bool = False) -> None:
         self.layer, self.facts, self.is_pretrained = layer, facts, is_pretrained
-        self.limits: Mapping[str, float] = {}
+        self.limits: Mapping[str, float] = {}  # name -> limit of a rule in this layer, infinity where it is off
         self.first = Row(first.step, first.values, first.heads)
-        self.starts: dict[str, tuple[int, float]] = {}
-        self.previous = self.first
-        self.rows: list[Row] = []
+        self.starts: dict[str, tuple[int, float]] = {}  # metric -> step and value of the first reading that has it
+        self.previous = self.first  # the reading before the latest, which a message may name, however close they are
+        self.rows: list[Row] = []  # the latest; only the last has numbers of single heads and matrices
+        # Role or "parameter", and its place -> since which step it has not moved though it is to, in how many readings.
         self.still: dict[tuple[str, int], tuple[int, int]] = {}
-        self.writes: dict[int, int] = {}
-        self.writer = ""
-        self.is_loss_good = False
+        self.writes: dict[int, int] = {}  # head -> step at which an intervention has written its weights
+        self.writer = ""  # which intervention wrote which heads at which step last, in words
+        self.is_loss_good = False  # whether the training loss is at its best or falling, see `Losses`
 
     def append(self, row: Row) -> None:
         """Add a reading; of the one before only its values and its closest pairs are kept."""
