@@ -9,8 +9,6 @@ from torch import nn
 
 from hdi_callback.checks import Check, check
 
-__all__ = ["assert_heads"]
-
 
 def assert_heads(
     model: nn.Module,

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from hdi_callback.errors import UnsupportedAttentionError
 
-__all__ = ["IN_PIECES", "is_in_first_fsdp", "is_sharded", "whole"]
-
 IN_PIECES = "Its weights are kept in pieces by DeepSpeed's ZeRO-3 or the first FSDP: use `fully_shard` (FSDP2)."
 
 

@@ -24,8 +24,6 @@ from hdi_callback.attention.compiled_calls import uncompiled_here
 from hdi_callback.attention.kept_state import KeptState, KeptTensors
 from hdi_callback.guard import modes_off, without_modes
 
-__all__ = ["CannotRunAgainError", "first_sequences", "inner_model", "is_extra", "nothing_remains"]
-
 _here = threading.local()  # `is_extra`: whether an extra forward runs in this thread
 
 

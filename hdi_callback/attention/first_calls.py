@@ -37,8 +37,6 @@ from hdi_callback.attention.tape import Tape
 from hdi_callback.errors import HDIError
 from hdi_callback.guard import describe, take_off, warn, without_modes
 
-__all__ = ["SEQUENCES", "FirstCalls"]
-
 SEQUENCES = 8
 """Of a compiled call at most so many sequences of its batch run once more."""
 

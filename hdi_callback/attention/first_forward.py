@@ -30,8 +30,6 @@ from hdi_callback.attention.releases import arguments_of, has_saving_hooks
 from hdi_callback.attention.tape import Step, Tape
 from hdi_callback.guard import describe
 
-__all__ = ["FirstForward"]
-
 
 @dataclass
 class _Held:

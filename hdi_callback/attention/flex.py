@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdi_callback.attention.releases import FLEX, FLEX_HAS_MAXIMUM, TransformGetItemToIndex, identity, vmap
-
-__all__ = ["FLEX", "FlexCall"]
+from hdi_callback.attention.releases import FLEX_HAS_MAXIMUM, TransformGetItemToIndex, identity, vmap
 
 _SCORES_AT_ONCE = 2**26
 

@@ -29,8 +29,6 @@ from hdi_callback.attention.releases import Mode, arguments_of
 from hdi_callback.attention.tape import storage_key, tensors_in, written_tensors
 from hdi_callback.guard import describe
 
-__all__ = ["KeptState", "KeptTensors", "content", "names_in"]
-
 # Objects of these packages are the training around a forward, or torch's own machinery, which looks after itself.
 _NOT_ENTERED = (
     "hdi_callback", "lightning", "pytorch_lightning", "accelerate", "wandb", "tensorboard", "logging", "threading",

@@ -19,9 +19,6 @@ from hdi_callback.errors import UnsupportedAttentionError
 Role = Literal["query", "key", "value", "output"]
 ROLES: tuple[Role, ...] = ("query", "key", "value", "output")
 
-__all__ = ["ROLES", "AttentionLayer", "HeadWeight", "Refusal", "Role", "Rows", "Site", "Survey", "Term"]
-
-
 # --- where the weight of a head lies
 
 

@@ -18,8 +18,6 @@ from hdi_callback.attention import operations as ops
 if TYPE_CHECKING:
     from hdi_callback.attention.tape import Cell, Step, View
 
-__all__ = ["SOFTMAX", "Normaliser", "Normalisers"]
-
 _MOST_PRODUCTS = 4  # of queries and keys that are followed at the same time
 _KEEPS_PLACES = ops.COPIES | ops.DROPOUTS | {"tril", "triu"}  # besides what torch calls pointwise
 

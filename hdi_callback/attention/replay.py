@@ -16,8 +16,6 @@ from torch import Tensor
 from hdi_callback.attention.operations import DROPOUTS, OBSERVES, RANDOM
 from hdi_callback.attention.tape import WEIGHT, Cell, Step, View, mapped, walk_back, written_tensors
 
-__all__ = ["NotReplayedError", "Recipe"]
-
 _MOST = 2000  # steps
 
 

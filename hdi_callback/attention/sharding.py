@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.layer import AttentionLayer, Survey
 
-__all__ = ["gathered_heads", "group_of_heads", "over_all_ranks"]
-
 
 def over_all_ranks(survey: Survey, model: nn.Module) -> Survey:
     """Return layers with the heads of all ranks where each computes some: the union, in the order of ranks.

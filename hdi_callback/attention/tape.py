@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hdi_callback.attention import operations as ops
 from hdi_callback.attention.calls import module_of, running_frames, running_module
-from hdi_callback.attention.flex import FLEX, FlexCall
+from hdi_callback.attention.flex import FlexCall
 from hdi_callback.attention.normalisers import Normaliser, Normalisers
-from hdi_callback.attention.releases import Mode, arguments_of, passed_on
+from hdi_callback.attention.releases import FLEX, Mode, arguments_of, passed_on
 
 # What a cell is: of neither parameters nor data (buffers, zeros); a parameter itself; made of parameters alone; of what
 # the model is given. What is made of several is the last of them.

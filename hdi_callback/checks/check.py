@@ -17,8 +17,6 @@ from hdi_callback.checks.cards import Card, card_of, joined_name
 from hdi_callback.checks.diagnoses import DIAGNOSES, Diagnosis
 from hdi_callback.checks.facts import Facts, facts_of
 
-__all__ = ["Check", "Diagnosis", "check", "examine"]
-
 
 @dataclass(frozen=True, repr=False)
 class Check:

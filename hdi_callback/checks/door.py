@@ -19,8 +19,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hdi_callback.checks.facts import Facts
 
-__all__ = ["Changes", "Door", "Inputs", "NotAskedError", "by_token", "tensors_in"]
-
 Changes = Mapping[int, Tensor | None]  # by the place of an input among the leaves of the arguments
 Place = Callable[[Tensor], Any]  # what of a tensor must stay as it is, as an index; `None` if nothing of it
 Calls = list[tuple[nn.Module, list[Tensor], list[Tensor]]]  # of modules, with what they take and return

@@ -14,8 +14,6 @@ from hdi_callback.attention.tape import Step
 from hdi_callback.checks.cards import card_of
 from hdi_callback.checks.facts import facts_of
 
-__all__ = ["explained"]
-
 _ROOT = "the model"  # as cards call it
 
 

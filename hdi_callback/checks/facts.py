@@ -43,8 +43,6 @@ from hdi_callback.checks.scores import (
     sides_of,
 )
 
-__all__ = ["PLURAL", "Facts", "HeadRows", "embedded_tokens", "facts_of", "ranges", "shown_heads", "shown_rows"]
-
 CUT = "cut across heads"
 PLURAL = {"query": "queries", "key": "keys", "value": "values", "output": "outputs"}
 

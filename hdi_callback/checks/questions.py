@@ -26,8 +26,6 @@ from hdi_callback.checks.diagnoses import Diagnosis, Verdict
 from hdi_callback.checks.door import Changes, Door, Inputs, NotAskedError, by_token, tensors_in
 from hdi_callback.checks.facts import Facts, shown_rows
 
-__all__ = ["QUESTIONS", "ask_model"]
-
 _DROPOUTS = {"bernoulli", "bernoulli_", "native_dropout", "_fused_dropout"}
 _MOST_BYTES = 2**31  # of parameters whose gradients are asked for
 

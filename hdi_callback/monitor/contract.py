@@ -31,8 +31,6 @@ from hdi_callback.monitor.ranks import number_of_ranks
 from hdi_callback.monitor.training_step import GRADIENTS, PLACES, WRITES, StepFacts, tell
 from hdi_callback.record import Alert, state_from_text, state_to_text
 
-__all__ = ["EVERY", "MEANING", "NAME", "Contract", "without_gradient"]
-
 EVERY = 10
 """Readings from one comparison to the next, but for the first ones: the sooner, the less may have changed before."""
 

@@ -16,8 +16,6 @@ from hdi_callback.attention.discovery.find import name_without_wrappers
 from hdi_callback.attention.tape import MADE, WEIGHT, Step, Tape
 from hdi_callback.checks import Facts
 
-__all__ = ["GONE", "OPERATIONS", "loses", "operations_of", "tell_operations"]
-
 OPERATIONS = "operations"
 
 Counts = dict[tuple[str, str], tuple[int, tuple[float, ...]]]

@@ -29,8 +29,6 @@ from hdi_callback.monitor.parameter_source import bits_of
 from hdi_callback.monitor.places import Place, Places, Side, sketch_of
 from hdi_callback.monitor.ranks import number_of_ranks
 
-__all__ = ["GRADIENTS", "PLACES", "WRITES", "StepFacts", "TrainingStep", "tell"]
-
 GRADIENTS, PLACES, WRITES = "step gradients", "step places", "step writes"
 ADDED, TURNED, SCALED, CHANGED, TOUCHED = "not cleared", "turned", "scaled", "changed", "touched"
 

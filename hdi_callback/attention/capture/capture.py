@@ -30,8 +30,6 @@ from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.attention.sharding import gathered_heads
 from hdi_callback.guard import describe, take_off, without_modes
 
-__all__ = ["Capture", "Captured"]
-
 Rows = Callable[..., Any]
 """Makes numbers of sampled rows of attention of some layers that are alike, one item for each layer.
 

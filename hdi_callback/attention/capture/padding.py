@@ -16,8 +16,6 @@ from torch import Tensor
 
 from hdi_callback.attention.calls import ModuleCall, running_calls
 
-__all__ = ["PaddingChoice", "TokenMask", "find_padding"]
-
 PaddingChoice = Literal["auto"] | int | None
 """How padding is known: from masks, by the token that is padding, or not."""
 

@@ -24,18 +24,16 @@ from torch import Tensor, nn
 
 from hdi_callback.attention.calls import running_module
 from hdi_callback.attention.dtensors import is_sharded
-from hdi_callback.attention.flex import FLEX, FlexCall
+from hdi_callback.attention.flex import FlexCall
 from hdi_callback.attention.layer import AttentionLayer, Site
 from hdi_callback.attention.operations import BATCHED
-from hdi_callback.attention.releases import Mode, arguments_of, passed_on
+from hdi_callback.attention.releases import FLEX, Mode, arguments_of, passed_on
 from hdi_callback.attention.tape import Tape, op_name, tensors_in
 from hdi_callback.guard import describe, without_modes
 
 if TYPE_CHECKING:
     from hdi_callback.attention.capture.capture import Capture
     from hdi_callback.attention.first_forward import FirstForward
-
-__all__ = ["CoreSample", "Reader"]
 
 aten = torch.ops.aten
 _FUSED, _SOFTMAX, _FLEX = "fused", "softmax", "flex"

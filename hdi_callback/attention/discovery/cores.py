@@ -31,8 +31,6 @@ from hdi_callback.attention.discovery.products import Product, reduced_dims
 from hdi_callback.attention.normalisers import Normaliser
 from hdi_callback.attention.tape import DATA, MADE, Cell, Step, View, WalkOn, walk_back
 
-__all__ = ["OVER_HEADS", "OVER_QUERIES", "Core", "ValueProduct", "core_of", "layout_of_fused", "sums_of"]
-
 OVER_QUERIES = "its softmax runs over queries, not over keys"
 ELEMENT_BY_ELEMENT = "its weights are multiplied with values element by element"
 OVER_HEADS = "its softmax runs over heads or sequences, alone or with keys"

@@ -43,9 +43,6 @@ from hdi_callback.attention.normalisers import SOFTMAX
 from hdi_callback.attention.tape import DATA, Cell, Step, Tape, View, walk_back
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarning
 
-__all__ = ["OnRead", "TapeReader", "find_attention", "place_of", "short_names", "survey", "survey_tape"]
-
-
 RefusedSteps = list[tuple[Step, str]]  # of what cannot be read
 Projections = dict[str, list[Projection]]  # role -> those that are summed
 

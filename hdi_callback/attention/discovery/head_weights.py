@@ -22,8 +22,6 @@ from hdi_callback.attention.layer import HeadWeight, Rows, Term, owner_of
 from hdi_callback.attention.operations import BETWEEN, KEEPS, NORMS
 from hdi_callback.attention.tape import DATA, WEIGHT, Cell, Step, Tape, View, walk_back
 
-__all__ = ["Weights", "origin"]
-
 _MOST_STEPS_BETWEEN_MAPS = 40
 
 

@@ -27,8 +27,6 @@ from hdi_callback.attention.discovery.planes import repeats, reshaped, small, th
 from hdi_callback.attention.discovery.products import Product, Unreadable
 from hdi_callback.attention.tape import DATA, Cell, Step, WalkOn
 
-__all__ = ["FoundAttention", "Projection", "columns_of", "heads_of"]
-
 IN = ("query", "key", "value")
 PLURAL = {"query": "queries", "key": "keys", "value": "values"}
 _MOST_STEPS_TO_OUTPUT = 60

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["forward_of_torchs_attention", "own_batches", "own_forward", "run_batch"]
-
 _TOKENS = (2, 8)  # sequences and their length, in a made-up batch
 
 

@@ -19,8 +19,6 @@ from hdi_callback.attention.tape import CONSTANT, DATA, MADE, WEIGHT, Cell, Step
 
 _OF_TENSORS = {"dtype", "device", "layout", "pin_memory", "out"}  # arguments that say where a result lies
 
-__all__ = ["Product", "Products", "Unreadable"]
-
 
 class Unreadable(Exception):  # noqa: N818  a reason, not an error of anybody's
     """What depends on it cannot be read; the message is the reason, as a clause."""

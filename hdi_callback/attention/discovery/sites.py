@@ -16,8 +16,6 @@ from hdi_callback.attention.layer import Site
 from hdi_callback.attention.normalisers import SOFTMAX
 from hdi_callback.attention.tape import Step
 
-__all__ = ["merged_sites", "site_of"]
-
 
 def site_of(attn: FoundAttention, steps: list[Step]) -> Site:
     """Return where an attention runs, among the steps of its tape; raise `Unreadable` if that is not regular."""
