@@ -1,7 +1,5 @@
 """What torch's operations do, by name: the tables that all who read a tape share."""
 
-from __future__ import annotations
-
 # Attention, or a part of it, in one operation.
 SOFTMAXES = {"_softmax", "_safe_softmax"}
 EXPONENTIALS = {"exp", "exp2"}

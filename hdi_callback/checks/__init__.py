@@ -1,7 +1,5 @@
 """What each attention of a model does, and what is wrong or odd about it, from one forward."""
 
-from __future__ import annotations
-
 from hdi_callback.checks.cards import Card, joined_name
 from hdi_callback.checks.check import Check, check, examine
 from hdi_callback.checks.diagnoses import Diagnosis

@@ -137,7 +137,7 @@ def joined_name(paths: Iterable[str]) -> str:
     for texts, numbers in groups.items():
         columns = [set(column) for column in zip(*numbers)]
         is_grid = math.prod(map(len, columns)) == len(numbers)  # each number with each of the other places
-        shown = [",".join(ranges(column)) for column in columns] if is_grid else map(str, numbers[0])
-        name = "".join(text + number for text, number in zip(texts, [*shown, ""])) or "the model"
+        texts_of_numbers = [",".join(ranges(column)) for column in columns] if is_grid else map(str, numbers[0])
+        name = "".join(text + number for text, number in zip(texts, [*texts_of_numbers, ""])) or "the model"
         names.append(name if is_grid else f"{name} and {len(numbers) - 1} more")
     return ", ".join(names)

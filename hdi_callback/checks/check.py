@@ -85,12 +85,12 @@ def check(model: nn.Module, forward: Callable[[], object] | None = None) -> Chec
     not_asked: dict[str, str] = {}
     with nothing_remains(model, forward):
         model.train(not model.training)
-        other = "training" if model.training else "evaluation"
+        mode = "training" if model.training else "evaluation"
         try:
             survey(model, forward, lambda reader: other_mode.extend(facts_of(reader)))
         except Exception as error:  # one sample behind a batch norm, targets that are asked for
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            not_asked[f"{other} mode"] = f"there the forward raises {reason}"
+            not_asked[f"{mode} mode"] = f"there the forward raises {reason}"
         model.eval()
         broken, refused = ask_model(inner_model(model), forward, facts)
     result = examine(facts, other_mode=other_mode, broken=broken)

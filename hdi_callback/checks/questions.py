@@ -440,8 +440,8 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
         for name, still in silent.items():  # an activation, or a softmax of large scores, may be flat where these lie
             trained[name][still] *= -1 / 16
         if silent:
-            others = _backward(door, trained)
-            runs[1] |= {name: runs[1][name] + others[name] for name in silent if name in others}
+            of_moved_rows = _backward(door, trained)
+            runs[1] |= {name: runs[1][name] + of_moved_rows[name] for name in silent if name in of_moved_rows}
         model.train()
         try:
             runs.append(_backward(door, trained))
