@@ -325,10 +325,17 @@ def test_a_model_without_attention_has_no_card():
 
 def test_a_forward_leaves_the_model_as_it_was():
     model = Model(Attention).train()
+    model.blocks[0].eval()
+    with torch.no_grad():  # what the question of gradients writes: zeros, and rows that get none
+        model.blocks[0].attn.out_proj.weight.zero_()
+        model.blocks[0].attn.q_proj.weight[:4] = 1e4
     state, random = {name: one.clone() for name, one in model.state_dict().items()}, torch.get_rng_state()
-    checked(model)
+    modes = [module.training for module in model.modules()]
+    assert "gradients" not in checked(model).not_asked
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(one, state[name]) for name, one in model.state_dict().items())
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_names_of_equal_layers_are_joined():
