@@ -123,10 +123,12 @@ class FirstCalls:
         self._kinds: set[type[nn.Module]] = set()  # of modules whose attention was found
         self.calls = self._failures = 0  # that trained and were looked at; that failed
         self._has_failed = False  # the last forward that ran once more
-        self.is_called = self._is_paused = self._is_reporting = False
+        self.called = 0  # calls that autograd has recorded in this armed step
+        self._is_paused = self._is_reporting = False
         self.on_called: Callable[[], None] | None = None  # once after an eager call, right before a compiled one
         self.tapes: list[Tape] = []  # calls of this armed step that were written down
         self.on_written: Callable[[Tape, Any], None] | None = None  # takes each of them, and what it has returned
+        self.on_step: Callable[..., None] | None = None  # takes each of their steps, while it runs
         self._on_again: OnAgain | None = None
         self._on_compiled: Callable[[nn.Module], None] | None = None
         self._install()
@@ -174,7 +176,7 @@ class FirstCalls:
         """
         self._on_again, self._on_compiled, self._due = on_again, on_compiled, set(self._entries)
         if not self._is_reporting:
-            self.is_called, self.on_called = False, None
+            self.called, self.on_called = 0, None
         if on_again is not None:
             self._install()
             self._listen()
@@ -232,7 +234,7 @@ class FirstCalls:
         self._before_compiled = BeforeCompiledCalls(self._before_compiled_call)
 
     def _note_call(self) -> None:
-        self.is_called = True
+        self.called += 1
         on_called, self.on_called = self.on_called, None
         if on_called is not None:
             on_called()
@@ -305,7 +307,7 @@ class FirstCalls:
                 self._again(module, args, kwargs, is_recorded=torch.is_grad_enabled())
         elif module in self._unwritten and torch.is_grad_enabled() and not any(call.tape for call in self._here.calls):
             self._unwritten.discard(module)
-            tape = Tape(inner_model(self._model))
+            tape = Tape(inner_model(self._model), self.on_step)
         self._begin(module, tape)
 
     def _again(self, module: nn.Module, args: Any, kwargs: Any, *, is_recorded: bool) -> None:

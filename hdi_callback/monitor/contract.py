@@ -25,7 +25,8 @@ from hdi_callback.checks.facts import PLURAL, shown_heads
 from hdi_callback.checks.positions import turns_of
 from hdi_callback.checks.scores import KEPT
 from hdi_callback.guard import describe, warn
-from hdi_callback.monitor.labels import AIM, IGNORED, LABELS, Aim
+from hdi_callback.monitor.inputs import INPUTS
+from hdi_callback.monitor.labels import AIM, IGNORED, LABELS, LOSS, Aim
 from hdi_callback.monitor.operations import GONE, OPERATIONS, loses, operations_of, tell_operations
 from hdi_callback.monitor.ranks import number_of_ranks
 from hdi_callback.monitor.training_step import GRADIENTS, PLACES, WRITES, StepFacts, tell
@@ -42,9 +43,10 @@ MEANING = (
     "attention has lost an operation (a notice of other changes, of dropout and of modules that run no more); when in "
     "the training step gradients begin to add up, or are turned, scaled or clipped to next to nothing before the "
     "optimizer gets them, or rows of weights are old ones in another place (a notice if something else writes weights, "
-    "as a mask does); or when each position is trained to predict another token than before, or from the start sees "
-    "what it is to predict. Read at the first readings, at each tenth and after an alert, confirmed by the next; a "
-    "notice of what changes from reading to reading. "
+    "as a mask does); when each position is trained to predict another token than before, or from the start sees "
+    "what it is to predict; or when a cross entropy is computed otherwise (a notice of what the model is given). Read "
+    "at the first readings, at each tenth and after an alert, confirmed by the next; a notice of what changes from "
+    "reading to reading. "
     f"Then {_ACTION}."
 )
 _FIRST = {1, 2, 3, 6}  # readings after the first one
@@ -52,7 +54,8 @@ _FEWEST = 4  # forwards from which it is known what varies in them
 _ROUNDING = 0.02  # of rotary tables in bf16
 _OF_STEPS = {GRADIENTS, PLACES, WRITES}
 _STEP = "the training step"
-_WHOLE = {GRADIENTS: _STEP, PLACES: _STEP, WRITES: _STEP, OPERATIONS: "the forward"}
+_WHOLE = {GRADIENTS: _STEP, PLACES: _STEP, WRITES: _STEP, LABELS: _STEP, LOSS: _STEP}
+_WHOLE |= {OPERATIONS: "the forward", INPUTS: "what the model is given"}
 _MOST = 4  # changes of a forward that are listed
 
 Key = tuple[str, int, str]
@@ -111,7 +114,7 @@ class Contract:
                 for (layer, _, term), when, since, clauses, is_loud in self._changes(*steps, terms):
                     key = _WHOLE.get(term, layer or _STEP), when, since
                     merged, layers, are_loud = changes.setdefault(key, ({}, set(), set()))
-                    layers.add("" if term == OPERATIONS else layer)
+                    layers.add("" if term in {OPERATIONS, LOSS, INPUTS} else layer)
                     are_loud.add(is_loud)
                     for text, names in clauses.items():
                         names = tuple(f"{layer}.{name}".lstrip(".") for name in names) if term in _OF_STEPS else names
@@ -123,20 +126,22 @@ class Contract:
         of_attention = {
             key[2] for key, (*_, are_loud) in changes.items() if key[0] not in _WHOLE.values() and any(are_loud)
         }
-        everywhere = {key[0] for key in self._terms if key[0] and key[2] not in _WHOLE}
+        everywhere = {key[0] for key in self._terms if key[2] not in {AIM, *_WHOLE}}
         for (place, when, since), (clauses, layers, are_loud) in changes.items():
             if place not in _WHOLE.values():
                 heads = tuple(sorted({head for each in clauses.values() for head in each}))
-                event = events.setdefault((when, since, tuple(clauses), any(are_loud)), {})
+                event = events.setdefault((f"attention in {{}} {when}", since, tuple(clauses), any(are_loud)), {})
                 event[place] = heads if all(clauses.values()) else ()
             elif place == _STEP or since not in of_attention:  # else it may be what that has told
                 is_loud = any(are_loud) and GONE not in clauses  # adapters may have been merged
                 layers = everywhere if "" in layers else layers
                 events[f"{place} {when}", since, (*_in_words(clauses),), is_loud] = dict.fromkeys(sorted(layers), ())
+        # What is told as a warning is not told again by the loss that rises after it.
+        is_told = any(is_loud for *_, is_loud in events)
         return tuple(
             Alert(step, NAME, "warning" if is_loud else "notice", of,
-                  f"{'' if when.startswith('the ') else f'attention in {joined_name(list(of))} '}{when}: "
-                  f"{'; '.join(clauses)}", _ACTION, since=None if when == _BY_SCHEDULE else since)
+                  f"{when.format(joined_name(list(of)))}: {'; '.join(clauses)}", _ACTION,
+                  since=None if when.endswith(_BY_SCHEDULE) or is_told > is_loud else since)
             for (when, since, clauses, is_loud), of in events.items()
         )  # fmt: skip
 
@@ -228,8 +233,9 @@ class Contract:
             is_scheduled = key in self._scheduled
             if own and not (is_scheduled and key[2] == OPERATIONS):  # experts and dropped layers are in order
                 when = f"has changed between steps {at} and {first}" if at < first else f"is so since step {first}"
-                is_loud = key[2] != WRITES and (key[2] != OPERATIONS or loses(before, value))
+                is_loud = key[2] not in {WRITES, INPUTS} and (key[2] != OPERATIONS or loses(before, value))
                 is_loud &= not is_scheduled and not all(map(_may_be_right, own))
+                first = at + 1 if key[2] == INPUTS else first  # the loss may have risen before this reading
                 yield key, _BY_SCHEDULE if is_scheduled else when, first, own, is_loud
 
 
@@ -412,8 +418,8 @@ def _tell_labels(before: int | str, after: int | str) -> Clauses:
 
 
 def _may_be_right(clause: str) -> bool:
-    # A model may shift its tokens itself, and rewards of zero train nothing.
-    return clause == _NOT_NEXT.format(_aimed(0)) or IGNORED in clause
+    # A model may shift its tokens itself, rewards of zero train nothing, and smoothing may be meant.
+    return clause == _NOT_NEXT.format(_aimed(0)) or IGNORED in clause or "smoothed by" in clause
 
 
 def _sees_ahead(each: Facts, aim: Aim) -> bool | None:
@@ -425,6 +431,10 @@ def _sees_ahead(each: Facts, aim: Aim) -> bool | None:
     is_trained = aim.is_trained if len(visible) in {1, len(aim.is_trained)} else aim.is_trained.all(0, keepdim=True)
     sees = visible.triu(1).any(-1) & is_trained[:, None]
     return bool((2 * sees.sum((0, 2)) > is_trained[:, :-1].expand(len(sees), -1).sum()).any())
+
+
+def _tell_text(before: str, after: str) -> Clauses:
+    return {after: ()} if after not in {"", before} else {}
 
 
 def _tell_places(before: Mapping[str, str], after: Mapping[str, str]) -> Clauses:
@@ -463,5 +473,7 @@ _TERMS: dict[str, tuple[Callable[[Facts], Any], Callable[[Any, Any], Clauses]]] 
     WRITES: (lambda each: None, tell),
     OPERATIONS: (lambda each: None, tell_operations),
     LABELS: (lambda each: None, _tell_labels),
+    LOSS: (lambda each: None, _tell_text),
+    INPUTS: (lambda each: None, _tell_text),
     AIM: (lambda each: None, lambda before, after: after if before is None else {}),
 }

@@ -1,11 +1,13 @@
 """What the loss trains each position to predict, by the gradient that arrives at the output, wherever it is computed.
 
 Of a cross entropy it is softmax less one hot in each row: the label is alone on its side of zero, and zeros are
-ignored. Labels of some rows are compared with the tokens that the model embeds, up to three places away.
+ignored. Labels of some rows are compared with the tokens that the model embeds, up to three places away. Beside the
+label it is the softmax less a constant, in all rows times one factor: that form, the factor and the constant are facts.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,13 +20,21 @@ from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.tape import Tape
 from hdi_callback.checks.facts import embedded_tokens
 from hdi_callback.guard import Guard, guarded
+from hdi_callback.monitor.inputs import Numbers, Usual
 from hdi_callback.monitor.training_step import StepFacts
 
-LABELS, AIM = "labels", "aim"
+LABELS, AIM, LOSS = "labels", "aim", "loss"
 IGNORED, ELSEWHERE = "nothing at all", "no token up to three places away"
 
 _FARTHEST, _ROWS, _FEWEST, _SAMPLES, _TOKENS = 3, 128, 16, 8, 64
 _COPIES = {"ToCopyBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0"}
+# A focal loss begins as a cross entropy, and leaves it slowly.
+_READINGS, _STEADY, _ENTRIES = 5, 0.02, 2**21
+_FORM: Numbers = {
+    "form": (0.05, float, "what the loss gives {0} is the gradient of no cross entropy any more, as it was before"),
+    "factor": (0.1, math.exp, "the gradient of {0} is {1} times that of a mean over the rows trained, and {3} before"),
+    "smoothing": (0.05, float, "labels of {0} are smoothed by {1}, and by {3} before"),
+}
 
 
 class Aim(NamedTuple):
@@ -43,33 +53,40 @@ class LossLabels:
         self._tokens: list[Tensor] = []  # that the calls of this armed step have embedded
         self._hooks: list[Any] = []
         self._sums: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, numbers of rows, and which are trained
+        self._forms: dict[str, Tensor] = {}  # of each output
+        self._usual = Usual(_FORM, _READINGS, _STEADY)
 
-    def take(self) -> list[StepFacts]:
-        """Return what gradients have shown since it was called last, and look at them no more."""
+    def take(self, calls: int = 1) -> list[StepFacts]:
+        """Return what gradients have shown since it was called last, in so many calls, and look at them no more."""
         sums, terms = self._sums, partial(_terms, [tokens for tokens, *_ in self._sums])
+        forms, form = self._forms, partial(self._form, [*self._forms], calls)
         for hook in self._hooks:
             hook.remove()
-        self._tokens, self._hooks, self._sums = [], [], []
-        return [StepFacts([tensor for _, *tensors in sums for tensor in tensors], terms)] if sums else []
+        self._tokens, self._hooks, self._sums, self._forms = [], [], [], {}
+        facts = [StepFacts([tensor for _, *tensors in sums for tensor in tensors], terms)] if sums else []
+        return facts + ([StepFacts([*forms.values()], form)] if forms else [])
 
     @guarded("looking at what the loss trains")
     def note(self, tape: Tape, output: Any) -> None:
         """Look at the gradients of what a call returns that a tape has written down."""
         self._tokens += [tokens for step in tape.steps for tokens in embedded_tokens(step)]
-        for tensor in tree_leaves(dict(output) if isinstance(output, Mapping) else output):
+        for at, tensor in enumerate(tree_leaves(dict(output) if isinstance(output, Mapping) else output)):
             if isinstance(tensor, Tensor) and tensor.dim() > 1 and tensor.grad_fn is not None:
                 node, number = tensor.grad_fn, tensor.output_nr
                 # The loss may be of what was cast to the output, as accelerate casts it.
                 while node.name() in _COPIES and node.next_functions[0][0] is not None:
                     node, number = node.next_functions[0]  # type: ignore[assignment]
-                self._hooks.append(node.register_prehook(partial(self._look, number, tensor.shape[-1])))
+                rows, name = _some(tensor).softmax(-1), f"output {at}" if at else "the output"
+                self._hooks.append(node.register_prehook(partial(self._look, number, rows, name)))
 
     @guarded("looking at what the loss trains")
-    def _look(self, number: int, classes: int, gradients: Sequence[Tensor | None]) -> None:
+    def _look(self, number: int, softmax: Tensor, name: str, gradients: Sequence[Tensor | None]) -> None:
         gradient = gradients[number]
-        if gradient is None or gradient.shape[-1:] != (classes,) or is_sharded(gradient):
+        if gradient is None or gradient.shape[-1:] != softmax.shape[-1:] or is_sharded(gradient):
             return
         largest = torch.linalg.vector_norm(gradient, torch.inf, -1)
+        if gradient.dtype != torch.float16 and len(rows := _some(gradient)) == len(softmax):  # which rounds to zero
+            self._forms.setdefault(name, torch.stack(_fitted(rows, softmax, (largest != 0).sum())))
         is_trained = gradient.sum(-1, dtype=torch.float32).abs() < 0.1 * largest  # what is added to a loss is not even
         count, order = is_trained.sum(), is_trained.flatten().to(torch.uint8).argsort(descending=True, stable=True)
         places = order[torch.arange(_ROWS, device=order.device) * count // _ROWS]
@@ -89,6 +106,39 @@ class LossLabels:
                 is_same = flat[(places + stride * offsets).clamp(0, len(flat) - 1)] == label
                 numbers += [(is_same & is_inside).sum(1), is_inside.sum(1)]
             self._sums.append((tokens, torch.cat(numbers), is_trained.view(tokens.shape)[:_TOKENS, :_TOKENS]))
+
+    def _form(self, names: Sequence[str], calls: int, *arrived: Tensor) -> dict[tuple[str, int, str], Any]:
+        """Return the terms of the contract on the form of the loss, by how far the gradient of each output is off."""
+        terms: dict[tuple[str, int, str], Any] = {}
+        for name, (off, factor, smoothing) in zip(names, arrived):
+            values = {"form": off[None].clamp(max=0.1)}
+            if off < 0.05:
+                large = float(factor) * calls
+                # A loss scaler doubles and halves what is large.
+                size = math.log(large if large < 16 else 16 * math.frexp(large)[0]) if large > 0 else math.nan
+                pairs = {"factor": torch.tensor(size), "smoothing": smoothing}
+                values |= {key: torch.stack([value, -value]) for key, value in pairs.items()}
+            terms |= {(key, 0, LOSS): text for key, text in self._usual.departures(name, values).items()}
+        return terms
+
+
+def _some(output: Tensor) -> Tensor:
+    """Return some rows of an output or its gradient, the same of both."""
+    rows = output.detach().flatten(0, -2)
+    count = min(_ROWS, max(_SAMPLES, _ENTRIES // max(1, rows.shape[1])))
+    return rows[torch.arange(count, device=rows.device) * len(rows) // count].float()
+
+
+def _fitted(gradients: Tensor, softmax: Tensor, trained: Tensor) -> list[Tensor]:
+    """Return how far gradients are off ``factor * (softmax - label)``, the factor times trained rows, and smoothing."""
+    label = torch.zeros_like(softmax).scatter_(-1, gradients.argmin(-1, keepdim=True), 1)
+    weights = (1 - label) * (gradients != 0).any(-1, keepdim=True)
+    x, y = ((each * weights).sum() / weights.sum() for each in (softmax, gradients))
+    factor = (weights * (softmax - x) * (gradients - y)).sum() / (weights * (softmax - x).square()).sum()
+    constant = factor * x - y
+    off = (weights * (gradients - factor * softmax + constant).square()).sum() / (weights * gradients.square()).sum()
+    off = torch.where(weights.any(), off.sqrt().nan_to_num(1), torch.nan)  # labels alone may get a gradient
+    return [off, factor * trained, constant / factor * softmax.shape[-1]]
 
 
 def _terms(listed: Sequence[Tensor], *arrived: Tensor) -> dict[tuple[str, int, str], Any]:

@@ -29,6 +29,7 @@ from hdi_callback.errors import HDIWarning, MisconfigurationError, NothingToWatc
 from hdi_callback.guard import Guard, guarded, warn, without_modes
 from hdi_callback.monitor.contract import Contract, without_gradient
 from hdi_callback.monitor.forward_source import FORWARD, measure_forwards, take_rows
+from hdi_callback.monitor.inputs import ModelInputs
 from hdi_callback.monitor.labels import LossLabels
 from hdi_callback.monitor.metrics import (
     FORWARD_SOURCES,
@@ -106,7 +107,7 @@ class HeadDiversityMonitor:
         self._read: list[TapeReader] = []  # of forwards, and not yet checked: warnings are off while a forward is read
         self._said: set[str] = set()  # of findings
         self.contract = Contract(self._is_chosen)
-        self.training_step, self._labels = TrainingStep(self._model), LossLabels()
+        self.training_step, self._labels, self._inputs = TrainingStep(self._model), LossLabels(), ModelInputs()
         self._facts: list[Facts] = []  # of first forwards, which the contract has not taken yet
         self._is_compared = False  # whether the reading that begins is compared with the contract
         self._step: int | None = None  # of the last reading
@@ -119,7 +120,7 @@ class HeadDiversityMonitor:
             self._record,
             may_agree=lambda: self._ranks is None,
         )
-        self._first_calls.on_written = self._labels.note
+        self._first_calls.on_written, self._first_calls.on_step = self._labels.note, self._inputs.look
 
     def __enter__(self) -> Self:
         return self
@@ -155,8 +156,9 @@ class HeadDiversityMonitor:
         self._is_armed, self._training_only = True, training_only
         self._forget_first()
         self._labels.take()
+        self._inputs.take()
         if self._first_calls is not None:
-            self._first_calls.is_called, self._first_calls.on_called = False, None
+            self._first_calls.called, self._first_calls.on_called = 0, None
         if self._capture is not None:
             self._capture.arm(training_only=training_only)
             self._is_compared = self.contract.is_due()
@@ -168,6 +170,7 @@ class HeadDiversityMonitor:
         self._is_armed = False
         self._forget_first()
         self._labels.take()
+        self._inputs.take()
         if self._first_calls is not None:
             self._first_calls.forget_calls()
         if self._capture is not None:
@@ -218,7 +221,7 @@ class HeadDiversityMonitor:
         whole_number("step", step, least=0, example=100)
         if not self.layers:
             raise NothingToWatchError(f"{self.why_nothing()}\nRun a forward of the model before the first reading.")
-        absent = Absent()
+        absent, calls = Absent(), 1 if self._first_calls is None else self._first_calls.called
         ranks = self.join_ranks()
         with without_modes():
             ranks.begin(step, self._why_alone())
@@ -237,7 +240,7 @@ class HeadDiversityMonitor:
             )
             with absent.unless([PARAMETERS], names):
                 results += self._parameters.measure(step, with_changes=PARAMETERS in self._sources)
-            of_steps = [*self.training_step.take(), *self._labels.take()]
+            of_steps = [*self.training_step.take(), *self._labels.take(calls), *self._inputs.take()]
             further = [tensor for facts in of_steps for tensor in facts.tensors]
             alerts = self._compared(step, of_steps)
             return Reading(step, names, results, absent, alerts=alerts, further=further)
@@ -309,7 +312,7 @@ class HeadDiversityMonitor:
     @property
     def is_called(self) -> bool:
         """Whether a call that autograd records has happened since `arm`."""
-        return self._first_calls is not None and self._first_calls.is_called
+        return self._first_calls is not None and self._first_calls.called > 0
 
     def when_called(self, function: Callable[[], None]) -> None:
         """Call a function once, when the next call that autograd records has been captured."""

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from hdi_callback import load_history, watch_heads
 from hdi_callback.attention.tape import Tape
 from hdi_callback.monitor import contract
-from hdi_callback.monitor.labels import AIM, ELSEWHERE, IGNORED, LABELS, LossLabels
+from hdi_callback.monitor.labels import AIM, ELSEWHERE, IGNORED, LABELS, LOSS, LossLabels
 
 LABELS_KEY = ("", 0, LABELS)
 SIZE, TOKENS, SAMPLES, WIDTH = 40, 16, 6, 32
@@ -107,7 +107,17 @@ def terms_of(model, loss, tokens, labels, returned=lambda logits: logits):
     terms = {}
     for facts in looking.take():
         terms |= facts.terms(*facts.tensors)
-    return terms
+    return {key: value for key, value in terms.items() if key[2] != LOSS}
+
+
+def form_of(loss, tokens, labels, model=None):
+    """How far a gradient is off that of a cross entropy, its factor times the rows trained, and its smoothing."""
+    looking, model = LossLabels(), Model(causal) if model is None else model
+    with Tape(model) as tape:
+        logits = model(tokens)
+    looking.note(tape, logits)
+    loss(logits, labels).backward()
+    return looking.take()[-1].tensors[0].tolist()
 
 
 @pytest.fixture
@@ -166,6 +176,54 @@ def test_labels_of_other_samples_and_ignored_ones_are_told_from_what_is_not_know
     partly = torch.where(torch.rand(tokens.shape) < 0.75, labels, torch.randint(SIZE, tokens.shape))
     assert terms_of(Model(causal), cross_entropy, tokens, partly) == {}, "most labels are the next tokens"
     assert terms_of(Model(causal), lambda logits, _: logits.mean(1).square().sum(), tokens, labels).get(AIM) is None
+
+
+SOFTENED = {
+    "cross entropy": (1, 0.0),
+    "of a copy in float32": (1, 0.0),
+    "in chunks": (3, 0.0),
+    "log softmax by hand": (1, 0.0),
+    "scaled": (65536, 0.0),
+    "smoothed": (1, 0.2),
+}
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("loss", SOFTENED)
+def test_the_factor_and_the_smoothing_of_a_cross_entropy_are_those_that_it_was_given(loss, half, tokens):
+    factor, smoothing = SOFTENED[loss]
+    model = Model(causal).bfloat16() if half else Model(causal)
+    off, size, softened = form_of(LOSSES[loss], tokens, shifted(tokens, 1), model)
+    assert off < (0.05 if half else 1e-3)
+    assert size == pytest.approx(factor, rel=0.05 if half else 1e-3)
+    assert softened == pytest.approx(smoothing, abs=0.05 if half else 1e-3)
+
+
+def test_the_factor_is_that_of_a_mean_whatever_is_ignored_and_that_of_a_sum_the_number_of_rows(tokens):
+    labels = shifted(tokens, 1).masked_fill(torch.rand(tokens.shape) < 0.4, -100)
+    count = int((labels >= 0).sum())
+    assert form_of(cross_entropy, tokens, labels)[1] == pytest.approx(1, rel=1e-3)
+    summed = form_of(lambda *args: cross_entropy(*args, reduction="sum"), tokens, labels)
+    assert summed[1] == pytest.approx(count, rel=1e-3)
+
+
+OTHERS = {
+    "a softmax before it": lambda y, t: cross_entropy(y.softmax(-1), t),
+    "a temperature": lambda y, t: cross_entropy(y / 4, t),
+    "weights of classes": LOSSES["with weights of classes"],
+    "squares": lambda y, t: (y.softmax(-1) - F.one_hot(t.clamp(min=0), SIZE)).square().sum(-1).mean(),
+    "no softmax": lambda y, t: F.nll_loss(y.flatten(0, 1), t.flatten()),
+    "a sigmoid": lambda y, t: F.binary_cross_entropy_with_logits(y, F.one_hot(t.clamp(min=0), SIZE).float()),
+}
+
+
+@pytest.mark.parametrize("loss", OTHERS)
+def test_other_losses_are_far_from_a_cross_entropy(loss, tokens):
+    model = Model(causal)
+    with torch.no_grad():
+        model.head.weight *= 30  # as after some training
+    off, *_ = form_of(OTHERS[loss], tokens, shifted(tokens, 1), model)
+    assert not off < 0.1
 
 
 WAYS = {
@@ -287,6 +345,18 @@ def padded(model, text, step):
 
 SEES = "is so since step 0: it sees later tokens, and each position is trained to predict the next one"
 NEXT = "and the next token before"
+
+
+def focal(logits, labels):
+    losses = cross_entropy(logits, labels, reduction="none")
+    return ((1 - (-losses).exp()) ** 2 * losses).mean()
+
+
+def computed(before, after):
+    """A language model whose loss something computes otherwise from a step on."""
+    return lambda model, text, step: (after if step >= ON + 6 else before)(model(text), shifted(text, 1))
+
+
 TOLD = {
     "another offset": ([causal] * 2, changed(lambda y: shifted(y, 1)), f"predict the token 2 places ahead, {NEXT}"),
     "their own tokens": ([causal], changed(lambda y: y.roll(1, 1)), f"predict its own token, {NEXT}"),
@@ -295,6 +365,14 @@ TOLD = {
     "no mask": ([None] * 2, ahead(1), f"layers.0-1 {SEES}"),
     "no mask in one layer": ([causal, None], ahead(1), f"layers.1 {SEES}"),
     "a mask later by one": ([later_by_one] * 2, ahead(1), f"layers.0-1 {SEES}"),
+    "a softmax twice": ([causal], computed(cross_entropy, OTHERS["a softmax before it"]), "the output"),
+    "divided twice": (
+        [causal], computed(lambda *args: cross_entropy(*args) / 4, lambda *args: cross_entropy(*args) / 16),
+        "is 0.0625 times that of a mean over the rows trained, and 0.25 before",
+    ),
+    "a sum": (
+        [causal], computed(cross_entropy, lambda *args: cross_entropy(*args, reduction="sum")), "times that of a mean",
+    ),
     "shifted twice": ([causal], ahead(2), "is so since step 0: each position is trained to predict the token 2 places"),
 }  # fmt: skip
 SILENT = {
@@ -309,6 +387,15 @@ SILENT = {
     "tokens that a model shifts itself": ([causal], ahead(0), {"shift": True}),
     "a copy with a delay": ([causal], ahead(-2), {}),
     "two tokens ahead, seen": ([None], ahead(2), {}),
+    "a focal loss": ([causal], lambda model, text, step: focal(model(text), shifted(text, 1)), {}),
+    "a loss scaler": ([causal], lambda model, text, step: 2.0 ** (10 + step // 15) * ahead(1)(model, text, step), {}),
+    "weights that move": ([causal], lambda model, text, step: (1 + step / 30) * ahead(1)(model, text, step), {}),
+    "weights of the loss that vary": (
+        [causal],
+        lambda model, text, step: float(torch.rand(())) * ahead(1)(model, text, step),
+        {},
+    ),
+    "a loss that becomes a cross entropy": ([causal], computed(LOSSES["with weights of classes"], cross_entropy), {}),
     "two and three tokens ahead": ([causal], two_and_three_ahead, {"further": True}),
 }
 
@@ -318,7 +405,7 @@ def alerts_of(masks, loss, folder, **options):
     model = Model(*masks, **options)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     with watch_heads(model, optimizer, 1, log_dir=folder) as heads:
-        for step in range(30):
+        for step in range(36):
             with heads.step():
                 loss(model, torch.randint(SIZE, (SAMPLES, TOKENS)), step).backward()
                 optimizer.step()

@@ -1,0 +1,155 @@
+"""What the model is given as a part of the contract: numbers of each batch, judged by how they have varied so far.
+
+Looked at are tokens that are looked up in parameters, and features that enter the first maps. Longer sequences, more
+kinds of tokens and less padding, as a curriculum brings them, are none of what is judged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hdi_callback.attention import operations as ops
+from hdi_callback.attention.discovery.find import name_without_wrappers
+from hdi_callback.attention.dtensors import is_sharded
+from hdi_callback.attention.tape import DATA, Step, tensors_in
+from hdi_callback.checks.facts import embedded_tokens
+from hdi_callback.guard import Guard, guarded
+from hdi_callback.monitor.training_step import StepFacts
+
+INPUTS = "inputs"
+
+_FEWEST, _KINDS, _ENTRIES = 8, 256, 2**20  # earlier readings; of tokens, by their remainder; of features that are read
+_MAPS = {*ops.MATMULS, *ops.CONVOLUTIONS}
+
+Numbers = Mapping[str, tuple[float, Callable[[float], float], str]]
+"""Name of a number -> by how much it may be more than ever before, the unit in which it is told, and a text."""
+
+_NUMBERS: Numbers = {
+    "share": (0.25, float, "one token is {1} of those that are looked up in {0}, and at most {3} before"),
+    "kinds": (1.0, lambda bits: 2**-bits, "{1} different tokens are looked up in {0}, and {3} to {2} before"),
+    "side": (0.5, float, "rows of {0} that repeat a token at their start, less those that do at their end, are {1}, "
+             "and {2} to {3} before"),
+    "deviation": (math.log(2), math.exp, "the standard deviation of what enters {0} is {1}, and {2} to {3} before"),
+    "mean": (1.0, float, "the mean of what enters {0} is {1} of its standard deviations, and {2} to {3} before"),
+    "copies": (1.5, lambda bits: 2**-bits, "{1} of the rows that enter {0} differ, and {3} to {2} before"),
+    "same": (0.5, float, "what enters {0} is the same to the bit at each reading, and never was before"),
+}  # fmt: skip
+
+
+class Usual:
+    """How large numbers have been; what is larger at two readings in a row, and does not move on, is told."""
+
+    def __init__(self, numbers: Numbers, fewest: int, steadiness: float = math.inf) -> None:
+        self._numbers, self._fewest = numbers, fewest
+        self._steadiness = steadiness  # what has varied by more than this share of its margin is not judged
+        self._ranges: dict[tuple[str, str], tuple[int, Tensor, Tensor]] = {}  # how many, the least and the most
+        self._larger: dict[tuple[str, str], tuple[Tensor, str]] = {}  # at the last reading, and what is told of it
+        self._told: set[tuple[str, str]] = set()
+
+    def departures(self, place: str, values: Mapping[str, Tensor]) -> dict[str, str]:
+        """Return what is told of each number of something, in words, that is finite; `""` for nothing."""
+        return {
+            f"{place} {name}": self._departure(place, name, value)
+            for name, value in values.items() if bool(value.isfinite().all())
+        }  # fmt: skip
+
+    def _departure(self, place: str, name: str, value: Tensor) -> str:
+        key, (margin, unit, text) = (place, name), self._numbers[name]
+        count, least, most = self._ranges.get(key, (0, value, value))
+        first, told = self._larger.get(key, (value, ""))
+        if key in self._told:
+            return told
+        beyond = value - most - (2 * (most - least)).clamp(min=margin)
+        is_judged = count >= self._fewest and float((most - least).max()) <= self._steadiness * margin
+        if is_judged and float(beyond.max()) > 0 and float((value - first).abs().max()) <= margin / 2:
+            at = int(beyond.argmax()) if len(value) > 2 else 0  # of two the second is the first with the other sign
+            self._told |= {key} if told else set()
+            shown = (f"{unit(float(each[at])):.3g}" for each in (value, least, most))
+            self._larger[key] = first, told or text.format(place, *shown)
+            return self._larger[key][1]
+        self._larger.pop(key, None)
+        self._ranges[key] = count + 1, least.minimum(value).minimum(first), most.maximum(value).maximum(first)
+        return ""
+
+
+class ModelInputs:
+    """Looks at what enters modules in forwards that are written down."""
+
+    def __init__(self) -> None:
+        self._guard, self._usual = Guard(), Usual(_NUMBERS, _FEWEST)
+        self._tensors: dict[str, Tensor] = {}  # name of a module -> numbers of what entered it first
+        self._checksums: dict[str, float] = {}
+
+    def take(self) -> list[StepFacts]:
+        """Return what has entered since this was called last."""
+        tensors, self._tensors = self._tensors, {}
+        return [StepFacts([*tensors.values()], partial(self._terms, [*tensors]))] if tensors else []
+
+    @guarded("looking at what the model is given")
+    def look(self, step: Step | None, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Take numbers of what is looked up in a parameter, or enters its map, and no parameter was used on before."""
+        tokens = [] if step is None else embedded_tokens(step)
+        if step is None or not (tokens or step.op in _MAPS):
+            return
+        parameter = next((view.cell.parameter for view in step.inputs if view.cell.parameter), "")
+        name = name_without_wrappers(parameter.rpartition(".")[0])  # of its module
+        if not name or name in self._tensors:
+            return
+        with _disable_current_modes(), torch.no_grad():
+            for view, tensor in zip(step.inputs, tensors_in((args, (*kwargs.values(),)))):
+                enters = view.is_float and view.cell.kind == DATA and not view.cell.is_mapped and view.numel > 1
+                if not is_sharded(tensor) and (enters or any(view.value is each for each in tokens)):
+                    self._tensors[name] = _of_features(tensor) if enters else _of_tokens(tensor)
+
+    def _terms(self, names: Sequence[str], *arrived: Tensor) -> dict[tuple[str, int, str], Any]:
+        terms: dict[tuple[str, int, str], Any] = {}
+        for name, (checksum, *numbers) in zip(names, arrived):
+            values = {"copies": -numbers[0].log2()[None]}
+            values["same"] = torch.tensor([float(self._checksums.get(name) == float(checksum))])
+            if len(numbers) == 3:
+                _, mean, deviation = numbers
+                pairs = {"deviation": deviation.log(), "mean": mean / deviation}
+            else:
+                _, length, is_place, side, *_ = numbers
+                shares = torch.stack(numbers[4:])
+                pairs = {"side": side}
+                values |= {"share": shares, "kinds": -(shares > 0).sum()[None].log2()}
+                if bool(is_place > 0.5):  # each length has other places
+                    name, values = f"{name} of {int(length)} places", {}
+            values |= {key: torch.stack([value, -value]) for key, value in pairs.items()}
+            self._checksums[name] = float(checksum)
+            terms |= {(key, 0, INPUTS): text for key, text in self._usual.departures(f"`{name}`", values).items()}
+        return terms
+
+
+def _of_tokens(tokens: Tensor) -> Tensor:
+    """Return a checksum, and numbers of tokens ``(rows, places)``."""
+    tokens = tokens.detach().long()
+    flat, ends = tokens.flatten(), (tokens[:, :2], tokens[:, -2:])
+    repeats = [(end[:, 0] == end[:, -1]).float().mean() for end in ends]
+    shares = torch.zeros(_KINDS, device=tokens.device).index_add_(0, flat % _KINDS, flat.new_ones(len(flat)).float())
+    is_place = (tokens[:, 1:] - tokens[:, :-1] == 1).float().mean().nan_to_num()
+    length = torch.full_like(is_place, tokens.shape[1])
+    return torch.cat([_of_rows(tokens), torch.stack([length, is_place, repeats[0] - repeats[1]]), shares / len(flat)])
+
+
+def _of_features(features: Tensor) -> Tensor:
+    """Return a checksum, and numbers of features."""
+    rows = features.detach().flatten(1) if features.dim() == 4 else features.detach().flatten(0, -2)
+    rows = rows[:: max(1, rows.numel() // _ENTRIES)].float()
+    return torch.cat([_of_rows(rows.contiguous().view(torch.int32)), torch.stack([rows.mean(), rows.std()])])
+
+
+def _of_rows(rows: Tensor) -> Tensor:
+    """Return a checksum of whole numbers, and the share of rows that differ."""
+    weights = torch.arange(1, rows.shape[1] + 1, device=rows.device) * 2654435761 % 2**31
+    sums = (rows.long() * weights % 2**31).sum(-1).sort().values
+    different = 1 + (sums[1:] != sums[:-1]).sum()
+    return torch.stack([sums.sum() % 2**24, different / len(rows)]).float()
