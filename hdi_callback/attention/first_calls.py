@@ -31,7 +31,7 @@ from hdi_callback.attention.extra_forward import (
 )
 from hdi_callback.attention.hooks import Hook
 from hdi_callback.attention.kept_state import content
-from hdi_callback.attention.layer import Refusal, Survey
+from hdi_callback.attention.layer import ROOT, Refusal, Survey
 from hdi_callback.attention.sharding import over_all_ranks
 from hdi_callback.attention.tape import Tape
 from hdi_callback.errors import HDIError
@@ -408,7 +408,7 @@ class FirstCalls:
             unseen -= self._ran
 
     def _refused(self, reason: object) -> Survey:
-        return Survey(refused=(Refusal("", str(reason), type(inner_model(self._model)).__name__),))
+        return Survey(refused=(Refusal(ROOT, str(reason), type(inner_model(self._model)).__name__),))
 
     @contextmanager
     def _hooked(self, modules: Iterable[nn.Module], method: str) -> Iterator[None]:

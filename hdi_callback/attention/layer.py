@@ -18,6 +18,7 @@ from hdi_callback.errors import UnsupportedAttentionError
 
 Role = Literal["query", "key", "value", "output"]
 ROLES: tuple[Role, ...] = ("query", "key", "value", "output")
+ROOT = "the model"  # name of a layer that is the model itself
 
 # --- where the weight of a head lies
 
@@ -297,7 +298,7 @@ class Site:
 class AttentionLayer:
     """A multi-head attention layer of a model."""
 
-    name: str  #: dotted path of the module in the model
+    name: str  #: dotted path of the module in the model; "the model" if it is that
     module: nn.Module = field(repr=False)  #: the module itself
     #: Role -> weight of its heads; a role that no parameter makes is absent.
     weights: Mapping[str, HeadWeight] = field(repr=False)
@@ -389,13 +390,13 @@ class AttentionLayer:
 class Refusal:
     """An attention that is not watched."""
 
-    name: str  # dotted path of the module
+    name: str  # dotted path of the module; "the model" if it is that
     reason: str  # why, as a clause
     module_type: str = ""  # the module's class
 
     def __str__(self) -> str:
-        module_type = f" ({self.module_type})" if self.name and self.module_type else ""
-        return f"`{self.name or self.module_type}`{module_type}: {self.reason}"
+        module_type = f" ({self.module_type})" if self.module_type else ""
+        return f"`{self.name}`{module_type}: {self.reason}"
 
 
 @dataclass(frozen=True)

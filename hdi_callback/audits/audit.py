@@ -117,7 +117,7 @@ def audit(
     """
     opened, surveyed = open_layers(target, model, forward)
     layers = surveyed.layers
-    refused = {refusal.name or type(opened.model).__name__: refusal.reason for refusal in surveyed.refused}
+    refused = {refusal.name: refusal.reason for refusal in surveyed.refused}
     facts = tuple(layer.description() for layer in layers)
     # Rules pass over what pretrained weights had from the start, and an audit asks about just that.
     alerts = Alerts("default", None, facts, pretrained=False)

@@ -107,7 +107,7 @@ def compare(
     opened = [open_layers(source, model) for source in (first, second)]
     targets = [target for target, _ in opened]
     before, after = ({layer.name: layer for layer in survey.layers} for _, survey in opened)
-    reasons = {refusal.name or target.name: refusal.reason for target, survey in opened for refusal in survey.refused}
+    reasons = {refusal.name: refusal.reason for _, survey in opened for refusal in survey.refused}
     for side, names in (("A", before.keys() - after.keys()), ("B", after.keys() - before.keys())):
         reasons |= dict.fromkeys(sorted(names), f"it is only in {side}")
     changes: dict[str, dict[str, tuple[float, ...]]] = {}

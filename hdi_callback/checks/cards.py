@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from hdi_callback.attention.discovery.find import short_names
 from hdi_callback.attention.discovery.heads import IN
+from hdi_callback.attention.layer import ROOT
 from hdi_callback.checks.facts import PLURAL, Facts, HeadRows, ranges, shown_rows
 
 _LABEL = 24
@@ -138,6 +139,6 @@ def joined_name(paths: Iterable[str]) -> str:
         columns = [set(column) for column in zip(*numbers)]
         is_grid = math.prod(map(len, columns)) == len(numbers)  # each number with each of the other places
         texts_of_numbers = [",".join(ranges(column)) for column in columns] if is_grid else map(str, numbers[0])
-        name = "".join(text + number for text, number in zip(texts, [*texts_of_numbers, ""])) or "the model"
+        name = "".join(text + number for text, number in zip(texts, [*texts_of_numbers, ""])) or ROOT
         names.append(name if is_grid else f"{name} and {len(numbers) - 1} more")
     return ", ".join(names)

@@ -6,15 +6,13 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
-from hdi_callback.attention.discovery.find import TapeReader, survey
+from hdi_callback.attention.discovery.find import TapeReader, layer_name, survey
 from hdi_callback.attention.discovery.heads import FoundAttention
 from hdi_callback.attention.discovery.labels import Labels, Unreadable
 from hdi_callback.attention.discovery.planes import small
 from hdi_callback.attention.tape import Step
 from hdi_callback.checks.cards import card_of
 from hdi_callback.checks.facts import facts_of
-
-_ROOT = "the model"  # as cards call it
 
 
 def explained(model: nn.Module, forward: Callable[[], object], name: str) -> str:
@@ -24,19 +22,20 @@ def explained(model: nn.Module, forward: Callable[[], object], name: str) -> str
     def read(reader: TapeReader) -> None:
         labels = reader.labels
         for attn in reader.attentions:
-            listings.setdefault(attn.path or "", []).append(_of_attention(labels, attn))
+            listings.setdefault(layer_name(attn.path or ""), []).append(_of_attention(labels, attn))
         for step, _ in reader.refused:
-            listings.setdefault(step.path or "", []).append(_lines(labels, [step, *labels.leading_to(step.inputs)]))
+            lines = _lines(labels, [step, *labels.leading_to(step.inputs)])
+            listings.setdefault(layer_name(step.path or ""), []).append(lines)
         for facts in facts_of(reader):
-            listings.setdefault(facts.path, []).append(str(card_of(facts)))
+            listings.setdefault(layer_name(facts.path), []).append(str(card_of(facts)))
 
-    name = "" if name == _ROOT else name
     for refusal in survey(model, forward, read).refused:
         listings.setdefault(refusal.name, []).append(f"refused: {refusal.reason}")
     if name in listings:
-        return "\n\n".join([f"`{name}` ({type(model.get_submodule(name)).__name__})", *listings[name]])
-    ran_in = ", ".join(f"`{path or _ROOT}`" for path in listings)
-    return f"No attention ran in `{name or _ROOT}`; it ran in: {ran_in or 'no module'}."
+        modules = {layer_name(path): type(module).__name__ for path, module in model.named_modules()}
+        return "\n\n".join([f"`{name}` ({modules[name]})", *listings[name]])
+    ran_in = ", ".join(f"`{path}`" for path in listings)
+    return f"No attention ran in `{name}`; it ran in: {ran_in or 'no module'}."
 
 
 def _of_attention(labels: Labels, attn: FoundAttention) -> str:

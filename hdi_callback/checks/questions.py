@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hdi_callback.attention.discovery.heads import IN
 from hdi_callback.attention.kept_state import names_in
+from hdi_callback.attention.layer import ROOT
 from hdi_callback.attention.tape import walk_back
 from hdi_callback.checks.diagnoses import Diagnosis, Verdict
 from hdi_callback.checks.door import Changes, Door, Inputs, NotAskedError, by_token, tensors_in
@@ -52,7 +53,7 @@ def ask_model(
         name = question.__name__.replace("_", " ")
         try:
             for verdict, text, layer in question(door, inputs, facts):
-                broken.append(Diagnosis(layer or "the model", name, verdict, text, lines.get(layer, "")))
+                broken.append(Diagnosis(layer or ROOT, name, verdict, text, lines.get(layer, "")))
         except NotAskedError as reason:
             not_asked[name] = str(reason)
         except Exception as error:  # the model takes no other values

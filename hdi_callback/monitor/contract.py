@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from hdi_callback.arguments import listed, quoted
-from hdi_callback.attention.discovery.find import TapeReader, name_without_wrappers
+from hdi_callback.attention.discovery.find import TapeReader, layer_name
 from hdi_callback.attention.discovery.products import attribute_of
-from hdi_callback.attention.layer import AttentionLayer
+from hdi_callback.attention.layer import ROOT, AttentionLayer
 from hdi_callback.attention.tape import Tape
 from hdi_callback.checks import Facts, facts_of, joined_name, shown_rows
 from hdi_callback.checks.facts import PLURAL, shown_heads
@@ -160,7 +160,7 @@ class Contract:
         terms: dict[Key, Any] = {}
         calls: Counter[str] = Counter()
         for each in facts:
-            layer = name_without_wrappers(each.path)
+            layer = layer_name(each.path)
             values = {term: read(each) for term, (read, _) in _TERMS.items()} if self._is_chosen(layer) else {}
             terms |= {(layer, calls[layer], term): value for term, value in values.items() if value is not None}
             calls[layer] += 1
@@ -173,7 +173,7 @@ class Contract:
 
     def _terms_of_aim(self, aim: Aim, facts: Sequence[Facts]) -> dict[Key, Clauses]:
         """Return what is wrong with what is trained: of each layer that attends to these tokens, or of the model."""
-        sees = {name_without_wrappers(each.path): _sees_ahead(each, aim) for each in facts}
+        sees = {layer_name(each.path): _sees_ahead(each, aim) for each in facts}
         sees = {layer: ahead for layer, ahead in sees.items() if ahead is not None and self._is_chosen(layer)}
         if aim.offset == 1:
             return {(layer, 0, AIM): {_SEES: ()} if ahead else {} for layer, ahead in {**sees, "": False}.items()}
@@ -401,7 +401,7 @@ def _in_words(clauses: Clauses) -> list[str]:
     texts = []
     for phrase, names in clauses.items():
         outer = [name for name in names if not any(name.startswith(f"{other}.") for other in names if other)]
-        texts.append(phrase.format(quoted([each or "the model" for each in joined_name(outer).split(", ")])))
+        texts.append(phrase.format(quoted([each or ROOT for each in joined_name(outer).split(", ")])))
     return texts if len(texts) <= _MOST else [*texts[:_MOST], f"and {len(texts) - _MOST} changes more"]
 
 

@@ -22,7 +22,7 @@ from hdi_callback.attention.dtensors import IN_PIECES, is_in_first_fsdp
 from hdi_callback.attention.extra_forward import inner_model
 from hdi_callback.attention.first_calls import FirstCalls
 from hdi_callback.attention.first_forward import FirstForward
-from hdi_callback.attention.layer import AttentionLayer, Refusal, Survey
+from hdi_callback.attention.layer import ROOT, AttentionLayer, Refusal, Survey
 from hdi_callback.attention.tape import Tape
 from hdi_callback.checks import Facts, examine, facts_of
 from hdi_callback.errors import HDIWarning, MisconfigurationError, NothingToWatchError
@@ -150,7 +150,7 @@ class HeadDiversityMonitor:
             training_only: leave out forwards that autograd does not record, as those of an evaluation.
         """
         if not self.layers and self._first_calls is not None and is_in_first_fsdp(self._model):
-            self.refused = (Refusal("", IN_PIECES, self.model_name),)
+            self.refused = (Refusal(ROOT, IN_PIECES, self.model_name),)
             self.close()
             return
         self._is_armed, self._training_only = True, training_only

@@ -337,7 +337,8 @@ def _settings(optimizer: Optimizer) -> dict[str, Any]:
 
 def _names(model: nn.Module, layers: Sequence[AttentionLayer]) -> dict[int, Place]:
     """Return number of a parameter -> its place."""
-    of_layers = ((layer.name, name, each) for layer in layers for name, each in layer.module.named_parameters())
+    within = (layer for layer in layers if layer.module is not model)
+    of_layers = ((layer.name, name, each) for layer in within for name, each in layer.module.named_parameters())
     of_model = (("", name_without_wrappers(name), each) for name, each in model.named_parameters())
     return {id(parameter): (layer, name) for layer, name, parameter in (*of_model, *of_layers)}
 

@@ -451,7 +451,7 @@ class Session:
             for target in self._trainer.targets(past):
                 self._sinks.append(sink_for(target, self._facts, self._settings.metrics or (), past))
         if self._trainer.is_first_rank:
-            refused = {refusal.name or refusal.module_type: refusal.reason for refusal in self.monitor.refused}
+            refused = {refusal.name: refusal.reason for refusal in self.monitor.refused}
             with self._showing(Console.name):
                 self._sinks.append(
                     Console(

@@ -218,9 +218,9 @@ def test_attention_that_is_no_longer_fused_is_absent_once_and_then_read_by_the_m
     torch.manual_seed(0)
     model, x = Switched(), torch.randn(2, 7, 12)
     capture = capture_of(model, survey(model, lambda: model(x)).layers)
-    fused = [taken_of(capture, lambda: model(x))[""] for _ in range(2)]
+    fused = [taken_of(capture, lambda: model(x))["the model"] for _ in range(2)]
     model.is_fused = False
-    absent, written = [taken_of(capture, lambda: model(x))[""] for _ in range(2)]
+    absent, written = [taken_of(capture, lambda: model(x))["the model"] for _ in range(2)]
     assert not absent.rows
     assert "the next reading reads it anew" in absent.reasons["rows"]
     assert not written.reasons
@@ -700,7 +700,7 @@ def test_convolutions_of_kernel_size_one_give_positions_as_tokens():
 
     model, x, given = Pointwise(), torch.randn(2, 8, 3, 4), []
     model.out.register_forward_pre_hook(lambda module, args: given.append(args[0].detach()))
-    found = captured(model, lambda: model(x), padding=None)[""]
+    found = captured(model, lambda: model(x), padding=None)["the model"]
     assert torch.equal(found.outputs, given[-1].flatten(2).mT.reshape(24, 2, 4))
 
 

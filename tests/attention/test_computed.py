@@ -263,7 +263,7 @@ def test_training_is_bit_identical_where_weights_are_computed(name):
             module(torch.randn(B, T, C)).square().mean().backward()
             if monitor is not None:
                 reading = monitor.measure(step)
-                values = reading.record().layers[""].values
+                values = reading.record().layers["the model"].values
                 assert 0 < values["hdi"] < 1
             optimizer.step()
             optimizer.zero_grad()

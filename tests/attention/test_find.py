@@ -190,7 +190,10 @@ def test_names_of_two_attentions_in_one_module_differ():
             return x
 
     model = Both()
-    assert [layer.name for layer in find_attention(model, lambda: model(torch.randn(2, 7, C)))] == ["", "#2"]
+    assert [layer.name for layer in find_attention(model, lambda: model(torch.randn(2, 7, C)))] == [
+        "the model",
+        "the model#2",
+    ]
 
 
 @pytest.mark.parametrize("mask", [False, True], ids=["plain", "block mask"])

@@ -76,11 +76,11 @@ def test_rows_and_outputs_are_those_of_the_same_attention_written_out(mask, chan
     with HeadDiversityMonitor(layer, metrics=["attention_entropy", "head_covariance"]) as monitor:
         monitor.arm(training_only=False)
         layer(x)
-        captured = monitor._capture.take()[""]
+        captured = monitor._capture.take()["the model"]
         monitor.disarm()
         monitor.arm(training_only=False)
         layer(x)
-        values = monitor.measure(step=0).record().layers[""].values
+        values = monitor.measure(step=0).record().layers["the model"].values
     weights = dense(layer, x)
     entropy = -(weights * weights.clamp_min(1e-30).log()).sum(-1)
     visible = (weights > 0).sum(-1).double()
@@ -131,7 +131,7 @@ def test_a_compiled_flex_attention_in_an_eager_model_is_read_and_stays_compiled(
                 monitor.arm(training_only=False)
             outputs.append(layer(torch.ones(2, LENGTH, W) * step))
             if monitor is not None:
-                record = monitor.measure(step).record().layers[""]
+                record = monitor.measure(step).record().layers["the model"]
                 assert "attention_entropy" in record.values
                 assert "attention rows" not in record.absent
         graphs.append((torch._dynamo.utils.counters["stats"]["unique_graphs"], outputs))
@@ -148,7 +148,7 @@ def test_many_queries_are_computed_some_at_a_time(monkeypatch):
         with HeadDiversityMonitor(layer, metrics=["head_covariance"]) as monitor:
             monitor.arm(training_only=False)
             layer(x)
-            kept.append(monitor._capture.take()[""].outputs)
+            kept.append(monitor._capture.take()["the model"].outputs)
     assert torch.allclose(*kept, atol=1e-6)
 
 

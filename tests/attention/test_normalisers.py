@@ -247,7 +247,7 @@ def readings(module: nn.Module, path: str) -> list[dict[str, float]]:
                 module(x).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-    return [record.layers[""].values for record in load_history(path).records[:3]]
+    return [record.layers["the model"].values for record in load_history(path).records[:3]]
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -339,7 +339,7 @@ def test_only_a_softmax_is_told_to_be_sharp_from_the_start(name, alerts, tmp_pat
         module(scale * torch.randn(B, T, C)).square().mean().backward()
         optimizer.step()
     first = load_history(path).records[0]
-    assert first.layers[""].values["attention_entropy"] < 0.5
+    assert first.layers["the model"].values["attention_entropy"] < 0.5
     assert [alert.rule for alert in first.alerts] == alerts
 
 

@@ -231,6 +231,36 @@ def test_a_comparison_that_fails_is_one_warning_and_training_goes_on(monkeypatch
     assert sum("Comparing what attention computes" in str(each.message) for each in caught) == 1
 
 
+class Alone(nn.Module):
+    """A model that is one attention."""
+
+    is_causal = True
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal).transpose(1, 2).flatten(2))
+
+
+def test_an_attention_that_is_the_model_itself_has_a_name_in_what_is_told(tmp_path):
+    torch.manual_seed(0)
+    model = Alone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with watch_heads(model, optimizer, every_n_steps=1, log_dir=tmp_path) as heads:
+        for step in range(20):
+            model.is_causal = step < 8
+            with heads.step():
+                model(torch.randn(2, 9, 16)).square().mean().backward()
+                optimizer.step()
+            optimizer.zero_grad()
+    messages = [alert.message for alert in load_history(tmp_path).alerts]
+    assert messages
+    assert all("attention in the model " in message for message in messages), messages
+
+
 @pytest.mark.parametrize("every", [10, 1000])
 @pytest.mark.parametrize("window", [0, 4])
 def test_a_lost_mask_is_told_once_and_what_else_has_changed_at_the_readings_after(every, window, tmp_path, monkeypatch):

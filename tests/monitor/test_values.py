@@ -125,7 +125,7 @@ def test_padding_counts_nowhere():
         with HeadDiversityMonitor(model) as monitor:
             monitor.arm()
             model(tokens, tokens, tokens, key_padding_mask=hidden, need_weights=False)[0].sum().backward()
-            found.append(monitor.measure(0).record().layers[""].values)
+            found.append(monitor.measure(0).record().layers["the model"].values)
     plain, without = found
     assert without == pytest.approx(plain, rel=1e-5, abs=1e-6)
     assert {"head_covariance", "attention_entropy"} <= plain.keys()
@@ -138,7 +138,7 @@ def test_outputs_of_torch_attention_are_what_its_projection_takes():
     with HeadDiversityMonitor(model) as monitor:
         monitor.arm()
         model(x, x, x)[0].sum().backward()
-        values = monitor.measure(0).record().layers[""].values
+        values = monitor.measure(0).record().layers["the model"].values
     q, k, v = ((x @ w.T).view(2, 7, 4, 8).transpose(1, 2) for w in model.in_proj_weight.detach().chunk(3))
     o = (q @ k.mT / 8**0.5).softmax(-1) @ v
     weight = model.out_proj.weight.detach().T.reshape(4, 8, 32)

@@ -38,7 +38,7 @@ from hdi_callback.attention.discovery.labels import (
 from hdi_callback.attention.discovery.own_inputs import forward_of_torchs_attention, own_forward
 from hdi_callback.attention.discovery.sites import merged_sites, site_of
 from hdi_callback.attention.extra_forward import inner_model, nothing_remains
-from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Refusal, Site, Survey
+from hdi_callback.attention.layer import ROOT, AttentionLayer, HeadWeight, Refusal, Site, Survey
 from hdi_callback.attention.normalisers import SOFTMAX
 from hdi_callback.attention.tape import DATA, Cell, Step, Tape, View, walk_back
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionWarning
@@ -262,7 +262,7 @@ class _Layers:
         return Survey(in_model_order(self._model, layers), tuple(self._refused.values()))
 
     def _refuse(self, path: str, reason: str) -> None:
-        name = name_without_wrappers(path)
+        name = layer_name(path)
         self._refused[name] = Refusal(name, reason, type(self._model.get_submodule(path)).__name__)
 
     def _add(self, attn: FoundAttention) -> None:
@@ -300,7 +300,7 @@ class _Layers:
             notes.append("the output projection, which takes heads of another width")
             del weights["output"]
         path = place_of(attn, chosen)
-        name = name_without_wrappers(path)
+        name = layer_name(path)
         namesakes = sum(layer.name.partition("#")[0] == name for layer in self._layers.values())
         return AttentionLayer(
             f"{name}#{namesakes + 1}" if namesakes else name, self._model.get_submodule(path), weights,
@@ -481,7 +481,7 @@ def find_attention(model: nn.Module, forward: Callable[[], object] | None = None
 
 def in_model_order(model: nn.Module, layers: Iterable[AttentionLayer]) -> tuple[AttentionLayer, ...]:
     """Return layers in the order of the model's modules."""
-    order = {name_without_wrappers(name): at for at, (name, _) in enumerate(model.named_modules())}
+    order = {layer_name(name): at for at, (name, _) in enumerate(model.named_modules())}
     return tuple(sorted(layers, key=lambda layer: order.get(layer.name.partition("#")[0], len(order))))
 
 
@@ -497,3 +497,8 @@ def name_without_wrappers(name: str) -> str:
         'blocks.0.attn'
     """
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def layer_name(path: str) -> str:
+    """Return the name of the layer of a module: its name without wrappers, of the model itself "the model"."""
+    return name_without_wrappers(path) or ROOT

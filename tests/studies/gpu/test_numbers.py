@@ -195,7 +195,7 @@ def test_torch_attention_with_padding_is_read_as_on_the_cpu():
         with HeadDiversityMonitor(model) as monitor:
             monitor.arm()
             model(x, x, x, key_padding_mask=padding, need_weights=False)[0].sum().backward()
-            found.append(monitor.measure(0).record().layers[""].values)
+            found.append(monitor.measure(0).record().layers["the model"].values)
     expected, measured = found
     assert {"hdi", "head_covariance", "attention_entropy", "circuit_qk_norm"} <= measured.keys()
     assert measured == pytest.approx(expected, rel=1e-4, abs=1e-5)

@@ -73,7 +73,7 @@ def test_masks_of_padding_are_not_waited_for():
                 monitor.arm()
                 model(x, x, x, key_padding_mask=padding, need_weights=False)[0].sum().backward()
                 reading = monitor.measure(step)
-    assert {"head_covariance", "attention_entropy"} <= reading.record().layers[""].values.keys()
+    assert {"head_covariance", "attention_entropy"} <= reading.record().layers["the model"].values.keys()
 
 
 def test_steps_between_readings_do_not_wait(tmp_path: Path):
