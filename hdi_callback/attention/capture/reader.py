@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -150,7 +150,7 @@ class Reader(Mode):
     def begin(self) -> None:
         """Begin another armed step."""
         self._counts: Counter[tuple[str, bool]] = Counter()
-        self._places: dict[Any, tuple[Tensor, Tensor, Tensor]] = {}
+        self._places: dict[Any, _Place] = {}
         self._received.clear()
         self.forget()
 
@@ -251,8 +251,8 @@ class Reader(Mode):
         sampled = self._sampled(logits)
         rows = _copied(sampled.rows(logits))
         if how.is_causal:
-            *_, is_later = self._place(sampled, logits.shape[3], logits.device)
-            rows = rows.masked_fill(is_later, -math.inf)
+            place = self._place(sampled, logits.shape[3], logits.device)
+            rows = rows.masked_fill(place.is_later, -math.inf)
         return rows, logits[:, 0].amax(1) <= _SEEN
 
     def _read_weights(
@@ -271,8 +271,8 @@ class Reader(Mode):
         if how.kind == "normaliser":
             sums = rows.sum(-1, keepdim=True)
             rows = rows.masked_fill(((sums - 1).abs() > _ADDS_UP) & (sums.abs() > _ADDS_UP), math.nan)
-        positions, *_ = self._place(sampled, weights.shape[3], weights.device)
-        self._hand_over(layer, CoreSample(positions, logits, rows), sampled, hidden_keys)
+        place = self._place(sampled, weights.shape[3], weights.device)
+        self._hand_over(layer, CoreSample(place.among_keys, logits, rows), sampled, hidden_keys)
 
     def show(self, layer: AttentionLayer, outputs: Tensor) -> None:
         """Compare queries and keys that the mode read with those that autograd saved; trust these if equal."""
@@ -298,19 +298,19 @@ class Reader(Mode):
         mask = received.get("attn_bias") if mask is None else mask
         sampled, view_query, view_key = self._views_of(query, key, how)
         hidden = None
-        positions, _, is_later = self._place(sampled, key.shape[-2], query.device)
+        place = self._place(sampled, key.shape[-2], query.device)
         if mask is not None:
             mask = _arranged(mask.expand(*query.shape[:-1], key.shape[-2]), how.rows, how)
             of_first = mask[:, 0]
             hidden = (~of_first if mask.dtype == torch.bool else of_first <= _SEEN).all(1)
             mask = sampled.rows(mask).clone()
         sample = CoreSample(
-            positions,
+            place.among_keys,
             query=_copied(view_query(query)),
             key=_copied(view_key(key)),
             scale=query.shape[-1] ** -0.5 if received["scale"] is None else received["scale"],
             mask=mask,
-            later=is_later if received.get("is_causal") else None,
+            later=place.is_later if received.get("is_causal") else None,
         )
         self._hand_over(layer, sample, sampled, hidden)
         if self._sink.wants_outputs(layer.name):
@@ -336,8 +336,8 @@ class Reader(Mode):
 
     def _read_flex(self, layer: AttentionLayer, how: Site, call: FlexCall, out: Tensor) -> None:
         sampled = self._sampled(call.query)
-        positions, numbers, _ = self._place(sampled, call.key.shape[2], call.query.device)
-        sample = CoreSample(positions, logits=call.logits(numbers)[sampled.sequences].float())
+        place = self._place(sampled, call.key.shape[2], call.query.device)
+        sample = CoreSample(place.among_keys, logits=call.logits(place.among_queries)[sampled.sequences].float())
         self._hand_over(layer, sample, sampled, None)
         if self._sink.wants_outputs(layer.name):
             self._sink.take_outputs(layer.name, out.transpose(1, 2)[..., : layer.value_dim])
@@ -376,17 +376,14 @@ class Reader(Mode):
         except Exception as error:
             self._sink.fail(layer.name, f"its head outputs cannot be read ({describe(error)})")
 
-    def _place(self, sampled: _Sampled, keys: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Return positions of sampled queries among keys, and among queries, and which keys `is_causal` hides.
-
-        Of more keys the first are of a memory or cache: the last query and key are of one token. Layers share them.
-        """
-        place = sampled.shape[1], sampled.queries.start, sampled.queries.step, keys, device
-        if place not in self._places:
+    def _place(self, sampled: _Sampled, keys: int, device: torch.device) -> _Place:
+        """Return where sampled queries are, and what they see; layers share it."""
+        key = sampled.shape[1], sampled.queries.start, sampled.queries.step, keys, device
+        if key not in self._places:
             numbers = torch.arange(sampled.shape[1], device=device)[sampled.queries]
             is_later = torch.arange(keys, device=device) > numbers[:, None]
-            self._places[place] = numbers + max(0, keys - sampled.shape[1]), numbers, is_later
-        return self._places[place]
+            self._places[key] = _Place(numbers + max(0, keys - sampled.shape[1]), numbers, is_later)
+        return self._places[key]
 
     def _sampled(self, rows: Tensor) -> _Sampled:
         """Return which sequences and queries are sampled, the same at each step: others would look like changes."""
@@ -395,6 +392,14 @@ class Reader(Mode):
         each = max(1, self._max_rows // max(1, math.ceil(sequences / by_sequence)))
         by_query = max(1, math.ceil(queries / each))
         return _Sampled((sequences, queries), slice(0, None, by_sequence), slice(by_query // 2, None, by_query))
+
+
+class _Place(NamedTuple):
+    """Where sampled queries are."""
+
+    among_keys: Tensor  # ``(q,)``; of more keys the first are of a memory: the last query and key are of one token
+    among_queries: Tensor  # ``(q,)``
+    is_later: Tensor  # ``(q, keys)``, which keys `is_causal` hides
 
 
 @dataclass(frozen=True)
