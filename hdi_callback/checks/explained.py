@@ -8,8 +8,9 @@ from torch import nn
 
 from hdi_callback.attention.discovery.find import TapeReader, layer_name, survey
 from hdi_callback.attention.discovery.heads import FoundAttention
-from hdi_callback.attention.discovery.labels import Labels, Unreadable
+from hdi_callback.attention.discovery.labels import Labels
 from hdi_callback.attention.discovery.planes import small
+from hdi_callback.attention.discovery.products import Unreadable
 from hdi_callback.attention.tape import Step
 from hdi_callback.checks.cards import card_of
 from hdi_callback.checks.facts import facts_of

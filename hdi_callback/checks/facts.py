@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from hdi_callback.attention.discovery.cores import Core, core_of, sums_of
 from hdi_callback.attention.discovery.find import TapeReader, place_of
 from hdi_callback.attention.discovery.heads import IN, FoundAttention, Projection
-from hdi_callback.attention.discovery.labels import NORMED, SEVERAL, SUM, Label, Labels, Unreadable
+from hdi_callback.attention.discovery.labels import NORMED, SEVERAL, SUM, Label, Labels
 from hdi_callback.attention.discovery.planes import small, unique_rows
+from hdi_callback.attention.discovery.products import Unreadable
 from hdi_callback.attention.operations import SOFTMAX_LIKE, SOFTMAXES
 from hdi_callback.attention.tape import DATA, Cell, Step, Tape
 from hdi_callback.checks.blocks import block_of

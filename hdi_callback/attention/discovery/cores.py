@@ -23,11 +23,10 @@ from hdi_callback.attention.discovery.labels import (
     Flag,
     Label,
     Labels,
-    Unreadable,
     only_one,
 )
 from hdi_callback.attention.discovery.planes import repeats, reshaped, small, thin
-from hdi_callback.attention.discovery.products import Product, reduced_dims
+from hdi_callback.attention.discovery.products import Product, Unreadable, reduced_dims
 from hdi_callback.attention.normalisers import Normaliser
 from hdi_callback.attention.tape import DATA, MADE, Cell, Step, View, WalkOn, walk_back
 

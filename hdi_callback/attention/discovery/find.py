@@ -33,9 +33,9 @@ from hdi_callback.attention.discovery.labels import (
     SUM,
     Flag,
     Labels,
-    Unreadable,
 )
 from hdi_callback.attention.discovery.own_inputs import forward_of_torchs_attention, own_forward
+from hdi_callback.attention.discovery.products import Unreadable
 from hdi_callback.attention.discovery.sites import merged_sites, site_of
 from hdi_callback.attention.extra_forward import inner_model, nothing_remains
 from hdi_callback.attention.layer import ROOT, AttentionLayer, HeadWeight, Refusal, Site, Survey

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from hdi_callback.attention.discovery.heads import Projection
-from hdi_callback.attention.discovery.labels import Labels, Unreadable
+from hdi_callback.attention.discovery.labels import Labels
 from hdi_callback.attention.discovery.planes import small
-from hdi_callback.attention.discovery.products import Product
+from hdi_callback.attention.discovery.products import Product, Unreadable
 from hdi_callback.attention.layer import HeadWeight, Rows, Term, owner_of
 from hdi_callback.attention.operations import BETWEEN, KEEPS, NORMS
 from hdi_callback.attention.tape import DATA, WEIGHT, Cell, Step, Tape, View, walk_back

@@ -41,8 +41,6 @@ from hdi_callback.attention.discovery.products import (
 )
 from hdi_callback.attention.tape import CONSTANT, DATA, MADE, WEIGHT, Cell, Step, Tape, View, walk_back
 
-__all__ = ["SEVERAL", "FeatureRange", "Label", "Labels", "Unreadable"]
-
 _ENDS = {*ops.EMPTY, *ops.FUSED, *ops.WHOLE_LAYERS}  # what they return has no labels of what they take
 NOTHING, SEVERAL = 0, -1  # of a token; as features, numbers below -1 are sets
 
