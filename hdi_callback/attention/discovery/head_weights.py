@@ -43,10 +43,9 @@ class Weights:
         self._of_outputs = of_outputs  # parameters of output projections, with which a layer before ends
 
     def of(self, maps: Sequence[Projection], role: str, shared: frozenset[object], path: str) -> HeadWeight:
-        """Return the weight of a role that one projection makes, or several that are summed.
+        """Return the weight of a role: a projection, or a sum of some, each with those before it.
 
-        Projections before `shared`, which queries, keys and values all take, or out of the module `path`, are not of
-        this attention.
+        A projection before `shared`, which all roles take, or outside the module `path` is not of this attention.
         """  # noqa: DOC501
         if len(maps) == 1:
             return HeadWeight((self._term(maps[0], shared, path),))
@@ -186,14 +185,22 @@ class Weights:
 
     def _before(self, view: View) -> _Inner | None:
         """Return the projection whose output a tensor is, up to a norm, a gain and a number."""
-        steps = _path_to_product(self._labels, view.cell)
-        if steps is None:
+        products, between = set[Product](), list[Step]()
+        labels = self._labels
+        for cell in walk_back([view.cell], lambda cell: [each for each in labels.needs(cell) if each.kind == DATA]):
+            product = labels.products.of(cell.step)
+            if product is not None:
+                products.add(product)
+            elif cell.step is not None and cell.step.op in BETWEEN and len(between) < _MOST_STEPS_BETWEEN_MAPS:
+                between.append(cell.step)
+            else:
+                return None
+        if len(products) != 1 or (product := products.pop()).kind not in {"weight", "filter"} or product.taps > 1:
             return None
-        product, between = steps
         if product.kind == "weight" and 0 not in (product.first.stride[0], product.second.stride[0]):
             return None  # blocks of features, each with a map of its own
         try:
-            label = self._labels.read(view)
+            label = labels.read(view)
             scale, gain = _scale_of(between), _gain_of(between, view.shape[-1])
         except Unreadable:
             return None
@@ -201,13 +208,13 @@ class Weights:
             return None
         rows = small(label.features.flatten(0, -2) if label.features.dim() > 1 else label.features[None])
         row = rows[0].tolist() if len(rows) == 1 or bool((rows == rows[:1]).all()) else []
-        owner = self._labels.owner(row[0]) if row else -1
-        if owner not in self._labels.products.stride or self._labels.tape.names[owner] in self._of_outputs:
+        owner = labels.owner(row[0]) if row else -1
+        if owner not in labels.products.stride or labels.tape.names[owner] in self._of_outputs:
             return None
-        if not len(set(row)) == len(row) == view.shape[-1] or set(map(self._labels.owner, row)) != {owner}:
+        if not len(set(row)) == len(row) == view.shape[-1] or set(map(labels.owner, row)) != {owner}:
             return None
-        stride, count = self._labels.products.stride[owner]
-        inner = Projection((self._labels.tape.names[owner],), torch.tensor([row]), stride, count)
+        stride, count = labels.products.stride[owner]
+        inner = Projection((labels.tape.names[owner],), torch.tensor([row]), stride, count)
         return _Inner(inner, product.first, gain, scale)
 
     def _input(self, name: str) -> View:
@@ -244,34 +251,6 @@ def _keeps(step: Step) -> bool:
     """Whether an operation leaves features as they are: a copy, or dropout."""
     writers = (writer for view in step.inputs for writer in view.cell.writers())
     return step.op in KEEPS or (step.op == "mul" and any(writer.op == "bernoulli" for writer in writers))
-
-
-def _path_to_product(labels: Labels, cell: Cell) -> tuple[Product, list[Step]] | None:
-    """Return the only product with a parameter that a tensor comes from, and the norms and the like between."""
-    nearest: Product | None = None
-    between: list[Step] = []
-
-    def inputs(cell: Cell) -> list[Cell]:
-        step = cell.step
-        if step is None or labels.products.of(step) is not None:
-            return []
-        return [view.cell for view in step.inputs if view.is_float and view.cell.kind == DATA]
-
-    for current in walk_back([cell], inputs):
-        step = current.step
-        if step is None or len(between) > _MOST_STEPS_BETWEEN_MAPS:
-            return None
-        product = labels.products.of(step)
-        if product is not None and product.kind in {"weight", "filter"}:
-            if product.taps > 1 or nearest not in (None, product):
-                return None
-            nearest = product
-            continue
-        is_changed = current.before is not None and step.op not in {"mul", "div", "add", "native_dropout"}
-        if product is not None or step.op not in BETWEEN or is_changed:
-            return None
-        between.append(step)
-    return None if nearest is None else (nearest, between)
 
 
 def _scale_of(steps: Sequence[Step]) -> float:
