@@ -26,11 +26,7 @@ def is_in_first_fsdp(model: nn.Module) -> bool:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return all of a tensor of which other ranks hold a part, itself if they do not: collective, and differentiable.
-
-    Raises:
-        UnsupportedAttentionError: of parameters that DeepSpeed or the first FSDP keep in pieces that are no DTensors.
-    """
+    """Return all of a tensor of which other ranks hold a part, else itself; collective, and differentiable."""
     if hasattr(tensor, "ds_id") or hasattr(tensor, "_is_flat_param"):
         raise UnsupportedAttentionError(IN_PIECES)
     if not is_sharded(tensor):

@@ -177,11 +177,7 @@ class HeadWeight:
         return list(dict.fromkeys(parameter for owner, name in owners for parameter in _underlying(owner, name)))
 
     def index(self, head: int) -> tuple[nn.Parameter, Tensor]:
-        """Return the parameter of a head, and ``(width, in_features)`` numbers of elements as `Tensor.put_` takes them.
-
-        Raises:
-            UnsupportedAttentionError: if the weight is not a part of one parameter that is whole on this rank.
-        """
+        """Return the parameter of a head, and ``(width, in_features)`` numbers of elements for `Tensor.put_`."""
         rows = self.plain
         if rows is None:
             raise UnsupportedAttentionError("The weight of its heads is computed from several parameters.")

@@ -46,7 +46,7 @@ class Recipe:
 
         with torch.autocast(device.type, enabled=False):  # which the steps have written down where it was on
             for step in self._steps:
-                args, kwargs = mapped(step.args, tensor), mapped(step.kwargs, tensor)
+                args, kwargs = list(mapped(step.args, View, tensor)), mapped(step.kwargs, View, tensor)
                 if kwargs.get("device") is not None:
                     kwargs["device"] = device
                 for view, out in zip(step.outputs, _outputs(step, args, kwargs), strict=True):
@@ -101,14 +101,14 @@ class Recipe:
             first = _first(view.cell)
             return names.get(first) or list(copies).index(first), view.shape, view.stride, view.offset
 
-        own = []
+        own, keys = list[Step](), list[str]()
         for _, step in sorted(steps.items()):
             outputs = [None if view is None else moved(view) for view in step.outputs]
-            args, kwargs = mapped(step.args, moved), mapped(step.kwargs, moved)
-            own.append(Step(step.number, step.op, step.function, tuple(args), kwargs, None, "", [], outputs))
-        key = "; ".join(f"{step.op}{mapped((step.args, step.kwargs), named)}" for _, step in sorted(steps.items()))
+            args, kwargs = mapped(step.args, View, moved), mapped(step.kwargs, View, moved)
+            own.append(Step(step.number, step.op, step.function, args, kwargs, None, "", [], outputs))
+            keys.append(f"{step.op}{mapped((step.args, step.kwargs), View, named)}")
         of_copies = {copied(cell): name for cell, name in names.items()}
-        return cls(tuple(sorted(parameters)), key, own, of_copies, copied(root))
+        return cls(tuple(sorted(parameters)), "; ".join(keys), own, of_copies, copied(root))
 
 
 def _first(cell: Cell) -> Cell:

@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -276,14 +276,14 @@ class Tape(Mode):
         inputs, options = (args, kwargs) if flex is None else (args[:3], _of_flex(flex))
         try:
             with torch._C.DisableTorchFunction():  # modes of the user's see nothing of what is written down
-                views = self._viewed(inputs, name), self._viewed(options, name)
+                views, named_views = mapped((inputs, options), Tensor, partial(self._view, op=name))
         except Exception as error:
             self.errors.append(f"{name}: {type(error).__name__}: {error}")
             return passed_on(func, args, kwargs)
         out = passed_on(func, args, kwargs) if flex is None else flex.run()
         try:
             with torch._C.DisableTorchFunction():
-                step = self._write(func, name, inputs, options, *views, out)
+                step = self._write(func, name, inputs, options, views, named_views, out)
                 if step is not None:
                     with _disable_current_modes():
                         self.normalisers.look(step, tensors_in((inputs, tuple(options.values()))), tensors_in((out,)))
@@ -292,16 +292,6 @@ class Tape(Mode):
         except Exception as error:
             self.errors.append(f"{name}: {type(error).__name__}: {error}")
         return out
-
-    def _viewed(self, value: Any, op: str) -> Any:
-        """Return a value with views in place of tensors."""
-        if isinstance(value, Tensor):
-            return self._view(value, op)
-        if isinstance(value, (list, tuple)):
-            return tuple(self._viewed(item, op) for item in value)
-        if isinstance(value, dict):
-            return {name: self._viewed(item, op) for name, item in value.items()}
-        return value
 
     def _view(self, tensor: Tensor, op: str = "") -> View | None:
         key = storage_key(tensor)
@@ -518,12 +508,12 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return written
 
 
-def mapped(value: Any, function: Callable[[View], Any]) -> Any:
-    """Return a step's arguments with something in place of each view."""
-    if isinstance(value, View):
+def mapped(value: Any, kind: type[_Item], function: Callable[[_Item], Any]) -> Any:
+    """Return the arguments of an operation with something in place of each tensor, or view."""
+    if isinstance(value, kind):
         return function(value)
     if isinstance(value, (tuple, list)):
-        return [mapped(item, function) for item in value]
+        return tuple(mapped(item, kind, function) for item in value)
     if isinstance(value, dict):
-        return {name: mapped(item, function) for name, item in value.items()}
+        return {name: mapped(item, kind, function) for name, item in value.items()}
     return value

@@ -856,7 +856,7 @@ def a_softmax_with_one_more_in_its_sum():
         return weights / (1 + weights.sum(-1, keepdim=True)) @ v
 
     m = between(attention)
-    return m, truth_of_four(m) | {"notes": "more in the sum of its softmax than its exponentials"}
+    return m, truth_of_four(m)
 
 
 @case

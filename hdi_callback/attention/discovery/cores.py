@@ -37,7 +37,6 @@ _MOST_CELLS_TO_SCORES = 400  # from a softmax back to the matmul of queries and 
 _MOST_STEPS_TO_MAP = 9  # from a softmax back to a map that mixes the scores of heads
 _MOST_STEPS_TO_VALUES = 60
 _MASKING = {"add", "mul", "where", "masked_fill", "tril", "triu"} | ops.KEEPS  # between exponentials and their sum
-_LARGEST_EPSILON = 0.01  # that is added to a sum so that nothing is divided by zero
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,16 +181,15 @@ def _core_behind(labels: Labels, step: Step, scores: View, dim: int | None) -> C
     flags = {Flag("scores are a sum of several products")} if len(sources) > 1 else set()
     flags |= label.flags & {TIMES}
     at = dim - len(scores.shape)
-    notes = tuple(_notes(step, [product for _, product in consumers]))
+    notes = _CHOICE if _has_choice_behind(step, [product for _, product in consumers]) else ()
     return Core(step, tuple(parts), source.step, query_of.amax(dim), at, frozenset(flags), scores, notes=notes)
 
 
-def _notes(softmax: Step, products: list[Product]) -> Iterator[str]:
-    """Return what happens between a softmax and values that its rows do not show."""
-    sums = [user.output.cell for user in sums_of(softmax)] if softmax.op in ops.EXPONENTIALS else []
-    added = [item for cell in sums for user in cell.users if user.op == "add" for item in user.args[:2]]
-    if any(item.cell not in sums if isinstance(item, View) else item > _LARGEST_EPSILON for item in added):
-        yield "more in the sum of its softmax than its exponentials"
+_CHOICE = ("a choice among its weights behind the softmax",)  # a note: its rows do not show it
+
+
+def _has_choice_behind(softmax: Step, products: list[Product]) -> bool:
+    """Whether weights are chosen among between a softmax and the products with values."""
 
     def inputs(cell: Cell) -> list[Cell]:
         views = cell.step.inputs if cell.step is not None and cell.step.number > softmax.number else []
@@ -199,8 +197,7 @@ def _notes(softmax: Step, products: list[Product]) -> Iterator[str]:
 
     cells = islice(walk_back([product.first.cell for product in products], inputs), _MOST_CELLS_TO_SCORES)
     steps = (cell.step for cell in cells if cell.step is not None and cell.step.number > softmax.number)
-    if any(step.op in ops.CHOICES for step in steps):
-        yield "a choice among its weights behind the softmax"
+    return any(step.op in ops.CHOICES for step in steps)
 
 
 def softmax_dim(step: Step) -> int | None:

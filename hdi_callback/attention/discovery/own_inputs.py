@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 _TOKENS = (2, 8)  # sequences and their length, in a made-up batch
 
@@ -85,9 +86,5 @@ def _made_up(model: Any) -> Iterator[dict[str, Any]]:
 
 def _moved(inputs: Any, model: nn.Module) -> Any:
     """Return inputs on the model's device, in its precision."""
-    first = next(model.parameters(), None)
-    if isinstance(inputs, Tensor) and first is not None:
-        return inputs.to(first.device, first.dtype if inputs.is_floating_point() else None)
-    if isinstance(inputs, dict):
-        return {name: _moved(value, model) for name, value in inputs.items()}
-    return tuple(_moved(value, model) for value in inputs) if isinstance(inputs, (list, tuple)) else inputs
+    like = next(model.parameters(), torch.zeros(()))
+    return tree_map_only(Tensor, lambda x: x.to(like.device, like.dtype if x.is_floating_point() else None), inputs)

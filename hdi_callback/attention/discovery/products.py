@@ -233,7 +233,7 @@ class Products:
 
 def run_on(step: Step, position: int, numbers: Callable[[View], Tensor]) -> Tensor:
     """Return one output of an operation, run on whole numbers in place of its tensors."""
-    args, kwargs = mapped(step.args, numbers), mapped(step.kwargs, numbers)
+    args, kwargs = mapped(step.args, View, numbers), mapped(step.kwargs, View, numbers)
     kwargs = {name: value for name, value in kwargs.items() if name not in _OF_TENSORS}
     out = step.function(*(args[:2] if step.op == "constant_pad_nd" else args), **kwargs)
     return torch.as_tensor(out[position] if isinstance(out, (tuple, list)) else out).long()
