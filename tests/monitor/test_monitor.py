@@ -396,4 +396,4 @@ def test_the_record_of_a_reading_is_plain_and_repeatable():
     assert isinstance(reading, Reading)
     one, two = reading.record(), reading.record()
     assert one.step == 7
-    assert one.layers["the model"].values == two.layers[""].values
+    assert one.layers["the model"].values == two.layers["the model"].values

@@ -18,9 +18,7 @@ from hdi_callback.attention import operations as ops
 from hdi_callback.attention.discovery.labels import (
     RESAMPLED,
     SEVERAL,
-    TIMES,
     FeatureRange,
-    Flag,
     Label,
     Labels,
     only_one,
@@ -81,7 +79,6 @@ class Core:
     # without `dim`; `None` of a fused operation.
     query_of: Tensor | None = None
     dim: int = -1  # that the softmax runs over
-    flags: frozenset[Flag] = frozenset()  # what else is true of its scores
     scores: View | None = None  # what the softmax takes; `None` of a fused operation
     normaliser: Normaliser | None = None  # in place of a softmax
     notes: tuple[str, ...] = ()  # what rows and weights do not show of it
@@ -178,11 +175,9 @@ def _core_behind(labels: Labels, step: Step, scores: View, dim: int | None) -> C
             if not parts:
                 raise
     query_of = _numbered(slots, label.tokens, source, is_flipped)
-    flags = {Flag("scores are a sum of several products")} if len(sources) > 1 else set()
-    flags |= label.flags & {TIMES}
     at = dim - len(scores.shape)
     notes = _CHOICE if _has_choice_behind(step, [product for _, product in consumers]) else ()
-    return Core(step, tuple(parts), source.step, query_of.amax(dim), at, frozenset(flags), scores, notes=notes)
+    return Core(step, tuple(parts), source.step, query_of.amax(dim), at, scores, notes=notes)
 
 
 _CHOICE = ("a choice among its weights behind the softmax",)  # a note: its rows do not show it

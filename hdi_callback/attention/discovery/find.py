@@ -408,7 +408,10 @@ def _different(maps: list[Projection], heads: int) -> tuple[list[Projection], tu
     """Return each different head once, and the number of each head among these."""
     names = [tuple((item.names[head], *item.starts[head].tolist()) for item in maps) for head in range(heads)]
     order = list(dict.fromkeys(names))
-    different = [item.of_heads([names.index(name) for name in order]) for item in maps]
+    first = [names.index(name) for name in order]
+    different = [
+        replace(item, names=tuple(item.names[head] for head in first), starts=item.starts[first]) for item in maps
+    ]
     return different, tuple(order.index(name) for name in names)
 
 

@@ -7,6 +7,7 @@ the labels of a `Core`; `columns_of` follows what the core gives to the output p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -52,10 +53,6 @@ class Projection:
         """What tells it from other projections."""
         return self.names, tuple(self.starts.flatten().tolist()), self.count
 
-    def of_heads(self, heads: Sequence[int]) -> Projection:
-        """Return the rows of some heads."""
-        return replace(self, names=tuple(self.names[head] for head in heads), starts=self.starts[list(heads)])
-
     def at(self, places: Sequence[int]) -> Projection:
         """Return the rows at some positions of the head."""
         columns = [self.places.index(place) for place in places]
@@ -69,7 +66,7 @@ class FoundAttention:
     core: Core  # as it runs
     heads: int  # how many there are
     maps: dict[str, list[Projection]]  # role -> projections that are summed: one, as a rule
-    flags: set[Flag]  # what else happens to queries, keys, values and output
+    flags: set[Flag]  # what else happens to queries, keys and values
     notes: list[str]  # what is left out, in words
     numbers: list[Tensor] = field(default_factory=list)  # of each product: ``(n, queries)``, the head of each; or -1
     width: int = 0  # of a head's values
@@ -97,7 +94,7 @@ class FoundAttention:
 def heads_of(labels: Labels, core: Core) -> FoundAttention:
     """Return the heads of an attention; raise `Unreadable` if they cannot be told apart."""
     _refuse_parts_of_features(labels, core)
-    attn = FoundAttention(core, 0, {}, set(core.flags), [*core.notes])
+    attn = FoundAttention(core, 0, {}, set(), [*core.notes])
     with_values = [part for part in core.parts if bool(small(part.value.features).any())] or core.parts[:1]
     heads: dict[_Name, _Head] = {}
     parts: list[tuple[ValueProduct, Tensor]] = []  # with the head of each query
@@ -252,7 +249,6 @@ def _maps_of_role(labels: Labels, attn: FoundAttention, role: str, heads: list[V
     for owner in computed:
         if labels.ranges[owner].kind == "scores":
             raise Unreadable(f"its {role} is a product of two computed tensors")
-        attn.flags.add(Flag("what another attention returns", role=role))
     heads = [{owner: places for owner, places in vector.items() if owner not in computed} for vector in heads]
     if SUM.of(role) in attn.flags:
         still = [owner for owner in owners if owner not in labels.moving]  # maps of positions alone
@@ -321,13 +317,9 @@ def columns_of(labels: Labels, attn: FoundAttention) -> None:
             is_linear = product.kind in {"weight", "filter"}
             if is_linear and product.first.cell in walk.met:
                 attn.takers.append((step, product))
-                try:
+                with suppress(Unreadable):
                     _read_columns(labels, attn, step, product)
-                except Unreadable as error:
-                    attn.flags.add(Flag(str(error), role="output"))
-        elif step.op in {"add", "sub"} and _adds_something_else(labels, attn, step, walk.met):
-            attn.flags.add(Flag("something is added before a map", role="output"))
-        else:
+        elif step.op not in {"add", "sub"} or not _adds_something_else(labels, attn, step, walk.met):
             walk.follow(step)
 
 

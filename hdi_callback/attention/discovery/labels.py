@@ -46,7 +46,7 @@ NOTHING, SEVERAL = 0, -1  # of a token; as features, numbers below -1 are sets
 
 
 class Flag(NamedTuple):
-    """What else happens to queries, keys, values or the output of an attention."""
+    """What else happens to queries, keys or values of an attention."""
 
     kind: str
     detail: str = ""
