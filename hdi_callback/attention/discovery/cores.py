@@ -339,13 +339,8 @@ def _runs_over_columns(slots: Tensor, tokens: Tensor, dim: int, source: FeatureR
 
 def _pairs(plane: Tensor, dim: int) -> Tensor:
     """Return neighbours along a dimension, ``(2, pairs)``."""
-    for across in range(plane.dim()):
-        if across != dim and plane.stride(across) == 0 and plane.shape[across] > 1:
-            plane = plane.narrow(across, 0, 1)
-    if plane.stride(dim) == 0:
-        plane = plane.narrow(dim, 0, 2)
-    size = plane.shape[dim]
-    return torch.stack([plane.narrow(dim, start, size - 1).flatten() for start in (0, 1)])
+    rows = plane.movedim(dim, 0)
+    return torch.stack([small(rows[:-1]).flatten(), small(rows[1:]).flatten()])
 
 
 def _numbered(slots: Tensor, tokens: Tensor, source: FeatureRange, is_flipped: bool) -> Tensor:

@@ -402,7 +402,10 @@ def _refuse_parts_of_features(labels: Labels, core: Core) -> None:
     owners = set().union(*(labels.owners(label.features) for label in factors))
     alike = {o for label in factors if repeats(label.features, 0) for o in labels.owners(label.features)}
     rooted = Labels(labels.tape, of_inputs=True)
-    for step in _steps_leading_to(labels, core):
+    views, scores = core.step.inputs[:3], labels.products.of(core.score_step)  # of a fused operation
+    if scores is not None:
+        views = [scores.first, scores.second, *(part.product.second for part in core.parts if part.product)]
+    for step in list(labels.leading_to(views)):
         product = labels.products.of(step)
         if product is None or not labels.products.is_projection(step):
             continue
@@ -419,15 +422,6 @@ def _refuse_parts_of_features(labels: Labels, core: Core) -> None:
             raise Unreadable("the map of each head takes an input of its own: a part of the features")
         if weight.shape[1] > product.taps > 1:
             raise Unreadable("a filter runs over the features of a map")
-
-
-def _steps_leading_to(labels: Labels, core: Core) -> list[Step]:
-    views = []
-    for part in core.parts:
-        views += part.step.inputs[:3] if part.product is None else [part.product.second]
-    product = labels.products.of(core.score_step)
-    views += [product.first, product.second] if product is not None else []
-    return list(labels.leading_to(views))
 
 
 def _varies(labels: Labels, column: Tensor) -> bool:

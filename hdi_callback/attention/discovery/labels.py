@@ -35,9 +35,9 @@ from hdi_callback.attention.discovery.products import (
     Product,
     Products,
     Unreadable,
+    owners_of,
     reduced_dims,
     run_on,
-    runs_of,
 )
 from hdi_callback.attention.tape import CONSTANT, DATA, MADE, WEIGHT, Cell, Step, Tape, View, walk_back
 
@@ -177,10 +177,10 @@ class Labels:
 
     def owners(self, features: Tensor) -> set[int]:
         """Return the parameters and feature ranges in a plane."""
-        numbers = small(features).unique().tolist()
-        owners = set(runs_of(numbers[bisect.bisect_right(numbers, 0) :], self.tape.first))
-        sets = numbers[: bisect.bisect_left(numbers, -1)]
-        return owners.union(*({self.owner(member) for member in self.members(number)} for number in sets))
+        numbers = small(features).unique()
+        owners = set(owners_of(numbers[numbers > 0], self.tape))
+        sets = map(self.members, numbers[numbers < -1].tolist())
+        return owners.union(*({self.owner(member) for member in members} for members in sets))
 
     def sources_in(self, features: Tensor, kind: str) -> list[FeatureRange]:
         """Return the feature ranges of a kind in a plane, in the order of their steps."""
@@ -363,17 +363,10 @@ class Labels:
         apart = (first != second) & (first != 0) & (second != 0)
         statistic_of = None
         if bool(apart.any()):
-            lefts, at_left = torch.unique(first[apart], return_inverse=True)
-            rights, at_right = torch.unique(second[apart], return_inverse=True)
-            count = rights.numel()
-            pairs, back = torch.unique(at_left * count + at_right, return_inverse=True)
-            numbers, are_statistics = [], True
-            for number_left, number_right in zip(lefts[pairs // count].tolist(), rights[pairs % count].tolist()):
-                number, is_statistic = self._feature_of_sum(number_left, number_right)
-                numbers.append(number)
-                are_statistics &= is_statistic
+            pairs, back = unique_rows(torch.stack([first[apart], second[apart]], 1))
+            numbers, are_statistics = zip(*(self._feature_of_sum(*pair) for pair in pairs.tolist()))
             features = features.masked_scatter(apart, torch.tensor(numbers)[back])
-            if are_statistics:  # a norm, written out
+            if all(are_statistics):  # a norm, written out
                 statistic_of = summand if self.is_statistic(int(first[apart][0])) else label
         return features.expand(shape), statistic_of
 

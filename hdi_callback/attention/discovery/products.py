@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 import re
 from collections.abc import Callable
@@ -212,7 +211,7 @@ class Products:
     def features(self, weight: View) -> Tensor:
         """Return the features ``(n, columns)`` of a weight ``(n, k, columns)``: the first element of each."""
         first, stride = self.lines(weight, 1)
-        for owner in runs_of(first.unique().tolist(), self.tape.first):
+        for owner in owners_of(first, self.tape):
             if self.stride.get(owner, (0, -1))[1] < weight.shape[1]:
                 self.stride[owner] = stride, weight.shape[1]
         return first
@@ -315,14 +314,10 @@ def _as_batch(view: View, *, is_row: bool) -> View:
     return view.seen_as(shape, stride)
 
 
-def runs_of(numbers: list[int], starts: list[int]) -> list[int]:
-    """Return the runs, that begin at some numbers, in which sorted numbers are."""
-    runs, at = [], 0
-    while at < len(numbers):
-        run = bisect.bisect_right(starts, numbers[at]) - 1
-        runs.append(run)
-        at = len(numbers) if run + 1 == len(starts) else bisect.bisect_left(numbers, starts[run + 1])
-    return runs
+def owners_of(numbers: Tensor, tape: Tape) -> list[int]:
+    """Return the parameters and feature ranges, by their places, that elements with some numbers are of."""
+    owners: list[int] = (torch.bucketize(numbers, torch.tensor(tape.first), right=True) - 1).unique().tolist()
+    return owners
 
 
 def attribute_of(parameter: str) -> str:
