@@ -311,9 +311,10 @@ class Tape(Mode):
 
     def _put_together(self, key: int, tensor: Tensor) -> Cell | None:
         """Return the cell of a parameter that lies elsewhere while its module runs, as FSDP gathers it."""
-        module = _running_module(self._paths)[0]
+        outer = running_module(self._paths)
+        module = None if outer is None else self.model.get_submodule(outer)
         for name, parameter in module.named_parameters(recurse=False) if module is not None else ():
-            path = f"{self._paths[module]}.{name}".lstrip(".")
+            path = f"{outer}.{name}".lstrip(".")
             if path not in self.local:
                 continue
             local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
@@ -377,28 +378,20 @@ class Tape(Mode):
         return cell.written
 
     def _place(self, op: str) -> tuple[str | None, str, dict[str, Tensor]]:
+        """Return which module runs what may be attention, on which line, and its masks of tokens, from the stack."""
+        path, line, padding = None, "", dict[str, Tensor]()
         places = ops.SOFTMAX_LIKE | ops.WHOLE_LAYERS | ops.BATCHED | ops.CUMULATIVE
-        if not (op in places or op in ops.FUSED or "::" in op):
-            return None, "", {}
-        module, line, padding = _running_module(self._paths)
-        return (None if module is None else self._paths[module]), line, padding
-
-
-def _running_module(paths: dict[nn.Module, str]) -> tuple[nn.Module | None, str, dict[str, Tensor]]:
-    """Return which module of the model runs now, on which line, and its masks, from the call stack."""
-    line, innermost = "", None
-    padding: dict[str, Tensor] = {}
-    for frame in running_frames():
-        code = frame.f_code
-        module = module_of(frame, paths)
-        if module is not None:
-            padding = {**_padding_given(frame), **padding}
-            if innermost is None:
-                innermost, line = module, line or f"{code.co_filename}:{frame.f_lineno}"
-        is_torch = "torch" in code.co_filename.replace("\\", "/").split("/")
-        if not (line or is_torch or code.co_filename == __file__):
-            line = f"{code.co_filename}:{frame.f_lineno}"
-    return innermost, line, padding
+        for frame in running_frames() if op in places or op in ops.FUSED or "::" in op else ():
+            code = frame.f_code
+            module = module_of(frame, self._paths)
+            if module is not None:
+                padding = {**_padding_given(frame), **padding}
+                if path is None:
+                    path, line = self._paths[module], line or f"{code.co_filename}:{frame.f_lineno}"
+            is_torch = "torch" in code.co_filename.replace("\\", "/").split("/")
+            if not (line or is_torch or code.co_filename == __file__):
+                line = f"{code.co_filename}:{frame.f_lineno}"
+        return path, line, padding
 
 
 def _padding_given(frame: Any) -> dict[str, Tensor]:
