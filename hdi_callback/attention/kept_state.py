@@ -8,7 +8,6 @@ file or a generator function that runs, is named before the forward runs.
 from __future__ import annotations
 
 import array
-import copy
 import functools
 import io
 import random
@@ -33,7 +32,7 @@ from hdi_callback.guard import describe
 _NOT_ENTERED = (
     "hdi_callback", "lightning", "pytorch_lightning", "accelerate", "wandb", "tensorboard", "logging", "threading",
     "concurrent", "multiprocessing", "asyncio", "re", "torch._", "torch.distributed", "torch.cuda", "torch.fx",
-    "torch.jit", "torch.autograd", "torch.nn.parallel", "torch.utils.hooks",
+    "torch.jit", "torch.autograd", "torch.nn.parallel", "torch.utils.hooks", "weakref",
 )  # fmt: skip
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, range, slice, types.ModuleType, types.CodeType)
 _LARGEST = 2**20  # items of a container, and numbers of an array, that are listed
@@ -105,7 +104,7 @@ class KeptState:
     """List the Python objects that can be reached from some roots; `put_back` restores them in place.
 
     Containers, attributes and slots, those of classes, closures, global names that the user's forwards use, arrays
-    and generators of random numbers are restored. Iterators that can be copied are replaced by copies meanwhile.
+    and generators of random numbers are restored.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
@@ -136,9 +135,9 @@ class KeptState:
         if isinstance(value, dict):
             self._list_dict(value)
         elif isinstance(value, (list, deque)):
-            self._list(lambda: list(enumerate(value)), functools.partial(_refill, value), value.__setitem__)
+            self._list(lambda: list(enumerate(value)), functools.partial(_refill, value))
         elif isinstance(value, set):
-            self._list(lambda: list(enumerate(value)), functools.partial(_reset, value), None)
+            self._list(lambda: list(enumerate(value)), functools.partial(_reset, value))
         elif isinstance(value, (tuple, frozenset)):
             self._stack.extend(value if len(value) <= _LARGEST else ())
         elif isinstance(value, types.MethodType):
@@ -173,16 +172,11 @@ class KeptState:
             self.beyond |= {"an open file"} if is_used else set()
         elif isinstance(value, types.GeneratorType):
             self.beyond |= set() if value.gi_frame is None else {"a generator function that runs"}
-        elif _is_iterator(value):  # held by what cannot lend a copy
+        elif hasattr(type(value), "__next__") and type(value).__module__ in ("builtins", "itertools"):
             self.beyond.add("an iterator")
 
-    def _list(
-        self,
-        read: Callable[[], _Items],
-        restore: Callable[[_Items, _Items], object],
-        lend: Callable[[Any, Any], object] | None,
-    ) -> None:
-        """List items by name or place, to restore them later; `lend` writes copies of iterators meanwhile."""
+    def _list(self, read: Callable[[], _Items], restore: Callable[[_Items, _Items], object]) -> None:
+        """List items by name or place, to restore them later."""
         before = read()
         if len(before) > _LARGEST:
             return
@@ -195,12 +189,7 @@ class KeptState:
                 restore(now, before)
 
         self._undo.append(undo)
-        for name, item in before if len(before) <= _MOST_ENTERED else ():
-            iterator = _copied_iterator(item) if _is_iterator(item) and lend is not None else None
-            if iterator is None or lend is None:
-                self._stack.append(item)
-            else:
-                lend(name, iterator)
+        self._stack += [item for _, item in before] if len(before) <= _MOST_ENTERED else []
 
     def _list_dict(self, value: dict[Any, Any]) -> None:
         """List the items of a dict, also of a module or another object."""
@@ -215,7 +204,7 @@ class KeptState:
                 for name, item in before:
                     kind.__setitem__(value, name, item)
 
-        self._list(lambda: list(value.items()), restore, functools.partial(dict.__setitem__, value))
+        self._list(lambda: list(value.items()), restore)
 
     def _list_named(self, holder: Any, names: Callable[[], Iterable[str]]) -> None:
         """List attributes of what has no dict of them: of classes and modules, slots, what a closure holds."""
@@ -232,7 +221,7 @@ class KeptState:
                 if name not in held or held[name] is not item:
                     kind.__setattr__(holder, name, item)
 
-        self._list(read, restore, functools.partial(kind.__setattr__, holder))
+        self._list(read, restore)
 
     def _list_function(self, value: types.FunctionType) -> None:
         for cell in value.__closure__ or ():
@@ -328,19 +317,6 @@ def _reset(value: set[Any], now: _Items, before: _Items) -> None:
     numbers = {id(item) for _, item in before}
     value.difference_update([item for _, item in now if id(item) not in numbers])
     value.update(item for _, item in before)
-
-
-def _is_iterator(value: Any) -> bool:
-    is_iterator = hasattr(type(value), "__next__") and type(value).__module__ in ("builtins", "itertools")
-    return is_iterator and not isinstance(value, types.GeneratorType)
-
-
-def _copied_iterator(value: Any) -> Any:
-    """Return a copy of an iterator of Python's own (a list's, `itertools.count`); `None` if it cannot be copied."""
-    try:
-        return copy.deepcopy(value)  # with the iterators within it
-    except Exception:
-        return None
 
 
 @functools.cache
