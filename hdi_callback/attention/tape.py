@@ -56,14 +56,6 @@ class Cell:
     is_mapped: bool = False  # whether a parameter takes part in it
     users: list[Step] = field(default_factory=list)
 
-    def writers(self) -> Iterator[Step]:
-        """Return what wrote into its storage, the latest first."""
-        cell: Cell | None = self
-        while cell is not None:
-            if cell.step is not None:
-                yield cell.step
-            cell = cell.before
-
     def __repr__(self) -> str:
         source = self.parameter or ("an input" if self.step is None else f"{self.step.number} {self.step.op}")
         return f"<Cell of {self.numel} elements: {source}>"

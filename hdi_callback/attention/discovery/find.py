@@ -253,11 +253,7 @@ class _Layers:
                 self._refuse(attn.core.step.path or "", str(error))
         for step, reason in refused:
             self._refuse(step.path or "", reason)
-        merged: dict[object, list[Site]] = {}
-        for site, key in merged_sites(
-            sorted(self._sites, key=lambda item: (item[0].path, item[0].ordinal)), self._tape.counts
-        ):
-            merged.setdefault(key, []).append(site)
+        merged = merged_sites(self._sites, self._tape.counts)
         layers = [replace(layer, sites=tuple(merged.get(key, ()))) for key, layer in self._layers.items()]
         return Survey(in_model_order(self._model, layers), tuple(self._refused.values()))
 

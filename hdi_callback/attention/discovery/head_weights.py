@@ -248,9 +248,11 @@ def origin(view: View) -> object:
 
 
 def _keeps(step: Step) -> bool:
-    """Whether an operation leaves features as they are: a copy, or dropout."""
-    writers = (writer for view in step.inputs for writer in view.cell.writers())
-    return step.op in KEEPS or (step.op == "mul" and any(writer.op == "bernoulli" for writer in writers))
+    """Whether an operation leaves features as they are: a copy, or dropout, perhaps by a factor that was drawn."""
+    if step.op != "mul":
+        return step.op in KEEPS
+    written = walk_back([view.cell for view in step.inputs], lambda cell: [cell.before] if cell.before else [])
+    return any(cell.step is not None and cell.step.op == "bernoulli" for cell in written)
 
 
 def _scale_of(steps: Sequence[Step]) -> float:

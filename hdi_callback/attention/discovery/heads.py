@@ -246,9 +246,8 @@ def _maps_of_role(labels: Labels, attn: FoundAttention, role: str, heads: list[V
     """Return the projections that make a role, each with the rows of every head; without those of positions alone."""
     owners = list(dict.fromkeys(owner for vector in heads for owner in vector))
     computed = [owner for owner in owners if owner in labels.ranges]
-    for owner in computed:
-        if labels.ranges[owner].kind == "scores":
-            raise Unreadable(f"its {role} is a product of two computed tensors")
+    if any(labels.ranges[owner].kind == "scores" for owner in computed):
+        raise Unreadable(f"its {role} is a product of two computed tensors")
     heads = [{owner: places for owner, places in vector.items() if owner not in computed} for vector in heads]
     if SUM.of(role) in attn.flags:
         still = [owner for owner in owners if owner not in labels.moving]  # maps of positions alone

@@ -80,18 +80,20 @@ def _dims(head: Tensor, query: Tensor, heads: int) -> tuple[str, ...]:
     return tuple(names)
 
 
-def merged_sites(sites: list[tuple[Site, object]], counts: Counter[Any]) -> list[tuple[Site, object]]:
-    """Return the first of attentions of one module that come again after a period, with their period.
+def merged_sites(sites: list[tuple[Site, object]], counts: Counter[Any]) -> dict[object, list[Site]]:
+    """Return layer -> its sites: the first of attentions of one module that come again after a period.
 
     So loops, shared modules and recomputation are one attention each. `counts`: how many there are at each place.
     """
     places: dict[Any, list[tuple[Site, object]]] = {}
-    for site, layer in sites:
+    for site, layer in sorted(sites, key=lambda item: (item[0].path, item[0].ordinal)):
         places.setdefault(site.place, []).append((site, layer))
-    merged = []
+    merged: dict[object, list[Site]] = {}
     for place, items in places.items():
         count = counts[place]
         at = {site.ordinal: (replace(site, ordinal=0), layer) for site, layer in items}
         period = next(p for p in range(1, count + 1) if all(at.get(i) == at.get(i % p) for i in range(count)))
-        merged += [(replace(site, period=period), layer) for site, layer in items if site.ordinal < period]
+        for site, layer in items:
+            if site.ordinal < period:
+                merged.setdefault(layer, []).append(replace(site, period=period))
     return merged
