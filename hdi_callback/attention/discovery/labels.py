@@ -106,12 +106,7 @@ class Label:
         return self.mapped(lambda plane: plane.mT)
 
 
-@dataclass(frozen=True, eq=False)
-class _Written:
-    """Labels of a storage's content, in the view through which they were written."""
-
-    label: Label
-    view: View
+_Written = tuple[Label, View]  # labels of a storage's content, and the view through which they were written
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +199,7 @@ class Labels:
             return None
         if isinstance(written, str):
             raise Unreadable(written)
-        stored, label = written.view, written.label
+        label, stored = written
         is_same = (stored.shape, stored.stride, stored.offset) == (view.shape, view.stride, view.offset)
         if is_same and view.itemsize == view.cell.itemsize:
             return label
@@ -257,7 +252,7 @@ class Labels:
         source = self.new_source("input", view.shape[-1], None, view.shape)
         features = (torch.arange(view.shape[-1]) + source.start).expand(view.shape)
         tokens = (torch.arange(view.numel // view.shape[-1]) + 1).reshape(*view.shape[:-1], 1).expand(view.shape)
-        return _Written(Label(features, tokens), view)
+        return Label(features, tokens), view
 
     def needs(self, cell: Cell) -> list[Cell]:
         """Return the contents on whose labels those of a content depend."""
@@ -298,19 +293,20 @@ class Labels:
             return f"{step.op} ({type(error).__name__}: {str(error)[:80]})"
         if isinstance(before, str) and not is_whole:
             return before
-        if isinstance(before, _Written) and not is_whole:
+        if isinstance(before, tuple) and not is_whole:
             return self._written_over(before, label, cell, view)
-        return None if label is None else _Written(label, view)
+        return None if label is None else (label, view)
 
     @staticmethod
     def _written_over(before: _Written, label: Label | None, cell: Cell, view: View) -> _Written:
         """Return labels of a content of which a part is overwritten."""
         nothing = torch.zeros((), dtype=torch.int64)
         part = Label(nothing, nothing) if label is None else label
-        whole = before.label.mapped(lambda plane: written_out(plane, before.view, cell.numel))
+        label_before, stored = before
+        whole = label_before.mapped(lambda plane: written_out(plane, stored, cell.numel))
         for flat, plane in ((whole.features, part.features), (whole.tokens, part.tokens)):
             flat.as_strided(view.shape, view.stride, view.offset).copy_(plane)
-        return _Written(whole.flagged(*part.flags), view.seen_as((cell.numel,), (1,), 0))
+        return whole.flagged(*part.flags), view.seen_as((cell.numel,), (1,), 0)
 
     # rules
 
