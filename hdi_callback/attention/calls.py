@@ -59,7 +59,10 @@ def running_calls() -> list[ModuleCall]:
             local = frame.f_locals
             module = local["self"]._modules.get("_orig_mod", local["self"])
             if not calls or calls[-1].module is not module:
-                calls.append(call_of(module, local["args"], local["kwargs"]))
+                kind: Any = type(module)
+                names, args = _parameters(kind), enumerate(local["args"])
+                by_position = {names[at] if at < len(names) else f"argument {at}": value for at, value in args}
+                calls.append(ModuleCall(module, {**by_position, **local["kwargs"]}))
     return calls
 
 
@@ -76,14 +79,6 @@ def is_rehearsal() -> bool:
     names = [frame.f_code.co_name for frame in running_frames() if frame.f_globals is vars(stages)]
     # The forward or backward of a micro-batch, in every release.
     return bool(names) and not any(name.endswith("_one_chunk") for name in names)
-
-
-def call_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModuleCall:
-    """Name the arguments of a call."""
-    kind: Any = type(module)
-    names = _parameters(kind)
-    by_position = {names[at] if at < len(names) else f"argument {at}": value for at, value in enumerate(args)}
-    return ModuleCall(module, {**by_position, **kwargs})
 
 
 def running_module(names: Mapping[nn.Module, str]) -> str | None:

@@ -120,7 +120,10 @@ class Products:
             weight = step.args[1]
             if not self.is_weight(weight):
                 return Product("unknown filter", step.args[0], weight)
-            return Product("filter", step.args[0], _filter_matrix(step, weight), math.prod(weight.shape[2:]))
+            filters = 1 if step.argument("transposed", default=False) else 0  # the dimension of them
+            count, stride = weight.shape[filters], weight.stride[filters]
+            matrix = weight.seen_as((1, weight.numel // count, count), (0, 1, stride))
+            return Product("filter", step.args[0], matrix, math.prod(weight.shape[2:]))
         if step.op == "sum":
             return _written_out(step)
         if step.op not in ops.MATMULS or len(step.inputs) < 2:
@@ -295,13 +298,6 @@ def _side(view: View, dims: list[int], last: int, *, is_single: bool) -> View:
     if is_single:
         shape, stride = [*shape, 1], [*stride, 0]
     return view.seen_as((*shape, view.shape[last]), (*stride, view.stride[last]))
-
-
-def _filter_matrix(step: Step, weight: View) -> View:
-    """Return the filters of a convolution as a matrix ``(1, inputs of each, filters)``."""
-    along = 1 if step.argument("transposed", default=False) else 0
-    count = weight.shape[along]
-    return weight.seen_as((1, weight.numel // count, count), (0, 1, weight.stride[along]))
 
 
 def _as_batch(view: View, *, is_row: bool) -> View:
