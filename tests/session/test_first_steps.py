@@ -323,8 +323,8 @@ def test_attention_that_is_not_read_and_runs_late_is_named_when_it_runs(path: Pa
     assert [list(record.layers) for record in records_of(path)] == [["read.self_attn"]] * 3
 
 
-def test_attention_in_the_forward_of_the_model_itself_is_named_by_its_class(capsys: pytest.CaptureFixture[str]) -> None:
+def test_attention_in_the_forward_of_the_model_itself_is_named_so(capsys: pytest.CaptureFixture[str]) -> None:
     model = ReadAndUnread()
     with watch_heads(model, torch.optim.SGD(model.parameters(), 0.1), history=False) as heads, heads.step():
         model(torch.randn(2, 5, 8), is_own=True).sum().backward()
-    assert "not watched: ReadAndUnread: its queries depend on an operation" in " ".join(capsys.readouterr().out.split())
+    assert "not watched: the model: its queries depend on an operation" in " ".join(capsys.readouterr().out.split())
