@@ -50,6 +50,11 @@ class Mode(TorchDispatchMode):
         """Let torch.compile go on with what runs under this mode, then and later."""
         return True
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Say the same to older releases, whose flag for it is of the process: two threads could leave it set."""
+        return not hasattr(TorchDispatchMode, "ignore_compile_internals")
+
     def __enter__(self) -> Any:
         """Begin; older releases ask each such operator for a rule of the mode's class."""
         if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):

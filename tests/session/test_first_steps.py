@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 
 from hdi_callback import MonitoringWarning, NothingToWatchError, head_diversity, watch_heads
@@ -287,6 +288,10 @@ def test_settings_of_the_process_come_back_when_two_threads_look_at_once() -> No
         thread.join()
     assert torch.backends.mha.get_fastpath_enabled()
     assert warnings.filters == filters
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    torch.compile(lambda x: x.sin() + 1, backend=counter)(torch.randn(3))
+    assert counter.frame_count == 1
 
 
 class Unread(nn.Module):
