@@ -27,9 +27,8 @@ class HeadCovariance:
     variance: Tensor  #: v, mean variance of a head, the mean of the diagonal
     covariance: Tensor  #: c, mean covariance of two heads, the mean off the diagonal; the empirical covariance term
     correlation: Tensor  #: rho = c / v, in [-1/(H-1), 1]
-    variance_factor: (
-        Tensor  #: Var(mean head) / v = 1/H + (1-1/H) rho, the variance reduction that the ensemble achieves
-    )
+    #: Var(mean head) / v = 1/H + (1-1/H) rho, the variance reduction that the ensemble achieves
+    variance_factor: Tensor
     effective_heads: Tensor  #: 1 / variance factor, capped at H (negative correlation would exceed it)
     output_overlap: Tensor  #: ``(H, H)``, energy overlap of the head outputs before the output projection
     tokens: Tensor  #: number of tokens
