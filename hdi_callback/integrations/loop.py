@@ -23,6 +23,14 @@ from hdi_callback.record import Record
 from hdi_callback.session import Session, Settings, Trainer
 from hdi_callback.session.settings import Options, takes_settings
 
+_PATIENCE = 50
+"""Parts without an optimizer's step after which that is said, where steps had fewer than a tenth of them before."""
+
+_NO_FURTHER_STEP = (
+    "No optimizer has made a step in the last {} of `with heads.step():`, since step {}, so that nothing is trained or "
+    "read. Look at optimizer.step(), and at the scale of a gradient scaler, which skips steps of infinite gradients."
+)
+
 
 @takes_settings
 def watch_heads(
@@ -106,6 +114,7 @@ class HeadSession(Watcher):
         self.loss: Any = None
         self._loop = loop
         self._has_stepped = False
+        self._parts = self._idle = 0  # most of them to a step so far, and those since the last one
         self._versions: list[int] | None = None  # of the weights, when a step was announced
         self._handles: list[Any] = []
         self._start(model, loop)
@@ -207,8 +216,12 @@ class HeadSession(Watcher):
         is_announced = self._versions is not None and (
             not self._loop.optimizers or self._versions != [weight._version for weight in self._loop.weights]
         )
+        self._idle += 1
         if self._has_stepped or is_announced:
             self._loop.step += 1
+            self._parts, self._idle = max(self._parts, self._idle), 0
+        elif self._loop.step > 0 and self._idle >= max(_PATIENCE, 10 * self._parts):
+            self._guard.warn_once("no further step", _NO_FURTHER_STEP.format(self._idle, self._loop.step))
         self._tell(lambda session: session.after_step(self.loss))
 
     # Called by the optimizers; a compiled step traces them.

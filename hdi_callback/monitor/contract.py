@@ -29,7 +29,8 @@ from hdi_callback.monitor.inputs import INPUTS
 from hdi_callback.monitor.labels import AIM, IGNORED, LABELS, LOSS, Aim
 from hdi_callback.monitor.operations import GONE, OPERATIONS, loses, operations_of, tell_operations
 from hdi_callback.monitor.ranks import number_of_ranks
-from hdi_callback.monitor.training_step import GRADIENTS, PLACES, WRITES, StepFacts, tell
+from hdi_callback.monitor.standstill import STILL, UNUSED
+from hdi_callback.monitor.training_step import GRADIENTS, PLACES, StepFacts, tell
 from hdi_callback.record import Alert, state_from_text, state_to_text
 
 EVERY = 10
@@ -42,20 +43,19 @@ MEANING = (
     "positions, biases, the rows that heads are made of, or in which order tokens come; when a module outside "
     "attention has lost an operation (a notice of other changes, of dropout and of modules that run no more); when in "
     "the training step gradients begin to add up, or are turned, scaled or clipped to next to nothing before the "
-    "optimizer gets them, or rows of weights are old ones in another place (a notice if something else writes weights, "
-    "as a mask does); when each position is trained to predict another token than before, or from the start sees "
-    "what it is to predict; or when a cross entropy is computed otherwise (a notice of what the model is given). Read "
-    "at the first readings, at each tenth and after an alert, confirmed by the next; a notice of what changes from "
-    "reading to reading. "
+    "optimizer gets them, or rows of weights are old ones in another place; when weights outside attention no longer "
+    "move, or the learning rate has run out; when each position is trained to predict another token than before, or "
+    "from the start sees what it is to predict; or when a cross entropy is computed otherwise (a notice of what the "
+    "model is given). Read at the first readings, at each tenth and after an alert, confirmed by the next; a notice of "
+    "what changes from reading to reading. "
     f"Then {_ACTION}."
 )
 _FIRST = {1, 2, 3, 6}  # readings after the first one
 _FEWEST = 4  # forwards from which it is known what varies in them
 _ROUNDING = 0.02  # of rotary tables in bf16
-_OF_STEPS = {GRADIENTS, PLACES, WRITES}
+_LOOKS = {GRADIENTS: "a step", PLACES: "a step", STILL: "each reading"}  # that terms come from, if not a forward
 _STEP = "the training step"
-_WHOLE = {GRADIENTS: _STEP, PLACES: _STEP, WRITES: _STEP, LABELS: _STEP, LOSS: _STEP}
-_WHOLE |= {OPERATIONS: "the forward", INPUTS: "what the model is given"}
+_WHOLE = {**dict.fromkeys((*_LOOKS, LABELS, LOSS), _STEP), OPERATIONS: "the forward", INPUTS: "what the model is given"}
 _MOST = 4  # changes of a forward that are listed
 
 Key = tuple[str, int, str]
@@ -117,7 +117,7 @@ class Contract:
                     layers.add("" if term in {OPERATIONS, LOSS, INPUTS} else layer)
                     are_loud.add(is_loud)
                     for text, names in clauses.items():
-                        names = tuple(f"{layer}.{name}".lstrip(".") for name in names) if term in _OF_STEPS else names
+                        names = tuple(f"{layer}.{name}".lstrip(".") for name in names) if term in _LOOKS else names
                         merged[text] = (*merged.get(text, ()), *names)
         except Exception as error:
             self._has_failed = True
@@ -198,12 +198,12 @@ class Contract:
     ) -> Iterator[tuple[Key, str, int, Clauses, bool]]:
         """Yield each change that the next reading confirms, or that goes on: time, first step, whether it is loud."""
         # What the next reading does not have is forgotten; the next comparison looks for it again.
-        kinds = {key[2] in _OF_STEPS for key in terms}  # which were looked at
+        looks = {_LOOKS.get(key[2]) for key in terms}
         self._pending = {
-            key: change for key, change in self._pending.items() if key in terms or (key[2] in _OF_STEPS) not in kinds
+            key: change for key, change in self._pending.items() if key in terms or _LOOKS.get(key[2]) not in looks
         }
         for key, value in terms.items():
-            step = of_step if key[2] in _OF_STEPS else of_forward
+            step = of_step if _LOOKS.get(key[2]) == "a step" else of_forward
             # What may be wrong from the start is compared with nothing.
             before, at = self._terms.setdefault(key, (None if key[2] == AIM else value, step))
             tell = _TERMS[key[2]][1]
@@ -233,7 +233,7 @@ class Contract:
             is_scheduled = key in self._scheduled
             if own and not (is_scheduled and key[2] == OPERATIONS):  # experts and dropped layers are in order
                 when = f"has changed between steps {at} and {first}" if at < first else f"is so since step {first}"
-                is_loud = key[2] not in {WRITES, INPUTS} and (key[2] != OPERATIONS or loses(before, value))
+                is_loud = key[2] != INPUTS and (key[2] != OPERATIONS or loses(before, value))
                 is_loud &= not is_scheduled and not all(map(_may_be_right, own))
                 first = at + 1 if key[2] == INPUTS else first  # the loss may have risen before this reading
                 yield key, _BY_SCHEDULE if is_scheduled else when, first, own, is_loud
@@ -418,8 +418,8 @@ def _tell_labels(before: int | str, after: int | str) -> Clauses:
 
 
 def _may_be_right(clause: str) -> bool:
-    # A model may shift its tokens itself, rewards of zero train nothing, and smoothing may be meant.
-    return clause == _NOT_NEXT.format(_aimed(0)) or IGNORED in clause or "smoothed by" in clause
+    # A model may shift its tokens itself, rewards of zero train nothing, smoothing may be meant, or an output unused.
+    return clause == _NOT_NEXT.format(_aimed(0)) or any(words in clause for words in (IGNORED, "smoothed by", UNUSED))
 
 
 def _sees_ahead(each: Facts, aim: Aim) -> bool | None:
@@ -435,6 +435,11 @@ def _sees_ahead(each: Facts, aim: Aim) -> bool | None:
 
 def _tell_text(before: str, after: str) -> Clauses:
     return {after: ()} if after not in {"", before} else {}
+
+
+def _tell_still(before: Mapping[str, str], after: Mapping[str, str]) -> Clauses:
+    phrases = [*dict.fromkeys(text for name, text in after.items() if name not in before)]
+    return {phrase: tuple(name for name, text in after.items() if text == phrase) for phrase in phrases}
 
 
 def _tell_places(before: Mapping[str, str], after: Mapping[str, str]) -> Clauses:
@@ -470,7 +475,7 @@ _TERMS: dict[str, tuple[Callable[[Facts], Any], Callable[[Any, Any], Clauses]]] 
     "gradients": (lambda each: None, _tell_gradients),
     GRADIENTS: (lambda each: None, tell),
     PLACES: (lambda each: None, _tell_places),
-    WRITES: (lambda each: None, tell),
+    STILL: (lambda each: None, _tell_still),
     OPERATIONS: (lambda each: None, tell_operations),
     LABELS: (lambda each: None, _tell_labels),
     LOSS: (lambda each: None, _tell_text),

@@ -229,8 +229,10 @@ class HeadDiversityMonitor:
                 raise RuntimeError(f"weights are spread over ranks, and {ranks.difference}")
             names = [layer.name for layer in self.layers]
             with absent.unless([PARAMETERS], names):
-                if self._parameters.look(self._model, self.layers):
+                is_new = self._parameters.look(self._model, self.layers)
+                if is_new:
                     self._weights.forget_views()
+                self.training_step.look(step, self._parameters.of_model, is_new=is_new)
             trained = self._parameters.trained
             results = self._weights.measure(step, self.layers, absent, trained, with_checksums=ranks.size > 1)
             ranks.compare(self._weights.checksums)

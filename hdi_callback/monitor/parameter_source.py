@@ -30,6 +30,7 @@ class ParameterReader:
 
     def __init__(self) -> None:
         self.trained: set[tuple[str, str]] = set()  # layer and role of the weights that train
+        self.of_model: list[nn.Parameter] = []
         self._looked_at: tuple[Any, ...] = ((),)  # the layers and parameters that the following is made of
         self._trains = torch.zeros(0, device="cpu")  # of each layer, 1 if any of its parameters trains
         self._groups: list[tuple[list[nn.Parameter], Tensor | None]] = []  # and where small ones end, side by side
@@ -79,7 +80,7 @@ class ParameterReader:
             (tuple(name for name, _ in group), torch.tensor([at for _, at in group], device="cpu", dtype=torch.int64))
             for group in alike.values()
         ]
-        self._looked_at = now  # with the parameters, so that no number is used again
+        self._looked_at, self.of_model = now, parameters  # with the parameters, so that no number is used again
         return True
 
     def measure(self, step: int, *, with_changes: bool) -> list[Result]:

@@ -1,19 +1,19 @@
 """The training step as a part of the contract: what becomes of gradients before the optimizer, and who writes weights.
 
 Exact facts of the parameters that the optimizers hold: the gradient that a step uses is that of the backward, up to one
-positive factor of all; and between two steps nothing writes. Versions of parameters count writes for nothing, but none
-through `.data`; gradients, bits and places of rows are looked at where the contract is compared. Not known, and so
-never told, are gradients with several ranks, of sharded or sparse parameters and in compiled steps.
+positive factor of all; and between two steps nothing writes. Versions count writes for nothing, but none through
+`.data`; gradients and places of rows are looked at where the contract is compared. Not known, and so never told, are
+gradients with several ranks, of sharded or sparse parameters and in compiled steps.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,12 +25,14 @@ from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.hooks import Hook
 from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.guard import Guard, guarded
-from hdi_callback.monitor.parameter_source import bits_of
 from hdi_callback.monitor.places import Place, Places, Side, sketch_of
 from hdi_callback.monitor.ranks import number_of_ranks
+from hdi_callback.monitor.standstill import Standstill, StepFacts, Terms, parameters_of
 
-GRADIENTS, PLACES, WRITES = "step gradients", "step places", "step writes"
-ADDED, TURNED, SCALED, CHANGED, TOUCHED = "not cleared", "turned", "scaled", "changed", "touched"
+__all__ = ["GRADIENTS", "PLACES", "StepFacts", "TrainingStep", "tell"]
+
+GRADIENTS, PLACES = "step gradients", "step places"
+ADDED, TURNED, SCALED, UNCLEAR = "not cleared", "turned", "scaled", "unclear"
 
 _SAMPLE = 1024
 """Entries of a parameter's gradient that are compared, in a regular grid."""
@@ -44,24 +46,14 @@ _SHRUNK = "the optimizer gets gradients 50 times smaller than ever from a backwa
 _OTHER = 2**32
 """Versions of two tensors differ by more, of one by less."""
 
-Terms = dict[tuple[str, int, str], dict[str, str]]
-
 _PHRASES = {
     ADDED: "gradients of {} are not cleared: they add up",
     TURNED: "the optimizer gets another gradient of {} than the backward gives, in other directions",
     SCALED: "the optimizer gets a larger gradient of {} than the backward gives, beside all others",
-    CHANGED: "something writes {} between the optimizer's steps",
 }
 
-
-class StepFacts(NamedTuple):
-    """What one step has shown: tensors on their way to the host, and what makes terms of the contract of them."""
-
-    tensors: Sequence[Tensor]
-    terms: Callable[..., Terms]
-
-
 Key = tuple[int, str]
+"""Number of a parameter, and the name of a tensor in its state; `""` for itself."""
 
 
 @dataclass
@@ -76,8 +68,6 @@ class _Steps:
     own: list[int] = field(default_factory=list)  # writes by the last one
     most: dict[Key, float] = field(default_factory=dict)  # writes by one step; without end where their number varies
     settings: dict[str, Any] = field(default_factory=dict)  # of its groups, at the last step that was looked at
-    facts: StepFacts | None = None  # of a step, until the next one begins
-    looked_at: list[nn.Parameter] = field(default_factory=list)  # for these
     least: tuple[float, float] | None = None  # norm of all gradients, and that as a share of the backward's
 
 
@@ -90,21 +80,20 @@ class TrainingStep:
         self._layers: Sequence[AttentionLayer] = ()
         self._steps: WeakKeyDictionary[Optimizer, _Steps] = WeakKeyDictionary()
         self._handles: list[Any] = []
-        self._hooks: list[Any] = []  # on parameters, until the step
+        self._hooks: list[Any] = []  # on parameters and modules, until the step
         self._gradients: dict[int, Tensor] = {}  # number -> sample of the gradient
         self._was_there: dict[int, Tensor] = {}  # number -> whether a gradient was there
         self._touched: set[Any] = set()  # what something else than a step has written
-        self._is_written: bool | None = None  # between the first steps that are compared
         self._is_fresh = True  # whether no forward of the step to come was missed
         self._compares = self._is_wanted = False  # now, and at the next reading as well
         self._arms = 0
         self._ready: list[StepFacts] = []
         self._last: Terms = {}  # what was known of gradients last, where a step does not show it
-        self._places = Places()
+        self._places, self._standstill = Places(), Standstill(model)
 
     @guarded("watching the training step")
     def arm(self, optimizers: Iterable[Optimizer], layers: Sequence[AttentionLayer], *, compares: bool) -> None:
-        """Look at the next step; where the contract `compares`, also at its gradients and at what follows it."""
+        """Look at the next step; where the contract `compares`, also at its gradients and at places of rows."""
         self.drop()
         self._arms, self._layers = self._arms + 1, layers
         self._compares, self._is_wanted = compares or self._is_wanted or self._arms == 2, compares
@@ -116,12 +105,19 @@ class TrainingStep:
         for optimizer, steps in self._steps.items():
             # A step that is compiled calls no hooks: then none would take those on the parameters away.
             is_able = self._compares and self._is_fresh and steps.has_run and number_of_ranks() == 1
-            for parameter in _parameters(optimizer) if is_able else ():
+            for parameter in parameters_of(optimizer) if is_able else ():
                 if parameter.requires_grad and parameter.is_floating_point() and not is_sharded(parameter):
                     self._hooks.append(parameter.register_hook(partial(self._note, parameter)))
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(self._take))
             steps.is_armed, steps.has_run = True, False
+        self._hooks += self._standstill.arm()
         self._is_fresh = False
+
+    @guarded("watching what moves")
+    def look(self, step: int, parameters: Sequence[nn.Parameter], *, is_new: bool) -> None:
+        """Look at a reading at what has moved since the last; `is_new`: other parameters, or others are to train."""
+        if self._steps:
+            self._ready.append(self._standstill.look(step, parameters, self._steps, self._layers, is_new=is_new))
 
     def drop(self) -> None:
         """Look at no step any more; its forward did not finish, or there is no further one."""
@@ -146,7 +142,7 @@ class TrainingStep:
     def accept(self) -> None:
         """Take what an intervention has just written for what a step left."""
         for steps in self._steps.values():
-            steps.ended, steps.count, steps.facts = [], 0, None
+            steps.ended, steps.count = [], 0
 
     def take(self) -> list[StepFacts]:
         """Return what steps have shown since it was called last."""
@@ -155,25 +151,24 @@ class TrainingStep:
 
     @guarded("watching the training step")
     def _before_step(self, optimizer: Optimizer, *args: Any) -> None:
-        """Note versions right before a step, and the bits right before that which follows one that was looked at."""
         steps = self._steps.get(optimizer)
-        if steps is None:
-            return
-        if steps.is_armed:
-            steps.begun = _versions(optimizer)
-        if steps.facts is not None:
-            self._ready.append(StepFacts([*steps.facts.tensors, _bits(steps.looked_at)], steps.facts.terms))
-            steps.facts, steps.looked_at = None, []
+        if steps is not None and steps.is_armed:
+            steps.begun = _versions(optimizer)[1]
 
+    @guarded("watching the training step")
     def _after_step(self, optimizer: Optimizer, *args: Any) -> None:
         steps = self._steps.get(optimizer)
         if steps is None:
             return
         self._is_fresh = steps.has_run = True
-        if steps.is_armed and steps.begun:
-            self._look(optimizer, steps)
-        else:
+        if not (steps.is_armed and steps.begun):
             steps.count += 1
+            return
+        self._look_for_writes(optimizer, steps)
+        if self._compares:
+            self._look_at_gradients(optimizer, steps)
+        if not any(each.is_armed for each in self._steps.values()):
+            self.drop()
 
     @guarded("watching the training step")
     def _note(self, parameter: Tensor, gradient: Tensor) -> None:
@@ -190,87 +185,63 @@ class TrainingStep:
         if not torch.compiler.is_compiling() and parameter.grad is not None and not parameter.grad.is_sparse:
             self._gradients[id(parameter)] = _sample(parameter.grad)
 
-    @guarded("watching the training step")
-    def _look(self, optimizer: Optimizer, steps: _Steps) -> None:
-        """Compare versions with those after the step that was looked at before, and take gradients and bits."""
-        parameters = _parameters(optimizer)
-        now, settings = _versions(optimizer), _settings(optimizer)
+    def _look_for_writes(self, optimizer: Optimizer, steps: _Steps) -> None:
+        """Compare versions and settings with those after the step that was looked at before."""
+        (keys, now), settings = _versions(optimizer), _settings(optimizer)
         own = [after - before for after, before in zip(now, steps.begun)]
         since = [before - last for before, last in zip(steps.begun, steps.ended)]
         is_as_ever = own == steps.own and since == [steps.count * writes for writes in own]
-        touched: set[Any] = set()
+        touched: set[Any] = {name for name, value in settings.items() if steps.settings.get(name, value) != value}
         if not is_as_ever and len(now) == len(steps.begun) == len(steps.ended):
-            touched |= self._by_others(steps, _keys(optimizer), own, since)
-        touched |= {name for name, value in settings.items() if steps.settings.get(name, value) != value}
+            steps.most |= {  # learn what this step writes
+                key: writes if key not in steps.most and 0 < writes < _OTHER else math.inf
+                for key, writes in zip(keys, own) if writes and writes != steps.most.get(key)
+            }  # fmt: skip
+            owners = Counter(id(parameter) for each in self._steps for parameter in parameters_of(each))
+            most = [steps.most.get(key, math.inf) for key in keys]
+            touched |= {
+                key for key, writes, at_most in zip(keys, since, most)
+                # What no step is seen to write may have been without a gradient in those alone.
+                if at_most < math.inf and owners[key[0]] == 1 and not 0 <= writes <= at_most * steps.count
+            }  # fmt: skip
         new = touched - self._touched if self._arms > 2 else ()  # what was so at first is no change
         self._touched |= touched
         if new:
             names = _names(self._model, ())
             own_names = [
-                f"{state} of {names[key][1]}" if state else names[key][1] for key, state in _keys(optimizer)
+                f"{state} of {names[key][1]}" if state else names[key][1] for key, state in keys
                 if (key, state) in new and key in names
             ]  # fmt: skip
             self.written += (*own_names, *(f"{name} of the optimizer" for name in settings if name in new))
         steps.ended, steps.own, steps.settings = now, own, settings
         steps.count, steps.is_armed, steps.begun = 0, False, []
-        if not self._compares:
-            return
+
+    def _look_at_gradients(self, optimizer: Optimizer, steps: _Steps) -> None:
+        """Take gradients, and entries of the rows of weights."""
+        parameters, names = parameters_of(optimizer), _names(self._model, self._layers)
         pairs = [
             (parameter, self._gradients[id(parameter)], self._was_there[id(parameter)], _sample(parameter.grad))
             for parameter in parameters
             if id(parameter) in self._gradients and parameter.grad is not None and not parameter.grad.is_sparse
         ]
-        if not any(each.is_armed for each in self._steps.values()):
-            self.drop()
-        owners = self._owners()
-        able = [
-            parameter for parameter in parameters
-            if owners[id(parameter)] == 1 and parameter.is_floating_point() and not is_sharded(parameter)
-        ]  # fmt: skip
-        names = _names(self._model, self._layers)
+        able = [each for each in parameters if each.is_floating_point() and not is_sharded(each)]
         places = [names.get(id(parameter)) for parameter in able], [names.get(id(parameter)) for parameter, *_ in pairs]
         sizes = [sample.numel() for _, sample, *_ in pairs]
         home = able[0].device if able else torch.device("cpu")
         columns = [torch.cat([tensor.to(home).reshape(-1) for tensor in column]) for column in [*zip(*pairs)][1:]]
-        is_touched = [(id(parameter), "") in self._touched for parameter in able]
         sides, entries = sketch_of(able, home)
-        steps.looked_at = able
-        terms = partial(self._terms, steps, *places, sizes, is_touched, sides)
-        steps.facts = StepFacts([*columns, entries, _bits(able)], terms)
-
-    def _owners(self) -> Counter[int]:
-        """Return number of a parameter -> how many optimizers hold it."""
-        return Counter(id(parameter) for each in self._steps for parameter in _parameters(each))
-
-    def _by_others(self, steps: _Steps, keys: Sequence[Key], own: Sequence[int], since: Sequence[int]) -> set[Key]:
-        """Return what else than steps has written since the last one that was looked at; learn what this one writes."""
-        steps.most |= {
-            key: writes if key not in steps.most and 0 < writes < _OTHER else math.inf
-            for key, writes in zip(keys, own) if writes and writes != steps.most.get(key)
-        }  # fmt: skip
-        owners, most = self._owners(), [steps.most.get(key, math.inf) for key in keys]
-        return {
-            key for key, writes, at_most in zip(keys, since, most)
-            # What no step is seen to write may have been without a gradient in those alone.
-            if at_most < math.inf and owners[key[0]] == 1 and not 0 <= writes <= at_most * steps.count
-        }  # fmt: skip
+        self._ready.append(StepFacts([*columns, entries], partial(self._terms, steps, *places, sizes, sides)))
 
     def _terms(
         self, steps: _Steps, able: Sequence[Place | None], trained: Sequence[Place | None], sizes: Sequence[int],
-        is_touched: Sequence[bool], sides: Sequence[Side], *arrived: Tensor,
+        sides: Sequence[Side], *arrived: Tensor,
     ) -> Terms:  # fmt: skip
         """Return the terms of the contract, of each layer and under `""` of the rest of the model."""
-        *of_gradients, entries, after, before = arrived
+        *of_gradients, entries = arrived
         self._places.compare(able, sides, entries)
         terms: Terms = {("", 0, PLACES): {}}
         for at in filter(None, able):
             terms.setdefault((at[0], 0, PLACES), {})[at[1]] = self._places.moved.get(at, "")
-        if self._is_written is None:  # at first, as by a limit, which other parameters may reach later
-            self._is_written = not torch.equal(after, before)
-        for place, is_same, was_touched in zip(able, (after == before).tolist(), is_touched):
-            if place is not None:
-                state = "" if is_same and not was_touched else TOUCHED if is_same or self._is_written else CHANGED
-                terms.setdefault((place[0], 0, WRITES), {})[place[1]] = state
         if of_gradients:
             raw, was_there, used = of_gradients
             states = _compared(raw.split(sizes), used.split(sizes))
@@ -283,42 +254,30 @@ class TrainingStep:
                 is_shrunk = _SMALLER * size < least and _SMALLER * share < of_backward
                 steps.least = (least, of_backward) if is_shrunk else (min(size, least), min(share, of_backward))
                 terms["", 0, PLACES][f"gradients {id(steps)}"] = _SHRUNK if is_shrunk else ""
-        for term in [term for term in terms if term[2] != WRITES]:  # also what other optimizers have shown
+        for term in terms:  # also what other optimizers have shown
             self._last[term] = terms[term] = {**self._last.get(term, {}), **terms[term]}
         return terms
 
 
 def tell(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return what has become of gradients or weights of which nothing was told -> names of parameters."""
+    """Return what has become of gradients of which nothing was told -> names of parameters."""
     told: dict[str, tuple[str, ...]] = {}
     for name, state in after.items():
-        if state not in {"", TOUCHED} and before.get(name, state) == "":
+        if state not in {"", UNCLEAR} and before.get(name, state) == "":
             told[_PHRASES[state]] = (*told.get(_PHRASES[state], ()), name)
     return told
 
 
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _versions(optimizer: Optimizer) -> list[int]:
-    """Return the version of each parameter and of the tensors of its state, and which tensor it is, in one number."""
-    tensors = [each for state in _states(optimizer) for each in state.values() if isinstance(each, Tensor)]
-    return [id(tensor) * _OTHER + tensor._version for tensor in tensors]
-
-
-def _keys(optimizer: Optimizer) -> list[Key]:
-    """Return of which parameter these are, and the name in its state."""
-    return [
-        (id(state[""]), name) for state in _states(optimizer) for name, each in state.items()
-        if isinstance(each, Tensor)
-    ]  # fmt: skip
-
-
-def _states(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the state of each parameter, and the parameter itself without a name."""
-    states = ((parameter, optimizer.state.get(parameter)) for parameter in _parameters(optimizer))
-    return [{"": parameter, **(state if isinstance(state, dict) else {})} for parameter, state in states]
+def _versions(optimizer: Optimizer) -> tuple[list[Key], list[int]]:
+    """Return of each parameter and each tensor of its state its version, and which tensor it is, in one number."""
+    keys, versions = list[Key](), list[int]()
+    for parameter in parameters_of(optimizer):
+        state = optimizer.state.get(parameter)
+        for name, tensor in (("", parameter), *(state.items() if isinstance(state, dict) else ())):
+            if isinstance(tensor, Tensor):
+                keys.append((id(parameter), name))
+                versions.append(id(tensor) * _OTHER + tensor._version)
+    return keys, versions
 
 
 def _settings(optimizer: Optimizer) -> dict[str, Any]:
@@ -350,12 +309,6 @@ def _sample(tensor: Tensor) -> Tensor:
     return tensor.detach()[grid].to(torch.float32, copy=True).reshape(-1)
 
 
-def _bits(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return the sum of the bits of each parameter, which any change changes."""
-    sums = [bits_of(parameter).sum(dtype=torch.int64) for parameter in parameters]
-    return torch.stack([each.to(sums[0].device) for each in sums]) if sums else torch.zeros(0, dtype=torch.int64)
-
-
 def _compared(raw: Sequence[Tensor], used: Sequence[Tensor]) -> list[str | None]:
     """Return what became of each gradient but for one positive factor and clipping; `None` where it is not known."""
     factors = torch.stack([(each * after).sum() / each.square().sum() for each, after in zip(raw, used)])
@@ -371,5 +324,5 @@ def _compared(raw: Sequence[Tensor], used: Sequence[Tensor]) -> list[str | None]
         elif is_common and float(factor / common.clamp(min=1)) > 1 + 5 * _ROUNDING:  # clipping makes smaller ones
             states.append(SCALED)
         else:  # what is added to a gradient from the start on may outgrow it later
-            states.append(TOUCHED if bool((ratios > (1 + 5 * _ROUNDING) * ratios.median()).any()) else "")
+            states.append(UNCLEAR if bool((ratios > (1 + 5 * _ROUNDING) * ratios.median()).any()) else "")
     return states
