@@ -23,26 +23,9 @@ from hdi_callback.attention.discovery.planes import small, unique_rows
 from hdi_callback.attention.discovery.products import Unreadable
 from hdi_callback.attention.operations import SOFTMAX_LIKE, SOFTMAXES
 from hdi_callback.attention.tape import DATA, Cell, Step, Tape
+from hdi_callback.checks import scores
 from hdi_callback.checks.blocks import block_of
 from hdi_callback.checks.positions import cosines_of, length_of, pairs_of, shift_of
-from hdi_callback.checks.scores import (
-    KEPT,
-    Change,
-    Link,
-    changes_of,
-    changes_of_fused,
-    changes_of_product,
-    dropout_behind,
-    dropout_of_fused,
-    hidden_by,
-    is_by_rows,
-    is_curve,
-    links_back,
-    links_to_sum,
-    masks_of_weights,
-    scale_of,
-    sides_of,
-)
 
 CUT = "cut across heads"
 PLURAL = {"query": "queries", "key": "keys", "value": "values", "output": "outputs"}
@@ -100,13 +83,13 @@ class Facts:
     queries: int = 0  # in each matrix
     keys: int = 0
     scale: float | None = None  # of products of queries and keys
-    changes: tuple[Change, ...] = ()  # of scores before the softmax
+    changes: tuple[scores.Change, ...] = ()  # of scores before the softmax
     curves: tuple[str, ...] = ()  # what bends scores, point by point: a soft cap
     score_dropout: float = 0.0  # its probability before the softmax
     hidden: Tensor | None = None  # which keys, ``(..., queries, keys)``
     normaliser: str = "softmax"  # what makes weights of scores
     softmaxes: int = 1  # that run one after the other
-    changes_behind: tuple[Change, ...] = ()  # of weights
+    changes_behind: tuple[scores.Change, ...] = ()  # of weights
     dropout: float | None = None  # its probability
     pairs: Mapping[str, frozenset[tuple[int, int]]] = field(default_factory=dict)  # by role: places that are rotated
     cut_across: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # by role: see `_cut_across`
@@ -125,7 +108,7 @@ class Facts:
     @cached_property
     def visible(self) -> Tensor | None:
         """Return which of the first keys are seen, ``(samples, heads or 1, queries, keys)``; `None` if not known."""
-        sizes = min(self.queries, KEPT), min(self.keys, KEPT)
+        sizes = min(self.queries, scores.KEPT), min(self.keys, scores.KEPT)
         if self.hidden is None or any(mask not in {1, size} for mask, size in zip(self.hidden.shape[-2:], sizes)):
             return None
         visible = ~self.hidden.expand(*self.hidden.shape[:-2], *sizes)
@@ -139,7 +122,7 @@ class Facts:
         where no pair is left. The last query and key are of one token. `None` if masks are not known.
         """
         visible, past = self.visible, self.keys - self.queries
-        if visible is None or self.queries < 2 or past < 0 or (past and self.keys > KEPT):
+        if visible is None or self.queries < 2 or past < 0 or (past and self.keys > scores.KEPT):
             return None
         queries, keys = visible.shape[2:]
         real = visible.any(-2).any(1)
@@ -166,7 +149,7 @@ class Facts:
         """Return the constant that is added to scores, ``(..., queries, keys)``, NaN where a key is hidden."""
         if self.reason:
             return None
-        total = torch.zeros(1, min(self.queries, KEPT), min(self.keys, KEPT))
+        total = torch.zeros(1, min(self.queries, scores.KEPT), min(self.keys, scores.KEPT))
         for change in self.changes:
             if change.hides is None:
                 return None
@@ -189,7 +172,7 @@ class Facts:
     def sees_single_key(self) -> Tensor:
         """Which heads see a single key with each query, so that its weight is 1 whatever queries and keys are."""
         heads = max(1, self.heads)
-        if self.keys == 1 or self.visible is None or (self.keys > KEPT and self.queries != self.keys):
+        if self.keys == 1 or self.visible is None or (self.keys > scores.KEPT and self.queries != self.keys):
             return torch.full((heads,), self.keys == 1)
         is_single = (self.visible.sum(-1) == 1).all(-1).all(0)
         return is_single if len(is_single) == heads else is_single.all().expand(heads)
@@ -215,7 +198,7 @@ def facts_of(reader: TapeReader) -> list[Facts]:
             with suppress(Unreadable):
                 core = core or core_of(labels, step)
             values |= {} if core is None else _of_core(labels, core)
-            sides = () if core is None else [embedded.get(view.cell, {}) for view in sides_of(labels, core)]
+            sides = () if core is None else [embedded.get(view.cell, {}) for view in scores.sides_of(labels, core)]
             values |= {"tokens": tuple(sides[0][key] for key in sides[0] if key in sides[1])} if sides else {}
             values |= {"reason": attention} if isinstance(attention, str) else _of_attention(labels, attention, values)
         except Exception as error:  # one attention that is not understood leaves the others
@@ -261,39 +244,45 @@ def _of_step(labels: Labels, step: Step) -> dict[str, Any]:
 def _of_core(labels: Labels, core: Core) -> dict[str, Any]:
     """Return what is known of an attention without its heads."""
     part, step = core.parts[0], core.step
-    scores: list[Link] | None = []
-    behind: list[Link] | None = []
+    score_links: list[scores.Link] | None = []
+    behind: list[scores.Link] | None = []
     if part.product is None:
-        changes, dropout = changes_of_fused(step), dropout_of_fused(step)
+        changes, dropout = scores.changes_of_fused(step), scores.dropout_of_fused(step)
     else:
-        scores = None if core.scores is None else links_back(core.scores.cell, lambda value: value is core.score_step)
-        behind = links_back(part.product.first.cell, lambda value: value is step)
-        changes = changes_of(scores) if scores is not None and is_by_rows(core) else [Change("not followed", None)]
-        before_sum = links_to_sum(core, behind or [])
-        changes = [*changes_of_product(core.score_step), *changes, *masks_of_weights(before_sum)]
-        dropout = None if behind is None else dropout_behind(behind)
+        score_links = (
+            None if core.scores is None else scores.links_back(core.scores.cell, lambda value: value is core.score_step)
+        )
+        behind = scores.links_back(part.product.first.cell, lambda value: value is step)
+        changes = (
+            scores.changes_of(score_links)
+            if score_links is not None and scores.is_by_rows(core)
+            else [scores.Change("not followed", None)]
+        )
+        before_sum = scores.links_to_sum(core, behind or [])
+        changes = [*scores.changes_of_product(core.score_step), *changes, *scores.masks_of_weights(before_sum)]
+        dropout = None if behind is None else scores.dropout_behind(behind)
         behind = [link for link in behind or () if link not in before_sum]
     queries, keys = (view.features.shape[1] for view in (part.query, part.key))
-    softmaxes = 1 + sum(link.step.op in SOFTMAXES for link in [*(scores or ()), *(behind or ())])
+    softmaxes = 1 + sum(link.step.op in SOFTMAXES for link in [*(score_links or ()), *(behind or ())])
     labelled = {role: getattr(part, role) for role in IN}
-    sides = [*sides_of(labels, core), step.inputs[2] if part.product is None else part.product.second]
+    sides = [*scores.sides_of(labels, core), step.inputs[2] if part.product is None else part.product.second]
     across = {role: _cut_across(labels, label) for role, label in labelled.items()}
     # What one softmax hides the next one shows.
-    hidden = hidden_by(changes, len((core.scores or step.inputs[0]).shape)) if softmaxes == 1 else None
+    hidden = scores.hidden_by(changes, len((core.scores or step.inputs[0]).shape)) if softmaxes == 1 else None
     if hidden is not None and hidden.shape[-2:] == (keys, keys) and not queries % keys:
         queries = keys  # heads that share keys are put together with queries, as by an einsum
     return {
         "width": part.query.features.shape[-1],
         "queries": queries,
         "keys": keys,
-        "scale": None if scores is None else scale_of(labels, core, scores),
+        "scale": None if score_links is None else scores.scale_of(labels, core, score_links),
         "changes": tuple(changes),
-        "score_dropout": dropout_behind(scores or []) or 0.0,
-        "curves": tuple(link.step.op for link in scores or () if is_curve(link.step)),
+        "score_dropout": scores.dropout_behind(score_links or []) or 0.0,
+        "curves": tuple(link.step.op for link in score_links or () if scores.is_curve(link.step)),
         "hidden": hidden,
         "normaliser": "softmax" if core.normaliser is None else core.normaliser.name,
         "softmaxes": softmaxes,
-        "changes_behind": tuple(changes_of(behind or [])) if is_by_rows(core) else (),
+        "changes_behind": tuple(scores.changes_of(behind or [])) if scores.is_by_rows(core) else (),
         "dropout": dropout,
         "pairs": {role: pairs_of(labels, label) for role, label in labelled.items()},
         "cut_across": {role: value for role, value in across.items() if value is not None},

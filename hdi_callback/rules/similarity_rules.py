@@ -5,16 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hdi_callback.record import Level
-from hdi_callback.rules.groups import (
-    EQUAL,
-    Groups,
-    aligned_pairs,
-    equal_heads,
-    heads_in,
-    joined,
-    similar_pairs,
-    without_first,
-)
+from hdi_callback.rules import groups as alike
 from hdi_callback.rules.rule import Finding, Rule
 from hdi_callback.rules.series import Series
 
@@ -30,7 +21,7 @@ SEPARATE = (
 )
 
 
-def _each(groups: Groups) -> str:
+def _each(groups: alike.Groups) -> str:
     return " each" if len(groups) > 1 else ""
 
 
@@ -40,16 +31,16 @@ def _change(series: Series) -> str:
     return series.change("hdi_worst_alignment", before="" if pairs[0] == pairs[-1] else "at most ")
 
 
-def _alike(series: Series, active: Finding | None, limit: float, *, of_values: bool = False) -> Groups:
+def _alike(series: Series, active: Finding | None, limit: float, *, of_values: bool = False) -> alike.Groups:
     """Return the groups of heads at a limit, active ones to a lower one, but for those of pretrained weights."""
     lower, before = limit - HYSTERESIS, () if active is None else active.groups
     if series.value("circuit_ov_worst" if of_values else "hdi_worst_alignment") < lower:
         return ()
     now, first = (
-        similar_pairs(row, "circuit_ov") if of_values else aligned_pairs(row, series.facts)
+        alike.similar_pairs(row, "circuit_ov") if of_values else alike.aligned_pairs(row, series.facts)
         for row in (series.latest, series.first)
     )
-    return without_first(joined(now, limit, before, lower), lambda: joined(first, lower), series)
+    return alike.without_first(alike.joined(now, limit, before, lower), lambda: alike.joined(first, lower), series)
 
 
 class CopiedHeads(Rule):
@@ -73,26 +64,26 @@ class CopiedHeads(Rule):
     )
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        equal = without_first(equal_heads(series.latest), lambda: equal_heads(series.first), series)
+        equal = alike.without_first(alike.equal_heads(series.latest), lambda: alike.equal_heads(series.first), series)
         if active is not None:
-            heads = {*active.heads, *heads_in(equal)}
+            heads = {*active.heads, *alike.heads_in(equal)}
             groups = tuple(group for group in _alike(series, active, NEARLY_ONE) if heads & {*group})
-            return replace(active, heads=heads_in(groups), groups=groups) if groups else None
+            return replace(active, heads=alike.heads_in(groups), groups=groups) if groups else None
         now, curve = series.value("hdi_worst_alignment"), series.curve("hdi_worst_alignment")[1]
         limit = series.limits["copied"]
         is_jump = len(curve) > 1 and now >= limit and now - curve[-2] >= LEAP
-        groups = equal or (joined(aligned_pairs(series.latest, series.facts), limit) if is_jump else ())
+        groups = equal or (alike.joined(alike.aligned_pairs(series.latest, series.facts), limit) if is_jump else ())
         if not groups:
             return None
-        is_new = len(series.rows) > 1 and not equal_heads(series.first)
+        is_new = len(series.rows) > 1 and not alike.equal_heads(series.first)
         evidence = f"alignment {_change(series)}{'; their key weights are equal, as of copies' if equal else ''}"
         return Finding(
             f"{{heads}} are nearly one head{_each(groups)}" if is_new else "{heads} have equal key weights",
             evidence if is_new else "they are tied, were copied, or this is a bug; equal gradients keep them equal",
-            heads_in(groups),
+            alike.heads_in(groups),
             groups,
             series.value("hdi_worst_pair"),
-            EQUAL,
+            alike.EQUAL,
             "hdi_worst_pair",
             of_keys=True,
         )
@@ -117,13 +108,13 @@ class WorstPair(Rule):
             return None
         groups = _alike(series, active, limit)
         if active is None:  # equal heads are told as copies
-            groups = tuple(group for group in groups if group not in equal_heads(row))
+            groups = tuple(group for group in groups if group not in alike.equal_heads(row))
         if not groups:
             return None
         return Finding(
             f"{{heads}} are nearly one head{_each(groups)}",
             f"alignment {_change(series)}",
-            heads_in(groups),
+            alike.heads_in(groups),
             groups,
             series.value("hdi_worst_alignment"),
             limit,
@@ -158,15 +149,15 @@ class MeanAlignment(Rule):
             return None
         if active is None and (
             (series.is_pretrained and series.first.values.get(metric, 0.0) >= limit - HYSTERESIS)
-            or len(heads_in(equal_heads(series.latest))) == count  # which is told as copies
+            or len(alike.heads_in(alike.equal_heads(series.latest))) == count  # which is told as copies
         ):
             return None
-        groups = joined(aligned_pairs(series.latest, series.facts), NEARLY_ONE) if is_near else ()
+        groups = alike.joined(alike.aligned_pairs(series.latest, series.facts), NEARLY_ONE) if is_near else ()
         groups = () if [*map(len, groups)] == [count] else groups
         clause = "{heads} are converging" if is_near else "{heads} read the same few directions"
         if groups or level == "critical":
             clause = f"{{heads}} are nearly one head{_each(groups)}"
-        heads, effective = heads_in(groups), series.latest.values.get("hdi_effective_heads")
+        heads, effective = alike.heads_in(groups), series.latest.values.get("hdi_effective_heads")
         held_from_start = min([series.first.values.get(metric, 0.0), *series.curve(metric)[1]]) >= limit
         further = f", and {effective:.1f} effective heads are left" if is_near and effective is not None else ""
         return Finding(
@@ -205,7 +196,7 @@ class MergedValues(Rule):
         return Finding(
             f"{{heads}} write alike{', group by group' if len(groups) > 1 else ''}",
             f"largest cosine of their OV circuits {series.change('circuit_ov_worst')}",
-            heads_in(groups),
+            alike.heads_in(groups),
             groups,
             series.value("circuit_ov_worst"),
             limit,
