@@ -6,7 +6,7 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
 from typing import Any
@@ -62,20 +62,6 @@ class Audit:
     def verdict(self) -> Verdict:
         """The result in a sentence or two, and what to do."""
         return verdict([self.record], self.layers, is_audit=True)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the audit as plain data, without the matrices: what ``hdi audit --json`` prints."""
-        return {
-            "model": self.name,
-            "verdict": self.verdict.text,
-            "state": self.verdict.state,
-            "findings": [asdict(finding) for finding in self.findings],
-            "layers": [
-                {**facts, "values": numbers.values, "heads": numbers.heads}
-                for facts, numbers in zip(self.layers, self.record.layers.values())
-            ],
-            "not_audited": self.not_audited,
-        }
 
     def _repr_html_(self) -> str:
         return f'<pre style="white-space: pre-wrap">{escape(repr(self))}</pre>'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -60,10 +60,6 @@ class Comparison:
             further = f", and {len(self.not_compared) - 1} more" if len(self.not_compared) > 1 else ""
             sentences.append(f"Not compared: {name} ({reason}){further}.")
         return " ".join(sentences)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the comparison as plain data: what ``hdi compare --json`` prints."""
-        return {**asdict(self), "summary": self.summary}
 
     def __repr__(self) -> str:
         """The layers that changed most, with the head of each role that did, and the summary."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from html import escape
 from itertools import product
-from typing import Any
 
 from torch import nn
 
@@ -48,10 +47,6 @@ class Check:
 
     def _repr_html_(self) -> str:
         return f'<pre style="white-space: pre-wrap">{escape(repr(self))}</pre>'
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain data."""
-        return asdict(self)
 
 
 def check(model: nn.Module, forward: Callable[[], object] | None = None) -> Check:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
 import click
 
-from hdi_callback.command.group import CommandGroup, print_json, print_rows
+from hdi_callback.command.group import CommandGroup, print_rows
 
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of a table.")
 _MODEL = click.option(
     "--model", "build", metavar="MODULE:NAME", help="The class or function that builds the model of a checkpoint."
 )
@@ -35,8 +33,7 @@ def hdi() -> None:
 @_MODEL
 @click.option("--strict", is_flag=True, help="Exit with code 1 also for what is odd.")
 @click.option("--explain", metavar="LAYER", help="Show instead, operation by operation, how its heads were read.")
-@_JSON
-def check(target: str, build: str | None, strict: bool, explain: str | None, as_json: bool) -> str:
+def check(target: str, build: str | None, strict: bool, explain: str | None) -> str:
     """Say what each attention of a model does, and what is wrong or odd about it.
 
     A few forwards run: on the batch that module:function gives beside its model, on example_input_array, or on a
@@ -57,7 +54,7 @@ def check(target: str, build: str | None, strict: bool, explain: str | None, as_
         click.echo(listing)
         return "nothing to judge" if listing.startswith("No attention") else "clear"
     result = opened.first_result(lambda forward: check_model(opened.model, forward))
-    _print_result(result, as_json)
+    click.echo(str(result))
     if result.wrong or (strict and result.findings):
         return "alert"
     return "clear" if any(card.heads for card in result.cards) else "nothing to judge"
@@ -66,8 +63,7 @@ def check(target: str, build: str | None, strict: bool, explain: str | None, as_
 @hdi.command(epilog=_EXIT_CODES)
 @click.argument("target")
 @_MODEL
-@_JSON
-def audit(target: str, build: str | None, as_json: bool) -> str:
+def audit(target: str, build: str | None) -> str:
     """Judge the heads of a model or checkpoint.
 
     Code in files is never executed. The last line is the verdict.
@@ -77,9 +73,8 @@ def audit(target: str, build: str | None, as_json: bool) -> str:
     from hdi_callback.audits import audit as audit_target
 
     result = audit_target(target, model=build)
-    _print_result(result, as_json)
-    if not as_json:
-        _print_remedy(result.verdict)
+    click.echo(str(result))
+    _print_remedy(result.verdict)
     return result.verdict.state
 
 
@@ -87,8 +82,7 @@ def audit(target: str, build: str | None, as_json: bool) -> str:
 @click.argument("first", metavar="A")
 @click.argument("second", metavar="B")
 @_MODEL
-@_JSON
-def compare(first: str, second: str, build: str | None, as_json: bool) -> str:
+def compare(first: str, second: str, build: str | None) -> str:
     """Show which weights of which heads differ in two models or checkpoints.
 
     Example: hdi compare checkpoint-1000 checkpoint-2000
@@ -96,14 +90,13 @@ def compare(first: str, second: str, build: str | None, as_json: bool) -> str:
     from hdi_callback.audits import compare as compare_targets
 
     comparison = compare_targets(first, second, model=build)
-    _print_result(comparison, as_json)
+    click.echo(str(comparison))
     return "clear" if comparison.changes else "nothing to judge"
 
 
 @hdi.command(epilog=_EXIT_CODES)
 @click.argument("run")
-@_JSON
-def report(run: str, as_json: bool) -> str:
+def report(run: str) -> str:
     """List the alerts of a run, and write report.html beside its history, which opens without a network.
 
     Example: hdi report lightning_logs/version_0
@@ -116,11 +109,6 @@ def report(run: str, as_json: bool) -> str:
     if history.skipped_lines:
         click.echo(f"{history.skipped_lines} lines of {history.path} could not be read and are left out.", err=True)
     judgement, raised = verdict(history.records, history.layers), events(history.records)
-    if as_json:
-        alerts = [{**asdict(alert), "state": state(alert)} for alert in raised]
-        of_run = {"history": str(history.path), "verdict": judgement.text, "state": judgement.state}
-        print_json({**of_run, "alerts": alerts})
-        return judgement.state
     if judgement.state != "nothing to judge":
         click.echo(f"Written: {write_report(history)}", err=True)
     for alert in raised:
@@ -173,13 +161,6 @@ def explain(name: tuple[str, ...]) -> None:
             data["to set one"] = f'HDICallback(thresholds={{"*": {{"{next(iter(rule.limits))}": VALUE}}}})'
     click.echo(f"{entry.text} ({entry.kind})\n")
     print_rows(data.items())
-
-
-def _print_result(result: Any, as_json: bool) -> None:
-    if as_json:
-        print_json(result.to_dict())
-    else:
-        click.echo(str(result))
 
 
 def _print_remedy(verdict: Any) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
 import traceback
 import warnings
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import click
 
@@ -51,13 +50,6 @@ class CommandGroup(click.Group):
 
 def _one_line(text: object) -> str:
     return " ".join(str(text).split())
-
-
-def print_json(data: Any) -> None:
-    """Print plain data for programs; numbers that are not finite become null."""
-    from hdi_callback.history.lines import plain
-
-    click.echo(json.dumps(plain(data), indent=2, allow_nan=False))
 
 
 def print_rows(rows: Iterable[tuple[str, str]]) -> None:

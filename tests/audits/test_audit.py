@@ -447,13 +447,6 @@ def test_many_equal_layers_are_one_line():
     assert "0-47" in lines[1]
 
 
-def test_an_audit_as_plain_data_survives_json(folder):
-    data = json.loads(json.dumps(audit(folder).to_dict()))
-    assert data["state"] == "alert"
-    assert data["findings"][0]["where"] == {"model.layers.1.self_attn": [1, 3]}
-    assert len(data["layers"]) == 3
-
-
 # --- layers compared with each other
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 
 import pytest
 import torch
@@ -83,10 +82,9 @@ def test_heads_of_other_shapes_are_not_compared_one_by_one(two):
     assert comparison.not_compared[f"key of {NAME}"] == "its weights are (8, 4, 32) in A and (4, 8, 32) in B"
 
 
-def test_a_comparison_is_a_table_of_100_columns_and_plain_data(two):
+def test_a_comparison_is_a_table_of_100_columns(two):
     comparison = compare(*two)
     lines = str(comparison).splitlines()
     assert lines[0].startswith("A  ")
     assert lines[-1] == comparison.summary
     assert max(map(len, lines[:-1])) <= 100
-    assert json.loads(json.dumps(comparison.to_dict()))["changes"][NAME]["key"][5] > 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 import subprocess
@@ -76,12 +75,6 @@ def test_check_counts_what_is_odd_only_if_it_is_strict():
     assert codes == [0, 1]
 
 
-def test_check_gives_plain_data():
-    found = json.loads(run("check", "tests.checks.targets:wrong_and_a_batch", "--json").output)
-    assert found["cards"][0]["heads"] == 4
-    assert [(one["name"], one["verdict"]) for one in found["findings"]] == [("mask", "wrong")]
-
-
 def test_check_explains_how_the_heads_of_a_layer_were_read():
     shown = run("check", f"{MODELS}:build_blocks", "--explain", "blocks.0")
     assert shown.exit_code == 0
@@ -146,11 +139,6 @@ def test_audit_names_attention_that_is_not_read():
     assert "blocks.1" in run("audit", f"{MODELS}:build_mixed").output
 
 
-def test_audit_prints_json(checkpoint):
-    words = ["audit", checkpoint, "--model", f"{MODELS}:build_encoder", "--json"]
-    assert json.loads(run(*words).stdout)["findings"][0]["where"] == {"encoder.layers.1.self_attn": [1, 3]}
-
-
 # --- report
 
 
@@ -212,10 +200,9 @@ def test_report_writes_one_file_and_says_the_verdict(bad):
 
 def test_compare_says_of_a_checkpoint_and_itself_that_they_are_equal(checkpoint):
     words = ("compare", checkpoint, checkpoint, "--model", f"{MODELS}:build_encoder")
-    summary = json.loads(run(*words, "--json").stdout)["summary"]
-    assert "equal bit by bit" in summary
     shown = run(*words)
-    assert (shown.exit_code, shown.stdout.splitlines()[-1]) == (0, summary)
+    assert shown.exit_code == 0
+    assert "equal bit by bit" in shown.stdout.splitlines()[-1]
 
 
 # --- explain
