@@ -201,7 +201,10 @@ class Weights:
             return None  # blocks of features, each with a map of its own
         try:
             label = labels.read(view)
-            scale, gain = _scale_of(between), _gain_of(between, view.shape[-1])
+            # A norm leaves nothing of a number that is multiplied with.
+            is_normed = any(step.op in NORMS or step.op in {"rsqrt", "linalg_vector_norm", "sqrt"} for step in between)
+            factors = [step for step in between if step.op in {"mul", "div"} and not _keeps(step) and not is_normed]
+            scale, gain = math.prod(map(_number, factors)), _gain_of(between, view.shape[-1])
         except Unreadable:
             return None
         if label is None:
@@ -253,13 +256,6 @@ def _keeps(step: Step) -> bool:
         return step.op in KEEPS
     written = walk_back([view.cell for view in step.inputs], lambda cell: [cell.before] if cell.before else [])
     return any(cell.step is not None and cell.step.op == "bernoulli" for cell in written)
-
-
-def _scale_of(steps: Sequence[Step]) -> float:
-    """Return the number that is multiplied with between two projections; a norm leaves none."""
-    if any(step.op in NORMS or step.op in {"rsqrt", "linalg_vector_norm", "sqrt"} for step in steps):
-        return 1.0
-    return math.prod(_number(step) for step in steps if step.op in {"mul", "div"} and not _keeps(step))
 
 
 def _gain_of(steps: Sequence[Step], width: int) -> str:

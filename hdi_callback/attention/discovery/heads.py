@@ -233,10 +233,8 @@ def _query_heads(
 def _maps_of(labels: Labels, attn: FoundAttention, heads: list[_Head], stream: int) -> dict[str, list[Projection]]:
     maps: dict[str, list[Projection]] = {}
     for role in IN:
-        vectors = []
-        for head in heads:
-            streams = list(head[role].values())
-            vectors.append(streams[min(stream, len(streams) - 1)] if streams else {})
+        of_heads = [list(head[role].values()) for head in heads]
+        vectors = [streams[min(stream, len(streams) - 1)] if streams else {} for streams in of_heads]
         if projections := _maps_of_role(labels, attn, role, vectors):
             maps[role] = projections
     return maps
@@ -275,18 +273,16 @@ def _projection(labels: Labels, of_heads: Sequence[tuple[int, tuple[tuple[int, i
 
 def _check(part: ValueProduct, attn: FoundAttention) -> None:
     """Refuse what is no attention of heads after all."""
-    maps, flags = attn.maps, attn.flags
-    for role in ("query", "key"):
-        tokens = small(part.labels[role].tokens)
-        is_single = repeats(tokens, 1) and part.labels[role].tokens.shape[1] > 1
-        if role in maps and is_single and bool((tokens > 0).all()):
+    for role, label in part.labels.items():
+        tokens, projections = small(label.tokens), attn.maps.get(role, [])
+        is_single = role != "value" and label.tokens.shape[1] > 1 and repeats(tokens, 1)
+        if projections and is_single and bool((tokens > 0).all()):
             raise Unreadable(f"its {role} positions are not tokens")
-    for role in IN:
-        if role in maps and GROUPED.of(role) in flags:
+        if projections and GROUPED.of(role) in attn.flags:
             raise Unreadable(f"the {role} map of each head takes an input of its own: a group of channels")
-        if {TIMES.of(role), SUM.of(role)} <= flags:
+        if {TIMES.of(role), SUM.of(role)} <= attn.flags:
             raise Unreadable(f"its {role} is a product of two computed tensors (such as a map and the gain of DoRA)")
-        if any(projection.starts.shape[1] == 1 < part.width(role) for projection in maps.get(role, [])):
+        if any(projection.starts.shape[1] == 1 < part.width(role) for projection in projections):
             raise Unreadable(f"a map mixes the heads of its {role}")
 
 

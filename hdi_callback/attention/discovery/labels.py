@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple
@@ -227,10 +228,9 @@ class Labels:
 
     def may_read(self, view: View) -> Label | None:
         """Return the labels of a tensor if they can be followed, else `None`."""
-        try:
+        with suppress(Unreadable):
             return self.read(view)
-        except Unreadable:
-            return None
+        return None
 
     def _of(self, cell: Cell) -> _Written | str | None:
         todo = [] if cell in self._memo else [cell]
@@ -329,7 +329,10 @@ class Labels:
         if step.op in {*ops.SOFTMAXES, "_log_softmax"}:
             return labels[0].flagged(Flag(NONLINEAR, step.op)) if place == 0 and labels[0] is not None else None
         if step.op in ops.CUMULATIVE:
-            return self._accumulated(step, labels[0]) if labels[0] is not None else None
+            if labels[0] is not None:
+                of_tokens = small(labels[0].features.movedim(int(step.args[1]), -1))
+                _only_feature(of_tokens, f"features are summed up by {step.op}")
+            return labels[0]
         if step.op in ops.REDUCTIONS:
             return self._reduced(step, labels[0], out) if labels[0] is not None else None
         if step.op in ops.RESAMPLINGS:
@@ -434,12 +437,6 @@ class Labels:
 
             planes.append(thin(run_on(step, place, plane)).expand(out.shape))
         return Label(planes[0], planes[1], flags)
-
-    @staticmethod
-    def _accumulated(step: Step, label: Label) -> Label:
-        moved = label.features.movedim(int(step.args[1]), -1)
-        _only_feature(small(moved), f"features are summed up by {step.op}")
-        return label
 
     def _reduced(self, step: Step, label: Label, out: View) -> Label:
         dims = reduced_dims(step)
