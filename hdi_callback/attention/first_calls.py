@@ -37,9 +37,7 @@ from hdi_callback.attention.tape import Tape
 from hdi_callback.errors import HDIError
 from hdi_callback.guard import describe, take_off, warn, without_modes
 
-SEQUENCES = 8
-"""Of a compiled call at most so many sequences of its batch run once more."""
-
+SEQUENCES = 8  # of a compiled call at most so many sequences of its batch run once more
 _PATIENCE = 8  # calls in which what has not run yet may still come
 _NEVER_CALLED = nn.modules.linear.NonDynamicallyQuantizableLinear  # of `nn.MultiheadAttention`, which takes its weight
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-TEMPORARY = 2**26
-"""Bytes of temporary memory that a product over all pairs of heads may take: 64 MiB."""
+TEMPORARY = 2**26  # bytes of temporary memory that a product over all pairs of heads may take: 64 MiB
 
 
 def live_pairs(dead: Tensor) -> Tensor:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from hdi_callback.errors import ShapeError
 
-PATTERN = 32
-"""Rows and columns of `RowMetrics.pattern`."""
+PATTERN = 32  # rows and columns of `RowMetrics.pattern`
 
 
 class RowMetrics(NamedTuple):

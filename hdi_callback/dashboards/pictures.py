@@ -33,9 +33,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from matplotlib.figure import Figure
 
-READINGS = 64
-"""Readings up to the alert that its evidence shows."""
-
+READINGS = 64  # readings up to the alert that its evidence shows
 ACCUSED, OTHERS, LIMIT = "#d1242f", "#8a8f96", "#c25100"
 TRIANGLE = {"marker": "v", "s": 50, "color": ACCUSED, "edgecolors": "white", "linewidths": 0.8, "zorder": 3}
 _MOST_PATTERNS = 3  # heads

@@ -17,8 +17,7 @@ from hdi_callback.session import Session, Settings, Trainer
 Log = Callable[[dict[str, float], int], object]
 """Takes the curves of a reading, and its step: ``accelerator.log``, ``fabric.log_dict``, ``mlflow.log_metrics``."""
 
-MISUSE = (MisconfigurationError,)
-"""Errors that end a training before its first step."""
+MISUSE = (MisconfigurationError,)  # errors that end a training before its first step
 
 
 def tells(event: Callable[[Session], object]) -> Callable[..., None]:

@@ -15,8 +15,7 @@ from hdi_callback.core import circuit_similarity, fold_head, fresh_head, head_di
 from hdi_callback.interventions.intervention import Intervention, bias_of, why_not_writable
 from hdi_callback.record import Action, Alert
 
-ALIGNED = 0.7
-"""Alignment of key heads from which on one of them is redundant; at it *worst pair* ends."""
+ALIGNED = 0.7  # alignment of key heads from which on one of them is redundant; at it *worst pair* ends
 
 
 class ReviveHeads(Intervention):

@@ -58,8 +58,7 @@ _STEP = "the training step"
 _WHOLE = {**dict.fromkeys((*_LOOKS, LABELS, LOSS), _STEP), OPERATIONS: "the forward", INPUTS: "what the model is given"}
 _MOST = 4  # changes of a forward that are listed
 
-Key = tuple[str, int, str]
-"""A layer, which of its calls in one forward, and a term."""
+Key = tuple[str, int, str]  # a layer, which of its calls in one forward, and a term
 Clauses = dict[str, tuple[Any, ...]]
 """What has changed -> the heads of which it has, none for the whole layer; or, of what is no attention, names."""
 

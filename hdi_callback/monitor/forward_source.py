@@ -19,11 +19,8 @@ from hdi_callback.monitor.metrics import FINITE_OUTPUTS, OUTPUTS, ROWS
 from hdi_callback.monitor.ranks import Ranks, chunks, failed, repeats_tokens
 from hdi_callback.monitor.reading import Absent, Result, apart, joined, stacked
 
-_AT_ONCE = 2**24
-"""Numbers that are stacked at once on a device."""
-
-_AT_ONCE_ON_CPU = 2**19
-"""The same on a CPU, whose cache would not hold more."""
+_AT_ONCE = 2**24  # numbers that are stacked at once on a device
+_AT_ONCE_ON_CPU = 2**19  # the same on a CPU, whose cache would not hold more
 
 NOT_ARMED = "no forward was armed before this reading"
 """Why a reading has nothing of forwards, such as the last one of a run, which reads the final weights."""

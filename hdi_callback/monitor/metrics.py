@@ -26,8 +26,7 @@ FORWARD_SOURCES = (OUTPUTS, FINITE_OUTPUTS, ROWS)
 SOURCES = (*WEIGHT_SOURCES, *FORWARD_SOURCES, PARAMETERS)
 """What a reading measures, in the order in which it does; `TRAINING` is asked of the layers, beside them."""
 
-Read = Callable[[Any], Tensor]
-"""Result of a source for layers of one shape -> one tensor with the layers in front."""
+Read = Callable[[Any], Tensor]  # result of a source for layers of one shape -> one tensor with the layers in front
 
 
 @dataclass(frozen=True)

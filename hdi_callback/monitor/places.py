@@ -19,10 +19,8 @@ _LARGEST = 2**24  # entries that are kept in all, 64 MiB; larger models are not 
 _NEAR = 0.7  # distance from an old row, as a share of that from the next one, if it is that row but for some steps
 _LEAST, _MOST = 4, 128  # rows of a parameter that are called moved; that are looked for
 
-Side = tuple[int, str, int, int]
-"""Number of a parameter, ``rows`` or ``columns``, how many, and how long they are."""
-Place = tuple[str, str]
-"""The layer that a parameter belongs to, or `""`, and its name there or in the model."""
+Side = tuple[int, str, int, int]  # number of a parameter, ``rows`` or ``columns``, how many, and how long they are
+Place = tuple[str, str]  # the layer that a parameter belongs to, or `""`, and its name there or in the model
 Key = tuple[Any, ...]
 
 

@@ -34,17 +34,12 @@ __all__ = ["GRADIENTS", "PLACES", "StepFacts", "TrainingStep", "tell"]
 GRADIENTS, PLACES = "step gradients", "step places"
 ADDED, TURNED, SCALED, UNCLEAR = "not cleared", "turned", "scaled", "unclear"
 
-_SAMPLE = 1024
-"""Entries of a parameter's gradient that are compared, in a regular grid."""
-
-_OPPOSITE = 0.1
-"""Share of entries of the other sign that no clipping, scaling or rounding of a sum makes."""
-
+_SAMPLE = 1024  # entries of a parameter's gradient that are compared, in a regular grid
+_OPPOSITE = 0.1  # share of entries of the other sign that no clipping, scaling or rounding of a sum makes
 _ROUNDING, _SMALLER = 0.01, 50
 _SHRUNK = "the optimizer gets gradients 50 times smaller than ever from a backward that gives as large ones as before"
 
-_OTHER = 2**32
-"""Versions of two tensors differ by more, of one by less."""
+_OTHER = 2**32  # versions of two tensors differ by more, of one by less
 
 _PHRASES = {
     ADDED: "gradients of {} are not cleared: they add up",
@@ -52,8 +47,7 @@ _PHRASES = {
     SCALED: "the optimizer gets a larger gradient of {} than the backward gives, beside all others",
 }
 
-Key = tuple[int, str]
-"""Number of a parameter, and the name of a tensor in its state; `""` for itself."""
+Key = tuple[int, str]  # number of a parameter, and the name of a tensor in its state; `""` for itself
 
 
 @dataclass

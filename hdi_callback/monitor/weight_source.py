@@ -24,18 +24,13 @@ _ROLES_OF = {KEYS: ("key",), QK: ("query", "key"), OV: ("value", "output"), FINI
 _SIDE_BY_SIDE = ("key", "value", "query", "output")
 """The order of roles in a stack: those that are whitened lie side by side."""
 
-_AT_ONCE = 2**25
-"""Numbers of weights that are stacked at once on a device."""
+_AT_ONCE = 2**25  # numbers of weights that are stacked at once on a device
 
 _AT_ONCE_ON_CPU = 2**19
 """The same on a CPU, where batches gain nothing for wide layers and no longer fit into its cache."""
 
-_LARGEST_ON_DEVICE = 2**28
-"""Bytes of weights that stay on a device until the next reading; further ones go to the host."""
-
-_LARGEST_KEPT = 2**31
-"""Bytes of weights that are kept until the next reading; the movement of further layers is absent."""
-
+_LARGEST_ON_DEVICE = 2**28  # bytes of weights that stay on a device until the next reading; further ones go to the host
+_LARGEST_KEPT = 2**31  # bytes of weights that are kept until the next reading; the movement of further layers is absent
 Measured = tuple[Sequence[Tensor], Callable[..., Any]]  # sums, and what makes of them what the catalogue reads
 
 

@@ -21,8 +21,7 @@ QUANTITIES = {
 }
 """What *change with the loss* looks at, none of it a matter of the inputs' length -> its name in messages."""
 
-HIDDEN = 1e-6
-"""Largest attention to tokens that are hidden, from rounding."""
+HIDDEN = 1e-6  # largest attention to tokens that are hidden, from rounding
 
 
 class SharpFromStart(Rule):

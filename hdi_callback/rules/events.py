@@ -10,12 +10,8 @@ from hdi_callback.arguments import listed
 from hdi_callback.record import LEVELS, Alert
 from hdi_callback.rules.rule import Finding, Rule
 
-Key = tuple[str, str]
-"""Layer, rule."""
-
-WINDOW = 3
-"""Readings within which what follows on the same heads joins an event."""
-
+Key = tuple[str, str]  # layer, rule
+WINDOW = 3  # readings within which what follows on the same heads joins an event
 VAGUE = "change with the loss"  # which names no cause, so that nothing is folded into it
 
 

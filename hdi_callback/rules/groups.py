@@ -13,8 +13,7 @@ from hdi_callback.rules.series import Row, Series
 Groups = tuple[tuple[int, ...], ...]
 Pair = tuple[int, int, float]
 
-EQUAL = 1 - 4e-7
-"""Overlap from which on heads are equal: their key weights differ by less than a thousandth."""
+EQUAL = 1 - 4e-7  # overlap from which on heads are equal: their key weights differ by less than a thousandth
 
 
 def groups_of(pairs: Iterable[tuple[int, int]]) -> Groups:

@@ -12,8 +12,7 @@ import torch
 
 from hdi_callback.rules.series import Row, Series
 
-DEVIATIONS = 6.0
-"""Standard deviations from which on the spectrum of a layer is none of an initialisation."""
+DEVIATIONS = 6.0  # standard deviations from which on the spectrum of a layer is none of an initialisation
 
 SMALL = 0.4
 """Size of key weights, relative to variance one over the input width, below which they are small: GPT-2 has 0.55."""

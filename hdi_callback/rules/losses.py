@@ -10,8 +10,7 @@ from hdi_callback.arguments import quoted
 from hdi_callback.record import Level, Record
 from hdi_callback.rules.series import APART
 
-SMOOTHED = 5
-"""Readings over which the median of the loss is taken, and within which it may follow a change."""
+SMOOTHED = 5  # readings over which the median of the loss is taken, and within which it may follow a change
 
 FEWEST, FARTHER, CLEAR = 8, 2.0, 5.0
 """Readings from which it is known how far the loss usually changes; how many times as far a rise after a change is, and

@@ -11,21 +11,14 @@ from torch import Tensor
 
 from hdi_callback.record import LayerRecord
 
-KEPT = 64
-"""Number of readings that are kept, besides the first."""
-
-APART = 5
-"""Fewest steps between readings that are kept, so that a window of readings is one of steps as well."""
-
+KEPT = 64  # number of readings that are kept, besides the first
+APART = 5  # fewest steps between readings that are kept, so that a window of readings is one of steps as well
 STILL = {"query": "query_movement", "key": "key_movement", "value": "value_movement", "output": "output_movement",
          "parameter": "parameter_still"}  # fmt: skip
 """What may stand still -> where a reading has it: movement, or for further parameters whether they stood still."""
 
-LOSS = "loss"
-"""The training loss among the values of a reading."""
-
-RECENT = 10
-"""Number of readings back from which messages say where a curve comes from."""
+LOSS = "loss"  # the training loss among the values of a reading
+RECENT = 10  # number of readings back from which messages say where a curve comes from
 
 
 @dataclass(frozen=True)

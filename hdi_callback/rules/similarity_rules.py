@@ -10,11 +10,9 @@ from hdi_callback.rules.rule import Finding, Rule
 from hdi_callback.rules.series import Series
 
 HYSTERESIS = 0.1
-TOGETHER = 0.5
-"""Mean alignment from which on all heads move together, which *mean alignment* reports."""
+TOGETHER = 0.5  # mean alignment from which on all heads move together, which *mean alignment* reports
 NEARLY_ONE = 0.8
-LEAP = 0.5
-"""By how much the alignment of copies rises between two readings."""
+LEAP = 0.5  # by how much the alignment of copies rises between two readings
 SEPARATE = (
     "look at the learning rate, and at what adds to the loss or writes to the weights since then; fresh weights for "
     "all but one of them changed no loss in trials"

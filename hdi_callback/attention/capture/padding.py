@@ -16,11 +16,8 @@ from torch import Tensor
 
 from hdi_callback.attention.calls import ModuleCall, running_calls
 
-PaddingChoice = Literal["auto"] | int | None
-"""How padding is known: from masks, by the token that is padding, or not."""
-
-HIDDEN = -1e3
-"""What is added to the score of a key that is hidden is less: -10000, the smallest number, minus infinity."""
+PaddingChoice = Literal["auto"] | int | None  # how padding is known: from masks, by the token that is padding, or not
+HIDDEN = -1e3  # what is added to the score of a key that is hidden is less: -10000, the smallest number, minus infinity
 
 # Names of masks over tokens. True, or minus infinity, where a token is padding:
 _OF_PADDING = {
