@@ -12,13 +12,12 @@ from torch import Tensor
 
 from hdi_callback.attention.discovery.cores import Core, sums_of
 from hdi_callback.attention.discovery.labels import Labels
-from hdi_callback.attention.operations import FUSED, RANDOM, REDUCTIONS, SOFTMAXES
+from hdi_callback.attention.operations import COPIES, FUSED, RANDOM, REDUCTIONS, SOFTMAXES
 from hdi_callback.attention.tape import Cell, Step, View, walk_back
 
 KEPT = 64  # of masks and tables the tape keeps so many queries and keys
 HIDDEN = -90.0  # a key is hidden by a score below it: exp(-90) = 1e-39
 _FAR = 200  # cells to walk back
-_COPIES = {"clone", "_to_copy", "copy"}
 _MASKING = re.compile("window|bias|mask|slopes")  # names of arguments that may hide keys
 _HIDES_NOTHING = torch.zeros((), dtype=torch.bool)
 
@@ -178,7 +177,7 @@ def _changes(link: Link) -> list[Change]:
         return [change for other_view in link.others for change in _added(step.op, other_view)]
     if step.op == "mul":
         return [Change(step.op, _HIDES_NOTHING, _value_of(other_view)) for other_view in link.others]
-    hides_nothing = step.is_pointwise or step.op in {"native_dropout", "_log_softmax", *_COPIES, *SOFTMAXES}
+    hides_nothing = step.is_pointwise or step.op in {"native_dropout", "_log_softmax", *COPIES, *SOFTMAXES}
     return [] if hides_nothing else [Change(step.op, None)]
 
 
@@ -202,7 +201,7 @@ def masks_of_weights(links: list[Link]) -> list[Change]:
 
 def is_curve(step: Step) -> bool:
     """Whether a step bends scores, as a soft cap does."""
-    straight = {"add", "sub", "mul", "div", "neg", "masked_fill", "where", *_COPIES}
+    straight = {"add", "sub", "mul", "div", "neg", "masked_fill", "where", *COPIES}
     return step.is_pointwise and step.op not in straight
 
 
@@ -226,7 +225,7 @@ def _added(op: str, view: View, depth: int = 8) -> list[Change]:
     step = view.cell.step
     if step is not None and step.op in REDUCTIONS and view.shape[-1] == 1:
         return []  # the largest of a query's scores, say, without which its softmax is the same
-    if step is None or not (step.is_pointwise or step.op in _COPIES):
+    if step is None or not (step.is_pointwise or step.op in COPIES):
         return [Change(op, _HIDES_NOTHING, bias=view.shape)]
     if not depth:
         return [Change(op, None, bias=view.shape)]

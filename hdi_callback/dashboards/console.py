@@ -11,9 +11,6 @@ from hdi_callback.dashboards.layer_table import layers_text
 from hdi_callback.dashboards.verdict import verdict
 from hdi_callback.record import Record
 
-_DEAR, _CHEAP = 0.01, 0.005  # shares of the training's time that readings take: above which it is said; as they should
-_READINGS = 10  # that are taken before
-
 
 class Console:
     """Prints a run, first its layers; `refused` are attentions that are not watched, with reasons, `past` records."""
@@ -31,10 +28,10 @@ class Console:
         history: str = "",
         past: Sequence[Record] = (),
     ) -> None:
-        self._say, self._layers, self._every, self._history = say, layers, every_n_steps, history
-        self._number, self._has_said_cost = 0, False
+        self._say, self._layers, self._history = say, layers, history
         # Only the last one keeps its layers, and the one before the final one.
         self._records = [*(replace(record, layers={}) for record in past[:-1]), *past[-1:]]
+        self._num_past = len(past)
         count = "1 attention layer" if len(layers) == 1 else f"{len(layers)} attention layers"
         steps = "at every optimizer step" if every_n_steps == 1 else f"every {every_n_steps} optimizer steps"
         self._say(f"hdi_callback watches {count}, {steps}\n{layers_text(layers, refused)}")
@@ -51,19 +48,11 @@ class Console:
                 self._say(text if alert.is_over else f"{text}\n{textwrap.indent(alert.remedy, '  ')}".rstrip())
         for action in record.actions:
             self._say(f"hdi_callback, step {action.step}, {action.name}: {action.message}")
-        self._number += 1
-        if self._number >= _READINGS and not self._has_said_cost and (record.cost or 0) > _DEAR:
-            self._has_said_cost = True
-            every = int(float(f"{self._every * record.cost / _CHEAP:.2g}"))  # type: ignore[operator]
-            self._say(
-                f"hdi_callback notice, step {record.step}: readings take {record.cost:.1%} of the training's time. "
-                f"every_n_steps={every} would make it {_CHEAP:.1%}."
-            )
 
     def close(self) -> None:
         """Print the verdict."""
         judgement = verdict(self._records, self._layers)
-        share = self._records[-1].cost if self._number else None
+        share = self._records[-1].cost if len(self._records) > self._num_past else None
         cost = "" if share is None else f" Readings took {share:.2%} of the training's time."
         where = f" History: {self._history}" if self._history else ""
         self._say(f"hdi_callback: {judgement.text}{cost}{where}")

@@ -19,7 +19,6 @@ from hdi_callback.record import LEVELS, Alert
 if TYPE_CHECKING:
     from hdi_callback.history import RunHistory
 
-_MOST_EVENTS = 200
 _MOST_DRAWN = 12  # events with a picture
 
 
@@ -57,13 +56,9 @@ def page_of(run: RunHistory) -> str:
         "verdict": verdict(run.records, run.layers),
         "run": run,
         "pictures": _pictures(run, serious),
-        "events": [
-            {"alert": alert, "state": state(alert), "layers": joined_name(alert.layers)}
-            for alert in raised[-_MOST_EVENTS:]
-        ],
+        "events": [{"alert": alert, "state": state(alert), "layers": joined_name(alert.layers)} for alert in raised],
         "evidence": _evidence(run, serious),
         "serious": serious,
-        "num_events": len(raised),
         "actions": [action for record in run.records for action in record.actions],
         "shapes": layer_rows(run.layers),
         "rows": layer_rows(run.layers, last, active),
