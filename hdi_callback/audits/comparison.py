@@ -11,13 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from hdi_callback.arguments import listed
-from hdi_callback.attention import AttentionLayer
+from hdi_callback.attention.layer import ROLES, AttentionLayer
 from hdi_callback.audits.audit import missing_weights, open_layers
 from hdi_callback.audits.sources import Target
 from hdi_callback.dashboards.layer_table import table_lines
 from hdi_callback.rules.rule import heads_in_words
-
-_ROLES = ("query", "key", "value", "output")
 
 
 @dataclass(frozen=True, repr=False)
@@ -68,11 +66,11 @@ class Comparison:
         }
         ordered = sorted(largest, key=lambda layer: -max(share for _, share in largest[layer].values()))
         rows = [
-            [layer, *(f"{at[1]:.2g} (head {at[0]})" if (at := largest[layer].get(role)) else "-" for role in _ROLES)]
+            [layer, *(f"{at[1]:.2g} (head {at[0]})" if (at := largest[layer].get(role)) else "-" for role in ROLES)]
             for layer in ordered
         ]
         lines = [f"A  {self.first}", f"B  {self.second}", "Largest change of a head, as a share of its norm:"]
-        lines += table_lines(("layer", *_ROLES), rows, width=100) if rows else []
+        lines += table_lines(("layer", *ROLES), rows, width=100) if rows else []
         return "\n".join([*lines, "", self.summary])
 
 
@@ -109,7 +107,7 @@ def compare(
     changes: dict[str, dict[str, tuple[float, ...]]] = {}
     broken: list[str] = []
     for name in (name for name in before if name in after):
-        for role in _ROLES:
+        for role in ROLES:
             weights = [_weight(target, side[name], role) for target, side in zip(targets, (before, after))]
             in_first, in_second = weights
             if not isinstance(in_first, Tensor) or not isinstance(in_second, Tensor):

@@ -182,11 +182,8 @@ def mask_without_effect(facts: Facts, _: Sequence[Facts]) -> Found:
             return "wrong", f"{text}; write scores.masked_fill(mask == 0, -torch.inf)"
         is_shown = change.hides is not None and not bool(change.hides.any())
         if numbers.dim() > 1 and numbers.shape[-1] == 1 < facts.keys and is_shown:
-            text = f"one number for all {facts.keys} keys of a query is added to its scores, "
-            return (
-                "odd",
-                f"{text}which does nothing in a softmax: a bias of positions has to be as long as the keys are",
-            )
+            text = f"one number for all {facts.keys} keys of a query is added to its scores, which does nothing in a "
+            return "odd", f"{text}softmax: a bias of positions has to be as long as the keys are"
     if facts.hidden is None or bool(facts.hidden.any()) or facts.is_renormalised:
         return None
     if not any(map(_sets_to_zero, facts.changes_behind)):
@@ -307,10 +304,7 @@ def block(facts: Facts, among: Sequence[Facts]) -> Found:
         return "wrong", f"{lost}; write x = x + attention(norm(x))"
     if not {"norm(x)", "x"} <= {*re.findall(r"norm\(x\)|x", text.partition("attention")[2])}:
         return None
-    return (
-        "odd",
-        f"the block is {text}: some of queries, keys and values are made of norm(x), and some of x itself",
-    )
+    return "odd", f"the block is {text}: some of queries, keys and values are made of norm(x), and some of x itself"
 
 
 DIAGNOSES = (

@@ -224,25 +224,22 @@ class Inputs:
     """Tokens, numbers, caches, padding, positions and labels of the inputs, by their values (labels by name too)."""
 
     def __init__(self, door: Door) -> None:
-        self.door, self.leaves = door, door.leaves
+        self.door = door
+        leaves = self.leaves = door.leaves
         self._inner: Door | None = None
-        binary = {at for at in door.inputs if bool(((self.leaves[at] == 0) | (self.leaves[at] == 1)).all())}
+        binary = {at for at in door.inputs if bool(((leaves[at] == 0) | (leaves[at] == 1)).all())}
         numbers = [at for at in door.inputs if at not in binary]
-        listed = [at for at in door.inputs if not door.label[at] and self.leaves[at].dim() == 4]  # or in a dict
-        self.caches = [at for at in listed if self.leaves[at].is_floating_point()]
-        self.floats = [at for at in numbers if self.leaves[at].is_floating_point() and self.leaves[at].dim() > 1]
-        self.masks = [at for at in door.inputs if self.leaves[at].dim() == 2 and at in binary]
-        whole = [
-            at for at in numbers if self.leaves[at].dtype in {torch.int32, torch.int64} and self.leaves[at].dim() == 2
-        ]
-        self.labels = [
-            at for at in whole if bool((self.leaves[at] < 0).any()) or re.search("label|target", door.label[at])
-        ]
-        self.positions = [at for at in whole if at not in self.labels and _counts(self.leaves[at])]
+        listed = [at for at in door.inputs if not door.label[at] and leaves[at].dim() == 4]  # or in a dict
+        self.caches = [at for at in listed if leaves[at].is_floating_point()]
+        self.floats = [at for at in numbers if leaves[at].is_floating_point() and leaves[at].dim() > 1]
+        self.masks = [at for at in door.inputs if leaves[at].dim() == 2 and at in binary]
+        whole = [at for at in numbers if leaves[at].dtype in {torch.int32, torch.int64} and leaves[at].dim() == 2]
+        self.labels = [at for at in whole if bool((leaves[at] < 0).any()) or re.search("label|target", door.label[at])]
+        self.positions = [at for at in whole if at not in self.labels and _counts(leaves[at])]
         tokens = [at for at in whole if at not in self.labels + self.positions]
-        held = {at: self.leaves[at].untyped_storage().data_ptr() for at in tokens}
+        held = {at: leaves[at].untyped_storage().data_ptr() for at in tokens}
         again = [
-            at for at in tokens if any(i < at and self.is_moved(self.leaves[i], self.leaves[at]) for i in tokens)
+            at for at in tokens if any(i < at and self.is_moved(leaves[i], leaves[at]) for i in tokens)
             # A target that is its source is embedded, too.
             and sum(held[i] == held[at] for i in tokens if i <= at) > door.embedded[held[at]]
         ]  # fmt: skip
@@ -250,7 +247,7 @@ class Inputs:
         self.main = self.tokens + [at for at in self.floats if not self.tokens or at not in self.caches]
         self.pads = self._padding()
         self.is_pair = len(self.main) == 2 and all(
-            self.leaves[at].dim() == 2 + self.leaves[at].is_floating_point() for at in self.main
+            leaves[at].dim() == 2 + leaves[at].is_floating_point() for at in self.main
         )
 
     @staticmethod
@@ -308,9 +305,8 @@ class Inputs:
         """Return door, main input and number of tokens where one sequence goes in."""
         door = self.door
         if door.is_random or door.axis != 0:
-            raise NotAskedError(
-                "forwards are random" if door.is_random else "samples mix, or are not on the first axis"
-            )
+            random = "forwards are random" if door.is_random else ""
+            raise NotAskedError(random or "samples mix, or are not on the first axis")
         if len(self.main) != 1 or getattr(getattr(door.model, "config", None), "is_encoder_decoder", False):
             several = "more than one sequence goes in, or is made of labels"
             raise NotAskedError(several if self.main else "no sequence goes in")

@@ -486,11 +486,7 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
             idle[name] = "odd", short  # its own that code names are options
     takers = door.record({}, among={name.rpartition(".")[0] for name in idle}) if idle else []
     # What is given zeros (queries of DETR's first layer) gets no gradient by that.
-    blank = {
-        door.names[module]
-        for module, received, _ in takers
-        if received and not any(bool(tensor.any()) for tensor in received)
-    }
+    blank = {door.names[module] for module, received, _ in takers if received and not any(map(torch.any, received))}
     unread = tuple(f"{each.path}." for each in facts if not each.rows)
     # Where the maps of heads are known, another may be a gate whose features are added up.
     for name in (name for name in every if name in moves[1] and (name in maps or name.startswith(unread))):

@@ -18,7 +18,6 @@ from hdi_callback.rules import RULES
 ALERTS = "hdi/alerts"
 MAP, HEADS, EVIDENCE = "hdi/map", "hdi/heads", "hdi/evidence"
 
-
 MODEL_CURVES = {
     "hdi/mean": "Head Diversity Index, mean over the layers, 0 to 1; a fresh model starts at chance, 1 - d_k/d, not "
     "at 1: with 12 heads at 0.917.",

@@ -92,11 +92,8 @@ def _evidence(run: RunHistory, serious: Sequence[Alert]) -> list[dict[str, str]]
     with svg_style():
         for alert in sorted(chosen, key=lambda alert: alert.step):
             of_layer = run.matrices(alert.step).get(next(iter(alert.where), ""), {})
-            patterns = {
-                int(name.removeprefix("attention_pattern_")): pattern
-                for name, pattern in of_layer.items()
-                if name.startswith("attention_pattern_")
-            }
+            split = [(*name.rpartition("_"), pattern) for name, pattern in of_layer.items()]
+            patterns = {int(step): pattern for kind, _, step, pattern in split if kind == "attention_pattern"}
             figure = draw_evidence(alert, run.records, patterns)
             if figure is not None:
                 text = f"step {alert.step}, {alert.level}: {alert.rule}"

@@ -72,9 +72,8 @@ def verdict(records: Sequence[Record], layers: Sequence[Mapping[str, Any]], *, i
     )
     if active:
         first = active[0]
-        count = (
-            "" if len(active) == 1 else f"{len(active)} {'findings' if is_audit else 'alerts are active'}. The first: "
-        )
+        of_them = "findings" if is_audit else "alerts are active"
+        count = "" if len(active) == 1 else f"{len(active)} {of_them}. The first: "
         since = "" if is_audit else f"{'since' if count else 'Since'} step {first.step}: "
         return Verdict("alert", f"{count}{since}{first.message.removesuffix('.')}.{_unread(records)}", first)
     if not any(_is_measured(last, name) for name in last.layers):
