@@ -22,7 +22,6 @@ class Console:
         self,
         say: Callable[[str], None],
         layers: Sequence[Mapping[str, Any]],
-        *,
         every_n_steps: int,
         refused: Mapping[str, str] | None = None,
         history: str = "",

@@ -117,9 +117,6 @@ class _LightningTrainer(Trainer):
         self._trainer.save_checkpoint(path, weights_only=False)  # every rank takes part
         return str(path)
 
-    def print(self, text: str) -> None:
-        self._trainer.print(text)
-
     def targets(self, past: Sequence[Record]) -> list[Any]:
         # Early stopping decides on every rank.
         return [self._keep, *(self._trainer.loggers if self.is_first_rank else ())]

@@ -52,14 +52,8 @@ class Session:
     """
 
     def __init__(self, model: nn.Module, settings: Settings, trainer: Trainer, *, guard: Guard) -> None:
-        self.monitor = HeadDiversityMonitor(
-            model,
-            metrics=settings.measured,
-            include=settings.include,
-            exclude=settings.exclude,
-            max_tokens=settings.max_tokens,
-            padding=settings.padding,
-        )
+        options = {name: getattr(settings, name) for name in ("include", "exclude", "max_tokens", "padding")}
+        self.monitor = HeadDiversityMonitor(model, metrics=settings.measured, **options)
         self.alerts: Alerts | None = None  # before the first forward, and for no alerts
         self.history: History | None = None  # before the first forward, if there is none, and on further ranks
         self.last_step: int | None = None  # of the last reading that was taken
@@ -452,14 +446,7 @@ class Session:
                 self._sinks.append(sink_for(target, self._facts, self._settings.metrics or (), past))
         if self._trainer.is_first_rank:
             refused = {refusal.name: refusal.reason for refusal in self.monitor.refused}
+            where = "" if self.history is None else str(self.history.path)
             with self._showing(Console.name):
-                self._sinks.append(
-                    Console(
-                        self._trainer.print,
-                        self._facts,
-                        every_n_steps=self._settings.every_n_steps,
-                        refused=refused,
-                        history="" if self.history is None else str(self.history.path),
-                        past=past,
-                    )
-                )
+                console = Console(print, self._facts, self._settings.every_n_steps, refused, where, past)
+                self._sinks.append(console)

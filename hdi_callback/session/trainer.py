@@ -38,9 +38,5 @@ class Trainer(Protocol):
     def save(self, name: str) -> str:
         """Save a checkpoint under a name without a suffix; return where."""
 
-    def print(self, text: str) -> None:
-        """Print text to the user."""
-        print(text)  # noqa: T201
-
     def targets(self, past: Sequence[Record]) -> Sequence[Any]:
         """Return what takes the curves of this rank, see `sink_for`; `past` are the records of a resumed run so far."""
