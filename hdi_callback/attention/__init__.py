@@ -3,14 +3,4 @@
 from hdi_callback.attention.discovery.find import find_attention, survey
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Refusal, Rows, Site, Survey, Term
 
-__all__ = [
-    "AttentionLayer",
-    "HeadWeight",
-    "Refusal",
-    "Rows",
-    "Site",
-    "Survey",
-    "Term",
-    "find_attention",
-    "survey",
-]  # fmt: skip
+__all__ = ["AttentionLayer", "HeadWeight", "Refusal", "Rows", "Site", "Survey", "Term", "find_attention", "survey"]

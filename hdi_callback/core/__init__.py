@@ -7,18 +7,7 @@ from hdi_callback.core.fresh import fold_head, fresh_head
 from hdi_callback.core.rows import RowMetrics, RowSums, attention_rows, row_metrics
 
 __all__ = [
-    "CircuitSimilarity",
-    "HeadCovariance",
-    "HeadDiversity",
-    "Lens",
-    "RowMetrics",
-    "RowSums",
-    "attention_rows",
-    "circuit_similarity",
-    "fold_head",
-    "fresh_head",
-    "head_covariance",
-    "head_diversity",
-    "principal_cosines",
+    "CircuitSimilarity", "HeadCovariance", "HeadDiversity", "Lens", "RowMetrics", "RowSums", "attention_rows",
+    "circuit_similarity", "fold_head", "fresh_head", "head_covariance", "head_diversity", "principal_cosines",
     "row_metrics",
-]
+]  # fmt: skip

@@ -4,11 +4,4 @@ from hdi_callback.interventions.intervention import Intervention, SaveCheckpoint
 from hdi_callback.interventions.qk_clip import QKClip
 from hdi_callback.interventions.revive_heads import ReviveHeads
 
-__all__ = [
-    "Intervention",
-    "QKClip",
-    "ReviveHeads",
-    "SaveCheckpoint",
-    "StopTraining",
-    "Training",
-]
+__all__ = ["Intervention", "QKClip", "ReviveHeads", "SaveCheckpoint", "StopTraining", "Training"]
