@@ -104,7 +104,9 @@ class ModelInputs:
             return
         with _disable_current_modes(), torch.no_grad():
             for view, tensor in zip(step.inputs, tensors_in((args, (*kwargs.values(),)))):
-                enters = view.is_float and view.cell.kind == DATA and not view.cell.is_mapped and view.numel > 1
+                enters = (
+                    tensor.is_floating_point() and view.cell.kind == DATA and not view.cell.is_mapped and view.numel > 1
+                )
                 if not is_sharded(tensor) and (enters or any(view.value is each for each in tokens)):
                     self._tensors[name] = _of_features(tensor) if enters else _of_tokens(tensor)
 

@@ -32,7 +32,7 @@ _COPIES = {"ToCopyBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAl
 _READINGS, _STEADY, _ENTRIES = 5, 0.02, 2**21
 _FORM: Numbers = {
     "form": (0.05, float, "what the loss gives {0} is the gradient of no cross entropy any more, as it was before"),
-    "factor": (0.1, math.exp, "the gradient of {0} is {1} times that of a mean over the rows trained, and {3} before"),
+    "factor": (0.1, float, "the gradient of {0} is another multiple of that of a mean over trained rows than before"),
     "smoothing": (0.05, float, "labels of {0} are smoothed by {1}, and by {3} before"),
 }
 
@@ -71,7 +71,7 @@ class LossLabels:
         """Look at the gradients of what a call returns that a tape has written down."""
         self._tokens += [tokens for step in tape.steps for tokens in embedded_tokens(step)]
         for at, tensor in enumerate(tree_leaves(dict(output) if isinstance(output, Mapping) else output)):
-            if isinstance(tensor, Tensor) and tensor.dim() > 1 and tensor.grad_fn is not None:
+            if isinstance(tensor, Tensor) and tensor.dim() > 1 and tensor.grad_fn is not None and _has_rows(tensor):
                 node, number = tensor.grad_fn, tensor.output_nr
                 # The loss may be of what was cast to the output, as accelerate casts it.
                 while node.name() in _COPIES and node.next_functions[0][0] is not None:
@@ -115,11 +115,16 @@ class LossLabels:
             if off < 0.05:
                 large = float(factor) * calls
                 # A loss scaler doubles and halves what is large.
-                size = math.log(large if large < 16 else 16 * math.frexp(large)[0]) if large > 0 else math.nan
+                size = math.log(large if large < 1.5 else 16 * math.frexp(large)[0]) if large > 0 else math.nan
                 pairs = {"factor": torch.tensor(size), "smoothing": smoothing}
                 values |= {key: torch.stack([value, -value]) for key, value in pairs.items()}
             terms |= {(key, 0, LOSS): text for key, text in self._usual.departures(name, values).items()}
         return terms
+
+
+def _has_rows(output: Tensor) -> bool:
+    is_plain = output.layout == torch.strided and not output.is_nested and not is_sharded(output)
+    return is_plain and output.is_floating_point() and output.numel() > 0
 
 
 def _some(output: Tensor) -> Tensor:

@@ -132,7 +132,7 @@ def test_what_the_model_is_given_is_told_where_it_is_far_from_all_before(name, t
     (alert,) = [alert for alert in alerts if alert.message.startswith("what the model is given has changed")]
     assert message in alert.message
     assert alert.level == "notice"
-    assert alert.where == {"": ()}
+    assert alert.where == {"the model": ()}
     assert START - 5 <= alert.since <= START + 1 <= alert.step
 
 
