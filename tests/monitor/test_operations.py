@@ -15,13 +15,19 @@ def _each_third_reading(monkeypatch):
 
 WARNED = ["no activation", "relu", "skip lost", "MLP subtracted", "embedding not scaled", "no positions"]
 """What is a warning at once, of the operations: in a module that goes on something is lost."""
+STOPPED = {"detached": ["`blocks.1.norm2.weight` and `blocks.1.norm2.bias` since step 32"]}
+"""What runs as before, and is told because something stands still."""
 
 
 @pytest.mark.parametrize("fault", forwards.FAULTS)
 def test_what_a_forward_computes_otherwise_is_told_once_with_before_and_after(fault):
-    alerts = [alert for alert in forwards.train(fault)[0] if alert.rule == contract.NAME]
-    says = forwards.FAULTS[fault]
+    every = [alert for alert in forwards.train(fault)[0] if alert.rule == contract.NAME]
+    stopped = [alert for alert in every if alert.message.startswith("the training step")]
+    alerts, says = [alert for alert in every if alert not in stopped], forwards.FAULTS[fault]
     assert len(alerts) == bool(says)
+    assert [alert.message.partition("nothing has moved ")[2].partition(",")[0] for alert in stopped] == STOPPED.get(
+        fault, []
+    )
     for alert in alerts:
         assert says in alert.message
         assert alert.since == 36
