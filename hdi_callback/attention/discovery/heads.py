@@ -135,12 +135,12 @@ def _heads_of_part(labels: Labels, part: ValueProduct, table: dict[str, _Vectors
     different = table["query"][0]
     number = torch.full(different.shape, -1)
     # Matrices with the same different queries, keys and values have the same heads.
-    heads_of_key: dict[object, list[tuple[int, Tensor]]] = {}
+    head_of_row: dict[object, Tensor] = {}  # of each different query
     for slot in range(len(different)):
         numbers_of = (small(table[role][0][slot]).tolist() for role in IN)
         of_query, of_key, of_value = key = tuple(tuple(dict.fromkeys(numbers)) for numbers in numbers_of)
-        if key not in heads_of_key:
-            heads_of_key[key] = []
+        if key not in head_of_row:
+            head_of_row[key] = torch.full((len(table["query"][1]),), -1)
             keys, values = (
                 _streams_of_tokens(labels, [table[role][1][i] for i in numbers], part.width(role), role)
                 for role, numbers in (("key", of_key), ("value", of_value))
@@ -151,18 +151,17 @@ def _heads_of_part(labels: Labels, part: ValueProduct, table: dict[str, _Vectors
                     name = _named(head["query"]), _named(head["key"])
                     if _named(heads.setdefault(name, head)["value"]) != _named(values):
                         raise Unreadable("several heads share queries and keys")
-                    heads_of_key[key].append((list(heads).index(name), torch.tensor(rows)))
-        for at, own_rows in heads_of_key[key]:
-            number[slot][torch.isin(different[slot], own_rows)] = at
+                    head_of_row[key][list(rows)] = list(heads).index(name)
+        number[slot] = head_of_row[key][different[slot]]
     if not heads:
         raise Unreadable("neither its queries nor its keys come from a linear map")
     return heads, number
 
 
-def _vectors(labels: Labels, features: Tensor) -> _Vectors:
+def _vectors(labels: Labels, plane: Tensor) -> _Vectors:
     """Return which different vector each token has, these as features of parameters, and whether any is a sum."""
-    n, tokens, width = features.shape
-    short = features
+    n, tokens, width = plane.shape
+    short = plane
     for dim in (0, 1):
         if short.stride(dim) == 0 and short.shape[dim] > 1:
             short = short.narrow(dim, 0, 1)
@@ -171,12 +170,13 @@ def _vectors(labels: Labels, features: Tensor) -> _Vectors:
     for row in rows.tolist():
         of_owner: dict[int, dict[int, int]] = {}  # parameter -> feature -> its position; summed ones may have none: -1
         for place, number in enumerate(row):
-            groups = [(owner, list(group)) for owner, group in groupby(sorted(labels.members(number)), labels.owner)]
+            members = [number] if number > 0 else sorted(labels.members(number))
+            groups = [(owner, list(group)) for owner, group in groupby(members, labels.owner)]
             is_sum |= len(groups) > 1
-            for owner, members in groups:
+            for owner, features in groups:
                 positions = of_owner.setdefault(owner, {})
-                free = next((member for member in members if positions.get(member, -1) < 0), None)
-                positions.update({member: positions.get(member, -1) for member in members})
+                free = next((feature for feature in features if positions.get(feature, -1) < 0), None)
+                positions.update({feature: positions.get(feature, -1) for feature in features})
                 if free is not None:
                     positions[free] = place
         pairs = {owner: [(at, feature) for feature, at in positions.items()] for owner, positions in of_owner.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -87,8 +88,19 @@ def _gathered(
     The place along a dim of an element at some offset in memory is ``offset // step % size``. A dim of the result
     does not change it if its stride is a multiple of ``step * size``, or small enough for no carry.
     """
-    short, places = small(plane), []
-    for size, step, count in zip(written, steps, short.shape):
+    short = small(plane)
+    places = _places(short.shape, tuple(written), tuple(steps), tuple(shape), tuple(stride), offset)
+    return (short[places] if places else plane).expand(tuple(shape))
+
+
+@lru_cache(maxsize=32)  # layers that are alike view their memory alike
+def _places(
+    counts: Sequence[int], written: Sequence[int], steps: Sequence[int], shape: Sequence[int], stride: Sequence[int],
+    offset: int
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return where the elements of a view are along each dim, of which a plane has different entries."""
+    places = []
+    for size, step, count in zip(written, steps, counts):
         dims = sorted(
             (dim for dim, by in enumerate(stride) if count > 1 and by % (step * size)), key=stride.__getitem__
         )
@@ -100,7 +112,7 @@ def _gathered(
             along = torch.arange(shape[dim]) * stride[dim]
             at = at + along.reshape([-1 if each == dim else 1 for each in range(len(shape))])
         places.append(at // step % size if count > 1 else torch.zeros_like(at))
-    return (short[tuple(places)] if places else plane).expand(tuple(shape))
+    return tuple(places)
 
 
 def written_out(plane: Tensor, written: View, numel: int) -> Tensor:
