@@ -15,11 +15,12 @@ VOCABULARY = 256  # cut: the output layer of 50,257 tokens would hide what a rea
 class Attention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads, self.qkv, self.mix = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.heads, self.is_causal = heads, True
+        self.qkv, self.mix = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (one.unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
-        return self.mix(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.mix(F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal).transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
