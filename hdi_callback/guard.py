@@ -129,8 +129,12 @@ def without_modes() -> Iterator[None]:
     """
     devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
     if not (devices or torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()):
-        with torch.no_grad():
+        is_grad_enabled = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # as `torch.no_grad` does, at a third of its time
+        try:
             yield
+        finally:
+            torch._C._set_grad_enabled(is_grad_enabled)
         return
     with modes_off(), torch.no_grad(), ExitStack() as stack:
         for device in devices:

@@ -117,9 +117,10 @@ def is_within_compiled_call() -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether calls of a module run as compiled graphs, as far as the module shows it."""
-    forward = vars(module).get("forward") or getattr(type(module), "forward", None)
-    is_compiled_forward = hasattr(forward, "_torchdynamo_orig_callable") or module._compiled_call_impl is not None
-    return (is_compiled_forward or "_orig_mod" in module._modules) and not isinstance(module, torch.jit.ScriptModule)
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
+    is_wrapped = module._compiled_call_impl is not None or "_orig_mod" in module._modules
+    return is_wrapped or hasattr(module.forward, "_torchdynamo_orig_callable")
 
 
 def _put(dynamo: Compiler, stance: _Stance) -> None:

@@ -83,7 +83,7 @@ def _inner_products(own: Tensor, keys: WhitenedHeads, group: Tensor | None) -> t
     # K = M R with R a frame of the rows of K, so that Q^T K = (M^T Q)^T R and the circuit's norm is ||M^T Q||: nothing
     # cancels, however unevenly a head shares its scale between Q and K.
     mixed, size, norm = _mixed(own, keys, group)
-    mixed = (mixed / torch.where(size == 0, 1, size)[..., None, None]).to(keys.rows.dtype)
+    mixed = (mixed / torch.where(size == 0, 1, size).to(mixed.dtype)[..., None, None]).to(keys.rows.dtype)
     H, k = own.shape[1:3]
     flat, rows = mixed.flatten(1, 2), keys.rows
     inner = []

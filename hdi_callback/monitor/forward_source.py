@@ -126,8 +126,7 @@ def measure_forwards(
     """
     for source in sources:
         for layer in layers:
-            why = _why_not(source, layer) or _why_nothing(source, captured.get(layer.name))
-            if why:
+            if why := _why_not(source, layer) or _why_nothing(source, captured.get(layer.name)):
                 absent.note(layer.name, source.name, why)
     results: list[Result] = []
     is_alone = ranks.size == 1
@@ -183,8 +182,9 @@ def _why_nothing(source: ForwardSource, captured: Captured | None) -> str:
     """Return why this rank has nothing of a layer; empty if it has."""
     if captured is None:
         return NOT_ARMED
-    reason = captured.reasons.get(source.reads) or "the layer was not called in a forward that was armed"
-    return "" if _has(captured, source.reads) else reason
+    if _has(captured, source.reads):
+        return ""
+    return captured.reasons.get(source.reads) or "the layer was not called in a forward that was armed"
 
 
 def _has(captured: Captured | None, reads: str) -> bool:

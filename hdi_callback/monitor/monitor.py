@@ -102,7 +102,6 @@ class HeadDiversityMonitor:
         self._capture: Capture | None = None
         self._ranks: Ranks | None = None
         self._guard = Guard()
-        self._first_calls: FirstCalls | None = None  # before and after all calls
         self._first_forwards: list[FirstForward] = []  # of this armed step
         self._read: list[TapeReader] = []  # of forwards, and not yet checked: warnings are off while a forward is read
         self._said: set[str] = set()  # of findings
@@ -136,9 +135,8 @@ class HeadDiversityMonitor:
     def close(self) -> None:
         """Remove all hooks and forget what was captured; calling it again does nothing."""
         self.disarm()
-        if self._first_calls is not None:
-            self._first_calls.remove()
-        self._capture = self._first_calls = None
+        self._first_calls.remove()
+        self._capture = None
         self.training_step.close()
 
     # --- steps
@@ -149,7 +147,7 @@ class HeadDiversityMonitor:
         Args:
             training_only: leave out forwards that autograd does not record, as those of an evaluation.
         """
-        if not self.layers and self._first_calls is not None and is_in_first_fsdp(self._model):
+        if not self.layers and is_in_first_fsdp(self._model):
             self.refused = (Refusal(ROOT, IN_PIECES, self.model_name),)
             self.close()
             return
@@ -157,12 +155,11 @@ class HeadDiversityMonitor:
         self._forget_first()
         self._labels.take()
         self._inputs.take()
-        if self._first_calls is not None:
-            self._first_calls.called, self._first_calls.on_called = 0, None
+        self._first_calls.called, self._first_calls.on_called = 0, None
         if self._capture is not None:
             self._capture.arm(training_only=training_only)
             self._is_compared = self.contract.is_due()
-            if self._is_compared and self._first_calls is not None:
+            if self._is_compared:
                 self._first_calls.write_down()
 
     def disarm(self) -> None:
@@ -171,21 +168,20 @@ class HeadDiversityMonitor:
         self._forget_first()
         self._labels.take()
         self._inputs.take()
-        if self._first_calls is not None:
-            self._first_calls.forget_calls()
+        self._first_calls.forget_calls()
         if self._capture is not None:
             self._capture.disarm()
 
     def pause(self) -> None:
         """Remove the hooks for an evaluation, which runs as without a monitor; samples stay."""
-        if self._first_calls is not None and self.layers:
+        if self.layers:
             self._first_calls.pause()
         if self._capture is not None:
             self._capture.pause()
 
     def go_on(self) -> None:
         """Install the hooks again after `pause`."""
-        if self._first_calls is not None and self.layers:
+        if self.layers:
             self._first_calls.go_on()
         if self._capture is not None:
             self._capture.go_on()
@@ -221,7 +217,7 @@ class HeadDiversityMonitor:
         whole_number("step", step, least=0, example=100)
         if not self.layers:
             raise NothingToWatchError(f"{self.why_nothing()}\nRun a forward of the model before the first reading.")
-        absent, calls = Absent(), 1 if self._first_calls is None else self._first_calls.called
+        absent, calls = Absent(), self._first_calls.called
         ranks = self.join_ranks()
         with without_modes():
             ranks.begin(step, self._why_alone())
@@ -237,9 +233,8 @@ class HeadDiversityMonitor:
             results = self._weights.measure(step, self.layers, absent, trained, with_checksums=ranks.size > 1)
             ranks.compare(self._weights.checksums)
             captured = self._take(absent)
-            results += measure_forwards(
-                self._forwards, self.layers, captured, self._weights.output_weight, ranks, absent
-            )
+            output_weight = partial(self._weights.output_weight, is_sharded=ranks.is_sharded)
+            results += measure_forwards(self._forwards, self.layers, captured, output_weight, ranks, absent)
             with absent.unless([PARAMETERS], names):
                 results += self._parameters.measure(step, with_changes=PARAMETERS in self._sources)
             of_steps = [*self.training_step.take(), *self._labels.take(calls), *self._inputs.take()]
@@ -251,7 +246,7 @@ class HeadDiversityMonitor:
         """Return what compares this reading with the contract of the run, on the host."""
         before, self._step = self._step, step
         read: list[Facts | Tape] = [*self._facts]
-        if self._is_compared and self._first_calls is not None:
+        if self._is_compared:
             read += self._first_calls.tapes
         self._facts, self._is_compared = [], False
         if not read and not of_steps:
@@ -307,19 +302,16 @@ class HeadDiversityMonitor:
     @property
     def is_looking(self) -> bool:
         """Whether parts of the model have not run yet, of which heads may be found."""
-        if number_of_ranks() > 1:  # all ranks take their readings at the same steps
-            return False
-        return self._first_calls is not None and self._first_calls.is_looking
+        return number_of_ranks() == 1 and self._first_calls.is_looking  # ranks take their readings at the same steps
 
     @property
     def is_called(self) -> bool:
         """Whether a call that autograd records has happened since `arm`."""
-        return self._first_calls is not None and self._first_calls.called > 0
+        return self._first_calls.called > 0
 
     def when_called(self, function: Callable[[], None]) -> None:
         """Call a function once, when the next call that autograd records has been captured."""
-        if self._first_calls is not None:
-            self._first_calls.on_called = function
+        self._first_calls.on_called = function
 
     def _record(self) -> FirstForward:
         model = inner_model(self._model)
@@ -355,7 +347,7 @@ class HeadDiversityMonitor:
                 warn(f"Not watched: {refusal}.")  # with new layers it stands below their table
             return  # hooks stay as they are: those of the module that is being called are on their way
         self.layers = layers
-        if self._forwards and self._first_calls is not None:  # before the first call nothing waits for it but they
+        if self._forwards:  # before the first call nothing waits for it but they
             if self._capture is None:
                 names = {source.name for source in self._forwards}
                 self._capture = Capture(
@@ -385,7 +377,7 @@ class HeadDiversityMonitor:
         reasons += f"\n  and {len(self.refused) - 10} more" if len(self.refused) > 10 else ""
         if not reasons and self._left_out:
             reasons = f" `include` and `exclude` leave none of {len(self._left_out)}, such as `{min(self._left_out)}`."
-        elif not reasons and self._first_calls is not None and self._first_calls.calls:
+        elif not reasons and self._first_calls.calls:
             reasons = " its first calls ran no softmax and no fused attention of queries and keys."
         reasons = reasons or " none of its modules has been called outside of `torch.func`."
         return f"No attention layer of `{self.model_name}` was read:{reasons}"

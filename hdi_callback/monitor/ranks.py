@@ -23,6 +23,7 @@ from torch import Tensor
 from hdi_callback.attention.layer import ROLES, AttentionLayer
 from hdi_callback.attention.sharding import group_of_heads
 from hdi_callback.guard import describe
+from hdi_callback.monitor.reading import to_host
 
 S = TypeVar("S")
 T = TypeVar("T", bound=tuple[Tensor, ...])
@@ -99,15 +100,9 @@ class Ranks:
             return
         agree = (top + negative <= _SAME * torch.maximum(top.abs(), negative.abs())).all(-1)
         self._agree = agree.all()
+        self._flags = to_host(agree)
         if self.device.type == "cpu":
-            self._flags = agree, None
             self.settle()
-            return
-        host = torch.empty(agree.shape, dtype=torch.bool, device="cpu", pin_memory=True)
-        event = torch.cuda.Event()
-        host.copy_(agree, non_blocking=True)
-        event.record()
-        self._flags = host, event
 
     def settle(self) -> None:
         """Part if layers had different weights at the last reading; every rank finds the same."""

@@ -62,6 +62,17 @@ def apart(record: T) -> list[T]:
     return [type(record)(*tensors) for tensors in zip(*(tensor.unbind() for tensor in record))]
 
 
+def to_host(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Return a copy on the host, and on CUDA the event after which it is whole."""
+    is_cuda = tensor.device.type == "cuda"
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_cuda)
+    host.copy_(tensor.detach(), non_blocking=is_cuda)
+    event = torch.cuda.Event() if is_cuda else None
+    if event is not None:
+        event.record(torch.cuda.current_stream(tensor.device))
+    return host, event
+
+
 class Reading:
     """The measurements of one step; on CUDA their numbers are on the way to the host.
 
@@ -103,27 +114,20 @@ class Reading:
         for (device, _), places in groups.items():
             if device.type != "meta":  # which has no numbers
                 pack = torch.cat([tensors[place].detach().reshape(-1) for place in places])
-                (host,) = [pack] if device.type == "cpu" else self._copied(pack)
+                host = pack if device.type == "cpu" else self._copied(pack)
                 for place, part in zip(places, host.split([tensors[place].numel() for place in places])):
                     copies[place] = part.view(tensors[place].shape)
         return copies
 
-    def _copied(self, *tensors: Tensor) -> list[Tensor]:
-        """Return copies on the host, which are whole once the events have happened."""
-        copies = []
-        for tensor in tensors:
-            is_cuda = tensor.device.type == "cuda"
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_cuda)
-            copies.append(host.copy_(tensor.detach(), non_blocking=is_cuda))
-        for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device))
-            self._events.append(event)
-        return copies
+    def _copied(self, tensor: Tensor) -> Tensor:
+        """Return a copy on the host, which is whole once the events have happened."""
+        host, event = to_host(tensor)
+        self._events += [] if event is None else [event]
+        return host
 
     def keep_loss(self, loss: Tensor | float) -> None:
         """Keep the loss of the forward, without waiting for the device."""
-        self.loss = self._copied(loss)[0] if isinstance(loss, Tensor) else loss
+        self.loss = self._copied(loss) if isinstance(loss, Tensor) else loss
 
     def is_ready(self) -> bool:
         """Return whether `record` would not wait for the device."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ _AT_ONCE_ON_CPU = 2**19
 
 _LARGEST_ON_DEVICE = 2**28  # bytes of weights that stay on a device until the next reading; further ones go to the host
 _LARGEST_KEPT = 2**31  # bytes of weights that are kept until the next reading; the movement of further layers is absent
+_Viewed = tuple[dict[str, Any], str, nn.Parameter, int]  # where a parameter is, its name there, itself, its address
 Measured = tuple[Sequence[Tensor], Callable[..., Any]]  # sums, and what makes of them what the catalogue reads
 
 
@@ -43,10 +44,10 @@ class WeightReader:
         of_any = [source for source in self.sources if not _ROLES_OF[source]]
         self._sources_of = {role: of_role[role] or of_any for role in ROLES if of_role[role] or of_any}
         self.checksums: dict[str, Tensor] = {}  # layer -> those of the weights that were read, if they are asked for
-        self._views: dict[tuple[str, str], Any] = {}  # layer and role -> where its parameter is, its address, the view
+        self._views: dict[str, tuple[list[_Viewed], dict[str, Tensor]]] = {}  # layer -> parameters, views by role
         self._outputs: dict[tuple[str, ...], Tensor] = {}  # layers -> their stacked output weights in this reading
-        self._last: dict[tuple[tuple[str, ...], tuple[str, ...]], Tensor] = {}  # layers and roles -> weights
-        self._next: dict[tuple[tuple[str, ...], tuple[str, ...]], Tensor] = {}
+        self._last: dict[Any, Tensor] = {}  # layers and roles -> weights
+        self._next: dict[Any, Tensor] = {}
         self._step: int | None = None
         self._bytes = 0
 
@@ -64,7 +65,7 @@ class WeightReader:
         Sharded weights are gathered in the order of the layers, the same on every rank. A second reading at a step has
         the same weights, and is not compared. Of the layers and roles in `trained` a movement is told.
         """
-        self._last, self._next = {} if step == self._step else self._next, {}
+        earlier, self._last, self._next = self._last, {} if step == self._step else self._next, {}
         self._step, self._bytes, self.checksums = step, 0, {}
         self._outputs.clear()
         results: list[Result] = []
@@ -73,7 +74,7 @@ class WeightReader:
         def measure_group(group: tuple[list[AttentionLayer], list[dict[str, Tensor]]]) -> None:
             names = tuple(layer.name for layer in group[0])
             with absent.unless(self.sources, names):
-                stacks = _Stacks(group[0][0], names, group[1])
+                stacks = _Stacks(*group, earlier)
                 if "output" in stacks.of:
                     self._outputs[names] = stacks.of["output"]
                 if stacks.of and with_checksums:
@@ -87,7 +88,7 @@ class WeightReader:
 
         for layer in layers:
             weights = self._read(layer, absent)
-            shapes = tuple((role, weight.shape, weight.device, weight.dtype) for role, weight in weights.items())
+            shapes = tuple([(role, weight.shape, weight.device, weight.dtype) for role, weight in weights.items()])
             group = groups.setdefault((shapes, layer.key_of, layer.value_of), ([], []))
             group[0].append(layer)
             group[1].append(weights)
@@ -104,39 +105,29 @@ class WeightReader:
             )
         return results
 
-    def output_weight(self, layers: Sequence[AttentionLayer]) -> Tensor:
+    def output_weight(self, layers: Sequence[AttentionLayer], *, is_sharded: bool = False) -> Tensor:
         """Return the stacked output weights of layers, those of this reading where no rank has to be asked."""
-        weight = self._outputs.get(tuple(layer.name for layer in layers))
-        is_sharded = any(layer.weights["output"].is_sharded for layer in layers) if weight is not None else True
-        if weight is None or is_sharded:
-            return stacked([layer.weight("output").detach() for layer in layers])
-        return weight
+        weight = None if is_sharded else self._outputs.get(tuple(layer.name for layer in layers))
+        return stacked([layer.weight("output").detach() for layer in layers]) if weight is None else weight
 
     def _read(self, layer: AttentionLayer, absent: Absent) -> dict[str, Tensor]:
-        """Return the weights of a layer; note which sources lack one."""
-        weights: dict[str, Tensor] = {}
-        for role, sources in self._sources_of.items():
-            if role in layer.weights:
-                with absent.unless(sources, [layer.name]):
-                    weights[role] = self._weight(layer, role)
+        """Return the weights of a layer, as at the last reading if they are views of the same memory."""
         for source in self.sources if len(layer.weights) < len(ROLES) else ():
             missing = [role for role in _ROLES_OF[source] if role not in layer.weights]
             if missing:
                 absent.note(layer.name, source, f"the layer has no {' and no '.join(missing)} weight of its own")
+        places, weights = self._views.get(layer.name, ([], {}))
+        if places and all(own.get(name) is each and each.data_ptr() == at for own, name, each, at in places):
+            return weights
+        roles = [role for role in self._sources_of if role in layer.weights]
+        weights = {}
+        for role in roles:
+            with absent.unless(self._sources_of[role], [layer.name]):
+                weights[role] = layer.weight(role).detach()
+        viewed = {role: _viewed(layer, role, weight) for role, weight in weights.items()}
+        if len(viewed) == len(roles) and None not in viewed.values():
+            self._views[layer.name] = [*{id(place[2]): place for place in viewed.values() if place}.values()], weights
         return weights
-
-    def _weight(self, layer: AttentionLayer, role: str) -> Tensor:
-        """Return the weight of a role, as the view of the last reading where it is one of the same memory."""
-        own, name, parameter, address, view = self._views.get((layer.name, role), ({}, "", None, 0, None))
-        if view is not None and own.get(name) is parameter and parameter.data_ptr() == address:
-            return cast(Tensor, view)
-        weight, rows = layer.weight(role).detach(), layer.weights[role].plain
-        if rows is not None and len(rows.names) == 1:
-            owner, name = owner_of(rows.module, rows.names[0])
-            parameter = owner._parameters.get(name)
-            if type(parameter) is nn.Parameter and not parameter.is_meta and _address(weight) == _address(parameter):
-                self._views[layer.name, role] = owner._parameters, name, parameter, parameter.data_ptr(), weight
-        return weight
 
     def forget_views(self) -> None:
         """Look all parameters up again, as some were replaced."""
@@ -174,7 +165,7 @@ class WeightReader:
 
         return sums, finish
 
-    def _keep(self, key: tuple[tuple[str, ...], tuple[str, ...]], stack: Tensor) -> None:
+    def _keep(self, key: Any, stack: Tensor) -> None:
         self._bytes += stack.numel() * stack.element_size()
         if self._bytes > _LARGEST_KEPT or stack.is_meta:
             return
@@ -188,8 +179,10 @@ class WeightReader:
 class _Stacks:
     """Weights of layers that are alike: roles of one shape lie in one tensor, which one call measures."""
 
-    def __init__(self, layer: AttentionLayer, names: tuple[str, ...], weights: Sequence[Mapping[str, Tensor]]) -> None:
-        self.layer, self.names = layer, names  # the first of them, the names of all
+    def __init__(
+        self, layers: Sequence[AttentionLayer], weights: Sequence[Mapping[str, Tensor]], earlier: Mapping[Any, Tensor]
+    ) -> None:
+        self.layer, self.names = layers[0], tuple(layer.name for layer in layers)
         alike: dict[Any, list[str]] = {}
         for role in _SIDE_BY_SIDE:
             if role in weights[0]:
@@ -198,8 +191,13 @@ class _Stacks:
         self.whole: dict[tuple[str, ...], Tensor] = {}  # roles -> ``(roles, layers, heads, width, features)``
         self.of: dict[str, Tensor] = {}  # role -> its part, a view ``(layers, heads, width, features)``
         self._whitened: dict[str, WhitenedHeads] = {}
-        for roles in alike.values():
-            stack = torch.stack([weight[role] for role in roles for weight in weights])
+        for kind, roles in alike.items():
+            # In the memory of the reading before the last: new memory takes long to touch.
+            spare = earlier.get((self.names, tuple(roles)))
+            if spare is not None and (spare.is_inference() or (spare.shape[2:], spare.dtype, spare.device) != kind):
+                spare = None
+            tensors = [weight[role] for role in roles for weight in weights]
+            stack = torch.stack(tensors, out=None if spare is None else spare.flatten(0, 1))
             self.whole[tuple(roles)] = stack = stack.unflatten(0, (len(roles), len(weights)))
             self.of |= dict(zip(roles, stack))
 
@@ -239,9 +237,15 @@ def _finiteness(stacks: _Stacks) -> Measured:
 _MEASURES: dict[str, Callable[[_Stacks], Measured]] = {KEYS: _keys, QK: _qk, OV: _ov, FINITENESS: _finiteness}
 
 
-def _address(tensor: Tensor) -> int:
-    """Return where the memory begins of which a tensor is a view."""
-    return tensor.untyped_storage().data_ptr()
+def _viewed(layer: AttentionLayer, role: str, weight: Tensor) -> _Viewed | None:
+    """Return the parameter of which a weight is a view, if it is one."""
+    rows = layer.weights[role].plain
+    owner, name = (layer.module, "") if rows is None else owner_of(rows.module, rows.names[0])
+    parameter = owner._parameters.get(name) if rows is not None and len(rows.names) == 1 else None
+    if type(parameter) is not nn.Parameter or parameter.is_meta:
+        return None
+    is_view = weight.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+    return (owner._parameters, name, parameter, parameter.data_ptr()) if is_view else None
 
 
 def _by_head(layer: AttentionLayer, role: str, of_weight: Tensor) -> Tensor:

@@ -557,7 +557,7 @@ class _Tap:
     def _thin(self, limit: int) -> None:
         """Thin all samples alike, if together they are more than a limit."""
         samples = self.taken.samples
-        if sum(len(sample.tokens) for sample in samples) > limit:
+        if sum(sample.tokens.shape[0] for sample in samples) > limit:
             total = sum(sample.count for sample in samples)
             self.taken.samples = [each.thinned(self._max_tokens * each.count // max(total, 1)) for each in samples]
 
@@ -577,7 +577,7 @@ class Sample:
     def of(cls, tokens: Tensor, limit: int, padded: Tensor | None) -> Sample:
         """Return tokens spread evenly over a forward, padding last; the host does not wait for the device."""
         flat = tokens.reshape(-1, tokens.shape[-1])
-        count = len(flat)
+        count = flat.shape[0]
         padded = None if padded is None else padded.reshape(-1).to(flat.device)
         if count <= limit:
             return cls(flat.clone(), None if padded is None else ~padded, count)

@@ -83,22 +83,24 @@ class CoreSample:
     @property
     def kind(self) -> tuple[Any, ...]:
         """Positions, shapes and types that samples must share to be stacked."""
-        tensors = (getattr(self, name) for name in _STACKED)
-        shapes = (None if tensor is None else (tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
+        shapes = [None if each is None else (each.shape, each.dtype, each.device) for each in self.tensors]
         return id(self.positions), id(self.later), self.scale, *shapes
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What is stacked, in the order of `_STACKED`."""
+        return self.logits, self.weights, self.query, self.key, self.mask, self.padded
 
     @cached_property
     def numel(self) -> int:
         """How many numbers it holds, about."""
-        return sum(tensor.numel() for name in _STACKED if (tensor := getattr(self, name)) is not None)
+        return sum(tensor.numel() for tensor in self.tensors if tensor is not None)
 
     @classmethod
     def stacked(cls, samples: Sequence[CoreSample]) -> CoreSample:
         """Stack samples of one kind, and compute their scores."""
-        fields = {name: [getattr(sample, name) for sample in samples] for name in _STACKED}
-        tensors: dict[str, Any] = {
-            name: None if values[0] is None else torch.stack(values) for name, values in fields.items()
-        }
+        columns: Any = zip(_STACKED, zip(*[sample.tensors for sample in samples]))
+        tensors: dict[str, Any] = {name: None if values[0] is None else torch.stack(values) for name, values in columns}
         together = replace(samples[0], **tensors)
         return together if together.logits is not None else replace(together, logits=together._scores())
 
