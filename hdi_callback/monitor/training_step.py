@@ -264,14 +264,11 @@ def tell(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, tuple
 
 def _versions(optimizer: Optimizer) -> tuple[list[Key], list[int]]:
     """Return of each parameter and each tensor of its state its version, and which tensor it is, in one number."""
-    keys, versions = list[Key](), list[int]()
-    for parameter in parameters_of(optimizer):
-        state = optimizer.state.get(parameter)
-        for name, tensor in (("", parameter), *(state.items() if isinstance(state, dict) else ())):
-            if isinstance(tensor, Tensor):
-                keys.append((id(parameter), name))
-                versions.append(id(tensor) * _OTHER + tensor._version)
-    return keys, versions
+    states = [(id(owner), state) for owner, state in optimizer.state.items() if isinstance(state, dict)]
+    tensors = [((owner, name), each) for owner, state in states for name, each in state.items()]
+    tensors = [*(((id(each), ""), each) for each in parameters_of(optimizer)), *tensors]
+    tensors = [(key, each) for key, each in tensors if isinstance(each, Tensor)]
+    return [key for key, _ in tensors], [id(each) * _OTHER + each._version for _, each in tensors]
 
 
 def _settings(optimizer: Optimizer) -> dict[str, Any]:
