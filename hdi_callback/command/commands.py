@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
@@ -12,6 +15,7 @@ from hdi_callback.command.group import CommandGroup, print_rows
 _MODEL = click.option(
     "--model", "build", metavar="MODULE:NAME", help="The class or function that builds the model of a checkpoint."
 )
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead.")
 _EXIT_CODES = (
     "Exit codes: 0 nothing unusual; 1 something is wrong, or a warning or a critical alert is active; 2 wrong "
     "arguments, or nothing to judge; 130 interrupted."
@@ -33,7 +37,8 @@ def hdi() -> None:
 @_MODEL
 @click.option("--strict", is_flag=True, help="Exit with code 1 also for what is odd.")
 @click.option("--explain", metavar="LAYER", help="Show instead, operation by operation, how its heads were read.")
-def check(target: str, build: str | None, strict: bool, explain: str | None) -> str:
+@_JSON
+def check(target: str, build: str | None, strict: bool, explain: str | None, as_json: bool) -> str:
     """Say what each attention of a model does, and what is wrong or odd about it.
 
     A few forwards run: on the batch that module:function gives beside its model, on example_input_array, or on a
@@ -54,7 +59,7 @@ def check(target: str, build: str | None, strict: bool, explain: str | None) -> 
         click.echo(listing)
         return "nothing to judge" if listing.startswith("No attention") else "clear"
     result = opened.first_result(lambda forward: check_model(opened.model, forward))
-    click.echo(str(result))
+    _print_result(result, as_json and asdict(result))
     if result.wrong or (strict and result.findings):
         return "alert"
     return "clear" if any(card.heads for card in result.cards) else "nothing to judge"
@@ -63,7 +68,8 @@ def check(target: str, build: str | None, strict: bool, explain: str | None) -> 
 @hdi.command(epilog=_EXIT_CODES)
 @click.argument("target")
 @_MODEL
-def audit(target: str, build: str | None) -> str:
+@_JSON
+def audit(target: str, build: str | None, as_json: bool) -> str:
     """Judge the heads of a model or checkpoint.
 
     Code in files is never executed. The last line is the verdict.
@@ -73,8 +79,9 @@ def audit(target: str, build: str | None) -> str:
     from hdi_callback.audits import audit as audit_target
 
     result = audit_target(target, model=build)
-    click.echo(str(result))
-    _print_remedy(result.verdict)
+    _print_result(result, as_json and _of_verdict(result.verdict, result.findings))
+    if not as_json:
+        _print_remedy(result.verdict)
     return result.verdict.state
 
 
@@ -82,7 +89,8 @@ def audit(target: str, build: str | None) -> str:
 @click.argument("first", metavar="A")
 @click.argument("second", metavar="B")
 @_MODEL
-def compare(first: str, second: str, build: str | None) -> str:
+@_JSON
+def compare(first: str, second: str, build: str | None, as_json: bool) -> str:
     """Show which weights of which heads differ in two models or checkpoints.
 
     Example: hdi compare checkpoint-1000 checkpoint-2000
@@ -90,13 +98,14 @@ def compare(first: str, second: str, build: str | None) -> str:
     from hdi_callback.audits import compare as compare_targets
 
     comparison = compare_targets(first, second, model=build)
-    click.echo(str(comparison))
+    _print_result(comparison, as_json and {**asdict(comparison), "summary": comparison.summary})
     return "clear" if comparison.changes else "nothing to judge"
 
 
 @hdi.command(epilog=_EXIT_CODES)
 @click.argument("run")
-def report(run: str) -> str:
+@_JSON
+def report(run: str, as_json: bool) -> str:
     """List the alerts of a run, and write report.html beside its history, which opens without a network.
 
     Example: hdi report lightning_logs/version_0
@@ -109,6 +118,9 @@ def report(run: str) -> str:
     if history.skipped_lines:
         click.echo(f"{history.skipped_lines} lines of {history.path} could not be read and are left out.", err=True)
     judgement, raised = verdict(history.records, history.layers), events(history.records)
+    if as_json:
+        _print_result("", _of_verdict(judgement, raised))
+        return judgement.state
     if judgement.state != "nothing to judge":
         click.echo(f"Written: {write_report(history)}", err=True)
     for alert in raised:
@@ -161,6 +173,17 @@ def explain(name: tuple[str, ...]) -> None:
             data["to set one"] = f'HDICallback(thresholds={{"*": {{"{next(iter(rule.limits))}": VALUE}}}})'
     click.echo(f"{entry.text} ({entry.kind})\n")
     print_rows(data.items())
+
+
+def _print_result(result: Any, data: Any) -> None:
+    """Print a result for people, or plain data for programs, in which numbers that are not finite are null."""
+    from hdi_callback.history.lines import plain
+
+    click.echo(json.dumps(plain(data), indent=2) if data else str(result))
+
+
+def _of_verdict(verdict: Any, alerts: Iterable[Any]) -> dict[str, Any]:
+    return {"state": verdict.state, "verdict": verdict.text, "alerts": [asdict(alert) for alert in alerts]}
 
 
 def _print_remedy(verdict: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -75,6 +76,12 @@ def test_check_counts_what_is_odd_only_if_it_is_strict():
     assert codes == [0, 1]
 
 
+def test_check_gives_plain_data():
+    found = json.loads(run("check", "tests.checks.targets:wrong_and_a_batch", "--json").output)
+    assert found["cards"][0]["heads"] == 4
+    assert [(each["name"], each["verdict"]) for each in found["findings"]] == [("mask", "wrong")]
+
+
 def test_check_explains_how_the_heads_of_a_layer_were_read():
     shown = run("check", f"{MODELS}:build_blocks", "--explain", "blocks.0")
     assert shown.exit_code == 0
@@ -139,6 +146,13 @@ def test_audit_names_attention_that_is_not_read():
     assert "blocks.1" in run("audit", f"{MODELS}:build_mixed").output
 
 
+def test_audit_gives_plain_data(checkpoint):
+    words = ["audit", checkpoint, "--model", f"{MODELS}:build_encoder", "--json"]
+    data = json.loads(run(*words).stdout)
+    assert data["state"] == "alert"
+    assert data["alerts"][0]["where"] == {"encoder.layers.1.self_attn": [1, 3]}
+
+
 # --- report
 
 
@@ -195,6 +209,14 @@ def test_report_writes_one_file_and_says_the_verdict(bad):
     assert page.stat().st_size < 1_000_000
 
 
+def test_report_gives_the_alerts_as_plain_data(bad):
+    shown = run("report", bad, "--json")
+    data = json.loads(shown.stdout)
+    assert shown.exit_code == 1
+    assert any("heads 1 and 3" in alert["message"] for alert in data["alerts"])
+    assert data["verdict"] in run("report", bad).stdout
+
+
 # --- compare
 
 
@@ -202,7 +224,9 @@ def test_compare_says_of_a_checkpoint_and_itself_that_they_are_equal(checkpoint)
     words = ("compare", checkpoint, checkpoint, "--model", f"{MODELS}:build_encoder")
     shown = run(*words)
     assert shown.exit_code == 0
-    assert "equal bit by bit" in shown.stdout.splitlines()[-1]
+    summary = json.loads(run(*words, "--json").stdout)["summary"]
+    assert "equal bit by bit" in summary
+    assert shown.stdout.splitlines()[-1] == summary
 
 
 # --- explain

@@ -167,13 +167,15 @@ def test_a_share_is_not_known_where_every_step_has_a_reading():
     assert measured.share() is None
 
 
-def test_the_closing_line_says_what_readings_took():
+def test_dear_readings_are_said_once_with_the_cadence_that_would_be_cheap_enough():
     texts: list[str] = []
     console = Console(texts.append, [], every_n_steps=50)
     for place in range(30):
         console.write(Record(step=50 * place, layers={}, cost=0.023))
     console.close()
-    assert len(texts) == 2
+    notices = [text for text in texts if "notice" in text]
+    assert len(notices) == 1
+    assert "step 450: readings take 2.3% of the training's time. every_n_steps=230 would make it 0.5%" in notices[0]
     assert "Readings took 2.30% of the training's time." in texts[-1]
 
 
