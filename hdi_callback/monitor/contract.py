@@ -26,7 +26,7 @@ from hdi_callback.checks.positions import turns_of
 from hdi_callback.checks.scores import KEPT
 from hdi_callback.guard import describe, warn
 from hdi_callback.monitor.inputs import INPUTS
-from hdi_callback.monitor.labels import AIM, IGNORED, LABELS, LOSS, Aim
+from hdi_callback.monitor.labels import IGNORED, LABELS, LOSS, TARGET, LabelOffset
 from hdi_callback.monitor.operations import GONE, OPERATIONS, loses, operations_of, tell_operations
 from hdi_callback.monitor.ranks import number_of_ranks
 from hdi_callback.monitor.standstill import STILL, UNUSED
@@ -53,7 +53,7 @@ MEANING = (
 _FIRST = {1, 2, 3, 6}  # readings after the first one
 _FEWEST = 4  # forwards from which it is known what varies in them
 _ROUNDING = 0.02  # of rotary tables in bf16
-_LOOKS = {GRADIENTS: "a step", PLACES: "a step", STILL: "each reading"}  # that terms come from, if not a forward
+_LOOKS = {GRADIENTS: "a step", PLACES: "a step", STILL: "each reading"}  # that values come from, if not a forward
 _STEP = "the training step"
 _WHOLE = {**dict.fromkeys((*_LOOKS, LABELS, LOSS), _STEP), OPERATIONS: "the forward", INPUTS: "what the model is given"}
 _MOST = 4  # changes of a forward that are listed
@@ -68,7 +68,7 @@ class Contract:
 
     def __init__(self, is_chosen: Callable[[str], bool]) -> None:
         self._is_chosen = is_chosen
-        self._terms: dict[Key, tuple[Any, int]] = {}  # value, and the step at which it was read
+        self._latest: dict[Key, tuple[Any, int]] = {}  # value, and the step at which it was read
         self._pending: dict[Key, tuple[Any, int]] = {}  # changes that wait for the next reading
         self._scheduled: set[Key] = set()
         self._told: set[str] = set()  # layers of which the rule on later tokens has told that they are seen
@@ -96,7 +96,7 @@ class Contract:
 
         The training step that is looked at began at the reading `before`, if there was one.
         """
-        # Of a layer, the step or the forward, by time and first step: what, in which layers, and whether it is loud.
+        # Of a layer, the step or the forward, by time and first step: what, in which layers, and if it is a warning.
         changes: dict[tuple[str, str, int], tuple[Clauses, set[str], set[bool]]] = {}
         try:
             with torch.device("cpu"):
@@ -105,16 +105,16 @@ class Contract:
                 numbers, of_training = iter(arrived), dict[Key, Any]()
                 for of_step in of_steps:
                     of_training |= of_step.terms(*(next(numbers) for _ in of_step.tensors))
-                aim = of_training.pop(("", 0, AIM), None)
-                terms = of_training | self._terms_of(every, no_gradient)
-                terms |= {} if aim is None else self._terms_of_aim(aim, every)
-                terms |= self._operations([(it, facts) for it, facts in zip(read, of_each) if isinstance(it, Tape)])
+                trained = of_training.pop(("", 0, TARGET), None)
+                values = of_training | self._values_of(every, no_gradient)
+                values |= {} if trained is None else self._values_of_target(trained, every)
+                values |= self._operations([(it, facts) for it, facts in zip(read, of_each) if isinstance(it, Tape)])
                 steps = step, step if before is None else before
-                for (layer, _, term), when, since, clauses, is_loud in self._changes(*steps, terms):
+                for (layer, _, term), when, since, clauses, is_warning in self._changes(*steps, values):
                     key = _WHOLE.get(term, layer or _STEP), when, since
-                    merged, layers, are_loud = changes.setdefault(key, ({}, set(), set()))
+                    merged, layers, are_warnings = changes.setdefault(key, ({}, set(), set()))
                     layers.add("" if term in {OPERATIONS, LOSS, INPUTS} else layer)
-                    are_loud.add(is_loud)
+                    are_warnings.add(is_warning)
                     for text, names in clauses.items():
                         names = tuple(f"{layer}.{name}".lstrip(".") for name in names) if term in _LOOKS else names
                         merged[text] = (*merged.get(text, ()), *names)
@@ -123,94 +123,94 @@ class Contract:
             warn(f"Comparing what attention computes with the first forward failed ({describe(error)}).")
         events: dict[tuple[str, int, tuple[str, ...], bool], dict[str, tuple[int, ...]]] = {}
         of_attention = {
-            key[2] for key, (*_, are_loud) in changes.items() if key[0] not in _WHOLE.values() and any(are_loud)
+            key[2] for key, (*_, are_warnings) in changes.items() if key[0] not in _WHOLE.values() and any(are_warnings)
         }
-        everywhere = {key[0] for key in self._terms if key[2] not in {AIM, *_WHOLE}}
-        for (place, when, since), (clauses, layers, are_loud) in changes.items():
+        everywhere = {key[0] for key in self._latest if key[2] not in {TARGET, *_WHOLE}}
+        for (place, when, since), (clauses, layers, are_warnings) in changes.items():
             if place not in _WHOLE.values():
                 heads = tuple(sorted({head for each in clauses.values() for head in each}))
-                event = events.setdefault((f"attention in {{}} {when}", since, tuple(clauses), any(are_loud)), {})
+                event = events.setdefault((f"attention in {{}} {when}", since, tuple(clauses), any(are_warnings)), {})
                 event[place] = heads if all(clauses.values()) else ()
             elif place == _STEP or since not in of_attention:  # else it may be what that has told
-                is_loud = any(are_loud) and GONE not in clauses  # adapters may have been merged
+                is_warning = any(are_warnings) and GONE not in clauses  # adapters may have been merged
                 layers = everywhere if "" in layers else layers
-                events[f"{place} {when}", since, (*_in_words(clauses),), is_loud] = dict.fromkeys(sorted(layers), ())
+                events[f"{place} {when}", since, (*_in_words(clauses),), is_warning] = dict.fromkeys(sorted(layers), ())
         # What is told as a warning is not told again by the loss that rises after it.
-        is_told = any(is_loud for *_, is_loud in events)
+        is_told = any(is_warning for *_, is_warning in events)
         return tuple(
-            Alert(step, NAME, "warning" if is_loud else "notice", of,
+            Alert(step, NAME, "warning" if is_warning else "notice", of,
                   f"{when.format(joined_name(list(of)))}: {'; '.join(clauses)}", _ACTION,
-                  since=None if when.endswith(_BY_SCHEDULE) or is_told > is_loud else since)
-            for (when, since, clauses, is_loud), of in events.items()
+                  since=None if when.endswith(_BY_SCHEDULE) or is_told > is_warning else since)
+            for (when, since, clauses, is_warning), of in events.items()
         )  # fmt: skip
 
     def state_dict(self) -> str:
         """Return what was read last, as text, for the first reading of a resumed run."""
-        return state_to_text((self._terms, self._scheduled, self._told, self._forwards))
+        return state_to_text((self._latest, self._scheduled, self._told, self._forwards))
 
     def load_state_dict(self, state: str) -> None:
         """Compare the next reading with what was read before a checkpoint."""
-        terms, scheduled, told, self._forwards = state_from_text(state)
-        self._terms |= terms
+        values, scheduled, told, self._forwards = state_from_text(state)
+        self._latest |= values
         self._scheduled |= scheduled
         self._told |= told
 
-    def _terms_of(self, facts: Sequence[Facts], no_gradient: Mapping[str, Mapping[str, Tensor]]) -> dict[Key, Any]:
-        terms: dict[Key, Any] = {}
+    def _values_of(self, facts: Sequence[Facts], no_gradient: Mapping[str, Mapping[str, Tensor]]) -> dict[Key, Any]:
+        values: dict[Key, Any] = {}
         calls: Counter[str] = Counter()
         for each in facts:
             layer = layer_name(each.path)
-            values = {term: read(each) for term, (read, _) in _TERMS.items()} if self._is_chosen(layer) else {}
-            terms |= {(layer, calls[layer], term): value for term, value in values.items() if value is not None}
+            of_call = {term: read(each) for term, (read, _) in COMPARED.items()} if self._is_chosen(layer) else {}
+            values |= {(layer, calls[layer], term): value for term, value in of_call.items() if value is not None}
             calls[layer] += 1
         for layer, roles in no_gradient.items():
             # If all of it gets none, it was dropped, or this is no backward.
             heads = {role: tuple(dead.nonzero().flatten().tolist()) for role, dead in roles.items() if bool(dead.any())}
-            terms[layer, 0, "gradients"] = {} if all(bool(dead.all()) for dead in roles.values()) else heads
-            self._terms.setdefault((layer, 0, "gradients"), ({}, 0))
-        return terms
+            values[layer, 0, "gradients"] = {} if all(bool(dead.all()) for dead in roles.values()) else heads
+            self._latest.setdefault((layer, 0, "gradients"), ({}, 0))
+        return values
 
-    def _terms_of_aim(self, aim: Aim, facts: Sequence[Facts]) -> dict[Key, Clauses]:
+    def _values_of_target(self, trained: LabelOffset, facts: Sequence[Facts]) -> dict[Key, Clauses]:
         """Return what is wrong with what is trained: of each layer that attends to these tokens, or of the model."""
-        sees = {layer_name(each.path): _sees_ahead(each, aim) for each in facts}
+        sees = {layer_name(each.path): _sees_ahead(each, trained) for each in facts}
         sees = {layer: ahead for layer, ahead in sees.items() if ahead is not None and self._is_chosen(layer)}
-        if aim.offset == 1:
-            return {(layer, 0, AIM): {_SEES: ()} if ahead else {} for layer, ahead in {**sees, "": False}.items()}
-        is_wrong = aim.offset >= 0 and bool(sees) and not any(sees.values())
-        return {("", 0, AIM): {_NOT_NEXT.format(_aimed(aim.offset)): ()} if is_wrong else {}}
+        if trained.offset == 1:
+            return {(layer, 0, TARGET): {_SEES: ()} if ahead else {} for layer, ahead in {**sees, "": False}.items()}
+        is_wrong = trained.offset >= 0 and bool(sees) and not any(sees.values())
+        return {("", 0, TARGET): {_NOT_NEXT.format(_token_in_words(trained.offset)): ()} if is_wrong else {}}
 
     def _operations(self, tapes: Sequence[tuple[Tape, Sequence[Facts]]]) -> dict[Key, Any]:
         """Return the operations outside attention, also of modules that did not run before, or do not any more."""
         self._forwards += bool(tapes)
-        terms: dict[Key, Any] = {}
+        values: dict[Key, Any] = {}
         for tape, facts in tapes:
             mode = int(tape.model.training)
-            before = {key: at for key, (_, at) in self._terms.items() if key[1:] == (mode, OPERATIONS)}
+            before = {key: at for key, (_, at) in self._latest.items() if key[1:] == (mode, OPERATIONS)}
             for group, modules in [*operations_of(tape, facts).items(), *((key[0], {}) for key in before)]:
-                terms.setdefault((group, mode, OPERATIONS), {}).update(modules)
+                values.setdefault((group, mode, OPERATIONS), {}).update(modules)
                 if before:
-                    self._terms.setdefault((group, mode, OPERATIONS), ({}, max(before.values())))
-        return terms
+                    self._latest.setdefault((group, mode, OPERATIONS), ({}, max(before.values())))
+        return values
 
     def _changes(
-        self, of_forward: int, of_step: int, terms: Mapping[Key, Any]
+        self, of_forward: int, of_step: int, values: Mapping[Key, Any]
     ) -> Iterator[tuple[Key, str, int, Clauses, bool]]:
-        """Yield each change that the next reading confirms, or that goes on: time, first step, whether it is loud."""
+        """Yield each change that the next reading confirms, or that goes on: time, first step, if it is a warning."""
         # What the next reading does not have is forgotten; the next comparison looks for it again.
-        looks = {_LOOKS.get(key[2]) for key in terms}
+        looks = {_LOOKS.get(key[2]) for key in values}
         self._pending = {
-            key: change for key, change in self._pending.items() if key in terms or _LOOKS.get(key[2]) not in looks
+            key: change for key, change in self._pending.items() if key in values or _LOOKS.get(key[2]) not in looks
         }
-        for key, value in terms.items():
+        for key, value in values.items():
             step = of_step if _LOOKS.get(key[2]) == "a step" else of_forward
             # What may be wrong from the start is compared with nothing.
-            before, at = self._terms.setdefault(key, (None if key[2] == AIM else value, step))
-            tell = _TERMS[key[2]][1]
+            before, at = self._latest.setdefault(key, (None if key[2] == TARGET else value, step))
+            tell = COMPARED[key[2]][1]
             change = tell(before, value)
             if key in self._scheduled:
                 if self._readings % EVERY == 0 and key[2] != OPERATIONS:
                     # What has stood still from comparison to comparison may be told again.
-                    self._terms[key] = value, step
+                    self._latest[key] = value, step
                     self._scheduled -= set() if change else {key}
                 continue
             if change and key not in self._pending:
@@ -222,7 +222,7 @@ class Contract:
             was_so = change or key not in self._pending
             pending, first = self._pending.pop(key, (value, step))
             # From a number that drifts by less than is told at once, a change is told at last.
-            self._terms[key] = before if isinstance(value, float) and not change else value, step
+            self._latest[key] = before if isinstance(value, float) and not change else value, step
             if (change and tell(pending, value)) or (key[2] == OPERATIONS and not was_so):
                 self._scheduled.add(key)
             own = {
@@ -232,10 +232,10 @@ class Contract:
             is_scheduled = key in self._scheduled
             if own and not (is_scheduled and key[2] == OPERATIONS):  # experts and dropped layers are in order
                 when = f"has changed between steps {at} and {first}" if at < first else f"is so since step {first}"
-                is_loud = key[2] != INPUTS and (key[2] != OPERATIONS or loses(before, value))
-                is_loud &= not is_scheduled and not all(map(_may_be_right, own))
+                is_warning = key[2] != INPUTS and (key[2] != OPERATIONS or loses(before, value))
+                is_warning &= not is_scheduled and not all(map(_may_be_right, own))
                 first = at + 1 if key[2] == INPUTS else first  # the loss may have risen before this reading
-                yield key, _BY_SCHEDULE if is_scheduled else when, first, own, is_loud
+                yield key, _BY_SCHEDULE if is_scheduled else when, first, own, is_warning
 
 
 _BY_SCHEDULE = "changes from reading to reading, as by a schedule"
@@ -267,7 +267,7 @@ def without_gradient(layers: Iterable[AttentionLayer]) -> dict[str, dict[str, Te
     return dead
 
 
-# terms that are compared, and how a change of each is told
+# what is compared, and how a change of each is told
 
 
 def _tell_value(phrase: str) -> Callable[[Any, Any], Clauses]:
@@ -404,7 +404,7 @@ def _in_words(clauses: Clauses) -> list[str]:
     return texts if len(texts) <= _MOST else [*texts[:_MOST], f"and {len(texts) - _MOST} changes more"]
 
 
-def _aimed(state: int | str) -> str:
+def _token_in_words(state: int | str) -> str:
     if isinstance(state, str):
         return state
     far = f"the token {abs(state)} places {'ahead' if state > 0 else 'back'}"
@@ -412,22 +412,25 @@ def _aimed(state: int | str) -> str:
 
 
 def _tell_labels(before: int | str, after: int | str) -> Clauses:
-    text = f"each position is trained to predict {_aimed(after)}, and {_aimed(before)} before"
+    text = f"each position is trained to predict {_token_in_words(after)}, and {_token_in_words(before)} before"
     return {} if before in {after, IGNORED} else {text: ()}
 
 
 def _may_be_right(clause: str) -> bool:
     # A model may shift its tokens itself, rewards of zero train nothing, smoothing may be meant, or an output unused.
-    return clause == _NOT_NEXT.format(_aimed(0)) or any(words in clause for words in (IGNORED, "smoothed by", UNUSED))
+    return clause == _NOT_NEXT.format(_token_in_words(0)) or any(
+        words in clause for words in (IGNORED, "smoothed by", UNUSED)
+    )
 
 
-def _sees_ahead(each: Facts, aim: Aim) -> bool | None:
+def _sees_ahead(each: Facts, trained: LabelOffset) -> bool | None:
     """Return whether a head sees later tokens from half of the trained positions; `None` if it attends to others."""
     visible, count = each.visible, min(each.queries, KEPT)
-    is_of_tokens = {*map(id, each.tokens)} >= {*map(id, aim.tokens)} and each.queries == each.keys
-    if visible is None or not is_of_tokens or aim.is_trained.shape[1] != count or count < 2:
+    is_of_tokens = {*map(id, each.tokens)} >= {*map(id, trained.tokens)} and each.queries == each.keys
+    if visible is None or not is_of_tokens or trained.is_trained.shape[1] != count or count < 2:
         return None
-    is_trained = aim.is_trained if len(visible) in {1, len(aim.is_trained)} else aim.is_trained.all(0, keepdim=True)
+    is_trained = trained.is_trained
+    is_trained = is_trained if len(visible) in {1, len(is_trained)} else is_trained.all(0, keepdim=True)
     sees = visible.triu(1).any(-1) & is_trained[:, None]
     return bool((2 * sees.sum((0, 2)) > is_trained[:, :-1].expand(len(sees), -1).sum()).any())
 
@@ -455,7 +458,7 @@ def _tell_gradients(before: Mapping[str, tuple[int, ...]], after: Mapping[str, t
     return clauses
 
 
-_TERMS: dict[str, tuple[Callable[[Facts], Any], Callable[[Any, Any], Clauses]]] = {
+COMPARED: dict[str, tuple[Callable[[Facts], Any], Callable[[Any, Any], Clauses]]] = {
     "dropout": (lambda each: each.dropout if each.is_training else None, _tell_value("dropout is")),
     "scale": (lambda each: each.scale, _tell_value("scores are scaled by")),
     "weights": (_weights, _tell_value("what makes weights of scores is")),
@@ -479,5 +482,5 @@ _TERMS: dict[str, tuple[Callable[[Facts], Any], Callable[[Any, Any], Clauses]]] 
     LABELS: (lambda each: None, _tell_labels),
     LOSS: (lambda each: None, _tell_text),
     INPUTS: (lambda each: None, _tell_text),
-    AIM: (lambda each: None, lambda before, after: after if before is None else {}),
+    TARGET: (lambda each: None, lambda before, after: after if before is None else {}),
 }

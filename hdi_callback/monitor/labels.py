@@ -23,7 +23,7 @@ from hdi_callback.guard import Guard, guarded
 from hdi_callback.monitor.inputs import Numbers, Usual
 from hdi_callback.monitor.training_step import StepFacts
 
-LABELS, AIM, LOSS = "labels", "aim", "loss"
+LABELS, TARGET, LOSS = "labels", "target", "loss"
 IGNORED, ELSEWHERE = "nothing at all", "no token up to three places away"
 
 _FARTHEST, _ROWS, _FEWEST, _SAMPLES, _TOKENS = 3, 128, 16, 8, 64
@@ -37,7 +37,7 @@ _FORM: Numbers = {
 }
 
 
-class Aim(NamedTuple):
+class LabelOffset(NamedTuple):
     """How many places ahead each position is trained to predict, of which tokens, and where it is trained."""
 
     offset: int
@@ -148,7 +148,7 @@ def _fitted(gradients: Tensor, softmax: Tensor, trained: Tensor) -> list[Tensor]
 
 def _terms(listed: Sequence[Tensor], *arrived: Tensor) -> dict[tuple[str, int, str], Any]:
     """Return the terms of the contract: what positions are trained to predict, and by which tokens that is known."""
-    states: list[Aim | str | None] = []
+    states: list[LabelOffset | str | None] = []
     for tokens, numbers, is_trained in zip(listed, arrived[::2], arrived[1::2]):
         count, sums = int(numbers[0]), numbers[1:].view(2, 2, -1)
         shares = torch.where(sums[:, 1] >= _FEWEST, sums[:, 0] / sums[:, 1], torch.nan)
@@ -156,16 +156,16 @@ def _terms(listed: Sequence[Tensor], *arrived: Tensor) -> dict[tuple[str, int, s
         agreeing = (shares >= 0.95).nonzero().tolist()
         if len(agreeing) == 1:
             axis, place = agreeing[0]
-            states.append(Aim(place - _FARTHEST, [tokens], (is_trained.T if axis else is_trained)[:_SAMPLES]))
+            states.append(LabelOffset(place - _FARTHEST, [tokens], (is_trained.T if axis else is_trained)[:_SAMPLES]))
         else:
             is_elsewhere = (not count or bool(shares[0].isfinite().any())) and not bool((shares >= 0.5).any())
             states.append(None if not is_elsewhere else ELSEWHERE if count else IGNORED)
-    aims = [state for state in states if isinstance(state, Aim)]
-    offsets = {each.offset for each in aims}
+    trained = [state for state in states if isinstance(state, LabelOffset)]
+    offsets = {each.offset for each in trained}
     if len(offsets) > 1 and 1 not in offsets:  # several outputs that look ahead beside what predicts the next token
         return {}
-    if aims:
-        aim = next((each for each in aims if each.offset == 1), aims[-1])
-        tables = [each.tokens[0] for each in aims if each.offset == aim.offset]
-        return {("", 0, LABELS): aim.offset, ("", 0, AIM): aim._replace(tokens=tables)}
+    if trained:
+        ahead = next((each for each in trained if each.offset == 1), trained[-1])
+        tables = [each.tokens[0] for each in trained if each.offset == ahead.offset]
+        return {("", 0, LABELS): ahead.offset, ("", 0, TARGET): ahead._replace(tokens=tables)}
     return {} if None in states else {("", 0, LABELS): IGNORED if IGNORED in states else ELSEWHERE}

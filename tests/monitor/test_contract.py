@@ -224,7 +224,7 @@ def test_a_comparison_that_fails_is_one_warning_and_training_goes_on(monkeypatch
     def fail(*_):
         raise ValueError("of a kind that nobody has thought of")
 
-    monkeypatch.setitem(contract._TERMS, "scale", (fail, contract._tell_value("")))
+    monkeypatch.setitem(contract.COMPARED, "scale", (fail, contract._tell_value("")))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert train(CHANGES["scores four times as large"])[0] == []

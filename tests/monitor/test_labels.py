@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from hdi_callback import load_history, watch_heads
 from hdi_callback.attention.tape import Tape
 from hdi_callback.monitor import contract
-from hdi_callback.monitor.labels import AIM, ELSEWHERE, IGNORED, LABELS, LOSS, LossLabels
+from hdi_callback.monitor.labels import ELSEWHERE, IGNORED, LABELS, LOSS, TARGET, LossLabels
 
 LABELS_KEY = ("", 0, LABELS)
 SIZE, TOKENS, SAMPLES, WIDTH = 40, 16, 6, 32
@@ -133,7 +133,7 @@ def test_the_token_that_positions_are_trained_to_predict_is_that_of_the_labels(l
     terms = terms_of(Model(causal), LOSSES[loss], tokens, labels)
     assert terms[LABELS_KEY] == offset
     if loss not in {"of slices", "a reward of either sign"}:
-        assert torch.equal(terms["", 0, AIM].is_trained, labels >= 0)
+        assert torch.equal(terms["", 0, TARGET].is_trained, labels >= 0)
 
 
 def test_labels_are_read_where_the_output_is_cast_flat_or_in_a_dictionary(tokens):
@@ -148,7 +148,7 @@ def test_labels_are_read_in_half_precision_and_where_tokens_come_before_samples(
         labels = shifted(tokens, offset)
         terms = terms_of(model, cross_entropy, tokens.T.contiguous(), labels.T)
         assert terms[LABELS_KEY] == offset
-        assert offset == 0 or torch.equal(terms["", 0, AIM].is_trained, labels >= 0)
+        assert offset == 0 or torch.equal(terms["", 0, TARGET].is_trained, labels >= 0)
 
 
 def test_labels_of_a_trained_model_are_read_with_smoothing_and_where_it_is_sure(tokens):
@@ -175,7 +175,7 @@ def test_labels_of_other_samples_and_ignored_ones_are_told_from_what_is_not_know
     assert terms_of(Model(causal), cross_entropy, constant, constant) == {}, "all offsets agree"
     partly = torch.where(torch.rand(tokens.shape) < 0.75, labels, torch.randint(SIZE, tokens.shape))
     assert terms_of(Model(causal), cross_entropy, tokens, partly) == {}, "most labels are the next tokens"
-    assert terms_of(Model(causal), lambda logits, _: logits.mean(1).square().sum(), tokens, labels).get(AIM) is None
+    assert terms_of(Model(causal), lambda logits, _: logits.mean(1).square().sum(), tokens, labels).get(TARGET) is None
 
 
 SOFTENED = {
