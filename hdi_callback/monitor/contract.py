@@ -44,10 +44,10 @@ MEANING = (
     "attention has lost an operation (a notice of other changes, of dropout and of modules that run no more); when in "
     "the training step gradients begin to add up, or are turned, scaled or clipped to next to nothing before the "
     "optimizer gets them, or rows of weights are old ones in another place; when weights outside attention no longer "
-    "move, or the learning rate has run out; when each position is trained to predict another token than before, or "
-    "from the start sees what it is to predict; or when a cross entropy is computed otherwise (a notice of what the "
-    "model is given). Read at the first readings, at each tenth and after an alert, confirmed by the next; a notice of "
-    "what changes from reading to reading. "
+    "move, or the learning rate has run out; or when each position is trained to predict another token than before, or "
+    "from the start sees what it is to predict (a notice where a cross entropy is computed otherwise, or the model is "
+    "given something else). Read at the first readings, at each tenth and after an alert, confirmed by the next; a "
+    "notice of what changes from reading to reading. "
     f"Then {_ACTION}."
 )
 _FIRST = {1, 2, 3, 6}  # readings after the first one
@@ -232,7 +232,7 @@ class Contract:
             is_scheduled = key in self._scheduled
             if own and not (is_scheduled and key[2] == OPERATIONS):  # experts and dropped layers are in order
                 when = f"has changed between steps {at} and {first}" if at < first else f"is so since step {first}"
-                is_warning = key[2] != INPUTS and (key[2] != OPERATIONS or loses(before, value))
+                is_warning = key[2] not in {INPUTS, LOSS} and (key[2] != OPERATIONS or loses(before, value))
                 is_warning &= not is_scheduled and not all(map(_may_be_right, own))
                 first = at + 1 if key[2] == INPUTS else first  # the loss may have risen before this reading
                 yield key, _BY_SCHEDULE if is_scheduled else when, first, own, is_warning
