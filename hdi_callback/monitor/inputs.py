@@ -21,7 +21,7 @@ from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.tape import DATA, Step, tensors_in
 from hdi_callback.checks.facts import embedded_tokens
 from hdi_callback.guard import Guard, guarded
-from hdi_callback.monitor.training_step import StepFacts
+from hdi_callback.monitor.standstill import StepFacts
 
 INPUTS = "inputs"
 

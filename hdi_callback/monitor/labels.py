@@ -21,7 +21,7 @@ from hdi_callback.attention.tape import Tape
 from hdi_callback.checks.facts import embedded_tokens
 from hdi_callback.guard import Guard, guarded
 from hdi_callback.monitor.inputs import Numbers, Usual
-from hdi_callback.monitor.training_step import StepFacts
+from hdi_callback.monitor.standstill import StepFacts
 
 LABELS, TARGET, LOSS = "labels", "target", "loss"
 IGNORED, ELSEWHERE = "nothing at all", "no token up to three places away"

@@ -26,11 +26,9 @@ _CUT_OFF = "no gradient has reached {{}} from step {} on, though the optimizer h
 _UNUSED = f"nothing has moved {{{{}}}} from step {{}} on, though it requires a gradient and runs: {UNUSED}"
 _NO_RATE = "each rate of the optimizer is below a 10,000th of its largest since step {}"
 
-_MOVED, _STILL, _STEPS = 8, 3, 20
-"""Readings at which it has moved; those at which it then has not, and for how many steps."""
-
-_RATES, _TINY, _SHARE = "", 1e-4, 0.1
-"""Name of all rates; share of its largest that a rate is below, and of all steps, as a schedule ends in fewer."""
+_MOVED, _STILL, _STEPS = 8, 3, 20  # readings at which it has moved; at which it then has not, for how many steps
+_RATES = ""  # name of all rates
+_TINY, _SHARE = 1e-4, 0.1  # of its largest, that a rate is below; of all steps, as a schedule ends in fewer
 
 Terms = dict[tuple[str, int, str], dict[str, str]]
 

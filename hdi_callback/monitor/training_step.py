@@ -29,8 +29,6 @@ from hdi_callback.monitor.places import Place, Places, Side, sketch_of
 from hdi_callback.monitor.ranks import number_of_ranks
 from hdi_callback.monitor.standstill import Standstill, StepFacts, Terms, parameters_of
 
-__all__ = ["GRADIENTS", "PLACES", "StepFacts", "TrainingStep", "tell"]
-
 GRADIENTS, PLACES = "step gradients", "step places"
 ADDED, TURNED, SCALED, UNCLEAR = "not cleared", "turned", "scaled", "unclear"
 
@@ -38,7 +36,6 @@ _SAMPLE = 1024  # entries of a parameter's gradient that are compared, in a regu
 _OPPOSITE = 0.1  # share of entries of the other sign that no clipping, scaling or rounding of a sum makes
 _ROUNDING, _SMALLER = 0.01, 50
 _SHRUNK = "the optimizer gets gradients 50 times smaller than ever from a backward that gives as large ones as before"
-
 _OTHER = 2**32  # versions of two tensors differ by more, of one by less
 
 _PHRASES = {
