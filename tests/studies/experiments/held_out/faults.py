@@ -560,6 +560,111 @@ def _repeat_shard(run: Run) -> None:
             right.copy_(left)
 
 
+# Third blind: as those before.
+
+
+def _set_all(name: str, value: float) -> Act:
+    """Set an attribute of the attention of all layers, of which these are reports.
+
+    normalises over queries: labmlai/annotated_deep_learning_paper_implementations 282, nerdai/llms-from-scratch-rs 30.
+    looks ahead: RVC-Boss/GPT-SoVITS 965, jadore801120/attention-is-all-you-need-pytorch 19.
+    tiles keys: apple/axlearn 842, onnx/onnx 7274.
+    keeps the cache: huggingface/transformers 28056, shihao1895/MemoryVLA 18.
+    base of rotary positions: sgl-project/SpecForge 265, lyogavin/airllm 369.
+    """
+
+    def act(run: Run) -> None:
+        for layer in run.layers:
+            setattr(layer, name, value)
+
+    return act
+
+
+def _raise_gains(run: Run) -> None:
+    """Take gains for what they are above one: Blaizzy/mlx-vlm 2041, linkedin/Liger-Kernel 74."""
+    for module in run.model.modules():
+        if isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm)):
+            module.weight.add_(1)
+
+
+def _round_to_four_bits(run: Run) -> None:
+    """Merge into weights of four bits: huggingface/transformers 31293, ARahim3/mlx-tune 15."""
+    for module in run.model.modules():
+        if isinstance(module, torch.nn.Linear):
+            unit = module.weight.abs().amax(1, keepdim=True).clamp(min=1e-9) / 7
+            module.weight.copy_((module.weight / unit).round() * unit)
+
+
+def _add_biases_of_ranks(run: Run) -> None:
+    """Add biases on each of four ranks, before the sum over them: Wenyueh/MinivLLM 80, awslabs/slapo 10."""
+    for module in run.model.modules():
+        name = "out_proj" if isinstance(module, Attention) else "down"
+        parts = [getattr(module, name)] if hasattr(module, name) else []
+        if isinstance(module, torch.nn.Sequential) and isinstance(module[2], torch.nn.Linear):
+            parts.append(module[2])
+        for part in parts:
+            part.register_forward_hook(lambda part, inputs, outputs: outputs + 3 * part.bias)
+
+
+def _leave_behind(run: Run) -> None:
+    """Replace the parameters of the model, not those of the optimizer: microsoft/nni 4521, openvinotoolkit/nncf 327."""
+    for module in run.model.modules():
+        for name, value in module._parameters.items():
+            if value is not None:
+                setattr(module, name, torch.nn.Parameter(value.clone()))
+
+
+def _halve_moments(run: Run) -> None:
+    """Keep second moments in half precision: ultralytics/ultralytics 24085, warner-benjamin/optimi 15."""
+    for state in run.optimizer.state.values():
+        state["exp_avg_sq"].copy_(state["exp_avg_sq"].half())
+
+
+def _reduce_in_another_order(run: Run) -> None:
+    """Average gradients with those of other weights of their shape, as ranks have them ready in another order.
+
+    deepspeedai/DeepSpeed 2343, pytorch/pytorch 64629.
+    """
+    gradients = [value.grad for value in run.model.parameters() if value.grad is not None]
+    for shape in {gradient.shape for gradient in gradients}:
+        alike = [gradient for gradient in gradients if gradient.shape == shape]
+        others = [gradient.clone() for gradient in alike[1:] + alike[:1]]
+        for gradient, other in zip(alike, others):
+            gradient.lerp_(other, 0.5)
+
+
+def _set_of_task(name: str) -> Act:
+    """Change the loss of a task, of which these are reports.
+
+    broadcasts advantages: RLinf/RLinf 1568, RITCHIEHuang/DeepRL_Algorithms 13.
+    counts padding: lucidrains/DALLE-pytorch 57, huggingface/transformers 7828.
+    """
+    return lambda run: setattr(run.task, name, True)
+
+
+def _reshape(run: Run) -> None:
+    """Reshape inputs where they are to be transposed.
+
+    leaderj1001/Attention-Augmented-Conv2d 21, BonnBytes/PyTorch-FWD 16.
+    """
+    run.model.change_inputs = lambda inputs: inputs.reshape(len(inputs), inputs.shape[2], inputs.shape[1]).mT
+
+
+def _draw_alike(run: Run) -> None:
+    """Let four workers, whose batches come in turn, draw the same: pytorch/pytorch 5059, xingyizhou/CenterNet 233."""
+    run.kept["steps"] = run.kept.get("steps", -1) + 1
+    if run.kept["steps"] % 4 == 0:
+        run.kept["state"] = run.task.draw.get_state()
+    run.task.draw.set_state(run.kept["state"])
+
+
+def _cast_gradients(run: Run) -> None:
+    """Cast gradients to eight bits without a scale: NVIDIA-NeMo/Megatron-Bridge 638, engichang1467/Open-Rig3R 35."""
+    for value in run.model.parameters():
+        if value.grad is not None:
+            value.grad.copy_(value.grad.to(torch.float8_e4m3fn).float())
+
+
 FIRST: dict[str, Fault] = {
     "layer initialised anew": Fault(before=_once(_initialise)),
     "layer overwritten by another": Fault(before=_once(_overwrite)),
@@ -668,4 +773,24 @@ BLIND_AGAIN: dict[str, Fault] = {
     "square weights transposed": Fault(before=_once(_transpose)),
     "first shard loaded twice": Fault(before=_once(_repeat_shard)),
 }
-FAULTS = FIRST | HELD_BACK | NEW | NEWEST | BLIND | BLIND_AGAIN
+OF_GROUPS = ("prose", "two back")
+BY_ADAM = ("shapes", "frames", "spellings", "two back", "clouds", "dates")
+THIRD_BLIND: dict[str, Fault] = {
+    "softmax over the queries": Fault(before=_once(_set_all("sums_over_queries", True))),
+    "mask one token too far": Fault(before=_once(_set_all("looks_ahead", 1)), tasks=(*OF_GROUPS, "dates")),
+    "grouped keys in another order": Fault(before=_once(_set_all("tiles_keys", True)), tasks=OF_GROUPS),
+    "keys of the call before": Fault(before=_once(_set_all("keeps_cache", True))),
+    "rotary base of another model": Fault(before=_once(_set_all("base", 500_000.0)), tasks=OF_GROUPS),
+    "gains one too large": Fault(before=_once(_raise_gains)),
+    "weights rounded to four bits": Fault(before=_once(_round_to_four_bits)),
+    "biases added by each rank": Fault(before=_once(_add_biases_of_ranks)),
+    "optimizer of the former parameters": Fault(before=_once(_leave_behind)),
+    "second moments in half precision": Fault(after=_halve_moments, tasks=BY_ADAM),
+    "gradients of other weights": Fault(before=_reduce_in_another_order),
+    "advantages broadcast": Fault(before=_once(_set_of_task("broadcasts")), tasks=("two back",)),
+    "padding in the loss": Fault(before=_once(_set_of_task("counts_padding")), tasks=("dates",)),
+    "inputs reshaped, not transposed": Fault(before=_once(_reshape), tasks=("shapes", "frames", "clouds")),
+    "workers draw the same": Fault(after=_draw_alike, tasks=("communities", "prose", *BY_ADAM[:3], *BY_ADAM[4:])),
+    "gradients in eight bits without a scale": Fault(before=_cast_gradients),
+}
+FAULTS = FIRST | HELD_BACK | NEW | NEWEST | BLIND | BLIND_AGAIN | THIRD_BLIND

@@ -9,15 +9,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-def rotated(x: Tensor) -> Tensor:
+def rotated(x: Tensor, base: float = 50.0) -> Tensor:
     half = x.shape[-1] // 2
-    angles = torch.arange(x.shape[-2])[:, None] * 50.0 ** (-torch.arange(half) / half)
+    angles = torch.arange(x.shape[-2])[:, None] * base ** (-torch.arange(half) / half)
     left, right = x[..., :half], x[..., half:]
     return torch.cat([left * angles.cos() - right * angles.sin(), left * angles.sin() + right * angles.cos()], -1)
 
 
 class Attention(nn.Module):
     """Attention with rotary positions, with cosine scores and a bias as in SwinV2, or with neither.
+
+    Of kind "relative" it has a learned bias for each distance, as T5; of kind "slopes" a fixed one, as ALiBi.
 
     Attributes:
         is_causal: whether later tokens are hidden; a fault may change it while the model trains.
@@ -30,16 +32,36 @@ class Attention(nn.Module):
         window: how many tokens to each side a query sees, all if 0; only in faults.
         cuts_without_transpose: whether heads are cut from the features of all tokens in a row; only in faults.
         attends_across_batch: whether the first axis of the inputs is taken for their tokens; only in faults.
+        base: of rotary positions; 50 but for faults.
+        looks_ahead: how many later tokens a causal mask lets through; only in faults.
+        sums_over_queries: whether the softmax is over queries in place of keys; only in faults.
+        tiles_keys: whether grouped keys and values are repeated as a whole, not each of them; only in faults.
+        keeps_cache: whether the keys and values of the call before are attended to as well; only in faults.
     """
 
-    def __init__(self, width: int, heads: int, *, is_causal: bool, kind: str = "plain") -> None:
+    slopes: Tensor
+
+    def __init__(
+        self, width: int, heads: int, *, is_causal: bool, kind: str = "plain", key_heads: int | None = None
+    ) -> None:
         super().__init__()
         self.num_heads, self.is_causal, self.kind = heads, is_causal, kind
+        self.num_key_value_heads = key_heads or heads
         self.factor, self.drop, self.bias = 1.0, 0.0, 0.0
         self.sees_itself_alone = self.takes_other_keys = self.takes_earlier_values = False
         self.window = 0
         self.cuts_without_transpose = self.attends_across_batch = False
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
+        self.base, self.looks_ahead = 50.0, 0
+        self.sums_over_queries = self.tiles_keys = self.keeps_cache = False
+        self.cache: tuple[Tensor, Tensor] | None = None
+        of_keys = width // heads * self.num_key_value_heads
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
+            nn.Linear(width, size) for size in (width, of_keys, of_keys, width)
+        )
+        if kind == "relative":
+            self.distances = nn.Parameter(torch.zeros(heads, 127))
+        if kind == "slopes":
+            self.register_buffer("slopes", 2.0 ** -torch.arange(1.0, heads + 1)[:, None, None])
         if kind == "cosine":
             self.logit_scale = nn.Parameter(torch.full((heads, 1, 1), 10.0).log())
             self.bias_table = nn.Parameter(0.02 * torch.randn(heads, 64))
@@ -50,9 +72,16 @@ class Attention(nn.Module):
         if is_across:
             x, visible = x.transpose(0, 1), None
         seen = x if context is None else context
-        q, k, v = self._heads(self.q_proj(x)), self._heads(self.k_proj(seen)), self._heads(self.v_proj(seen))
+        q = self._heads(self.q_proj(x), self.num_heads)
+        k, v = (self._heads(part(seen), self.num_key_value_heads) for part in (self.k_proj, self.v_proj))
         if self.kind == "rotary":
-            q, k = rotated(q), rotated(k)
+            q, k = rotated(q, self.base), rotated(k, self.base)
+        groups = self.num_heads // self.num_key_value_heads
+        if groups > 1:
+            k, v = (
+                part.repeat(1, groups, 1, 1) if self.tiles_keys else part.repeat_interleave(groups, 1)
+                for part in (k, v)
+            )
         if self.takes_other_keys:
             k, v = k.roll(1, 0), v.roll(1, 0)
         if self.takes_earlier_values:
@@ -66,26 +95,37 @@ class Attention(nn.Module):
         else:
             mask = torch.zeros(length, k.shape[2])
             if self.is_causal:
-                mask = mask.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
+                later = torch.ones(length, length, dtype=torch.bool).triu(1 + self.looks_ahead)
+                mask = mask.masked_fill(later, -torch.inf)
             if self.sees_itself_alone:
                 mask = mask.masked_fill(~torch.eye(length, dtype=torch.bool), -torch.inf)
             if self.window:
                 places = torch.arange(length)
                 mask = mask.masked_fill((places[:, None] - places).abs() > self.window, -torch.inf)
+            if self.kind in ("relative", "slopes"):
+                apart = torch.arange(length)[:, None] - torch.arange(length)
+                mask = mask + (self.distances[:, apart + 63] if self.kind == "relative" else -self.slopes * apart.abs())
             if self.bias:
                 mask = mask + self.bias * (torch.arange(length) == 0)
             if visible is not None:
                 each = visible if visible.ndim == 3 else visible[:, None]
                 mask = mask.masked_fill(~each[:, None], -torch.inf)
+            if self.keeps_cache:
+                past, self.cache = self.cache, (k.detach(), v.detach())
+                if past is not None and past[0].shape == k.shape:
+                    k, v, mask = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2), F.pad(mask, (k.shape[2], 0))
             scale = self.factor * q.shape[-1] ** -0.5
-            heads = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=self.drop, scale=scale)
+            if self.sums_over_queries:
+                heads = (q @ k.mT * scale + mask.clamp(min=-1e9)).softmax(-2) @ v
+            else:
+                heads = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=self.drop, scale=scale)
         outputs = self.out_proj(heads.transpose(1, 2).flatten(2))
         return outputs.transpose(0, 1) if is_across else outputs
 
-    def _heads(self, x: Tensor) -> Tensor:
+    def _heads(self, x: Tensor, count: int) -> Tensor:
         if self.cuts_without_transpose:
-            return x.reshape(len(x), self.num_heads, x.shape[1], -1)
-        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            return x.reshape(len(x), count, x.shape[1], -1)
+        return x.unflatten(-1, (count, -1)).transpose(1, 2)
 
 
 class Experts(nn.Module):
@@ -108,6 +148,19 @@ def _mlp(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
 
+class Gated(nn.Module):
+    """A gated MLP, as in Llama."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (
+            nn.Linear(width, 4 * width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
 class Net(nn.Module):
     """Embedding or projection, blocks with a norm before each part, and a linear layer.
 
@@ -116,6 +169,9 @@ class Net(nn.Module):
         outputs: number of classes.
         places: longest input with learned positions, 0 for none.
         sources: number of tokens of another input, which an encoder reads and each layer attends to; 0 for none.
+        key_heads: number of heads of keys and values, if there are fewer of them.
+        is_gated: whether MLPs are gated and norms are of the root mean square, as in Llama.
+        has_class_token: whether a learned token stands before the inputs.
 
     Attributes:
         has_skips: whether the input of each attention is added to its output; a fault may change it.
@@ -130,21 +186,27 @@ class Net(nn.Module):
     def __init__(
         self, inputs: int, outputs: int, *, width: int = 32, heads: int = 4, layers: int = 2, places: int = 64,
         is_causal: bool = False, kind: str = "plain", has_experts: bool = False, sources: int = 0,
+        key_heads: int | None = None, is_gated: bool = False, has_class_token: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.embed: nn.Module = nn.Embedding(inputs, width) if inputs > 0 else nn.Linear(-inputs, width)
         self.places = nn.Parameter(0.02 * torch.randn(places, width)) if places else None
-        self.attention = nn.ModuleList(Attention(width, heads, is_causal=is_causal, kind=kind) for _ in range(layers))
-        self.mlp = nn.ModuleList(Experts(width) if has_experts else _mlp(width) for _ in range(layers))
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2 * layers + 1))
+        self.attention = nn.ModuleList(
+            Attention(width, heads, is_causal=is_causal, kind=kind, key_heads=key_heads) for _ in range(layers)
+        )
+        mlp = Experts if has_experts else Gated if is_gated else _mlp
+        self.mlp = nn.ModuleList(mlp(width) for _ in range(layers))
+        norm = nn.RMSNorm if is_gated else nn.LayerNorm
+        self.norms = nn.ModuleList(norm(width) for _ in range(2 * layers + 1))
         self.head = nn.Linear(width, outputs)
         self.has_skips = [True] * layers
         self.shares = [1.0] * layers
         self.change_inputs: Callable[[Tensor], Tensor] | None = None
         self.change_outputs: Callable[[Tensor], Tensor] | None = None
         self.sees_padding = self.sees_only_padding = self.moves_positions = False
+        self.class_token = nn.Parameter(0.02 * torch.randn(width)) if has_class_token else None
         if sources:
-            self.encoder = Net(sources, width, width=width, heads=heads, layers=layers, places=places)
+            self.encoder = Net(sources, width, width=width, heads=heads, layers=layers, places=places, kind=kind)
             self.cross = nn.ModuleList(Attention(width, heads, is_causal=False) for _ in range(layers))
             self.cross_norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers))
 
@@ -152,6 +214,8 @@ class Net(nn.Module):
         """Return the outputs for `x`; `visible` says what is seen of the source, or of `x` if there is none."""
         context = None if source is None else self.encoder(source, visible)
         x = self.embed(x if self.change_inputs is None else self.change_inputs(x))
+        if self.class_token is not None:
+            x = torch.cat([self.class_token.expand(len(x), 1, -1), x], 1)
         visible = None if self.sees_padding else visible
         if self.sees_only_padding and visible is not None:
             visible = ~visible | visible.all(-1, keepdim=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import keyword
 import math
 import random
@@ -730,20 +731,20 @@ class Negatives(Task):
         return F.cross_entropy(model(x).mean(1), y[chosen])
 
 
+def _spelled(number: int) -> str:
+    small = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+    below_20 = f"{small} seventeen eighteen nineteen".split()
+    tens = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+    if number >= 100:
+        return f"{below_20[number // 100]} hundred" + (f" {_spelled(number % 100)}" if number % 100 else "")
+    if number < 20:
+        return below_20[number]
+    return tens[number // 10 - 2] + (f" {below_20[number % 10]}" if number % 10 else "")
+
+
 @cache
 def _counted() -> Tensor:
-    small = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
-    ones = f"{small} seventeen eighteen nineteen".split()
-    tens = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
-
-    def spelled(number: int) -> str:
-        if number >= 100:
-            return f"{ones[number // 100]} hundred" + (f" {spelled(number % 100)}" if number % 100 else "")
-        if number < 20:
-            return ones[number]
-        return tens[number // 10 - 2] + (f" {ones[number % 10]}" if number % 10 else "")
-
-    text = ", ".join(map(spelled, range(1000)))
+    text = ", ".join(map(_spelled, range(1000)))
     letters = sorted({*text})
     return torch.tensor([letters.index(letter) for letter in text])
 
@@ -1053,6 +1054,345 @@ class FromPatches(MaskedPatches):
         return F.cross_entropy(model(x).mean(1), y[chosen])
 
 
+# Third blind: written, and committed, without a look at any rule or at what is told of their trainings.
+
+
+class Shapes(Task):
+    """Which of six shapes a noisy picture shows, from patches and a class token, with a lower rate for lower layers.
+
+    From a third of the steps to the last sixth the shapes are mirrored in colour and half of them lose a corner.
+    """
+
+    steps, every, rate = 240, 5, 3e-3
+
+    def model(self) -> Net:
+        return Net(-16, 6, width=48, layers=3, places=17, has_class_token=True)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        def depth(name: str) -> int:
+            kind, place = [*name.split("."), ""][:2]
+            if not place.isdigit():
+                return 3 if kind == "head" else 0
+            return int(place) // 2 if kind == "norms" else int(place)
+
+        groups = [
+            {"params": [value], "lr": self.rate * 0.85 ** (3 - depth(name))} for name, value in model.named_parameters()
+        ]
+        return torch.optim.AdamW(groups, self.rate, weight_decay=0.05)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        kinds = self.tokens(32, classes=6)
+        x, y = torch.arange(16.0), torch.arange(16.0)[:, None]
+        places = torch.rand(32, 3, 1, 1, generator=self.draw)
+        across, down = (x - 5.5 - 4 * places[:, 0]).abs(), (y - 5.5 - 4 * places[:, 1]).abs()
+        size = 3.5 + 2 * places[:, 2]
+        apart = (across**2 + down**2).sqrt()
+        square = across.maximum(down) < 0.9 * size
+        drawn = torch.stack([
+            apart < size, (apart < size) & (apart > 0.6 * size), square, square & (across.minimum(down) < 0.25 * size),
+            across + down < size, square & (across < 0.4 * size),
+        ])  # fmt: skip
+        images = drawn[kinds, torch.arange(32)].float() + 0.2 * torch.randn(32, 16, 16, generator=self.draw)
+        if 80 <= step < 200:
+            images = torch.where(torch.rand(32, 1, 1, generator=self.draw) < 0.5, 1 - images, images)
+            is_cut = (torch.rand(32, 1, 1, generator=self.draw) < 0.5) & (x < 6) & (y < 6)
+            images = images.masked_fill(is_cut, 0.5)
+        patches = images.view(32, 4, 4, 4, 4).transpose(2, 3).flatten(1, 2).flatten(2)
+        return F.cross_entropy(model(patches)[:, 0], kinds, label_smoothing=0.05)
+
+
+class Frames(Task):
+    """Two to four sounds of six from noisy frames, each as long as it likes, with the loss of CTC.
+
+    A fixed bias falls with the distance of a frame; the rate rises, stays and falls; later some frames are muted.
+    """
+
+    steps, every, rate = 240, 4, 4e-3
+
+    def model(self) -> Net:
+        return Net(-8, 7, places=0, layers=3, kind="slopes")
+
+    def factor(self, step: int) -> float:
+        return min((step + 1) / 20, 1.0, 0.01 ** ((step - 140) / 200))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), self.rate, betas=(0.9, 0.98))
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        sounds = torch.randn(6, 8, generator=torch.Generator().manual_seed(11))
+        turns = 1 + self.tokens(24, 3, classes=5)
+        targets = torch.cat([self.tokens(24, 1, classes=6), turns], 1).cumsum(1) % 6  # no sound twice in a row
+        count, lasts = self.tokens(24, classes=3) + 2, self.tokens(24, 4, classes=4) + 3
+        ends = lasts.cumsum(1)
+        length = ends.gather(1, count[:, None] - 1)
+        frame = torch.arange(24)
+        visible = frame < length
+        now = (frame[:, None] >= ends[:, None]).sum(-1).clamp(max=3)
+        x = sounds[targets.gather(1, now)]
+        x = (x + 0.5 * x.roll(1, 1)) / 1.2 + 0.8 * torch.randn(x.shape, generator=self.draw)
+        start = self.tokens(24, 1, classes=20) + 1000 * (step < 150)
+        x = x.masked_fill((~visible | ((frame >= start) & (frame < start + 2)))[..., None], 0.0)
+        scores = model(x, visible).log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(scores, targets + 1, length.squeeze(1), count, zero_infinity=True)
+
+
+class Communities(Task):
+    """To which of three groups the nodes of a graph belong, of which few tell it; a node attends to its neighbours."""
+
+    steps, every, rate = 220, 6, 0.15
+
+    def model(self) -> Net:
+        return Net(-4, 3, places=0, width=48, layers=4, heads=6)
+
+    def factor(self, step: int) -> float:
+        return min((step + 1) / 70, 1.0, 0.02 + 0.98 * (1 - (step - 70) / 150))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), self.rate, momentum=0.9, nesterov=True, weight_decay=1e-4)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        groups = self.tokens(24, 24, classes=3)
+        is_alike = groups[:, :, None] == groups[:, None]
+        is_edge = torch.rand(24, 24, 24, generator=self.draw) < torch.where(is_alike, 0.45, 0.08)
+        is_edge = is_edge.triu(1) | is_edge.triu(1).mT | torch.eye(24, dtype=torch.bool)
+        is_shown = torch.rand(24, 24, 1, generator=self.draw) < 0.3
+        x = torch.cat([F.one_hot(groups, 3) * is_shown, is_shown], -1).float()
+        return F.cross_entropy(model(x, is_edge)[~is_shown.squeeze(-1)], groups[~is_shown.squeeze(-1)])
+
+
+@cache
+def _prose() -> Tensor:
+    from pydoc_data.topics import topics
+
+    return torch.tensor([*"\n".join(topics.values()).encode()]).clamp(max=127)
+
+
+class Prose(Task):
+    """Bytes of what Python's help says, ever longer: 24, 48, then 96; grouped keys, gated MLPs, orthogonal steps.
+
+    The rate is constant until the last third, in which it falls on a line.
+    """
+
+    steps, every, rate = 220, 5, 0.02
+
+    def model(self) -> Net:
+        return Net(128, 128, is_causal=True, kind="rotary", places=0, width=48, layers=3, key_heads=2, is_gated=True)
+
+    def factor(self, step: int) -> float:
+        return min(1.0, (step + 1) / 10, 3 * (1 - step / self.steps))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return _Orthogonal(model, self.rate)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        text, length = _prose(), 24 * 2 ** min(2, step // 60)
+        x = text[self.tokens(384 // length, 1, classes=len(text) - length - 1) + torch.arange(length + 1)]
+        return _of_tokens(model(x[:, :-1]), x[:, 1:])
+
+
+class _Orthogonal(torch.optim.Optimizer):
+    """Muon: the momentum of a matrix, made orthogonal; its sign for all else."""
+
+    def __init__(self, model: nn.Module, rate: float) -> None:
+        values = [*model.named_parameters()]
+        matrices = [value for name, value in values if value.ndim == 2 and name.startswith(("attention", "mlp"))]
+        own = {id(value) for value in matrices}
+        others = [value for _, value in values if id(value) not in own]
+        groups = [{"params": matrices, "lr": rate}, {"params": others, "lr": rate / 10}]
+        super().__init__(groups, {"lr": rate, "momentum": 0.95})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for number, group in enumerate(self.param_groups):
+            for value in group["params"]:
+                if value.grad is None:
+                    continue
+                momentum = self.state[value].setdefault("momentum", torch.zeros_like(value))
+                update = value.grad.lerp(momentum.lerp_(value.grad, 1 - group["momentum"]), group["momentum"])
+                if number:
+                    update = update.sign()
+                else:
+                    update = update / (update.norm() + 1e-7)
+                    for _ in range(5):  # of Newton and Schulz
+                        square = update @ update.mT
+                        update = 3.4445 * update + (2.0315 * square @ square - 4.775 * square) @ update
+                value.sub_(group["lr"] * update)
+
+
+@cache
+def _numerals() -> tuple[Tensor, Tensor]:
+    def roman(number: int) -> str:
+        text, units = "", {100: "C", 90: "XC", 50: "L", 40: "XL", 10: "X", 9: "IX", 5: "V", 4: "IV", 1: "I"}
+        for value, letters in units.items():
+            text += letters * (number // value)
+            number %= value
+        return text
+
+    def padded(texts: list[str]) -> Tensor:
+        letters, longest = ["_", *sorted({*"".join(texts)})], max(map(len, texts))
+        return torch.tensor([[letters.index(letter) for letter in text.ljust(longest, "_")] for text in texts])
+
+    return padded([*map(_spelled, range(1, 400))]), padded([*map(roman, range(1, 400))])
+
+
+class Spellings(Task):
+    """Which number in words is which in Roman letters, by two encoders and pairwise sigmoids, with dropout."""
+
+    steps, every, rate = 220, 4, 3e-3
+
+    def model(self) -> Net:
+        words, letters = _numerals()
+        model = Net(int(words.max()) + 1, 16, places=words.shape[1])
+        model.letters = Net(int(letters.max()) + 1, 16, places=letters.shape[1])
+        model.scale, model.shift = nn.Parameter(torch.tensor(10.0).log()), nn.Parameter(torch.tensor(-5.0))
+        for net in (model, model.letters):
+            for attention, mlp in zip(net.attention, net.mlp):
+                attention.drop = 0.05
+                mlp.append(nn.Dropout(0.05))
+        return model
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), self.rate, betas=(0.9, 0.95), weight_decay=0.1)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        words, letters = _numerals()
+        chosen = torch.randperm(len(words), generator=self.draw)[:32]
+        pooled = []
+        for net, x in ((model, words[chosen]), (model.letters, letters[chosen])):
+            visible = x > 0
+            outputs = net(x, visible).masked_fill(~visible[..., None], 0.0).sum(1) / visible.sum(1, keepdim=True)
+            pooled.append(F.normalize(outputs, dim=-1))
+        scores = model.scale.exp() * pooled[0] @ pooled[1].T + model.shift
+        return -F.logsigmoid(scores * (2 * torch.eye(32) - 1)).sum() / 32
+
+
+class TwoBack(Task):
+    """The token of two steps ago, for a reward, by PPO with a critic: four steps on what one policy did.
+
+    The loss does not fall.
+    """
+
+    steps, every, rate = 240, 4, 2e-3
+    broadcasts = False
+
+    def model(self) -> Net:
+        return Net(4, 5, is_causal=True, kind="rotary", places=0, width=48, key_heads=2)
+
+    def factor(self, step: int) -> float:
+        return 1 - 0.9 * step / self.steps
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), self.rate, eps=1e-5)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        if step % 4 == 0:
+            x = self.tokens(32, 10, classes=4)
+            with torch.no_grad():
+                outputs = model(x)
+            chances = outputs[..., :4].log_softmax(-1)
+            action = torch.multinomial(chances.exp().nan_to_num(0.25).flatten(0, 1), 1, generator=self.draw)
+            action = action.view(32, 10, 1)
+            reward = (action == x.roll(2, 1)[..., None]).float()
+            reward[:, :2] = 0
+            self.memory = x, action, chances.gather(-1, action), reward, reward - outputs[..., 4:]
+        x, action, before, reward, advantage = self.memory
+        outputs = model(x)
+        chances = outputs[..., :4].log_softmax(-1)
+        ratio = (chances.gather(-1, action) - before).exp()
+        value = outputs[..., 4:]
+        if self.broadcasts:
+            reward, advantage = reward.transpose(1, 2), advantage.transpose(1, 2)
+        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-6)
+        gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+        entropy = -(chances.exp() * chances).sum(-1).mean()
+        return 0.5 * (value - reward).square().mean() - gain - 0.01 * entropy
+
+
+class Clouds(Task):
+    """The velocity at which noise flows to points on a circle, a line or in two heaps, with averages kept aside.
+
+    From half of the steps on, times in the middle are drawn more often.
+    """
+
+    steps, every, rate = 220, 5, 3e-3
+
+    def model(self) -> Net:
+        return Net(-5, 2, places=0, width=48, layers=3, is_gated=True)
+
+    def before_watch(self, model: nn.Module) -> None:
+        self.mean = copy.deepcopy(model.state_dict())
+
+    def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        for name, value in model.state_dict().items():
+            self.mean[name].lerp_(value, 0.02)
+
+    def factor(self, step: int) -> float:
+        return min(1.0, (step + 1) / 30)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), self.rate, weight_decay=0.0)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        angles, turn = torch.rand(32, 16, generator=self.draw), torch.rand(32, 1, generator=self.draw)
+        circle = torch.stack([(2 * math.pi * angles).cos(), (2 * math.pi * angles).sin()], -1)
+        way = torch.stack([(math.pi * turn).cos(), (math.pi * turn).sin()], -1)
+        kinds = torch.stack([circle, (2 * angles[..., None] - 1) * way, (2 * (angles[..., None] > 0.5) - 1) * way])
+        points = 1.5 * kinds[self.tokens(32, classes=3), torch.arange(32)]
+        points = points + 0.5 * torch.randn(32, 1, 2, generator=self.draw)
+        noise = torch.randn(32, 16, 2, generator=self.draw)
+        times = torch.rand(32, 1, 1, generator=self.draw)
+        times = times if step < 110 else torch.randn(32, 1, 1, generator=self.draw).sigmoid()
+        waves = [(math.pi * times).sin(), (math.pi * times).cos()]
+        x = torch.cat([noise + times * (points - noise), torch.cat([times, *waves], -1).expand(-1, 16, -1)], -1)
+        return F.mse_loss(model(x), points - noise)
+
+
+@cache
+def _dates() -> tuple[Tensor, Tensor, int]:
+    months = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
+    sources, targets = [], []
+    for day, month, year in itertools.product(range(1, 29), range(1, 13), range(1910, 2000)):
+        sources += [f"{day}/{month}/{year}", f"{year}-{month:02}-{day:02}", f"{day:02}.{month:02}.{year % 100}"]
+        targets.append(f"{months[month - 1]} {day}, {year}")
+    letters = sorted({*"".join(sources + targets)})
+
+    def padded(texts: list[str], longest: int) -> Tensor:
+        return torch.tensor([[letters.index(letter) + 2 for letter in text.ljust(longest)] for text in texts])
+
+    lengths = torch.tensor([*map(len, sources)])[:, None]
+    source = padded(sources, 10).masked_fill(torch.arange(10) >= lengths, 0)
+    lengths = torch.tensor([*map(len, targets)])[:, None]
+    target = F.pad(padded(targets, 12).masked_fill(torch.arange(12) >= lengths, -100), (0, 1), value=-100)
+    return source.view(-1, 3, 10), target.scatter(1, lengths, 1), len(letters) + 2
+
+
+class Dates(Task):
+    """Dates written out, from one way to write them, then two and three; with biases for distances, as in T5."""
+
+    steps, every, rate = 270, 5, 5e-3
+    counts_padding = False
+
+    def model(self) -> Net:
+        count = _dates()[2]
+        model = Net(count, count, is_causal=True, places=0, width=48, sources=count, kind="relative")
+        for net in (model, model.encoder):
+            for attention, mlp in zip(net.attention, net.mlp):
+                attention.drop = 0.05
+                mlp.append(nn.Dropout(0.05))
+        return model
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), self.rate, betas=(0.9, 0.98), weight_decay=0.02)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        sources, targets, _ = _dates()
+        chosen = self.tokens(32, classes=len(sources))
+        source, target = sources[chosen, self.tokens(32, classes=1 + step // 90)], targets[chosen]
+        target = target.masked_fill(target < 0, 0) if self.counts_padding else target
+        logits = model(F.pad(target[:, :-1].clamp(min=0), (1, 0)), source > 0, source)
+        return _of_tokens(logits, target)
+
+
 FIRST: dict[str, type[Task]] = {
     "copying": Copying,
     "modular addition": ModularAddition,
@@ -1110,7 +1450,17 @@ BLIND_AGAIN: dict[str, type[Task]] = {
     "Python tokens": PythonTokens,
     "from patches": FromPatches,
 }
-TASKS = FIRST | HELD_BACK | NEW | NEWEST | LAST | BLIND | BLIND_AGAIN
+THIRD_BLIND: dict[str, type[Task]] = {
+    "shapes": Shapes,
+    "frames": Frames,
+    "communities": Communities,
+    "prose": Prose,
+    "spellings": Spellings,
+    "two back": TwoBack,
+    "clouds": Clouds,
+    "dates": Dates,
+}
+TASKS = FIRST | HELD_BACK | NEW | NEWEST | LAST | BLIND | BLIND_AGAIN | THIRD_BLIND
 
 
 def attention_layers(model: nn.Module) -> list[Attention]:
