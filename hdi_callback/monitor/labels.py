@@ -137,7 +137,8 @@ def _some(output: Tensor) -> Tensor:
 def _fitted(gradients: Tensor, softmax: Tensor, trained: Tensor) -> list[Tensor]:
     """Return how far gradients are off ``factor * (softmax - label)``, the factor times trained rows, and smoothing."""
     label = torch.zeros_like(softmax).scatter_(-1, gradients.argmin(-1, keepdim=True), 1)
-    weights = (1 - label) * (gradients != 0).any(-1, keepdim=True)
+    below = -gradients.clamp(max=0)  # of a row that is surer than its smoothed label asks, other entries than the label
+    weights = (1 - label) * (below.amax(-1, keepdim=True) > 0.6 * below.sum(-1, keepdim=True))
     x, y = ((each * weights).sum() / weights.sum() for each in (softmax, gradients))
     factor = (weights * (softmax - x) * (gradients - y)).sum() / (weights * (softmax - x).square()).sum()
     constant = factor * x - y

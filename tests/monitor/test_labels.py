@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from hdi_callback import load_history, watch_heads
 from hdi_callback.attention.tape import Tape
 from hdi_callback.monitor import contract
-from hdi_callback.monitor.labels import ELSEWHERE, IGNORED, LABELS, LOSS, TARGET, LossLabels
+from hdi_callback.monitor.labels import ELSEWHERE, IGNORED, LABELS, LOSS, TARGET, LossLabels, _fitted
 
 LABELS_KEY = ("", 0, LABELS)
 SIZE, TOKENS, SAMPLES, WIDTH = 40, 16, 6, 32
@@ -164,6 +164,20 @@ def test_labels_of_a_trained_model_are_read_with_smoothing_and_where_it_is_sure(
             model, lambda *args, options=options: cross_entropy(*args, **options), tokens, shifted(tokens, 1)
         )
         assert terms.get(LABELS_KEY, 1) == 1
+
+
+@pytest.mark.parametrize("factor", [0.5, 1, 2, 4])
+def test_rows_that_are_surer_than_smoothed_labels_ask_leave_the_form_as_it_is(factor):
+    torch.manual_seed(0)
+    labels = torch.randint(SIZE, (SAMPLES, TOKENS))
+    logits = factor * (3 * torch.nn.functional.one_hot(labels, SIZE) + torch.randn(SAMPLES, TOKENS, SIZE))
+    logits.requires_grad_()
+    cross_entropy(logits, labels, label_smoothing=0.05).backward()
+    rows = (logits.detach().softmax(-1).flatten(0, 1), logits.grad.flatten(0, 1))
+    off, size, smoothing = _fitted(rows[1], rows[0], torch.tensor(len(rows[0])))
+    assert off < 1e-3
+    assert size == pytest.approx(1, rel=1e-3)
+    assert smoothing == pytest.approx(0.05, abs=1e-3)
 
 
 def test_labels_of_other_samples_and_ignored_ones_are_told_from_what_is_not_known(tokens):
