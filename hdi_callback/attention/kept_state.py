@@ -8,6 +8,7 @@ file or a generator function that runs, is named before the forward runs.
 from __future__ import annotations
 
 import array
+import copy
 import functools
 import io
 import random
@@ -32,7 +33,7 @@ from hdi_callback.guard import describe
 _NOT_ENTERED = (
     "hdi_callback", "lightning", "pytorch_lightning", "accelerate", "wandb", "tensorboard", "logging", "threading",
     "concurrent", "multiprocessing", "asyncio", "re", "torch._", "torch.distributed", "torch.cuda", "torch.fx",
-    "torch.jit", "torch.autograd", "torch.nn.parallel", "torch.utils.hooks", "weakref",
+    "torch.jit", "torch.autograd", "torch.nn.parallel", "torch.utils.hooks",
 )  # fmt: skip
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, range, slice, types.ModuleType, types.CodeType)
 _LARGEST = 2**20  # items of a container, and numbers of an array, that are listed
@@ -104,7 +105,7 @@ class KeptState:
     """List the Python objects that can be reached from some roots; `put_back` restores them in place.
 
     Containers, attributes and slots, those of classes, closures, global names that the user's forwards use, arrays
-    and generators of random numbers are restored.
+    and generators of random numbers are restored. Iterators that can be copied are replaced by copies meanwhile.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
@@ -135,9 +136,9 @@ class KeptState:
         if isinstance(value, dict):
             self._list_dict(value)
         elif isinstance(value, (list, deque)):
-            self._list(lambda: list(enumerate(value)), functools.partial(_refill, value))
+            self._list(lambda: list(enumerate(value)), functools.partial(_refill, value), value.__setitem__)
         elif isinstance(value, set):
-            self._list(lambda: list(enumerate(value)), functools.partial(_reset, value))
+            self._list(lambda: list(enumerate(value)), functools.partial(_reset, value), None)
         elif isinstance(value, (tuple, frozenset)):
             self._stack.extend(value if len(value) <= _LARGEST else ())
         elif isinstance(value, types.MethodType):
@@ -172,11 +173,16 @@ class KeptState:
             self.beyond |= {"an open file"} if is_used else set()
         elif isinstance(value, types.GeneratorType):
             self.beyond |= set() if value.gi_frame is None else {"a generator function that runs"}
-        elif hasattr(type(value), "__next__") and type(value).__module__ in ("builtins", "itertools"):
+        elif _is_iterator(value):  # held by what cannot lend a copy
             self.beyond.add("an iterator")
 
-    def _list(self, read: Callable[[], _Items], restore: Callable[[_Items, _Items], object]) -> None:
-        """List items by name or place, to restore them later."""
+    def _list(
+        self,
+        read: Callable[[], _Items],
+        restore: Callable[[_Items, _Items], object],
+        lend: Callable[[Any, Any], object] | None,
+    ) -> None:
+        """List items by name or place, to restore them later; `lend` writes copies of iterators meanwhile."""
         before = read()
         if len(before) > _LARGEST:
             return
@@ -189,7 +195,12 @@ class KeptState:
                 restore(now, before)
 
         self._undo.append(undo)
-        self._stack += [item for _, item in before] if len(before) <= _MOST_ENTERED else []
+        for name, item in before if len(before) <= _MOST_ENTERED else ():
+            iterator = _copied_iterator(item) if _is_iterator(item) and lend is not None else None
+            if iterator is None or lend is None:
+                self._stack.append(item)
+            else:
+                lend(name, iterator)
 
     def _list_dict(self, value: dict[Any, Any]) -> None:
         """List the items of a dict, also of a module or another object."""
@@ -204,7 +215,7 @@ class KeptState:
                 for name, item in before:
                     kind.__setitem__(value, name, item)
 
-        self._list(lambda: list(value.items()), restore)
+        self._list(lambda: list(value.items()), restore, functools.partial(dict.__setitem__, value))
 
     def _list_named(self, holder: Any, names: Callable[[], Iterable[str]]) -> None:
         """List attributes of what has no dict of them: of classes and modules, slots, what a closure holds."""
@@ -221,7 +232,7 @@ class KeptState:
                 if name not in held or held[name] is not item:
                     kind.__setattr__(holder, name, item)
 
-        self._list(read, restore)
+        self._list(read, restore, functools.partial(kind.__setattr__, holder))
 
     def _list_function(self, value: types.FunctionType) -> None:
         for cell in value.__closure__ or ():
@@ -317,6 +328,19 @@ def _reset(value: set[Any], now: _Items, before: _Items) -> None:
     numbers = {id(item) for _, item in before}
     value.difference_update([item for _, item in now if id(item) not in numbers])
     value.update(item for _, item in before)
+
+
+def _is_iterator(value: Any) -> bool:
+    is_iterator = hasattr(type(value), "__next__") and type(value).__module__ in ("builtins", "itertools")
+    return is_iterator and not isinstance(value, types.GeneratorType)
+
+
+def _copied_iterator(value: Any) -> Any:
+    """Return a copy of an iterator of Python's own (a list's, `itertools.count`); `None` if it cannot be copied."""
+    try:
+        return copy.deepcopy(value)  # with the iterators within it
+    except Exception:
+        return None
 
 
 @functools.cache
