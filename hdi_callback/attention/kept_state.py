@@ -40,6 +40,7 @@ _LARGEST = 2**20  # items of a container, and numbers of an array, that are list
 _MOST_ENTERED = 10_000  # items of a container that are looked into: data, not state, has more
 _INSTALLED = {"torch", *sys.stdlib_module_names}
 _Items = list[tuple[Any, Any]]  # name or place -> item
+_Lend = Callable[[Any, Any], object] | None  # writes an item by name or place
 
 
 class KeptTensors(Mode):
@@ -176,12 +177,7 @@ class KeptState:
         elif _is_iterator(value):  # held by what cannot lend a copy
             self.beyond.add("an iterator")
 
-    def _list(
-        self,
-        read: Callable[[], _Items],
-        restore: Callable[[_Items, _Items], object],
-        lend: Callable[[Any, Any], object] | None,
-    ) -> None:
+    def _list(self, read: Callable[[], _Items], restore: Callable[[_Items, _Items], object], lend: _Lend) -> None:
         """List items by name or place, to restore them later; `lend` writes copies of iterators meanwhile."""
         before = read()
         if len(before) > _LARGEST:

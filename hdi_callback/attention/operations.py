@@ -23,6 +23,7 @@ MATMULS = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "linear": 0, "addmm": 1, "baddb
 BATCHED = {"bmm", "baddbmm"}
 CONVOLUTIONS = {"convolution", "mkldnn_convolution", "_slow_conv2d_forward", "_conv_depthwise2d", "conv_depthwise3d",
                 "slow_conv3d_forward"}  # fmt: skip
+MAPS = {*MATMULS, *CONVOLUTIONS}
 
 # What they return does not depend on the content of what they take.
 RANDOM = {"randn", "rand", "randint", "randperm", "normal", "randn_like", "rand_like", "uniform"}

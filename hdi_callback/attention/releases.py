@@ -30,8 +30,7 @@ try:
 except ImportError:  # it is named as an operation that is not known
     FLEX = TransformGetItemToIndex = identity = vmap = None  # type: ignore[assignment,misc]
 
-FLEX_HAS_MAXIMUM = hasattr(sys.modules.get("torch.nn.attention.flex_attention"), "AuxRequest")
-"""Whether FlexAttention returns the largest scores as well: since torch 2.9."""
+FLEX_HAS_MAXIMUM = hasattr(sys.modules.get("torch.nn.attention.flex_attention"), "AuxRequest")  # since torch 2.9
 
 
 def has_saving_hooks() -> bool:

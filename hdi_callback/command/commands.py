@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
@@ -182,7 +181,7 @@ def _print_result(result: Any, data: Any) -> None:
     click.echo(json.dumps(plain(data), indent=2) if data else str(result))
 
 
-def _of_verdict(verdict: Any, alerts: Iterable[Any]) -> dict[str, Any]:
+def _of_verdict(verdict: Any, alerts: Any) -> dict[str, Any]:
     return {"state": verdict.state, "verdict": verdict.text, "alerts": [asdict(alert) for alert in alerts]}
 
 

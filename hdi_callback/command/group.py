@@ -14,8 +14,7 @@ import click
 
 from hdi_callback.errors import HDIError, HDIWarning
 
-CODES = {"clear": 0, "alert": 1, "nothing to judge": 2, "interrupted": 130}
-"""State of a verdict, or of a command itself -> exit code; 2 also for what cannot work."""
+CODES = {"clear": 0, "alert": 1, "nothing to judge": 2, "interrupted": 130}  # 2 also for what cannot work
 
 
 class _CannotWorkError(click.ClickException):

@@ -23,8 +23,7 @@ from hdi_callback.record import Record
 from hdi_callback.session import Session, Settings, Trainer
 from hdi_callback.session.settings import Options, takes_settings
 
-_PATIENCE = 50
-"""Parts without an optimizer's step after which that is said, where steps had fewer than a tenth of them before."""
+_PATIENCE = 50  # parts without an optimizer's step after which that is said, if steps had fewer than a tenth of them
 
 _NO_FURTHER_STEP = (
     "No optimizer has made a step in the last {} of `with heads.step():`, since step {}, so that nothing is trained or "

@@ -33,8 +33,7 @@ from hdi_callback.monitor.standstill import STILL, UNUSED, StepFacts
 from hdi_callback.monitor.training_step import GRADIENTS, PLACES, tell
 from hdi_callback.record import Alert, state_from_text, state_to_text
 
-EVERY = 10
-"""Readings from one comparison to the next, but for the first ones: the sooner, the less may have changed before."""
+EVERY = 10  # readings from one comparison to the next, but for the first: the sooner, the less may have changed before
 
 NAME = "contract change"
 _ACTION = "find what changed it: code, a configuration, a callback, or batches of another kind"
@@ -59,8 +58,7 @@ _WHOLE = {**dict.fromkeys((*_LOOKS, LABELS, LOSS), _STEP), OPERATIONS: "the forw
 _MOST = 4  # changes of a forward that are listed
 
 Key = tuple[str, int, str]  # a layer, which of its calls in one forward, and a term
-Clauses = dict[str, tuple[Any, ...]]
-"""What has changed -> the heads of which it has, none for the whole layer; or, of what is no attention, names."""
+Clauses = dict[str, tuple[Any, ...]]  # what has changed -> of which heads, none for the whole layer, or of which names
 
 
 class Contract:
@@ -417,10 +415,8 @@ def _tell_labels(before: int | str, after: int | str) -> Clauses:
 
 
 def _may_be_right(clause: str) -> bool:
-    # A model may shift its tokens itself, rewards of zero train nothing, smoothing may be meant, or an output unused.
-    return clause == _NOT_NEXT.format(_token_in_words(0)) or any(
-        words in clause for words in (IGNORED, "smoothed by", UNUSED)
-    )
+    # A model may shift its tokens itself, rewards of zero train nothing, and an output may be unused.
+    return clause == _NOT_NEXT.format(_token_in_words(0)) or IGNORED in clause or UNUSED in clause
 
 
 def _sees_ahead(each: Facts, trained: LabelOffset) -> bool | None:

@@ -22,8 +22,7 @@ from hdi_callback.monitor.reading import Absent, Result, apart, joined, stacked
 _AT_ONCE = 2**24  # numbers that are stacked at once on a device
 _AT_ONCE_ON_CPU = 2**19  # the same on a CPU, whose cache would not hold more
 
-NOT_ARMED = "no forward was armed before this reading"
-"""Why a reading has nothing of forwards, such as the last one of a run, which reads the final weights."""
+NOT_ARMED = "no forward was armed before this reading"  # as before the last one of a run, which reads final weights
 
 
 class Samples(NamedTuple):

@@ -26,10 +26,9 @@ from hdi_callback.monitor.standstill import StepFacts
 INPUTS = "inputs"
 
 _FEWEST, _KINDS, _ENTRIES = 8, 256, 2**20  # earlier readings; of tokens, by their remainder; of features that are read
-_MAPS = {*ops.MATMULS, *ops.CONVOLUTIONS}
 
+# Name of a number -> by how much it may be more than ever before, the unit in which it is told, and a text.
 Numbers = Mapping[str, tuple[float, Callable[[float], float], str]]
-"""Name of a number -> by how much it may be more than ever before, the unit in which it is told, and a text."""
 
 _NUMBERS: Numbers = {
     "share": (0.25, float, "one token is {1} of those that are looked up in {0}, and at most {3} before"),
@@ -96,7 +95,7 @@ class ModelInputs:
     def look(self, step: Step | None, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Take numbers of what is looked up in a parameter, or enters its map, and no parameter was used on before."""
         tokens = [] if step is None else embedded_tokens(step)
-        if step is None or not (tokens or step.op in _MAPS):
+        if step is None or not (tokens or step.op in ops.MAPS):
             return
         parameter = next((view.cell.parameter for view in step.inputs if view.cell.parameter), "")
         name = name_without_wrappers(parameter.rpartition(".")[0])  # of its module

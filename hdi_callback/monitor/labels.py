@@ -28,8 +28,7 @@ IGNORED, ELSEWHERE = "nothing at all", "no token up to three places away"
 
 _FARTHEST, _ROWS, _FEWEST, _SAMPLES, _TOKENS = 3, 128, 16, 8, 64
 _COPIES = {"ToCopyBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0"}
-# A focal loss begins as a cross entropy, and leaves it slowly.
-_READINGS, _STEADY, _ENTRIES = 5, 0.02, 2**21
+_READINGS, _STEADY, _ENTRIES = 5, 0.02, 2**21  # a focal loss begins as a cross entropy, and leaves it slowly
 _FORM: Numbers = {
     "form": (0.05, float, "what the loss gives {0} is the gradient of no cross entropy any more, as it was before"),
     "factor": (0.1, float, "the gradient of {0} is another multiple of that of a mean over trained rows than before"),

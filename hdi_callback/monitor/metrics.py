@@ -23,8 +23,7 @@ TRAINING = "training"
 
 WEIGHT_SOURCES = (KEYS, QK, OV, FINITENESS, MOVEMENT)
 FORWARD_SOURCES = (OUTPUTS, FINITE_OUTPUTS, ROWS)
-SOURCES = (*WEIGHT_SOURCES, *FORWARD_SOURCES, PARAMETERS)
-"""What a reading measures, in the order in which it does; `TRAINING` is asked of the layers, beside them."""
+SOURCES = (*WEIGHT_SOURCES, *FORWARD_SOURCES, PARAMETERS)  # in this order; `TRAINING` is asked of layers
 
 Read = Callable[[Any], Tensor]  # result of a source for layers of one shape -> one tensor with the layers in front
 
@@ -124,8 +123,7 @@ def check_metrics(metrics: Any) -> tuple[str, ...] | None:
     return names
 
 
-DEFAULT_METRICS = ("hdi", "hdi_worst_alignment", "head_covariance")
-"""The metrics that are drawn for each layer without being asked for."""
+DEFAULT_METRICS = ("hdi", "hdi_worst_alignment", "head_covariance")  # drawn for each layer without being asked for
 
 HEADS: dict[str, Metric] = {
     "worst_alignment_pair": Metric(KEYS, lambda d: d.subspace.worst_alignment_pair),
@@ -156,8 +154,7 @@ HEADS: dict[str, Metric] = {
 `worst_alignment_pair` is that of `hdi_worst_alignment`, by overlap against chance: dashboards call it the closest pair.
 """
 
-WHOLE = frozenset({"nearest", "rank", "weights_not_finite", "outputs_not_finite"})
-"""Names in `HEADS` whose entries are whole numbers; those of pairs are, too."""
+WHOLE = frozenset({"nearest", "rank", "weights_not_finite", "outputs_not_finite"})  # names in `HEADS`
 
 MATRICES: dict[str, Metric] = {
     "overlap": Metric(KEYS, lambda d: d.subspace.overlap),

@@ -21,13 +21,12 @@ OPERATIONS = "operations"
 Counts = dict[tuple[str, str], tuple[int, tuple[float, ...]]]
 """Module and name of an operation, `""` where anything runs in it -> how often it runs, and its numbers."""
 GONE = "nothing runs in {} any more"
-_MAPS = {*ops.MATMULS, *ops.CONVOLUTIONS}
 
 
 def operations_of(tape: Tape, facts: Iterable[Facts]) -> dict[str, Counts]:
     """Return group -> its operations, but for those from the maps of an attention to its output."""
     inside = {number for each in facts for number in range(*each.steps)}
-    last = max((step.number for step in tape.steps if step.op in _MAPS and _has_parameter(step)), default=-1)
+    last = max((step.number for step in tape.steps if step.op in ops.MAPS and _has_parameter(step)), default=-1)
     groups: dict[str, Counts] = {}
     for step in tape.steps[: last + 1]:
         path = None if step.module is None else name_without_wrappers(step.module)

@@ -21,13 +21,9 @@ from hdi_callback.monitor.reading import Absent, Result, stacked
 _ROLES_OF = {KEYS: ("key",), QK: ("query", "key"), OV: ("value", "output"), FINITENESS: (), MOVEMENT: ()}
 """Roles that a source cannot do without; those of no role take the weights that there are."""
 
-_SIDE_BY_SIDE = ("key", "value", "query", "output")
-"""The order of roles in a stack: those that are whitened lie side by side."""
-
+_SIDE_BY_SIDE = ("key", "value", "query", "output")  # in a stack: roles that are whitened lie beside each other
 _AT_ONCE = 2**25  # numbers of weights that are stacked at once on a device
-
-_AT_ONCE_ON_CPU = 2**19
-"""The same on a CPU, where batches gain nothing for wide layers and no longer fit into its cache."""
+_AT_ONCE_ON_CPU = 2**19  # the same on a CPU, where batches gain nothing for wide layers and leave its cache
 
 _LARGEST_ON_DEVICE = 2**28  # bytes of weights that stay on a device until the next reading; further ones go to the host
 _LARGEST_KEPT = 2**31  # bytes of weights that are kept until the next reading; the movement of further layers is absent

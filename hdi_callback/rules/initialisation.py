@@ -13,9 +13,7 @@ import torch
 from hdi_callback.rules.series import Row, Series
 
 DEVIATIONS = 6.0  # standard deviations from which on the spectrum of a layer is none of an initialisation
-
-SMALL = 0.4
-"""Size of key weights, relative to variance one over the input width, below which they are small: GPT-2 has 0.55."""
+SMALL = 0.4  # size of key weights, relative to variance one over the input width, that is small: GPT-2 has 0.55
 
 
 def has_been_trained(row: Row, facts: Mapping[str, Any]) -> bool:
