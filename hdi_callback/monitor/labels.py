@@ -111,13 +111,13 @@ class LossLabels:
         terms: dict[tuple[str, int, str], Any] = {}
         for name, (off, factor, smoothing) in zip(names, arrived):
             values = {"form": off[None].clamp(max=0.1)}
+            place = f"{name} of {calls} calls" if calls > 1 else name  # of which some may not be trained
             if off < 0.05:
-                large = float(factor) * calls
                 # A loss scaler doubles and halves what is large.
-                size = math.log(large if large < 1.5 else 16 * math.frexp(large)[0]) if large > 0 else math.nan
+                size = math.log(factor if factor < 1.5 else 16 * math.frexp(factor)[0]) if factor > 0 else math.nan
                 pairs = {"factor": torch.tensor(size), "smoothing": smoothing}
                 values |= {key: torch.stack([value, -value]) for key, value in pairs.items()}
-            terms |= {(key, 0, LOSS): text for key, text in self._usual.departures(name, values).items()}
+            terms |= {(key, 0, LOSS): text for key, text in self._usual.departures(place, values).items()}
         return terms
 
 
