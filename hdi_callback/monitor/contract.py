@@ -29,7 +29,8 @@ from hdi_callback.monitor.inputs import INPUTS
 from hdi_callback.monitor.labels import IGNORED, LABELS, LOSS, TARGET, LabelOffset
 from hdi_callback.monitor.operations import GONE, OPERATIONS, loses, operations_of, tell_operations
 from hdi_callback.monitor.ranks import number_of_ranks
-from hdi_callback.monitor.standstill import STILL, UNUSED, StepFacts
+from hdi_callback.monitor.reading import StepFacts
+from hdi_callback.monitor.standstill import STILL, UNUSED
 from hdi_callback.monitor.training_step import GRADIENTS, PLACES, tell
 from hdi_callback.record import Alert, state_from_text, state_to_text
 

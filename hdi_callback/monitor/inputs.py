@@ -21,7 +21,7 @@ from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.tape import DATA, Step, tensors_in
 from hdi_callback.checks.facts import embedded_tokens
 from hdi_callback.guard import Guard, guarded
-from hdi_callback.monitor.standstill import StepFacts
+from hdi_callback.monitor.reading import StepFacts
 
 INPUTS = "inputs"
 
@@ -42,7 +42,7 @@ _NUMBERS: Numbers = {
 }  # fmt: skip
 
 
-class Usual:
+class UsualRanges:
     """How large numbers have been; what is larger at two readings in a row, and does not move on, is told."""
 
     def __init__(self, numbers: Numbers, fewest: int, steadiness: float = math.inf) -> None:
@@ -82,7 +82,7 @@ class ModelInputs:
     """Looks at what enters modules in forwards that are written down."""
 
     def __init__(self) -> None:
-        self._guard, self._usual = Guard(), Usual(_NUMBERS, _FEWEST)
+        self._guard, self._usual = Guard(), UsualRanges(_NUMBERS, _FEWEST)
         self._tensors: dict[str, Tensor] = {}  # name of a module -> numbers of what entered it first
         self._checksums: dict[str, float] = {}
 

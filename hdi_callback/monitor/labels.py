@@ -20,8 +20,8 @@ from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.tape import Tape
 from hdi_callback.checks.facts import embedded_tokens
 from hdi_callback.guard import Guard, guarded
-from hdi_callback.monitor.inputs import Numbers, Usual
-from hdi_callback.monitor.standstill import StepFacts
+from hdi_callback.monitor.inputs import Numbers, UsualRanges
+from hdi_callback.monitor.reading import StepFacts
 
 LABELS, TARGET, LOSS = "labels", "target", "loss"
 IGNORED, ELSEWHERE = "nothing at all", "no token up to three places away"
@@ -53,7 +53,7 @@ class LossLabels:
         self._hooks: list[Any] = []
         self._sums: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, numbers of rows, and which are trained
         self._forms: dict[str, Tensor] = {}  # of each output
-        self._usual = Usual(_FORM, _READINGS, _STEADY)
+        self._usual = UsualRanges(_FORM, _READINGS, _STEADY)
 
     def take(self, calls: int = 1) -> list[StepFacts]:
         """Return what gradients have shown since it was called last, in so many calls, and look at them no more."""

@@ -41,8 +41,7 @@ from hdi_callback.monitor.metrics import (
 )
 from hdi_callback.monitor.parameter_source import ParameterReader
 from hdi_callback.monitor.ranks import Ranks, number_of_ranks
-from hdi_callback.monitor.reading import Absent, Reading
-from hdi_callback.monitor.standstill import StepFacts
+from hdi_callback.monitor.reading import Absent, Reading, StepFacts
 from hdi_callback.monitor.training_step import TrainingStep
 from hdi_callback.monitor.weight_source import WeightReader
 from hdi_callback.record import Alert

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from hdi_callback.monitor.metrics import HEADS, MATRICES, METRICS, WHOLE, WHY_NO
 from hdi_callback.record import Alert, LayerRecord, Record
 
 T = TypeVar("T", bound=tuple[Tensor, ...])
+Terms = dict[tuple[str, int, str], dict[str, str]]  # as of `Contract`: layer, call and fact -> name -> its state
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,13 @@ class Result:
     layers: tuple[str, ...]  # names of the layers, in the order of the first dimension of the tensors
     sums: Sequence[Tensor]  # ``(len(layers), ...)`` each, what the device has added up; sent to the host
     finish: Callable[..., Any]  # takes the sums on the host; returns what the catalogue reads
+
+
+class StepFacts(NamedTuple):
+    """What one step has shown: tensors on their way to the host, and what makes terms of the contract of them."""
+
+    tensors: Sequence[Tensor]
+    terms: Callable[..., Terms]
 
 
 class Absent(dict[str, dict[str, str]]):

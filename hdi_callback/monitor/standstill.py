@@ -6,9 +6,9 @@ it is looked at whether their module runs. Attention is left to *frozen weights*
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, int64, nn, zeros
 from torch.optim import Optimizer
@@ -18,6 +18,7 @@ from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.hooks import Hook
 from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.monitor.parameter_source import bits_of
+from hdi_callback.monitor.reading import StepFacts, Terms
 
 STILL = "step still"
 UNUSED = "an output without a loss, or no part of the optimizer"
@@ -25,19 +26,9 @@ _STOPPED = "nothing has moved {{}} since step {}, though it requires a gradient 
 _CUT_OFF = "no gradient has reached {{}} from step {} on, though the optimizer holds it and it runs"
 _UNUSED = f"nothing has moved {{{{}}}} from step {{}} on, though it requires a gradient and runs: {UNUSED}"
 _NO_RATE = "each rate of the optimizer is below a 10,000th of its largest since step {}"
-
 _MOVED, _STILL, _STEPS = 8, 3, 20  # readings at which it has moved; at which it then has not, for how many steps
 _RATES = ""  # name of all rates
 _TINY, _SHARE = 1e-4, 0.1  # of its largest, that a rate is below; of all steps, as a schedule ends in fewer
-
-Terms = dict[tuple[str, int, str], dict[str, str]]
-
-
-class StepFacts(NamedTuple):
-    """What one step has shown: tensors on their way to the host, and what makes terms of the contract of them."""
-
-    tensors: Sequence[Tensor]
-    terms: Callable[..., Terms]
 
 
 class Standstill:

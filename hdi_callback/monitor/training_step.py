@@ -27,7 +27,8 @@ from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.guard import Guard, guarded
 from hdi_callback.monitor.places import Place, Places, Side, sketch_of
 from hdi_callback.monitor.ranks import number_of_ranks
-from hdi_callback.monitor.standstill import Standstill, StepFacts, Terms, parameters_of
+from hdi_callback.monitor.reading import StepFacts, Terms
+from hdi_callback.monitor.standstill import Standstill, parameters_of
 
 GRADIENTS, PLACES = "step gradients", "step places"
 ADDED, TURNED, SCALED, UNCLEAR = "not cleared", "turned", "scaled", "unclear"

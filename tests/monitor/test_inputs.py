@@ -12,7 +12,7 @@ from torch import nn
 from hdi_callback import load_history, watch_heads
 from hdi_callback.attention.tape import Tape
 from hdi_callback.monitor import contract
-from hdi_callback.monitor.inputs import INPUTS, ModelInputs, Usual
+from hdi_callback.monitor.inputs import INPUTS, ModelInputs, UsualRanges
 
 KINDS, WIDTH, SAMPLES, LENGTH = 40, 16, 8, 12
 START = 40
@@ -179,7 +179,7 @@ def test_checksums_differ_where_one_token_or_one_bit_does():
 
 
 def told(values, fewest=3, steadiness=math.inf):
-    usual = Usual({"size": (1.0, float, "{0} is {1}, and {2} to {3} before")}, fewest, steadiness)
+    usual = UsualRanges({"size": (1.0, float, "{0} is {1}, and {2} to {3} before")}, fewest, steadiness)
     return [usual.departures("it", {"size": torch.tensor([value])}).get("it size") for value in values]
 
 

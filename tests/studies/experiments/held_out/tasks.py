@@ -59,6 +59,12 @@ def _of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
+def _drop_out(net: Net, share: float) -> None:
+    for attention, mlp in zip(net.attention, net.mlp):
+        attention.drop = share
+        mlp.append(nn.Dropout(share))
+
+
 def _pretrain(task: Task, model: nn.Module, steps: int, rate: float = 2e-3) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), rate)
     for _ in range(steps):
@@ -756,9 +762,7 @@ class Counted(Task):
 
     def model(self) -> Net:
         model = Net(26, 26, is_causal=True, kind="rotary", places=0, layers=4)
-        for attention, mlp in zip(model.attention, model.mlp):
-            attention.drop = 0.1
-            mlp.append(nn.Dropout(0.1))
+        _drop_out(model, 0.1)
         return model
 
     def factor(self, step: int) -> float:
@@ -786,10 +790,8 @@ class Translation(Task):
 
     def model(self) -> Net:
         model = Net(38, 38, is_causal=True, places=12, width=48, sources=25)
-        for net in (model, model.encoder):
-            for attention, mlp in zip(net.attention, net.mlp):
-                attention.drop = 0.05
-                mlp.append(nn.Dropout(0.05))
+        _drop_out(model, 0.05)
+        _drop_out(model.encoder, 0.05)
         return model
 
     def factor(self, step: int) -> float:
@@ -1245,10 +1247,8 @@ class Spellings(Task):
         model = Net(int(words.max()) + 1, 16, places=words.shape[1])
         model.letters = Net(int(letters.max()) + 1, 16, places=letters.shape[1])
         model.scale, model.shift = nn.Parameter(torch.tensor(10.0).log()), nn.Parameter(torch.tensor(-5.0))
-        for net in (model, model.letters):
-            for attention, mlp in zip(net.attention, net.mlp):
-                attention.drop = 0.05
-                mlp.append(nn.Dropout(0.05))
+        _drop_out(model, 0.05)
+        _drop_out(model.letters, 0.05)
         return model
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -1375,10 +1375,8 @@ class Dates(Task):
     def model(self) -> Net:
         count = _dates()[2]
         model = Net(count, count, is_causal=True, places=0, width=48, sources=count, kind="relative")
-        for net in (model, model.encoder):
-            for attention, mlp in zip(net.attention, net.mlp):
-                attention.drop = 0.05
-                mlp.append(nn.Dropout(0.05))
+        _drop_out(model, 0.05)
+        _drop_out(model.encoder, 0.05)
         return model
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
