@@ -30,8 +30,8 @@ _FARTHEST, _ROWS, _FEWEST, _SAMPLES, _TOKENS = 3, 128, 16, 8, 64
 _COPIES = {"ToCopyBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0"}
 _READINGS, _STEADY, _ENTRIES = 5, 0.02, 2**21  # a focal loss begins as a cross entropy, and leaves it slowly
 _FORM: Numbers = {
-    "form": (0.05, float, "what the loss gives {0} is the gradient of no cross entropy any more, as it was before"),
-    "factor": (0.1, float, "the gradient of {0} is another multiple of that of a mean over trained rows than before"),
+    "form": (0.05, float, "the loss is no plain cross entropy any more, as the gradient of {0} shows"),
+    "factor": (0.1, float, "the loss is scaled by another factor than before, as the gradient of {0} shows"),
     "smoothing": (0.05, float, "labels of {0} are smoothed by {1}, and by {3} before"),
 }
 

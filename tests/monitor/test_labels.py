@@ -475,11 +475,17 @@ def ignored(model, text, step):
     [
         (ahead(0), "predict its own token"),
         (ignored, "predict nothing at all, and the next token before"),
-        (computed(cross_entropy, OTHERS["a softmax before it"]), "the output is the gradient of no cross entropy"),
-        (computed(cross_entropy, lambda *args: cross_entropy(*args) / 16), "the output is another multiple"),
+        (
+            computed(cross_entropy, OTHERS["a softmax before it"]),
+            "the loss is no plain cross entropy any more",
+        ),
+        (
+            computed(cross_entropy, lambda *args: cross_entropy(*args) / 16),
+            "scaled by another factor",
+        ),
         (
             computed(cross_entropy, lambda *args: cross_entropy(*args, reduction="sum")),
-            "the output is another multiple",
+            "scaled by another factor",
         ),
     ],
 )
