@@ -90,11 +90,7 @@ _LOCK = threading.RLock()
 
 @contextmanager
 def _settings_off() -> Iterator[None]:
-    """Switch off settings of the process, in one thread at a time.
-
-    The fast path of torch's encoder would pack tokens; the real forward gives the same warnings, and where they are
-    errors they would end this one.
-    """
+    """Switch off warnings, which the real forward gives too, and torch's fast path, which would pack tokens."""
     with _LOCK, warnings.catch_warnings():
         before = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)

@@ -16,6 +16,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -192,11 +193,11 @@ class KeptState:
 
         self._undo.append(undo)
         for name, item in before if len(before) <= _MOST_ENTERED else ():
-            iterator = _copied_iterator(item) if _is_iterator(item) and lend is not None else None
-            if iterator is None or lend is None:
-                self._stack.append(item)
-            else:
-                lend(name, iterator)
+            if lend is not None and _is_iterator(item):
+                with suppress(Exception):  # it cannot be copied
+                    lend(name, copy.deepcopy(item))  # with the iterators within it
+                    continue
+            self._stack.append(item)
 
     def _list_dict(self, value: dict[Any, Any]) -> None:
         """List the items of a dict, also of a module or another object."""
@@ -329,14 +330,6 @@ def _reset(value: set[Any], now: _Items, before: _Items) -> None:
 def _is_iterator(value: Any) -> bool:
     is_iterator = hasattr(type(value), "__next__") and type(value).__module__ in ("builtins", "itertools")
     return is_iterator and not isinstance(value, types.GeneratorType)
-
-
-def _copied_iterator(value: Any) -> Any:
-    """Return a copy of an iterator of Python's own (a list's, `itertools.count`); `None` if it cannot be copied."""
-    try:
-        return copy.deepcopy(value)  # with the iterators within it
-    except Exception:
-        return None
 
 
 @functools.cache

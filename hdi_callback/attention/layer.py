@@ -18,6 +18,7 @@ from hdi_callback.errors import UnsupportedAttentionError
 
 Role = Literal["query", "key", "value", "output"]
 ROLES: tuple[Role, ...] = ("query", "key", "value", "output")
+PLURAL = {"query": "queries", "key": "keys", "value": "values", "output": "outputs"}
 ROOT = "the model"  # name of a layer that is the model itself
 
 # --- where the weight of a head lies
@@ -32,9 +33,7 @@ class Rows:
     """
 
     module: nn.Module  # that the names start from
-    # Dotted name of the parameter, or one for each head; resolved anew at every reading, so that replaced modules
-    # count.
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # dotted name of the parameter, or one for each head; resolved anew at each reading
     starts: Tensor  # ``(heads, width)``, the first element of each row, on the CPU; one head if all share it
     columns: int  # elements of a row
     stride: int = 1  # elements from one column to the next: 1 along the rows of an `nn.Linear`

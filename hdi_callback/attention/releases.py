@@ -139,9 +139,8 @@ def _inspected(frames: Any) -> Compiler | None:
             is_stance_first = names.index(stance) < names.index(skip)
             if hasattr(frames, "_stance") and (not is_stance_first or hasattr(frames, "skip_code")):
                 return Compiler(frames, code, "stance" if is_stance_first else "skip_guard_eval_unsafe")
-    version = torch.__version__.split("+")[0]
     warn(
-        f"torch {version} calls compiled code in a way that is not known here (tried: up to "
+        f"torch {torch.__version__.split('+')[0]} calls compiled code in a way that is not known here (tried: up to "
         f"{'.'.join(map(str, NEWEST_TRIED))}). Attention that runs within a compiled function is not read."
     )
     return None

@@ -15,10 +15,7 @@ from hdi_callback.attention.layer import AttentionLayer, Survey
 
 
 def over_all_ranks(survey: Survey, model: nn.Module) -> Survey:
-    """Return layers with the heads of all ranks where each computes some: the union, in the order of ranks.
-
-    A collective call, if the model has parameters that are DTensors. Rows are numbered as those of whole parameters.
-    """
+    """Return layers with the heads of all ranks, in their order; a collective call if parameters are DTensors."""
     spread: list[Any] = [parameter for parameter in model.parameters() if is_sharded(parameter)]
     meshes = dict.fromkeys(parameter.device_mesh for parameter in spread)
     heads = {layer.name: _heads(layer) for layer in survey.layers}
@@ -77,10 +74,7 @@ def _with_heads(layer: AttentionLayer, heads: list[Any]) -> AttentionLayer:
 
 
 def gathered_heads(outputs: Mapping[str, tuple[AttentionLayer, Tensor | None]]) -> dict[str, Tensor | None]:
-    """Return ``(tokens, H, d_v)`` of each layer whose heads are spread, `None` if a rank has none: a collective call.
-
-    Of each layer `outputs` has ``(tokens, heads of this rank, d_v)``, or `None` if there are none.
-    """
+    """Return the outputs of all heads of layers whose heads are spread, `None` if a rank has none; collective."""
     groups: dict[Any, list[str]] = {}
     for name, (layer, _) in outputs.items() if dist.is_available() and dist.is_initialized() else ():
         group = group_of_heads(layer)

@@ -56,6 +56,12 @@ class Cell:
     is_mapped: bool = False  # whether a parameter takes part in it
     users: list[Step] = field(default_factory=list)
 
+    @property
+    def inputs(self) -> list[Cell]:
+        """The contents that it is made of."""
+        views = [] if self.step is None else self.step.inputs
+        return [view.cell for view in views] + ([] if self.before is None else [self.before])
+
     def __repr__(self) -> str:
         source = self.parameter or ("an input" if self.step is None else f"{self.step.number} {self.step.op}")
         return f"<Cell of {self.numel} elements: {source}>"
@@ -400,8 +406,7 @@ def _padding_given(frame: Any) -> dict[str, Tensor]:
         for name in [name for name, mask in masks.items() if mask.dim() == 1]:  # where documents in a row end
             ends = masks.pop(name)
             if "cu_seq" in name and len(ends) > 1:
-                at = torch.arange(_KEPT, device=ends.device)
-                masks[f"position_ids of {name}"] = ~torch.isin(at, ends)[None]
+                masks[f"position_ids of {name}"] = ~torch.isin(torch.arange(_KEPT, device=ends.device), ends)[None]
         return {name: mask[:8, :_KEPT].bool() for name, mask in masks.items()}
 
 

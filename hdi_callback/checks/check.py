@@ -88,8 +88,7 @@ def check(model: nn.Module, forward: Callable[[], object] | None = None) -> Chec
             not_asked[f"{mode} mode"] = f"there the forward raises {reason}"
         model.eval()
         broken, refused = ask_model(inner_model(model), forward, facts)
-    result = examine(facts, other_mode=other_mode, broken=broken)
-    return replace(result, not_asked=not_asked | refused)
+    return replace(examine(facts, other_mode=other_mode, broken=broken), not_asked=not_asked | refused)
 
 
 def examine(

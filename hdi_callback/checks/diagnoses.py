@@ -35,9 +35,7 @@ class Diagnosis:
 
     layer: str  #: its dotted name, or that of equal layers, ``blocks.0-11.attn``
     name: str  #: of the diagnosis, such as ``"split"``
-    #: ``"wrong"`` of what no design asks for; ``"odd"`` of what may be meant, or learns as well and disagrees with
-    #: other code.
-    verdict: Verdict
+    verdict: Verdict  #: ``"wrong"`` of what no design asks for; ``"odd"`` of what may be meant
     text: str  #: the evidence, and what to write
     line: str = ""  #: file and line of the forward where the softmax runs; ``""`` if that is not known
 

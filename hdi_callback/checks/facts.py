@@ -262,17 +262,16 @@ def _of_core(labels: Labels, core: Core) -> dict[str, Any]:
         changes = [*scores.changes_of_product(core.score_step), *changes, *scores.masks_of_weights(before_sum)]
         dropout = None if behind is None else scores.dropout_behind(behind)
         behind = [link for link in behind or () if link not in before_sum]
-    queries, keys = (view.features.shape[1] for view in (part.query, part.key))
+    queries, keys = (part.labels[role].features.shape[1] for role in ("query", "key"))
     softmaxes = 1 + sum(link.step.op in SOFTMAXES for link in [*(score_links or ()), *(behind or ())])
-    labelled = {role: getattr(part, role) for role in IN}
     sides = [*scores.sides_of(labels, core), step.inputs[2] if part.product is None else part.product.second]
-    across = {role: _cut_across(labels, label) for role, label in labelled.items()}
+    across = {role: _cut_across(labels, label) for role, label in part.labels.items()}
     # What one softmax hides the next one shows.
     hidden = scores.hidden_by(changes, len((core.scores or step.inputs[0]).shape)) if softmaxes == 1 else None
     if hidden is not None and hidden.shape[-2:] == (keys, keys) and not queries % keys:
         queries = keys  # heads that share keys are put together with queries, as by an einsum
     return {
-        "width": part.query.features.shape[-1],
+        "width": part.width("query"),
         "queries": queries,
         "keys": keys,
         "scale": None if score_links is None else scores.scale_of(labels, core, score_links),
@@ -284,9 +283,9 @@ def _of_core(labels: Labels, core: Core) -> dict[str, Any]:
         "softmaxes": softmaxes,
         "changes_behind": tuple(scores.changes_of(behind or [])) if scores.is_by_rows(core) else (),
         "dropout": dropout,
-        "pairs": {role: pairs_of(labels, label) for role, label in labelled.items()},
+        "pairs": {role: pairs_of(labels, label) for role, label in part.labels.items()},
         "cut_across": {role: value for role, value in across.items() if value is not None},
-        "order": {role: CUT if across[role] else _order(label.tokens) for role, label in labelled.items()},
+        "order": {role: CUT if across[role] else _order(label.tokens) for role, label in part.labels.items()},
         "steps": (min((step.number for step in labels.leading_to(sides)), default=step.number), part.step.number + 1),
         "padding": {name: value.cpu() for name, value in step.padding.items()},
     }

@@ -84,12 +84,8 @@ def _cosines(labels: Labels, step: Step, starts: Tensor) -> Tensor | None:
 
 
 def turns_of(cosines: Tensor) -> Tensor:
-    r"""Return the cosine of the angle from one token to the next, ``(width,)``, of a table ``(tokens, width)``.
-
-    Wherever it starts:
-
-    .. math:: \cos(a - d) + \cos(a + d) = 2 \cos a \cos d
-    """
+    """Return the cosine of the angle from one token to the next, ``(width,)``, of a table ``(tokens, width)``."""
+    # Wherever it starts, cos(a - d) + cos(a + d) = 2 cos(a) cos(d).
     here, around = cosines[1:-1], cosines[:-2] + cosines[2:]
     return (around / (2 * here)).where(here.abs() > 0.3, torch.nan).nanmedian(0).values
 

@@ -17,17 +17,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hdi_callback.attention.discovery.heads import IN
 from hdi_callback.attention.kept_state import names_in
 from hdi_callback.attention.layer import ROOT
-from hdi_callback.attention.tape import walk_back
+from hdi_callback.attention.operations import DROPOUTS
+from hdi_callback.attention.tape import Tape, walk_back
 from hdi_callback.checks.diagnoses import Diagnosis, Verdict
 from hdi_callback.checks.door import Changes, Door, Inputs, NotAskedError, by_token, tensors_in
 from hdi_callback.checks.facts import Facts, shown_rows
 
-_DROPOUTS = {"bernoulli", "bernoulli_", "native_dropout", "_fused_dropout"}
 _MOST_BYTES = 2**31  # of parameters whose gradients are asked for
 
 Answer = tuple[Verdict, str, str]
@@ -89,31 +88,20 @@ def same_twice(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[A
     for _ in range(2):
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(0)
-        with _Random() as drawn:
+        with Tape(door.model) as tape:
             outputs.append(door.ask())
+        is_seeded = torch.Tag.nondeterministic_seeded
+        drawn = {step.op for step in tape.steps if is_seeded in getattr(step.function, "tags", ())}
     text = f"two forwards of one batch in evaluation mode differ by {gap:.2g}"
     # What settles at the second forward is no number that is drawn.
-    is_alike = door.differ(*outputs) <= 3e-4 and (drawn.names or door.differ(door.ask(), outputs[0]) > 3e-4)
+    is_alike = door.differ(*outputs) <= 3e-4 and (drawn or door.differ(door.ask(), outputs[0]) > 3e-4)
     if not is_alike:
         text += ", and not by random numbers: something stays from the forward before"
-    elif drawn.names & _DROPOUTS:
+    elif drawn & (DROPOUTS | {"bernoulli"}):
         text += ", as dropout runs; write F.dropout(x, p, self.training), or dropout_p=p if self.training else 0"
     else:
-        raise NotAskedError(f"the forward draws random numbers ({', '.join(sorted(drawn.names)) or 'not by torch'})")
+        raise NotAskedError(f"the forward draws random numbers ({', '.join(sorted(drawn)) or 'not by torch'})")
     yield "wrong", text, door.first(door.record({}), door.record({}))
-
-
-class _Random(TorchDispatchMode):
-    """Which random operations run."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.names.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def samples(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
@@ -272,8 +260,8 @@ def token_before(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator
     last = count - 1 if pads is None else int((~pads[row]).nonzero().max())
     if last < 3 or (pads is not None and bool(pads[row, last - 3 : last].any())):
         raise NotAskedError("too few tokens")
-    output = door.ask({main: inputs.changed(main, (slice(None), last - 1))})
-    if torch.equal(output[row, last], door.base[row, last]):
+    changes = {main: inputs.changed(main, (slice(None), last - 1))}
+    if torch.equal(door.ask(changes)[row, last], door.base[row, last]):
         nearest = {each.path: each.seen[0][:, 0] if each.seen is not None else torch.zeros(1) for each in facts}
         layer = next((path for path, shares in nearest.items() if not bool((shares == 1).all())), "")
         text = f"token {last} does not see token {last - 1}, the one before it: where keys are longer than queries, a "
@@ -534,8 +522,7 @@ def _backward(door: Door, trained: Mapping[str, nn.Parameter]) -> dict[str, Tens
     torch.manual_seed(0)
     with torch.enable_grad(), ExitStack() as stack:
         stack.callback(door.outlet.register_forward_hook(lambda module, args, output: outputs.append(output)).remove)
-        result = door.forward()
-        loss = next((t for t in tensors_in(result) if t.dim() == 0 and t.requires_grad), None)
+        loss = next((t for t in tensors_in(door.forward()) if t.dim() == 0 and t.requires_grad), None)
         tensors = [t.float() for t in tensors_in(outputs[-1]) if t.requires_grad]
         if loss is None and not tensors:
             raise NotAskedError("outputs have no graph")

@@ -80,7 +80,7 @@ def scale_of(labels: Labels, core: Core, scores: list[Link]) -> float | None:
     """Return the product of the numbers that scale queries, keys and scores; `None` if one is not known."""
     factors: list[float | None]
     if core.score_step is None:
-        factors = [_scale_of_fused(core.step, core.parts[0].query.features.shape[-1])]
+        factors = [_scale_of_fused(core.step, core.parts[0].width("query"))]
     else:
         factors = [float(core.score_step.argument("alpha", 1)), *map(_factor, scores)]  # alpha is of baddbmm
 
@@ -286,7 +286,7 @@ def dropout_behind(links: list[Link]) -> float | None:
                 if cell.step is not None and cell.step.op == "bernoulli":
                     return round(1 - float(cell.step.argument("p", math.nan)), 9)
                 cell = cell.before
-            made_of = walk_back([view.cell], lambda cell: [v.cell for v in cell.step.inputs] if cell.step else [])
-            if any(cell.step is not None and cell.step.op in RANDOM for cell in made_of):
+            made_of = walk_back([view.cell], lambda cell: cell.inputs)
+            if any(made.step is not None and made.step.op in RANDOM for made in made_of):
                 return None
     return 0.0

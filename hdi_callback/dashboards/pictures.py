@@ -182,11 +182,7 @@ class Patterns:
 def draw_evidence(
     alert: Alert, records: Sequence[Record], patterns: Mapping[int, Tensor] | None = None
 ) -> Figure | None:
-    """Return a figure of the accused number over the steps; `None` if the alert names no number that was read.
-
-    There is a panel of the layers; where heads are accused and were measured one by one, one of the heads of the first
-    layer; and its patterns (see `Patterns.around`) of the heads that are accused, or of the first ones.
-    """
+    """Return the accused number of layers, and of heads, over the steps, with patterns; `None` if it was not read."""
     from matplotlib.figure import Figure
 
     metric = alert.metric or ""

@@ -57,9 +57,8 @@ class RunHistory:
         Raises:
             MisconfigurationError: if there is no such layer, or nothing was measured.
         """
-        names = [facts["name"] for facts in self.layers]
         if layer is not None:
-            one_of("layer", layer, names)
+            one_of("layer", layer, [facts["name"] for facts in self.layers])
         with svg_style():
             figure = draw_curves(self.records, layer)
         if figure is None:
@@ -178,5 +177,4 @@ def load_history(run: str | os.PathLike[str]) -> RunHistory:
                 skipped += bool(text.strip())
                 continue
             records[record.step], active = record, record.active
-    in_order = tuple(records[step] for step in sorted(records))
-    return RunHistory(path, header.get("layers", []), in_order, skipped)
+    return RunHistory(path, header.get("layers", []), tuple(records[step] for step in sorted(records)), skipped)

@@ -49,7 +49,7 @@ class SharpFromStart(Rule):
             return None
         score = "" if logit is None else f", largest score {logit:.0f}"
         clause = "attention is sharp in {layer} before anything was learned"
-        return Finding(clause, f"mean entropy {entropy:.2f}{score}", value=entropy, threshold=limit, metric=ENTROPY)
+        return Finding(clause, f"mean entropy {entropy:.2f}{score}")
 
 
 class FlatAttention(Rule):
@@ -88,9 +88,6 @@ class FlatAttention(Rule):
         return Finding(
             f"attention in {{layer}} has {begun}",
             f"mean entropy {curve[-1]:.4f}{score}{was}",
-            value=curve[-1],
-            threshold=limit,
-            metric=ENTROPY,
             level="notice" if began_flat and began_small(series) else "warning",
             since=began if began_flat else steps[-count],
         )
@@ -119,9 +116,6 @@ class LaterTokens(Rule):
             f"{'attention in {layer}' if is_all else 'the attention of {heads}'} reaches tokens after the query",
             f"their share {series.change(AHEAD)}; they were hidden at step {series.first.step}",
             () if is_all else heads,
-            value=value,
-            threshold=limit,
-            metric=AHEAD,
         )
 
 
@@ -172,7 +166,6 @@ class ChangeWithLoss(Rule):
             f"{rows[-2].step}, {change:.{int(change < 10)}f} times as far as ever up to step {rows[-4].step}, and the "
             f"loss from {was:.3g} to {now:.3g}",
             value=rise * change,
-            threshold=series.limits["with_loss"],
             metric=metric,
             level="warning" if change >= self.surely else "notice",
             since=rows[-2].step,

@@ -147,7 +147,7 @@ class Alerts:
                 del self._findings[key]
                 report.over[key] = series.writer if series.was_written else ""
             return
-        finding = _plain(finding, rule)
+        finding = _plain(finding, rule, series)
         if before is None and finding.since is not None:
             since = finding.since
         sentence = rule.sentence(finding, series.layer, series.facts)
@@ -168,20 +168,27 @@ class Alerts:
             report.over[key] = f"the rule {rule!r} failed"
 
 
-def _plain(finding: Any, rule: Rule) -> Finding:
-    """Return a finding with plain numbers, and with the level, action and code of its rule where it has none."""
+def _plain(finding: Any, rule: Rule, series: Series) -> Finding:
+    """Return a finding with plain numbers, and with those of its metric and rule, where it has none of its own."""
     if not isinstance(finding, Finding):
         raise TypeError(f"`judge` must return a Finding or None, got a {type(finding).__name__}")
+    metric = rule.needs[0] if finding.metric is None and rule.needs else finding.metric or None
     level = finding.level or rule.level
     if level not in LEVELS:
         raise ValueError(f"level must be one of {LEVELS}, got {level!r}")
+    of_metric = series.latest.values.get(metric or "")
+    limit = series.limits.get(rule.limits[0]) if rule.limits else None
     value, threshold = (
         float(number) if number is not None and math.isfinite(number) else None
-        for number in (finding.value, finding.threshold)
+        for number in (
+            of_metric if finding.value is None else finding.value,
+            limit if finding.threshold is None else finding.threshold,
+        )
     )
     code = "" if finding.action else rule.code  # which belongs to the action of the rule
     return replace(
         finding,
+        metric=metric,
         level=level,
         value=value,
         threshold=threshold,

@@ -20,9 +20,8 @@ def has_been_trained(row: Row, facts: Mapping[str, Any]) -> bool:
     """Return whether the spectrum of the median key head is too uneven for an initialisation.
 
     Entries that are drawn independently give a head a spectral flatness of known law, whatever their scale: it is a
-    power of Mauchly's statistic of sphericity, exact for Gaussian entries and nearly so for uniform ones. Orthogonal
-    rows have flatness 1. Training makes few directions strong. Heads of zeros, and heads wider than the layer's input,
-    count as fresh; training of a few dozen steps may go unnoticed. False if it is not known.
+    power of Mauchly's statistic of sphericity, exact for Gaussian entries and nearly so for uniform ones. Training
+    makes few directions strong; of a few dozen steps it may go unnoticed. False if it is not known.
     """
     d, k = facts.get("width"), facts.get("head_dim")
     ranks = row.heads.get("rank", ())

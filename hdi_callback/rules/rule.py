@@ -25,9 +25,9 @@ class Finding:
     evidence: str = ""  #: the number that shows it and how it came about, as ``"alignment rose from ..."``
     heads: tuple[int, ...] = ()  #: the heads concerned; empty for the whole layer
     groups: tuple[tuple[int, ...], ...] = ()  #: groups of these heads that are alike; empty if there are none
-    value: float | None = None  #: the number that was judged
-    threshold: float | None = None  #: its limit
-    metric: str | None = None  #: the metric of the number
+    value: float | None = None  #: the number that was judged, where it is not that of `metric`
+    threshold: float | None = None  #: its limit, where it is not the first of the rule's `limits`
+    metric: str | None = None  #: the metric of the number, where it is not the first of the rule's `needs`
     level: Level | None = None  #: the level, where it is not that of the rule
     since: int | None = None  #: first step at which it was so, if that was before this reading
     of_keys: bool = False  #: True if `heads` are key heads

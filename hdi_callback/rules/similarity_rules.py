@@ -80,9 +80,8 @@ class CopiedHeads(Rule):
             evidence if is_new else "they are tied, were copied, or this is a bug; equal gradients keep them equal",
             alike.heads_in(groups),
             groups,
-            series.value("hdi_worst_pair"),
-            alike.EQUAL,
-            "hdi_worst_pair",
+            threshold=alike.EQUAL,
+            metric="hdi_worst_pair",
             of_keys=True,
         )
 
@@ -101,10 +100,10 @@ class WorstPair(Rule):
     action = SEPARATE
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        row, limit = series.latest, series.limits["pair"]
+        row = series.latest
         if active is None and (row.step == 0 or row.values.get("hdi_alignment", 0.0) >= TOGETHER):
             return None
-        groups = _alike(series, active, limit)
+        groups = _alike(series, active, series.limits["pair"])
         if active is None:  # equal heads are told as copies
             groups = tuple(group for group in groups if group not in alike.equal_heads(row))
         if not groups:
@@ -114,9 +113,6 @@ class WorstPair(Rule):
             f"alignment {_change(series)}",
             alike.heads_in(groups),
             groups,
-            series.value("hdi_worst_alignment"),
-            limit,
-            "hdi_worst_alignment",
             of_keys=True,
         )
 
@@ -163,10 +159,9 @@ class MeanAlignment(Rule):
             f"mean alignment{'' if is_near else ' weighted by energy'} {series.change(metric)}{further}",
             () if len(heads) == count else heads,
             groups,
-            series.value(metric),
-            limit,
-            metric,
-            level,
+            threshold=limit,
+            metric=metric,
+            level=level,
             since=series.first.step if held_from_start else None,
             of_keys=True,
             action=None if is_near else "look at the layer's inputs: one direction outweighs the others there",
@@ -186,8 +181,7 @@ class MergedValues(Rule):
     action = SEPARATE
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        limit = series.limits["values"]
-        groups = _alike(series, active, limit, of_values=True)
+        groups = _alike(series, active, series.limits["values"], of_values=True)
         if not groups:
             return None
         was_notice = active is None or active.level == "notice"  # a warning stays one as long as it lasts
@@ -196,8 +190,5 @@ class MergedValues(Rule):
             f"largest cosine of their OV circuits {series.change('circuit_ov_worst')}",
             alike.heads_in(groups),
             groups,
-            series.value("circuit_ov_worst"),
-            limit,
-            "circuit_ov_worst",
-            "notice" if series.is_loss_good and was_notice else "warning",
+            level="notice" if series.is_loss_good and was_notice else "warning",
         )

@@ -7,11 +7,11 @@ import statistics
 from typing import ClassVar
 
 from hdi_callback.arguments import listed
+from hdi_callback.attention.layer import PLURAL
 from hdi_callback.rules.rule import Finding, Rule, heads_in_words
 from hdi_callback.rules.series import APART, STILL, Row, Series
 
 NOT_FINITE = {"weights_not_finite": "weights", "outputs_not_finite": "outputs"}
-PLURAL = {"query": "queries", "key": "keys", "value": "values", "output": "outputs"}
 
 
 class NotFinite(Rule):
@@ -40,7 +40,6 @@ class NotFinite(Rule):
             f"the {listed([NOT_FINITE[metric] for metric in broken])} of {{heads}} hold NaN or infinity",
             f"they did not at step {before[-1]}" if before else "",
             tuple(sorted(heads)),
-            value=row.values[broken[0]],
             threshold=0.0,
             metric=broken[0],
         )
@@ -90,7 +89,7 @@ class FrozenWeights(Rule):
         clause = f"the {weights} of {{heads}} {'are zero and ' if are_zero else ''}do not move"
         since = max(since for (kind, place), since in still.items() if kind == "parameter" or place in heads)
         # The movement of whole heads does not show that of a role.
-        metric = "parameters_still" if not heads else "head_movement_min" if roles == trained else None
+        metric = "parameters_still" if not heads else "head_movement_min" if roles == trained else ""
         return Finding(
             clause if heads else f"{quoted} of {{layer}} {verb} not move",
             f"not since step {since}{f'; nor {verb} {quoted}' if heads and names else ''}",
@@ -136,8 +135,6 @@ class RoundedAway(Rule):
             "the weights of {heads} hardly change",
             f"{100 * min(shares):.0f} % of them are bit-identical between steps {rows[-1].before} and {rows[-1].step}",
             value=min(shares),
-            threshold=limit,
-            metric="head_unchanged",
         )
 
 
@@ -192,7 +189,6 @@ class VanishingWeights(Rule):
             f"{100 * share:.2g} % of that at step {series.first.step}",
             tuple(sorted(unread.union(*faded.values()))),
             value=share,
-            threshold=limit,
             metric=metric,
         )
 

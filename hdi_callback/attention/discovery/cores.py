@@ -41,17 +41,10 @@ _MASKING = {"add", "mul", "where", "masked_fill", "tril", "triu"} | ops.KEEPS  #
 class ValueProduct:
     """One matmul of attention weights with values, with the queries and keys behind those weights."""
 
-    query: Label  # ``(n, queries, width)``
-    key: Label  # ``(n, keys, width)``
-    value: Label  # ``(n, keys, width)``
+    labels: dict[str, Label]  # role -> ``(n, queries or keys, width)``
     step: Step  # the product with the values, or the fused operation
     product: Product | None = None  # the same; `None` of a fused operation
     units: Tensor | None = None  # ``(n, queries)``, the row of the scores of each row of weights; below 0: none
-
-    @property
-    def labels(self) -> dict[str, Label]:
-        """Its labels by role."""
-        return {"query": self.query, "key": self.key, "value": self.value}
 
     def width(self, role: str) -> int:
         """Return how many features of a role meet there."""
@@ -75,9 +68,7 @@ class Core:
     step: Step  # the softmax, or the fused operation
     parts: tuple[ValueProduct, ...]  # its products with values; one, as a rule
     score_step: Step | None = None  # the product of queries and keys; `None` of a fused operation
-    # Which query each row of the softmax is of, counted over all matrices of `score_step`, in the shape of the softmax
-    # without `dim`; `None` of a fused operation.
-    query_of: Tensor | None = None
+    query_of: Tensor | None = None  # of each row of the softmax, counted over all matrices of `score_step`
     dim: int = -1  # that the softmax runs over
     scores: View | None = None  # what the softmax takes; `None` of a fused operation
     normaliser: Normaliser | None = None  # in place of a softmax
@@ -129,12 +120,9 @@ def _fused_core(labels: Labels, step: Step) -> Core:
     query, key, value = factors
     groups = len(query.features)
     if len(key.features) != groups:
-
-        def repeated(plane: Tensor) -> Tensor:
-            return thin(plane.repeat_interleave(groups // len(plane), 0))
-
-        key, value = key.mapped(repeated), value.mapped(repeated)
-    return Core(step, (ValueProduct(query, key, value, step),))
+        times = groups // len(key.features)
+        key, value = (label.mapped(lambda plane: thin(plane.repeat_interleave(times, 0))) for label in (key, value))
+    return Core(step, (ValueProduct({"query": query, "key": key, "value": value}, step),))
 
 
 # a softmax, written out
@@ -187,12 +175,10 @@ def _has_choice_behind(softmax: Step, products: list[Product]) -> bool:
     """Whether weights are chosen among between a softmax and the products with values."""
 
     def inputs(cell: Cell) -> list[Cell]:
-        views = cell.step.inputs if cell.step is not None and cell.step.number > softmax.number else []
-        return [view.cell for view in views] + ([cell.before] if cell.before is not None else [])
+        return [each for each in cell.inputs if each.step is not None and each.step.number > softmax.number]
 
     cells = islice(walk_back([product.first.cell for product in products], inputs), _MOST_CELLS_TO_SCORES)
-    steps = (cell.step for cell in cells if cell.step is not None and cell.step.number > softmax.number)
-    return any(step.op in ops.CHOICES for step in steps)
+    return any(cell.step is not None and cell.step.op in ops.CHOICES for cell in cells)
 
 
 def softmax_dim(step: Step) -> int | None:
@@ -370,7 +356,7 @@ def _part(
     query, key = _rows_of(queries, keys, unit, columns if is_flipped else rows)
     value = _read(labels, product.second, "values")
     value = value.reshaped(product.second_shape).expanded((product.shape[0], *product.second_shape[1:]))
-    return ValueProduct(query, key, value, step, product, unit)
+    return ValueProduct({"query": query, "key": key, "value": value}, step, product, unit)
 
 
 def _refuse_several_softmaxes(labels: Labels, weights: Label, sources: list[FeatureRange]) -> None:
@@ -418,8 +404,7 @@ def _rows_of(queries: Label, keys: Label, unit: Tensor, rows: int) -> tuple[Labe
         plane[:, 0][slot] if plane.stride(1) == 0 else plane[slot, row] for plane in (queries.features, queries.tokens)
     )
     query = Label(thin(torch.where((unit < 0)[..., None], 0, features)), thin(tokens), queries.flags)
-    of = slot.amax(-1)
-    return query, keys.mapped(lambda plane: plane[of])
+    return query, keys.mapped(lambda plane: plane[slot.amax(-1)])
 
 
 def _products_behind(labels: Labels, softmax: Step) -> list[tuple[Step, Product]]:
@@ -432,28 +417,17 @@ def _products_behind(labels: Labels, softmax: Step) -> list[tuple[Step, Product]
             continue
         product = labels.products.of(step)
         if product is None:
-            if step.op == "mul" and not with_values and _multiplies_values(labels, step, walk.met):
+            is_factor = step.op == "mul" and not any(map(labels.products.of, step.output.cell.users))
+            others = [view for view in step.inputs if view.cell not in walk.met and view.cell.kind == DATA]
+            if is_factor and not with_values and any(_is_read(labels, view) for view in others):
                 raise Unreadable(ELEMENT_BY_ELEMENT)
             walk.follow(step)
-        elif (turned := _with_weights_first(product, walk.met)) is not None:
+        elif product.first.cell in walk.met or product.second.cell in walk.met:
+            if product.first.cell not in walk.met:
+                first, second = product.second.mT, product.first.mT
+                product = replace(product, first=first, second=second, is_flipped=not product.is_flipped)
             if product.kind not in {"weight", "filter"}:
-                (with_values if product.kind == "scores" else with_constants).append((step, turned))
+                (with_values if product.kind == "scores" else with_constants).append((step, product))
             elif not with_values:
                 raise Unreadable("a map with a parameter mixes its weights behind the softmax")
     return with_values or with_constants
-
-
-def _with_weights_first(product: Product, weights: set[Cell]) -> Product | None:
-    if product.first.cell in weights:
-        return product
-    if product.second.cell not in weights:
-        return None
-    first, second = product.second.mT, product.first.mT
-    return replace(product, first=first, second=second, is_flipped=not product.is_flipped)
-
-
-def _multiplies_values(labels: Labels, step: Step, weights: set[Cell]) -> bool:
-    if any(labels.products.of(user) is not None for user in step.output.cell.users):
-        return False  # it is half of a product
-    factors = [view for view in step.inputs if view.cell not in weights and view.cell.kind == DATA]
-    return any(_is_read(labels, view) for view in factors)

@@ -221,10 +221,7 @@ OnRead = Callable[[TapeReader], object]
 
 
 def survey_tape(tape: Tape, on_read: OnRead | None = None, tape_reader: TapeReader | None = None) -> Survey:
-    """Return the layers of a model, and what cannot be read, from a forward that was written down.
-
-    `on_read` takes the reader when it has finished, for others to look at; `tape_reader` may have begun to read it.
-    """
+    """Return the layers of a model, and what cannot be read, from a tape; `tape_reader` may have begun to read it."""
     with torch._C.DisableTorchFunction(), torch.device("cpu"):  # a model may run under torch.device("meta")
         reader = (TapeReader(tape) if tape_reader is None else tape_reader).finish()
         result = _Layers(reader.labels, reader.attentions).read(reader.refused)
@@ -262,8 +259,7 @@ class _Layers:
         self._refused[name] = Refusal(name, reason, type(self._model.get_submodule(path)).__name__)
 
     def _add(self, attn: FoundAttention) -> None:
-        streams = [attn.maps, *attn.streams]
-        for place, maps in enumerate(streams):
+        for place, maps in enumerate([attn.maps, *attn.streams]):
             of_stream = [output for output, stream in zip(attn.outputs, attn.stream_of_output) if stream == place]
             outputs = of_stream or attn.outputs
             key = tuple((role, *(item.key for item in items)) for role, items in sorted(maps.items()))
@@ -419,12 +415,7 @@ def _kind(attn: FoundAttention, maps: Projections) -> str:
 
 
 def short_names(parameters: Iterable[str]) -> list[str]:
-    """Return the names of the modules of parameters, each once, without the path that all of them share.
-
-    Example:
-        >>> short_names(["0.k.weight", "0.q.base.weight", "0.q.lora.weight"]), short_names(["0.qkv.weight"])
-        (['k', 'q.base', 'q.lora'], ['qkv'])
-    """
+    """Return the names of the modules of parameters, each once, without the path that all of them share."""
     names = dict.fromkeys(name.removesuffix(".weight") for name in parameters)
     shared = len(_common([name.rpartition(".")[0] for name in names]))
     return [name[shared:].removeprefix(".") for name in names]
@@ -489,12 +480,7 @@ _WRAPPERS = {"_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoin
 
 
 def name_without_wrappers(name: str) -> str:
-    """Return the dotted name of a module without the wrappers that it is in.
-
-    Example:
-        >>> name_without_wrappers("blocks.0._orig_mod.attn")
-        'blocks.0.attn'
-    """
+    """Return the dotted name of a module without the wrappers that it is in: ``blocks.0._orig_mod.attn``."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 

@@ -43,10 +43,7 @@ class Weights:
         self._of_outputs = of_outputs  # parameters of output projections, with which a layer before ends
 
     def of(self, maps: Sequence[Projection], role: str, shared: frozenset[object], path: str) -> HeadWeight:
-        """Return the weight of a role: a projection, or a sum of some, each with those before it.
-
-        A projection before `shared`, which all roles take, or outside the module `path` is not of this attention.
-        """  # noqa: DOC501
+        """Return the sum of projections, each with those before it up to what is `shared`, within the module `path`."""
         if len(maps) == 1:
             return HeadWeight((self._term(maps[0], shared, path),))
         common = frozenset.intersection(*(self.inputs(projection, far=True) for projection in maps))

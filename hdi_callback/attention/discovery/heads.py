@@ -26,10 +26,10 @@ from hdi_callback.attention.discovery.labels import (
 )
 from hdi_callback.attention.discovery.planes import repeats, reshaped, small, thin, unique_rows
 from hdi_callback.attention.discovery.products import Product, Unreadable
+from hdi_callback.attention.layer import PLURAL
 from hdi_callback.attention.tape import DATA, Cell, Step, WalkOn
 
 IN = ("query", "key", "value")
-PLURAL = {"query": "queries", "key": "keys", "value": "values"}
 _MOST_STEPS_TO_OUTPUT = 60
 
 _Head = dict[str, "dict[frozenset[int], Vector]"]  # role -> its vectors, by the parameters of a stream of tokens
@@ -95,7 +95,7 @@ def heads_of(labels: Labels, core: Core) -> FoundAttention:
     """Return the heads of an attention; raise `Unreadable` if they cannot be told apart."""
     _refuse_parts_of_features(labels, core)
     attn = FoundAttention(core, 0, {}, set(), [*core.notes])
-    with_values = [part for part in core.parts if bool(small(part.value.features).any())] or core.parts[:1]
+    with_values = [part for part in core.parts if bool(small(part.labels["value"].features).any())] or core.parts[:1]
     heads: dict[_Name, _Head] = {}
     parts: list[tuple[ValueProduct, Tensor]] = []  # with the head of each query
     tables = [{role: _vectors(labels, label.features) for role, label in part.labels.items()} for part in with_values]
@@ -114,7 +114,10 @@ def heads_of(labels: Labels, core: Core) -> FoundAttention:
     # Streams of tokens, each of which has projections of its own in all roles.
     counts = {len(head[role]) for head in heads.values() for role in IN if len(head[role]) > 1}
     streams = range(counts.pop() if len(counts) == 1 else 1)
-    attn.maps, *attn.streams = (_maps_of(labels, attn, list(heads.values()), stream) for stream in streams)
+    attn.maps, *attn.streams = (
+        {role: maps for role in IN if (maps := _maps_of_role(labels, attn, role, list(heads.values()), stream))}
+        for stream in streams
+    )
     if attn.streams:
         of_streams = list(next(iter(heads.values()))["query"])
         different, vectors, _ = tables[0]["query"]
@@ -230,32 +233,24 @@ def _query_heads(
 # from heads to maps
 
 
-def _maps_of(labels: Labels, attn: FoundAttention, heads: list[_Head], stream: int) -> dict[str, list[Projection]]:
-    maps: dict[str, list[Projection]] = {}
-    for role in IN:
-        of_heads = [list(head[role].values()) for head in heads]
-        vectors = [streams[min(stream, len(streams) - 1)] if streams else {} for streams in of_heads]
-        if projections := _maps_of_role(labels, attn, role, vectors):
-            maps[role] = projections
-    return maps
-
-
-def _maps_of_role(labels: Labels, attn: FoundAttention, role: str, heads: list[Vector]) -> list[Projection]:
+def _maps_of_role(labels: Labels, attn: FoundAttention, role: str, heads: list[_Head], stream: int) -> list[Projection]:
     """Return the projections that make a role, each with the rows of every head; without those of positions alone."""
-    owners = list(dict.fromkeys(owner for vector in heads for owner in vector))
+    of_heads = [list(head[role].values()) for head in heads]
+    vectors = [streams[min(stream, len(streams) - 1)] if streams else {} for streams in of_heads]
+    owners = list(dict.fromkeys(owner for vector in vectors for owner in vector))
     computed = [owner for owner in owners if owner in labels.ranges]
     if any(labels.ranges[owner].kind == "scores" for owner in computed):
         raise Unreadable(f"its {role} is a product of two computed tensors")
-    heads = [{owner: places for owner, places in vector.items() if owner not in computed} for vector in heads]
+    vectors = [{owner: places for owner, places in vector.items() if owner not in computed} for vector in vectors]
     if SUM.of(role) in attn.flags:
         still = [owner for owner in owners if owner not in labels.moving]  # maps of positions alone
-        if not all(set(vector) <= set(still) for vector in heads):
-            heads = [{o: places for o, places in vector.items() if o not in still} for vector in heads]
-    if len({len(vector) for vector in heads}) > 1:
+        if not all(set(vector) <= set(still) for vector in vectors):
+            vectors = [{o: places for o, places in vector.items() if o not in still} for vector in vectors]
+    if len({len(vector) for vector in vectors}) > 1:
         raise Unreadable(f"some heads have more maps of their {role} than others")
-    if len({frozenset(vector) for vector in heads}) == 1:  # else each head has parameters of its own
-        heads = [{owner: vector[owner] for owner in heads[0]} for vector in heads]
-    return [_projection(labels, items) for items in zip(*(vector.items() for vector in heads))]
+    if len({frozenset(vector) for vector in vectors}) == 1:  # else each head has parameters of its own
+        vectors = [{owner: vector[owner] for owner in vectors[0]} for vector in vectors]
+    return [_projection(labels, items) for items in zip(*(vector.items() for vector in vectors))]
 
 
 def _projection(labels: Labels, of_heads: Sequence[tuple[int, tuple[tuple[int, int], ...]]]) -> Projection:
@@ -291,11 +286,11 @@ def _check(part: ValueProduct, attn: FoundAttention) -> None:
 
 def _install(labels: Labels, attn: FoundAttention, parts: list[tuple[ValueProduct, Tensor]]) -> None:
     """Label what a core returns with the heads that it comes from."""
-    width = max(part.value.features.shape[-1] for part, _ in parts)
+    width = max(part.width("value") for part, _ in parts)
     attn.width, attn.numbers = width, [number for _, number in parts]
     attn.source = labels.new_source("attention", attn.heads * width, attn.core.step, ())
     for part, head in parts:
-        shape = n, queries, columns = (*head.shape, part.value.features.shape[-1])
+        shape = n, queries, columns = (*head.shape, part.width("value"))
         first = attn.source.start + small(head)[..., None] * width
         features = torch.where(small(head)[..., None] < 0, 0, first + torch.arange(columns))
         tokens = (torch.arange(n)[:, None] * queries + torch.arange(queries) + 1)[..., None]
@@ -309,8 +304,7 @@ def columns_of(labels: Labels, attn: FoundAttention) -> None:
     for step in walk:
         product = labels.products.of(step)
         if product is not None:
-            is_linear = product.kind in {"weight", "filter"}
-            if is_linear and product.first.cell in walk.met:
+            if product.kind in {"weight", "filter"} and product.first.cell in walk.met:
                 attn.takers.append((step, product))
                 with suppress(Unreadable):
                     _read_columns(labels, attn, step, product)
@@ -352,16 +346,11 @@ def _read_columns(labels: Labels, attn: FoundAttention, step: Step, product: Pro
     output = Projection(names, starts, stride, columns.shape[2])
     if all(projection.key != output.key for _, projection in attn.outputs):
         attn.outputs.append((step, output))
-        attn.stream_of_output.append(_stream_of(attn, label.tokens))
-
-
-def _stream_of(attn: FoundAttention, tokens: Tensor) -> int:
-    """Return the stream that the tokens of an output are of."""
-    numbers = small(tokens)
-    numbers = numbers[numbers > 0]
-    if attn.stream_of is None or not numbers.numel():
-        return 0
-    return int(attn.stream_of.flatten()[int(numbers.min()) - 1])
+        tokens, stream = small(label.tokens), 0
+        tokens = tokens[tokens > 0]
+        if attn.stream_of is not None and tokens.numel():
+            stream = int(attn.stream_of.flatten()[int(tokens.min()) - 1])
+        attn.stream_of_output.append(stream)
 
 
 def _columns_by_head(
@@ -421,8 +410,8 @@ def _refuse_parts_of_features(labels: Labels, core: Core) -> None:
 
 def _varies(labels: Labels, column: Tensor) -> bool:
     """Whether a column holds different features of the same projection in different rows."""
-    numbers = small(column).unique().tolist()
-    groups = (groupby(sorted(labels.members(number)), labels.owner) for number in numbers)
+    members = map(labels.members, small(column).unique().tolist())
+    groups = (groupby(sorted(each), labels.owner) for each in members)
     products = {owner for owner, ids in labels.ranges.items() if ids.kind == "scores"}  # of which each row differs
     different = {(owner, tuple(members)) for group in groups for owner, members in group if owner not in products}
     return len(different) > len({owner for owner, _ in different})

@@ -314,9 +314,15 @@ class Labels:
         if step.op in ops.EMPTY:
             return None
         product = self.products.of(step)
-        if product is not None and not (product.sizes and self._is_weighing(product)):
-            rule = self._convolved if "filter" in product.kind else self._multiplied
-            return rule(step, product, out)
+        factors = (product.first, product.second) if product is not None and product.sizes else ()
+        # A product that is written as a sum is one of queries and keys, or a weighted mean.
+        is_mean = any(label is None or label.is_activated for label in map(self.read, factors))
+        if product is not None and "filter" in product.kind:
+            return self._convolved(step, product, out)
+        if product is not None and not is_mean:
+            rules = {"weight": self._through_weight, "constant": self._through_constant}
+            label = rules.get(product.kind, self._scores)(step, product)
+            return None if label is None else label.mapped(lambda plane: product.placed(plane, out))
         if step.op in ops.QUANTISATIONS:
             return self.read(step.inputs[0]) if place == 0 else None
         labels = [self.read(view) if view.cell.kind != WEIGHT else None for view in step.inputs]
@@ -340,11 +346,6 @@ class Labels:
         if step.is_pointwise or step.op in ops.POINTWISE or step.op in ops.LINEAR:
             return self._pointwise(step, place, out, labels)
         raise Unreadable(step.op)
-
-    def _is_weighing(self, product: Product) -> bool:
-        """Whether a product that is written as a sum is a weighted mean, and not one of queries and keys."""
-        labels = [self.read(view) for view in (product.first, product.second)]
-        return any(label is None or label.is_activated for label in labels)
 
     def union(self, label: Label | None, summand: Label | None) -> Label | None:
         """Return the labels of a sum, or of another combination element by element."""
@@ -471,11 +472,6 @@ class Labels:
 
     # products
 
-    def _multiplied(self, step: Step, product: Product, out: View) -> Label | None:
-        rule = {"weight": self._through_weight, "constant": self._through_constant}.get(product.kind, self._scores)
-        label: Label | None = rule(step, product)
-        return None if label is None else label.mapped(lambda plane: product.placed(plane, out))
-
     def _through_weight(self, step: Step, product: Product) -> Label:
         weight = product.second
         shape = n, rows, _ = product.shape
@@ -506,8 +502,7 @@ class Labels:
         n, rows, _ = product.shape
         source = self.new_source("scores", n * rows, step, product.shape)
         features = (torch.arange(n * rows) + source.start).reshape(n, rows, 1).expand(product.shape)
-        tokens = (torch.arange(product.shape[2]) + 1).expand(product.shape)
-        return Label(features, tokens)
+        return Label(features, (torch.arange(product.shape[2]) + 1).expand(product.shape))
 
     def _convolved(self, step: Step, product: Product, out: View) -> Label:
         x = product.first

@@ -60,8 +60,7 @@ def by_value(function: Callable[[int], int], plane: Tensor) -> Tensor:
 def unique_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the different rows of a matrix, and which of them each row is."""
     short = small(rows) if rows.shape[0] > 1 and rows.stride(0) == 0 else rows
-    generator = torch.Generator().manual_seed(0)
-    factors = torch.randint(1, 2**62, rows.shape[1:], generator=generator)
+    factors = torch.randint(1, 2**62, rows.shape[1:], generator=torch.Generator().manual_seed(0))
     code = (short[:, : rows.shape[1]] * factors).sum(1)  # sorting rows would take long; a sum tells them apart
     unique, number = torch.unique(code, return_inverse=True)
     first = torch.zeros(len(unique), dtype=torch.int64).scatter_(0, number, torch.arange(len(number)))

@@ -152,8 +152,7 @@ class Products:
             return None
         if step.op == "mm":  # an orthogonal map is one near the identity times a buffer
             return next((view for view in step.inputs if self._is_of_linalg(view.cell)), None)
-        keeps = step.is_pointwise or step.op in ops.COPIES | ops.OF_WEIGHTS
-        if not keeps and step.op not in ops.MOVES:
+        if not (step.is_pointwise or step.op in ops.COPIES | ops.OF_WEIGHTS | ops.MOVES):
             return None
         views = [view for view in step.inputs if view.cell.kind in {WEIGHT, MADE}]
         views = [view for view in views if view.is_float or view.cell.parameter]
@@ -243,12 +242,7 @@ def run_on(step: Step, position: int, numbers: Callable[[View], Tensor]) -> Tens
 
 def _read_out(tape: Tape) -> set[str]:
     """Return the parameters of which a forward has read numbers."""
-
-    def inputs(cell: Cell) -> list[Cell]:
-        views = cell.step.inputs if cell.step is not None else []
-        return [view.cell for view in views if view.cell.kind in {WEIGHT, MADE}]
-
-    cells = walk_back([cell for cell in tape.read_out if cell.kind in {WEIGHT, MADE}], inputs)
+    cells = walk_back(tape.read_out, lambda cell: cell.inputs if cell.kind in {WEIGHT, MADE} else [])
     return {cell.parameter for cell in cells if cell.parameter is not None}
 
 

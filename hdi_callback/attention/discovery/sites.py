@@ -81,10 +81,7 @@ def _dims(head: Tensor, query: Tensor, heads: int) -> tuple[str, ...]:
 
 
 def merged_sites(sites: list[tuple[Site, object]], counts: Counter[Any]) -> dict[object, list[Site]]:
-    """Return layer -> its sites: the first of attentions of one module that come again after a period.
-
-    So loops, shared modules and recomputation are one attention each. `counts`: how many there are at each place.
-    """
+    """Return layer -> its sites, of attentions that come again after a period (loops, recomputation) the first."""
     places: dict[Any, list[tuple[Site, object]]] = {}
     for site, layer in sorted(sites, key=lambda item: (item[0].path, item[0].ordinal)):
         places.setdefault(site.place, []).append((site, layer))
