@@ -143,10 +143,8 @@ class KeptState:
             self._list(lambda: list(enumerate(value)), functools.partial(_reset, value), None)
         elif isinstance(value, (tuple, frozenset)):
             self._stack.extend(value if len(value) <= _LARGEST else ())
-        elif isinstance(value, types.MethodType):
-            self._stack += [value.__self__, value.__func__]
-        elif isinstance(value, types.BuiltinMethodType):
-            self._stack.append(value.__self__)
+        elif isinstance(value, (types.MethodType, types.BuiltinMethodType)):
+            self._stack += [value.__self__, getattr(value, "__func__", None)]
         elif isinstance(value, functools.partial):
             self._stack += [value.func, value.args, value.keywords]
         elif isinstance(value, types.FunctionType):

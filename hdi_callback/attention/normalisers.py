@@ -137,9 +137,6 @@ def _adds_up(weights: Tensor, error: float) -> bool:
     return all(map(bool, conditions))
 
 
-# names
-
-
 def _entmax(x: Tensor, order: float) -> Tensor:
     """Entmax by bisection (Peters, Niculae and Martins 2019); of order 2 it is sparsemax."""
     x, power = x * (order - 1), 1 / (order - 1)

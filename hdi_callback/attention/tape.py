@@ -256,8 +256,6 @@ class Tape(Mode):
     def _hold(self, key: int, tensor: Tensor, cell: Cell) -> None:
         self._cells[key] = StorageWeakRef(tensor.untyped_storage()), cell
 
-    # what runs
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

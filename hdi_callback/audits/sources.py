@@ -98,13 +98,7 @@ def _failing(beginning: str, remedy: str = "") -> Iterator[None]:
 def _open_folder(folder: Path, *, needs_weights: bool) -> Target:
     """Load what transformers saved, only with classes of its own: no code in the folder is executed."""
     if not (folder / "config.json").is_file():
-        if (folder / "adapter_config.json").is_file():
-            raise MisconfigurationError(
-                f"`{folder}` holds an adapter alone: merge it (merge_and_unload) and save the model, or {_BUILDS}."
-            )
-        run = next(folder.rglob("history*.jsonl"), None)
-        judged = "" if run is None else f" It is the folder of a run: `hdi report {folder}` judges that."
-        raise MisconfigurationError(f"There is no config.json in `{folder}`.{judged} {_WHAT}")
+        raise MisconfigurationError(f"There is no config.json in `{folder}`, as an adapter alone has none. {_WHAT}")
     with _failing(f"`{folder}` is a model of transformers:", "Write pip install 'hdi-callback[transformers]'."):
         import transformers
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "attn_implementation": "eager"}

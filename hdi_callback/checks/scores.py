@@ -73,9 +73,6 @@ def sides_of(labels: Labels, core: Core) -> list[View]:
     return core.step.inputs[:2] if product is None else [product.first, product.second]
 
 
-# scale
-
-
 def scale_of(labels: Labels, core: Core, scores: list[Link]) -> float | None:
     """Return the product of the numbers that scale queries, keys and scores; `None` if one is not known."""
     factors: list[float | None]
@@ -120,9 +117,6 @@ def _factor(link: Link, *, of_features: bool = False) -> float | None:
     if step.op == "mul" or number is None:
         return number
     return 1 / number if number and step.args[0] is link.main else None
-
-
-# masks
 
 
 def changes_of(links: list[Link]) -> list[Change]:
@@ -270,9 +264,6 @@ def is_by_rows(core: Core) -> bool:
     if core.query_of is None or core.query_of.dim() == 0:
         return True
     return core.dim == -1 and bool((core.query_of.diff(dim=-1) == 1).all())
-
-
-# behind the softmax
 
 
 def dropout_behind(links: list[Link]) -> float | None:

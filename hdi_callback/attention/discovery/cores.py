@@ -186,10 +186,7 @@ def softmax_dim(step: Step) -> int | None:
     shape = step.inputs[0].shape
     if step.op not in ops.EXPONENTIALS:
         return int(step.args[1]) % len(shape) if shape else None
-    for user in sums_of(step):
-        if len(user.inputs[0].shape) == len(shape):
-            return reduced_dims(user)[0]
-    return None
+    return next((reduced_dims(user)[0] for user in sums_of(step) if len(user.inputs[0].shape) == len(shape)), None)
 
 
 def sums_of(exponential: Step) -> list[Step]:
@@ -281,9 +278,7 @@ def _own_source(labels: Labels, label: Label, sources: list[FeatureRange]) -> Fe
 
     strongest = max(map(strength, sources))
     strong = [source for source in sources if strength(source) == strongest]
-    candidates = [
-        source for source in strong if source.step is None or source.step.number not in labels.score_steps
-    ] or strong
+    candidates = [source for source in strong if source.step and source.step.number not in labels.score_steps] or strong
     short = small(label.features)
     for number in short[short < -1].unique().tolist():
         owners = {labels.owner(member) for member in labels.members(number)}

@@ -426,9 +426,6 @@ def _common(paths: list[str]) -> str:
     return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
 
 
-# of a model
-
-
 def survey(model: nn.Module, forward: Callable[[], object] | None = None, on_read: OnRead | None = None) -> Survey:
     """Return the attention layers of a model, and what cannot be read, with reasons.
 

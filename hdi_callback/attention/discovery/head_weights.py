@@ -162,8 +162,6 @@ class Weights:
             starts, stride = _in_the_whole(labels.tape, names[0], starts, stride)
         return Rows(self._model, names, starts, projection.count, stride, gain, recipes)
 
-    # projections before projections
-
     def _before_all(self, projection: Projection, path: str) -> _Inner | None:
         """Return the projection before those of all heads."""
         of_name = {name: self._before(self._input(name)) for name in dict.fromkeys(projection.names)}

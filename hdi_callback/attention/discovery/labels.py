@@ -189,8 +189,6 @@ class Labels:
         self.ranges[self.tape.add_range(kind, count)] = source
         return source
 
-    # reading
-
     def read(self, view: View) -> Label | None:
         """Return the labels of a tensor, `None` if it has none; raise `Unreadable` if they cannot be followed."""
         if not view.is_float:
@@ -272,9 +270,8 @@ class Labels:
 
     def leading_to(self, views: Iterable[View]) -> Iterator[Step]:
         """Return all steps that the labels of some tensors depend on."""
-        for cell in walk_back([view.cell for view in views], self.needs):
-            if cell.step is not None:
-                yield cell.step
+        cells = walk_back([view.cell for view in views], self.needs)
+        return (cell.step for cell in cells if cell.step is not None)
 
     def _evaluated(self, cell: Cell, step: Step) -> _Written | str | None:
         view = cell.written
@@ -307,8 +304,6 @@ class Labels:
         for flat, plane in ((whole.features, part.features), (whole.tokens, part.tokens)):
             flat.as_strided(view.shape, view.stride, view.offset).copy_(plane)
         return whole.flagged(*part.flags), view.seen_as((cell.numel,), (1,), 0)
-
-    # rules
 
     def _replayed(self, step: Step, place: int, out: View) -> Label | None:
         if step.op in ops.EMPTY:
@@ -469,8 +464,6 @@ class Labels:
         features = _only_feature(flat, "tokens with different features are pooled together")[..., 0]
         features = reshaped(features, (*features.shape, *[1] * (len(out.shape) - features.dim()))).expand(out.shape)
         return Label(features, _new_tokens(out.shape, channels), label.flags | {RESAMPLED})
-
-    # products
 
     def _through_weight(self, step: Step, product: Product) -> Label:
         weight = product.second

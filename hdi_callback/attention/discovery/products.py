@@ -139,8 +139,6 @@ class Products:
             return Product("constant", first, second)
         return Product("scores", first, second)
 
-    # weights
-
     def is_weight(self, view: View) -> bool:
         """Whether each element of a tensor is one of a parameter, perhaps moved or changed by itself."""
         return view.cell.kind in {WEIGHT, MADE} and self.parameter_of(view) >= 0
