@@ -25,7 +25,7 @@ ROOT = "the model"  # name of a layer that is the model itself
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Rows:
+class WeightRows:
     """For each head some rows of a parameter.
 
     Element ``(h, i, j)`` is element ``starts[h, i] + j * stride`` of the parameter, counted as `Tensor.flatten` does.
@@ -99,7 +99,7 @@ class Rows:
 class Term:
     """A product of rows, ``scale * first @ second @ ...``: one factor for a plain projection, two for a low rank."""
 
-    factors: tuple[Rows, ...]  # the last takes the layer's input; one of a single head is shared by all heads
+    factors: tuple[WeightRows, ...]  # the last takes the layer's input; one of a single head is shared by all heads
     scale: float = 1.0  # such as LoRA's ``alpha / r``
 
     def tensor(self) -> Tensor | None:
@@ -125,7 +125,7 @@ class HeadWeight:
     Example:
         >>> linear = nn.Linear(16, 24, bias=False)  # query, key and value of head 0, then those of head 1
         >>> features = torch.tensor([[4, 5, 6, 7], [16, 17, 18, 19]])
-        >>> keys = HeadWeight((Term((Rows(linear, ("weight",), features * 16, columns=16),)),))
+        >>> keys = HeadWeight((Term((WeightRows(linear, ("weight",), features * 16, columns=16),)),))
         >>> torch.equal(keys.tensor()[1], linear.weight[16:20])
         True
     """
@@ -148,7 +148,7 @@ class HeadWeight:
         return self.terms[0].factors[-1].columns
 
     @property
-    def plain(self) -> Rows | None:
+    def plain(self) -> WeightRows | None:
         """The rows of parameters that the weight is, if it is no sum or product."""
         only_one = len(self.terms) == len(self.terms[0].factors) == 1 and self.terms[0].scale == 1.0
         rows = self.terms[0].factors[0]
@@ -244,7 +244,7 @@ def _strides(starts: Tensor) -> tuple[int, int, int] | None:
     return by_head, by_row, int(starts[0, 0])
 
 
-def _is_off(rows: Rows) -> bool:
+def _is_off(rows: WeightRows) -> bool:
     """Whether an adapter on the way to a parameter is merged or disabled, as those of peft can be."""
     module = rows.module
     for step in rows.names[0].split(".")[:-1]:

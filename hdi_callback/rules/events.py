@@ -178,9 +178,8 @@ def _clusters(sightings: Sequence[Sighting]) -> list[list[Sighting]]:
                 break
         else:
             groups.append([sighting])
-    layers = list(dict.fromkeys(sighting.layer for sighting in sightings))
     by_cause: dict[tuple[str, int], list[Sighting]] = {}
-    for group in sorted(groups, key=lambda group: layers.index(group[0].layer)):
+    for group in groups:
         by_cause.setdefault((group[0].rule.name, group[0].level), []).extend(group)
     return list(by_cause.values())
 
@@ -189,8 +188,7 @@ def _alert_of(cluster: Sequence[Sighting], step: int) -> Alert:
     """Return the alert that reports findings of one event; the first states the cause."""
     first = cluster[0]
     causes = [sighting for sighting in cluster if sighting.rule.name == first.rule.name]
-    ranked = sorted(cluster, key=lambda sighting: sighting.rank)
-    also = tuple(dict.fromkeys(each.rule.name for each in ranked if each.rule.name != first.rule.name))
+    also = tuple(dict.fromkeys(each.rule.name for each in cluster if each.rule.name != first.rule.name))
     is_grouped = first.facts.get("num_key_heads") != first.facts.get("num_heads")
     return Alert(
         step,

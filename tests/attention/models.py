@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from hdi_callback.attention import AttentionLayer, HeadWeight, Rows, Term
+from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Term, WeightRows
 
 
 def blocks(module: nn.Module, name: str, *, heads: int, width: int, start: int = 0, dim: int = 0) -> HeadWeight:
@@ -18,7 +18,7 @@ def blocks(module: nn.Module, name: str, *, heads: int, width: int, start: int =
     rows, columns = module.get_parameter(name).shape[:2]
     features = start + torch.arange(heads * width).view(heads, width)
     by_feature, by_column, count = (columns, 1, columns) if dim == 0 else (1, columns, rows)
-    return HeadWeight((Term((Rows(module, (name,), features * by_feature, count, by_column),)),))
+    return HeadWeight((Term((WeightRows(module, (name,), features * by_feature, count, by_column),)),))
 
 
 class Attention(nn.Module):

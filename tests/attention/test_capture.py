@@ -17,7 +17,7 @@ from hdi_callback.attention.capture.capture import Capture, Captured
 from hdi_callback.attention.capture.reader import Reader
 from hdi_callback.attention.discovery.find import survey, survey_tape
 from hdi_callback.attention.first_calls import FirstCalls
-from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Rows, Site, Term
+from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Site, Term, WeightRows
 from tests.attention.models import Model, batches, is_equal, train
 from tests.versions import needs_saved_tensors
 
@@ -370,8 +370,8 @@ def test_heads_in_another_order_and_heads_side_by_side_features():
 
     module = Interleaved()
     features = torch.arange(12).view(4, 3).T
-    weight = HeadWeight((Term((Rows(module, ("out.weight",), features, 12, 12),)),))
-    key = HeadWeight((Term((Rows(module, ("out.weight",), torch.arange(12).view(3, 4) * 12, 12),)),))
+    weight = HeadWeight((Term((WeightRows(module, ("out.weight",), features, 12, 12),)),))
+    key = HeadWeight((Term((WeightRows(module, ("out.weight",), torch.arange(12).view(3, 4) * 12, 12),)),))
     heads = {"key_of": (0, 1, 2), "value_of": (0, 1, 2), "value_dim": 4}
     layer = AttentionLayer("", module, {"key": key, "output": weight}, output_module=module.out, **heads)
     x = torch.randn(2, 5, 12)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from hdi_callback.attention.discovery.find import survey, survey_tape
-from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Rows, Term
+from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Term, WeightRows
 from hdi_callback.attention.tape import Tape
 from hdi_callback.errors import UnsupportedAttentionError
 from tests.attention.models import blocks
@@ -23,7 +23,9 @@ def starts(heads: int, width: int, by_head: int, by_row: int = 1, first: int = 0
 
 def test_rows_of_a_packed_projection_are_a_live_view():
     linear = nn.Linear(16, 24)
-    weight = HeadWeight((Term((Rows(linear, ("weight",), starts(2, 4, by_head=12 * 16, by_row=16, first=64), 16),)),))
+    weight = HeadWeight(
+        (Term((WeightRows(linear, ("weight",), starts(2, 4, by_head=12 * 16, by_row=16, first=64), 16),)),)
+    )
     assert torch.equal(weight.tensor()[1], linear.weight[16:20])
     with torch.no_grad():
         linear.weight[17] = 7
@@ -43,7 +45,7 @@ def test_columns_of_an_output_projection_are_its_input_features(transposed):
 def test_three_dimensional_and_pointwise_parameters_are_read_by_the_same_numbers():
     module = nn.Module()
     module.register_parameter("kernel", nn.Parameter(torch.randn(3, 10, 4)))  # heads, features, width
-    rows = Rows(module, ("kernel",), starts(3, 4, by_head=40), columns=10, stride=4)
+    rows = WeightRows(module, ("kernel",), starts(3, 4, by_head=40), columns=10, stride=4)
     assert torch.equal(rows.tensor(), module.kernel.mT)
     convolution = nn.Conv2d(8, 6, 1)
     weight = blocks(convolution, "weight", heads=2, width=3)
@@ -53,14 +55,14 @@ def test_three_dimensional_and_pointwise_parameters_are_read_by_the_same_numbers
 def test_irregular_rows_are_read_one_by_one():
     linear = nn.Linear(5, 6)
     features = torch.tensor([[4, 1], [0, 5]])
-    weight = HeadWeight((Term((Rows(linear, ("weight",), features * 5, 5),)),))
+    weight = HeadWeight((Term((WeightRows(linear, ("weight",), features * 5, 5),)),))
     assert torch.equal(weight.tensor(), linear.weight[features])
 
 
 def test_each_head_may_have_a_parameter_of_its_own():
     maps = nn.ModuleList(nn.Linear(6, 3) for _ in range(4))
     names = tuple(f"{head}.weight" for head in range(4))
-    weight = HeadWeight((Term((Rows(maps, names, starts(4, 3, by_head=0, by_row=6), 6),)),))
+    weight = HeadWeight((Term((WeightRows(maps, names, starts(4, 3, by_head=0, by_row=6), 6),)),))
     assert torch.equal(weight.tensor(), torch.stack([one.weight for one in maps]))
     assert len(weight.parameters()) == 4
 
@@ -69,8 +71,8 @@ def test_a_product_of_a_map_of_each_head_and_one_that_all_share_with_the_gain_be
     down, up, norm = nn.Linear(12, 5, bias=False), nn.Linear(5, 8, bias=False), nn.LayerNorm(5)
     module = nn.ModuleDict({"down": down, "up": up, "norm": norm})
     nn.init.normal_(norm.weight)
-    inner = Rows(module, ("down.weight",), starts(1, 5, by_head=0, by_row=12), 12)
-    outer = Rows(module, ("up.weight",), starts(2, 4, by_head=20, by_row=5), 5, gain="norm.weight")
+    inner = WeightRows(module, ("down.weight",), starts(1, 5, by_head=0, by_row=12), 12)
+    outer = WeightRows(module, ("up.weight",), starts(2, 4, by_head=20, by_row=5), 5, gain="norm.weight")
     weight = HeadWeight((Term((outer, inner)),))
     expected = (up.weight * norm.weight) @ down.weight
     assert torch.allclose(weight.tensor(), expected.view(2, 4, 12), atol=1e-6)
@@ -84,10 +86,13 @@ def test_a_sum_of_a_base_and_an_update_of_low_rank_ends_when_the_adapter_is_merg
     )
     adapter.merged = False
     update = Term(
-        (Rows(adapter, ("b.weight",), starts(2, 4, 8, 2), 2), Rows(adapter, ("a.weight",), starts(1, 2, 0, 6), 6)),
+        (
+            WeightRows(adapter, ("b.weight",), starts(2, 4, 8, 2), 2),
+            WeightRows(adapter, ("a.weight",), starts(1, 2, 0, 6), 6),
+        ),
         scale=2.0,
     )
-    base = Term((Rows(adapter, ("base.weight",), starts(2, 4, 24, 6), 6),))
+    base = Term((WeightRows(adapter, ("base.weight",), starts(2, 4, 24, 6), 6),))
     weight = HeadWeight((base, update))
     whole = adapter["base"].weight + 2 * adapter["b"].weight @ adapter["a"].weight
     assert torch.allclose(weight.tensor(), whole.view(2, 4, 6), atol=1e-6)
@@ -132,7 +137,7 @@ def test_reading_a_parametrized_weight_runs_nothing_in_training_mode():
     linear = parametrizations.spectral_norm(nn.Linear(6, 6)).train()
     parametrize.register_parametrization(linear, "weight", Counting(), unsafe=True)
     vector = linear.parametrizations.weight[0]._u.clone()
-    weight = HeadWeight((Term((Rows(linear, ("weight",), starts(2, 3, by_head=18, by_row=6), 6),)),))
+    weight = HeadWeight((Term((WeightRows(linear, ("weight",), starts(2, 3, by_head=18, by_row=6), 6),)),))
     count = int(linear.parametrizations.weight[1].count)
     found = weight.tensor()
     assert torch.equal(linear.parametrizations.weight[0]._u, vector)

@@ -18,7 +18,7 @@ from hdi_callback.attention.discovery.heads import Projection
 from hdi_callback.attention.discovery.labels import Labels
 from hdi_callback.attention.discovery.planes import small
 from hdi_callback.attention.discovery.products import Product, Unreadable
-from hdi_callback.attention.layer import HeadWeight, Rows, Term, owner_of
+from hdi_callback.attention.layer import HeadWeight, Term, WeightRows, owner_of
 from hdi_callback.attention.operations import BETWEEN, KEEPS, NORMS
 from hdi_callback.attention.tape import DATA, WEIGHT, Cell, Step, Tape, View, walk_back
 
@@ -75,7 +75,7 @@ class Weights:
             return None
         return Term((self._rows(projection), *map(self._rows_of, products)), scale)
 
-    def _rows_of(self, product: Product) -> Rows:
+    def _rows_of(self, product: Product) -> WeightRows:
         """Return the rows of a second projection, which all heads share."""
         starts, stride = self._labels.products.lines(product.second, 2)
         owner = self._labels.products.parameter_of(product.second)
@@ -146,7 +146,7 @@ class Weights:
             gain.append("")
         return Term(tuple(self._rows(*each) for each in zip(factors, gain)), scale)
 
-    def _rows(self, projection: Projection, gain: str = "") -> Rows:
+    def _rows(self, projection: Projection, gain: str = "") -> WeightRows:
         labels = self._labels
         names = projection.names[:1] if len(set(projection.names)) == 1 else projection.names
         recipes = {name: labels.tape.recipes[name] for name in names if name in labels.tape.recipes}
@@ -160,7 +160,7 @@ class Weights:
                 raise Unreadable("it is a module of torch.jit")
         if names[0] in labels.tape.local:
             starts, stride = _in_the_whole(labels.tape, names[0], starts, stride)
-        return Rows(self._model, names, starts, projection.count, stride, gain, recipes)
+        return WeightRows(self._model, names, starts, projection.count, stride, gain, recipes)
 
     def _before_all(self, projection: Projection, path: str) -> _Inner | None:
         """Return the projection before those of all heads."""
