@@ -278,6 +278,6 @@ def dropout_behind(links: list[Link]) -> float | None:
                     return round(1 - float(cell.step.argument("p", math.nan)), 9)
                 cell = cell.before
             made_of = walk_back([view.cell], lambda cell: cell.inputs)
-            if any(made.step is not None and made.step.op in RANDOM for made in made_of):
+            if any(source.step is not None and source.step.op in RANDOM for source in made_of):
                 return None
     return 0.0
