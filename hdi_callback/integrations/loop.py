@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
@@ -167,7 +167,7 @@ class HeadSession(Watcher):
         Call it after the backward where there is no optimizer that torch knows, or its step is compiled, as nothing can
         be read within a graph; under accumulation in the last part only.
         """
-        self._versions = [weight._version for weight in self._loop.weights]
+        self._versions = self._loop.versions
         self._tell(Session.after_backward)
 
     @guarded("the last reading")
@@ -212,9 +212,8 @@ class HeadSession(Watcher):
     @guarded("watching a step", passes=MISUSE)
     def _leave_step(self) -> None:
         # A compiled step calls no hook: it was announced, and has written into the weights.
-        is_announced = self._versions is not None and (
-            not self._loop.optimizers or self._versions != [weight._version for weight in self._loop.weights]
-        )
+        is_written = not self._loop.optimizers or self._versions != self._loop.versions
+        is_announced = self._versions is not None and is_written
         self._idle += 1
         if self._has_stepped or is_announced:
             self._loop.step += 1
@@ -249,10 +248,10 @@ class _Loop(Trainer):
     is_stopped: bool = False
 
     @property
-    def weights(self) -> list[Tensor]:
-        """What the optimizers train."""
+    def versions(self) -> list[int]:
+        """How often each of the weights that the optimizers train was written into."""
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        return [weight for group in groups for weight in group["params"]]
+        return [weight._version for group in groups for weight in group["params"]]
 
     def stop(self) -> None:
         self.is_stopped = True
