@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -20,8 +20,8 @@ def groups_of(pairs: Iterable[tuple[int, int]]) -> Groups:
     """Join pairs that share a head: (4, 5), (0, 1), (1, 3) to (0, 1, 3), (4, 5)."""
     groups: list[set[int]] = []
     for pair in pairs:
-        joined = set(pair).union(*(group for group in groups if group & set(pair)))
-        groups = [group for group in groups if not group & joined] + [joined]
+        group_of_pair = set(pair).union(*(group for group in groups if group & set(pair)))
+        groups = [group for group in groups if not group & group_of_pair] + [group_of_pair]
     return tuple(sorted(tuple(sorted(group)) for group in groups))
 
 
@@ -30,7 +30,7 @@ def heads_in(groups: Groups) -> tuple[int, ...]:
     return tuple(sorted({head for group in groups for head in group}))
 
 
-def joined(pairs: Iterable[Pair], limit: float, before: Groups = (), lower: float = math.inf) -> Groups:
+def groups_at(pairs: Iterable[Pair], limit: float, before: Groups = (), lower: float = math.inf) -> Groups:
     """Join the pairs at or above a limit; within groups of before a lower one, so that noise changes no names."""
     group_of = {head: place for place, group in enumerate(before) for head in group}
     return groups_of(
@@ -76,11 +76,9 @@ def equal_heads(row: Row) -> Groups:
     return groups_of((h, int(g)) for h, (g, value) in enumerate(near) if g >= 0 and value >= EQUAL)
 
 
-def without_first(groups: Groups, first: Callable[[], Groups], series: Series) -> Groups:
+def without_initial(groups: Groups, initial: Groups, series: Series) -> Groups:
     """Leave out groups that pretrained weights had at the first reading; of fresh weights all count."""
-    if not series.is_pretrained or not groups:
-        return groups
-    before = set(heads_in(first()))
+    before = set(heads_in(initial)) if series.is_pretrained else set[int]()
     return tuple(group for group in groups if not before.issuperset(group))
 
 

@@ -29,7 +29,7 @@ def _change(series: Series) -> str:
     return series.change("hdi_worst_alignment", before="" if pairs[0] == pairs[-1] else "at most ")
 
 
-def _alike(series: Series, active: Finding | None, limit: float, *, of_values: bool = False) -> alike.Groups:
+def _groups_at_limit(series: Series, active: Finding | None, limit: float, *, of_values: bool = False) -> alike.Groups:
     """Return the groups of heads at a limit, active ones to a lower one, but for those of pretrained weights."""
     lower, before = limit - HYSTERESIS, () if active is None else active.groups
     if series.value("circuit_ov_worst" if of_values else "hdi_worst_alignment") < lower:
@@ -38,7 +38,7 @@ def _alike(series: Series, active: Finding | None, limit: float, *, of_values: b
         alike.similar_pairs(row, "circuit_ov") if of_values else alike.aligned_pairs(row, series.facts)
         for row in (series.latest, series.first)
     )
-    return alike.without_first(alike.joined(now, limit, before, lower), lambda: alike.joined(first, lower), series)
+    return alike.without_initial(alike.groups_at(now, limit, before, lower), alike.groups_at(first, lower), series)
 
 
 class CopiedHeads(Rule):
@@ -62,15 +62,15 @@ class CopiedHeads(Rule):
     )
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        equal = alike.without_first(alike.equal_heads(series.latest), lambda: alike.equal_heads(series.first), series)
+        equal = alike.without_initial(alike.equal_heads(series.latest), alike.equal_heads(series.first), series)
         if active is not None:
             heads = {*active.heads, *alike.heads_in(equal)}
-            groups = tuple(group for group in _alike(series, active, NEARLY_ONE) if heads & {*group})
+            groups = tuple(group for group in _groups_at_limit(series, active, NEARLY_ONE) if heads & {*group})
             return replace(active, heads=alike.heads_in(groups), groups=groups) if groups else None
         now, curve = series.value("hdi_worst_alignment"), series.curve("hdi_worst_alignment")[1]
         limit = series.limits["copied"]
         is_jump = len(curve) > 1 and now >= limit and now - curve[-2] >= LEAP
-        groups = equal or (alike.joined(alike.aligned_pairs(series.latest, series.facts), limit) if is_jump else ())
+        groups = equal or (alike.groups_at(alike.aligned_pairs(series.latest, series.facts), limit) if is_jump else ())
         if not groups:
             return None
         is_new = len(series.rows) > 1 and not alike.equal_heads(series.first)
@@ -103,7 +103,7 @@ class WorstPair(Rule):
         row = series.latest
         if active is None and (row.step == 0 or row.values.get("hdi_alignment", 0.0) >= TOGETHER):
             return None
-        groups = _alike(series, active, series.limits["pair"])
+        groups = _groups_at_limit(series, active, series.limits["pair"])
         if active is None:  # equal heads are told as copies
             groups = tuple(group for group in groups if group not in alike.equal_heads(row))
         if not groups:
@@ -146,7 +146,7 @@ class MeanAlignment(Rule):
             or len(alike.heads_in(alike.equal_heads(series.latest))) == count  # which is told as copies
         ):
             return None
-        groups = alike.joined(alike.aligned_pairs(series.latest, series.facts), NEARLY_ONE) if is_near else ()
+        groups = alike.groups_at(alike.aligned_pairs(series.latest, series.facts), NEARLY_ONE) if is_near else ()
         groups = () if [*map(len, groups)] == [count] else groups
         clause = "{heads} are converging" if is_near else "{heads} read the same few directions"
         if groups or level == "critical":
@@ -181,7 +181,7 @@ class MergedValues(Rule):
     action = SEPARATE
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
-        groups = _alike(series, active, series.limits["values"], of_values=True)
+        groups = _groups_at_limit(series, active, series.limits["values"], of_values=True)
         if not groups:
             return None
         was_notice = active is None or active.level == "notice"  # a warning stays one as long as it lasts

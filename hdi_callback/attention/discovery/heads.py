@@ -354,14 +354,14 @@ def _read_columns(labels: Labels, attn: FoundAttention, step: Step, product: Pro
 
 
 def _columns_by_head(
-    labels: Labels, attn: FoundAttention, features: Tensor, turned: list[list[int]]
+    labels: Labels, attn: FoundAttention, features: Tensor, columns: list[list[int]]
 ) -> dict[int, list[int]]:
     source, width = attn.source, attn.width
     assert source is not None
     of_heads: dict[int, dict[int, int]] = {}  # head -> column -> feature of the head
     for batch in range(len(features)):
         rows, _ = unique_rows(features[batch])
-        numbers = turned[batch if len(turned) > 1 else 0]
+        numbers = columns[batch if len(columns) > 1 else 0]
         for row in rows.tolist():
             for column, number in enumerate(row):
                 places = [at - source.start for at in labels.members(number) if source.start <= at < source.end]
@@ -385,7 +385,7 @@ def _refuse_parts_of_features(labels: Labels, core: Core) -> None:
     factors = [label for part in core.parts for label in part.labels.values()]
     owners = set().union(*(labels.owners(label.features) for label in factors))
     alike = {o for label in factors if repeats(label.features, 0) for o in labels.owners(label.features)}
-    rooted = Labels(labels.tape, of_inputs=True)
+    of_inputs = Labels(labels.tape, of_inputs=True)
     views, scores = core.step.inputs[:3], labels.products.of(core.score_step)  # of a fused operation
     if scores is not None:
         views = [scores.first, scores.second, *(part.product.second for part in core.parts if part.product)]
@@ -398,7 +398,7 @@ def _refuse_parts_of_features(labels: Labels, core: Core) -> None:
         owner = labels.owner(int(labels.products.features(weight)[0, 0]))
         if owner not in owners or not (is_filter or is_of_each_head or owner in alike):
             continue
-        inputs = labels if is_filter else rooted
+        inputs = labels if is_filter else of_inputs
         label = inputs.may_read(product.first)
         if label is None or not _varies(inputs, label.features[:, 0] if is_filter else label.features[..., 0]):
             continue
