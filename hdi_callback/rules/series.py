@@ -123,11 +123,9 @@ class Series:
         if f"{now:.{digits}f}" == f"{was:.{digits}f}":
             return f"is {now:.{digits}f}"
         near = 0.1 * abs(now - was)
-        begin, end = start, len(curve) - 1
-        while abs(curve[begin + 1] - was) <= near:  # it had not begun to change
-            begin += 1
-        while abs(curve[end - 1] - now) <= near:  # it had changed already
-            end -= 1
+        # Where it begins to change, and where it has changed.
+        begin = next(at for at in range(start, len(curve)) if abs(curve[at + 1] - was) > near)
+        end = next(at for at in range(len(curve) - 1, start, -1) if abs(curve[at - 1] - now) > near)
         verb = "rose" if now > was else "fell"
         if abs(curve[end] - curve[end - 1]) >= abs(now - was) / 2:
             begin, verb = end - 1, "jumped" if now > was else "dropped"

@@ -6,7 +6,7 @@ import math
 import statistics
 from typing import ClassVar
 
-from hdi_callback.arguments import listed
+from hdi_callback.arguments import listed, quoted
 from hdi_callback.attention.layer import PLURAL
 from hdi_callback.rules.rule import Finding, Rule, heads_in_words
 from hdi_callback.rules.series import APART, STILL, Row, Series
@@ -81,8 +81,7 @@ class FrozenWeights(Rule):
             return None
         trained = [role for role in PLURAL if any(move >= 0 for move in row.per_head(STILL[role]))]
         roles = [role for role in trained if any((role, head) in still for head in heads)]
-        more = [f"{len(names) - 3} more"] if len(names) > 3 else []
-        quoted = listed([f"`{name}`" for name, _ in names[:3]] + more) if names else ""
+        parameters_still = quoted([name for name, _ in names]) if names else ""
         verb = "does" if len(names) == 1 else "do"
         are_zero = bool(heads) and zero >= heads
         weights = "weights" if roles == trained else listed([PLURAL[role] for role in roles] or [""])
@@ -91,8 +90,8 @@ class FrozenWeights(Rule):
         # The movement of whole heads does not show that of a role.
         metric = "parameters_still" if not heads else "head_movement_min" if roles == trained else ""
         return Finding(
-            clause if heads else f"{quoted} of {{layer}} {verb} not move",
-            f"not since step {since}{f'; nor {verb} {quoted}' if heads and names else ''}",
+            clause if heads else f"{parameters_still} of {{layer}} {verb} not move",
+            f"not since step {since}{f'; nor {verb} {parameters_still}' if heads and names else ''}",
             tuple(sorted(heads)),
             value=0.0,
             threshold=0.0,
