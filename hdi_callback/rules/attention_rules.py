@@ -132,7 +132,8 @@ class ChangeWithLoss(Rule):
         "times the mean rise of the loss, in median changes between readings, is 9 or more; a notice below 5 times. Or "
         "the loss rose by two such changes within five readings after something else than the optimizer wrote "
         "parameters, or a notice of the contract; a notice of the write alone, and of a loss that rose by five where "
-        "no layer changed. It ends with a good loss"
+        "no layer changed. Or the loss is at three readings above all of the 15 before and by four such changes above "
+        "the median of the last five of them, and nothing else was told. It ends with a good loss"
     )
     action = (
         "look at what changed at that step: the data, the learning rate, the checkpoint that was loaded, and the code "

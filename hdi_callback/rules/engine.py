@@ -8,18 +8,21 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from hdi_callback.guard import describe, warn
-from hdi_callback.record import LEVELS, Alert, Level, Record, state_from_text, state_to_text
+from hdi_callback.record import LEVELS, Alert, Record, state_from_text, state_to_text
 from hdi_callback.rules.attention_rules import ChangeWithLoss
 from hdi_callback.rules.choice import check_rules, default_rules
 from hdi_callback.rules.events import Event, Events, Key, Report, Sighting
 from hdi_callback.rules.initialisation import has_been_trained
 from hdi_callback.rules.limits import Thresholds, check_thresholds, limits_of
-from hdi_callback.rules.losses import SMOOTHED, Losses
+from hdi_callback.rules.losses import SMOOTHED, Losses, Said
 from hdi_callback.rules.rule import Finding, Rule, heads_in_words
 from hdi_callback.rules.series import Row, Series
 
 _AFTER_CHANGE = "find what changed there: a checkpoint that is loaded, a callback, or code around or in the forward"
-_RISE = "look at the data, the labels, the embedding, the learning rate and the code before and after attention"
+_RISE = (
+    "look at the data, the labels, the embedding, the learning rate and the code before and after attention; where the "
+    "loss was to rise, as the task became harder, nothing is wrong"
+)
 
 
 class Alerts:
@@ -42,6 +45,7 @@ class Alerts:
         self._events = Events()
         self._losses = Losses()
         self._rise: tuple[Alert, int] | None = None  # of the loss, and at how many readings it lasted
+        self._warned = -1  # step of the last warning of anything else
 
     @property
     def active(self) -> tuple[Alert, ...]:
@@ -77,6 +81,8 @@ class Alerts:
                     except Exception as error:
                         self._switch_off(rule.name, report)
                         warn(f"The rule {rule.name!r} failed ({describe(error)}) and is off. Training goes on.")
+        if any(each.level for each in report.new) or any(each.level != "notice" for each in record.alerts):
+            self._warned = record.step
         of_loss = self._judge_loss(record, rise)
         if self._is_cause_told():  # of what each layer has changed as well
             report.new = [sighting for sighting in report.new if sighting.rule.name != ChangeWithLoss.name]
@@ -84,11 +90,11 @@ class Alerts:
 
     def _is_cause_told(self) -> bool:
         """Return whether the loss is high after a change that was told with it."""
-        return self._rise is not None and self._rise[0].level != "notice"
+        return self._rise is not None and self._rise[0].level != "notice" and self._rise[0].action == _AFTER_CHANGE
 
-    def _judge_loss(self, record: Record, rise: tuple[Level, str, tuple[str, ...] | None] | None) -> tuple[Alert, ...]:
+    def _judge_loss(self, record: Record, rise: Said | None) -> tuple[Alert, ...]:
         """Return the alert of a change, or of a loss that rose and is not good again yet; it is of no layer alone."""
-        name, (level, text, written) = ChangeWithLoss.name, rise or ("notice", "", None)
+        name, (level, text, written, since) = ChangeWithLoss.name, rise or Said("notice", "")
         rule = next((rule for rule in self._rules if rule.name == name), None)
         where: dict[str, tuple[int, ...]] = {
             layer: () for layer in record.layers if rule is not None and rule.is_on(self._series[layer].limits)
@@ -98,6 +104,10 @@ class Alerts:
         )
         is_known = is_explained or self._rise is not None
         is_told = self._is_cause_told() if level != "notice" else written is None and is_known
+        if since is not None:  # that the loss stays high says nothing new to whom has been warned
+            is_told = self._warned >= since or (self._rise is not None and self._rise[0].level != "notice")
+        if text and written is None and not is_explained:
+            text = f"{text}, and no layer changed with it"
         if text and where and not is_told:
             names = written or ()
             within = {layer: where[layer] for layer in where if any(each.startswith(f"{layer}.") for each in names)}
@@ -120,12 +130,13 @@ class Alerts:
 
     def state_dict(self) -> str:
         """Return the state for a resumed run, as text."""
-        return state_to_text((self._series, self._findings, self._events, self._losses, self._rise))
+        return state_to_text((self._series, self._findings, self._events, self._losses, self._rise, self._warned))
 
     def load_state_dict(self, state: str) -> None:
         """Restore the result of `state_dict`."""
         classes = (Alert, Event, Events, Finding, Losses, Row, Series)
-        self._series, self._findings, self._events, self._losses, self._rise = state_from_text(state, *classes)
+        restored = state_from_text(state, *classes)
+        self._series, self._findings, self._events, self._losses, self._rise, self._warned = restored
         for name, series in self._series.items():
             series.facts, series.limits = self._facts.get(name, {}), limits_of(name, self._thresholds)
 

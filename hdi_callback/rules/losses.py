@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from itertools import pairwise
+from typing import NamedTuple
 
 from hdi_callback.arguments import quoted
 from hdi_callback.record import Level, Record
-from hdi_callback.rules.series import APART
 
 SMOOTHED = 5  # readings over which the median of the loss is taken, and within which it may follow a change
 
@@ -16,9 +16,23 @@ FEWEST, FARTHER, CLEAR = 8, 2.0, 5.0
 """Readings from which it is known how far the loss usually changes; how many times as far a rise after a change is, and
 one without."""
 
+LONG, LASTS, HIGH = 15, 3, 4.0
+"""Readings that a loss is above all of, at how many in a row, and by how many usual changes, to be told as broken."""
+
+_APART = 3  # fewest steps between losses that are kept, so that a window of readings is one of steps as well
+
+
+class Said(NamedTuple):
+    """What is to be said of the loss, or of a write; `written` are parameters, `None` where nothing is known of why."""
+
+    level: Level
+    text: str
+    written: tuple[str, ...] | None = None
+    since: int | None = None  # step of the last reading before the loss rose
+
 
 class Losses:
-    """The training loss at the readings; one without a loss keeps the verdict."""
+    """The training loss at the readings, of those three steps apart; one without a loss keeps the verdict."""
 
     def __init__(self) -> None:
         self.is_good = False  # smoothed over five readings, at its best so far but for noise, or falling
@@ -28,11 +42,11 @@ class Losses:
         # What has changed: in words, the parameters that were written, the loss before, how high it is to be, readings.
         self._change: tuple[str, tuple[str, ...], float, float, int] | None = None
 
-    def judge(self, record: Record) -> tuple[Level, str, tuple[str, ...] | None] | None:
-        """Return what is to be said of a reading that is not noted yet: level, sentence, parameters that were written.
+    def judge(self, record: Record) -> Said | None:
+        """Return what is to be said of a reading that is not noted yet.
 
         Of a write a notice, and where the loss rises at two readings after a write, or a notice of the contract, a
-        warning; without parameters a notice of a rise that nothing explains.
+        warning; without parameters a notice of a rise that nothing explains, and a warning if the loss stays high.
         """
         losses, loss = [*self._latest.values()], record.loss
         before, self._step = self._step, record.step
@@ -47,22 +61,29 @@ class Losses:
             is_known = len(earlier) >= FEWEST
             self._change = (text, record.written, was, was + FARTHER * usual, 0) if is_known else None
             if wrote:
-                return "notice", wrote, record.written
-        if loss is None or len(losses) <= FEWEST:
+                return Said("notice", wrote, record.written)
+        if loss is None or len(losses) <= FEWEST or record.step - [*self._latest][-1] < _APART:
             return None
         if self._change is None:
-            if record.step - before < APART:
-                return None
-            was = statistics.median(losses[-4:-1])
-            is_clear = min(losses[-1], loss) > max(*losses[-6:-1], was + CLEAR * usual)
-            text = f"the loss rose from {was:.3g} to {loss:.3g} up to step {record.step}, and no layer changed with it"
-            return ("notice", text, None) if is_clear else None
+            return self._rise([*losses, loss], usual)
         text, names, was, limit, count = self._change
         self._change = (text, names, was, limit, count + 1) if count < SMOOTHED else None
         if min(losses[-1], loss) <= limit:
             return None
         self._change = None
-        return "warning", f"the loss rose from {was:.3g} to {loss:.3g} after this: {text}", names
+        return Said("warning", f"the loss rose from {was:.3g} to {loss:.3g} after this: {text}", names)
+
+    def _rise(self, losses: list[float], usual: float) -> Said | None:
+        """Return what is to be said of a loss that has risen though nothing was written or computed otherwise."""
+        *past, _, _, loss = losses[-LONG - LASTS :]
+        was, far = statistics.median(past[-SMOOTHED:]), statistics.median(abs(b - a) for a, b in pairwise(past))
+        text = f"the loss rose from {was:.3g} to {loss:.3g}"
+        if len(past) == LONG and min(losses[-LASTS:]) > max(*past, was + HIGH * far):
+            text = f"{text} and stays above all of the {LONG} readings before"
+            return Said("warning", text, since=[*self._latest][-LASTS])
+        was = statistics.median(losses[-5:-2])
+        is_clear = min(losses[-2:]) > max(*losses[-7:-2], was + CLEAR * usual)
+        return Said("notice", text) if is_clear else None
 
     def note(self, loss: float | None) -> None:
         """Take the loss of a reading."""
@@ -71,7 +92,8 @@ class Losses:
         if not math.isfinite(loss):
             self.is_good = False
             return
-        self._latest = dict([*self._latest.items(), (self._step, loss)][-32:])
+        if not self._latest or self._step - [*self._latest][-1] >= _APART:
+            self._latest = dict([*self._latest.items(), (self._step, loss)][-32:])
         losses = [*self._latest.values()]
         earlier, latest = losses[-2 * SMOOTHED : -SMOOTHED], losses[-SMOOTHED:]
         if len(latest) == SMOOTHED:

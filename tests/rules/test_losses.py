@@ -68,3 +68,52 @@ def test_a_layer_that_changes_with_a_loss_that_rose_after_a_write_is_no_second_a
     assert "changed as the loss rose: its mean entropy went" in text
     levels = [level for _, level, _ in told(noisy(0.5, 20), change="write", entropies=entropies)]
     assert levels == ["notice", "warning"]
+
+
+def alone(losses, *, every=5, others=None):
+    """Judge readings of a loss alone, and return reading, level and text of what is said of it."""
+    rules, others, messages = Alerts(layers=[{"name": "a", "num_heads": 2, "num_key_heads": 2}]), others or {}, []
+    for reading, loss in enumerate(losses):
+        record = Record(every * reading, {"a": LayerRecord()}, loss=loss, alerts=others.get(reading, ()))
+        messages += [(reading, alert.level, alert.message) for alert in rules.judge(record) if not alert.is_over]
+    return messages
+
+
+def test_a_loss_that_stays_above_all_of_the_fifteen_readings_before_is_a_warning_at_the_third():
+    (first, low, _), (second, high, text) = alone(noisy(0.5, 20))
+    assert ((first, low), (second, high)) == ((21, "notice"), (22, "warning"))
+    assert text.startswith("the loss rose from 1.8")
+    assert text.endswith("stays above all of the 15 readings before, and no layer changed with it")
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [*noisy(0, 99, 20), 3.0, 3.0, *noisy(0, 99, 30)[20:]],
+        [2 + 0.05 * reading for reading in range(60)],
+        [2 + draw.gauss(0, 0.1) for draw in [random.Random(3)] for _ in range(200)],
+        noisy(0.5, 14),
+    ],
+    ids=["a spike of two readings", "a loss that rises evenly", "noise", "fewer than fifteen readings before"],
+)
+def test_what_is_no_sudden_rise_that_stays_is_no_warning(losses):
+    assert all(level == "notice" for _, level, _ in alone(losses))
+
+
+def test_readings_at_each_step_count_where_they_are_three_steps_apart():
+    per_step = [loss for loss in noisy(0.5, 20) for _ in range(3)]
+    ((reading, level, _),) = [said for said in alone(per_step, every=1) if said[1] == "warning"]
+    assert (reading // 3, level) == (22, "warning")
+
+
+def test_a_loss_that_stays_high_is_not_told_to_whom_has_been_warned_of_its_cause():
+    cause = Alert(105, "contract change", "warning", {"a": ()}, "dropout is 0.9, and 0 before")
+    assert [level for _, level, _ in alone(noisy(0.5, 20), others={21: (cause,)})] == ["notice"]
+    assert "warning" in [level for _, level, _ in alone(noisy(0.5, 20), others={10: (cause,)})]
+
+
+def test_a_cause_that_is_read_after_the_loss_was_told_is_told_with_it():
+    cause = Alert(125, "contract change", "notice", {"a": ()}, "the forward has changed", since=96)
+    *_, (first, _, _), (second, level, text) = alone(noisy(0.5, 20), others={25: (cause,)})
+    assert (first, second, level) == (22, 25, "warning")
+    assert text.endswith("after this: the forward has changed")
