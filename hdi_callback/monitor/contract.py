@@ -233,8 +233,8 @@ class Contract:
                 when = f"has changed between steps {at} and {first}" if at < first else f"is so since step {first}"
                 is_warning = key[2] not in {INPUTS, LOSS} and (key[2] != OPERATIONS or loses(before, value))
                 is_warning &= not is_scheduled and not all(map(_may_be_right, own))
-                first = first if is_warning else at + 1  # the loss may have risen before this reading
-                yield key, _BY_SCHEDULE if is_scheduled else when, first, own, is_warning
+                since = min(first, at + 1)  # the loss may have risen before this reading
+                yield key, _BY_SCHEDULE if is_scheduled else when, since, own, is_warning
 
 
 _BY_SCHEDULE = "changes from reading to reading, as by a schedule"

@@ -56,7 +56,7 @@ def test_a_change_is_told_once_with_before_and_after(name):
     assert CHANGES[name].tells in alert.message
     assert (alert.rule, alert.level, alert.step) == ("contract change", "warning", 21)
     assert "between steps 9 and 18:" in alert.message
-    assert alert.since == 18
+    assert alert.since == 10
 
 
 def test_as_many_changes_are_told_as_the_page_says():

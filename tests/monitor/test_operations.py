@@ -30,7 +30,7 @@ def test_what_a_forward_computes_otherwise_is_told_once_with_before_and_after(fa
     )
     for alert in alerts:
         assert says in alert.message
-        assert alert.since == 36
+        assert alert.since == 31
         is_of_attention = alert.message.startswith(
             "attention in blocks.1.attention has changed between steps 30 and 36"
         )
