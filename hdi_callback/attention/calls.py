@@ -54,7 +54,8 @@ def modules_within(model: nn.Module) -> list[nn.Module]:
 def running_calls() -> list[ModuleCall]:
     """Return the running calls of modules, innermost first; of a compiled module that of the whole."""
     calls: list[ModuleCall] = []
-    for frame in running_frames():
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:  # hundreds in all, so not by `running_frames`
         if frame.f_code is _WRAPPED:
             local = frame.f_locals
             module = local["self"]._modules.get("_orig_mod", local["self"])
@@ -63,6 +64,7 @@ def running_calls() -> list[ModuleCall]:
                 names, args = _parameters(kind), enumerate(local["args"])
                 by_position = {names[at] if at < len(names) else f"argument {at}": value for at, value in args}
                 calls.append(ModuleCall(module, {**by_position, **local["kwargs"]}))
+        frame = frame.f_back
     return calls
 
 

@@ -93,7 +93,7 @@ def _well_conditioned(weight: Tensor, rank_tol: float) -> WhitenedHeads | None:
     factor, info = torch.linalg.cholesky_ex(gram / squares[..., None, None], check_errors=False)
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype)
     T = torch.linalg.solve_triangular(factor, eye.expand_as(gram), upper=False)
-    low, high = float(squares.amin()), float(squares.amax())
+    low, high = map(float, squares.aminmax())
     amplified = float(T.square().sum((-2, -1)).amax())
     # Fourth powers of norms must not leave the range of float32 either. A NaN fails each comparison.
     in_range = low > 1e-12 and high < 1e15 and low > rank_tol**2 * high

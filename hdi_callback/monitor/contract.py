@@ -24,7 +24,7 @@ from hdi_callback.checks import Facts, facts_of, joined_name, shown_rows
 from hdi_callback.checks.facts import PLURAL, shown_heads
 from hdi_callback.checks.positions import turns_of
 from hdi_callback.checks.scores import KEPT
-from hdi_callback.guard import describe, warn
+from hdi_callback.guard import describe, warn, without_modes
 from hdi_callback.monitor.inputs import INPUTS
 from hdi_callback.monitor.labels import IGNORED, LABELS, LOSS, TARGET, LabelOffset
 from hdi_callback.monitor.operations import GONE, OPERATIONS, loses, operations_of, tell_operations
@@ -98,7 +98,7 @@ class Contract:
         # Of a layer, the step or the forward, by time and first step: what, in which layers, and if it is a warning.
         changes: dict[tuple[str, str, int], tuple[Clauses, set[str], set[bool]]] = {}
         try:
-            with torch.device("cpu"):
+            with without_modes():  # a model may run under torch.device("meta")
                 of_each = [[item] if isinstance(item, Facts) else facts_of(TapeReader(item).finish()) for item in read]
                 every = [each for facts in of_each for each in facts]
                 numbers, of_training = iter(arrived), dict[Key, Any]()

@@ -17,7 +17,7 @@ from hdi_callback.core.covariance import ContributionSums, contribution_sums, co
 from hdi_callback.core.rows import RowSums, attention_rows, row_metrics
 from hdi_callback.monitor.metrics import FINITE_OUTPUTS, OUTPUTS, ROWS
 from hdi_callback.monitor.ranks import Ranks, chunks, failed, repeats_tokens
-from hdi_callback.monitor.reading import Absent, Result, apart, joined, stacked
+from hdi_callback.monitor.reading import Absent, Result, stacked
 
 _AT_ONCE = 2**24  # numbers that are stacked at once on a device
 _AT_ONCE_ON_CPU = 2**19  # the same on a CPU, whose cache would not hold more
@@ -125,7 +125,7 @@ def measure_forwards(
     """
     for source in sources:
         for layer in layers:
-            if why := _why_not(source, layer) or _why_nothing(source, captured.get(layer.name)):
+            if why := _why_not(source, layer) or _why_nothing(source.reads, captured.get(layer.name)):
                 absent.note(layer.name, source.name, why)
     results: list[Result] = []
     is_alone = ranks.size == 1
@@ -138,7 +138,7 @@ def measure_forwards(
             layer.name: captured[layer.name]
             for layer in layers
             if layer.name not in broken
-            and _has(captured.get(layer.name), reads)
+            and not _why_nothing(reads, captured.get(layer.name))
             and (is_alone or not repeats_tokens(layer))
         }
         for batch in _batches(reads, layers, counted, ranks):
@@ -154,7 +154,8 @@ def measure_forwards(
                         if is_alone:
                             results.append(Result(source.name, names, sums, partial(source.finish, batch[0])))
                         else:
-                            own |= {(source.name, name): of_layer for name, of_layer in zip(names, apart(sums))}
+                            of_layers = zip(*(tensor.unbind() for tensor in sums))
+                            own |= {(source.name, name): type(sums)(*each) for name, each in zip(names, of_layers)}
         for source in () if is_alone else of_field:
             able_layers = [layer for layer in layers if not _why_not(source, layer)]
             for layer in able_layers:
@@ -167,7 +168,7 @@ def measure_forwards(
             for group in groups.values():
                 of_group, totals = zip(*group)
                 names, finish = tuple(layer.name for layer in of_group), partial(source.finish, of_group[0])
-                results.append(Result(source.name, names, joined(totals), finish))
+                results.append(Result(source.name, names, [*map(stacked, zip(*totals))], finish))
     return results
 
 
@@ -177,19 +178,14 @@ def _why_not(source: ForwardSource, layer: AttentionLayer) -> str:
     return "" if has_weight else "the layer has no output weight of its own"
 
 
-def _why_nothing(source: ForwardSource, captured: Captured | None) -> str:
-    """Return why this rank has nothing of a layer; empty if it has."""
+def _why_nothing(reads: str, captured: Captured | None) -> str:
+    """Return why this rank has nothing of a layer in a field of `Captured`; empty if it has."""
     if captured is None:
         return NOT_ARMED
-    if _has(captured, source.reads):
+    value = getattr(captured, reads)
+    if isinstance(value, Tensor) or value:
         return ""
-    return captured.reasons.get(source.reads) or "the layer was not called in a forward that was armed"
-
-
-def _has(captured: Captured | None, reads: str) -> bool:
-    """Whether something was captured of a layer."""
-    value = getattr(captured, reads, None)
-    return value is not None and (isinstance(value, Tensor) or len(value) > 0)
+    return captured.reasons.get(reads) or "the layer was not called in a forward that was armed"
 
 
 def _batches(

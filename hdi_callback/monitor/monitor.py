@@ -304,14 +304,12 @@ class HeadDiversityMonitor:
         """Whether parts of the model have not run yet, of which heads may be found."""
         return number_of_ranks() == 1 and self._first_calls.is_looking  # ranks take their readings at the same steps
 
-    @property
-    def is_called(self) -> bool:
-        """Whether a call that autograd records has happened since `arm`."""
-        return self._first_calls.called > 0
-
     def when_called(self, function: Callable[[], None]) -> None:
-        """Call a function once, when the next call that autograd records has been captured."""
-        self._first_calls.on_called = function
+        """Call a function once, as soon as a call that autograd records has been captured since `arm`."""
+        if self._first_calls.called:
+            function()
+        else:
+            self._first_calls.on_called = function
 
     def _record(self) -> FirstForward:
         model = inner_model(self._model)

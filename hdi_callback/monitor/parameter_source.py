@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
 
 from hdi_callback.attention.calls import modules_within
 from hdi_callback.attention.dtensors import is_sharded
@@ -113,7 +114,7 @@ class ParameterReader:
             if ends is None:
                 sums.append(bits_of(first).sum(dtype=torch.int64).reshape(1))
             else:
-                flat = torch.cat([first.new_zeros(1), *(parameter.detach().reshape(-1) for parameter in parameters)])
+                flat = _flatten_dense_tensors([first.new_zeros(1), *parameters])
                 until = bits_of(flat).cumsum(0, dtype=torch.int64)[ends]
                 sums.append(until[1:] - until[:-1])
         together = [each.to(sums[0].device) for each in sums]

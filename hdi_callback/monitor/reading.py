@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from hdi_callback.monitor.metrics import HEADS, MATRICES, METRICS, WHOLE, WHY_NOT
 from hdi_callback.record import Alert, LayerRecord, Record
 
-T = TypeVar("T", bound=tuple[Tensor, ...])
 Terms = dict[tuple[str, int, str], dict[str, str]]  # as of `Contract`: layer, call and fact -> name -> its state
 
 
@@ -60,16 +60,6 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
 
 
-def joined(records: Sequence[T]) -> T:
-    """Stack named tuples of tensors of single layers to one of tensors ``(layers, ...)``."""
-    return type(records[0])(*map(stacked, zip(*records)))
-
-
-def apart(record: T) -> list[T]:
-    """Undo `joined`: one named tuple for each layer, of views."""
-    return [type(record)(*tensors) for tensors in zip(*(tensor.unbind() for tensor in record))]
-
-
 def to_host(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     """Return a copy on the host, and on CUDA the event after which it is whole."""
     is_cuda = tensor.device.type == "cuda"
@@ -108,24 +98,21 @@ class Reading:
         self._events: list[torch.cuda.Event] = []
         self.loss: Tensor | float | None = None  # of the forward
         self.written: tuple[str, ...] = ()  # see `Record`
-        self._sums = self._packed([*(tensor for result in self._results for tensor in result.sums), *further])
+        # Of those on the host nothing writes what was computed for this reading, so they stay as they are.
+        self._sums = [*(tensor for result in self._results for tensor in result.sums), *further]
+        self._packs = self._pack()
 
     def __repr__(self) -> str:
         return f"<Reading at step {self.step}: {len(self.layers)} layers; its numbers: record()>"
 
-    def _packed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return copies on the host, which travel as one tensor for each device and type."""
+    def _pack(self) -> list[tuple[Sequence[int], Tensor, Sequence[Tensor]]]:
+        """Return places of tensors on devices, copies on the host, as one for each device and type, and themselves."""
         groups: dict[Any, list[int]] = {}
-        for place, tensor in enumerate(tensors):
-            groups.setdefault((tensor.device, tensor.dtype), []).append(place)
-        copies = list(tensors)
-        for (device, _), places in groups.items():
-            if device.type != "meta":  # which has no numbers
-                pack = torch.cat([tensors[place].detach().reshape(-1) for place in places])
-                host = pack if device.type == "cpu" else self._copied(pack)
-                for place, part in zip(places, host.split([tensors[place].numel() for place in places])):
-                    copies[place] = part.view(tensors[place].shape)
-        return copies
+        for place, tensor in enumerate(self._sums):
+            if not (tensor.is_cpu or tensor.is_meta):
+                groups.setdefault((tensor.device, tensor.dtype), []).append(place)
+        parts = [[self._sums[place] for place in places] for places in groups.values()]
+        return [*zip(groups.values(), [self._copied(_flatten_dense_tensors(each)) for each in parts], parts)]
 
     def _copied(self, tensor: Tensor) -> Tensor:
         """Return a copy on the host, which is whole once the events have happened."""
@@ -151,7 +138,10 @@ class Reading:
             event.synchronize()
         absent = Absent({name: dict(self._absent.get(name, {})) for name in self.layers})
         layers = {name: LayerRecord(absent=absent[name]) for name in self.layers}
-        arrived = iter(self._sums)
+        tensors = dict(enumerate(self._sums))
+        for places, *pack in self._packs:
+            tensors |= zip(places, _unflatten_dense_tensors(*pack))
+        arrived = iter(tensors.values())
         for result in self._results:
             columns: list[_Column] = []
             sums = list(islice(arrived, len(result.sums)))

@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
+from operator import attrgetter, sub
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -37,7 +39,8 @@ _SAMPLE = 1024  # entries of a parameter's gradient that are compared, in a regu
 _OPPOSITE = 0.1  # share of entries of the other sign that no clipping, scaling or rounding of a sum makes
 _ROUNDING, _SMALLER = 0.01, 50
 _SHRUNK = "the optimizer gets gradients 50 times smaller than ever from a backward that gives as large ones as before"
-_OTHER = 2**32  # versions of two tensors differ by more, of one by less
+_OTHER = 2**32  # writes into another tensor are more, of one they are less
+_version, _is_tensor = attrgetter("_version"), partial(type.__instancecheck__, Tensor)  # in C, as states have hundreds
 
 _PHRASES = {
     ADDED: "gradients of {} are not cleared: they add up",
@@ -50,7 +53,7 @@ Key = tuple[int, str]  # number of a parameter, and the name of a tensor in its 
 
 @dataclass
 class _Steps:
-    """The steps of one optimizer; for versions see `_versions`."""
+    """The steps of one optimizer; for versions, and their differences, see `_versions`."""
 
     count: int = 0  # since the last step that was looked at
     has_run: bool = False  # since the last reading, so that its hooks are called
@@ -145,7 +148,7 @@ class TrainingStep:
     def _before_step(self, optimizer: Optimizer, *args: Any) -> None:
         steps = self._steps.get(optimizer)
         if steps is not None and steps.is_armed:
-            steps.begun = _versions(optimizer)[1]
+            steps.begun = _versions(optimizer)
 
     @guarded("watching the training step")
     def _after_step(self, optimizer: Optimizer, *args: Any) -> None:
@@ -179,20 +182,20 @@ class TrainingStep:
 
     def _look_for_writes(self, optimizer: Optimizer, steps: _Steps) -> None:
         """Compare versions and settings with those after the step that was looked at before."""
-        (keys, now), settings = _versions(optimizer), _settings(optimizer)
-        own = [after - before for after, before in zip(now, steps.begun)]
-        since = [before - last for before, last in zip(steps.begun, steps.ended)]
-        is_as_ever = own == steps.own and since == [steps.count * writes for writes in own]
+        now, settings, keys = _versions(optimizer), _settings(optimizer), list[Key]()
+        own, since = [*map(sub, now, steps.begun)], [*map(sub, steps.begun, steps.ended)]
+        is_as_ever = own == steps.own and since == [*map(steps.count.__mul__, own)]
         touched: set[Any] = {name for name, value in settings.items() if steps.settings.get(name, value) != value}
         if not is_as_ever and len(now) == len(steps.begun) == len(steps.ended):
+            keys = _keys(optimizer)
             steps.most |= {  # learn what this step writes
                 key: writes if key not in steps.most and 0 < writes < _OTHER else math.inf
-                for key, writes in zip(keys, own) if writes and writes != steps.most.get(key)
+                for key, writes in zip(keys, _writes(own)) if writes and writes != steps.most.get(key)
             }  # fmt: skip
             owners = Counter(id(parameter) for each in self._steps for parameter in parameters_of(each))
             most = [steps.most.get(key, math.inf) for key in keys]
             touched |= {
-                key for key, writes, at_most in zip(keys, since, most)
+                key for key, writes, at_most in zip(keys, _writes(since), most)
                 # What no step is seen to write may have been without a gradient in those alone.
                 if at_most < math.inf and owners[key[0]] == 1 and not 0 <= writes <= at_most * steps.count
             }  # fmt: skip
@@ -260,13 +263,24 @@ def tell(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, tuple
     return told
 
 
-def _versions(optimizer: Optimizer) -> tuple[list[Key], list[int]]:
-    """Return of each parameter and each tensor of its state its version, and which tensor it is, in one number."""
+def _versions(optimizer: Optimizer) -> list[int]:
+    """Return of each parameter and each tensor of its state which tensor it is, then of each its version."""
+    states = [state.values() for state in optimizer.state.values() if isinstance(state, dict)]
+    tensors = [*filter(_is_tensor, chain(parameters_of(optimizer), *states))]
+    return [*map(id, tensors), *map(_version, tensors)]
+
+
+def _writes(differences: Sequence[int]) -> list[int]:
+    """Return how often tensors were written, of differences of what `_versions` returns."""
+    count = len(differences) // 2
+    return [other * _OTHER + writes for other, writes in zip(differences[:count], differences[count:])]
+
+
+def _keys(optimizer: Optimizer) -> list[Key]:
+    """Return the keys of the tensors of `_versions`."""
     states = [(id(owner), state) for owner, state in optimizer.state.items() if isinstance(state, dict)]
-    tensors = [((owner, name), each) for owner, state in states for name, each in state.items()]
-    tensors = [*(((id(each), ""), each) for each in parameters_of(optimizer)), *tensors]
-    tensors = [(key, each) for key, each in tensors if isinstance(each, Tensor)]
-    return [key for key, _ in tensors], [id(each) * _OTHER + each._version for _, each in tensors]
+    of_states = [(owner, name) for owner, state in states for name in state if isinstance(state[name], Tensor)]
+    return [*((id(each), "") for each in parameters_of(optimizer)), *of_states]
 
 
 def _settings(optimizer: Optimizer) -> dict[str, Any]:

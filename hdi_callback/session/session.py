@@ -116,10 +116,8 @@ class Session:
 
     def before_closure(self) -> None:
         """Measure once the forward that an optimizer's closure runs has been captured, before its weights change."""
-        if self._armed_at is not None and not self.monitor.is_called:
+        if self._armed_at is not None:
             self.monitor.when_called(self._measure_within)
-        else:
-            self.after_backward()
 
     _measure_within = guarded("measuring head diversity", passes=(HDIError,))(after_backward)
 
