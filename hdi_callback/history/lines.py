@@ -78,6 +78,8 @@ def plain(data: Any, digits: int = 17) -> Any:
     if type(data) is float:
         return float(f"{data:.{digits}g}") if math.isfinite(data) else None
     if isinstance(data, list | tuple):
+        if data and set(map(type, data)) == {float} and math.isfinite(sum(data)):  # numbers of heads, thousands in all
+            return [*map(float, (f"%.{digits}g " * len(data) % tuple(data)).split())]
         return [plain(item, digits) for item in data]
     if isinstance(data, dict):
         return {key: plain(item, digits) for key, item in data.items()}

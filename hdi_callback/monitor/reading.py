@@ -171,7 +171,7 @@ def _enter(layer: LayerRecord, source: str, numbers: Sequence[_Column]) -> None:
     for kind, name, number in numbers:
         if kind == "heads":
             is_whole = name in WHOLE or name.endswith("_pair")
-            layer.heads[name] = [int(x) if is_whole and math.isfinite(x) else x for x in number]
+            layer.heads[name] = [int(x) if math.isfinite(x) else x for x in number] if is_whole else number
         elif kind == "matrices":
             layer.matrices[name] = number
 
