@@ -22,7 +22,7 @@ from hdi_callback.attention.discovery.labels import NORMED, SEVERAL, SUM, Label,
 from hdi_callback.attention.discovery.planes import small, unique_rows
 from hdi_callback.attention.discovery.products import Unreadable
 from hdi_callback.attention.operations import SOFTMAX_LIKE, SOFTMAXES
-from hdi_callback.attention.tape import DATA, Cell, Step, Tape
+from hdi_callback.attention.tape import CONSTANT, DATA, Cell, Step, Tape
 from hdi_callback.checks import scores
 from hdi_callback.checks.blocks import block_of
 from hdi_callback.checks.positions import cosines_of, length_of, pairs_of, shift_of
@@ -97,6 +97,7 @@ class Facts:
     steps: tuple[int, int] = (0, 0)  # of the tape, from its maps to its product with values
     padding: Mapping[str, Tensor] = field(default_factory=dict)  # name of a mask -> ``(batch, tokens)``
     tokens: tuple[Tensor, ...] = ()  # numbers of tokens that both queries and keys are made of
+    earlier: int | None = None  # how many tensors that this forward has not made are in keys, and not in queries
 
     @property
     def key_head_of(self) -> tuple[int, ...]:
@@ -190,7 +191,7 @@ def facts_of(reader: TapeReader) -> list[Facts]:
     every: list[tuple[Step, FoundAttention | str]] = [
         *((attention.core.step, attention) for attention in reader.attentions), *reader.refused
     ]  # fmt: skip
-    is_scaled, embedded = _is_rotation_scaled(labels.tape.model), _embedded(labels.tape)
+    is_scaled, sources = _is_rotation_scaled(labels.tape.model), _sources(labels.tape)
     for step, attention in sorted(every, key=lambda pair: pair[0].number):
         values = _of_step(labels, step)
         try:
@@ -198,8 +199,10 @@ def facts_of(reader: TapeReader) -> list[Facts]:
             with suppress(Unreadable):
                 core = core or core_of(labels, step)
             values |= {} if core is None else _of_core(labels, core)
-            sides = () if core is None else [embedded.get(view.cell, {}) for view in scores.sides_of(labels, core)]
-            values |= {"tokens": tuple(sides[0][key] for key in sides[0] if key in sides[1])} if sides else {}
+            if core is not None:
+                queries, keys = (sources.get(view.cell, {}) for view in scores.sides_of(labels, core))
+                values["tokens"] = tuple(each for at, each in queries.items() if at in keys and each is not None)
+                values["earlier"] = sum(each is None and at not in queries for at, each in keys.items())
             values |= {"reason": attention} if isinstance(attention, str) else _of_attention(labels, attention, values)
         except Exception as error:  # one attention that is not understood leaves the others
             values = _of_step(labels, step)
@@ -215,16 +218,17 @@ def embedded_tokens(step: Step) -> list[Tensor]:
     return [each for each in tensors if each is not None and each.dim() == 2 and not each.dtype.is_floating_point]
 
 
-def _embedded(tape: Tape) -> dict[Cell, dict[int, Tensor]]:
-    """Return of each content the numbers of tokens that it is made of, each by its `id`."""
-    embedded: dict[Cell, dict[int, Tensor]] = {}
+def _sources(tape: Tape) -> dict[Cell, dict[int, Tensor | None]]:
+    """Return of each content what it is made of, by `id`: numbers of tokens, and `None` for numbers from outside."""
+    sources: dict[Cell, dict[int, Tensor | None]] = {}
     for step in tape.steps:
-        own = {id(tokens): tokens for tokens in embedded_tokens(step)}
-        for cell in (view.cell for view in step.inputs):
-            own |= embedded.get(cell, {})
+        own: dict[int, Tensor | None] = {id(tokens): tokens for tokens in embedded_tokens(step)}
+        for view in step.inputs:
+            is_outside = view.is_float and view.cell.step is None and view.cell.kind in {CONSTANT, DATA}
+            own |= {id(view.cell): None} if is_outside and view.numel > 1 else sources.get(view.cell, {})
         for cell in (view.cell for view in step.outputs if view is not None):
-            embedded[cell] = own | ({} if cell.before is None else embedded.get(cell.before, {}))
-    return embedded
+            sources[cell] = own | ({} if cell.before is None else sources.get(cell.before, {}))
+    return sources
 
 
 def _of_step(labels: Labels, step: Step) -> dict[str, Any]:

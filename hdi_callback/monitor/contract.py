@@ -39,18 +39,18 @@ EVERY = 10  # readings from one comparison to the next, but for the first: the s
 NAME = "contract change"
 _ACTION = "find what changed it: code, a configuration, a callback, or batches of another kind"
 MEANING = (
-    "Raised when attention computes something else than in the first forward: what queries see, dropout, scale, "
-    "positions, biases, the rows that heads are made of, or in which order tokens come; when a module outside "
-    "attention has lost an operation (a notice of other changes, of dropout and of modules that run no more); when in "
-    "the training step gradients begin to add up, or are turned, scaled or clipped to next to nothing before the "
-    "optimizer gets them, or rows of weights are old ones in another place; when weights outside attention no longer "
-    "move, or the learning rate has run out; or when each position is trained to predict another token than before, or "
-    "from the start sees what it is to predict (a notice where a cross entropy is computed otherwise, or the model is "
-    "given something else). Read at the first readings, at each tenth and after an alert, confirmed by the next; a "
-    "notice of what changes from reading to reading. "
+    "Raised when attention computes something else than in the first forward: what queries see, keys of earlier "
+    "forwards, dropout, scale, positions, biases, the rows that heads are made of, or in which order tokens come; "
+    "when a module outside attention has lost an operation (a notice of other changes, of dropout and of modules that"
+    " run no more); when in the training step gradients begin to add up, or are turned, scaled or clipped to next to "
+    "nothing before the optimizer gets them, or rows of weights are old ones in another place; when weights outside "
+    "attention no longer move, or the learning rate has run out; or when each position is trained to predict another "
+    "token than before, or from the start sees what it is to predict (a notice where a cross entropy is computed "
+    "otherwise, or the model is given something else). Read at the first readings, at each tenth and after an alert, "
+    "confirmed by the next; a notice of what changes from reading to reading. "
     f"Then {_ACTION}."
 )
-_FIRST = {1, 2, 3, 6}  # readings after the first one
+_FIRST = {1, 2, 3, 5, 7, 9, 12, 15, 18}  # readings after the first one
 _FEWEST = 4  # forwards from which it is known what varies in them
 _ROUNDING = 0.02  # of rotary tables in bf16
 _LOOKS = {GRADIENTS: "a step", PLACES: "a step", STILL: "each reading"}  # that values come from, if not a forward
@@ -160,6 +160,7 @@ class Contract:
         for each in facts:
             layer = layer_name(each.path)
             of_call = {term: read(each) for term, (read, _) in COMPARED.items()} if self._is_chosen(layer) else {}
+            of_call |= {} if self._readings else {"earlier": None}  # the first forward has no memory
             values |= {(layer, calls[layer], term): value for term, value in of_call.items() if value is not None}
             calls[layer] += 1
         for layer, roles in no_gradient.items():
@@ -463,6 +464,7 @@ COMPARED: dict[str, tuple[Callable[[Facts], Any], Callable[[Any, Any], Clauses]]
     "order": (lambda each: dict(each.order), _tell_order),
     "seen": (lambda each: each.distances, _tell_seen),
     "padding": (_hides_padding, _tell_value("padding is")),
+    "earlier": (lambda each: each.earlier, _tell_value("tensors from before the forward in keys, and no queries, are")),
     "documents": (_hides_documents, _tell_value("documents before the own one, by positions that start again, are")),
     "rotated": (lambda each: _roles(each, filter(each.pairs.get, PLURAL)), _tell_value("positions turn")),
     "turns": (lambda each: {role: turns_of(table[0]) for role, table in each.cosines.items()}, _tell_turns),

@@ -25,18 +25,23 @@ from hdi_callback.monitor.reading import StepFacts
 
 INPUTS = "inputs"
 
-_FEWEST, _KINDS, _ENTRIES = 8, 256, 2**20  # earlier readings; of tokens, by their remainder; of features that are read
+_FEWEST, _FEWEST_OF_MEAN, _FEW = 6, 3, 0.05  # earlier readings; those of a first mean; so few tokens are others
+_KINDS, _PLACES, _FEATURES, _ENTRIES = 256, 4, 64, 2**20  # of tokens and places, by their remainder; that are read
 
 # Name of a number -> by how much it may be more than ever before, the unit in which it is told, and a text.
 Numbers = Mapping[str, tuple[float, Callable[[float], float], str]]
 
 _NUMBERS: Numbers = {
     "share": (0.25, float, "one token is {1} of those that are looked up in {0}, and at most {3} before"),
+    "mixture": (0.2, float, "known tokens in {0}, or their places, differ by {1} of all from the mean so far, and by "
+                "at most {3} before"),
     "kinds": (1.0, lambda bits: 2**-bits, "{1} different tokens are looked up in {0}, and {3} to {2} before"),
     "side": (0.5, float, "rows of {0} that repeat a token at their start, less those that do at their end, are {1}, "
              "and {2} to {3} before"),
     "deviation": (math.log(2), math.exp, "the standard deviation of what enters {0} is {1}, and {2} to {3} before"),
     "mean": (1.0, float, "the mean of what enters {0} is {1} of its standard deviations, and {2} to {3} before"),
+    "means": (0.5, float, "the mean of a feature that enters {0} is {1} standard deviations off that of all, "
+              "and {2} to {3} before"),
     "copies": (1.5, lambda bits: 2**-bits, "{1} of the rows that enter {0} differ, and {3} to {2} before"),
     "same": (0.5, float, "what enters {0} is the same to the bit at each reading, and never was before"),
 }  # fmt: skip
@@ -51,13 +56,23 @@ class UsualRanges:
         self._ranges: dict[tuple[str, str], tuple[int, Tensor, Tensor]] = {}  # how many, the least and the most
         self._larger: dict[tuple[str, str], tuple[Tensor, str]] = {}  # at the last reading, and what is told of it
         self._told: set[tuple[str, str]] = set()
+        self._mixtures: dict[str, tuple[int, Tensor]] = {}  # how many, and their mean
 
     def departures(self, place: str, values: Mapping[str, Tensor]) -> dict[str, str]:
         """Return what is told of each number of something, in words, that is finite; `""` for nothing."""
-        return {
-            f"{place} {name}": self._departure(place, name, value)
-            for name, value in values.items() if bool(value.isfinite().all())
-        }  # fmt: skip
+        texts: dict[str, str] = {}
+        for name, value in values.items():
+            key, number = f"{place} {name}", value
+            if name == "mixture":
+                count, mean = self._mixtures.get(place, (0, value))
+                shares = value * (mean > 0)  # new kinds, as a curriculum brings them, leave the others as they are
+                shares = value if count < _FEWEST_OF_MEAN else shares / shares.sum().clamp(min=_FEW)
+                number = (mean - shares).clamp(min=0).sum()[None] / (count >= _FEWEST_OF_MEAN)  # total variation
+            if bool(number.isfinite().all()):
+                texts[key] = self._departure(place, name, number)
+            if name == "mixture" and not texts.get(key):
+                self._mixtures[place] = count + 1, mean + (shares - mean) / (count + 1)
+        return texts
 
     def _departure(self, place: str, name: str, value: Tensor) -> str:
         key, (margin, unit, text) = (place, name), self._numbers[name]
@@ -67,10 +82,10 @@ class UsualRanges:
             return told
         beyond = value - most - (2 * (most - least)).clamp(min=margin)
         is_judged = count >= self._fewest and float((most - least).max()) <= self._steadiness * margin
-        if is_judged and float(beyond.max()) > 0 and float((value - first).abs().max()) <= margin / 2:
-            at = int(beyond.argmax()) if len(value) > 2 else 0  # of two the second is the first with the other sign
+        at = int(beyond.argmax()) % value.shape[-1]  # a second row is the first with the other sign
+        if is_judged and float(beyond.max()) > 0 and float((value - first).flatten()[at].abs()) <= margin / 2:
             self._told |= {key} if told else set()
-            shown = (f"{unit(float(each[at])):.3g}" for each in (value, least, most))
+            shown = (f"{unit(float(each.flatten()[at])):.3g}" for each in (value, least, most))
             self._larger[key] = first, told or text.format(place, *shown)
             return self._larger[key][1]
         self._larger.pop(key, None)
@@ -111,20 +126,21 @@ class ModelInputs:
 
     def _terms(self, names: Sequence[str], *arrived: Tensor) -> dict[tuple[str, int, str], Any]:
         terms: dict[tuple[str, int, str], Any] = {}
-        for name, (checksum, *numbers) in zip(names, arrived):
-            values = {"copies": -numbers[0].log2()[None]}
+        for name, tensor in zip(names, arrived):
+            (checksum, different), numbers = tensor[:2], tensor[2:]
+            values = {"copies": -different.log2()[None]}
             values["same"] = torch.tensor([float(self._checksums.get(name) == float(checksum))])
-            if len(numbers) == 3:
-                _, mean, deviation = numbers
+            if len(numbers) <= 2 + _FEATURES:
+                mean, deviation = numbers[:2]
                 pairs = {"deviation": deviation.log(), "mean": mean / deviation}
+                pairs |= {"means": (numbers[2:] - mean) / deviation} if len(numbers) > 2 else {}
             else:
-                _, length, is_place, side, *_ = numbers
-                shares = torch.stack(numbers[4:])
-                pairs = {"side": side}
-                values |= {"share": shares, "kinds": -(shares > 0).sum()[None].log2()}
+                (length, is_place, side), mixture = numbers[:3], numbers[3:]
+                shares, pairs = mixture.view(_KINDS, -1).sum(1), {"side": side}
+                values |= {"share": shares, "mixture": mixture, "kinds": -(shares > 0).sum()[None].log2()}
                 if bool(is_place > 0.5):  # each length has other places
                     name, values = f"{name} of {int(length)} places", {}
-            values |= {key: torch.stack([value, -value]) for key, value in pairs.items()}
+            values |= {key: torch.stack([value, -value]).view(2, -1) for key, value in pairs.items()}
             self._checksums[name] = float(checksum)
             terms |= {(key, 0, INPUTS): text for key, text in self._usual.departures(f"`{name}`", values).items()}
         return terms
@@ -135,17 +151,20 @@ def _of_tokens(tokens: Tensor) -> Tensor:
     tokens = tokens.detach().long()
     flat, ends = tokens.flatten(), (tokens[:, :2], tokens[:, -2:])
     repeats = [(end[:, 0] == end[:, -1]).float().mean() for end in ends]
-    shares = torch.zeros(_KINDS, device=tokens.device).index_add_(0, flat % _KINDS, flat.new_ones(len(flat)).float())
+    places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens).flatten() % _PLACES
+    shares = torch.zeros(_KINDS * _PLACES, device=tokens.device)
+    shares.index_add_(0, flat % _KINDS * _PLACES + places, torch.ones_like(flat) / len(flat))
     is_place = (tokens[:, 1:] - tokens[:, :-1] == 1).float().mean().nan_to_num()
     length = torch.full_like(is_place, tokens.shape[1])
-    return torch.cat([_of_rows(tokens), torch.stack([length, is_place, repeats[0] - repeats[1]]), shares / len(flat)])
+    return torch.cat([_of_rows(tokens), torch.stack([length, is_place, repeats[0] - repeats[1]]), shares])
 
 
 def _of_features(features: Tensor) -> Tensor:
     """Return a checksum, and numbers of features."""
     rows = features.detach().flatten(1) if features.dim() == 4 else features.detach().flatten(0, -2)
     rows = rows[:: max(1, rows.numel() // _ENTRIES)].float()
-    return torch.cat([_of_rows(rows.contiguous().view(torch.int32)), torch.stack([rows.mean(), rows.std()])])
+    numbers = torch.stack([rows.mean(), rows.std()]), rows[:, : _FEATURES * (features.dim() != 4)].mean(0)
+    return torch.cat([_of_rows(rows.contiguous().view(torch.int32)), *numbers])
 
 
 def _of_rows(rows: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,13 +21,13 @@ from hdi_callback.attention.tape import Tape
 from hdi_callback.checks.facts import embedded_tokens
 from hdi_callback.guard import Guard, guarded
 from hdi_callback.monitor.inputs import Numbers, UsualRanges
+from hdi_callback.monitor.loss_path import COPIES, OUTPUT, LossPaths, node_name, path_to_loss
 from hdi_callback.monitor.reading import StepFacts
 
 LABELS, TARGET, LOSS = "labels", "target", "loss"
 IGNORED, ELSEWHERE = "nothing at all", "no token up to three places away"
 
 _FARTHEST, _ROWS, _FEWEST, _SAMPLES, _TOKENS = 3, 128, 16, 8, 64
-_COPIES = {"ToCopyBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0"}
 _READINGS, _STEADY, _ENTRIES = 5, 0.02, 2**21  # a focal loss begins as a cross entropy, and leaves it slowly
 _FORM: Numbers = {
     "form": (0.05, float, "the loss is no plain cross entropy any more, as the gradient of {0} shows"),
@@ -54,16 +54,18 @@ class LossLabels:
         self._sums: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, numbers of rows, and which are trained
         self._forms: dict[str, Tensor] = {}  # of each output
         self._usual = UsualRanges(_FORM, _READINGS, _STEADY)
+        self._paths: dict[str, frozenset[str]] = {}  # of each output
+        self._usual_paths = LossPaths()
 
     def take(self, calls: int = 1) -> list[StepFacts]:
         """Return what gradients have shown since it was called last, in so many calls, and look at them no more."""
         sums, terms = self._sums, partial(_terms, [tokens for tokens, *_ in self._sums])
-        forms, form = self._forms, partial(self._form, [*self._forms], calls)
+        forms, form = self._forms, partial(self._form, [*self._forms], self._paths, calls)
         for hook in self._hooks:
             hook.remove()
-        self._tokens, self._hooks, self._sums, self._forms = [], [], [], {}
+        self._tokens, self._hooks, self._sums, self._forms, self._paths = [], [], [], {}, {}
         facts = [StepFacts([tensor for _, *tensors in sums for tensor in tensors], terms)] if sums else []
-        return facts + ([StepFacts([*forms.values()], form)] if forms else [])
+        return facts + ([StepFacts([*forms.values()], form)] if forms or form.args[1] else [])
 
     @guarded("looking at what the loss trains")
     def note(self, tape: Tape, output: Any) -> None:
@@ -73,14 +75,18 @@ class LossLabels:
             if isinstance(tensor, Tensor) and tensor.dim() > 1 and tensor.grad_fn is not None and _has_rows(tensor):
                 node, number = tensor.grad_fn, tensor.output_nr
                 # The loss may be of what was cast to the output, as accelerate casts it.
-                while node.name() in _COPIES and node.next_functions[0][0] is not None:
+                while node_name(node) in COPIES and node.next_functions[0][0] is not None:
                     node, number = node.next_functions[0]  # type: ignore[assignment]
+                cast("Any", node).metadata[OUTPUT] = True
                 rows, name = _some(tensor).softmax(-1), f"output {at}" if at else "the output"
                 self._hooks.append(node.register_prehook(partial(self._look, number, rows, name)))
 
     @guarded("looking at what the loss trains")
     def _look(self, number: int, softmax: Tensor, name: str, gradients: Sequence[Tensor | None]) -> None:
         gradient = gradients[number]
+        if gradient is not None and name not in self._paths:
+            path = path_to_loss(torch._C._current_autograd_node())
+            self._paths |= {} if path is None else {name: path}
         if gradient is None or gradient.shape[-1:] != softmax.shape[-1:] or is_sharded(gradient):
             return
         largest = torch.linalg.vector_norm(gradient, torch.inf, -1)
@@ -106,9 +112,12 @@ class LossLabels:
                 numbers += [(is_same & is_inside).sum(1), is_inside.sum(1)]
             self._sums.append((tokens, torch.cat(numbers), is_trained.view(tokens.shape)[:_TOKENS, :_TOKENS]))
 
-    def _form(self, names: Sequence[str], calls: int, *arrived: Tensor) -> dict[tuple[str, int, str], Any]:
-        """Return the terms of the contract on the form of the loss, by how far the gradient of each output is off."""
-        terms: dict[tuple[str, int, str], Any] = {}
+    def _form(
+        self, names: Sequence[str], paths: Mapping[str, frozenset[str]], calls: int, *arrived: Tensor
+    ) -> dict[tuple[str, int, str], Any]:
+        """Return the terms of the contract on the loss: of each output its path, and how far its gradient is off."""
+        departures = {name: self._usual_paths.departure(name, path) for name, path in paths.items()}
+        terms: dict[tuple[str, int, str], Any] = {(f"{name} path", 0, LOSS): text for name, text in departures.items()}
         for name, (off, factor, smoothing) in zip(names, arrived):
             values = {"form": off[None].clamp(max=0.1)}
             place = f"{name} of {calls} calls" if calls > 1 else name  # of which some may not be trained
@@ -116,7 +125,7 @@ class LossLabels:
                 # A loss scaler doubles and halves what is large.
                 size = math.log(factor if factor < 1.5 else 16 * math.frexp(factor)[0]) if factor > 0 else math.nan
                 pairs = {"factor": torch.tensor(size), "smoothing": smoothing}
-                values |= {key: torch.stack([value, -value]) for key, value in pairs.items()}
+                values |= {key: torch.stack([value, -value])[:, None] for key, value in pairs.items()}
             terms |= {(key, 0, LOSS): text for key, text in self._usual.departures(place, values).items()}
         return terms
 

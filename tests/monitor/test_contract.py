@@ -20,6 +20,7 @@ from tests.monitor.changes import CHANGES, HEALTHY, LENGTH, SCHEDULES, START, Ch
 @pytest.fixture(autouse=True)
 def _each_third_reading(monkeypatch):
     monkeypatch.setattr(contract, "EVERY", 3)
+    monkeypatch.setattr(contract, "_FIRST", {1, 2})
 
 
 def train(change, steps=30, every=3, compiled=False):
@@ -366,6 +367,43 @@ def test_keys_of_a_memory_that_later_forwards_have_are_no_later_tokens(is_fused,
             optimizer.zero_grad()
     rules = [alert.rule for alert in load_history(tmp_path).alerts if alert.level != "notice"]
     assert rules == ["later tokens"] * leaks
+
+
+class Caching(nn.Module):
+    """Attends, once it is told to, to the keys and values of the call before as well; to a memory from the start."""
+
+    def __init__(self, memory):
+        super().__init__()
+        self.attends, self.is_memory, self.before = memory, memory, None
+        self.embed, self.out, self.head = nn.Embedding(9, 16), nn.Linear(16, 16), nn.Linear(16, 9)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        q, k, v = (part(x).unflatten(-1, (2, 8)).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj))
+        fresh = k.detach(), v.detach()
+        if self.attends and self.before is not None:
+            k, v = (torch.cat(pair, 2) for pair in zip(self.before, (k, v)))
+        self.before = fresh
+        return self.head(x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_keys_that_are_joined_to_those_of_an_earlier_forward_are_told_and_a_memory_from_the_start_is_not(memory):
+    torch.manual_seed(0)
+    model, told = Caching(memory), []
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with HeadDiversityMonitor(model) as monitor:
+        for step in range(12):
+            model.attends = memory or step > 7
+            monitor.arm()
+            F.cross_entropy(model(torch.randint(9, (4, 8))).flatten(0, 1), torch.randint(9, (32,))).backward()
+            told += [(alert.level, alert.message) for alert in monitor.measure(step).record().alerts]
+            optimizer.step()
+            optimizer.zero_grad()
+    what = "tensors from before the forward in keys, and no queries, are 1, and 0 before"
+    expected = ("warning", f"attention in the model has changed between steps 6 and 9: {what}")
+    assert told == [expected] * (not memory)
 
 
 class Rounded(nn.Module):

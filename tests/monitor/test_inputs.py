@@ -16,6 +16,7 @@ from hdi_callback.monitor.inputs import INPUTS, ModelInputs, UsualRanges
 
 KINDS, WIDTH, SAMPLES, LENGTH = 40, 16, 8, 12
 START = 40
+FIELDS = torch.tensor([0, KINDS // 2])
 
 
 class Model(nn.Module):
@@ -36,6 +37,11 @@ class Model(nn.Module):
 
 def tokens_of(length=LENGTH, fewest=2, most=KINDS):
     return torch.randint(fewest, most, (SAMPLES, length))
+
+
+def spoken():
+    """Tokens of which some are frequent, as words are."""
+    return torch.multinomial(1 / torch.arange(1.0, KINDS + 1), SAMPLES * LENGTH, True).view(SAMPLES, LENGTH)
 
 
 def features_of():
@@ -69,6 +75,14 @@ CHANGED = {
         "different tokens are looked up in `embed`",
     ),
     "padding at the start": (lambda step, on: padded(on)[:1], "repeat a token at their start"),
+    "another vocabulary": (
+        lambda step, on: ((spoken() + 7 * on) % KINDS,),
+        "known tokens in `embed`, or their places, differ by 0.",
+    ),
+    "exchanged fields": (
+        lambda step, on: ((tokens_of(LENGTH // 2) // 2)[..., None].add(FIELDS.flip(0) if on else FIELDS).flatten(1),),
+        "known tokens in `embed`, or their places, differ by 1 of all from the mean so far, and by at most 0.",
+    ),
     "positions that count padding": (
         lambda step, on: (padded(at_start=True)[0], torch.arange(LENGTH).expand(SAMPLES, -1)) if on else padded(True),
         "rows of `places of 12 places`",
@@ -84,6 +98,10 @@ CHANGED_FEATURES = {
         lambda step, on: (features_of() / (255 if on else 1),),
         "standard deviation of what enters `embed` is 0.0",
     ),
+    "features in another order": (
+        lambda step, on: ((features_of() + torch.arange(6)).flip(-1) if on else features_of() + torch.arange(6),),
+        "the mean of a feature that enters `embed` is",
+    ),
     "moved": (lambda step, on: (features_of() + 3 * on,), "the mean of what enters `embed`"),
     "one batch of features again": (Kept(features_of), "the same to the bit"),
 }
@@ -92,6 +110,8 @@ USUAL = {
     "padding": (lambda step, on: padded(at_start=False)[:1], 0),
     "longer sequences in steps": (lambda step, on: (tokens_of(4 + 8 * (step // 30)),), 0),
     "more kinds of tokens in steps": (lambda step, on: (tokens_of(most=8 + 16 * (step // 45)),), 0),
+    "words": (lambda step, on: (spoken(),), 0),
+    "a mixture of words in each batch": (lambda step, on: (spoken() % torch.randint(8, KINDS, ()),), 0),
     "a set of five batches": (lambda step, on: (SET[step % 5],), 0),
     "sets that take turns": (lambda step, on: (tokens_of() if step % 3 else tokens_of() % 5,), 0),
     "features": (lambda step, on: (features_of(),), 6),
@@ -156,13 +176,16 @@ def test_numbers_of_tokens_and_features_are_those_of_what_was_given():
     tokens = tokens_of()
     of_tokens, of_places = numbers_of(Model(), tokens)
     counts = torch.bincount(tokens.flatten(), minlength=256).double()
-    torch.testing.assert_close(of_tokens[-256:], counts / tokens.numel())
+    torch.testing.assert_close(of_tokens[5:].view(256, 4).sum(1), counts / tokens.numel())
+    first = torch.bincount(tokens[:, ::4].flatten(), minlength=256).double()
+    torch.testing.assert_close(of_tokens[5:].view(256, 4)[:, 0], first / tokens.numel())
     assert of_tokens[1] == 1, "all rows differ"
     assert of_places[1] == 1 / SAMPLES, "all rows are alike"
     assert of_places[3] == 1, "each place is one more than that before"
     features = 3 + 2 * features_of()
     of_features, _ = numbers_of(Model(6), features)
-    torch.testing.assert_close(of_features[2:], torch.stack([features.mean(), features.std()]).double())
+    torch.testing.assert_close(of_features[2:4], torch.stack([features.mean(), features.std()]).double())
+    torch.testing.assert_close(of_features[4:], features.mean((0, 1)).double())
 
 
 def test_checksums_differ_where_one_token_or_one_bit_does():
@@ -185,6 +208,17 @@ def told(values, fewest=3, steadiness=math.inf):
 
 def test_a_number_is_told_from_its_second_reading_far_outside_on_and_only_by_its_first_value():
     assert told([0.0, 1.0, 0.5, 9.0, 9.2, 0.3]) == ["", "", "", *["it is 9, and 0 to 1 before"] * 3]
+
+
+def test_a_mixture_is_told_by_its_distance_from_the_mean_of_those_before():
+    usual = UsualRanges({"mixture": (0.2, float, "{0} is off by {1}, and by {3} before")}, 3)
+    shares = torch.tensor(
+        [[0.5, 0.5, 0], [0.6, 0.4, 0], [0.4, 0.6, 0], [0.25, 0.25, 0.5], *[[0.5, 0.5, 0]] * 3, *[[0.2, 0.0, 0.8]] * 2]
+    )
+    texts = [usual.departures("it", {"mixture": each}).get("it mixture") for each in shares]
+    assert texts == [*[None] * 3, *[""] * 4, *["it is off by 0.5, and by 0 before"] * 2], (
+        "what is new takes from all alike at the fourth"
+    )
 
 
 def test_a_number_that_comes_back_moves_on_or_varies_is_not_told():
