@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from hdi_callback.rules.initialisation import began_small
 from hdi_callback.rules.rule import Finding, Rule
 from hdi_callback.rules.series import APART, LOSS, Row, Series
 
@@ -88,7 +87,7 @@ class FlatAttention(Rule):
         return Finding(
             f"attention in {{layer}} has {begun}",
             f"mean entropy {curve[-1]:.4f}{score}{was}",
-            level="notice" if began_flat and began_small(series) else "warning",
+            level="notice" if began_flat and series.began_small else "warning",
             since=began if began_flat else steps[-count],
         )
 

@@ -12,11 +12,10 @@ from hdi_callback.record import LEVELS, Alert, Record, state_from_text, state_to
 from hdi_callback.rules.attention_rules import ChangeWithLoss
 from hdi_callback.rules.choice import check_rules, default_rules
 from hdi_callback.rules.events import Event, Events, Key, Report, Sighting
-from hdi_callback.rules.initialisation import has_been_trained
 from hdi_callback.rules.limits import Thresholds, check_thresholds, limits_of
 from hdi_callback.rules.losses import SMOOTHED, Losses, Said
 from hdi_callback.rules.rule import Finding, Rule, heads_in_words
-from hdi_callback.rules.series import Row, Series
+from hdi_callback.rules.series import Row, Series, has_been_trained
 
 _AFTER_CHANGE = "find what changed there: a checkpoint that is loaded, a callback, or code around or in the forward"
 _RISE = (

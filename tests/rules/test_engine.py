@@ -13,8 +13,7 @@ from hdi_callback.dashboards.names import look_up
 from hdi_callback.errors import MisconfigurationError, MonitoringWarning
 from hdi_callback.record import LayerRecord, Record
 from hdi_callback.rules import LIMITS, RULES, Alerts, Finding, Rule, check_thresholds, default_rules
-from hdi_callback.rules.initialisation import _law_of_flatness, has_been_trained
-from hdi_callback.rules.series import Row
+from hdi_callback.rules.series import Row, _law_of_flatness, has_been_trained
 from hdi_callback.rules.similarity_rules import WorstPair
 from tests.rules.readings import LAYER, curve, facts, layer, quiet, raised, run
 from tests.rules.test_rules import CALM, WAVERING, circuits, norms, pair
