@@ -202,7 +202,7 @@ def _plain(finding: Any, rule: Rule, series: Series) -> Finding:
         level=level,
         value=value,
         threshold=threshold,
-        heads=tuple(map(int, finding.heads)),
+        heads=tuple(map(int, finding.heads or sorted({head for group in finding.groups for head in group}))),
         action=finding.action or rule.action,
         code=code if finding.code is None else finding.code,
     )

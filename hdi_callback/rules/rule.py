@@ -23,7 +23,7 @@ class Finding:
     #: A sentence; ``{heads}`` in it becomes the heads with their layer, ``{layer}`` the layer.
     clause: str
     evidence: str = ""  #: the number that shows it and how it came about, as ``"alignment rose from ..."``
-    heads: tuple[int, ...] = ()  #: the heads concerned; empty for the whole layer
+    heads: tuple[int, ...] = ()  #: the heads concerned; empty for those of `groups`, or the whole layer
     groups: tuple[tuple[int, ...], ...] = ()  #: groups of these heads that are alike; empty if there are none
     value: float | None = None  #: the number that was judged, where it is not that of `metric`
     threshold: float | None = None  #: its limit, where it is not the first of the rule's `limits`

@@ -66,7 +66,7 @@ class CopiedHeads(Rule):
         if active is not None:
             heads = {*active.heads, *alike.heads_in(equal)}
             groups = tuple(group for group in _groups_at_limit(series, active, NEARLY_ONE) if heads & {*group})
-            return replace(active, heads=alike.heads_in(groups), groups=groups) if groups else None
+            return replace(active, heads=(), groups=groups) if groups else None
         now, curve = series.value("hdi_worst_alignment"), series.curve("hdi_worst_alignment")[1]
         limit = series.limits["copied"]
         is_jump = len(curve) > 1 and now >= limit and now - curve[-2] >= LEAP
@@ -78,8 +78,7 @@ class CopiedHeads(Rule):
         return Finding(
             f"{{heads}} are nearly one head{_each(groups)}" if is_new else "{heads} have equal key weights",
             evidence if is_new else "they are tied, were copied, or this is a bug; equal gradients keep them equal",
-            alike.heads_in(groups),
-            groups,
+            groups=groups,
             threshold=alike.EQUAL,
             metric="hdi_worst_pair",
             of_keys=True,
@@ -111,8 +110,7 @@ class WorstPair(Rule):
         return Finding(
             f"{{heads}} are nearly one head{_each(groups)}",
             f"alignment {_change(series)}",
-            alike.heads_in(groups),
-            groups,
+            groups=groups,
             of_keys=True,
         )
 
@@ -151,14 +149,13 @@ class MeanAlignment(Rule):
         clause = "{heads} are converging" if is_near else "{heads} read the same few directions"
         if groups or level == "critical":
             clause = f"{{heads}} are nearly one head{_each(groups)}"
-        heads, effective = alike.heads_in(groups), series.latest.values.get("hdi_effective_heads")
+        effective = series.latest.values.get("hdi_effective_heads")
         held_from_start = min([series.first.values.get(metric, 0.0), *series.curve(metric)[1]]) >= limit
         further = f", and {effective:.1f} effective heads are left" if is_near and effective is not None else ""
         return Finding(
             clause,
             f"mean alignment{'' if is_near else ' weighted by energy'} {series.change(metric)}{further}",
-            () if len(heads) == count else heads,
-            groups,
+            groups=groups,
             threshold=limit,
             metric=metric,
             level=level,
@@ -188,7 +185,6 @@ class MergedValues(Rule):
         return Finding(
             f"{{heads}} write alike{', group by group' if len(groups) > 1 else ''}",
             f"largest cosine of their OV circuits {series.change('circuit_ov_worst')}",
-            alike.heads_in(groups),
-            groups,
+            groups=groups,
             level="notice" if series.is_loss_good and was_notice else "warning",
         )
