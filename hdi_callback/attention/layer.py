@@ -342,9 +342,7 @@ class AttentionLayer:
             UnsupportedAttentionError: if the layer has no weight of this role.
         """
         if role not in self.weights:
-            raise UnsupportedAttentionError(
-                f"`{self.name}` ({type(self.module).__name__}) has no {role!r} weight; it has {sorted(self.weights)}."
-            )
+            raise UnsupportedAttentionError(f"`{self.name}` has no {role!r} weight; it has {sorted(self.weights)}.")
         return self.weights[role].tensor()
 
     def description(self) -> dict[str, Any]:

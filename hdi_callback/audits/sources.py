@@ -173,9 +173,7 @@ def _load_plain(file: Path) -> dict[str, Any]:
                 "as plain data, or write module:function that builds and loads the model."
             ) from error
     if not isinstance(content, dict):
-        raise MisconfigurationError(
-            f"`{file}` holds a {type(content).__name__}, expected a checkpoint or a state dict."
-        )
+        raise MisconfigurationError(f"`{file}` holds a {type(content).__name__}, no checkpoint and no state dict.")
     return content
 
 
@@ -184,9 +182,7 @@ def _built(build: Any, name: str, arguments: Any = None) -> Target:
     product = _imported(build) if isinstance(build, str) else build
     if not isinstance(product, nn.Module):
         if not callable(product):
-            raise MisconfigurationError(
-                f"`{name}` must be a function that builds a model, got a {type(product).__name__}."
-            )
+            raise MisconfigurationError(f"`{name}` must build a model, got a {type(product).__name__}.")
         options = _options(product, arguments)
         of_file = f"with the hyperparameters {', '.join(options)}" if options else "without arguments"
         remedy = "It must build a model, or a model and a batch."
@@ -194,9 +190,7 @@ def _built(build: Any, name: str, arguments: Any = None) -> Target:
             product = product(**options)
     model, batch = product if isinstance(product, tuple) and len(product) == 2 else (product, None)
     if not isinstance(model, nn.Module):
-        raise MisconfigurationError(
-            f"`{name}` must return a torch.nn.Module, or one and a batch, got a {type(model).__name__}."
-        )
+        raise MisconfigurationError(f"`{name}` must give a model, or one and a batch, got a {type(model).__name__}.")
     configure = getattr(model, "configure_model", None)
     if callable(configure):  # of Lightning: layers that are made late
         configure()

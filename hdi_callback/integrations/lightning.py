@@ -82,10 +82,8 @@ class HDICallback(Watcher, pl.Callback):
 
     def on_init_end(self, *args: Any, **kwargs: Any) -> None:
         """Refuse a transformers trainer, which calls this first."""
-        raise MisconfigurationError(
-            "HDICallback is for a Lightning trainer, and a transformers Trainer takes HDITrainerCallback: write "
-            "transformers.Trainer(..., callbacks=[HDITrainerCallback(...)])."
-        )
+        text = "A transformers Trainer takes HDITrainerCallback: write callbacks=[HDITrainerCallback(...)]."
+        raise MisconfigurationError(text)
 
 
 class _LightningTrainer(Trainer):

@@ -24,6 +24,7 @@ from hdi_callback.session import Session, Settings, Trainer
 from hdi_callback.session.settings import Options, takes_settings
 
 _PATIENCE = 50  # parts without an optimizer's step after which that is said, if steps had fewer than a tenth of them
+_SAVE = "save_checkpoint=lambda name: torch.save(..., name + '.pt')"
 
 _NO_FURTHER_STEP = (
     "No optimizer has made a step in the last {} of `with heads.step():`, since step {}, so that nothing is trained or "
@@ -86,17 +87,14 @@ def watch_heads(
     chosen = Settings(every_n_steps=every_n_steps, **settings)
     torch_module("model", model)
     function("log", log, "log=accelerator.log")
-    function("save_checkpoint", save_checkpoint, "save_checkpoint=lambda name: torch.save(..., name + '.pt')")
+    function("save_checkpoint", save_checkpoint, _SAVE)
     folder = file_path("log_dir", log_dir, "runs/a").absolute()
     if tensorboard is not None and not isinstance(tensorboard, bool) and not hasattr(tensorboard, "add_scalar"):
         raise MisconfigurationError(f"`tensorboard` must be a SummaryWriter or True, got {shown(tensorboard)}.")
     if wandb is not None and (not hasattr(wandb, "log") or isinstance(wandb, type(os))):
         raise MisconfigurationError(f"`wandb` must be a run, got {shown(wandb)}: write wandb=wandb.init(...).")
     if save_checkpoint is None and any(isinstance(item, SaveCheckpoint) for item in chosen.interventions or ()):
-        raise MisconfigurationError(
-            "SaveCheckpoint needs a function that saves: write "
-            "save_checkpoint=lambda name: torch.save(..., name + '.pt')."
-        )
+        raise MisconfigurationError(f"SaveCheckpoint needs a function that saves: write {_SAVE}.")
     targets = [target for target in (log, tensorboard, wandb) if target is not None and target is not False]
     return HeadSession(model, chosen, _Loop(_torch_optimizers(optimizer), folder, targets, save_checkpoint))
 
@@ -201,9 +199,7 @@ class HeadSession(Watcher):
             MisconfigurationError: if steps have been made already.
         """
         if self._loop.step > 0:
-            raise MisconfigurationError(
-                "The state of the heads is loaded before the first step: call watch_heads(...) anew to go back."
-            )
+            raise MisconfigurationError("Load a state before the first step: call watch_heads(...) anew to go back.")
         step = state_dict.get("step") if isinstance(state_dict, dict) else None
         self._loop.step = step if type(step) is int and step >= 0 else 0
         super().load_state_dict(state_dict)

@@ -24,9 +24,7 @@ from hdi_callback.session.settings import Options, takes_settings
 try:
     import transformers
 except ImportError as error:
-    raise ImportError(
-        "HDITrainerCallback needs transformers 4.46 or newer: pip install 'hdi-callback[transformers]'."
-    ) from error
+    raise ImportError("HDITrainerCallback needs transformers: pip install 'hdi-callback[transformers]'.") from error
 
 _KEY = "hdi_callback"  # in the trainer's own state; under the name of a class the trainer would make an instance of it
 _STATE_FILE = "trainer_state.json"
@@ -61,10 +59,7 @@ class HDITrainerCallback(Watcher, transformers.TrainerCallback):
     @property
     def state_key(self) -> str:
         """Refuse the trainer of Lightning, which reads this first."""
-        raise MisconfigurationError(
-            "HDITrainerCallback is for a transformers Trainer, and a Lightning trainer takes HDICallback: write "
-            "L.Trainer(callbacks=[HDICallback(...)])."
-        )
+        raise MisconfigurationError("A Lightning trainer takes HDICallback: write callbacks=[HDICallback(...)].")
 
     @guarded("starting to watch heads", passes=MISUSE)
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -151,10 +146,7 @@ class _TransformersTrainer(Trainer):
             if run is not None:
                 targets.append(run)
             elif name is not None and type(callback).on_log is not transformers.TrainerCallback.on_log:
-                warn(
-                    f"{name} gets no curves of heads: write HDITrainerCallback(log=...), a function of a dictionary "
-                    "and a step."
-                )
+                warn(f"{name} gets no curves of heads: write HDITrainerCallback(log=...), as for `watch_heads`.")
         return targets
 
 

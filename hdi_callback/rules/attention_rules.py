@@ -100,9 +100,7 @@ class LaterTokens(Rule):
     needs = (AHEAD,)
     limits = ("later",)
     level = "critical"
-    condition = (
-        "0.001 of the attention reaches tokens after the query, in a layer where they were hidden at the first reading"
-    )
+    condition = "0.001 of the attention reaches tokens after the query, which were hidden at the first reading"
     action = "look at the mask that the attention gets, and whether True means visible or hidden there"
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:

@@ -54,9 +54,8 @@ def check_rules(rules: Any) -> tuple[Rule, ...]:
             raise MisconfigurationError(f"`alerts` holds {shown(rule)}, which is no rule{hint}.")
         for metric in (*rule.needs, *rule.reads):
             if metric not in METRICS:
-                raise MisconfigurationError(
-                    f"The rule {rule.name!r} needs {metric!r}, which is no metric.{did_you_mean(metric, METRICS)}"
-                )
+                hint = did_you_mean(metric, METRICS)
+                raise MisconfigurationError(f"The rule {rule.name!r} needs {metric!r}, which is no metric.{hint}")
         if rule.name in names:
             raise MisconfigurationError(f"Two rules have the name {rule.name!r}: give one of them another.")
         names.add(rule.name)

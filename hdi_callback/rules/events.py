@@ -145,13 +145,9 @@ def _worsen(event: Event, joining: Sequence[Sighting], worse: Sequence[Sighting]
     rules = dict.fromkeys((alert.rule, *alert.also, *(sighting.rule.name for sighting in joining)))
     level = LEVELS.index(alert.level)
     # The level of a cause is set when it is told, unless that was a notice.
-    is_set = event.is_cause and level > 0
+    least = len(LEVELS) if event.is_cause and level > 0 else level
     own = [sighting for sighting in (*worse, *joining) if sighting.rule.name == alert.rule]
-    more = [
-        sighting
-        for sighting in (*joining, *worse)
-        if sighting.rule.name != alert.rule and sighting.level > level and not is_set
-    ]
+    more = [sighting for sighting in (*joining, *worse) if sighting.rule.name != alert.rule and sighting.level > least]
     event.alert = replace(alert, also=tuple(rules)[1:])
     if not own and not more:
         return []

@@ -56,9 +56,8 @@ def check_thresholds(thresholds: Any) -> dict[str, dict[str, float | None]]:
         for name, value in limits.items():
             argument = f'thresholds["{pattern}"]["{name}"]'
             if name not in LIMITS:
-                raise MisconfigurationError(
-                    f"{argument} names no limit: they are {', '.join(LIMITS)}.{did_you_mean(name, LIMITS)}"
-                )
+                hint = did_you_mean(name, LIMITS)
+                raise MisconfigurationError(f"{argument} is no limit: they are {', '.join(LIMITS)}.{hint}")
             below, is_number = LIMITS[name].below, isinstance(value, numbers.Real) and not isinstance(value, bool)
             if value is not None and not (is_number and 0 < value < below):
                 bound = "" if below == math.inf else f" and below {below:g}"

@@ -392,7 +392,7 @@ def test_weights_of_another_shape_than_the_config_says_are_not_read(llama, tmp_p
         ("", "must be a torch.nn.Module, a path or a name"),
         (f"{HERE}:nothing", "has no attribute 'nothing'"),
         ("no_such_module:build", "`no_such_module:build` cannot be imported"),
-        (f"{HERE}:NOT_A_MODEL", "must be a function that builds a model, got a int"),
+        (f"{HERE}:NOT_A_MODEL", "must build a model, got a int"),
         (f"{HERE}:build_with_argument", "It must build a model, or a model and a batch"),
         (f"{HERE}:copy_head", "called without arguments, raised TypeError"),
         (3, "must be a torch.nn.Module, a path or a name"),
