@@ -54,10 +54,8 @@ def nothing_remains(model: nn.Module, *roots: Any, is_training: bool = False) ->
     with outside, torch.inference_mode(False), torch.no_grad(), uncompiled_here(), ExitStack() as stack:
         state, tensors = KeptState([*model.modules(), *roots, *_default_generators()]), KeptTensors()
         if is_training and state.beyond:
-            raise CannotRunAgainError(
-                f"something in it is compiled, which is read in calls that run once more, and it holds "
-                f"{' and '.join(sorted(state.beyond))}, which could not be put back"
-            )
+            beyond = " and ".join(sorted(state.beyond))
+            raise CannotRunAgainError(f"its compiled calls would run twice, and {beyond} could not be put back")
         stack.callback(state.put_back)
         stack.callback(tensors.put_back)
         # No weight that is cast without autograd may be found in the cache by the forward that trains.

@@ -25,9 +25,7 @@ _FEWEST_LAYERS, _FEWEST_ROWS = 4, 8
 _TRAINED = 2.5  # match of two thirds of the layers, in units of what chance reaches
 _SURE = 6.0  # standard deviations at which two of the heads of all layers belong together
 _FACTOR = 4.0  # of the ratio of norms of a pair, to that in the median layer
-_ACTION = (
-    "Look at the order of heads and rows where the file was written, and at whether all of it was loaded and trained"
-)
+_ACTION = "Look at the order of heads and rows where the file was written, and at whether all was loaded and trained"
 
 
 @torch.no_grad()

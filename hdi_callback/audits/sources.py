@@ -25,10 +25,7 @@ from hdi_callback.guard import describe
 
 NOT_STORED = "it is not in the file"
 Result = TypeVar("Result")
-_WHAT = (
-    "Write a folder that save_pretrained wrote, a checkpoint or state dict together with the class or function that "
-    "builds its model, or module:function."
-)
+_WHAT = "Write a folder that save_pretrained wrote, a checkpoint with what builds its model, or module:function."
 _BUILDS = "write module:function that builds and loads it"
 _REMEDY = "write module:function that gives a model and a batch, or set example_input_array"
 
@@ -109,10 +106,8 @@ def _open_folder(folder: Path, *, needs_weights: bool) -> Target:
         name = (getattr(config, "architectures", None) or [None])[0]
         kind: Any = transformers.AutoModel if name is None else getattr(transformers, name, None)
         if kind is None:
-            raise MisconfigurationError(
-                f"`{folder}` is a {name}, which transformers {transformers.__version__} does not have, and code in the "
-                f"folder is not executed: {_BUILDS}."
-            )
+            lacks = f"transformers {transformers.__version__} has no {name}"
+            raise MisconfigurationError(f"{lacks}, and code in `{folder}` is not executed: {_BUILDS}.")
         if has_weights and getattr(config, "quantization_config", None):
             raise MisconfigurationError(f"The weights in `{folder}` are quantised, which are codes: {_BUILDS}.")
         if has_weights:
@@ -131,10 +126,8 @@ def _open_file(path: Path, build: str | Callable[..., Any] | None) -> Target:
     if path.suffix == ".jsonl":
         raise MisconfigurationError(f"`{path}` is a run and not a model; `hdi report {path}` judges it. {_WHAT}")
     if build is None:
-        raise MisconfigurationError(
-            f"`{path}` needs its model: write --model package.module:Class (in Python model=Class), the class or a "
-            "function that builds it; of a model of transformers write the folder."
-        )
+        remedy = "write --model package.module:Class, in Python model=Class; of transformers write the folder"
+        raise MisconfigurationError(f"`{path}` needs what builds its model: {remedy}.")
     content = _load_plain(path)
     stored = content.get("state_dict", content)
     target = _built(build, build if isinstance(build, str) else build.__name__, content.get("hyper_parameters"))

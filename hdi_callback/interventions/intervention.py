@@ -62,10 +62,8 @@ class Intervention:
         self.training, self.count, self._answered = training, 0, set()
         for name, layer in training.layers.items():
             if why := self.why_not(layer):
-                raise MisconfigurationError(
-                    f"{self.name} cannot act on `{name}`: {why}. Leave the layer out of what is watched with "
-                    f"exclude=[{name!r}], or leave out {self.name}."
-                )
+                remedy = f"Leave out the layer, with exclude=[{name!r}], or {self.name}."
+                raise MisconfigurationError(f"{self.name} cannot act on `{name}`: {why}. {remedy}")
 
     def why_not(self, layer: AttentionLayer) -> str:
         """Return why it cannot work on a layer, before training; empty if it can."""

@@ -31,10 +31,7 @@ class SharpFromStart(Rule):
     reads = (LOGIT,)
     limits = ("start",)
     condition = "at step 0 of fresh weights the mean entropy of attention is at 0.5 or less. It ends at 0.6"
-    action = (
-        "look at the scale of the scores, usually one over the root of the head width, and at the size of the "
-        "embedding; if the weights are pretrained, say so"
-    )
+    action = "look at the scale of the scores and the size of the embedding; if the weights are pretrained, say so"
     code = "pretrained=True"
     margin = 0.1
 
@@ -62,10 +59,7 @@ class FlatAttention(Rule):
         "the mean entropy was never below 0.9995 in 15 readings, nor the largest score above 0.25; a notice where key "
         "weights began small. Or it was 0.995 or less at the first reading, and is 0.9995 or more at five in a row"
     )
-    action = (
-        "look at the scale of the scores and the size of the layer's inputs, and check that gradients arrive at the "
-        "query and key weights"
-    )
+    action = "look at the scale of the scores, the size of the layer's inputs, and the gradients of queries and keys"
     readings, lasts, largest = 15, 5, 0.25
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:

@@ -443,10 +443,8 @@ def survey(model: nn.Module, forward: Callable[[], object] | None = None, on_rea
     function("forward", forward, "lambda: model(batch)")
     forward = forward or own_forward(model) or forward_of_torchs_attention(model)
     if forward is None:
-        raise MisconfigurationError(
-            f"The heads of {type(model).__name__} are read from a forward: write find_attention(model, forward=lambda: "
-            "model(batch)), with a batch as your data loader gives it."
-        )
+        name = type(model).__name__
+        raise MisconfigurationError(f"The heads of {name} are read from a forward: write forward=lambda: model(batch).")
     inner = inner_model(model)
     with nothing_remains(inner, forward), Tape(inner) as tape:
         forward()
