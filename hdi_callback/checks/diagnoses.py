@@ -144,10 +144,8 @@ def dropout(facts: Facts, _: Sequence[Facts]) -> Found:
     """Scores are dropped, and not weights."""
     if not facts.score_dropout:
         return None
-    return "odd", (
-        f"scores are dropped with probability {facts.score_dropout:.3g} before the softmax, where 0 hides nothing, as "
-        "exp(0) is 1; drop weights behind it"
-    )
+    text = f"scores are dropped with probability {facts.score_dropout:.3g} before the softmax, where 0 hides nothing"
+    return "odd", f"{text}, as exp(0) is 1; drop weights behind it"
 
 
 # masks
@@ -236,10 +234,7 @@ def distance(facts: Facts, _: Sequence[Facts]) -> Found:
     last = None if facts.bias is None or facts.queries < 4 else facts.bias[:, -1]
     if last is None or not facts.is_causal or not bool((last.diff(dim=-1) < 0).all()):
         return None
-    return "wrong", (
-        "the bias of scores grows with the distance, so that far tokens are preferred: the sign of ALiBi is reversed; "
-        "add -slope * (query - key)"
-    )
+    return "wrong", "the bias grows with the distance: the sign of ALiBi is reversed; add -slope * (query - key)"
 
 
 # positions, norms, biases
@@ -258,24 +253,16 @@ def rotation(facts: Facts, _: Sequence[Facts]) -> Found:
                 )
     if facts.shift and facts.queries == facts.keys:
         tokens = f"{abs(facts.shift)} token{'s' if abs(facts.shift) > 1 else ''}"
-        return "wrong", (
-            f"queries are turned as if they were {tokens} {'later' if facts.shift > 0 else 'earlier'} than keys; turn "
-            "both by the same positions"
-        )
+        side = "later" if facts.shift > 0 else "earlier"
+        return "wrong", f"queries are turned as if they were {tokens} {side} than keys; turn both by the same positions"
     pairs = {role: facts.pairs[role] for role in ("query", "key") if facts.pairs.get(role)}
     if facts.heads and len(set(pairs.values())) == 2:
         return "wrong", "queries and keys are rotated in different pairs of features; use one layout for both"
     if by_head := [role for role, table in cosines.items() if _is_by_head(table)]:
-        return "odd", (
-            f"{listed([PLURAL[role] for role in by_head])} of all tokens are turned by the same angle, and those of "
-            "each head by another: positions run along heads, and the order of tokens is not seen; transpose before "
-            "the rotation"
-        )
+        text = f"{listed([PLURAL[role] for role in by_head])} are turned by an angle of each head, not of each token"
+        return "odd", f"{text}: positions run along heads; transpose before the rotation"
     if facts.length is not None and abs(facts.length - 1) > 0.02:
-        return "odd", (
-            f"rotary positions turn queries and keys, and make them {facts.length:.3g} times as long, so that scores "
-            f"are scaled by {facts.length**2:.3g} too: cos^2 + sin^2 is not 1"
-        )
+        return "odd", f"rotary positions make queries and keys {facts.length:.3g} times as long: cos^2 + sin^2 is not 1"
     if facts.pairs.get("value"):
         return "odd", "rotary positions are applied to values as well; queries and keys are enough"
     if facts.heads and len(pairs) == 1 and {"query", "key"} <= facts.pairs.keys():
