@@ -126,7 +126,7 @@ def _open_file(path: Path, build: str | Callable[..., Any] | None) -> Target:
     if path.suffix == ".jsonl":
         raise MisconfigurationError(f"`{path}` is a run and not a model; `hdi report {path}` judges it. {_WHAT}")
     if build is None:
-        remedy = "write --model package.module:Class, in Python model=Class; of transformers write the folder"
+        remedy = "write --model package.module:Class, or model=Class; of a model of transformers write the folder"
         raise MisconfigurationError(f"`{path}` needs what builds its model: {remedy}.")
     content = _load_plain(path)
     stored = content.get("state_dict", content)
