@@ -13,6 +13,7 @@ HYSTERESIS = 0.1
 TOGETHER = 0.5  # mean alignment from which on all heads move together, which *mean alignment* reports
 NEARLY_ONE = 0.8
 LEAP = 0.5  # by how much the alignment of copies rises between two readings
+NEW = "Of pretrained weights only what was not so at the first reading"
 SEPARATE = (
     "look at the learning rate, and at what adds to the loss or writes to the weights since then; fresh weights for "
     "all but one of them changed no loss in trials"
@@ -54,7 +55,7 @@ class CopiedHeads(Rule):
     is_cause = True
     condition = (
         "the weights of two key heads are equal, to a thousandth and up to rotation and scale; or their alignment has "
-        "jumped by 0.5 to 0.95 or more. Of pretrained weights only what was not so at first. It ends below 0.7"
+        f"jumped by 0.5 to 0.95 or more. {NEW}. It ends below 0.7"
     )
     action = (
         "look at which parameters they share, at what wrote these weights since then, such as a loop over heads or a "
@@ -92,10 +93,7 @@ class WorstPair(Rule):
     needs = ("hdi_worst_alignment",)
     reads = ("hdi_alignment", "hdi_worst_pair")
     limits = ("pair",)
-    condition = (
-        "the alignment of two key heads reaches 0.8, while the mean over all pairs is below 0.5. Of pretrained weights "
-        "only what was not so at the first reading. It ends 0.1 below the limit"
-    )
+    condition = f"the alignment of two key heads reaches 0.8, the mean is below 0.5. {NEW}. It ends 0.1 below the limit"
     action = SEPARATE
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
@@ -171,10 +169,7 @@ class MergedValues(Rule):
     name = "merged values"
     needs = ("circuit_ov_worst",)
     limits = ("values",)
-    condition = (
-        "the cosine of the OV circuits of two heads reaches 0.9; a notice while the loss is good. Of pretrained "
-        "weights only what was not so at the first reading. It ends at 0.8"
-    )
+    condition = f"the cosine of two OV circuits reaches 0.9; a notice while the loss is good. {NEW}. It ends at 0.8"
     action = SEPARATE
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
