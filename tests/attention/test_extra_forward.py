@@ -453,7 +453,7 @@ def test_a_compiled_model_that_holds_what_could_not_be_put_back_is_refused_and_n
             monitor.arm()
             run(x)
             monitor.disarm()
-        assert "it holds a generator function that runs and an open file" in monitor.refused[0].reason
+        assert "a generator function that runs and an open file could not be put back" in monitor.refused[0].reason
     model.file.close()
     assert (tmp_path / "written").read_text().split() == [str(number) for number in range(10)]
 
