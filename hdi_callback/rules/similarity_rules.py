@@ -13,7 +13,7 @@ HYSTERESIS = 0.1
 TOGETHER = 0.5  # mean alignment from which on all heads move together, which *mean alignment* reports
 NEARLY_ONE = 0.8
 LEAP = 0.5  # by how much the alignment of copies rises between two readings
-NEW = "Of pretrained weights only what was not so at the first reading"
+NEW = "Of pretrained weights only what was not so at the first reading"  # in conditions
 SEPARATE = (
     "look at the learning rate, and at what adds to the loss or writes to the weights since then; fresh weights for "
     "all but one of them changed no loss in trials"
