@@ -45,7 +45,7 @@ MEANING = (
     " run no more); when in the training step gradients begin to add up, or are turned, scaled or clipped to next to "
     "nothing before the optimizer gets them, or rows of weights are old ones in another place; when weights outside "
     "attention no longer move, or the learning rate has run out; or when each position is trained to predict another "
-    "token than before, or from the start sees what it is to predict (a notice where a cross entropy is computed "
+    "token than before, or from the start sees what it is to predict (a notice where the loss is computed "
     "otherwise, or the model is given something else). Read at the first readings, at each tenth and after an alert, "
     "confirmed by the next; a notice of what changes from reading to reading. "
     f"Then {_ACTION}."
