@@ -247,7 +247,7 @@ class HeadDiversityMonitor:
         before, self._step = self._step, step
         read: list[Facts | Tape] = [*self._facts]
         if self._is_compared:
-            read += self._first_calls.tapes
+            read, self._first_calls.tapes = [*read, *self._first_calls.tapes], []
         self._facts, self._is_compared = [], False
         if not read and not of_steps:
             return tuple

@@ -7,7 +7,8 @@ memory is that of a GPU, at its peak and beyond that of a forward.
 
 Then the host's own work, where arithmetic vanishes: 12 heads of width 2 and 4 tokens, watched as by default. Operations
 are those that a GPU would launch, and time is that of the training's thread and of the clock, of a step with a reading
-and the next one beyond two steps that nobody watches.
+and the next one beyond two steps that nobody watches. What measuring calls of torch is called once more by itself, in
+steps that nobody watches: with these calls no Python can make a reading cheaper than that.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from functools import lru_cache
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hdi_callback import HeadDiversityMonitor, watch_heads
 from tests.studies.benchmarks.gpt import GPT, VOCABULARY, Training
@@ -95,6 +98,35 @@ class Host:
             ratios.append((with_reading + without - sum(bare)) / (sum(bare) / 2))
         return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
+    def floor(self, rounds: int) -> str:
+        """Time of what one reading calls of torch after its forward, over that of a bare step: as `cost`."""
+        monitor, calls = self.watched.heads._session.monitor, Calls()
+        measure = monitor.measure
+
+        def written_down(step: int) -> Any:
+            calls.clear()
+            with calls:
+                return measure(step)
+
+        with ExitStack() as patches:
+            for name in ("monitor.monitor", "attention.capture.capture"):  # which take modes off
+                patches.enter_context(patch(f"hdi_callback.{name}.without_modes", torch.no_grad))
+            patches.enter_context(patch.object(monitor, "measure", written_down))
+            self.watched.step()
+            while monitor.contract.is_comparing:
+                self.watched.step()
+        ratios = []
+        for _ in range(rounds):
+            times = []
+            for before_step in (lambda *_: None, lambda *_: calls.repeat()):
+                hook = self.alone.optimizer.register_step_pre_hook(before_step)
+                start = time.thread_time()
+                self.alone.step()
+                times.append(time.thread_time() - start)
+                hook.remove()
+            ratios.append(times[1] / times[0] - 1)
+        return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
     def operations(self) -> int:
         """Operations of a step with a reading beyond those of a bare one."""
         counts = []
@@ -102,6 +134,26 @@ class Host:
             counts.append(operations(training.step))
             training.step()
         return counts[0] - counts[1]
+
+
+class Calls(TorchDispatchMode):
+    """What is called of torch, to be called once more, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def clear(self) -> None:
+        self._calls.clear()
+
+    @torch.no_grad()
+    def repeat(self) -> None:
+        for func, args, kwargs in self._calls:
+            func(*args, **kwargs)
 
 
 def operations(work: Callable[[], object]) -> int:
@@ -143,7 +195,7 @@ def main() -> None:
         del readings
     if not options.only_host:
         table(*rows)
-    rows = [("host alone", "operations", "bare steps of the training's thread", "of the clock")]
+    rows = [("host alone", "operations", "bare steps of the training's thread", "of the clock", "its calls of torch")]
     for name in VANISHING:
         with tempfile.TemporaryDirectory() as folder:
             host = Host(name, folder)
@@ -152,7 +204,7 @@ def main() -> None:
                     host.watched.step()
                     host.alone.step()
                 costs = [host.cost(clock, 4 * options.rounds) for clock in (time.thread_time, time.perf_counter)]
-                rows.append((name, host.operations(), *costs))
+                rows.append((name, host.operations(), *costs, host.floor(4 * options.rounds)))
     table(*rows)
 
 
