@@ -240,6 +240,7 @@ class Contract:
 
 _BY_SCHEDULE = "changes from reading to reading, as by a schedule"
 _SEES = "it sees later tokens, and each position is trained to predict the next one"
+_NONE_HIDDEN = "no token is hidden from some queries of a distance any more, as others were in each batch before"
 _NOT_NEXT = "each position is trained to predict {}, and not the next one"
 
 
@@ -339,6 +340,13 @@ def _tell_seen(before: Tensor, after: Tensor) -> Clauses:
     }  # fmt: skip
 
 
+def _hides_by_content(each: Facts) -> bool | None:
+    """Return whether a mask hides tokens from some of the queries at a distance, but for documents that are known."""
+    if each.distances is None or _hides_documents(each) is not None:
+        return None
+    return bool(((each.distances > 0) & (each.distances < 1)).any())
+
+
 def _hides_padding(each: Facts) -> str | None:
     masks = [mask for name, mask in each.padding.items() if "position" not in name and len(mask) > 1]
     masks = [mask for mask in masks if mask.shape[1] == min(each.keys, KEPT) and bool(mask.any() & ~mask.all())]
@@ -417,8 +425,9 @@ def _tell_labels(before: int | str, after: int | str) -> Clauses:
 
 
 def _may_be_right(clause: str) -> bool:
-    # A model may shift its tokens itself, rewards of zero train nothing, and an output may be unused.
-    return clause == _NOT_NEXT.format(_token_in_words(0)) or IGNORED in clause or UNUSED in clause
+    # A model may shift its tokens itself, rewards of zero train nothing, an output may be unused, documents be long.
+    known = _NONE_HIDDEN, _NOT_NEXT.format(_token_in_words(0))
+    return clause in known or IGNORED in clause or UNUSED in clause
 
 
 def _sees_ahead(each: Facts, trained: LabelOffset) -> bool | None:
@@ -463,6 +472,7 @@ COMPARED: dict[str, tuple[Callable[[Facts], Any], Callable[[Any, Any], Clauses]]
     "rows": (_rows, _tell_rows),
     "order": (lambda each: dict(each.order), _tell_order),
     "seen": (lambda each: each.distances, _tell_seen),
+    "mask": (_hides_by_content, lambda before, after: {_NONE_HIDDEN: ()} if before and not after else {}),
     "padding": (_hides_padding, _tell_value("padding is")),
     "earlier": (lambda each: each.earlier, _tell_value("tensors from before the forward in keys, and no queries, are")),
     "documents": (_hides_documents, _tell_value("documents before the own one, by positions that start again, are")),

@@ -38,6 +38,8 @@ _NUMBERS: Numbers = {
     "kinds": (1.0, lambda bits: 2**-bits, "{1} different tokens are looked up in {0}, and {3} to {2} before"),
     "side": (0.5, float, "rows of {0} that repeat a token at their start, less those that do at their end, are {1}, "
              "and {2} to {3} before"),
+    "restarts": (2.0, lambda bits: 2**bits * (bits > -10), "{1} of the positions in {0} do not follow the one before, "
+                 "and {2} to {3} before"),
     "deviation": (math.log(2), math.exp, "the standard deviation of what enters {0} is {1}, and {2} to {3} before"),
     "mean": (1.0, float, "the mean of what enters {0} is {1} of its standard deviations, and {2} to {3} before"),
     "means": (0.5, float, "the mean of a feature that enters {0} is {1} standard deviations off that of all, "
@@ -140,6 +142,7 @@ class ModelInputs:
                 values |= {"share": shares, "mixture": mixture, "kinds": -(shares > 0).sum()[None].log2()}
                 if bool(is_place > 0.5):  # each length has other places
                     name, values = f"{name} of {int(length)} places", {}
+                    pairs["restarts"] = (1 - is_place).clamp(min=2**-10).log2()
             values |= {key: torch.stack([value, -value]).view(2, -1) for key, value in pairs.items()}
             self._checksums[name] = float(checksum)
             terms |= {(key, 0, INPUTS): text for key, text in self._usual.departures(f"`{name}`", values).items()}

@@ -215,7 +215,9 @@ CHANGES: dict[str, Change] = {
     ),
     "a window appears": Change({}, _to(window=4), tells="each head sees 4 tokens, and all tokens before till then"),
     "padding is seen": Change({}, _to(hides_padding=False), padded=True, tells="padding is seen, and hidden before"),
-    "documents see each other": Change({"documents": True}, _to(documents=False)),
+    "documents see each other": Change(
+        {"documents": True}, _to(documents=False), tells="no token is hidden from some queries of a distance any more"
+    ),
     "keys and values swapped": Change({}, _to(swaps=True), tells="keys are made by v_proj, and k_proj before"),
     "keys of the batch before": Change({}, _to(stale=True), tells="keys are made by no parameter"),
     "another rope base": Change({"rotary": 100.0}, _to(rotary=1e4), tells="another base"),

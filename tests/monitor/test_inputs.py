@@ -54,6 +54,12 @@ def padded(at_start):
     return tokens_of().masked_fill(is_padding, 0), ((~is_padding).cumsum(1) - 1).clamp(min=0)
 
 
+def packed(runs_on=False):
+    is_start = torch.rand(SAMPLES, LENGTH) < 0.3
+    places = torch.arange(LENGTH).expand(SAMPLES, -1)
+    return tokens_of(), places if runs_on else places - (places * is_start).cummax(1).values
+
+
 class Kept:
     """Returns the first of its batches again."""
 
@@ -87,6 +93,10 @@ CHANGED = {
         lambda step, on: (padded(at_start=True)[0], torch.arange(LENGTH).expand(SAMPLES, -1)) if on else padded(True),
         "rows of `places of 12 places`",
     ),
+    "positions that run on through documents": (
+        lambda step, on: packed(runs_on=on),
+        "0 of the positions in `places of 12 places` do not follow the one before",
+    ),
     "one batch again": (Kept(tokens_of), "what enters `embed` is the same to the bit"),
     "a batch of one sample": (
         lambda step, on: (tokens_of()[:1].expand(SAMPLES, -1) if on else tokens_of(),),
@@ -112,6 +122,7 @@ USUAL = {
     "more kinds of tokens in steps": (lambda step, on: (tokens_of(most=8 + 16 * (step // 45)),), 0),
     "words": (lambda step, on: (spoken(),), 0),
     "a mixture of words in each batch": (lambda step, on: (spoken() % torch.randint(8, KINDS, ()),), 0),
+    "packed documents": (lambda step, on: packed(), 0),
     "a set of five batches": (lambda step, on: (SET[step % 5],), 0),
     "sets that take turns": (lambda step, on: (tokens_of() if step % 3 else tokens_of() % 5,), 0),
     "features": (lambda step, on: (features_of(),), 6),
