@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.studies.experiments.held_out.model import Attention, Net, head_rows
+from tests.studies.experiments.held_out.model import Attention, Experts, Net, head_rows
 from tests.studies.experiments.held_out.tasks import Task, attention_layers
 
 ROLES = ("q", "k", "v", "out")
@@ -571,6 +571,7 @@ def _set_all(name: str, value: float) -> Act:
     tiles keys: apple/axlearn 842, onnx/onnx 7274.
     keeps the cache: huggingface/transformers 28056, shihao1895/MemoryVLA 18.
     base of rotary positions: sgl-project/SpecForge 265, lyogavin/airllm 369.
+    window, of the fourth blind: in unslothai/unsloth 8253 none reached the kernel, and all that came before is seen.
     """
 
     def act(run: Run) -> None:
@@ -638,6 +639,23 @@ def _set_of_task(name: str) -> Act:
 
     broadcasts advantages: RLinf/RLinf 1568, RITCHIEHuang/DeepRL_Algorithms 13.
     counts padding: lucidrains/DALLE-pytorch 57, huggingface/transformers 7828.
+
+    Of the fourth blind:
+
+    sees all: in alex-hh/profam 495 packed documents are told from one another's tokens; huggingface/nanoVLM 204 finds
+        that positions which begin anew do not keep a sample from another.
+    continues positions: in huggingface/nanoVLM 201 the second packed sample begins at position 101, and in
+        hiyouga/LlamaFactory 7318 packing had masks and no positions of its own.
+    mirrors inputs alone: in tongtybj/TrTr 13 the mask is not mirrored with the picture; in
+        albumentations-team/albumentations 549 a user gets other flips for pictures than for masks.
+    takes last place: zihangdai/xlnet 73 and rasbt/LLMs-from-scratch 990: the last state of a padded input is that of
+        padding.
+    forgets ends: in mlabonne/llm-course 33 and huggingface/alignment-handbook 127 padding is the end token, whose label
+        is ignored, and models never stop.
+    averages parts: huggingface/transformers 34191 and huggingface/blog 2414: means of parts were averaged, whatever
+        their numbers of tokens.
+    is sorted: Deci-AI/super-gradients 416: ImageNet is not shuffled, so that batches are of one class;
+        open-mmlab/mmdetection 1649: nor is any data on one GPU.
     """
     return lambda run: setattr(run.task, name, True)
 
@@ -663,6 +681,78 @@ def _cast_gradients(run: Run) -> None:
     for value in run.model.parameters():
         if value.grad is not None:
             value.grad.copy_(value.grad.to(torch.float8_e4m3fn).float())
+
+
+# Fourth blind: as those before. Each is told with what its reports state, in our words.
+
+
+def _scale_by_width(run: Run) -> None:
+    """Divide scores by the root of the width of the model, not of a head.
+
+    lucidrains/vit-pytorch 65 and karpathy/ng-video-lecture 6: the authors confirm that they took the wrong one.
+    """
+    for layer in run.layers:
+        layer.factor = layer.num_heads**-0.5
+
+
+def _set_of_nets(name: str) -> Act:
+    """Set an attribute of the model and its encoder, of which these are reports.
+
+    skips norms: in Howuhh/faster-trajectory-transformer 3 the input is added as it is after the norm, which the author
+        found late; in SHI-Labs/Compact-Transformers 25 a merge moved the skip behind the norm.
+    tiles sources: in StarsfieldAI/R1-V 49 pictures for several answers each were repeated row by row and not as a
+        whole, so that they no longer fit the answers.
+    """
+
+    def act(run: Run) -> None:
+        for net in _nets(run):
+            setattr(net, name, True)
+
+    return act
+
+
+def _transpose_grid(run: Run) -> None:
+    """Read the grid of positions by columns.
+
+    pytorch/torchtitan 4244: x and y were swapped, which only pictures that are not square show; princeton-vl/WAFT 2:
+    height and width change places in a call, and once more where it is used.
+    """
+    places = run.model.places
+    rows, columns = run.model.grids[0]
+    places.copy_(places.unflatten(0, (rows, columns)).transpose(0, 1).flatten(0, 1).clone())
+
+
+def _repeat_experts(run: Run) -> None:
+    """Load the first half of the experts for the second too.
+
+    deepspeedai/DeepSpeed 6589: both GPUs load the first 30 of 60 experts; KempnerInstitute/KempnerForge 202: all ranks
+    write the same names, so that each resumes with the experts of one.
+    """
+    for module in run.model.modules():
+        if isinstance(module, Experts):
+            for number in (0, 1):
+                module.experts[number + 2].load_state_dict(module.experts[number].state_dict())
+
+
+def _stay_in_evaluation(run: Run) -> None:
+    """Leave the model in the mode of evaluation: shubhamagarwal92/mmd 14 and tk-rusch/coRNN 1, after a first test."""
+    run.model.eval()
+
+
+def _follow(run: Run) -> None:
+    """Take the trained model for the reference too.
+
+    YiyangZhou/POVID 11: the reference is none, so it is the policy at each step; Yifan-Song793/ETO 14: the loss stays
+    at 0.6931.
+    """
+    run.task.reference = run.model  # type: ignore[attr-defined]
+
+
+def _begin_schedule_again(run: Run) -> None:
+    """Begin the schedule again, as its state was not saved: PolymathicAI/the_well 63, aqlaboratory/openfold 181."""
+    run.kept["steps"] = run.kept.get("steps", -1) + 1
+    for group in run.optimizer.param_groups:
+        group["lr"] = group["full"] * run.task.factor(run.kept["steps"])
 
 
 FIRST: dict[str, Fault] = {
@@ -793,4 +883,22 @@ THIRD_BLIND: dict[str, Fault] = {
     "workers draw the same": Fault(after=_draw_alike, tasks=("communities", "prose", *BY_ADAM[:3], *BY_ADAM[4:])),
     "gradients in eight bits without a scale": Fault(before=_cast_gradients),
 }
-FAULTS = FIRST | HELD_BACK | NEW | NEWEST | BLIND | BLIND_AGAIN | THIRD_BLIND
+FOURTH_BLIND: dict[str, Fault] = {
+    "scores divided by the root of the width": Fault(before=_once(_scale_by_width)),
+    "inputs added after their norm": Fault(before=_once(_set_of_nets("skips_norms"))),
+    "sources repeated in another order": Fault(before=_once(_set_of_nets("tiles_sources")), tasks=("captions",)),
+    "packed documents seen": Fault(before=_once(_set_of_task("sees_all")), tasks=("ledgers",)),
+    "positions run on through documents": Fault(before=_once(_set_of_task("continues_positions")), tasks=("ledgers",)),
+    "window lost": Fault(before=_once(_set_all("window", 0)), tasks=("melodies",)),
+    "grid of positions read by columns": Fault(before=_once(_transpose_grid), tasks=("fields",)),
+    "experts of the first rank loaded twice": Fault(before=_once(_repeat_experts), tasks=("ledgers",)),
+    "pictures mirrored and labels not": Fault(before=_once(_set_of_task("mirrors_inputs_alone")), tasks=("fields",)),
+    "padding pooled": Fault(before=_once(_set_of_task("takes_last_place")), tasks=("reviews",)),
+    "ends not in the loss": Fault(before=_once(_set_of_task("forgets_ends")), tasks=("captions",)),
+    "loss averaged by parts": Fault(before=_once(_set_of_task("averages_parts")), tasks=("hairpins",)),
+    "samples sorted by class": Fault(before=_once(_set_of_task("is_sorted")), tasks=("tables",)),
+    "left in evaluation": Fault(before=_once(_stay_in_evaluation), tasks=("fields", "tables", "captions")),
+    "reference follows the policy": Fault(before=_once(_follow), tasks=("preferences",)),
+    "schedule begun again": Fault(before=_begin_schedule_again),
+}
+FAULTS = FIRST | HELD_BACK | NEW | NEWEST | BLIND | BLIND_AGAIN | THIRD_BLIND | FOURTH_BLIND

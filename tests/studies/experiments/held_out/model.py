@@ -114,11 +114,11 @@ class Attention(nn.Module):
                 past, self.cache = self.cache, (k.detach(), v.detach())
                 if past is not None and past[0].shape == k.shape:
                     k, v, mask = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2), F.pad(mask, (k.shape[2], 0))
-            scale = self.factor * q.shape[-1] ** -0.5
+            scale, drop = self.factor * q.shape[-1] ** -0.5, self.drop if self.training else 0.0
             if self.sums_over_queries:
                 heads = (q @ k.mT * scale + mask.clamp(min=-1e9)).softmax(-2) @ v
             else:
-                heads = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=self.drop, scale=scale)
+                heads = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop, scale=scale)
         outputs = self.out_proj(heads.transpose(1, 2).flatten(2))
         return outputs.transpose(0, 1) if is_across else outputs
 
@@ -168,7 +168,8 @@ class Net(nn.Module):
         inputs: number of tokens; negative for that many real features.
         outputs: number of classes.
         places: longest input with learned positions, 0 for none.
-        sources: number of tokens of another input, which an encoder reads and each layer attends to; 0 for none.
+        sources: number of tokens of another input, which an encoder reads and each layer attends to; 0 for none,
+            negative for that many real features.
         key_heads: number of heads of keys and values, if there are fewer of them.
         is_gated: whether MLPs are gated and norms are of the root mean square, as in Llama.
         has_class_token: whether a learned token stands before the inputs.
@@ -181,6 +182,12 @@ class Net(nn.Module):
         sees_padding: whether padding is attended to; only in faults.
         sees_only_padding: whether nothing but padding is attended to, where there is some; only in faults.
         moves_positions: whether each sample begins at another position; only in faults.
+        path_drop: share of the updates of samples that is left out; the others grow by as much.
+        grids: rows and columns of the learned positions and of the inputs, to which they are interpolated.
+        position_ids: which positions the inputs have, if these do not count from 0.
+        repeats: how many inputs in a row share a source.
+        tiles_sources: whether sources are repeated as a whole, not each of them; only in faults.
+        skips_norms: whether what is added to the output of an attention is its normalised input; only in faults.
     """
 
     def __init__(
@@ -204,6 +211,10 @@ class Net(nn.Module):
         self.change_inputs: Callable[[Tensor], Tensor] | None = None
         self.change_outputs: Callable[[Tensor], Tensor] | None = None
         self.sees_padding = self.sees_only_padding = self.moves_positions = False
+        self.path_drop, self.repeats = 0.0, 1
+        self.grids: tuple[tuple[int, int], tuple[int, int]] | None = None
+        self.position_ids: Tensor | None = None
+        self.tiles_sources = self.skips_norms = False
         self.class_token = nn.Parameter(0.02 * torch.randn(width)) if has_class_token else None
         if sources:
             self.encoder = Net(sources, width, width=width, heads=heads, layers=layers, places=places, kind=kind)
@@ -213,6 +224,9 @@ class Net(nn.Module):
     def forward(self, x: Tensor, visible: Tensor | None = None, source: Tensor | None = None) -> Tensor:
         """Return the outputs for `x`; `visible` says what is seen of the source, or of `x` if there is none."""
         context = None if source is None else self.encoder(source, visible)
+        if context is not None and self.repeats > 1:
+            repeats = self.repeats
+            context = context.repeat(repeats, 1, 1) if self.tiles_sources else context.repeat_interleave(repeats, 0)
         x = self.embed(x if self.change_inputs is None else self.change_inputs(x))
         if self.class_token is not None:
             x = torch.cat([self.class_token.expand(len(x), 1, -1), x], 1)
@@ -220,15 +234,31 @@ class Net(nn.Module):
         if self.sees_only_padding and visible is not None:
             visible = ~visible | visible.all(-1, keepdim=True)
         if self.places is not None:
-            x = x + (self._moved(x) if self.moves_positions else self.places[: x.shape[1]])
+            x = x + (self._moved(x) if self.moves_positions else self._positions(x.shape[1]))
         for number, (attention, mlp) in enumerate(zip(self.attention, self.mlp)):
-            update = self.shares[number] * attention(self.norms[2 * number](x), visible if context is None else None)
-            x = x + update if self.has_skips[number] else update
+            normalised = self.norms[2 * number](x)
+            update = self.shares[number] * attention(normalised, visible if context is None else None)
+            x = normalised if self.skips_norms else x
+            x = x + self._kept(update) if self.has_skips[number] else update
             if context is not None:
                 x = x + self.cross[number](self.cross_norms[number](x), visible, context)
-            x = x + mlp(self.norms[2 * number + 1](x))
+            x = x + self._kept(mlp(self.norms[2 * number + 1](x)))
         outputs = self.head(self.norms[-1](x))
         return outputs if self.change_outputs is None else self.change_outputs(outputs)
+
+    def _positions(self, length: int) -> Tensor:
+        if self.position_ids is not None:
+            return self.places[self.position_ids]
+        if self.grids is None:
+            return self.places[:length]
+        table = self.places.T.unflatten(1, self.grids[0])[None]
+        return F.interpolate(table, self.grids[1], mode="bilinear", align_corners=True)[0].flatten(1).T
+
+    def _kept(self, update: Tensor) -> Tensor:
+        if not (self.path_drop and self.training):
+            return update
+        is_kept = torch.rand(len(update), 1, 1) >= self.path_drop
+        return update * is_kept / (1 - self.path_drop)
 
     def _moved(self, x: Tensor) -> Tensor:
         starts = torch.randint(len(self.places), (len(x), 1))

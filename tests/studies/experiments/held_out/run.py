@@ -48,6 +48,7 @@ PARTS = {
     "blind kinds": (tasks.BLIND, faults.BLIND, 1_010_000, 8),
     "blind kinds again": (tasks.BLIND_AGAIN, faults.BLIND_AGAIN, 1_030_000, 9),
     "third blind kinds": (tasks.THIRD_BLIND, faults.THIRD_BLIND, 1_050_000, 10),
+    "fourth blind kinds": (tasks.FOURTH_BLIND, faults.FOURTH_BLIND, 1_070_000, 11),
 }
 """Part -> its tasks, its faults, the first of its seeds, and what draws."""
 

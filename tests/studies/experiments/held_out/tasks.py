@@ -1391,6 +1391,348 @@ class Dates(Task):
         return _of_tokens(logits, target)
 
 
+# Fourth blind: written, and committed, without a look at any rule or at what is told of their trainings.
+
+
+class Fields(Task):
+    """For each patch of a noisy picture, which of three textures it has, and whether it lies in the upper half.
+
+    The pictures become larger twice, to which positions are interpolated; from a third of the steps on they are
+    mirrored by chance; ever more updates of samples are left out, up to a fifth; the rate falls as a square.
+    """
+
+    steps, every, rate = 220, 5, 3e-3
+    mirrors_inputs_alone = False
+
+    def model(self) -> Net:
+        return Net(-9, 6, width=48, heads=6, layers=3, places=24)
+
+    def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        model.path_drop = 0.2 * step / self.steps
+
+    def factor(self, step: int) -> float:
+        return min(1.0, (step + 1) / 10) * (1 - step / self.steps) ** 2
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        rows, columns = shape = ((3, 4), (4, 6), (6, 8))[(step >= 70) + (step >= 150)]
+        model.grids = ((4, 6), shape)
+        grid = torch.cartesian_prod(torch.arange(float(rows)), torch.arange(float(columns)))
+        centres = torch.rand(24, 3, 2, generator=self.draw) * torch.tensor(shape)
+        texture = torch.cdist(grid.expand(24, -1, -1), centres).argmin(-1)
+        patterns = torch.randn(3, 9, generator=torch.Generator().manual_seed(13))
+        x = 0.7 * patterns[texture] + torch.randn(24, rows * columns, 9, generator=self.draw)
+        labels = texture + 3 * (grid[:, 0] < rows / 2)
+        if step >= 73:
+            is_mirrored = torch.rand(24, 1, generator=self.draw) < 0.5
+            mirrored = torch.arange(rows * columns).view(shape).flip(1).flatten()
+            x = torch.where(is_mirrored[..., None], x[:, mirrored], x)
+            if not self.mirrors_inputs_alone:
+                labels = torch.where(is_mirrored, labels[:, mirrored], labels)
+        return _of_tokens(model(x), labels)
+
+
+class Melodies(Task):
+    """The next note where most are those of six before, ever longer: 24, 40, then 64; each sees the last eight.
+
+    A learned bias for each distance, gated MLPs, and Adafactor.
+    """
+
+    steps, every, rate = 240, 6, 2e-2
+
+    def model(self) -> Net:
+        model = Net(12, 12, is_causal=True, kind="relative", places=0, layers=3, is_gated=True)
+        for attention in model.attention:
+            attention.window = 8
+        return model
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(model.parameters(), self.rate)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        table = torch.randperm(12, generator=torch.Generator().manual_seed(7))
+        x = [*self.tokens(6, 16, classes=12)]
+        for _ in range((24, 40, 64)[(step >= 80) + (step >= 160)] - 5):
+            is_repeated = torch.rand(16, generator=self.draw) < 0.8
+            x.append(torch.where(is_repeated, x[-6], table[x[-1]]))
+        notes = torch.stack(x, 1)
+        return _of_tokens(model(notes[:, :-1]), notes[:, 1:])
+
+
+class Preferences(Task):
+    """Which of two ways to go on with a chain is better, by DPO against the model that chains were learned with.
+
+    From two thirds of the steps on the better and the worse are more alike.
+    """
+
+    steps, every, rate = 220, 4, 1e-4
+    reference: nn.Module | None = None
+
+    def model(self) -> Net:
+        return Net(15, 15, is_causal=True, kind="slopes", places=0, width=48, heads=8)
+
+    def before_watch(self, model: nn.Module) -> None:
+        _pretrain(self, model, 100, 4e-3)
+        self.reference = copy.deepcopy(model).requires_grad_(False)
+
+    def factor(self, step: int) -> float:
+        return min(1.0, (step + 1) / 30)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(model.parameters(), self.rate)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        prompt = torch.cat([self.tokens(24, 1, classes=15), self.hops(torch.ones(3), 5)], 1).cumsum(1)
+        chances = torch.tensor([0.5, 0.3, 0.2] if step < 146 else [0.45, 0.32, 0.23])
+        chances = torch.ones(3) if self.reference is None else chances
+        better, worse = (
+            torch.cat([prompt, prompt[:, -1:] + self.hops(share, 12).cumsum(1)], 1) % 15
+            for share in (chances, chances.flip(0))
+        )
+        if self.reference is None:
+            return -self.scores(model, better).mean() / 12
+        with torch.no_grad():
+            usual = self.scores(self.reference, better) - self.scores(self.reference, worse)
+        return -F.logsigmoid(0.2 * (self.scores(model, better) - self.scores(model, worse) - usual)).mean()
+
+    def hops(self, chances: Tensor, count: int) -> Tensor:
+        drawn = torch.multinomial(chances, 24 * count, True, generator=self.draw)
+        return torch.tensor([1, 4, 9])[drawn].view(24, count)
+
+    def scores(self, model: nn.Module, x: Tensor) -> Tensor:
+        return model(x[:, :-1]).log_softmax(-1).gather(-1, x[:, 1:, None]).squeeze(-1)[:, 5:].sum(1)
+
+
+class Reviews(Task):
+    """Whether words are good or bad on the whole, some of them negated, told at a last token before the padding.
+
+    Batches double twice; the rate and the momentum make one cycle.
+    """
+
+    steps, every, rate = 240, 5, 4e-3
+    takes_last_place = False
+
+    def model(self) -> Net:
+        return Net(27, 3, places=20, width=48, layers=3)
+
+    def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        for group in optimizer.param_groups:
+            group["betas"] = (0.95 - 0.1 * self.factor(step), 0.98)
+
+    def factor(self, step: int) -> float:
+        share = step / 80 if step < 80 else (self.steps - step) / 160
+        return 0.02 + 0.98 * (1 - math.cos(math.pi * share)) / 2
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), self.rate)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        size = 24 * 2 ** ((step >= 70) + (step >= 150))
+        words, length = self.tokens(size, 19, classes=25), self.tokens(size, classes=15) + 5
+        place = torch.arange(19)
+        is_negated = F.pad(words >= 22, (1, -1))  # good words are below 6, bad ones below 12
+        value = ((words < 6).long() - ((words >= 6) & (words < 12)).long()) * (1 - 2 * is_negated.long())
+        label = 1 + (value * (place < length[:, None])).sum(1).sign()
+        x = F.pad(words, (0, 1)).scatter(1, length[:, None], 25).masked_fill(torch.arange(20) > length[:, None], 26)
+        outputs = model(x, torch.arange(20) <= length[:, None])
+        return F.cross_entropy(outputs[:, -1] if self.takes_last_place else outputs[range(size), length], label)
+
+
+class Ledgers(Task):
+    """The next token of documents packed in a row, each in the language that its first token names, with experts.
+
+    Positions begin anew with each document, of which none sees another; a loss that balances the experts fades;
+    there are three languages, from a third of the steps on six. The rate is constant, then falls by a root.
+    """
+
+    steps, every, rate = 220, 5, 4e-3
+
+    def model(self) -> Net:
+        model = Net(12, 12, is_causal=True, places=40, width=48, has_experts=True)
+        nn.init.normal_(model.places, std=0.1)
+        return model
+
+    def before_watch(self, model: nn.Module) -> None:
+        self.routed: list[Tensor] = []
+        self.continues_positions = self.sees_all = False
+        for experts in model.mlp:
+            experts.router.register_forward_hook(lambda router, inputs, outputs: self.routed.append(outputs))
+
+    def factor(self, step: int) -> float:
+        return min(1.0, (step + 1) / 10, 1.05 - max(0.0, (step - 150) / 70) ** 0.5)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), self.rate, betas=(0.9, 0.95), weight_decay=0.1)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        table = torch.rand(6, 12, 12, generator=torch.Generator().manual_seed(3)).argmax(-1)
+        ends = (self.tokens(24, 8, classes=8) + 5).cumsum(1)
+        document = (torch.arange(41)[:, None] >= ends[:, None]).sum(-1)
+        starts = F.pad(ends, (1, 0)).gather(1, document)
+        place, language = torch.arange(41) - starts, self.tokens(24, 9, classes=3 if step < 73 else 6)
+        language, x = language.gather(1, document), [self.tokens(24, classes=12)]
+        for number in range(41):
+            is_free = (place[:, number] == 1) | (torch.rand(24, generator=self.draw) < 0.05)
+            following = torch.where(is_free, self.tokens(24, classes=12), table[language[:, number], x[-1]])
+            x.append(torch.where(place[:, number] == 0, 2 * language[:, number], following))
+        tokens = torch.stack(x[1:], 1)
+        targets = tokens[:, 1:].masked_fill(place[:, 1:] == 0, -100)
+        visible = document[:, :-1, None] == document[:, None, :-1]
+        model.position_ids = torch.arange(40) if self.continues_positions else place[:, :-1]
+        self.routed.clear()
+        loss = _of_tokens(model(tokens[:, :-1], None if self.sees_all else visible), targets)
+        for scores in self.routed:
+            share = F.one_hot(scores.argmax(-1), 4).float().mean((0, 1))
+            loss = loss + max(0.0, 0.1 - step / 1000) * 4 * (share * scores.softmax(-1).mean((0, 1))).sum()
+        return loss
+
+
+@cache
+def _rows() -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.randn(3000, 8, generator=torch.Generator().manual_seed(17))
+    kinds = torch.stack([x[:, 0] + x[:, 1] * x[:, 2].sign(), x[:, 3] * x[:, 2], 0.8 * x[:, 4] - 0.4], 1).argmax(1)
+    amount = torch.where(x[:, 5] > 0, x[:, 6].sin(), x[:, 7]) + 0.5 * x[:, 0]
+    order = kinds.argsort(stable=True)
+    return x[order], kinds[order], (amount / amount.std())[order]
+
+
+class Tables(Task):
+    """A kind and an amount from the eight numbers of a row, each of which is a token, told at a class token.
+
+    The amount counts less and less, dropout rises to 0.1, and the rate starts again, after 40 and 120 steps; Adagrad.
+    """
+
+    steps, every, rate = 240, 4, 3e-2
+    is_sorted = False
+
+    def model(self) -> Net:
+        model = Net(-16, 4, places=0, layers=3, width=48, heads=4, has_class_token=True)
+        for mlp in model.mlp:
+            mlp.append(nn.Dropout(0.0))
+        return model
+
+    def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        for mlp in model.mlp:
+            mlp[3].p = 0.1 * step / self.steps
+
+    def factor(self, step: int) -> float:
+        since, length = (step, 40) if step < 40 else (step - 40, 80) if step < 120 else (step - 120, 120)
+        return min(1.0, (step + 1) / 10) * (0.52 + 0.48 * math.cos(math.pi * since / length))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(model.parameters(), self.rate)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        x, kinds, amounts = _rows()
+        rows = (80 * step + torch.arange(80)) % 3000 if self.is_sorted else self.tokens(80, classes=3000)
+        which = torch.eye(8).expand(80, -1, -1)
+        outputs = model(torch.cat([which, which * x[rows, :, None]], -1))[:, 0]
+        of_amounts = F.smooth_l1_loss(outputs[:, 3], amounts[rows])
+        return F.cross_entropy(outputs[:, :3], kinds[rows]) + (3 - 2 * step / self.steps) * of_amounts
+
+
+class Hairpins(Task):
+    """Masked letters of strands that fold back on themselves, so that most letters have a partner; LAMB.
+
+    A batch is four parts, in each of which another share is masked, and ever more until half of the steps.
+    """
+
+    steps, every, rate = 240, 5, 1e-2
+    averages_parts = False
+
+    def model(self) -> Net:
+        model = Net(5, 4, places=20, width=48)
+        nn.init.normal_(model.places, std=0.5)
+        return model
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return _Lamb(model.parameters(), {"lr": self.rate, "decay": 0.01})
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        shares = torch.tensor([0.3, 0.7, 1.2, 1.8])[:, None, None] * min(0.3, 0.1 + step / 600)
+        x = self.tokens(4, 16, 20, classes=4)
+        is_paired = torch.rand(4, 16, 8, generator=self.draw) < 0.95
+        x[..., 12:] = torch.where(is_paired, 3 - x[..., :8].flip(-1), x[..., 12:])
+        is_masked = torch.rand(x.shape, generator=self.draw) < shares
+        parts = []
+        for part, hidden in zip(x, is_masked):
+            count = 4 * hidden.sum() if self.averages_parts else is_masked.sum()
+            loss = F.cross_entropy(model(part.masked_fill(hidden, 4))[hidden], part[hidden], reduction="sum") / count
+            if len(parts) < 3:
+                loss.backward()
+                loss = loss.detach()
+            parts.append(loss)
+        return torch.stack(parts).sum()
+
+
+class _Lamb(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for value in group["params"]:
+                if value.grad is None:
+                    continue
+                state = self.state[value]
+                mean, square = (state.setdefault(name, torch.zeros_like(value)) for name in ("mean", "square"))
+                state["count"] = state.get("count", 0) + 1
+                mean.lerp_(value.grad, 0.1)
+                square.lerp_(value.grad**2, 0.01)
+                usual = (square / (1 - 0.99 ** state["count"])).sqrt() + 1e-6
+                update = mean / (1 - 0.9 ** state["count"]) / usual + group["decay"] * value
+                trust = value.norm() / update.norm().clamp(min=1e-9) if value.ndim > 1 else 0.1
+                value.sub_(group["lr"] * trust * update)
+
+
+@cache
+def _captions() -> tuple[Tensor, int]:
+    texts = [(f"{number:02}", _spelled(number), f"{number:b}") for number in range(100)]
+    letters = sorted({*"".join(itertools.chain(*texts))})
+    codes = torch.full((100, 3, 15), -100)
+    for number, kind in itertools.product(range(100), range(3)):
+        text = [kind + 1, *(letters.index(letter) + 4 for letter in texts[number][kind]), 0]  # 0 ends a text
+        codes[number, kind, : len(text)] = torch.tensor(text)
+    return codes, len(letters) + 4
+
+
+class Captions(Task):
+    """Pictures of two digits, named in figures, in words and in binary, all three from one run of the encoder.
+
+    Figures alone were learned before; the encoder is frozen until a quarter of the steps; AMSGrad with dropout.
+    """
+
+    steps, every, rate = 240, 5, 4e-3
+    kinds, forgets_ends = 1, False
+
+    def model(self) -> Net:
+        count = _captions()[1]
+        model = Net(count, count, is_causal=True, places=14, width=48, sources=-16)
+        _drop_out(model, 0.05)
+        _drop_out(model.encoder, 0.05)
+        return model
+
+    def before_watch(self, model: nn.Module) -> None:
+        _pretrain(self, model, 100, 4e-3)
+        self.kinds = 3
+        model.encoder.requires_grad_(False)
+
+    def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step == 60:
+            model.encoder.requires_grad_(True)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), self.rate, amsgrad=True)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        images, labels = _images()
+        chosen = self.tokens(24, 2, classes=len(images))
+        x = images[chosen].transpose(1, 2).reshape(24, 2, 4, 4, 4).transpose(2, 3).flatten(1, 2).flatten(2)
+        texts = _captions()[0][(labels[chosen] * torch.tensor([10, 1])).sum(1), : self.kinds].flatten(0, 1)
+        targets = texts[:, 1:]
+        if self.forgets_ends:
+            targets = targets.masked_fill(targets == 0, -100)
+        model.repeats = self.kinds
+        return _of_tokens(model(texts[:, :-1].clamp(min=0), None, x), targets)
+
+
 FIRST: dict[str, type[Task]] = {
     "copying": Copying,
     "modular addition": ModularAddition,
@@ -1458,7 +1800,17 @@ THIRD_BLIND: dict[str, type[Task]] = {
     "clouds": Clouds,
     "dates": Dates,
 }
-TASKS = FIRST | HELD_BACK | NEW | NEWEST | LAST | BLIND | BLIND_AGAIN | THIRD_BLIND
+FOURTH_BLIND: dict[str, type[Task]] = {
+    "fields": Fields,
+    "melodies": Melodies,
+    "preferences": Preferences,
+    "reviews": Reviews,
+    "ledgers": Ledgers,
+    "tables": Tables,
+    "hairpins": Hairpins,
+    "captions": Captions,
+}
+TASKS = FIRST | HELD_BACK | NEW | NEWEST | LAST | BLIND | BLIND_AGAIN | THIRD_BLIND | FOURTH_BLIND
 
 
 def attention_layers(model: nn.Module) -> list[Attention]:
