@@ -115,7 +115,7 @@ class ModelInputs:
         if step is None or not (tokens or step.op in ops.MAPS):
             return
         parameter = next((view.cell.parameter for view in step.inputs if view.cell.parameter), "")
-        name = name_without_wrappers(parameter.rpartition(".")[0])  # of its module
+        name = name_without_wrappers(parameter.rpartition(".")[0]) or parameter  # of its module
         if not name or name in self._tensors:
             return
         with _disable_current_modes(), torch.no_grad():
