@@ -426,8 +426,8 @@ def _tell_labels(before: int | str, after: int | str) -> Clauses:
 
 def _may_be_right(clause: str) -> bool:
     # A model may shift its tokens itself, rewards of zero train nothing, an output may be unused, documents be long.
-    known = _NONE_HIDDEN, _NOT_NEXT.format(_token_in_words(0))
-    return clause in known or IGNORED in clause or UNUSED in clause
+    healthy = _NONE_HIDDEN, _NOT_NEXT.format(_token_in_words(0))
+    return clause in healthy or IGNORED in clause or UNUSED in clause
 
 
 def _sees_ahead(each: Facts, trained: LabelOffset) -> bool | None:
