@@ -50,7 +50,7 @@ MEANING = (
     "confirmed by the next; a notice of what changes from reading to reading. "
     f"Then {_ACTION}."
 )
-_FIRST = {1, 2, 4, 7, 12, 14, 16, 18}  # readings after the first one; fewer than half of the first ten, as these cost most
+_FIRST = {1, 2, 4, 7, 12, 14, 16, 18}  # readings after the first; less than half of the first ten, as they cost most
 _FEWEST = 4  # forwards from which it is known what varies in them
 _ROUNDING = 0.02  # of rotary tables in bf16
 _LOOKS = {GRADIENTS: "a step", PLACES: "a step", STILL: "each reading"}  # that values come from, if not a forward
