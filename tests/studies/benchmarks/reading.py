@@ -127,12 +127,12 @@ class Host:
         return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
     def operations(self) -> int:
-        """Operations of a step with a reading beyond those of a bare one."""
+        """Operations of a step with a reading beyond those of a bare one: the median of eleven, as some are compared."""
         counts = []
-        for training in (self.watched, self.alone):
-            counts.append(operations(training.step))
-            training.step()
-        return counts[0] - counts[1]
+        for _ in range(11):
+            counts.append(operations(self.watched.step))
+            self.watched.step()
+        return statistics.median(counts) - operations(self.alone.step)
 
 
 class Calls(TorchDispatchMode):
