@@ -43,8 +43,7 @@ class TensorBoard(Curves):
 
     def write(self, record: Record) -> None:
         """Write one record."""
-        for tag, value in curves(record, self._metrics).items():
-            self._target.add_scalar(tag, value, record.step)
+        self._write_curves(curves(record, self._metrics), record.step)
         lines = [_as_markdown(alert) for alert in record.alerts]
         lines += [f"**{action.name}**: {action.message}" for action in record.actions]
         if lines:
@@ -55,6 +54,18 @@ class TensorBoard(Curves):
     def close(self) -> None:
         """Write out what is buffered."""
         self._target.flush()
+
+    def _write_curves(self, values: Mapping[str, float], step: int) -> None:
+        """Write all curves as one event, as each event wakes the thread of the writer."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from torch.utils.tensorboard import SummaryWriter
+
+        if getattr(type(self._target), "add_scalar", None) is SummaryWriter.add_scalar and self._target.file_writer:
+            together = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+            self._target.file_writer.add_summary(together, step)
+        else:
+            for tag, value in values.items():
+                self._target.add_scalar(tag, value, step)
 
 
 class Wandb(Curves):

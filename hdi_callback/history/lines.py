@@ -82,5 +82,7 @@ def plain(data: Any, digits: int = 17) -> Any:
             return [*map(float, (f"%.{digits}g " * len(data) % tuple(data)).split())]
         return [plain(item, digits) for item in data]
     if isinstance(data, dict):
+        if set(map(type, data.values())) == {float}:
+            return dict(zip(data, plain([*data.values()], digits)))
         return {key: plain(item, digits) for key, item in data.items()}
     return data

@@ -208,8 +208,9 @@ class HeadSession(Watcher):
     @guarded("watching a step", passes=MISUSE)
     def _leave_step(self) -> None:
         # A compiled step calls no hook: it was announced, and has written into the weights.
-        is_written = not self._loop.optimizers or self._versions != self._loop.versions
-        is_announced = self._versions is not None and is_written
+        is_announced = self._versions is not None and (
+            not self._loop.optimizers or self._versions != self._loop.versions
+        )
         self._idle += 1
         if self._has_stepped or is_announced:
             self._loop.step += 1

@@ -7,6 +7,7 @@ import io
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 from torch.utils.tensorboard import SummaryWriter
 
 from hdi_callback.dashboards import Curves, TensorBoard, sink_for
@@ -41,6 +42,25 @@ def test_the_event_file_has_the_curves_two_pictures_and_one_text_for_one_event(t
     words = text.tensor_proto.string_val[0].decode()
     assert words.startswith("**new, warning** (hdi explain worst pair): heads 1 and 3 of model.layers.7.self_attn are")
     assert "    interventions=[ReviveHeads()]\n" in words
+
+
+def test_a_reading_is_one_event_but_for_a_writer_with_an_add_scalar_of_its_own(tmp_path):
+    class Doubling(SummaryWriter):
+        def add_scalar(self, tag, scalar_value, *args, **kwargs):
+            super().add_scalar(tag, 2 * scalar_value, *args, **kwargs)
+
+    (record,) = collapsing(2, 4, 1, layer=1, pair=(1, 3))
+    expected = curves(record)
+    for kind, factor, count in ((SummaryWriter, 1, 1), (Doubling, 2, len(expected))):
+        sink = TensorBoard(kind(str(tmp_path / kind.__name__)))
+        sink.write(record)
+        sink.close()
+        (file,) = (tmp_path / kind.__name__).iterdir()
+        events = [event.summary.value for event in LegacyEventFileLoader(str(file)).Load()]
+        events = [[value for value in event if value.HasField("simple_value")] for event in events]
+        written = {value.tag: value.simple_value for event in events for value in event}
+        assert written == pytest.approx({tag: factor * value for tag, value in expected.items()}, rel=1e-6)
+        assert sum(map(bool, events)) == count
 
 
 def test_metrics_that_are_asked_for_have_curves_too(tmp_path):

@@ -127,7 +127,7 @@ class Host:
         return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
     def operations(self) -> int:
-        """Operations of a step with a reading beyond those of a bare one: the median of eleven, as some are compared."""
+        """Operations of a step with a reading beyond those of a bare one: median of eleven, as some are compared."""
         counts = []
         for _ in range(11):
             counts.append(operations(self.watched.step))
