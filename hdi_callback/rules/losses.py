@@ -19,6 +19,8 @@ one without."""
 LONG, LASTS, HIGH = 15, 3, 4.0
 """Readings that a loss is above all of, at how many in a row, and by how many usual changes, to be told as broken."""
 
+NOISE = 2.5  # usual changes above its least that a median is at its best: the least of many is lucky
+
 _APART = 3  # fewest steps between losses that are kept, so that a window of readings is one of steps as well
 
 
@@ -100,4 +102,5 @@ class Losses:
             median = statistics.median(latest)
             self._best = min(self._best, (median, max(latest)))
             is_falling = len(earlier) == SMOOTHED and median < min(earlier)
-            self.is_good = is_falling or median <= self._best[1]
+            usual = statistics.median(abs(second - first) for first, second in pairwise(losses))
+            self.is_good = is_falling or median <= max(self._best[1], self._best[0] + NOISE * usual)

@@ -8,6 +8,7 @@ import pytest
 
 from hdi_callback.record import Alert, LayerRecord, Record
 from hdi_callback.rules import Alerts
+from hdi_callback.rules.losses import Losses
 
 
 def told(losses, *, change="", at=20, level="notice", since=19, entropies=()):
@@ -117,3 +118,21 @@ def test_a_cause_that_is_read_after_the_loss_was_told_is_told_with_it():
     *_, (first, _, _), (second, level, text) = alone(noisy(0.5, 20), others={25: (cause,)})
     assert (first, second, level) == (22, 25, "warning")
     assert text.endswith("after this: the forward has changed")
+
+
+def share_that_is_good(rise):
+    """Judge 40 losses that stand still but for noise 160 readings long, the last 20 of them higher by `rise`."""
+    verdicts = []
+    for seed in range(40):
+        draw, losses = random.Random(seed), Losses()
+        for reading in range(160):
+            loss = 2 + draw.gauss(0, 0.1) + rise * (reading >= 140)
+            losses.judge(Record(5 * reading, {}, loss=loss))
+            losses.note(loss)
+            verdicts += [losses.is_good] if reading >= (145 if rise else 8) else []
+    return sum(verdicts) / len(verdicts)
+
+
+def test_a_loss_that_stands_still_is_good_however_long_it_does_and_a_higher_one_is_not():
+    assert share_that_is_good(0.0) > 0.95
+    assert share_that_is_good(0.4) < 0.15
