@@ -339,9 +339,9 @@ def _is_users(module: str) -> bool:
 
 
 @functools.cache
-def _is_not_entered(module: str | None) -> bool:
+def _is_not_entered(module: object) -> bool:
     """Whether objects and classes of a module are left alone."""
-    return module is None or any(
+    return not isinstance(module, str) or any(  # before Python 3.11 that of a type of C may be a descriptor
         module == name or module.startswith(name if name.endswith("_") else f"{name}.") for name in _NOT_ENTERED
     )
 

@@ -210,7 +210,10 @@ class Tape(Mode):
         # A storage's address is not used again while it is held.
         self._cells: dict[int, tuple[StorageWeakRef, Cell]] = {}
         self.normalisers = Normalisers()
-        self._paths = {module: name for name, module in model.named_modules()}
+        # As they are now: the model may be changed, and evaluated, until the tape is read.
+        self.modules = dict(model.named_modules())
+        self.training = {name for name, module in self.modules.items() if module.training}
+        self._paths = {module: name for name, module in self.modules.items()}
         for name, parameter in model.named_parameters():
             self._add(name, parameter, WEIGHT)
         for name, buffer in model.named_buffers():
@@ -308,7 +311,7 @@ class Tape(Mode):
     def _put_together(self, key: int, tensor: Tensor) -> Cell | None:
         """Return the cell of a parameter that lies elsewhere while its module runs, as FSDP gathers it."""
         outer = running_module(self._paths)
-        module = None if outer is None else self.model.get_submodule(outer)
+        module = None if outer is None else self.modules[outer]
         for name, parameter in module.named_parameters(recurse=False) if module is not None else ():
             path = f"{outer}.{name}".lstrip(".")
             if path not in self.local:

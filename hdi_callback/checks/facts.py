@@ -234,12 +234,12 @@ def _sources(tape: Tape) -> dict[Cell, dict[int, Tensor | None]]:
 def _of_step(labels: Labels, step: Step) -> dict[str, Any]:
     """Return what is known of a softmax without its queries, keys and values."""
     line = step.line.replace("\\", "/")
-    module = labels.tape.model.get_submodule(step.path or "")
-    window = getattr(module, "sliding_window", None)
+    path = step.path or ""
+    window = getattr(labels.tape.modules[path], "sliding_window", None)
     return {
-        "path": step.path or "",
+        "path": path,
         "line": "" if "/torch/nn/" in line else line.rpartition("/")[2],  # without folders, and nothing of torch's own
-        "is_training": module.training,
+        "is_training": path in labels.tape.training,
         "is_renormalised": step.op in SOFTMAX_LIKE and bool(sums_of(step)),
         "window": window if type(window) is int and window > 1 else 0,
     }

@@ -184,7 +184,7 @@ class Contract:
         self._forwards += bool(tapes)
         values: dict[Key, Any] = {}
         for tape, facts in tapes:
-            mode = int(tape.model.training)
+            mode = int("" in tape.training)
             before = {key: at for key, (_, at) in self._latest.items() if key[1:] == (mode, OPERATIONS)}
             for group, modules in [*operations_of(tape, facts).items(), *((key[0], {}) for key in before)]:
                 values.setdefault((group, mode, OPERATIONS), {}).update(modules)

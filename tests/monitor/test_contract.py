@@ -67,6 +67,37 @@ def test_as_many_changes_are_told_as_the_page_says():
     assert counts == (3, 31, 31)
 
 
+def test_a_reading_that_is_judged_while_the_model_is_evaluated_tells_what_its_forward_did():
+    change = CHANGES["dropout at 0.9"]
+    ways = Ways(**change.ways)
+    model, alerts = Model(ways), []
+    with HeadDiversityMonitor(model) as monitor:
+        for step in range(30):
+            if step >= START:
+                change.act(ways, step)
+            monitor.arm()
+            model(batch(step)).backward()
+            reading = monitor.measure(step)
+            model.eval()  # as an evaluation after this step does, while the worker judges
+            alerts += reading.record().alerts
+            model.train()
+    assert [alert.level for alert in alerts] == ["warning"]
+    assert change.tells in alerts[0].message
+
+
+def test_a_reading_that_is_judged_after_a_block_was_removed_is_that_of_its_forward(recwarn):
+    model = Model(Ways())
+    with HeadDiversityMonitor(model) as monitor:
+        for step in range(4):
+            monitor.arm()
+            model(batch(step)).backward()
+            reading = monitor.measure(step)
+            layers, model.layers = model.layers, model.layers[:1]
+            assert reading.record().alerts == ()
+            model.layers = layers
+    assert not [each for each in recwarn if "failed" in str(each.message)]
+
+
 @pytest.mark.parametrize("name", HEALTHY)
 def test_nothing_is_told_of_batches_lengths_padding_and_positions_that_change(name):
     assert train(HEALTHY[name])[0] == []

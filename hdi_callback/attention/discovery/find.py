@@ -256,7 +256,7 @@ class _Layers:
 
     def _refuse(self, path: str, reason: str) -> None:
         name = layer_name(path)
-        self._refused[name] = Refusal(name, reason, type(self._model.get_submodule(path)).__name__)
+        self._refused[name] = Refusal(name, reason, type(self._tape.modules[path]).__name__)
 
     def _add(self, attn: FoundAttention) -> None:
         for place, maps in enumerate([attn.maps, *attn.streams]):
@@ -295,7 +295,7 @@ class _Layers:
         name = layer_name(path)
         namesakes = sum(layer.name.partition("#")[0] == name for layer in self._layers.values())
         return AttentionLayer(
-            f"{name}#{namesakes + 1}" if namesakes else name, self._model.get_submodule(path), weights,
+            f"{name}#{namesakes + 1}" if namesakes else name, self._tape.modules[path], weights,
             kind=_kind(attn, chosen), key_of=of_heads["key"], value_dim=value_dim,
             value_of=of_heads.get("value", tuple(range(attn.heads))),
             normed=frozenset(role for role in IN if NORMED.of(role) in attn.flags),
@@ -326,7 +326,7 @@ class _Layers:
         """Return the module that is called with the heads side by side; a parameter of the layer's own has none."""
         owners = {parameter.rpartition(".")[0] for parameter in base.names} if base is not None else set()
         owner = owners.pop() if len(owners) == 1 else name
-        module = self._model.get_submodule(owner)
+        module = self._tape.modules[owner]
         is_layer = owner == name or name.startswith(f"{owner}.") or not owner
         return None if is_layer or isinstance(module, _NEVER_CALLED) else module
 
