@@ -120,7 +120,7 @@ def test_the_twelve_arguments_are_written_out_in_signature_and_docstring(callbac
     assert [name for name in parameters if name in NAMES] == NAMES
     assert all(parameters[name].default == expected[name].default for name in NAMES)
     assert all(parameters[name].annotation != inspect.Parameter.empty for name in NAMES)
-    assert all(f"\n        {name}: " in callback.__doc__ for name in NAMES), "and described"
+    assert all(f"\n    {name}: " in inspect.getdoc(callback) for name in NAMES), "and described"
 
 
 @pytest.mark.parametrize("callback", [HDICallback, HDITrainerCallback])
