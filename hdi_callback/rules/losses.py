@@ -38,6 +38,7 @@ class Losses:
 
     def __init__(self) -> None:
         self.is_good = False  # smoothed over five readings, at its best so far but for noise, or falling
+        self.bad = SMOOTHED  # losses in a row at which it was not, as if before the first it never was
         self._latest: dict[int, float] = {}  # step -> loss, 32 at most
         self._best = (math.inf, math.inf)  # least median, and the largest loss among those it is of
         self._step = 0  # of the last reading
@@ -92,9 +93,10 @@ class Losses:
         if loss is None:
             return
         if not math.isfinite(loss):
-            self.is_good = False
+            self.is_good, self.bad = False, SMOOTHED
             return
-        if not self._latest or self._step - [*self._latest][-1] >= _APART:
+        is_kept = not self._latest or self._step - [*self._latest][-1] >= _APART
+        if is_kept:
             self._latest = dict([*self._latest.items(), (self._step, loss)][-32:])
         losses = [*self._latest.values()]
         earlier, latest = losses[-2 * SMOOTHED : -SMOOTHED], losses[-SMOOTHED:]
@@ -104,3 +106,5 @@ class Losses:
             is_falling = len(earlier) == SMOOTHED and median < min(earlier)
             usual = statistics.median(abs(second - first) for first, second in pairwise(losses))
             self.is_good = is_falling or median <= max(self._best[1], self._best[0] + NOISE * usual)
+        if is_kept:
+            self.bad = 0 if self.is_good else self.bad + 1

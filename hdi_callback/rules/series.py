@@ -66,6 +66,7 @@ class Series:
         self.writes: dict[int, int] = {}  # head -> step at which an intervention has written its weights
         self.writer = ""  # which intervention wrote which heads at which step last, in words
         self.is_loss_good = False  # whether the training loss is at its best or falling, see `Losses`
+        self.bad_losses = 0  # at how many losses in a row it was not
 
     def append(self, row: Row) -> None:
         """Add a reading; of the one before only its values and its closest pairs are kept."""

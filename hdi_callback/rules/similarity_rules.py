@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from hdi_callback.record import Level
 from hdi_callback.rules import groups as alike
+from hdi_callback.rules.losses import SMOOTHED
 from hdi_callback.rules.rule import Finding, Rule
 from hdi_callback.rules.series import Series
 
@@ -181,5 +182,5 @@ class MergedValues(Rule):
             f"{{heads}} write alike{', group by group' if len(groups) > 1 else ''}",
             f"largest cosine of their OV circuits {series.change('circuit_ov_worst')}",
             groups=groups,
-            level="notice" if series.is_loss_good and was_notice else "warning",
+            level="notice" if series.bad_losses < SMOOTHED and was_notice else "warning",
         )
