@@ -67,15 +67,20 @@ def _harmless(method: Callable[..., None]) -> Callable[..., None]:
 
 @dataclass(eq=False)
 class _Call:
-    """A call that is looked at while it runs."""
+    """A call that is looked at while it runs; its hook ends no other call, as of another thread or within it."""
 
     module: nn.Module
-    handle: RemovableHandle  # of the hook after it
+    ended: Callable[..., None]
     tape: Tape | None
     recording: Any  # of a first call
     trains: bool = True
     is_given_up: bool = False  # as something compiled turned up
     ran: set[nn.Module] = field(default_factory=set)
+    handle: RemovableHandle = field(init=False)  # of the hook after it
+
+    def end(self, module: nn.Module, *returned: Any) -> None:
+        """Tell of its arguments and its output, as a hook on the module."""
+        self.ended(self, *returned)
 
 
 class _Here(threading.local):
@@ -255,12 +260,10 @@ class FirstCalls:
             self._before_armed(module, args, kwargs)
 
     @_harmless
-    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        calls = self._here.calls
-        if not calls or calls[-1].module is not module:
+    def _after(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if self._here.calls[-1:] != [call]:
             return
-        call = calls.pop()
-        call.handle.remove()
+        self._here.calls.pop().handle.remove()
         if call.tape is not None:
             take_off(call.tape)
         has_raised = sys.exc_info()[0] is not None and output is None
@@ -277,8 +280,8 @@ class FirstCalls:
 
     def _begin(self, module: nn.Module, tape: Tape | None, recording: Any = None, *, trains: bool = True) -> _Call:
         """Look at a call until it has returned."""
-        handle = module.register_forward_hook(Hook(self, "_after"), with_kwargs=True, always_call=True)
-        call = _Call(module, handle, tape, recording, trains)
+        call = _Call(module, self._after, tape, recording, trains)
+        call.handle = module.register_forward_hook(Hook(call, "end"), with_kwargs=True, always_call=True)
         self._here.calls.append(call)
         if tape is not None:
             tape.__enter__()

@@ -83,7 +83,7 @@ class LossLabels:
 
     @guarded("looking at what the loss trains")
     def _look(self, number: int, softmax: Tensor, name: str, gradients: Sequence[Tensor | None]) -> None:
-        gradient = gradients[number]
+        gradient = None if torch.compiler.is_compiling() else gradients[number]
         if gradient is not None and name not in self._paths:
             path = path_to_loss(torch._C._current_autograd_node())
             self._paths |= {} if path is None else {name: path}

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
 from itertools import islice
-from types import FrameType
 from typing import Any
 
 from torch.autograd import graph
@@ -53,7 +50,10 @@ def node_name(node: Any) -> str:
 
 def path_to_loss(output: Any) -> frozenset[str] | None:
     """Return the operations between the loss of the backward that runs and a node that it has reached."""
-    losses = [each.grad_fn for frame in _backwards() for each in frame.f_locals.get("t_outputs", ())]
+    # On CUDA hooks run in threads of their own.
+    frames = walk_back(sys._current_frames().values(), lambda frame: filter(None, [frame.f_back]))
+    backwards = [frame for frame in frames if frame.f_code is graph._engine_run_backward.__code__]
+    losses = [each.grad_fn for frame in backwards for each in frame.f_locals.get("t_outputs", ())]
 
     def after(node: Any) -> list[Any]:
         return [] if node is output else [other for other, _ in node.next_functions if other]
@@ -70,14 +70,6 @@ def path_to_loss(output: Any) -> frozenset[str] | None:
     return frozenset([*texts, *(f"a second {text}" for text in texts if texts.count(text) > 1)])
 
 
-def _backwards() -> Iterator[FrameType]:
-    for frame in [*sys._current_frames().values()]:  # on CUDA hooks run in threads of their own
-        while frame is not None:
-            if frame.f_code is graph._engine_run_backward.__code__:
-                yield frame
-            frame = frame.f_back  # type: ignore[assignment]
-
-
 def _shown(node: Any) -> list[str]:
     """Return the operation of a node with its numbers, and along which axes it repeats what it takes."""
     name = node_name(node)
@@ -88,10 +80,11 @@ def _shown(node: Any) -> list[str]:
     sizes = [tuple(each[at].shape) for each, at in takes if at < len(each)]
     texts = []
     for attribute in _NUMBERS:
-        with suppress(AttributeError, RuntimeError):  # it has none, or a tensor that is freed
+        # A function of the user's may keep anything by this name, and what is a tensor goes through the user's hooks.
+        if hasattr(type(node), f"_saved_{attribute}") and not hasattr(type(node), f"_raw_saved_{attribute}"):
             value = getattr(node, f"_saved_{attribute}")
             values = value if isinstance(value, tuple) else [value] * (value is not None)
-            numbers = [at - 2**64 * (at >= 2**63) for at in values]
+            numbers = [at - 2**64 * (isinstance(at, int) and at >= 2**63) for at in values]
             if attribute == "dim" and sizes:
                 numbers = [at - len(sizes[0]) * (at >= 0) for at in numbers]  # from the end
             texts += [f"{attribute} {listed(numbers)}"] if numbers else []

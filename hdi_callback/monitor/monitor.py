@@ -17,7 +17,7 @@ from typing_extensions import Self
 from hdi_callback.arguments import strings, torch_module, whole_number
 from hdi_callback.attention.capture.capture import Capture, Captured
 from hdi_callback.attention.capture.padding import PaddingChoice
-from hdi_callback.attention.discovery.find import TapeReader, in_model_order, survey_tape
+from hdi_callback.attention.discovery.find import TapeReader, in_model_order, layer_name, survey_tape
 from hdi_callback.attention.dtensors import IN_PIECES, is_in_first_fsdp
 from hdi_callback.attention.extra_forward import inner_model
 from hdi_callback.attention.first_calls import FirstCalls
@@ -174,6 +174,7 @@ class HeadDiversityMonitor:
 
     def pause(self) -> None:
         """Remove the hooks for an evaluation, which runs as without a monitor; samples stay."""
+        self._first_calls.forget_calls()
         if self.layers:
             self._first_calls.pause()
         if self._capture is not None:
@@ -215,6 +216,7 @@ class HeadDiversityMonitor:
             RuntimeError: if ranks measure alone, and hold parts of weights.
         """
         whole_number("step", step, least=0, example=100)
+        self._leave_moved()
         if not self.layers:
             raise NothingToWatchError(f"{self.why_nothing()}\nRun a forward of the model before the first reading.")
         absent, calls = Absent(), self._first_calls.called
@@ -364,6 +366,17 @@ class HeadDiversityMonitor:
                 for forward in self._first_forwards:
                     forward.hand_over(self._capture)
                 self._forget_first()
+
+    def _leave_moved(self) -> None:
+        """Watch no layer any more whose module is not where it was found: names of its weights lead to others."""
+        names = {module: layer_name(path) for path, module in self._model.named_modules()}
+        moved = [layer for layer in self.layers if names.get(layer.module) != layer.name.partition("#")[0]]
+        if moved:
+            self.refused += tuple(Refusal(layer.name, "its module is not where it was found") for layer in moved)
+            self.layers = tuple(layer for layer in self.layers if layer not in moved)
+            warn(f"Not watched any more: {'; '.join(map(str, self.refused[-len(moved) :]))}.")
+            if self._capture is not None:
+                self._capture.watch(self.layers)
 
     def _is_chosen(self, name: str) -> bool:
         is_included = self._include is None or any(fnmatchcase(name, pattern) for pattern in self._include)

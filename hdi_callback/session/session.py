@@ -228,7 +228,7 @@ class Session:
     def _measure(self, step: int) -> None:
         """Measure; a failure marks the reading."""
         self._armed_at, self.last_step = None, step
-        if not self._is_open or len(self.monitor.layers) != self._number_of_layers:
+        if not self._is_open or len(self.monitor.layers) not in {0, self._number_of_layers}:
             # Other ranks wait for the readings of this one, which goes on without what has failed.
             try:
                 with self._guard("starting to watch heads", passes=(HDIError,)):
