@@ -71,7 +71,7 @@ class LossLabels:
     def note(self, tape: Tape, output: Any) -> None:
         """Look at the gradients of what a call returns that a tape has written down."""
         self._tokens += [tokens for step in tape.steps for tokens in embedded_tokens(step)]
-        for at, tensor in enumerate(tree_leaves(dict(output) if isinstance(output, Mapping) else output)):
+        for at, tensor in enumerate(tree_leaves([*dict.values(output)] if isinstance(output, dict) else output)):
             if isinstance(tensor, Tensor) and tensor.dim() > 1 and tensor.grad_fn is not None and _has_rows(tensor):
                 node, number = tensor.grad_fn, tensor.output_nr
                 # The loss may be of what was cast to the output, as accelerate casts it.
