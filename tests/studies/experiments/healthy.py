@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import copy
+import io
 import json
 import os
 import random
 import tempfile
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -521,7 +523,7 @@ def train(name: str) -> dict[str, Any]:
     optimizer = recipe.optimizer(groups if recipe.rates_by_depth else trained, recipe.rate)
     schedule = None if recipe.schedule is None else recipe.schedule(optimizer)
     average = copy.deepcopy(model).eval() if recipe.averages else None
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
         with watch_heads(model, optimizer, every_n_steps=1 + seed % 5, log_dir=folder) as heads:
             for step in range(STEPS):
                 with heads.step():
