@@ -144,6 +144,8 @@ def _some(output: Tensor) -> Tensor:
 
 def _fitted(gradients: Tensor, softmax: Tensor, trained: Tensor) -> list[Tensor]:
     """Return how far gradients are off ``factor * (softmax - label)``, the factor times trained rows, and smoothing."""
+    size = gradients.abs().amax()  # by a loss scaler it may be such that no square of it is finite
+    gradients = gradients / size
     label = torch.zeros_like(softmax).scatter_(-1, gradients.argmin(-1, keepdim=True), 1)
     below = -gradients.clamp(max=0)  # of a row that is surer than its smoothed label asks, other entries than the label
     weights = (1 - label) * (below.amax(-1, keepdim=True) > 0.6 * below.sum(-1, keepdim=True))
@@ -152,7 +154,7 @@ def _fitted(gradients: Tensor, softmax: Tensor, trained: Tensor) -> list[Tensor]
     constant = factor * x - y
     off = (weights * (gradients - factor * softmax + constant).square()).sum() / (weights * gradients.square()).sum()
     off = torch.where(weights.any(), off.sqrt().nan_to_num(1), torch.nan)  # labels alone may get a gradient
-    return [off, factor * trained, constant / factor * softmax.shape[-1]]
+    return [off, factor * size * trained, constant / factor * softmax.shape[-1]]
 
 
 def _terms(listed: Sequence[Tensor], *arrived: Tensor) -> dict[tuple[str, int, str], Any]:

@@ -221,6 +221,15 @@ def test_the_factor_is_that_of_a_mean_whatever_is_ignored_and_that_of_a_sum_the_
     assert summed[1] == pytest.approx(count, rel=1e-3)
 
 
+@pytest.mark.parametrize("doublings", [-100, -60, 90, 110])
+def test_a_scale_changes_nothing_but_the_factor_though_its_square_has_no_number(doublings, tokens):
+    scaled = form_of(lambda *args: cross_entropy(*args) * 2.0**doublings, tokens, shifted(tokens, 1))
+    _, size, smoothing = form_of(cross_entropy, tokens, shifted(tokens, 1))
+    assert scaled[0] < 1e-3
+    assert scaled[1] == pytest.approx(size * 2.0**doublings, rel=1e-3)
+    assert scaled[2] == pytest.approx(smoothing, abs=1e-3)
+
+
 OTHERS = {
     "a softmax before it": lambda y, t: cross_entropy(y.softmax(-1), t),
     "a temperature": lambda y, t: cross_entropy(y / 4, t),
