@@ -55,11 +55,11 @@ def _harmless(method: Callable[..., None]) -> Callable[..., None]:
     def called(self: FirstCalls, *args: Any, **kwargs: Any) -> None:
         try:
             method(self, *args, **kwargs)
-        except HDIError:  # of misuse
-            raise
         except Exception as error:
             self._stop_writing()
             self.remove()
+            if isinstance(error, HDIError):  # of misuse
+                raise
             warn(f"Watching the calls of the model failed ({describe(error)}). Training goes on.")
 
     return called
@@ -223,11 +223,15 @@ class FirstCalls:
         if not self._awaited and self._on_again is None:
             self._before_compiled.remove()
 
-    def _enter(self, module: nn.Module) -> None:
-        """Make a module an entry: it is called from outside, and the modules in it are not."""
-        self._leave(module.modules())
+    def _enter(self, module: nn.Module, ran: Iterable[nn.Module] | None = None) -> None:
+        """Make a module an entry: it is called from outside, and the modules in it, or those that `ran`, are not.
+
+        After what its call shows has been taken: until then an interruption leaves it a first call to come.
+        """
+        self._leave(module.modules() if ran is None else ran)
         self._entries[module] = None
         self._due.add(module)
+        self._install()
 
     def _listen(self) -> None:
         """Listen for compiled calls, also for the first in this process."""
@@ -331,9 +335,9 @@ class FirstCalls:
             self._with_compiled.add(module)
             self._look_again(module, args, kwargs, is_recorded=torch.is_grad_enabled())
         elif self._on_found is None or self._record is None:
-            self._enter(module)
             if self._on_found is not None:
                 self._report(self._run_once_more(module, args, kwargs), None)
+            self._enter(module)
         else:
             self._listen()
             with torch._C.DisableTorchFunction():  # modes of the user's see nothing of it
@@ -349,24 +353,22 @@ class FirstCalls:
                 self._uninstall(module.modules())
 
     def _after_first(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if call.trains:
-            self.calls += 1
-            self._called.add(call.module)
         if call.is_given_up and call.trains:
             self._with_compiled.add(call.module)
             self._look_again(call.module, args, kwargs, is_recorded=True)
-        if call.tape is None:
-            return
+        if call.tape is not None:
+            try:
+                with without_modes():
+                    survey = call.recording.read()
+            except Exception as error:
+                survey = self._refused(f"reading the heads failed: {describe(error)}")
+            self._report(survey, call.recording)
         if call.trains:
-            self._leave([module for module in self._awaited if module in call.ran or isinstance(module, _NEVER_CALLED)])
-            self._entries[call.module] = None
-        try:
-            with without_modes():
-                survey = call.recording.read()
-        except Exception as error:
-            survey = self._refused(f"reading the heads failed: {describe(error)}")
-        self._report(survey, call.recording)
-        if call.trains:
+            self.calls += 1
+            self._called.add(call.module)
+        if call.trains and call.tape is not None:
+            never = [module for module in self._awaited if isinstance(module, _NEVER_CALLED)]
+            self._enter(call.module, [*call.ran, *never])
             self._note_call()
 
     # compiled: its first sequences run once more
@@ -381,9 +383,9 @@ class FirstCalls:
         if self._has_failed and self._failures < _PATIENCE:  # as the call itself will, perhaps: the next may not
             self._failures += 1
             return
+        self._report(survey, None)
         self._enter(module)
         self.calls += 1
-        self._report(survey, None)
         self._again(module, args, kwargs, is_recorded=is_recorded)
         self._called.add(module)
 
@@ -503,13 +505,13 @@ class FirstCalls:
         layers = tuple(layer for layer in survey.layers if layer.name not in self._known)
         refused = tuple(refusal for refusal in survey.refused if refusal.name not in self._known)
         self._kinds |= {type(layer.module) for layer in survey.layers}
-        self._known |= {layer.name for layer in layers} | {refusal.name for refusal in refused}
         if (layers or refused) and self._on_found is not None:
             self._is_reporting = True
             try:
                 self._on_found(Survey(layers, refused), recording)
             finally:
                 self._is_reporting = False
+        self._known |= {layer.name for layer in layers} | {refusal.name for refusal in refused}
 
 
 class _ReachedError(BaseException):

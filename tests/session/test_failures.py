@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from hdi_callback.history import History
 from hdi_callback.monitor import Reading, monitor
 from hdi_callback.record import Alert
 from hdi_callback.rules import Alerts
-from tests.integrations.runs import STEPS, TRAINERS, WIDTH, Training
+from tests.integrations.runs import LAYERS, STEPS, TRAINERS, WIDTH, Classifier, Training, batches
 
 ALL_STEPS = [0, 4, 8, STEPS]
 
@@ -253,3 +255,40 @@ def test_a_loop_without_a_step_is_told(tmp_path: Path) -> None:
         with watch_heads(model, optimizer, log_dir=tmp_path) as heads:
             with heads.step():
                 model(torch.randn(2, 5, 16)).sum().backward()
+
+
+def calls_in_the_first_forward(folder: Path, stop_at: float = float("inf")) -> tuple[int, list[str]]:
+    """Interrupt one of our calls in the first forward, and go on; return how many there were, and the layers found."""
+    count = 0
+
+    def profile(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        if event == "call" and frame.f_globals.get("__name__", "").startswith("hdi_callback."):
+            count += 1
+            if count == stop_at:
+                raise KeyboardInterrupt
+
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch_heads(model, optimizer, every_n_steps=1, log_dir=folder, history=False) as heads:
+        for at, (tokens, labels) in zip(range(3), batches()):
+            with suppress(KeyboardInterrupt), heads.step():
+                sys.setprofile(profile if at == 0 else None)
+                loss = model(tokens, labels)["loss"]
+                sys.setprofile(None)
+                loss.backward()
+                optimizer.step()
+            sys.setprofile(None)
+        assert heads.monitor is not None
+        layers = [layer.name for layer in heads.monitor.layers]
+        assert "hdi/min" in heads.latest
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    return count, layers
+
+
+@pytest.mark.parametrize("share", [0.02, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.98, 0.99])
+def test_an_interruption_while_heads_are_found_leaves_them_to_the_next_forward(share: float, tmp_path: Path) -> None:
+    count, layers = calls_in_the_first_forward(tmp_path)
+    assert layers == LAYERS
+    stopped_at = int(share * count)
+    assert calls_in_the_first_forward(tmp_path, stopped_at) == (stopped_at, LAYERS)
