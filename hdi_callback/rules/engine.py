@@ -72,7 +72,7 @@ class Alerts:
                 self._series[name].limits = limits_of(name, self._thresholds)
             series = self._series[name]
             series.is_loss_good = self._losses.is_good
-            series.bad_losses = self._losses.bad
+            series.bad_losses = self._losses.bad_in_a_row
             series.append(row)
             for rank, rule in enumerate(self._rules):
                 if rule.name not in self._failed and rule.is_on(series.limits) and rule.is_measured(row):

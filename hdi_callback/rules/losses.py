@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ class Losses:
 
     def __init__(self) -> None:
         self.is_good = False  # smoothed over five readings, at its best so far but for noise, or falling
-        self.bad = SMOOTHED  # losses in a row at which it was not, as if before the first it never was
+        self.bad_in_a_row = SMOOTHED  # losses at which it was not, as if before the first it never was
         self._latest: dict[int, float] = {}  # step -> loss, 32 at most
         self._best = (math.inf, math.inf)  # least median, and the largest loss among those it is of
         self._step = 0  # of the last reading
@@ -53,7 +54,7 @@ class Losses:
         """
         losses, loss = [*self._latest.values()], record.loss
         before, self._step = self._step, record.step
-        usual = statistics.median(abs(second - first) for first, second in pairwise(losses)) if losses[1:] else 0.0
+        usual = _usual(losses)
         told = next((alert for alert in record.alerts if alert.level == "notice" and alert.since is not None), None)
         if record.written or told is not None:
             when = f"between steps {before} and {record.step}"
@@ -79,7 +80,7 @@ class Losses:
     def _rise(self, losses: list[float], usual: float) -> Said | None:
         """Return what is to be said of a loss that has risen though nothing was written or computed otherwise."""
         *past, _, _, loss = losses[-LONG - LASTS :]
-        was, far = statistics.median(past[-SMOOTHED:]), statistics.median(abs(b - a) for a, b in pairwise(past))
+        was, far = statistics.median(past[-SMOOTHED:]), _usual(past)
         text = f"the loss rose from {was:.3g} to {loss:.3g}"
         if len(past) == LONG and min(losses[-LASTS:]) > max(*past, was + HIGH * far):
             text = f"{text} and stays above all of the {LONG} readings before"
@@ -93,18 +94,21 @@ class Losses:
         if loss is None:
             return
         if not math.isfinite(loss):
-            self.is_good, self.bad = False, SMOOTHED
+            self.is_good, self.bad_in_a_row = False, SMOOTHED
             return
-        is_kept = not self._latest or self._step - [*self._latest][-1] >= _APART
-        if is_kept:
-            self._latest = dict([*self._latest.items(), (self._step, loss)][-32:])
+        if self._latest and self._step - [*self._latest][-1] < _APART:
+            return
+        self._latest = dict([*self._latest.items(), (self._step, loss)][-32:])
         losses = [*self._latest.values()]
         earlier, latest = losses[-2 * SMOOTHED : -SMOOTHED], losses[-SMOOTHED:]
         if len(latest) == SMOOTHED:
             median = statistics.median(latest)
             self._best = min(self._best, (median, max(latest)))
             is_falling = len(earlier) == SMOOTHED and median < min(earlier)
-            usual = statistics.median(abs(second - first) for first, second in pairwise(losses))
-            self.is_good = is_falling or median <= max(self._best[1], self._best[0] + NOISE * usual)
-        if is_kept:
-            self.bad = 0 if self.is_good else self.bad + 1
+            self.is_good = is_falling or median <= max(self._best[1], self._best[0] + NOISE * _usual(losses))
+        self.bad_in_a_row = 0 if self.is_good else self.bad_in_a_row + 1
+
+
+def _usual(losses: Sequence[float]) -> float:
+    """Return how far a loss usually changes from one reading to the next."""
+    return statistics.median(abs(second - first) for first, second in pairwise(losses)) if losses[1:] else 0.0

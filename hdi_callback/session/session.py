@@ -241,7 +241,7 @@ class Session:
         try:
             reading: Reading | Record = self.monitor.measure(step)
         except Exception as error:
-            if self._follow_ranks():
+            if self._follow_ranks() or not self.monitor.layers:  # that all have left their places was told
                 return
             reading = self._marked(step, error)
         self._pending.append(reading)

@@ -140,3 +140,15 @@ def test_a_layer_that_leaves_the_model_is_named_and_the_others_are_read(tmp_path
     assert [layer.name for layer in heads.monitor.layers] == ["blocks.0"]
     assert [refusal.name for refusal in heads.monitor.refused] == ["blocks.1", "blocks.2"]
     assert not heads._session.latest.absent
+
+
+def test_that_all_layers_have_left_their_places_is_one_warning(tmp_path, recwarn):
+    def step(model, x, at):
+        if at == 3:
+            del model.blocks[0]
+        return model(x).square().mean()
+
+    *_, heads = trained(tmp_path, step, watches=True)
+    (told,) = [str(each.message) for each in recwarn if "hdi_callback" in each.category.__module__]
+    assert told.startswith("Not watched any more: `blocks.0`")
+    assert heads._session.latest.step == 2

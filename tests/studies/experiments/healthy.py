@@ -230,8 +230,6 @@ def _padded(model: nn.Module, *, is_left: bool = False) -> Tensor:
     given: dict[str, Any] = {"labels": tokens.masked_fill(~is_token, -100), "attention_mask": is_token.long()}
     if is_left:
         given["position_ids"] = (is_token.long().cumsum(1) - 1).clamp_min(0)
-    else:
-        tokens = tokens.masked_fill(~is_token, 0)
     return _of_tokens(tokens.masked_fill(~is_token, 0), **given)(model)
 
 
@@ -347,6 +345,16 @@ def _twice(model: nn.Module, step: int) -> Tensor:
     first, second = (model(input_ids=tokens).logits.log_softmax(-1) for _ in range(2))
     apart = F.kl_div(first, second.exp(), reduction="batchmean") / LENGTH
     return F.nll_loss(first.flatten(0, 1), tokens.flatten()) + 0.1 * apart
+
+
+def _dropped(model: nn.Module, step: int) -> Tensor:
+    tokens = text()
+    return _of_tokens(torch.where(torch.rand(tokens.shape) < 0.1, 0, tokens), labels=tokens)(model)
+
+
+def _reversed(model: nn.Module, step: int) -> Tensor:
+    x = patches()
+    return F.mse_loss(model(x, torch.zeros(16)), x.flip(1))
 
 
 def _few(model: nn.Module, step: int) -> Tensor:
@@ -489,18 +497,12 @@ def _recipes() -> dict[str, Recipe]:
         "evaluation between": lm(evaluates=True),
         "task switch": lm(_of_text(lambda step: text() if step < 100 else VOCABULARY - 1 - text())),
         "packed with restarts": lm(_packed),
-        "tokens dropped": lm(
-            lambda model, step: (
-                lambda tokens: _of_tokens(torch.where(torch.rand(tokens.shape) < 0.1, 0, tokens), labels=tokens)(model)
-            )(text())
-        ),
+        "tokens dropped": lm(_dropped),
         "noisy embeddings": lm(_noisy),
         "R-Drop": Recipe(bert, _twice),
         "checkpointing": lm(checkpoints=True),
         "a tenth of the rate": lm(schedule=_scheduled(lambda step: 1.0 if step < 120 else 0.1)),
-        "reversed patches": Recipe(
-            Flow, lambda model, step: (lambda x: F.mse_loss(model(x, torch.zeros(16)), x.flip(1)))(patches())
-        ),
+        "reversed patches": Recipe(Flow, _reversed),
         "few samples": lm(_few),
     }
 
