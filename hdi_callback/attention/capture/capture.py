@@ -370,13 +370,10 @@ class Capture:
             for group in groups.values():
                 try:
                     sample = CoreSample.stacked([sample for _, sample in group])
-                    visible = sample.visible()
-                    numbers = self._rows(  # type: ignore[misc]
-                        sample.logits,
-                        sample.weights_of(visible),
-                        positions=sample.positions,
-                        visible=visible,
-                    )
+                    logits: Any = sample.logits
+                    weights = torch.softmax(logits, -1) if sample.weights is None else sample.weights
+                    visible, positions = sample.visible(), sample.positions
+                    numbers = self._rows(logits, weights, positions=positions, visible=visible)  # type: ignore[misc]
                 except Exception as error:
                     for layer, _ in group:
                         self.fail(layer, f"its rows of attention cannot be read ({describe(error)})")

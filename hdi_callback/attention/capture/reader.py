@@ -113,19 +113,13 @@ class CoreSample:
         if self.mask is not None:
             is_seen = self.mask.dtype == torch.bool
             logits = logits.masked_fill(~self.mask, -math.inf) if is_seen else logits + self.mask
-        return logits if self.later is None else logits.masked_fill(self.later, -math.inf)
+        return logits if self.later is None else logits.masked_fill_(self.later, -math.inf)
 
     def visible(self) -> Tensor:
         """Return which keys a query sees, none of them if it is padding."""
         assert self.logits is not None
         visible = ~(self.logits <= _SEEN)  # NaN is seen
         return visible if self.padded is None else visible & ~self.padded[..., None, :, None]
-
-    def weights_of(self, visible: Tensor) -> Tensor:
-        """Return the weights: 0 in a row that sees no key, where a softmax is NaN; other NaN stay."""
-        assert self.logits is not None
-        weights = torch.softmax(self.logits, -1) if self.weights is None else self.weights
-        return weights.masked_fill(~visible.any(-1, keepdim=True), 0)
 
 
 class Reader(Mode):
