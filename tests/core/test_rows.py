@@ -162,6 +162,13 @@ def test_without_a_counted_query_all_is_nan():
     assert found.logit.isnan().all()
 
 
+def test_the_entropy_of_weights_below_zero_is_not_known_and_that_of_the_other_head_is():
+    rows = torch.tensor([[[0.5, 0.5, 0.0]], [[1.5, -0.5, 0.0]]])
+    entropy = read(rows).entropy
+    assert float(entropy[0]) == pytest.approx(math.log(2) / math.log(3))
+    assert not math.isfinite(float(entropy[1]))
+
+
 def test_a_stack_of_layers_is_its_layers():
     sums = [attention_rows(*attention(2, 3, 4, 6, seed=seed)[:2]) for seed in range(3)]
     together = row_metrics(RowSums(*map(torch.stack, zip(*sums))))

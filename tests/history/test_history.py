@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,24 @@ def test_numbers_that_are_not_finite_are_null_in_the_file_and_nan_when_read(tmp_
     for line in history.path.read_text().splitlines():
         json.loads(line, parse_constant=lambda word: pytest.fail(word))
     assert math.isnan(load_history(history.path).records[0].layers["attn"].values["hdi"])
+
+
+@given(st.lists(st.one_of(st.floats(), st.floats(-1, 1), st.integers(-9, 9)), max_size=40))
+def test_numbers_of_heads_keep_five_digits_whatever_their_size(tmp_path_factory, numbers):
+    layer = LayerRecord(values={"hdi": 1 / 3}, heads={"nearest": [1, 2], "of_heads": numbers})
+    history = History(tmp_path_factory.mktemp("run") / "history.jsonl", FACTS)
+    history.write(Record(0, {"attn": layer}))
+    history.close()
+    written = json.loads(history.path.read_text().splitlines()[1])["layers"]["attn"]["heads"]
+    assert written["nearest"] == [1, 2]
+    for number, of_file in zip(numbers, written["of_heads"], strict=True):
+        if isinstance(number, int):
+            assert (of_file, type(of_file)) == (number, int)
+        elif math.isfinite(number):
+            assert of_file == pytest.approx(number, rel=1.001 * 10**-4 / 2, abs=5e-324)
+            assert len(Decimal(repr(of_file)).normalize().as_tuple().digits) <= 5
+        else:
+            assert of_file is None
 
 
 def test_matrices_are_kept_of_the_first_reading_every_tenth_alerts_and_the_last(tmp_path):
