@@ -148,8 +148,7 @@ class Reading:
             if not any(tensor.is_meta for tensor in sums):
                 with absent.unless([result.source], result.layers):
                     columns = _read(result.source, result.finish(*sums))
-            for row, name in enumerate(result.layers):
-                _enter(layers[name], result.source, [(kind, entry, numbers[row]) for kind, entry, numbers in columns])
+            _enter([layers[name] for name in result.layers], result.source, columns)
         loss = None if self.loss is None else float(self.loss)
         alerts = self._alerts(*arrived)
         return Record(self.step, layers, time=self.time, loss=loss, written=self.written, alerts=alerts)
@@ -158,22 +157,22 @@ class Reading:
 _Column = tuple[str, str, Any]  # "values", "heads" or "matrices"; the name; the numbers of all layers of a result
 
 
-def _enter(layer: LayerRecord, source: str, numbers: Sequence[_Column]) -> None:
-    """Enter the numbers of one source of one layer; if none of its metrics is known, the reason alone."""
-    values = {name: number for kind, name, number in numbers if kind == "values"}
-    finite = {name: value for name, value in values.items() if math.isfinite(value)}
-    if not finite:
-        layer.absent.setdefault(source, WHY_NOT[source])
-        return
-    layer.absent.pop(source, None)  # other ranks have measured it
-    layer.values.update(finite)
-    layer.absent.update(dict.fromkeys(values.keys() - finite.keys(), WHY_NOT[source]))
-    for kind, name, number in numbers:
-        if kind == "heads":
-            is_whole = name in WHOLE or name.endswith("_pair")
-            layer.heads[name] = [int(x) if math.isfinite(x) else x for x in number] if is_whole else number
-        elif kind == "matrices":
-            layer.matrices[name] = number
+def _enter(layers: Sequence[LayerRecord], source: str, columns: Sequence[_Column]) -> None:
+    """Enter the numbers of one source of layers; where none of its metrics is known, the reason alone."""
+    values = [(name, numbers) for kind, name, numbers in columns if kind == "values"]
+    heads = [(name, numbers) for kind, name, numbers in columns if kind == "heads"]
+    matrices = [(name, numbers) for kind, name, numbers in columns if kind == "matrices"]
+    for row, layer in enumerate(layers):
+        finite = {name: numbers[row] for name, numbers in values if math.isfinite(numbers[row])}
+        if not finite:
+            layer.absent.setdefault(source, WHY_NOT[source])
+            continue
+        layer.absent.pop(source, None)  # other ranks have measured it
+        layer.values.update(finite)
+        if len(finite) < len(values):
+            layer.absent.update({name: WHY_NOT[source] for name, _ in values if name not in finite})
+        layer.heads.update({name: numbers[row] for name, numbers in heads})
+        layer.matrices.update({name: numbers[row] for name, numbers in matrices})
 
 
 def _read(source: str, measured: Any) -> list[_Column]:
@@ -185,5 +184,7 @@ def _read(source: str, measured: Any) -> list[_Column]:
                 tensor = entry.read(measured)
                 is_matrix = kind == "matrices"
                 numbers = tensor.to(torch.float32, copy=True) if is_matrix else tensor.to(torch.float64).tolist()
+                if kind == "heads" and (name in WHOLE or name.endswith("_pair")):
+                    numbers = [[int(x) if math.isfinite(x) else x for x in of_layer] for of_layer in numbers]
                 columns.append((kind, name, numbers))
     return columns
