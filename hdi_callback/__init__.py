@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 # `__init__.pyi` has the same for type checkers and editors.
 _MODULES = {
     "attention": "AttentionLayer HeadWeight find_attention survey",
-    "audits": "Audit Comparison audit compare",
+    "audits": "Audit audit",
     "checks": "Card Check Diagnosis check",
     "core": "HeadCovariance HeadDiversity head_covariance head_diversity principal_cosines",
     "dashboards.report": "write_report",

@@ -7,7 +7,6 @@ from hdi_callback.attention import (
     find_attention as find_attention,
     survey as survey,
 )
-from hdi_callback.audits import Comparison as Comparison, compare as compare
 from hdi_callback.audits.audit import Audit as Audit, audit as audit
 from hdi_callback.checks import Card as Card, Check as Check, Diagnosis as Diagnosis, check as check
 from hdi_callback.core import (

@@ -1,6 +1,5 @@
-"""Audits: the heads of models and checkpoints judged without a training run; models compared."""
+"""Audits: the heads of models and checkpoints judged without a training run."""
 
 from hdi_callback.audits.audit import Audit, audit
-from hdi_callback.audits.comparison import Comparison, compare
 
-__all__ = ["Audit", "Comparison", "audit", "compare"]
+__all__ = ["Audit", "audit"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
@@ -101,14 +101,17 @@ def audit(
         >>> [(facts["name"], facts["num_heads"]) for facts in found.layers], found.verdict.state
         ([('0.self_attn', 4)], 'clear')
     """
-    opened, surveyed = open_layers(target, model, forward)
+    opened = open_target(target, model=model)
+    own = forward_of_torchs_attention(opened.model)
+    forwards = [forward] if forward is not None else opened.forwards or ([own] if own else [])
+    surveyed: Survey = opened.first_result(partial(survey, opened.model), forwards)
     layers = surveyed.layers
     refused = {refusal.name: refusal.reason for refusal in surveyed.refused}
     facts = tuple(layer.description() for layer in layers)
     # Rules pass over what pretrained weights had from the start, and an audit asks about just that.
     alerts = Alerts("default", None, facts, pretrained=False)
     step = 1  # as rules ask other questions of fresh weights at step 0
-    missing = {layer.name: reason for layer in layers if (reason := missing_weights(opened, layer))}
+    missing = {layer.name: reason for layer in layers if (reason := _missing_weights(opened, layer))}
     whole = [layer for layer in layers if layer.name not in missing]
     absent = Absent()
     for name, reason in missing.items():
@@ -128,19 +131,11 @@ def audit(
     return Audit(opened.name, facts, replace(record, alerts=tuple(findings), active=tuple(findings)), refused)
 
 
-def open_layers(target: Any, model: Any, forward: Callable[[], Any] | None = None) -> tuple[Target, Survey]:
-    """Open a model as `audit` does, and find its attention."""
-    opened = open_target(target, model=model)
-    own = forward_of_torchs_attention(opened.model)
-    forwards = [forward] if forward is not None else opened.forwards or ([own] if own else [])
-    return opened, opened.first_result(partial(survey, opened.model), forwards)
-
-
-def missing_weights(target: Target, layer: AttentionLayer, roles: Iterable[str] | None = None) -> str:
-    """Return why the weights of a layer, or those of some roles, have no numbers; empty if they have."""
+def _missing_weights(target: Target, layer: AttentionLayer) -> str:
+    """Return why weights of a layer have no numbers; empty if they have."""
     names = {id(parameter): name for name, parameter in target.model.named_parameters()}
     reasons: dict[str, str] = {}
-    for parameter in (part for role in roles or layer.weights for part in layer.weights[role].parameters()):
+    for parameter in (part for weight in layer.weights.values() for part in weight.parameters()):
         name = names.get(id(parameter), "")
         if name in target.missing:
             reasons[name] = target.missing[name]

@@ -1,4 +1,4 @@
-"""The commands: `hdi check`, `audit`, `compare`, `report` and `explain`."""
+"""The commands: `hdi check`, `audit`, `report` and `explain`."""
 
 from __future__ import annotations
 
@@ -82,23 +82,6 @@ def audit(target: str, build: str | None, as_json: bool) -> str:
     if not as_json:
         _print_remedy(result.verdict)
     return result.verdict.state
-
-
-@hdi.command()
-@click.argument("first", metavar="A")
-@click.argument("second", metavar="B")
-@_MODEL
-@_JSON
-def compare(first: str, second: str, build: str | None, as_json: bool) -> str:
-    """Show which weights of which heads differ in two models or checkpoints.
-
-    Example: hdi compare checkpoint-1000 checkpoint-2000
-    """
-    from hdi_callback.audits import compare as compare_targets
-
-    comparison = compare_targets(first, second, model=build)
-    _print_result(comparison, as_json and {**asdict(comparison), "summary": comparison.summary})
-    return "clear" if comparison.changes else "nothing to judge"
 
 
 @hdi.command(epilog=_EXIT_CODES)

@@ -217,18 +217,6 @@ def test_report_gives_the_alerts_as_plain_data(bad):
     assert data["verdict"] in run("report", bad).stdout
 
 
-# --- compare
-
-
-def test_compare_says_of_a_checkpoint_and_itself_that_they_are_equal(checkpoint):
-    words = ("compare", checkpoint, checkpoint, "--model", f"{MODELS}:build_encoder")
-    shown = run(*words)
-    assert shown.exit_code == 0
-    summary = json.loads(run(*words, "--json").stdout)["summary"]
-    assert "equal bit by bit" in summary
-    assert shown.stdout.splitlines()[-1] == summary
-
-
 # --- explain
 
 
@@ -284,7 +272,6 @@ def test_a_misspelt_rule_is_answered_with_the_closest_name():
     ("words", "said"),
     [
         (("report", "nowhere"), "There is no `history.jsonl` in `nowhere`"),
-        (("compare", "nowhere", "nowhere"), "There is no file or folder `nowhere`"),
         (("audit", "nowhere"), "There is no file or folder `nowhere`"),
     ],
 )
