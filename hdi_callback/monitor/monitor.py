@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import accumulate, chain
 from types import TracebackType
 from typing import Any
 
@@ -111,7 +112,8 @@ class HeadDiversityMonitor:
         self._is_compared = False  # whether the reading that begins is compared with the contract
         self._step: int | None = None  # of the last reading
         self._left_out: set[str] = set()  # by `include` and `exclude`
-        self._placed: tuple[Sequence[AttentionLayer], list[_Step]] = (), []  # layers, and the ways to their modules
+        # The layers that were looked for last, and on the way to each a module, the name of a part of it, and the part.
+        self._placed: tuple[Sequence[AttentionLayer], list[tuple[nn.Module, str, nn.Module]]] = (), []
         self._is_armed, self._training_only, self._has_warned_of_padding = False, True, False
         self._first_calls = FirstCalls(
             self._model,
@@ -373,17 +375,18 @@ class HeadDiversityMonitor:
         layers, ways = self._placed
         if layers is self.layers and all(whole._modules.get(name) is part for whole, name, part in ways):
             return
-        paths = {module: path for path, module in self._model.named_modules()}
-        names = {module: layer_name(path) for module, path in paths.items()}
-        moved = [layer for layer in self.layers if names.get(layer.module) != layer.name.partition("#")[0]]
+        parts = dict(self._model.named_modules())
+        paths = {module: path for path, module in parts.items()}
+        moved = [each for each in self.layers if layer_name(paths.get(each.module, "")) != each.name.partition("#")[0]]
         if moved:
             self.refused += tuple(Refusal(layer.name, "its module is not where it was found") for layer in moved)
             self.layers = tuple(layer for layer in self.layers if layer not in moved)
             warn(f"Not watched any more: {'; '.join(map(str, self.refused[-len(moved) :]))}.")
             if self._capture is not None:
                 self._capture.watch(self.layers)
-        ways = [step for layer in self.layers for step in _way_to(self._model, paths[layer.module])]
-        self._placed = self.layers, ways
+        steps = (accumulate(paths[layer.module].split("."), "{}.{}".format) for layer in self.layers)
+        of_parts = [(*path.rpartition(".")[::2], parts[path]) for path in {*chain(*steps)} - {""}]
+        self._placed = self.layers, [(parts[whole], name, part) for whole, name, part in of_parts]
 
     def _is_chosen(self, name: str) -> bool:
         is_included = self._include is None or any(fnmatchcase(name, pattern) for pattern in self._include)
@@ -404,17 +407,6 @@ class HeadDiversityMonitor:
     def model_name(self) -> str:
         """The class of the model."""
         return type(self._model).__name__
-
-
-_Step = tuple[nn.Module, str, nn.Module]  # a module, the name of a part of it, and the part
-
-
-def _way_to(model: nn.Module, path: str) -> Iterator[_Step]:
-    """Yield the steps from a model to the module at a path."""
-    for name in path.split(".") if path else ():
-        part = model.get_submodule(name)
-        yield model, name, part
-        model = part
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
