@@ -207,8 +207,8 @@ class FirstCalls:
         for module in () if self._is_paused else (*awaited, *entries):
             if module not in self._handles and module not in self._within_compiled:
                 # First of all hooks, so that what is recorded includes all others, FSDP's among them.
-                hook = Hook(self, "_before")
-                self._handles[module] = module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+                register = module.register_forward_pre_hook
+                self._handles[module] = Hook(self, "_before").on(register, with_kwargs=True, prepend=True)
 
     def _uninstall(self, modules: Iterable[nn.Module]) -> None:
         for module in modules:
@@ -285,7 +285,7 @@ class FirstCalls:
     def _begin(self, module: nn.Module, tape: Tape | None, recording: Any = None, *, trains: bool = True) -> _Call:
         """Look at a call until it has returned."""
         call = _Call(module, self._after, tape, recording, trains)
-        call.handle = module.register_forward_hook(Hook(call, "end"), with_kwargs=True, always_call=True)
+        call.handle = Hook(call, "end").on(module.register_forward_hook, with_kwargs=True, always_call=True)
         self._here.calls.append(call)
         if tape is not None:
             tape.__enter__()
@@ -340,8 +340,7 @@ class FirstCalls:
             self._enter(module)
         else:
             self._listen()
-            with torch._C.DisableTorchFunction():  # modes of the user's see nothing of it
-                recording = self._record()
+            recording = self._record()
             trains = recording.keeps()
             is_new = trains or module not in self._seen_untrained
             call = self._begin(module, recording.tape if is_new else None, recording, trains=trains)
@@ -418,7 +417,7 @@ class FirstCalls:
         """Call a method before each call of some modules, within the block."""
         # Not a closure, whose variables would be put back with everything that the forward can reach.
         hook = Hook(self, method)
-        handles = [module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True) for module in modules]
+        handles = [hook.on(module.register_forward_pre_hook, with_kwargs=True, prepend=True) for module in modules]
         try:
             yield
         finally:

@@ -206,7 +206,6 @@ class Tape(Mode):
         self.local: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self.read_out: list[Cell] = []  # of which the forward has read numbers, as `Tensor.item` does
         self.recipes: dict[str, Any] = {}  # a weight that is computed -> its `Recipe`, or why there is none
-        self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         # A storage's address is not used again while it is held.
         self._cells: dict[int, tuple[StorageWeakRef, Cell]] = {}
         self.normalisers = Normalisers()
@@ -214,16 +213,18 @@ class Tape(Mode):
         self.modules = dict(model.named_modules())
         self.training = {name for name, module in self.modules.items() if module.training}
         self._paths = {module: name for name, module in self.modules.items()}
-        for name, parameter in model.named_parameters():
-            self._add(name, parameter, WEIGHT)
-        for name, buffer in model.named_buffers():
-            self._add(name, buffer, CONSTANT)
-        own = {id(module): name for module, name in self._paths.items()}
-        for (module, name), cached in parametrize._cache.items():  # what `parametrize.cached` holds already
-            if cached is not None and module in own:
-                path = f"{own[module]}.{name}".lstrip(".")
-                self.shapes[path] = tuple(cached.shape)
-                self._add(path, cached, WEIGHT)
+        with torch._C.DisableTorchFunction():  # modes of the user's see nothing of it
+            self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+            for name, parameter in model.named_parameters():
+                self._add(name, parameter, WEIGHT)
+            for name, buffer in model.named_buffers():
+                self._add(name, buffer, CONSTANT)
+            own = {id(module): name for module, name in self._paths.items()}
+            for (module, name), cached in parametrize._cache.items():  # what `parametrize.cached` holds already
+                if cached is not None and module in own:
+                    path = f"{own[module]}.{name}".lstrip(".")
+                    self.shapes[path] = tuple(cached.shape)
+                    self._add(path, cached, WEIGHT)
 
     def _add(self, name: str, tensor: Tensor, kind: int) -> None:
         numel = tensor.numel()

@@ -400,7 +400,7 @@ class HeadDiversityMonitor:
             reasons = f" `include` and `exclude` leave none of {len(self._left_out)}, such as `{min(self._left_out)}`."
         elif not reasons and self._first_calls.calls:
             reasons = " its first calls ran no softmax and no fused attention of queries and keys."
-        reasons = reasons or " none of its modules has been called outside of `torch.func`."
+        reasons = reasons or " none of its modules has been called outside of `torch.func` and `forward_ad`."
         return f"No attention layer of `{self.model_name}` was read:{reasons}"
 
     @property

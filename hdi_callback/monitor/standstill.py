@@ -51,7 +51,7 @@ class Standstill:
         """Return hooks that note whether the modules run whose parameters stand still."""
         self._ran = {self._model}
         modules = {module for module, _ in self._waiting.values()}
-        return [module.register_forward_pre_hook(Hook(self, "_note_run")) for module in modules]
+        return [Hook(self, "_note_run").on(module.register_forward_pre_hook) for module in modules]
 
     def _note_run(self, module: nn.Module, args: Any) -> None:
         self._ran.add(module)

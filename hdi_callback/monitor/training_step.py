@@ -95,8 +95,8 @@ class TrainingStep:
         for optimizer in optimizers:
             if optimizer not in self._steps and hasattr(type(optimizer).step, "hooked"):
                 self._steps[optimizer] = _Steps()
-                self._handles.append(optimizer.register_step_pre_hook(Hook(self, "_before_step")))
-                self._handles.append(optimizer.register_step_post_hook(Hook(self, "_after_step")))
+                self._handles.append(Hook(self, "_before_step").on(optimizer.register_step_pre_hook))
+                self._handles.append(Hook(self, "_after_step").on(optimizer.register_step_post_hook))
         for optimizer, steps in self._steps.items():
             # A step that is compiled calls no hooks: then none would take those on the parameters away.
             is_able = self._compares and self._is_fresh and steps.has_run and number_of_ranks() == 1

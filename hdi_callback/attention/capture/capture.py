@@ -164,7 +164,7 @@ class Capture:
         read_again = self._calls.read_again
         for module, tap in self.taps:
             if module not in read_again:
-                handle = module.register_forward_pre_hook(Hook(tap, "take"), with_kwargs=True)
+                handle = Hook(tap, "take").on(module.register_forward_pre_hook, with_kwargs=True)
                 self._handles.setdefault(module, []).append(handle)
         saved_layers = self._reader.shown.keys() if self.training_only else set[str]()
         under_mode = {name for names in self._entries.values() if not names <= saved_layers for name in names}
@@ -172,8 +172,8 @@ class Capture:
         for module, names in () if self._is_broken else self._entries.items():
             if module not in read_again and not names.isdisjoint(under_mode):
                 handles = self._handles.setdefault(module, [])
-                handles.append(module.register_forward_pre_hook(Hook(self, "_enter")))
-                handles.append(module.register_forward_hook(Hook(self, "_leave"), always_call=True))
+                handles.append(Hook(self, "_enter").on(module.register_forward_pre_hook))
+                handles.append(Hook(self, "_leave").on(module.register_forward_hook, always_call=True))
 
     def _uninstall(self, within: nn.Module | None = None) -> None:
         """Remove hooks from all modules, or from those within one that is about to run compiled code."""
@@ -217,7 +217,7 @@ class Capture:
         try:
             with nothing_remains(self._model, inputs, is_training=True):
                 for inner, tap in (pair for pair in self.taps if pair[0] in within):
-                    handles.append(inner.register_forward_pre_hook(Hook(tap, "take"), with_kwargs=True))
+                    handles.append(Hook(tap, "take").on(inner.register_forward_pre_hook, with_kwargs=True))
                 with self._calls.writing(module), self._reader:
                     module(*inputs[0], **inputs[1])
         except Exception as error:
