@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import ne
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from hdi_callback.session.settings import Options, takes_settings
 _PATIENCE = 50  # parts without an optimizer's step after which that is said, if steps had fewer than a tenth of them
 _SAVE = "save_checkpoint=lambda name: torch.save(..., name + '.pt')"
 
-_NO_FURTHER_STEP = (
-    "No optimizer has made a step in the last {} of `with heads.step():`, since step {}, so that nothing is trained or "
-    "read. Look at optimizer.step(), and at the scale of a gradient scaler, which skips steps of infinite gradients."
+_NO_STEP = (
+    "No optimizer that was passed to `watch_heads` has made a step in the last {} of `with heads.step():`, since step "
+    "{}, so that nothing is read. Call optimizer.step() within it, on that optimizer, or heads.before_optimizer_step() "
+    "where its step is compiled. A gradient scaler skips steps of infinite gradients: look at its scale."
 )
 
 
@@ -113,6 +115,7 @@ class HeadSession(Watcher):
         self._has_stepped = False
         self._parts = self._idle = 0  # most of them to a step so far, and those since the last one
         self._versions: list[int] | None = None  # of the weights, when a step was announced
+        self._ended: list[int] = []  # and as the last part ended, where steps had fewer parts than came without one
         self._handles: list[Any] = []
         self._start(model, loop)
         for optimizer in loop.optimizers:
@@ -174,11 +177,7 @@ class HeadSession(Watcher):
         if self._session is not None and self._loop.step > 0:
             self._session.finish()
         elif self._session is not None and self._session.last_step is not None:
-            self._guard.warn_once(
-                "no step",
-                "No optimizer made a step in `with heads.step():`. Call optimizer.step() within it, on the optimizer "
-                "that was passed to `watch_heads`, or heads.before_optimizer_step() where its step is compiled.",
-            )
+            self._guard.warn_once("no step", _NO_STEP.format(self._idle, 0))
         self.close()
 
     def close(self) -> None:
@@ -211,12 +210,14 @@ class HeadSession(Watcher):
         is_announced = self._versions is not None and (
             not self._loop.optimizers or self._versions != self._loop.versions
         )
+        written = sum(map(ne, self._ended, self._loop.versions)) if self._ended else 0
         self._idle += 1
         if self._has_stepped or is_announced:
             self._loop.step += 1
             self._parts, self._idle = max(self._parts, self._idle), 0
-        elif self._loop.step > 0 and self._idle >= max(_PATIENCE, 10 * self._parts):
-            self._guard.warn_once("no further step", _NO_FURTHER_STEP.format(self._idle, self._loop.step))
+        elif 2 * written > len(self._ended) or (self._loop.step > 0 and self._idle >= max(_PATIENCE, 10 * self._parts)):
+            self._guard.warn_once("no step", _NO_STEP.format(self._idle, self._loop.step))
+        self._ended = self._loop.versions if self._idle > self._parts + 1 else []
         self._tell(lambda session: session.after_step(self.loss))
 
     # Called by the optimizers; a compiled step traces them.

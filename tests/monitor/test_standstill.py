@@ -213,7 +213,9 @@ def test_a_training_whose_steps_are_skipped_from_then_on_is_warned_of_once(tmp_p
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     with (
-        pytest.warns(UserWarning, match=r"No optimizer has made a step in the last 50 of .*, since step 5") as shown,
+        pytest.warns(
+            UserWarning, match=r"No optimizer that was passed .* a step in the last 50 of .*, since step 5"
+        ) as shown,
         watch_heads(model, optimizer, 5, log_dir=tmp_path) as heads,
     ):
         for part in range(120):

@@ -251,7 +251,7 @@ def test_a_loop_without_a_step_is_told(tmp_path: Path) -> None:
 
     model = torch.nn.TransformerEncoderLayer(16, 2, batch_first=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.warns(MonitoringWarning, match="No optimizer made a step"):  # noqa: SIM117
+    with pytest.warns(MonitoringWarning, match="No optimizer that was passed to `watch_heads` has made a step"):  # noqa: SIM117
         with watch_heads(model, optimizer, log_dir=tmp_path) as heads:
             with heads.step():
                 model(torch.randn(2, 5, 16)).sum().backward()
