@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -127,8 +128,8 @@ def without_modes() -> Iterator[None]:
     A mode that is active around an optimizer's step would receive our operations: one that draws random numbers, or
     counts operations, would change the training.
     """
-    devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
-    if not (devices or torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()):
+    is_cast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    if not (is_cast or torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()):
         is_grad_enabled = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # as `torch.no_grad` does, at a third of its time
         try:
@@ -136,10 +137,42 @@ def without_modes() -> Iterator[None]:
         finally:
             torch._C._set_grad_enabled(is_grad_enabled)
         return
-    with modes_off(), torch.no_grad(), ExitStack() as stack:
-        for device in devices:
-            stack.enter_context(torch.autocast(device, enabled=False))
+    with modes_off(), torch.no_grad(), autocast_off("cpu", "cuda"):
         yield
+
+
+@contextmanager
+def autocast_off(*devices: str) -> Iterator[None]:
+    """Switch off autocast. Leaving a context of torch's could forget the weights that the user's autocast has cast."""
+    were_on = [device for device in devices if torch.is_autocast_enabled(device)]
+    try:
+        for device in were_on:
+            torch.set_autocast_enabled(device, False)
+        yield
+    finally:
+        for device in were_on:
+            torch.set_autocast_enabled(device, True)
+
+
+class _OfThread(type):
+    thread: int  # in which all categories of warnings are its subclasses
+
+    def __subclasscheck__(cls, category: type) -> bool:
+        return cls.thread == threading.get_ident()
+
+
+@contextmanager
+def warnings_off() -> Iterator[None]:
+    """Ignore warnings of this thread alone. `catch_warnings` makes Python forget which it has shown, in all threads."""
+    filters: Any = warnings.filters
+    category = _OfThread("Ignored", (Warning,), {"thread": threading.get_ident()})
+    filters.insert(0, ignored := ("ignore", None, category, None, 0))
+    try:
+        yield
+    finally:
+        category.thread = 0  # wherever the filters were copied meanwhile
+        with suppress(ValueError):  # a forward may have removed all
+            filters.remove(ignored)
 
 
 @contextmanager

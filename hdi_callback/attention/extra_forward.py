@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -16,13 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hdi_callback.attention.calls import is_rehearsal
 from hdi_callback.attention.compiled_calls import uncompiled_here
 from hdi_callback.attention.kept_state import KeptState, KeptTensors
-from hdi_callback.guard import modes_off, without_modes
+from hdi_callback.guard import modes_off, warnings_off, without_modes
 
 _here = threading.local()  # `is_extra`: whether an extra forward runs in this thread
 
@@ -58,9 +58,10 @@ def nothing_remains(model: nn.Module, *roots: Any, is_training: bool = False) ->
             raise CannotRunAgainError(f"its compiled calls would run twice, and {beyond} could not be put back")
         stack.callback(state.put_back)
         stack.callback(tensors.put_back)
-        # No weight that is cast without autograd may be found in the cache by the forward that trains.
-        stack.callback(torch.clear_autocast_cache)
-        for context in (tensors, _settings_off(), _shards_kept(model)):
+        stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)  # which the forward that trains goes on with
+        # The real forward gives the warnings too. With a function mode torch leaves its fast path, which packs tokens.
+        for context in (tensors, warnings_off(), BaseTorchFunctionMode(), _shards_kept(model)):
             stack.enter_context(context)
         was_extra, _here.is_extra = getattr(_here, "is_extra", False), True
         stack.callback(setattr, _here, "is_extra", was_extra)
@@ -81,22 +82,6 @@ def _default_generators() -> list[Any]:
     if torch.backends.mps.is_available():
         generators.append(torch.mps._get_default_mps_generator())
     return [*generators, np.random.mtrand._rand]
-
-
-_LOCK = threading.RLock()
-
-
-@contextmanager
-def _settings_off() -> Iterator[None]:
-    """Switch off warnings, which the real forward gives too, and torch's fast path, which would pack tokens."""
-    with _LOCK, warnings.catch_warnings():
-        before = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextmanager
@@ -124,7 +109,7 @@ def first_sequences(inputs: Any, most: int) -> tuple[Any, int | None]:
         # An object of another kind may hold more of the batch.
         leaves, structure = tree_flatten(inputs, lambda value: not isinstance(value, (list, tuple, dict)))
         tensors = [leaf for leaf in leaves if type(leaf) is Tensor and leaf.layout is torch.strided]
-        constants = sum(leaf is None or isinstance(leaf, _NO_BATCH) for leaf in leaves)
+        constants = sum(isinstance(leaf, (type(None), int, float, str, torch.dtype, torch.device)) for leaf in leaves)
         if len(tensors) + constants < len(leaves) or any(tensor.is_nested for tensor in tensors):
             return inputs, None
         sizes = {tensor.shape[0] for tensor in tensors if tensor.dim() and (tensor.shape[0] != 1 or tensor.dim() == 1)}
@@ -133,6 +118,3 @@ def first_sequences(inputs: Any, most: int) -> tuple[Any, int | None]:
             return inputs, None
         is_cut = [type(leaf) is Tensor and leaf.dim() > 0 and leaf.shape[0] == size for leaf in leaves]
         return tree_unflatten([leaf[:most] if cut else leaf for leaf, cut in zip(leaves, is_cut)], structure), size
-
-
-_NO_BATCH = (bool, int, float, str, torch.dtype, torch.device)

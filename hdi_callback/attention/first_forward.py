@@ -7,9 +7,7 @@ those in any case; where it does not (checkpointing, frozen weights), some token
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +26,7 @@ from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.layer import Survey
 from hdi_callback.attention.releases import arguments_of, has_saving_hooks
 from hdi_callback.attention.tape import Step, Tape
-from hdi_callback.guard import describe
+from hdi_callback.guard import describe, warnings_off
 
 
 @dataclass
@@ -128,7 +126,7 @@ class FirstForward:
         if held is None or is_superseded or held.versions != _versions((held.args, held.kwargs, held.out)):
             self._held = None
             return
-        with _quiet():
+        with aside(), torch.device("cpu"), warnings_off():
             self._reading.go_on(held.step.number)
             attn = next((attn for attn in self._reading.attentions if attn.core.step is held.step), None)
             try:
@@ -181,7 +179,7 @@ class FirstForward:
     def read(self) -> Survey:
         """Return the layers that the recorded forward shows."""
         self._read_held()
-        with _quiet():
+        with aside(), torch.device("cpu"), warnings_off():
             return survey_tape(self.tape, self._on_read, self._reading)
 
     def hand_over(self, capture: Capture) -> None:
@@ -216,13 +214,6 @@ class FirstForward:
             if number in self._masks and self._masks[number].padded is not None:
                 return self._masks[number]
         return mask
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with aside(), torch.device("cpu"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _versions(value: Any) -> list[int]:

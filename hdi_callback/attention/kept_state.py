@@ -52,10 +52,12 @@ class KeptTensors(Mode):
         self._fresh: set[int | None] = set()  # storages that the forward itself has made
         self._contents: dict[int, tuple[Any, Any]] = {}  # of storages that are written
         self._tensors: dict[int, tuple[Tensor, Tensor, Any]] = {}  # with their geometry, and their versions
+        self._may_have_cast = False  # whether a context of autocast that was made before had a cache
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Copy the tensors that an operation is about to write into, then run it."""
         kwargs = kwargs or {}
+        self._may_have_cast |= torch.is_autocast_cache_enabled()
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a DTensor asks for operations on the part of this rank, which come here
         written = written_tensors(func, args, kwargs)
@@ -90,6 +92,8 @@ class KeptTensors(Mode):
                 version.__exit__(None, None, None)
         self._contents.clear()
         self._tensors.clear()
+        if self._may_have_cast:  # a weight that is cast without autograd, which the forward that trains would find
+            torch.clear_autocast_cache()
 
     def _keep(self, tensor: Tensor) -> None:
         address = storage_key(tensor)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hdi_callback.attention.dtensors import is_sharded, whole
 from hdi_callback.attention.replay import Recipe
 from hdi_callback.errors import UnsupportedAttentionError
+from hdi_callback.guard import autocast_off
 
 Role = Literal["query", "key", "value", "output"]
 ROLES: tuple[Role, ...] = ("query", "key", "value", "output")
@@ -110,7 +111,7 @@ class Term:
             return self.factors[0].tensor()
         parts = [rows.tensor() for rows in self.factors]
         # Neither autocast nor the width of an adapter may round what is measured.
-        with torch.autocast(parts[0].device.type, enabled=False):
+        with autocast_off(parts[0].device.type):
             dtype = reduce(torch.promote_types, (part.dtype for part in parts))
             return self.scale * reduce(torch.matmul, (part.to(dtype) for part in parts))
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hdi_callback.attention.operations import DROPOUTS, OBSERVES, RANDOM
 from hdi_callback.attention.tape import WEIGHT, Cell, Step, View, mapped, walk_back, written_tensors
+from hdi_callback.guard import autocast_off
 
 _MOST = 2000  # steps
 
@@ -44,7 +45,7 @@ class Recipe:
         def tensor(view: View) -> Tensor:
             return storages[view.cell].as_strided(view.shape, view.stride, view.offset)
 
-        with torch.autocast(device.type, enabled=False):  # which the steps have written down where it was on
+        with autocast_off(device.type):  # which the steps have written down where it was on
             for step in self._steps:
                 args, kwargs = list(mapped(step.args, View, tensor)), mapped(step.kwargs, View, tensor)
                 if kwargs.get("device") is not None:
