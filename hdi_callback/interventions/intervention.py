@@ -163,7 +163,7 @@ def bias_of(weight: HeadWeight, head: int) -> tuple[nn.Parameter, Tensor] | None
         return None
     owner, name = owner_of(rows.module, rows.names[head if len(rows.names) > 1 else 0])
     starts = rows.starts[head] // rows.columns if rows.stride == 1 else rows.starts[head]
-    bias = getattr(owner, "bias", None)
+    bias = getattr(owner, name.replace("weight", "bias"), None) if "weight" in name else None
     if isinstance(owner, nn.MultiheadAttention):  # one bias for all three, whether or not their weights are one
         bias = owner.in_proj_bias
         starts = starts + {"k_proj_weight": 1, "v_proj_weight": 2}.get(name, 0) * owner.embed_dim

@@ -6,9 +6,12 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
+from hdi_callback import find_attention
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.interventions import QKClip
+from hdi_callback.interventions.qk_clip import _scale_scores
 from tests.interventions.training import Attention, Model, Open, reading
 
 KINDS = {
@@ -129,3 +132,24 @@ def test_layers_that_cannot_be_clipped_are_refused_before_training():
     del layer.weights["query"]
     with pytest.raises(MisconfigurationError, match="no query weight"):
         QKClip().bind(training)
+
+
+def test_a_bias_that_is_not_of_queries_or_keys_is_left_alone():
+    class ByHand(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wq, self.wk, self.wv, self.wo = (nn.Parameter(torch.randn(16, 16) / 4) for _ in range(4))
+            self.bias = nn.Parameter(torch.ones(16))  # of the output
+
+        def forward(self, x):
+            q, k, v = (x.matmul(w.T).unflatten(-1, (4, 4)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+            heads = (q @ k.mT / 2).softmax(-1) @ v
+            return heads.transpose(1, 2).flatten(2) @ self.wo.T + self.bias
+
+    torch.manual_seed(0)
+    model, x = ByHand(), torch.randn(2, 6, 16)
+    (layer,) = find_attention(model, lambda: model(x))
+    queries = layer.weight("query").detach().clone()
+    _scale_scores(layer, [1, 0.25, 1, 1])
+    assert torch.allclose(layer.weight("query")[1], queries[1] / 2, rtol=1e-5)
+    assert torch.equal(model.bias, torch.ones(16))
