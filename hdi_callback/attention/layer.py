@@ -204,6 +204,11 @@ def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module.get_submodule(path), last
 
 
+def bias_beside(owner: nn.Module, name: str) -> Any:
+    """Return the bias of a weight, by its name: that of `qkv_weight` is `qkv_bias`; `None` if there is none."""
+    return getattr(owner, name.replace("weight", "bias"), None) if "weight" in name else None
+
+
 def _stored(module: nn.Module, name: str) -> Tensor:
     """Return a parameter or buffer; where it is computed, what evaluation or the last forward would use."""
     owner, last = owner_of(module, name)
@@ -374,8 +379,7 @@ class AttentionLayer:
         plain = {role: rows for role, weight in self.weights.items() if (rows := weight.plain) is not None}
         weights = {id(parameter) for role in plain for parameter in self.weights[role].parameters()}
         if "key" in plain and not (plain["query"].names == plain["key"].names if "query" in plain else False):
-            owner, _ = owner_of(plain["key"].module, plain["key"].names[0])
-            weights.add(id(getattr(owner, "bias", None)))
+            weights.add(id(bias_beside(*owner_of(plain["key"].module, plain["key"].names[0]))))
         parameters = self.module.named_parameters()
         return {name: parameter for name, parameter in parameters if id(parameter) not in weights}
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from hdi_callback.arguments import listed
 from hdi_callback.attention import AttentionLayer
-from hdi_callback.attention.layer import owner_of
+from hdi_callback.attention.layer import bias_beside, owner_of
 from hdi_callback.record import Alert, Level
 
 _PAIRS = (("query", "key"), ("value", "output"))
@@ -78,7 +78,7 @@ def _bias_ratio(layer: AttentionLayer) -> float | None:
         if rows is None or len(rows.names) > 1 or rows.recipes:
             return None
         owner, name = owner_of(rows.module, rows.names[0])
-        bias, columns = getattr(owner, name.replace("weight", "bias"), None), getattr(owner, name).shape[-1]
+        bias, columns = bias_beside(owner, name), getattr(owner, name).shape[-1]
         places = rows.starts // columns if rows.stride == 1 else rows.starts % columns
         if not isinstance(bias, Tensor) or bias.dim() != 1 or int(places.max()) >= len(bias):
             return None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from hdi_callback.arguments import one_of, strings, whole_number
-from hdi_callback.attention.layer import AttentionLayer, HeadWeight, owner_of
+from hdi_callback.attention.layer import AttentionLayer, HeadWeight, bias_beside, owner_of
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionError
 from hdi_callback.record import LEVELS, Action, Alert, Level, Record
 
@@ -163,7 +163,7 @@ def bias_of(weight: HeadWeight, head: int) -> tuple[nn.Parameter, Tensor] | None
         return None
     owner, name = owner_of(rows.module, rows.names[head if len(rows.names) > 1 else 0])
     starts = rows.starts[head] // rows.columns if rows.stride == 1 else rows.starts[head]
-    bias = getattr(owner, name.replace("weight", "bias"), None) if "weight" in name else None
+    bias = bias_beside(owner, name)
     if isinstance(owner, nn.MultiheadAttention):  # one bias for all three, whether or not their weights are one
         bias = owner.in_proj_bias
         starts = starts + {"k_proj_weight": 1, "v_proj_weight": 2}.get(name, 0) * owner.embed_dim

@@ -134,7 +134,7 @@ def test_layers_that_cannot_be_clipped_are_refused_before_training():
         QKClip().bind(training)
 
 
-def test_a_bias_that_is_not_of_queries_or_keys_is_left_alone():
+def test_a_bias_that_is_not_of_queries_or_keys_is_left_alone_and_looked_at():
     class ByHand(nn.Module):
         def __init__(self):
             super().__init__()
@@ -149,6 +149,7 @@ def test_a_bias_that_is_not_of_queries_or_keys_is_left_alone():
     torch.manual_seed(0)
     model, x = ByHand(), torch.randn(2, 6, 16)
     (layer,) = find_attention(model, lambda: model(x))
+    assert layer.further_parameters().keys() == {"bias"}  # which may stand still
     queries = layer.weight("query").detach().clone()
     _scale_scores(layer, [1, 0.25, 1, 1])
     assert torch.allclose(layer.weight("query")[1], queries[1] / 2, rtol=1e-5)
