@@ -83,7 +83,8 @@ def matrices_folder(history: Path) -> Path:
 def plain(data: Any, digits: int = 17) -> Any:
     """Return plain data with its floats rounded, and `None` for NaN and infinity, as JSON has no others."""
     if type(data) is float:
-        return float(f"{data:.{digits}g}") if math.isfinite(data) else None
+        rounded = float(f"{data:.{digits}g}")
+        return rounded if math.isfinite(rounded) else data if math.isfinite(data) else None  # the largest round to more
     if isinstance(data, list | tuple):
         return [plain(item, digits) for item in data]
     if isinstance(data, dict):
