@@ -120,9 +120,9 @@ def scale(facts: Facts, among: Sequence[Facts]) -> Found:
     reasons = {
         1 / right: inverse,
         right * right: "they may be scaled twice",
-        1.0: "they are not scaled",
         (facts.features or 1) ** -0.5: "it is 1/sqrt(the model's width)",
         (facts.heads or 1) ** -0.5: "it is 1/sqrt(the number of heads)",
+        1.0: "they are not scaled",
     }
     why = next((why for number, why in reasons.items() if math.isclose(facts.scale, number, rel_tol=0.01)), "")
     text = f"scores are scaled by {facts.scale:.4g}, and 1/sqrt({facts.width}) is {right:.4g}"

@@ -45,7 +45,7 @@ class Door:
 
     def __init__(self, model: nn.Module, forward: Callable[[], object]) -> None:
         self.model, self.forward = model, forward
-        self.noise, self.axis, self.is_random = 0.0, -1, False
+        self.noise, self.axis, self.is_random, self.sees_padding = 0.0, -1, False, False
         modules = ((module, name) for name, module in model.named_modules())
         self.names = {module: name for module, name in modules if not isinstance(module, torch.jit.ScriptModule)}
         outer: list[list[Any]] = []  # calls that lie in no other: module, arguments, and output
@@ -261,12 +261,13 @@ class Inputs:
         )
 
     def _padding(self) -> dict[int, Tensor]:
-        """Return which entries of inputs are padding: what a mask hides at ends of rows, or a known id only there."""
+        """Return which entries are padding: what a mask hides at ends of rows, or a known id, or zeros, only there."""
         sides = [side for at in self.masks for side in (~self.leaves[at].bool(), self.leaves[at].bool())]
         marked: list[Tensor] = sorted(filter(_is_at_ends, sides), key=lambda pads: bool(pads.any(1).all()))
         if marked:  # where some row is all real, it says which of 0 and 1 is padding
             return {at: marked[0] for at in self.door.inputs if self.leaves[at].shape[:2] == marked[0].shape}
-        pads_of: dict[int, Tensor] = {}
+        zeros = {at: (self.leaves[at] == 0).all(-1) for at in self.floats if self.leaves[at].dim() == 3}
+        pads_of = {at: pads for at, pads in zeros.items() if _is_at_ends(pads) and int(pads.sum()) > 1}
         tables = [module.padding_idx for module in self.door.names if isinstance(module, nn.Embedding)]
         for pad in dict.fromkeys([getattr(getattr(self.door.model, "config", None), "pad_token_id", None), *tables, 0]):
             for at in self.tokens if isinstance(pad, int) else ():

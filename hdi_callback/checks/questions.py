@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
+from hdi_callback.arguments import listed
 from hdi_callback.attention.discovery.heads import IN
 from hdi_callback.attention.kept_state import names_in
 from hdi_callback.attention.layer import ROOT
@@ -235,7 +237,7 @@ def source(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answe
 
 
 def registered(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
-    """What an attention holds in a list or a dict is registered, so that it is trained and saved."""
+    """What an attention holds in a list or a dict is registered, to be trained and saved, and each layer is its own."""
     own = {id(parameter) for parameter in door.model.parameters()}
     paths = {each.path for each in facts}
     for module, name in door.names.items():
@@ -245,6 +247,53 @@ def registered(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[A
             if any(parameter.requires_grad and id(parameter) not in own for m in lost for parameter in m.parameters()):
                 text = f"{attribute} is a Python {type(value).__name__} of {len(lost)} modules, and registers none: "
                 yield "wrong", f"{text}they are neither trained nor saved; write nn.ModuleList", name
+        layers = list(module) if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
+        again = next((at for at, layer in enumerate(layers) if layers.count(layer) > 1), -1)
+        first = f"{name}.{again}".removeprefix(".")
+        if any(f"{path}.".startswith(f"{first}.") for path in paths):
+            text = f"{layers.count(layers[again])} of {len(layers)} layers in a row are one module, and so share their "
+            yield "odd", f"{text}weights; make one for each: [Layer() for _ in range(n)]", first
+
+
+def used(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
+    """What a module returns in the block of an attention reaches an output."""
+    calls: list[tuple[nn.Module, Any]] = []
+    with torch.enable_grad(), door.hooked(lambda module, args, output: calls.append((module, output))):
+        results = [door.forward()]
+    results += [output for module, output in calls if module is door.outlet]
+    ends = [tensor.grad_fn for tensor in tensors_in(results) if tensor.grad_fn is not None]
+    nodes = list(walk_back(ends, lambda node: [at for at, _ in node.next_functions if at]))
+    if not nodes or any("Checkpoint" in node.name() for node in nodes):
+        raise NotAskedError("outputs have no graph, or checkpoints cut it")
+    reached = {id(getattr(node, "variable", None)) for node in nodes}
+    idle = [
+        module for module in dict.fromkeys(module for module, _ in calls)
+        if any(parameter.requires_grad for parameter in module.parameters())
+        and reached.isdisjoint(map(id, module.parameters())) and _is_in_block(door, module, facts, reached)
+    ]  # fmt: skip
+    with ExitStack() as stack:  # what is rounded, or chosen by, has no gradient either
+        for module in idle:
+            stack.callback(module.register_forward_hook(_draw).remove)
+        is_used = not idle or not torch.equal(door.ask(), door.base)
+    if not is_used:
+        names = dict.fromkeys(re.sub(r"\d+", "*", door.names[module]) for module in idle)
+        text = f"no output is made of what {listed(list(names))} return: the result is discarded, as where another "
+        yield "odd", f"{text}variable is passed on; use it or drop it", door.names[idle[0]]
+
+
+def _draw(module: nn.Module, args: Any, output: Any) -> Any:
+    return tree_map_only(Tensor, lambda leaf: torch.randn_like(leaf) if leaf.is_floating_point() else leaf, output)
+
+
+def _is_in_block(door: Door, module: nn.Module, facts: Sequence[Facts], reached: set[int]) -> bool:
+    """Whether the nearest part around a module in which attention runs has one attention, and other parts are used."""
+    parent = door.names[module]
+    while parent:
+        parent = parent.rpartition(".")[0]
+        prefix = parent and f"{parent}."
+        if within := sum(f"{each.path}.".startswith(prefix) for each in facts):
+            return within == 1 and not reached.isdisjoint(map(id, door.model.get_submodule(parent).parameters()))
+    return False
 
 
 def token_before(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
@@ -301,6 +350,7 @@ def padding(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answ
         return
     place = lambda tensor: real if tensor.dim() > 2 and tensor.shape[:2] == real.shape else None  # noqa: E731
     layer = door.first(door.record({}, place), door.record({}, place, _noise_at_padding(door, pads, main)))
+    door.sees_padding = True
     is_masked = any(at in inputs.pads for at in inputs.masks)
     mask_of = {each.path: each.hidden for each in facts if each.hidden is not None and each.hidden.dim() == 4}
     masks = {path: mask.all(-2) for path, mask in mask_of.items() if mask.shape[-1] > 1}
@@ -314,6 +364,40 @@ def padding(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answ
         yield "wrong", f"{text}though a mask of it is given: hide its keys by that", layer
     elif not is_masked:
         yield "odd", f"{text}and no mask is given: pass attention_mask, or hide its keys", layer
+
+
+def padding_cut_off(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
+    """A row alone, without the padding at its end, gives the same."""
+    main = [at for at in inputs.main if at in inputs.pads]
+    if len(main) != 1 or door.is_random or door.axis != 0 or door.sees_padding:
+        raise NotAskedError("not one sequence alone has padding, or it is told already")
+    pads = inputs.pads[main[0]]
+    row, count = int(pads.sum(1).argmax()), pads.shape[1]
+    real = int((~pads[row]).sum())
+    others = (door.leaves[at].shape[1:] for at in door.inputs if at not in inputs.pads)
+    if real < 2 or bool(pads[row, :real].any()) or any(count in shape for shape in others):
+        raise NotAskedError("padding is not at the end alone, or another input is as long")
+
+    def cut(tensor: Tensor) -> tuple[slice, ...]:
+        alone = slice(row, row + 1) if len(tensor) > 1 else slice(1)
+        return (alone, slice(real)) if tensor.shape[1:2] == (count,) else (alone,)
+
+    changes = {at: door.leaves[at][cut(door.leaves[at])] for at in door.inputs}
+    output, before = door.ask(changes), door.base[cut(door.base)]
+    if output.shape != before.shape:
+        raise NotAskedError("the length of the output is another one")
+    gap = door.differ(output, before)
+    if gap <= door.tolerance:
+        return
+    place = lambda tensor: cut(tensor) if tensor.dim() in {2, 3} and len(tensor) in {1, len(pads)} else None  # noqa: E731
+    layer = door.first(door.record({}, place), door.record(changes, place))
+    masks = [each.visible for each in facts if each.path == layer and each.keys == count and each.visible is not None]
+    text = f"a row without its padding gives other outputs (by {gap:.2g}): padding takes part in "
+    if any(bool(visible[min(row, len(visible) - 1), ..., real:].any()) for visible in masks):
+        verdict: Verdict = "wrong" if any(at in inputs.pads for at in inputs.masks) else "odd"
+        yield verdict, f"{text}the softmax, where zeros have a weight too; hide its keys by a mask", layer
+    elif not layer and door.base.shape[1:2] != (count,):
+        yield "odd", f"{text}what pools tokens; hide it there by the mask", layer
 
 
 def mask_of_nothing(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[Answer]:
@@ -404,19 +488,22 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and parameter.is_floating_point()
     }
-    paths = {each.path for each in facts if each.path and each.rows and each.keys > 1}
-    inside = {name: path for path in sorted(paths, key=len) for name in trained if name.startswith(f"{path}.")}
+    maps = {rows.name for each in facts for listed in each.rows.values() for rows in listed}
+    paths = {each.path for each in facts if each.rows and each.keys > 1}
+    inside = {  # of an attention in the root its maps alone: the rest may be anything
+        name: path for path in sorted(paths, key=len) for name in trained
+        if (name.startswith(f"{path}.") if path else name in maps)
+    }  # fmt: skip
     free: dict[str, set[int]] = {}  # rows of heads that see a single key alone: its weight is 1 whatever they are
     for is_single, each, role in product((True, False), facts, ("query", "key")):
         for rows in each.rows.get(role, ()):
             at = set(rows.rows[each.sees_single_key == is_single].flatten().tolist())
             free[rows.name] = free.get(rows.name, set()) | at if is_single else free[rows.name] - at
-    every = [name for name in trained if any(name.startswith(f"{each.path}.") for each in facts)]
+    every = [name for name in trained if name in maps or any(name.startswith(f"{each.path}.") for each in facts)]
     size = sum(parameter.nbytes for parameter in trained.values())
     if not every or size > _MOST_BYTES:
         raise NotAskedError("no attention is trained" if not every else f"they take {size / 2**30:.1f} GiB")
     zeros = [name for name, value in trained.items() if not bool(value.any())]
-    maps = {rows.name for each in facts for listed in each.rows.values() for rows in listed}
     zero_maps = {name for name in inside if name in zeros and trained[name].dim() > 1}
     runs: list[dict[str, Tensor]] = []  # of gradients: at the start, in evaluation mode, in training mode
     try:
@@ -488,8 +575,8 @@ def gradients(door: Door, inputs: Inputs, facts: Sequence[Facts]) -> Iterator[An
         verdict, part = idle[name]
         parts.setdefault((verdict, re.sub(r"\d+", "*", inside[name])), {}).setdefault(part, inside[name])
     for (verdict, layers), places in parts.items():
-        text = f"{', '.join(places)} of {layers} get exactly no gradient: this part is not used; use it or drop it"
-        yield verdict, text, next(iter(places.values()))
+        text = f"{', '.join(places)} of {layers or ROOT} get exactly no gradient: this part is not used; use it or "
+        yield verdict, f"{text}drop it", next(iter(places.values()))
 
 
 def _idle_part(gradient: Tensor, name: str, is_table: bool, free: Collection[int]) -> str:
@@ -537,6 +624,6 @@ def _backward(door: Door, trained: Mapping[str, nn.Parameter]) -> dict[str, Tens
 
 
 QUESTIONS: tuple[Question, ...] = (
-    finite, same_twice, samples, later_tokens, source, token_before, order, padding, mask_of_nothing,
-    packed, positions, registered, gradients,
+    finite, same_twice, samples, later_tokens, source, token_before, order, padding, padding_cut_off, mask_of_nothing,
+    packed, positions, registered, used, gradients,
 )  # fmt: skip

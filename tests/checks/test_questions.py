@@ -21,8 +21,10 @@ from hdi_callback.checks import facts_of
 from hdi_callback.testing import assert_heads
 from tests.checks.corpus import VOCABULARY, Attention, B, Full, MaskSeesNext, Model, T, causal
 from tests.checks.untried import REPORTS, Decoder
+from tests.checks.untried_fifth import FIFTH
 from tests.checks.untried_fourth import FOURTH
 from tests.checks.untried_later import LATER, CrossAttention, GroupedByBroadcast, Pair
+from tests.checks.untried_sixth import SIXTH
 from tests.checks.untried_third import THIRD
 
 NOT_TOLD = {
@@ -40,8 +42,21 @@ NOT_TOLD = {
     "ndif-team/nnsight 673",
     "mosaicml/llm-foundry 372",
     "nntrainer/nntrainer 3982",
+    "ZhengkunTian/OpenTransformer 25",
+    "dmlc/dgl 3267",
+    "snap-stanford/pretrain-gnns 49",
+    "pyg-team/pytorch_geometric 1642",
+    "pytorch/executorch 2010",
+    "SamLynnEvans/Transformer 25",
+    "lucidrains/x-transformers 103",
+    "soobinseo/Transformer-TTS 11",
+    "taki0112/Self-Attention-GAN-Tensorflow 3",
+    "COMP6248-Reproducability-Challenge/music-transformer-comp6248 4",
+    "NVIDIA-NeMo/Speech 3314",
+    "gjylt/DoubleAttentionNet 3",
 }
-EVERY = (*REPORTS, *LATER, *THIRD, *FOURTH)
+ODD_TWINS = {"taki0112/Self-Attention-GAN-Tensorflow 3", "heykeetae/Self-Attention-GAN 11"}  # unscaled, as in the paper
+EVERY = (*REPORTS, *LATER, *THIRD, *FOURTH, *FIFTH, *SIXTH)
 TOKENS = torch.randint(VOCABULARY, (B + 1, T), generator=torch.Generator().manual_seed(1))
 
 
@@ -54,6 +69,10 @@ def forwards():
     handle.remove()
 
 
+def first_tensor(output):
+    return output[0] if isinstance(output, tuple) else output
+
+
 def checked(report, is_twin=False):
     model, inputs = report.build(is_twin), report.inputs()
     return check(model, lambda: model(**inputs))
@@ -62,7 +81,8 @@ def checked(report, is_twin=False):
 @pytest.mark.parametrize("report", EVERY, ids=lambda report: report.source)
 def test_what_a_report_describes_is_told_and_nothing_of_its_right_twin(report):
     assert bool(checked(report).findings) is (report.source not in NOT_TOLD)
-    assert checked(report, is_twin=True).findings == ()
+    of_twin = [(finding.verdict, finding.name) for finding in checked(report, is_twin=True).findings]
+    assert of_twin == ([("odd", "scale")] if report.source in ODD_TWINS else [])
 
 
 @pytest.mark.parametrize("report", EVERY, ids=lambda report: report.source)
@@ -71,9 +91,10 @@ def test_a_report_computes_something_else_than_its_twin(report):
     results = []
     for model in (wrong, right):
         with torch.no_grad():
-            output = model(**report.inputs())
+            output = first_tensor(model(**report.inputs()))
             torch.manual_seed(0)
-            results.append((output, model.train()(**report.inputs()), len(list(model.parameters()))))
+            trained = first_tensor(model.train()(**report.inputs()))
+            results.append((output, trained, len(list(model.parameters()))))
     assert bool(results[1][0].isfinite().all())
     # Dropout in the wrong place shows in training alone, and what is not registered in what trains.
     is_equal = [torch.allclose(first, second, atol=1e-5) for first, second in zip(results[0][:2], results[1][:2])]
@@ -81,7 +102,8 @@ def test_a_report_computes_something_else_than_its_twin(report):
 
 
 @pytest.mark.parametrize(
-    ("reports", "rate"), [(REPORTS, (5, 14)), (LATER, (4, 14)), (THIRD, (8, 19)), (FOURTH, (4, 17))]
+    ("reports", "rate"),
+    [(REPORTS, (5, 14)), (LATER, (4, 14)), (THIRD, (8, 19)), (FOURTH, (4, 17)), (FIFTH, (7, 20)), (SIXTH, (3, 8))],
 )
 def test_first_results_are_those_that_the_page_names(reports, rate):
     assert (sum(report.first for report in reports), len(reports)) == rate
@@ -782,3 +804,54 @@ def test_a_target_that_is_its_source_is_no_label():
     result = check(model, lambda: model(TOKENS, TOKENS))
     assert not result.findings
     assert result.not_asked["later tokens"].startswith("more than one sequence goes in")
+
+
+def test_an_attention_that_is_the_model_itself_is_asked_for_gradients():
+    class FirstKeyHead(Attention):
+        def expand(self, k):
+            return k[:, :1].expand(-1, self.heads, -1, -1)
+
+    x = torch.randn(B + 1, T, 32, generator=torch.Generator().manual_seed(1))
+    wrong, right = FirstKeyHead().eval(), Attention().eval()
+    assert [finding.name for finding in check(wrong, lambda: wrong(x)).findings] == ["gradients"]
+    assert check(right, lambda: right(x)).findings == ()
+
+
+class Discards(Decoder):
+    """The result of a map beside the attention is used, used by a choice alone, or not used."""
+
+    def __init__(self, use):
+        super().__init__(Attention)
+        self.use, self.blocks[1]["mlp"] = use, nn.Linear(32, 32)
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.places(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = x + block["attn"](block["norm"](x))
+        return self.head(self.use(x, self.blocks[1]["mlp"](x)))
+
+
+@pytest.mark.parametrize(
+    ("use", "names"),
+    [
+        (lambda x, y: x + y, []),
+        (lambda x, y: x * (y.argmax(-1, keepdim=True) % 2 + 1), []),  # without a gradient
+        (lambda x, y: x + x, ["used"]),
+    ],
+)
+def test_a_result_in_a_block_that_reaches_no_output_is_odd_and_one_that_is_chosen_by_is_not(use, names):
+    model = Discards(use).eval()
+    found = check(model, lambda: model(TOKENS))
+    assert [(finding.verdict, finding.name) for finding in found.findings] == [("odd", name) for name in names]
+
+
+def test_a_last_layer_that_is_left_out_as_a_whole_is_no_finding():
+    class StateBefore(Decoder):
+        def forward(self, tokens):
+            states = [self.embed(tokens) + self.places(torch.arange(tokens.shape[1]))]
+            for block in self.blocks:
+                states.append(states[-1] + block["attn"](block["norm"](states[-1])))
+            return self.head(states[-2])
+
+    model = StateBefore(Attention).eval()
+    assert "used" not in [finding.name for finding in check(model, lambda: model(TOKENS)).findings]
