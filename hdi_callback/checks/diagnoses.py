@@ -242,8 +242,7 @@ def distance(facts: Facts, _: Sequence[Facts]) -> Found:
 
 def rotation(facts: Facts, _: Sequence[Facts]) -> Found:
     """Rotary positions are wrong, or of something else than queries and keys."""
-    cosines = {role: table[:, : facts.keys] for role, table in facts.cosines.items()}  # of one sequence
-    for role, table in cosines.items():
+    for role, table in facts.cosines.items():
         for place, partner in sorted(facts.pairs[role]):
             if _differ(table[:, :, place], table[:, :, partner]):
                 return "wrong", (
@@ -258,7 +257,7 @@ def rotation(facts: Facts, _: Sequence[Facts]) -> Found:
     pairs = {role: facts.pairs[role] for role in ("query", "key") if facts.pairs.get(role)}
     if facts.heads and len(set(pairs.values())) == 2:
         return "wrong", "queries and keys are rotated in different pairs of features; use one layout for both"
-    if by_head := [role for role, table in cosines.items() if _is_by_head(table)]:
+    if by_head := [role for role, table in facts.cosines.items() if _is_by_head(table)]:
         text = f"{listed([PLURAL[role] for role in by_head])} are turned by an angle of each head, not of each token"
         return "odd", f"{text}: positions run along heads; transpose before the rotation"
     if facts.length is not None and abs(facts.length - 1) > 0.02:

@@ -302,8 +302,9 @@ def _of_attention(labels: Labels, attn: FoundAttention, values: dict[str, Any]) 
     entering = labels.may_read(attn.takers[0][1].first) if attn.takers else None
     order = CUT if mixed else "" if entering is None else _order(entering.tokens)
     asking = {role: maps[role][0] for role in ("query", "key") if maps[role]}
-    tables = {role: cosines_of(labels, attn.core, projection.starts) for role, projection in asking.items()}
-    cosines = [table[0] for table in tables.values() if table is not None]
+    whole = {role: cosines_of(labels, attn.core, projection.starts) for role, projection in asking.items()}
+    tables = {role: table[:, : values[PLURAL[role]]] for role, table in whole.items() if table is not None}
+    cosines = [table[0] for table in tables.values()]
     is_usual = math.isclose(values["scale"] or 0, values["width"] ** -0.5, rel_tol=0.01)
     is_sum = bool({SUM.of("query"), SUM.of("key")} & attn.flags)  # of which each part may have a scale of its own
     return {
@@ -313,7 +314,7 @@ def _of_attention(labels: Labels, attn: FoundAttention, values: dict[str, Any]) 
         "rows": {role: tuple(_rows(labels, each) for each in listed) for role, listed in maps.items() if listed},
         "normed": tuple(role for role in PLURAL if _is_normed(labels, attn, role)),
         "scale": None if is_sum and not is_usual else values["scale"],
-        "cosines": {role: table for role, table in tables.items() if table is not None},
+        "cosines": tables,
         "length": length_of(labels, attn.core),
         "shift": shift_of(*cosines) if len(cosines) == 2 else None,
         # Of a sum of maps features are of more pairs than their own.
