@@ -163,8 +163,11 @@ class Contract:
             of_call |= {} if self._readings else {"earlier": None}  # the first forward has no memory
             values |= {(layer, calls[layer], term): value for term, value in of_call.items() if value is not None}
             calls[layer] += 1
+        of_one_key = {layer_name(each.path) for each in facts if each.keys == 1}  # of weight one, whatever its score
         for layer, roles in no_gradient.items():
             # If all of it gets none, it was dropped, or this is no backward.
+            unmoved = {"query", "key"} if layer in of_one_key else set[str]()
+            roles = {role: dead for role, dead in roles.items() if role not in unmoved}
             heads = {role: tuple(dead.nonzero().flatten().tolist()) for role, dead in roles.items() if bool(dead.any())}
             values[layer, 0, "gradients"] = {} if all(bool(dead.all()) for dead in roles.values()) else heads
             self._latest.setdefault((layer, 0, "gradients"), ({}, 0))

@@ -221,6 +221,63 @@ def test_heads_that_get_no_gradient_are_told_at_the_first_readings():
     ]
 
 
+class OnItsOwn(nn.Module):
+    """Attention of torch's over what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0].square().mean()
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_one_key_gives_queries_and_keys_no_gradient_and_is_no_fault(tokens, tmp_path):
+    torch.manual_seed(0)
+    model = OnItsOwn()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with watch_heads(model, optimizer, 1, log_dir=tmp_path) as heads:
+        for _ in range(4):
+            with heads.step():
+                model(torch.randn(8, tokens, 32)).backward()
+                rows = model.attention.in_proj_weight.grad[:64]
+                assert bool(rows.any()) == (tokens > 1)
+                optimizer.step()
+                optimizer.zero_grad()
+    assert [alert.message for alert in load_history(heads.history_path).alerts] == []
+
+
+class Turned(nn.Module):
+    """Rotary positions of halves, which are multiplied with cosines and sines one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (each(x).unflatten(-1, (4, 8)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        angles = torch.arange(x.shape[1])[:, None] / 1e4 ** (torch.arange(4) / 4)
+        q, k = (self.turn(each, angles) for each in (q, k))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)).square().mean()
+
+    @staticmethod
+    def turn(x, angles):
+        first, second = x.chunk(2, -1)
+        turned = first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()
+        return torch.cat(turned, -1)
+
+
+def test_rotary_angles_do_not_depend_on_the_length_of_sequences():
+    model, alerts = Turned(), []
+    with HeadDiversityMonitor(model) as monitor:
+        for step in range(12):
+            monitor.arm()
+            model(torch.randn(4, 32 if step < 6 else 64, 32)).backward()
+            alerts += monitor.measure(step).record().alerts
+    assert [alert.message for alert in alerts] == []
+
+
 class Adapted(nn.Module):
     """A frozen projection and an adapter, one matrix of which is cut off the graph."""
 
