@@ -26,6 +26,7 @@ from hdi_callback.monitor.reading import StepFacts
 
 LABELS, TARGET, LOSS = "labels", "target", "loss"
 IGNORED, ELSEWHERE = "nothing at all", "no token up to three places away"
+PARTLY = "one token at some of the positions alone"
 
 _FARTHEST, _ROWS, _FEWEST, _SAMPLES, _TOKENS = 3, 128, 16, 8, 64
 _READINGS, _STEADY, _ENTRIES = 5, 0.02, 2**21  # a focal loss begins as a cross entropy, and leaves it slowly
@@ -169,8 +170,9 @@ def _terms(listed: Sequence[Tensor], *arrived: Tensor) -> dict[tuple[str, int, s
             axis, place = agreeing[0]
             states.append(LabelOffset(place - _FARTHEST, [tokens], (is_trained.T if axis else is_trained)[:_SAMPLES]))
         else:
-            is_elsewhere = (not count or bool(shares[0].isfinite().any())) and not bool((shares >= 0.5).any())
-            states.append(None if not is_elsewhere else ELSEWHERE if count else IGNORED)
+            is_known, is_partly = not count or bool(shares[0].isfinite().any()), bool((shares >= 0.5).any())
+            state = (PARTLY if not agreeing else None) if is_partly else ELSEWHERE if count else IGNORED
+            states.append(state if is_known else None)
     trained = [state for state in states if isinstance(state, LabelOffset)]
     offsets = {each.offset for each in trained}
     if len(offsets) > 1 and 1 not in offsets:  # several outputs that look ahead beside what predicts the next token
@@ -179,4 +181,5 @@ def _terms(listed: Sequence[Tensor], *arrived: Tensor) -> dict[tuple[str, int, s
         ahead = next((each for each in trained if each.offset == 1), trained[-1])
         tables = [each.tokens[0] for each in trained if each.offset == ahead.offset]
         return {("", 0, LABELS): ahead.offset, ("", 0, TARGET): ahead._replace(tokens=tables)}
-    return {} if None in states else {("", 0, LABELS): IGNORED if IGNORED in states else ELSEWHERE}
+    state = next((state for state in (IGNORED, PARTLY, ELSEWHERE) if state in states), None)
+    return {} if None in states else {("", 0, LABELS): state}
