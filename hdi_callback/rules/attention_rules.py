@@ -120,11 +120,12 @@ class ChangeWithLoss(Rule):
     condition = (
         "at two readings the loss is above the median of the three before, and a quantity of the layer has changed by "
         "a twentieth or more and 1.5 times as far as ever in 32 readings, but for the change just before; that factor "
-        "times the mean rise of the loss, in median changes between readings, is 9 or more; a notice below 5 times. Or "
-        "the loss rose by two such changes within five readings after something else than the optimizer wrote "
-        "parameters, or a notice of the contract; a notice of the write alone, and of a loss that rose by five where "
-        "no layer changed. Or the loss is at three readings above all of the 15 before and by four such changes above "
-        "the median of the last five of them, and nothing else was told. It ends with a good loss"
+        "times the mean rise of the loss, in median changes between readings, is 9 or more; a notice below 5 times. Of "
+        "entropy and covariance only what comes with a rise of 2.5. Or the loss rose by two such changes within five "
+        "readings after something else than the optimizer wrote parameters, or a notice of the contract; a notice of "
+        "the write alone, and of a loss that rose by five where no layer changed. Or the loss is at three readings "
+        "above all of the 15 before and by four such changes above the median of the last five of them, and nothing "
+        "else was told. It ends with a good loss"
     )
     action = (
         "look at what changed at that step: the data, the learning rate, the checkpoint that was loaded, and the code "
@@ -138,6 +139,7 @@ class ChangeWithLoss(Rule):
             followed = sum(row.step > (active.since or 0) for row in series.rows)
             return None if series.is_loss_good and followed > self.lasts else active
         rows = [row for row in series.rows if LOSS in row.values][-self.window :]
+    clear = 2.5  # usual changes, which noise of the loss seldom makes: attention that wakes changes by any factor
         if len(rows) <= self.past or rows[-1] is not series.latest or rows[-1].step - rows[-2].step < APART:
             return None
         losses = [row.values[LOSS] for row in rows]
@@ -146,7 +148,8 @@ class ChangeWithLoss(Rule):
         if series.was_written or not usual > 0 or min(losses[-2:]) <= was:
             return None
         rise = (now - was) / usual
-        far = {metric: self._change(metric, rows) for metric in QUANTITIES}
+        clear = [metric for metric in QUANTITIES if rise >= self.clear or "norm" in metric or "movement" in metric]
+        far = {metric: self._change(metric, rows) for metric in clear}
         metric, change = max(far.items(), key=lambda item: item[1])
         if change < self.least or rise * change < series.limits["with_loss"]:
             return None
