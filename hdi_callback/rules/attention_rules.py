@@ -30,7 +30,10 @@ class SharpFromStart(Rule):
     needs = (ENTROPY,)
     reads = (LOGIT,)
     limits = ("start",)
-    condition = "at step 0 of fresh weights the mean entropy of attention is at 0.5 or less. It ends at 0.6"
+    condition = (
+        "at step 0 of fresh weights the mean entropy of attention is at 0.5 or less; a notice where queries and keys "
+        "are normed. It ends at 0.6"
+    )
     action = "look at the scale of the scores and the size of the embedding; if the weights are pretrained, say so"
     code = "pretrained=True"
     margin = 0.1
@@ -45,7 +48,8 @@ class SharpFromStart(Rule):
             return None
         score = "" if logit is None else f", largest score {logit:.0f}"
         clause = "attention is sharp in {layer} before anything was learned"
-        return Finding(clause, f"mean entropy {entropy:.2f}{score}")
+        is_chosen = {"query", "key"} <= {*series.facts.get("normed", ())}  # by a scale that no input changes
+        return Finding(clause, f"mean entropy {entropy:.2f}{score}", level="notice" if is_chosen else "warning")
 
 
 class FlatAttention(Rule):
@@ -57,10 +61,11 @@ class FlatAttention(Rule):
     limits = ("flat",)
     condition = (
         "the mean entropy was never below 0.9995 in 15 readings, nor the largest score above 0.25; a notice where key "
-        "weights began small. Or it was 0.995 or less at the first reading, and is 0.9995 or more at five in a row"
+        "weights began small. Or it was 0.995 or less at the first reading, and is 0.9995 or more at five in a row, at "
+        "15 where the largest score was below 1 at first"
     )
     action = "look at the scale of the scores, the size of the layer's inputs, and the gradients of queries and keys"
-    readings, lasts, largest = 15, 5, 0.25
+    readings, lasts, largest, small = 15, 5, 0.25, 1.0
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
         limit, (steps, curve), (_, logits) = series.limits["flat"], series.curve(ENTROPY), series.curve(LOGIT)
@@ -68,7 +73,8 @@ class FlatAttention(Rule):
         began_flat = 1 - first < 10 * (1 - limit)
         if active is not None and not began_flat:
             return active if 1 - curve[-1] <= 2 * (1 - limit) else None
-        count = self.readings if began_flat else self.lasts
+        _, first_score = series.starts.get(LOGIT, (began, math.inf))  # what has hardly begun may flatten for a while
+        count = self.readings if began_flat or first_score < self.small else self.lasts
         flat = [first, *curve] if began_flat else curve[-count:]
         scores = logits if began_flat else logits[-count:]
         if len(curve) < count or min(flat) < limit or max(scores, default=0.0) > self.largest or not series.trains:
@@ -133,13 +139,13 @@ class ChangeWithLoss(Rule):
     )
     code = "interventions=[QKClip(limit=30)]"
     past, window, least, surely, share, lasts = 8, 32, 1.5, 5.0, 0.05, 5
+    clear = 2.5  # usual changes, which noise of the loss seldom makes: attention that wakes changes by any factor
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
         if active is not None:
             followed = sum(row.step > (active.since or 0) for row in series.rows)
             return None if series.is_loss_good and followed > self.lasts else active
         rows = [row for row in series.rows if LOSS in row.values][-self.window :]
-    clear = 2.5  # usual changes, which noise of the loss seldom makes: attention that wakes changes by any factor
         if len(rows) <= self.past or rows[-1] is not series.latest or rows[-1].step - rows[-2].step < APART:
             return None
         losses = [row.values[LOSS] for row in rows]

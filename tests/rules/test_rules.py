@@ -129,6 +129,11 @@ CASES = {
     "uniform for 14 readings": (entropy(*[0.9998] * 14), NOTHING),
     "uniform, but with some scores": (entropy(*[0.9998] * 20, attention_logit=0.3), NOTHING),
     "becomes uniform": (entropy(0.9, 0.95, 0.97, *[0.9999] * 6), [(7, "flat attention", "warning", ())]),
+    "flattens where scores began small": (
+        [*entropy(0.99, attention_logit=0.9), *entropy(*[0.9999] * 14, attention_logit=0.2)], NOTHING),
+    "stays flat where scores began small": (
+        [*entropy(0.99, attention_logit=0.9), *entropy(*[0.9999] * 15, attention_logit=0.2)],
+        [(15, "flat attention", "warning", ())]),
     "changes as the loss rises": (entropy(*WAVERING, 0.6, 0.6), [(15, "change with the loss", "warning", ())],
         [*CALM, 1.4, 1.4]),
     "wakes as the loss rises by no more than its noise": (entropy(*WAVERING, 0.1, 0.1), NOTHING, [*CALM, 1.2, 1.15]),
@@ -207,6 +212,11 @@ def test_pretrained_weights_are_judged_by_what_changes():
     ]
     assert raised(run(entropy(0.3), pretrained=True)) == []
     assert raised(run([pair(0.1, 0.6), pair(0.1, 0.7)], pretrained=True)) == []
+
+
+def test_sharp_attention_of_queries_and_keys_with_norms_is_a_notice():
+    for normed, level in ((["key", "query"], "notice"), (["key"], "warning")):
+        assert raised(run(entropy(0.4), layers=[facts(normed=normed)])) == [(0, "sharp from the start", level, ())]
 
 
 def test_a_slow_start_from_small_weights_is_a_notice():
