@@ -160,7 +160,7 @@ def _fitted(gradients: Tensor, softmax: Tensor, trained: Tensor) -> list[Tensor]
 
 def _terms(listed: Sequence[Tensor], *arrived: Tensor) -> dict[tuple[str, int, str], Any]:
     """Return the terms of the contract: what positions are trained to predict, and by which tokens that is known."""
-    states: list[LabelOffset | str | None] = []
+    states: list[Any] = []  # a `LabelOffset`, one of three words, or nothing where it is not known
     for tokens, numbers, is_trained in zip(listed, arrived[::2], arrived[1::2]):
         count, sums = int(numbers[0]), numbers[1:].view(2, 2, -1)
         shares = torch.where(sums[:, 1] >= _FEWEST, sums[:, 0] / sums[:, 1], torch.nan)
@@ -181,5 +181,4 @@ def _terms(listed: Sequence[Tensor], *arrived: Tensor) -> dict[tuple[str, int, s
         ahead = next((each for each in trained if each.offset == 1), trained[-1])
         tables = [each.tokens[0] for each in trained if each.offset == ahead.offset]
         return {("", 0, LABELS): ahead.offset, ("", 0, TARGET): ahead._replace(tokens=tables)}
-    state = next((state for state in (IGNORED, PARTLY, ELSEWHERE) if state in states), None)
-    return {} if None in states else {("", 0, LABELS): state}
+    return {} if None in states else {("", 0, LABELS): min(states, key=(IGNORED, PARTLY, ELSEWHERE).index)}

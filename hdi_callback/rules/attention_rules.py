@@ -40,11 +40,10 @@ class SharpFromStart(Rule):
 
     def judge(self, series: Series, active: Finding | None) -> Finding | None:
         entropy, logit = series.value(ENTROPY), series.latest.values.get(LOGIT)
-        limit = series.limits["start"]
         is_sparse = not series.facts.get("has_softmax", True)  # sparsemax or a ReLU leave most keys out by design
         if active is None and (series.latest.step > 0 or series.is_pretrained or is_sparse):
             return None
-        if entropy > limit + (self.margin if active else 0.0):
+        if entropy > series.limits["start"] + (self.margin if active else 0.0):
             return None
         score = "" if logit is None else f", largest score {logit:.0f}"
         clause = "attention is sharp in {layer} before anything was learned"
@@ -81,12 +80,11 @@ class FlatAttention(Rule):
             return None
         if series.was_written and not began_flat:
             return None
-        score = f", largest score {max(logits):.2g}" if logits and began_flat else ""
-        was = "" if began_flat else f", {first:.2f} at step {began}"
+        score = f", largest score {max(logits):.2g}" if logits else ""
         begun = f"stayed uniform since step {began}" if began_flat else "become uniform"
         return Finding(
             f"attention in {{layer}} has {begun}",
-            f"mean entropy {curve[-1]:.4f}{score}{was}",
+            f"mean entropy {curve[-1]:.4f}{score if began_flat else f', {first:.2f} at step {began}'}",
             level="notice" if began_flat and series.began_small else "warning",
             since=began if began_flat else steps[-count],
         )
