@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from hdi_callback.checks.facts import Facts
 
@@ -87,9 +87,12 @@ class Door:
         for value in [value for value in arguments.values() if isinstance(value, dict)]:
             arguments |= value
         names = {id(value): name for name, value in reversed(arguments.items())}
+        # Labels may be the tokens themselves, one tensor by two names.
+        keywords = [name if leaf is value else "" for name, value in kwargs.items() for leaf in tree_leaves(value)]
+        written = [""] * (len(self.leaves) - len(keywords)) + keywords
         self.label = {
-            at: names.get(id(leaf), "")
-            for at, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor) and leaf.dim()
+            at: name or names.get(id(leaf), "")
+            for at, (leaf, name) in enumerate(zip(self.leaves, written)) if isinstance(leaf, Tensor) and leaf.dim()
         }  # fmt: skip
         self.inputs = sorted(self.label, key=lambda at: [*arguments, ""].index(self.label[at]))  # as they are declared
         tensors = tensors_in(output)

@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -855,3 +856,11 @@ def test_a_last_layer_that_is_left_out_as_a_whole_is_no_finding():
 
     model = StateBefore(Attention).eval()
     assert "used" not in [finding.name for finding in check(model, lambda: model(TOKENS)).findings]
+
+
+def test_labels_that_are_the_tokens_themselves_are_no_second_sequence():
+    config = {"decoder_layers": 1, "decoder_attention_heads": 4, "d_model": 32, "vocab_size": 64, "is_decoder": True}
+    torch.manual_seed(0)
+    model = transformers.MBartForCausalLM(transformers.MBartConfig(**config))  # its table of positions takes tokens
+    tokens = torch.randint(5, 60, (2, 7))
+    assert check(model.eval(), lambda: model(input_ids=tokens, labels=tokens)).wrong == ()
