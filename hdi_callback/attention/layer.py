@@ -209,6 +209,21 @@ def bias_beside(owner: nn.Module, name: str) -> Any:
     return getattr(owner, name.replace("weight", "bias"), None) if "weight" in name else None
 
 
+def bias_of(weight: HeadWeight, head: int) -> tuple[nn.Parameter, Tensor] | None:
+    """Return the bias of a head's query, key or value, and the ``(width,)`` numbers of its elements, if any."""
+    rows = weight.plain
+    if rows is None:
+        return None
+    owner, name = owner_of(rows.module, rows.names[head if len(rows.names) > 1 else 0])
+    starts = rows.starts[head] // rows.columns if rows.stride == 1 else rows.starts[head]
+    bias = bias_beside(owner, name)
+    if isinstance(owner, nn.MultiheadAttention):  # one bias for all three, whether or not their weights are one
+        bias = owner.in_proj_bias
+        starts = starts + {"k_proj_weight": 1, "v_proj_weight": 2}.get(name, 0) * owner.embed_dim
+    is_of_rows = isinstance(bias, nn.Parameter) and bias.dim() == 1 and int(starts.max()) < len(bias)
+    return (bias, starts.to(bias.device)) if is_of_rows else None
+
+
 def _stored(module: nn.Module, name: str) -> Tensor:
     """Return a parameter or buffer; where it is computed, what evaluation or the last forward would use."""
     owner, last = owner_of(module, name)

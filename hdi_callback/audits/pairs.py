@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from hdi_callback.arguments import listed
 from hdi_callback.attention import AttentionLayer
-from hdi_callback.attention.layer import bias_beside, owner_of
+from hdi_callback.attention.layer import bias_of
 from hdi_callback.record import Alert, Level
 
 _PAIRS = (("query", "key"), ("value", "output"))
@@ -74,15 +74,11 @@ def unmatched_weights(layers: Sequence[AttentionLayer], step: int) -> list[Alert
 def _bias_ratio(layer: AttentionLayer) -> float | None:
     """Return the norm of the bias of keys over that of queries; `None` if it has not both."""
     norms = []
-    for rows in (layer.weights[role].plain for role in ("query", "key") if role in layer.weights):
-        if rows is None or len(rows.names) > 1 or rows.recipes:
+    for weight in (layer.weights[role] for role in ("query", "key") if role in layer.weights):
+        biases = [each for head in range(weight.heads) if (each := bias_of(weight, head)) is not None]
+        if len(biases) < weight.heads:
             return None
-        owner, name = owner_of(rows.module, rows.names[0])
-        bias, columns = bias_beside(owner, name), getattr(owner, name).shape[-1]
-        places = rows.starts // columns if rows.stride == 1 else rows.starts % columns
-        if not isinstance(bias, Tensor) or bias.dim() != 1 or int(places.max()) >= len(bias):
-            return None
-        norms.append(float(bias.detach()[places].float().norm()))
+        norms.append(float(torch.cat([bias.detach()[places].float() for bias, places in biases]).norm()))
     if len(norms) < 2 or not any(norms):
         return None
     return norms[1] / norms[0] if norms[0] else math.inf

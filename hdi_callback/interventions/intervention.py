@@ -6,10 +6,8 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from torch import Tensor, nn
-
 from hdi_callback.arguments import one_of, strings, whole_number
-from hdi_callback.attention.layer import AttentionLayer, HeadWeight, bias_beside, owner_of
+from hdi_callback.attention.layer import AttentionLayer
 from hdi_callback.errors import MisconfigurationError, UnsupportedAttentionError
 from hdi_callback.record import LEVELS, Action, Alert, Level, Record
 
@@ -154,17 +152,3 @@ def why_not_writable(layer: AttentionLayer, roles: Sequence[str]) -> str:
         except UnsupportedAttentionError as error:
             return f"its {role} heads cannot be written in place ({error})"
     return ""
-
-
-def bias_of(weight: HeadWeight, head: int) -> tuple[nn.Parameter, Tensor] | None:
-    """Return the bias of a head's query, key or value, and the ``(width,)`` numbers of its elements, if any."""
-    rows = weight.plain
-    if rows is None:
-        return None
-    owner, name = owner_of(rows.module, rows.names[head if len(rows.names) > 1 else 0])
-    starts = rows.starts[head] // rows.columns if rows.stride == 1 else rows.starts[head]
-    bias = bias_beside(owner, name)
-    if isinstance(owner, nn.MultiheadAttention):  # one bias for all three, whether or not their weights are one
-        bias = owner.in_proj_bias
-        starts = starts + {"k_proj_weight": 1, "v_proj_weight": 2}.get(name, 0) * owner.embed_dim
-    return None if not isinstance(bias, nn.Parameter) else (bias, starts.to(bias.device))

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from hdi_callback.arguments import number
-from hdi_callback.attention.layer import AttentionLayer
-from hdi_callback.interventions.intervention import Intervention, bias_of, why_not_writable
+from hdi_callback.attention.layer import AttentionLayer, bias_of
+from hdi_callback.interventions.intervention import Intervention, why_not_writable
 from hdi_callback.record import Action, Record
 
 

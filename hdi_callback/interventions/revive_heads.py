@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hdi_callback.arguments import number
-from hdi_callback.attention.layer import ROLES, AttentionLayer
+from hdi_callback.attention.layer import ROLES, AttentionLayer, bias_of
 from hdi_callback.core import circuit_similarity, fold_head, fresh_head, head_diversity
-from hdi_callback.interventions.intervention import Intervention, bias_of, why_not_writable
+from hdi_callback.interventions.intervention import Intervention, why_not_writable
 from hdi_callback.record import Action, Alert
 
 ALIGNED = 0.7  # alignment of key heads from which on one of them is redundant; at it *worst pair* ends

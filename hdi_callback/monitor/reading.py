@@ -159,9 +159,8 @@ _Column = tuple[str, str, Any]  # "values", "heads" or "matrices"; the name; the
 
 def _enter(layers: Sequence[LayerRecord], source: str, columns: Sequence[_Column]) -> None:
     """Enter the numbers of one source of layers; where none of its metrics is known, the reason alone."""
-    values = [(name, numbers) for kind, name, numbers in columns if kind == "values"]
-    heads = [(name, numbers) for kind, name, numbers in columns if kind == "heads"]
-    matrices = [(name, numbers) for kind, name, numbers in columns if kind == "matrices"]
+    kinds = ("values", "heads", "matrices")
+    values, heads, matrices = ([(name, each) for kind, name, each in columns if kind == wanted] for wanted in kinds)
     for row, layer in enumerate(layers):
         finite = {name: numbers[row] for name, numbers in values if math.isfinite(numbers[row])}
         if not finite:
