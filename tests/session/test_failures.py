@@ -281,7 +281,7 @@ def calls_in_the_first_forward(folder: Path, stop_at: float = float("inf")) -> t
             sys.setprofile(None)
         assert heads.monitor is not None
         layers = [layer.name for layer in heads.monitor.layers]
-        assert "hdi/min" in heads.latest
+    assert "hdi/min" in heads.latest
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     return count, layers
 
