@@ -2327,7 +2327,9 @@ def train(name: str) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=list(TRAININGS), action="append", help="one training; may be given again")
+    parser.add_argument(
+        "--only", choices=list(TRAININGS), metavar="NAME", action="append", help="one training; may be given again"
+    )
     parser.add_argument("--part", default="0/1", help="which of how many equal parts of the list")
     parser.add_argument("--results", type=Path, default=Path("runs/by-hand.jsonl"))
     options = parser.parse_args(argv)
