@@ -14,7 +14,7 @@ import json
 import os
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -561,15 +561,17 @@ def _evaluate(recipe: Recipe, model: Any, average: Any, step: int) -> None:
         model.train()
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=list(RECIPES), action="append", help="one training; may be given again")
-    parser.add_argument("--results", type=Path, default=Path("runs/healthy.jsonl"))
-    options = parser.parse_args(argv)
+def count_accused(
+    description: str, trainings: Collection[str], train: Callable[[str], dict[str, Any]], results: Path
+) -> None:
+    """Train by the command line, write a line for each training, and print what it was told and how many were."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--only", choices=trainings, metavar="NAME", action="append", help="one; may be given again")
+    parser.add_argument("--results", type=Path, default=results)
+    options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     options.results.parent.mkdir(parents=True, exist_ok=True)
-    accused = 0
-    names = options.only or list(RECIPES)
+    names, accused = options.only or list(trainings), 0
     with options.results.open("w", encoding="utf-8") as lines:
         for name in names:
             result = train(name)
@@ -582,4 +584,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    count_accused(__doc__, RECIPES, train, Path("runs/healthy.jsonl"))

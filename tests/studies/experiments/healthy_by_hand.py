@@ -8,10 +8,8 @@ each 5.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import io
-import json
 import math
 import random
 import tempfile
@@ -29,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdi_callback import load_history, watch_heads
-from tests.studies.experiments.healthy import TEXT, digits, patches, text
+from tests.studies.experiments.healthy import TEXT, count_accused, digits, patches, text
 
 STEPS, LETTERS, WIDTH, HEADS = 200, 128, 32, 4
 
@@ -2325,34 +2323,5 @@ def train(name: str) -> dict[str, Any]:
     return {"name": name, "seed": seed, "readings": len(run.records), "told": told, "losses": losses}
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--only", choices=list(TRAININGS), metavar="NAME", action="append", help="one training; may be given again"
-    )
-    parser.add_argument("--part", default="0/1", help="which of how many equal parts of the list")
-    parser.add_argument("--results", type=Path, default=Path("runs/by-hand.jsonl"))
-    options = parser.parse_args(argv)
-    transformers.logging.set_verbosity_error()
-    options.results.parent.mkdir(parents=True, exist_ok=True)
-    part, parts = map(int, options.part.split("/"))
-    names, accused = options.only or list(TRAININGS)[part::parts], 0
-    with options.results.open("w", encoding="utf-8") as lines:
-        for name in names:
-            try:
-                result = train(name)
-            except Exception as error:
-                import traceback
-
-                traceback.print_exc()
-                result = {"name": name, "error": repr(error), "told": []}
-            lines.write(json.dumps(result) + "\n")
-            lines.flush()
-            warnings = [alert for alert in result["told"] if alert["level"] != "notice"]
-            accused += bool(warnings)
-            print(f"{name}: {'; '.join(alert['message'] for alert in warnings) or 'nothing'}", flush=True)
-    print(f"{accused} of {len(names)} accused")
-
-
 if __name__ == "__main__":
-    main()
+    count_accused(__doc__, TRAININGS, train, Path("runs/by-hand.jsonl"))
