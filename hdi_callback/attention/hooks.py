@@ -54,6 +54,8 @@ class Hook:
 
 
 class _Leaving(RemovableHandle):
+    """Removes a hook from a copied module once nothing holds this any more."""
+
     __del__ = RemovableHandle.remove
 
 
