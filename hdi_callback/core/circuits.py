@@ -123,7 +123,7 @@ def circuits_of(sums: CircuitSums) -> CircuitSimilarity:
     eye = torch.eye(dead.shape[-1], dtype=torch.bool, device=dead.device)
     cosine = torch.where(eye & cosine.isfinite(), 1, cosine)
     cosine = torch.where(live[..., :, None] & live[..., None, :], cosine, 0)
-    return CircuitSimilarity(cosine, *largest_pair(cosine, live_pairs(dead))[:2], norm.to(inner.dtype))
+    return CircuitSimilarity(cosine, *largest_pair(cosine, live_pairs(dead)), norm.to(inner.dtype))
 
 
 def _groups(heads: int, groups: int, group_of: Sequence[int] | None, device: torch.device) -> Tensor | None:

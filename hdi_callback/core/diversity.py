@@ -31,8 +31,6 @@ class Lens:
     worst_alignment: Tensor  #: the largest alignment of a pair
     #: ``(2,)``, the two heads of that pair; not `worst_pair` where ranks differ, as wide heads overlap more by chance
     worst_alignment_pair: Tensor
-    nearest: Tensor  #: ``(H,)``, for each head the head that it overlaps most with; -1 if there is none
-    nearest_overlap: Tensor  #: ``(H,)``, that overlap
     effective_heads: Tensor  #: n / (1 + (n-1)(1-index)) for n live heads
 
 
@@ -173,8 +171,8 @@ def _lens(overlap: Tensor, chance: Tensor, dead: Tensor) -> Lens:
     overlap = torch.where(both, overlap, 0)
     pair_alignment = torch.where(both, _above_chance(overlap, chance), torch.nan)
     mean = mean_over_pairs(overlap, pairs)
-    worst, worst_pair, nearest, nearest_overlap = largest_pair(overlap, pairs)
-    worst_alignment, worst_alignment_pair, *_ = largest_pair(pair_alignment, pairs)
+    worst, worst_pair = largest_pair(overlap, pairs)
+    worst_alignment, worst_alignment_pair = largest_pair(pair_alignment, pairs)
     return Lens(
         index=1 - mean,
         overlap=overlap,
@@ -184,8 +182,6 @@ def _lens(overlap: Tensor, chance: Tensor, dead: Tensor) -> Lens:
         worst_pair=worst_pair,
         worst_alignment=worst_alignment,
         worst_alignment_pair=worst_alignment_pair,
-        nearest=nearest,
-        nearest_overlap=nearest_overlap,
         effective_heads=torch.where(heads < 2, heads, heads / (1 + (heads - 1) * mean)),
     )
 

@@ -22,24 +22,18 @@ def mean_over_pairs(matrix: Tensor, pairs: Tensor) -> Tensor:
     return torch.where(pairs, matrix, 0).sum((-2, -1)) / pairs.sum((-2, -1))
 
 
-def largest_pair(matrix: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the largest entry of a symmetric matrix ``(..., H, H)`` over the marked pairs, and each head's own.
+def largest_pair(matrix: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest entry of a symmetric matrix ``(..., H, H)`` over the marked pairs, and its two heads.
 
-    In this order: that entry ``(...)``, its two heads ``(..., 2)`` in ascending order, for each head the head of its
-    largest entry ``(..., H)``, and that entry ``(..., H)``; -1 and NaN where there is none.
+    They are ``(..., 2)``, in ascending order; NaN and -1 where there is none.
     """
     masked = torch.where(pairs, matrix, -torch.inf)
     each, nearest = masked.max(-1)
     worst, first = each.max(-1)
     second = nearest.gather(-1, first[..., None])[..., 0]
     both = torch.stack([torch.minimum(first, second), torch.maximum(first, second)], -1)
-    is_known, each_known = worst.isfinite(), each.isfinite()
-    return (
-        torch.where(is_known, worst, torch.nan),
-        torch.where(is_known[..., None], both, -1),
-        torch.where(each_known, nearest, -1),
-        torch.where(each_known, each, torch.nan),
-    )
+    is_known = worst.isfinite()
+    return torch.where(is_known, worst, torch.nan), torch.where(is_known[..., None], both, -1)
 
 
 def at_least(rows: Tensor) -> int:

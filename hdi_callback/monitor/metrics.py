@@ -127,8 +127,6 @@ DEFAULT_METRICS = ("hdi", "hdi_worst_alignment", "head_covariance")  # drawn for
 
 HEADS: dict[str, Metric] = {
     "worst_alignment_pair": Metric(KEYS, lambda d: d.subspace.worst_alignment_pair),
-    "nearest": Metric(KEYS, lambda d: d.subspace.nearest),
-    "nearest_overlap": Metric(KEYS, lambda d: d.subspace.nearest_overlap),
     "rank": Metric(KEYS, lambda d: d.rank),
     "flatness": Metric(KEYS, lambda d: d.flatness),
     "head_norm": Metric(KEYS, lambda d: d.head_norm),
@@ -154,7 +152,7 @@ HEADS: dict[str, Metric] = {
 `worst_alignment_pair` is that of `hdi_worst_alignment`, by overlap against chance: dashboards call it the closest pair.
 """
 
-WHOLE = frozenset({"nearest", "rank", "weights_not_finite", "outputs_not_finite"})  # names in `HEADS`
+WHOLE = frozenset({"rank", "weights_not_finite", "outputs_not_finite"})  # names in `HEADS`
 
 MATRICES: dict[str, Metric] = {
     "overlap": Metric(KEYS, lambda d: d.subspace.overlap),

@@ -20,6 +20,7 @@ STILL = {"query": "query_movement", "key": "key_movement", "value": "value_movem
          "parameter": "parameter_still"}  # fmt: skip
 """What may stand still -> where a reading has it: movement, or for further parameters whether they stood still."""
 
+PAIRS = ("overlap", "pair_alignment", "energy_pair_alignment", "circuit_ov")  # matrices that the first reading keeps
 LOSS = "loss"  # the training loss among the values of a reading
 DEVIATIONS = 6.0  # standard deviations from which on the spectrum of a layer is none of an initialisation
 SMALL = 0.4  # size of key weights, relative to variance one over the input width, that is small: GPT-2 has 0.55
@@ -57,10 +58,10 @@ class Series:
     def __init__(self, layer: str, facts: Mapping[str, Any], first: Row, *, is_pretrained: bool = False) -> None:
         self.layer, self.facts, self.is_pretrained = layer, facts, is_pretrained
         self.limits: Mapping[str, float] = {}  # name -> limit of a rule in this layer, infinity where it is off
-        self.first = Row(first.step, first.values, first.heads)
+        self.first = replace(first, matrices={name: first.matrices[name] for name in PAIRS if name in first.matrices})
         self.starts: dict[str, tuple[int, float]] = {}  # metric -> step and value of the first reading that has it
         self.previous = self.first  # the reading before the latest, which a message may name, however close they are
-        self.rows: list[Row] = []  # the latest; only the last has numbers of single heads and matrices
+        self.rows: list[Row] = []  # the latest; only the last has numbers of single heads, and matrices
         # Role or "parameter", and its place -> since which step it has not moved though it is to, in how many readings.
         self.still: dict[tuple[str, int], tuple[int, int]] = {}
         self.writes: dict[int, int] = {}  # head -> step at which an intervention has written its weights
@@ -145,7 +146,7 @@ class Series:
         return f"{verb} {values} between steps {steps[begin]} and {steps[end]}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the readings without their matrices, and nothing that a resumed run has itself."""
+        """Return the readings, without matrices but of the first, and nothing that a resumed run has itself."""
         return {**vars(self), "facts": {}, "limits": {}, "rows": [replace(row, matrices={}) for row in self.rows]}
 
 

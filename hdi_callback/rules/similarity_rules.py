@@ -36,10 +36,8 @@ def _groups_at_limit(series: Series, active: Finding | None, limit: float, *, of
     lower, before = limit - HYSTERESIS, () if active is None else active.groups
     if series.value("circuit_ov_worst" if of_values else "hdi_worst_alignment") < lower:
         return ()
-    now, first = (
-        alike.similar_pairs(row, "circuit_ov") if of_values else alike.aligned_pairs(row, series.facts)
-        for row in (series.latest, series.first)
-    )
+    matrix = "circuit_ov" if of_values else "pair_alignment"
+    now, first = (alike.pairs_in(row, matrix) for row in (series.latest, series.first))
     return alike.without_initial(alike.groups_at(now, limit, before, lower), alike.groups_at(first, lower), series)
 
 
@@ -72,7 +70,7 @@ class CopiedHeads(Rule):
         now, curve = series.value("hdi_worst_alignment"), series.curve("hdi_worst_alignment")[1]
         limit = series.limits["copied"]
         is_jump = len(curve) > 1 and now >= limit and now - curve[-2] >= LEAP
-        groups = equal or (alike.groups_at(alike.aligned_pairs(series.latest, series.facts), limit) if is_jump else ())
+        groups = equal or (alike.groups_at(alike.pairs_in(series.latest, "pair_alignment"), limit) if is_jump else ())
         if not groups:
             return None
         is_new = len(series.rows) > 1 and not alike.equal_heads(series.first)
@@ -143,7 +141,7 @@ class MeanAlignment(Rule):
             or len(alike.heads_in(alike.equal_heads(series.latest))) == count  # which is told as copies
         ):
             return None
-        groups = alike.groups_at(alike.aligned_pairs(series.latest, series.facts), NEARLY_ONE) if is_near else ()
+        groups = alike.groups_at(alike.pairs_in(series.latest, "pair_alignment"), NEARLY_ONE) if is_near else ()
         groups = () if [*map(len, groups)] == [count] else groups
         clause = "{heads} are converging" if is_near else "{heads} read the same few directions"
         if groups or level == "critical":

@@ -47,6 +47,5 @@ def _layer(is_collapsed: bool) -> LayerRecord:
               "hdi_energy_alignment": 0.02, "hdi_energy_worst_alignment": worst,
               "weights_not_finite": 0.0, "trains": 1.0}  # fmt: skip
     heads = {"worst_alignment_pair": [1, 3], "worst_pair": [1, 3], "energy_worst_alignment_pair": [1, 3],
-             "nearest": [3, 3, 3, 1], "nearest_overlap": [0.2, 0.3, 0.2, 0.3], "rank": [8] * HEADS,
-             "head_norm": [1.0] * HEADS}  # fmt: skip
+             "rank": [8] * HEADS, "head_norm": [1.0] * HEADS}  # fmt: skip
     return LayerRecord(values, heads, {"pair_alignment": alignment, "overlap": alignment.clone()})

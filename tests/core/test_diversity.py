@@ -67,15 +67,13 @@ def test_effective_heads_are_the_inverse_variance_factor_and_the_sum_of_the_over
     assert float(diversity.subspace.effective_heads) == pytest.approx(36 / float(diversity.subspace.overlap.sum()))
 
 
-def test_the_worst_pair_and_the_nearest_neighbours_are_found():
+def test_the_worst_pair_is_found():
     weight = gaussian(6, 8, 64)
     weight[4] = gaussian(8, 8, seed=1) @ weight[1] + 0.05 * gaussian(8, 64, seed=2)
     diversity = head_diversity(weight)
     overlap = scipy_overlap(weight) - 2 * np.eye(6)
     assert diversity.subspace.worst_pair.tolist() == [1, 4]
     assert float(diversity.subspace.worst) == pytest.approx(overlap.max())
-    assert diversity.subspace.nearest.tolist() == overlap.argmax(1).tolist()
-    assert diversity.subspace.nearest_overlap.tolist() == pytest.approx(overlap.max(1).tolist())
 
 
 def test_the_worst_alignment_has_its_own_pair_if_wide_heads_overlap_more_by_chance():
@@ -168,7 +166,6 @@ def test_a_dead_head_is_left_out_of_every_mean():
     assert float(all_of_them.chance) == pytest.approx(float(living.chance))
     assert float(all_of_them.ceiling) == pytest.approx(float(living.ceiling))
     assert all_of_them.dead.tolist() == [False, False, True, False, False]
-    assert all_of_them.subspace.nearest[2] == -1
     assert not all_of_them.subspace.overlap[2].any()
     assert not all_of_them.energy.overlap[2].any()
 
@@ -380,7 +377,6 @@ def test_two_lenses_have_the_same_fields():
     assert float(diversity.energy.effective_heads) == pytest.approx(25 / expected.sum())
     h, g = diversity.energy.worst_pair.tolist()
     assert expected[h, g] == pytest.approx(expected[pairs].max())
-    assert diversity.energy.nearest.tolist() == (expected - 2 * np.eye(5)).argmax(1).tolist()
 
 
 # --- keys as they come

@@ -93,12 +93,12 @@ def test_numbers_that_are_not_finite_are_null_in_the_file_and_nan_when_read(tmp_
 @example([1.79765e308, -sys.float_info.max])
 @given(st.lists(st.one_of(st.floats(), st.floats(-1, 1), st.integers(-9, 9)), max_size=40))
 def test_numbers_of_heads_keep_five_digits_whatever_their_size(tmp_path_factory, numbers):
-    layer = LayerRecord(values={"hdi": 1 / 3}, heads={"nearest": [1, 2], "of_heads": numbers})
+    layer = LayerRecord(values={"hdi": 1 / 3}, heads={"rank": [1, 2], "of_heads": numbers})
     history = History(tmp_path_factory.mktemp("run") / "history.jsonl", FACTS)
     history.write(Record(0, {"attn": layer}))
     history.close()
     written = json.loads(history.path.read_text().splitlines()[1])["layers"]["attn"]["heads"]
-    assert written["nearest"] == [1, 2]
+    assert written["rank"] == [1, 2]
     for number, of_file in zip(numbers, written["of_heads"], strict=True):
         if isinstance(number, int):
             assert (of_file, type(of_file)) == (number, int)

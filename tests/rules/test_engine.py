@@ -78,7 +78,8 @@ class Broken(FewEffectiveHeads):
 )
 def test_a_rule_that_fails_is_switched_off_with_one_warning_and_others_go_on(result):
     readings = [
-        layer(one.values | {"hdi_effective_heads": 1.0}, one.heads) for one in (pair(0.1), pair(0.9), pair(0.9))
+        layer(one.values | {"hdi_effective_heads": 1.0}, one.heads, one.matrices)
+        for one in (pair(0.1), pair(0.9), pair(0.9))
     ]
     with pytest.warns(MonitoringWarning, match="few effective heads.*is off. Training goes on") as caught:
         given = run(readings, rules=[Broken(result), WorstPair()])
@@ -207,6 +208,14 @@ def test_a_state_goes_through_json_at_any_reading(cut):
     second = Alerts(layers=[facts()], pretrained=False)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert begun + run(READINGS[cut:], second, begin=50 * cut) == whole
+
+
+@pytest.mark.parametrize("reading", [pair(0.9), circuits(0.95)])
+def test_a_resumed_run_knows_which_heads_of_pretrained_weights_were_alike_at_first(reading):
+    first, second = (Alerts(layers=[facts()], pretrained=True) for _ in range(2))
+    assert run([reading] * 3, first) == [()] * 3
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert run([reading], second, begin=150) == [()]
 
 
 def test_what_a_rule_found_that_a_resumed_run_does_not_have_stays_active():

@@ -25,10 +25,7 @@ def pair(value: float, mean: float = 0.02, *pairs, heads=None, step_pair=(1, 3))
 def equal(one: int = 0, other: int = 1) -> object:
     values = quiet(hdi_worst_alignment=1.0, hdi_worst_pair=1.0, hdi_energy_worst_alignment=1.0)
     matrices = {name: closest((one, other, 1.0)) for name in ("pair_alignment", "energy_pair_alignment", "overlap")}
-    nearest, overlaps = [-1] * 4, [0.2] * 4
-    nearest[one], nearest[other], overlaps[one], overlaps[other] = other, one, 1.0, 1.0
-    heads = {"worst_alignment_pair": [one, other], "rank": [8] * 4, "nearest": nearest, "nearest_overlap": overlaps}
-    return layer(values, heads, matrices)
+    return layer(values, {"worst_alignment_pair": [one, other], "rank": [8] * 4}, matrices)
 
 
 def circuits(value: float, *pairs) -> object:
