@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial, reduce
@@ -174,7 +173,8 @@ class HeadWeight:
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that the weight is made of, each once."""
         owners = [owner for term in self.terms for rows in term.factors for owner in rows.owners()]
-        return list(dict.fromkeys(parameter for owner, name in owners for parameter in _underlying(owner, name)))
+        parameters = (owner._parameters.get(name) for owner, name in owners)
+        return list(dict.fromkeys(parameter for parameter in parameters if parameter is not None))
 
     def index(self, head: int) -> tuple[nn.Parameter, Tensor]:
         """Return the parameter of a head, and ``(width, in_features)`` numbers of elements for `Tensor.put_`."""
@@ -225,33 +225,12 @@ def bias_of(weight: HeadWeight, head: int) -> tuple[nn.Parameter, Tensor] | None
 
 
 def _stored(module: nn.Module, name: str) -> Tensor:
-    """Return a parameter or buffer; where it is computed, what evaluation or the last forward would use."""
+    """Return a parameter or buffer, or what the last forward has made of it, as pruning does."""
     owner, last = owner_of(module, name)
     for stored in (owner._parameters, owner._buffers, vars(owner)):
         if (tensor := stored.get(last)) is not None:
             return whole(tensor)
-    parametrized: Any = owner._modules.get("parametrizations", ())
-    if last not in parametrized:
-        raise UnsupportedAttentionError(f"{type(owner).__name__} has no parameter or buffer `{last}` any more.")
-    return whole(_in_evaluation(parametrized[last]).forward())
-
-
-def _underlying(owner: nn.Module, name: str) -> list[nn.Parameter]:
-    """Return the parameters that a weight is computed from; itself if it is one."""
-    parametrized: Any = owner._modules.get("parametrizations", ())
-    own = owner._parameters.get(name)
-    return [own] if own is not None else list(parametrized[name].parameters()) if name in parametrized else []
-
-
-def _in_evaluation(module: Any) -> Any:
-    """Return a copy of a module in evaluation, without hooks, with its parameters: training would iterate or draw."""
-    quiet = copy.copy(module)
-    quiet.__dict__ = {**module.__dict__, "training": False}
-    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-        quiet.__dict__[name] = type(module.__dict__[name])()
-    quiet._buffers = {name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
-    quiet._modules = {name: None if part is None else _in_evaluation(part) for name, part in module._modules.items()}
-    return quiet
+    raise UnsupportedAttentionError(f"{type(owner).__name__} has no parameter or buffer `{last}` any more.")
 
 
 def _strides(starts: Tensor) -> tuple[int, int, int] | None:

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hdi_callback.attention import operations as ops
@@ -219,12 +218,6 @@ class Tape(Mode):
                 self._add(name, parameter, WEIGHT)
             for name, buffer in model.named_buffers():
                 self._add(name, buffer, CONSTANT)
-            own = {id(module): name for module, name in self._paths.items()}
-            for (module, name), cached in parametrize._cache.items():  # what `parametrize.cached` holds already
-                if cached is not None and module in own:
-                    path = f"{own[module]}.{name}".lstrip(".")
-                    self.shapes[path] = tuple(cached.shape)
-                    self._add(path, cached, WEIGHT)
 
     def _add(self, name: str, tensor: Tensor, kind: int) -> None:
         numel = tensor.numel()

@@ -212,13 +212,15 @@ def test_torchs_own_attention_is_read_where_it_is_pruned():
     assert torch.equal(layer.weight("key"), heads(expected))
 
 
-def test_a_weight_that_is_cached_for_several_calls_is_read():
+def test_a_weight_that_is_cached_for_several_calls_is_read_in_the_first_and_refused_in_others():
     module, x = built("weight norm"), torch.randn(B, T, C)
     with parametrize.cached():
-        module(x)  # what the next call takes was computed before it was watched
         found = survey(module, lambda: module(x))
+        later = survey(module, lambda: module(x))  # what it takes was computed before it was watched
     update(module)
     torch.testing.assert_close(found.layers[0].weight("key"), heads(map_of(module.k)))
+    assert not later.layers
+    assert later.refused[0].reason == "its query is a product of two computed tensors"
 
 
 def test_two_weights_of_one_parameter_are_told_apart():

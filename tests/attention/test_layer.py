@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils import parametrizations, prune
 
 from hdi_callback.attention.discovery.find import survey, survey_tape
 from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Term, WeightRows
@@ -122,30 +122,16 @@ def test_a_weight_is_differentiable_and_can_be_written():
     assert torch.equal(state[:2], torch.zeros(2, 6))
 
 
-class Counting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.count += 1
-        return weight * 2
-
-
-def test_reading_a_parametrized_weight_runs_nothing_in_training_mode():
-    linear = parametrizations.spectral_norm(nn.Linear(6, 6)).train()
-    parametrize.register_parametrization(linear, "weight", Counting(), unsafe=True)
+def test_a_weight_that_is_parametrized_after_it_was_found_is_named_and_not_computed():
+    linear = nn.Linear(6, 6)
+    weight = blocks(linear, "weight", heads=2, width=3)
+    parametrizations.spectral_norm(linear)
     vector = linear.parametrizations.weight[0]._u.clone()
-    weight = HeadWeight((Term((WeightRows(linear, ("weight",), starts(2, 3, by_head=18, by_row=6), 6),)),))
-    count = int(linear.parametrizations.weight[1].count)
-    found = weight.tensor()
-    assert torch.equal(linear.parametrizations.weight[0]._u, vector)
-    assert int(linear.parametrizations.weight[1].count) == count
-    linear.eval()
-    assert torch.equal(found.flatten(0, 1), linear.weight)
+    with pytest.raises(UnsupportedAttentionError, match="Linear has no parameter or buffer `weight` any more"):
+        weight.tensor()
     with pytest.raises(UnsupportedAttentionError, match="computed when it is used"):
         weight.write(0, torch.zeros(3, 6))
+    assert torch.equal(linear.parametrizations.weight[0]._u, vector)
 
 
 def test_a_weight_that_is_pruned_after_it_was_found_is_what_the_last_forward_used():

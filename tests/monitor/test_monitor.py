@@ -251,11 +251,6 @@ def _replaced(attention: nn.Module, name: str) -> None:
     setattr(attention, name, nn.Linear(32, getattr(attention, name).out_features))
 
 
-def _tied(attention: nn.Module, name: str) -> None:
-    linear = getattr(attention, name)
-    nn.utils.parametrize.register_parametrization(linear, "weight", nn.Hardtanh(-0.05, 0.05))
-
-
 NEW_WEIGHTS = {
     "in place": lambda attention, name: getattr(attention, name).weight.copy_(torch.randn(1, 32)),
     "new memory": lambda attention, name: setattr(
@@ -265,7 +260,6 @@ NEW_WEIGHTS = {
         getattr(attention, name), "weight", nn.Parameter(torch.randn_like(getattr(attention, name).weight))
     ),
     "a new module": _replaced,
-    "a parametrization": _tied,
     "a loaded state": lambda attention, name: getattr(attention, name).load_state_dict(
         {key: torch.randn_like(each) for key, each in getattr(attention, name).state_dict().items()}, assign=True
     ),
@@ -294,6 +288,20 @@ def test_a_weight_is_read_where_it_is_now(change, name):
         assert of_weights == fresh[layer].values
     if change != "another type":  # which is not compared with the last one
         assert min(measured["layers.1"].heads[f"{name}_movement"]) > 0
+
+
+def test_of_a_weight_that_is_computed_since_it_was_found_the_reading_says_why_it_has_no_numbers():
+    model = Model(2)
+    with after_a_call(model, lambda: model(X)) as monitor, torch.no_grad():
+        monitor.measure(0)
+        linear = model.layers[1].key
+        nn.utils.parametrize.register_parametrization(linear, "weight", nn.Hardtanh(-0.05, 0.05))
+        first, changed = monitor.measure(1).record().layers.values()
+    assert "hdi" in first.values
+    assert not {"hdi", "circuit_qk_norm"} & changed.values.keys()
+    assert "circuit_ov_norm" in changed.values
+    for source in ("key weights", "QK circuits"):
+        assert changed.absent[source].endswith("ParametrizedLinear has no parameter or buffer `weight` any more.)")
 
 
 # --- which layers
