@@ -160,8 +160,8 @@ def _dead_heads(layer: AttentionLayer, step: int) -> list[Alert]:
         names = heads_in_words([heads], layer.name, unit.removesuffix("s"), len(norms))
         message = f"{names} {verb} dead: the {role} weights are all but zero"
         action = "Look for what emptied them (weight decay, a mask, a file without them), or prune."
-        alert = Alert(step, "dead heads", "warning", {layer.name: heads}, message, action, value=float(len(heads)))
-        alerts.append(replace(alert, metric="hdi_dead_heads" if role == "key" else None, unit=unit))
+        value = float(len(heads))
+        alerts.append(Alert(step, "dead heads", "warning", {layer.name: heads}, message, action, value, unit=unit))
     return alerts
 
 

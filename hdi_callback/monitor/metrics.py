@@ -37,11 +37,6 @@ class Metric:
     summary: str = ""  # of a number one sentence for people
 
 
-def _dead_heads(diversity: Any) -> Tensor:
-    count: Tensor = diversity.dead.sum(-1).double()
-    return count.masked_fill(~diversity.head_norm.isfinite().all(-1), float("nan"))
-
-
 METRICS: dict[str, Metric] = {
     "hdi": Metric(
         KEYS,
@@ -62,7 +57,6 @@ METRICS: dict[str, Metric] = {
     "hdi_energy_worst_alignment": Metric(
         KEYS, lambda d: d.energy.worst_alignment, "Largest energy-weighted overlap of two heads against chance."
     ),
-    "hdi_dead_heads": Metric(KEYS, _dead_heads, "Number of heads whose key weights are nearly zero."),
     "circuit_qk_norm": Metric(QK, lambda norm: norm.amin(-1), "Smallest norm of a head's QK circuit."),
     "circuit_ov_worst": Metric(OV, lambda c: c.worst, "Largest cosine of two heads' OV circuits."),
     "circuit_ov_norm": Metric(OV, lambda c: c.norm.amin(-1), "Smallest norm of a head's OV circuit."),

@@ -115,7 +115,6 @@ def _of_keys(key: Tensor) -> dict[str, float]:
         "hdi_alignment": (overlap - chance) / (1 - chance),
         "hdi_worst_alignment": (max(overlaps) - chance) / (1 - chance),
         "hdi_effective_heads": G / (1 + (G - 1) * overlap),
-        "hdi_dead_heads": 0.0,
         "_energy": float(np.mean(energies)),
     }
 
