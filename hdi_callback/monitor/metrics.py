@@ -141,7 +141,7 @@ HEADS: dict[str, Metric] = {
     "attention_ahead": Metric(ROWS, lambda r: r.ahead),
 }
 """What `LayerRecord.heads` holds: one entry per head, or the two heads of a pair, -1 where there is none; of
-`parameter_still` one per parameter in `AttentionLayer.description`.
+`parameter_still` one per parameter in `AttentionLayer.description`, and NaN up to their largest number in a layer.
 
 `worst_alignment_pair` is that of `hdi_worst_alignment`, by overlap against chance: dashboards call it the closest pair.
 """

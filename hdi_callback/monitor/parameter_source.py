@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
+from torch.nn.utils.rnn import pad_sequence
 
 from hdi_callback.attention.calls import modules_within
 from hdi_callback.attention.dtensors import is_sharded
@@ -36,7 +36,7 @@ class ParameterReader:
         self._trains = torch.zeros(0, device="cpu")  # of each layer, 1 if any of its parameters trains
         self._groups: list[tuple[list[nn.Parameter], Tensor | None]] = []  # and where small ones end, side by side
         self._place_of: dict[int, int] = {}  # number of a parameter -> its place among the sums of all groups
-        self._alike: list[tuple[tuple[str, ...], Tensor]] = []  # layers, and the places of their parameters, or -1
+        self._places = torch.zeros(0, 0, device="cpu")  # of the parameters of each layer, -1 where there is none
         self._step: int | None = None
         self._last: Tensor | None = None  # sums of the last reading
         self._is_known = torch.zeros(0, dtype=torch.bool, device="cpu")  # which of them there are
@@ -73,21 +73,16 @@ class ParameterReader:
             places = torch.tensor([earlier.get(key, -1) for key in self._place_of], device="cpu", dtype=torch.int64)
             self._is_known = places >= 0
             self._last = self._last[places.clamp(min=0).to(self._last.device)] if len(self._last) else None
-        alike: dict[int, list[tuple[str, list[int]]]] = {}
-        for layer, of_layer in zip(layers, further):
-            at = [self._place_of.get(id(parameter), -1) for parameter in of_layer]
-            alike.setdefault(len(at), []).append((layer.name, at))
-        self._alike = [
-            (tuple(name for name, _ in group), torch.tensor([at for _, at in group], device="cpu", dtype=torch.int64))
-            for group in alike.values()
-        ]
+        at = [[self._place_of.get(id(parameter), -1) for parameter in of_layer] for of_layer in further]
+        of_layers = [torch.tensor(of_layer, device="cpu", dtype=torch.int64) for of_layer in at]
+        self._places = pad_sequence(of_layers, batch_first=True, padding_value=-1)
         self._looked_at, self.of_model = now, parameters  # with the parameters, so that no number is used again
         return True
 
     def measure(self, step: int, *, with_changes: bool) -> list[Result]:
         """Return which layers train, and which of their parameters have changed."""
-        trains = self._trains
-        results = [Result(TRAINING, tuple(layer.name for layer in self._looked_at[0]), (), lambda: trains)]
+        trains, places, names = self._trains, self._places, tuple(layer.name for layer in self._looked_at[0])
+        results = [Result(TRAINING, names, (), lambda: trains)]
         if not with_changes:
             return results
         before, is_known = None if step == self._step else self._last, self._is_known
@@ -95,7 +90,7 @@ class ParameterReader:
         self._is_known = torch.ones(len(self._last), dtype=torch.bool, device="cpu")
         same = () if before is None else (self._last == before,)
 
-        def finish(places: Tensor, *arrived: Tensor) -> ParameterChanges:
+        def finish(*arrived: Tensor) -> ParameterChanges:
             still = torch.full(places.shape, torch.nan)
             if not arrived:
                 return ParameterChanges(still, torch.full((len(places),), torch.nan))
@@ -103,7 +98,7 @@ class ParameterReader:
             still[is_there] = arrived[0].float()[places[is_there]]
             return ParameterChanges(still, still.nansum(-1))
 
-        return results + [Result(PARAMETERS, names, same, partial(finish, places)) for names, places in self._alike]
+        return [*results, Result(PARAMETERS, names, same, finish)]
 
     @torch.no_grad()
     def _sums_of_bits(self) -> Tensor:
