@@ -21,7 +21,7 @@ from hdi_callback.dashboards.verdict import events, verdict
 from hdi_callback.errors import MisconfigurationError
 from hdi_callback.history.lines import from_text, matrices_folder, record_from_line
 from hdi_callback.monitor.metrics import check_metrics
-from hdi_callback.record import Alert, LayerRecord, Record
+from hdi_callback.record import Alert, Record
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -104,35 +104,17 @@ class RunHistory:
                     by_layer.setdefault(layer, {})[name] = torch.from_numpy(arrays[key].astype(np.float32))
         return by_layer
 
-    def to_frame(self, *, heads: bool = False) -> pd.DataFrame:
-        """Return a table with a row for each step and layer: step, time, loss, layer, and every metric.
-
-        Args:
-            heads: give each head a row, with its number, what it is (``"head"``, or ``"key head"`` under grouped
-                keys), and what was measured of it alone.
-        """
+    def to_frame(self) -> pd.DataFrame:
+        """Return a table with a row for each step and layer: step, time, loss, layer, and every metric."""
         import pandas as pd
 
-        counts = {facts["name"]: facts.get("num_heads") for facts in self.layers}
         rows: list[dict[str, Any]] = [
-            {"step": record.step, "time": record.time, "loss": record.loss, "layer": name} | values
+            {"step": record.step, "time": record.time, "loss": record.loss, "layer": name} | layer.values
             for record in self.records
             for name, layer in record.layers.items()
-            for values in (_rows_of_heads(layer, counts.get(name)) if heads else [layer.values])
         ]
         frame: pd.DataFrame = pd.DataFrame(rows, columns=None if rows else ["step", "time", "loss", "layer"])
         return frame
-
-
-def _rows_of_heads(layer: LayerRecord, num_heads: int | None) -> list[dict[str, Any]]:
-    """Return a row for each head of a layer, and where heads share keys further rows for each key head."""
-    of_heads = {name: numbers for name, numbers in layer.heads.items() if not name.endswith("_pair")}
-    return [
-        {"unit": "head" if count == num_heads else "key head", "head": head}
-        | {name: numbers[head] for name, numbers in of_heads.items() if len(numbers) == count}
-        for count in sorted({len(numbers) for numbers in of_heads.values()}, reverse=True)
-        for head in range(count)
-    ]
 
 
 def load_history(run: str | os.PathLike[str]) -> RunHistory:

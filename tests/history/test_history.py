@@ -390,20 +390,6 @@ def test_the_frame_has_a_row_for_each_step_and_layer(tmp_path):
     ]
 
 
-def test_a_frame_of_heads_has_a_row_for_each_head_and_for_each_key_head_that_several_share(tmp_path):
-    pytest.importorskip("pandas")
-    facts = [{"name": "attn", "num_heads": 4, "num_key_heads": 2}]
-    heads = {"attention_ahead": [0.0, 0.25, 0.5, 0.75], "head_norm": [1.0, 2.0], "worst_alignment_pair": [0, 1]}
-    run = RunHistory(tmp_path / "history.jsonl", facts, [Record(5, {"attn": LayerRecord({"hdi": 0.5}, heads)})])
-    frame = run.to_frame(heads=True)
-    assert frame[frame.unit == "head"]["attention_ahead"].tolist() == heads["attention_ahead"]
-    assert frame[frame.unit == "key head"][["step", "layer", "head", "head_norm"]].to_numpy().tolist() == [
-        [5, "attn", 0, 1.0],
-        [5, "attn", 1, 2.0],
-    ]
-    assert frame[frame.unit == "key head"]["attention_ahead"].isna().all()
-
-
 def test_alerts_of_a_run_are_one_for_each_event_with_its_highest_level_and_how_it_ended(tmp_path):
     worse = replace(ALERT, step=20, level="critical", message="worse", status="worse")
     over = replace(ALERT, step=30, status="resolved")
