@@ -19,7 +19,7 @@ _MODULES = {
     "attention": "AttentionLayer HeadWeight find_attention survey",
     "audits": "Audit audit",
     "checks": "Card Check Diagnosis check",
-    "core": "HeadCovariance HeadDiversity head_covariance head_diversity",
+    "core": "HeadCovariance HeadDiversity head_covariance head_diversity principal_cosines",
     "dashboards.report": "write_report",
     "errors": "HDIError HDIWarning MisconfigurationError MonitoringWarning NothingToWatchError ShapeError "
     "UnsupportedAttentionError UnsupportedAttentionWarning",

@@ -14,6 +14,7 @@ from hdi_callback.core import (
     HeadDiversity as HeadDiversity,
     head_covariance as head_covariance,
     head_diversity as head_diversity,
+    principal_cosines as principal_cosines,
 )
 from hdi_callback.dashboards.report import write_report as write_report
 from hdi_callback.errors import (

@@ -11,6 +11,7 @@ from hdi_callback.core import (
     circuit_similarity,
     head_covariance,
     head_diversity,
+    principal_cosines,
     row_metrics,
 )
 from hdi_callback.core.covariance import contribution_sums, covariance_term, outputs_not_finite
@@ -46,4 +47,4 @@ def test_no_function_waits_for_the_device(name):
 
 def test_the_guard_notices_a_function_that_does():
     with pytest.raises(AssertionError, match="makes the host wait"), NoSync():
-        torch.linalg.svd(torch.randn(2, 3, 8))
+        principal_cosines(torch.randn(2, 3, 8))  # by a singular value decomposition

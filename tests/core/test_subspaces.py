@@ -8,7 +8,7 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
-from hdi_callback.core import head_diversity
+from hdi_callback.core import head_diversity, principal_cosines
 from hdi_callback.errors import MisconfigurationError, ShapeError
 
 RANK_TOL = 1e-6
@@ -119,9 +119,24 @@ def test_energy_overlaps_agree_with_the_plain_quotient(case):
     assert np.abs(found - expected).max() < 1e-5
 
 
-def test_a_known_angle_gives_the_square_of_its_cosine():
+def test_principal_cosines_agree_with_scipy():
+    for weight in CASES.values():
+        cosines, bases = principal_cosines(weight, rank_tol=RANK_TOL), scipy_bases(weight)
+        assert cosines.shape == (len(bases), len(bases), min(weight.shape[1:]))
+        assert (cosines[..., 1:] <= cosines[..., :-1] + 1e-12).all()
+        for h, left in enumerate(bases):
+            for g, right in enumerate(bases):
+                expected = np.zeros(min(weight.shape[1:]))
+                if left.shape[1] and right.shape[1]:
+                    angles = np.sort(scipy.linalg.subspace_angles(left, right))
+                    expected[: len(angles)] = np.cos(angles)
+                assert np.abs(cosines[h, g].numpy() - expected).max() < 1e-9
+
+
+def test_a_known_angle_gives_its_cosine():
     angle = 0.3
     weight = torch.tensor([[[1.0, 0, 0]], [[np.cos(angle), np.sin(angle), 0]]], dtype=torch.float64)
+    assert principal_cosines(weight)[0, 1, 0] == pytest.approx(np.cos(angle))
     assert head_diversity(weight).subspace.overlap[0, 1] == pytest.approx(np.cos(angle) ** 2)
 
 
@@ -155,9 +170,10 @@ def test_a_batch_is_its_layers_one_by_one():
 
 
 @pytest.mark.parametrize("rank_tol", [0, 1, -1e-6, float("nan")])
-def test_a_rank_tolerance_that_leaves_no_rank_is_refused(rank_tol):
+@pytest.mark.parametrize("read", [principal_cosines, head_diversity])
+def test_a_rank_tolerance_that_leaves_no_rank_is_refused(read, rank_tol):
     with pytest.raises(MisconfigurationError, match="Write rank_tol=1e-6"):
-        head_diversity(CASES["random"], rank_tol=rank_tol)
+        read(CASES["random"], rank_tol=rank_tol)
 
 
 @pytest.mark.parametrize("shape", [(4, 8), (0, 8, 16), (4, 0, 16), (4, 8, 0)])
