@@ -151,7 +151,7 @@ class HeadDiversityMonitor:
             training_only: leave out forwards that autograd does not record, as those of an evaluation.
         """
         if not self.layers and is_in_first_fsdp(self._model):
-            self.refused = (Refusal(ROOT, IN_PIECES, self.model_name),)
+            self.refused = (Refusal(ROOT, IN_PIECES, type(self._model).__name__),)
             self.close()
             return
         self._is_armed, self._training_only = True, training_only
@@ -401,12 +401,7 @@ class HeadDiversityMonitor:
         elif not reasons and self._first_calls.calls:
             reasons = " its first calls ran no softmax and no fused attention of queries and keys."
         reasons = reasons or " none of its modules has been called outside of `torch.func` and `forward_ad`."
-        return f"No attention layer of `{self.model_name}` was read:{reasons}"
-
-    @property
-    def model_name(self) -> str:
-        """The class of the model."""
-        return type(self._model).__name__
+        return f"No attention layer of `{type(self._model).__name__}` was read:{reasons}"
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
