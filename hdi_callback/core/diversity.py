@@ -41,6 +41,7 @@ class HeadDiversity:
     subspace: Lens  #: every direction that a head uses counts alike; `subspace.index` is the HDI
     energy: Lens  #: directions are weighted by how strongly they are used (RV coefficient, linear CKA)
     chance: Tensor  #: the HDI of independent, uniformly random subspaces of these ranks
+    ceiling: Tensor  #: an upper bound of the HDI for these ranks (Welch type, not always attained)
     rank: Tensor  #: ``(H,)``, numerical ranks, whole numbers as floats
     #: ``(H,)``, spectral flatness of each head, the geometric over the arithmetic mean of its squared singular values,
     #: 1 if all are equal; 0 for a head of deficient rank
@@ -134,18 +135,24 @@ def diversity_of(sums: DiversitySums, width: int) -> HeadDiversity:
     """Reduce the squared norms of the blocks, all layers at once; `width` is the number of input features."""
     shared, energy, dead = sums.shared, sums.energy, sums.dead
     out = shared.dtype
+    live = ~dead
+    heads = live.sum(-1).to(out)
     rank = shared.diagonal(dim1=-2, dim2=-1).round()  # of a head's rows with themselves: a projector's
     own = energy.diagonal(dim1=-2, dim2=-1)
     participation = torch.where(dead, 0, 1 / own)  # (tr G)^2 / ||G||^2, the energy's own count of directions
     # A live head has rank >= 1, so the clamp only reaches dead heads (0/0).
     subspace = shared / _outer(rank).sqrt().clamp_min(1)
     chance, energy_chance = _outer(rank).sqrt() / width, _outer(participation).sqrt() / width
+    mean_chance = mean_over_pairs(chance, live_pairs(dead))
+    # ||sum_h P_h / sqrt(r_h)||_F^2 >= (its trace)^2 / d, by Cauchy-Schwarz.
+    crowding = ((rank.sqrt() * live).sum(-1).square() / width - heads) / (heads * (heads - 1))
     both = _lens(torch.stack([subspace, energy / _outer(own).sqrt()]), torch.stack([chance, energy_chance]), dead)
     lenses = [Lens(**{item.name: getattr(both, item.name)[place] for item in fields(both)}) for place in (0, 1)]
     return HeadDiversity(
         subspace=lenses[0],
         energy=lenses[1],
-        chance=1 - mean_over_pairs(chance, live_pairs(dead)),
+        chance=1 - mean_chance,
+        ceiling=torch.where(mean_chance.isnan(), torch.nan, 1 - crowding.clamp_min(0)),
         rank=rank,
         flatness=torch.where(dead, 0, sums.flatness).to(out),
         dead=dead,

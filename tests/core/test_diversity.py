@@ -28,12 +28,6 @@ def orthogonal_heads(H: int, k: int, d: int) -> torch.Tensor:
     return torch.linalg.qr(gaussian(d, H * k)).Q.mT.reshape(H, k, d)
 
 
-def ceiling(ranks: list[int], d: int) -> float:
-    """What the index cannot exceed: ||sum_h P_h / sqrt(r_h)||_F^2 >= (its trace)^2 / d, by Cauchy-Schwarz."""
-    H = len(ranks)
-    return 1 - max(0.0, (sum(map(math.sqrt, ranks)) ** 2 / d - H) / (H * (H - 1)))
-
-
 # --- what the numbers are
 
 
@@ -154,7 +148,7 @@ def test_the_ceiling_is_attained_by_evenly_spread_planes():
     angles = torch.arange(3, dtype=torch.float64) * math.pi / 3  # three lines in a plane, 60 degrees apart
     lines = torch.stack([angles.cos(), angles.sin()], -1)[:, None, :]
     diversity = head_diversity(lines)
-    assert float(diversity.subspace.index) == pytest.approx(ceiling([1, 1, 1], 2)) == pytest.approx(0.75)
+    assert float(diversity.subspace.index) == pytest.approx(float(diversity.ceiling)) == pytest.approx(0.75)
 
 
 # --- dead, few and broken heads
@@ -170,6 +164,7 @@ def test_a_dead_head_is_left_out_of_every_mean():
             one, other = (float(getattr(getattr(found, lens), field)) for found in (all_of_them, living))
             assert one == pytest.approx(other), field
     assert float(all_of_them.chance) == pytest.approx(float(living.chance))
+    assert float(all_of_them.ceiling) == pytest.approx(float(living.ceiling))
     assert all_of_them.dead.tolist() == [False, False, True, False, False]
     assert not all_of_them.subspace.overlap[2].any()
     assert not all_of_them.energy.overlap[2].any()
@@ -199,7 +194,7 @@ def test_heads_as_wide_as_the_input_have_no_alignment():
 def test_no_counterexample_to_the_bounds(shape):
     H, k, d, seed = shape
     diversity = head_diversity(gaussian(H, k, d, seed=seed))
-    assert -1e-9 <= float(diversity.subspace.index) <= ceiling([min(k, d)] * H, d) + 1e-9
+    assert -1e-9 <= float(diversity.subspace.index) <= float(diversity.ceiling) + 1e-9 <= 1 + 2e-9
     assert 1 - 1e-9 <= float(diversity.subspace.effective_heads) <= H + 1e-9
     for overlap in (diversity.subspace.overlap, diversity.energy.overlap):
         assert 0 <= float(overlap.min()) <= float(overlap.max()) <= 1
@@ -329,7 +324,7 @@ def test_no_counterexample_to_the_bounds_under_unequal_ranks_scales_and_dead_hea
         assert 0 <= float(overlap.min()) <= float(overlap.max()) <= 1
         assert torch.linalg.eigvalsh(overlap).min() > -1e-7, "positive semi-definite"
     if len(live) > 1:
-        assert -1e-7 <= float(diversity.subspace.index) <= ceiling([min(ranks[h], d) for h in live], d) + 1e-7
+        assert -1e-7 <= float(diversity.subspace.index) <= float(diversity.ceiling) + 1e-7
         assert 1 - 1e-7 <= float(diversity.subspace.effective_heads) <= len(live) + 1e-7
         assert float(diversity.subspace.worst) >= 1 - float(diversity.subspace.index) - 1e-7
     else:
