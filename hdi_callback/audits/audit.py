@@ -117,7 +117,7 @@ def audit(
     for name, reason in missing.items():
         for source in _SOURCES:
             absent.note(name, source, reason)
-    numbers = WeightReader(_SOURCES).measure(step, whole, absent)  # what weights alone tell
+    numbers, _ = WeightReader(_SOURCES).measure(step, whole, absent)  # what weights alone tell
     record = Reading(step, [layer.name for layer in layers], numbers, absent).record()
     findings = list(alerts.judge(record))
     for name, reason in missing.items():

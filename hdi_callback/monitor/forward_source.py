@@ -17,10 +17,11 @@ from hdi_callback.core.covariance import ContributionSums, contribution_sums, co
 from hdi_callback.core.rows import RowSums, attention_rows, row_metrics
 from hdi_callback.monitor.metrics import FINITE_OUTPUTS, OUTPUTS, ROWS
 from hdi_callback.monitor.ranks import Ranks, chunks, failed, repeats_tokens
-from hdi_callback.monitor.reading import Absent, Result, stacked
+from hdi_callback.monitor.reading import Absent, Later, Result, stacked
 
 _AT_ONCE = 2**24  # numbers that are stacked at once on a device
 _AT_ONCE_ON_CPU = 2**19  # the same on a CPU, whose cache would not hold more
+_LARGEST_LATER = 2**28  # bytes of samples that outlive the step in which they were taken
 
 NOT_ARMED = "no forward was armed before this reading"  # as before the last one of a run, which reads final weights
 
@@ -114,20 +115,23 @@ def measure_forwards(
     sources: Sequence[ForwardSource],
     layers: Sequence[AttentionLayer],
     captured: Mapping[str, Captured],
-    output_weight: Callable[[Sequence[AttentionLayer]], Tensor],
+    output_weights: Callable[[Sequence[AttentionLayer]], tuple[list[Tensor], bool]],
     ranks: Ranks,
     absent: Absent,
-) -> list[Result]:
-    """Return one result of each source for each group of layers of one shape, over all ranks, which all call this.
+) -> tuple[list[Result], list[Later]]:
+    """Return results over all ranks, which all call this, or of a single rank what returns them later.
 
-    `captured`: layer -> what was captured on this rank. `output_weight` returns the stacked output weights of layers, a
-    collective call where ranks share them. What cannot be measured goes to `absent`.
+    There is one of each source for each group of layers of one shape. `captured`: layer -> what was captured on this
+    rank. `output_weights` returns the output weights of layers, a collective call where ranks share them, and whether
+    they are copies. What cannot be measured goes to `absent`.
     """
     for source in sources:
         for layer in layers:
             if why := _why_not(source, layer) or _why_nothing(source.reads, captured.get(layer.name)):
                 absent.note(layer.name, source.name, why)
     results: list[Result] = []
+    later: list[Later] = []
+    held = 0
     is_alone = ranks.size == 1
     for reads in dict.fromkeys(source.reads for source in sources):
         of_field = [source for source in sources if source.reads == reads]
@@ -144,18 +148,20 @@ def measure_forwards(
         for batch in _batches(reads, layers, counted, ranks):
             able, names = [each for each in of_field if not _why_not(each, batch[0])], tuple(x.name for x in batch)
             with absent.unless([source.name for source in able], names):
-                weight = output_weight(batch) if any(source.name == OUTPUTS for source in able) else None
-                samples = _stacked([counted[name] for name in names if name in counted], reads, weight)
-                if samples is None:
-                    continue
-                for source in able:
-                    with absent.unless([source.name], names):
-                        sums = source.sums(samples, is_alone)
-                        if is_alone:
-                            results.append(Result(source.name, names, sums, partial(source.finish, batch[0])))
-                        else:
-                            of_layers = zip(*(tensor.unbind() for tensor in sums))
-                            own |= {(source.name, name): type(sums)(*each) for name, each in zip(names, of_layers)}
+                needs_weights = any(source.name == OUTPUTS for source in able)
+                weights, are_copies = output_weights(batch) if needs_weights else ([], False)
+                samples = [counted[name] for name in names if name in counted]
+                measure = partial(_summed, able, names, reads, samples, weights, is_alone)
+                held += sum(each.outputs.nbytes for each in samples if each.outputs is not None)
+                if is_alone and are_copies and held <= _LARGEST_LATER:
+                    devices = {weight.device for weight in weights}
+                    later.append(Later(partial(_results, measure, names, batch[0]), devices))
+                elif is_alone:
+                    results += _results(measure, names, batch[0], absent)
+                else:
+                    for source, sums in measure(absent):
+                        of_layers = zip(*(tensor.unbind() for tensor in sums))
+                        own |= {(source.name, name): type(sums)(*each) for name, each in zip(names, of_layers)}
         for source in () if is_alone else of_field:
             able_layers = [layer for layer in layers if not _why_not(source, layer)]
             for layer in able_layers:
@@ -169,7 +175,30 @@ def measure_forwards(
                 of_group, totals = zip(*group)
                 names, finish = tuple(layer.name for layer in of_group), partial(source.finish, of_group[0])
                 results.append(Result(source.name, names, [*map(stacked, zip(*totals))], finish))
-    return results
+    return results, later
+
+
+def _summed(
+    sources: Sequence[ForwardSource], names: Sequence[str], reads: str, captured: Sequence[Captured],
+    weights: Sequence[Tensor], is_alone: bool, absent: Absent,
+) -> list[tuple[ForwardSource, Any]]:  # fmt: skip
+    """Return the sums of each source over what was captured of some layers; none if nothing was."""
+    summed = []
+    with absent.unless([source.name for source in sources], names):
+        samples = _stacked(captured, reads, stacked(weights) if weights else None)
+        if samples is not None:
+            for source in sources:
+                with absent.unless([source.name], names):
+                    summed.append((source, source.sums(samples, is_alone)))
+    return summed
+
+
+def _results(
+    measure: Callable[[Absent], list[tuple[ForwardSource, Any]]], names: tuple[str, ...], layer: AttentionLayer,
+    absent: Absent,
+) -> list[Result]:  # fmt: skip
+    """Return the results of sums, of layers that are like one."""
+    return [Result(source.name, names, sums, partial(source.finish, layer)) for source, sums in measure(absent)]
 
 
 def _why_not(source: ForwardSource, layer: AttentionLayer) -> str:

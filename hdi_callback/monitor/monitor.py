@@ -111,6 +111,7 @@ class HeadDiversityMonitor:
         self._facts: list[Facts] = []  # of first forwards, which the contract has not taken yet
         self._is_compared = False  # whether the reading that begins is compared with the contract
         self._step: int | None = None  # of the last reading
+        self._latest: Reading | None = None  # that reading, which may be under way
         self._left_out: set[str] = set()  # by `include` and `exclude`
         # The layers that were looked for last, and on the way to each a module, the name of a part of it, and the part.
         self._placed: tuple[Sequence[AttentionLayer], list[tuple[nn.Module, str, nn.Module]]] = (), []
@@ -235,17 +236,21 @@ class HeadDiversityMonitor:
                     self._weights.forget_views()
                 self.training_step.look(step, self._parameters.of_model, is_new=is_new)
             trained = self._parameters.trained
-            results = self._weights.measure(step, self.layers, absent, trained, with_checksums=ranks.size > 1)
+            if self._latest is not None:
+                self._latest.complete()  # the memory of copies is used again
+            results, later = self._weights.measure(step, self.layers, absent, trained, with_checksums=ranks.size > 1)
             ranks.compare(self._weights.checksums)
             captured = self._take(absent)
-            output_weight = partial(self._weights.output_weight, is_sharded=ranks.is_sharded)
-            results += measure_forwards(self._forwards, self.layers, captured, output_weight, ranks, absent)
+            output_weights = partial(self._weights.output_weights, is_sharded=ranks.is_sharded)
+            of_forwards = measure_forwards(self._forwards, self.layers, captured, output_weights, ranks, absent)
+            results, later = results + of_forwards[0], later + of_forwards[1]
             with absent.unless([PARAMETERS], names):
                 results += self._parameters.measure(step, with_changes=PARAMETERS in self._sources)
             of_steps = [*self.training_step.take(), *self._labels.take(calls), *self._inputs.take()]
             further = [tensor for facts in of_steps for tensor in facts.tensors]
             alerts = self._compared(step, of_steps)
-            return Reading(step, names, results, absent, alerts=alerts, further=further)
+            self._latest = Reading(step, names, results, absent, alerts=alerts, further=further, later=later)
+            return self._latest
 
     def _compared(self, step: int, of_steps: Sequence[StepFacts]) -> Callable[..., tuple[Alert, ...]]:
         """Return what compares this reading with the contract of the run, on the host."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
 import time as clock
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from threading import RLock
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from hdi_callback.guard import without_modes
 from hdi_callback.monitor.metrics import HEADS, MATRICES, METRICS, WHOLE, WHY_NOT
 from hdi_callback.record import Alert, LayerRecord, Record
 
@@ -55,6 +59,13 @@ class Absent(dict[str, dict[str, str]]):
                     self.note(layer, source, f"measuring it failed ({type(error).__name__}: {error})")
 
 
+class Later(NamedTuple):
+    """What measures copies, so that the training may go on before: it returns results, and notes what has none."""
+
+    measure: Callable[[Absent], list[Result]]
+    devices: Collection[torch.device]  # of the copies
+
+
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
     """Stack tensors of layers, ``(layers, ...)``; a single one is not copied."""
     return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
@@ -71,6 +82,30 @@ def to_host(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     return host, event
 
 
+class OnTheWay:
+    """Tensors that are sent to the host; on CUDA nothing waits for them until they are asked for."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        # Of those on the host nothing writes what was computed for this reading, so they stay as they are.
+        self._tensors = dict(enumerate(tensors))
+        groups: dict[Any, list[int]] = {}
+        for place, tensor in self._tensors.items():
+            if not (tensor.is_cpu or tensor.is_meta):
+                groups.setdefault((tensor.device, tensor.dtype), []).append(place)
+        # Places of tensors, themselves, and a copy of them as one for each device and type.
+        parts = [(places, [self._tensors[place] for place in places]) for places in groups.values()]
+        self._packs = [(places, part, to_host(_flatten_dense_tensors(part))) for places, part in parts]
+
+    def arrived(self) -> Iterator[Tensor]:
+        """Wait for the copies that are under way, and return all tensors on the host."""
+        tensors = dict(self._tensors)
+        for places, part, (host, event) in self._packs:
+            if event is not None:
+                event.synchronize()
+            tensors |= zip(places, _unflatten_dense_tensors(host, part))
+        return iter(tensors.values())
+
+
 class Reading:
     """The measurements of one step; on CUDA their numbers are on the way to the host.
 
@@ -81,6 +116,7 @@ class Reading:
         absent: layer -> source -> why it was not measured.
         alerts: returns alerts that the reading brings itself, of `further`.
         further: what else is to arrive on the host.
+        later: what measures the rest.
     """
 
     def __init__(
@@ -91,68 +127,79 @@ class Reading:
         absent: Mapping[str, Mapping[str, str]],
         alerts: Callable[..., tuple[Alert, ...]] = tuple,
         further: Sequence[Tensor] = (),
+        later: Sequence[Later] = (),
     ) -> None:
         self.step, self.layers, self.time = step, tuple(layers), clock.time()
-        self._absent = {layer: dict(reasons) for layer, reasons in absent.items()}
-        self._results, self._alerts = list(results), alerts
-        self._events: list[torch.cuda.Event] = []
-        self.loss: Tensor | float | None = None  # of the forward
+        self._absent = Absent({name: dict(absent.get(name, {})) for name in self.layers})
+        self._alerts, self._further = alerts, OnTheWay(further)
+        self._results = [self._sent(results)]  # in parts, each with its sums
+        self._later, self._lock = later, RLock()
+        if later:
+            _UNDER_WAY.add(self)
+        devices = {device for each in later for device in each.devices if device.type == "cuda"}
+        self._streams = [torch.cuda.current_stream(device) for device in devices]  # on which the copies are made
+        self._loss: OnTheWay | float | None = None
         self.written: tuple[str, ...] = ()  # see `Record`
-        # Of those on the host nothing writes what was computed for this reading, so they stay as they are.
-        self._sums = [*(tensor for result in self._results for tensor in result.sums), *further]
-        self._packs = self._pack()
 
     def __repr__(self) -> str:
         return f"<Reading at step {self.step}: {len(self.layers)} layers; its numbers: record()>"
 
-    def _pack(self) -> list[tuple[Sequence[int], Tensor, Sequence[Tensor]]]:
-        """Return places of tensors on devices, copies on the host, as one for each device and type, and themselves."""
-        groups: dict[Any, list[int]] = {}
-        for place, tensor in enumerate(self._sums):
-            if not (tensor.is_cpu or tensor.is_meta):
-                groups.setdefault((tensor.device, tensor.dtype), []).append(place)
-        parts = [[self._sums[place] for place in places] for places in groups.values()]
-        return [*zip(groups.values(), [self._copied(_flatten_dense_tensors(each)) for each in parts], parts)]
+    @staticmethod
+    def _sent(results: Iterable[Result]) -> tuple[list[Result], OnTheWay]:
+        listed = list(results)
+        return listed, OnTheWay(tensor for result in listed for tensor in result.sums)
 
-    def _copied(self, tensor: Tensor) -> Tensor:
-        """Return a copy on the host, which is whole once the events have happened."""
-        host, event = to_host(tensor)
-        self._events += [] if event is None else [event]
-        return host
+    def complete(self) -> None:
+        """Measure the rest, once, in any thread: neither the model nor its weights are looked at."""
+        with self._lock, ExitStack() as entered:
+            if self._later:
+                entered.enter_context(without_modes())
+                for stream in self._streams:
+                    entered.enter_context(torch.cuda.stream(stream))
+                measured = [result for each in self._later for result in each.measure(self._absent)]
+                self._results.insert(0, self._sent(measured))
+                self._later = ()
+                _UNDER_WAY.discard(self)
 
     def keep_loss(self, loss: Tensor | float) -> None:
-        """Keep the loss of the forward, without waiting for the device."""
-        self.loss = self._copied(loss) if isinstance(loss, Tensor) else loss
-
-    def is_ready(self) -> bool:
-        """Return whether `record` would not wait for the device."""
-        return all(event.query() for event in self._events)
+        """Keep the loss of the forward, the first one, without waiting for the device."""
+        if self._loss is None:
+            self._loss = OnTheWay([loss]) if isinstance(loss, Tensor) else loss
 
     def record(self) -> Record:
-        """Turn the reading into numbers, waiting for the copy if it is under way.
+        """Turn the reading into numbers, once the rest is measured and the copies have arrived.
 
         Returns:
             One `LayerRecord` for each layer, with a reason for everything that was not measured.
         """
-        for event in self._events:
-            event.synchronize()
+        self.complete()
         absent = Absent({name: dict(self._absent.get(name, {})) for name in self.layers})
         layers = {name: LayerRecord(absent=absent[name]) for name in self.layers}
-        tensors = dict(enumerate(self._sums))
-        for places, *pack in self._packs:
-            tensors |= zip(places, _unflatten_dense_tensors(*pack))
-        arrived = iter(tensors.values())
-        for result in self._results:
-            columns: list[_Column] = []
-            sums = list(islice(arrived, len(result.sums)))
-            if not any(tensor.is_meta for tensor in sums):
-                with absent.unless([result.source], result.layers):
-                    columns = _read(result.source, result.finish(*sums))
-            _enter([layers[name] for name in result.layers], result.source, columns)
-        loss = None if self.loss is None else float(self.loss)
-        alerts = self._alerts(*arrived)
+        for results, on_the_way in self._results:
+            arrived = on_the_way.arrived()
+            for result in results:
+                columns: list[_Column] = []
+                sums = list(islice(arrived, len(result.sums)))
+                if not any(tensor.is_meta for tensor in sums):
+                    with absent.unless([result.source], result.layers):
+                        columns = _read(result.source, result.finish(*sums))
+                _enter([layers[name] for name in result.layers], result.source, columns)
+        loss = float(next(self._loss.arrived())) if isinstance(self._loss, OnTheWay) else self._loss
+        alerts = self._alerts(*self._further.arrived())
         return Record(self.step, layers, time=self.time, loss=loss, written=self.written, alerts=alerts)
 
+
+_UNDER_WAY = WeakSet[Reading]()
+
+
+def _complete_all() -> None:
+    """Let no thread be in a product while a process forks: the child would have the locks of its library for ever."""
+    for reading in tuple(_UNDER_WAY):
+        reading.complete()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_complete_all)
 
 _Column = tuple[str, str, Any]  # "values", "heads" or "matrices"; the name; the numbers of all layers of a result
 

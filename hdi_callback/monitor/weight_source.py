@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -16,7 +17,7 @@ from hdi_callback.core.movement import HeadMovement, MovementSums, movement_of, 
 from hdi_callback.core.whitening import WhitenedHeads, whiten_layers
 from hdi_callback.monitor.metrics import FINITENESS, KEYS, MOVEMENT, OV, QK, WEIGHT_SOURCES
 from hdi_callback.monitor.ranks import checksums_of
-from hdi_callback.monitor.reading import Absent, Result, stacked
+from hdi_callback.monitor.reading import Absent, Later, Result
 
 _ROLES_OF = {KEYS: ("key",), QK: ("query", "key"), OV: ("value", "output"), FINITENESS: (), MOVEMENT: ()}
 """Roles that a source cannot do without; those of no role take the weights that there are."""
@@ -41,7 +42,7 @@ class WeightReader:
         self._sources_of = {role: of_role[role] or of_any for role in ROLES if of_role[role] or of_any}
         self.checksums: dict[str, Tensor] = {}  # layer -> those of the weights that were read, if they are asked for
         self._views: dict[str, tuple[list[_Viewed], dict[str, Tensor]]] = {}  # layer -> parameters, views by role
-        self._outputs: dict[tuple[str, ...], Tensor] = {}  # layers -> their stacked output weights in this reading
+        self._outputs: dict[str, Tensor] = {}  # layer -> a copy of its output weight, that of the last reading
         self._last: dict[Any, Tensor] = {}  # layers and roles -> weights
         self._next: dict[Any, Tensor] = {}
         self._step: int | None = None
@@ -55,32 +56,34 @@ class WeightReader:
         trained: Collection[tuple[str, str]] = (),
         *,
         with_checksums: bool = False,
-    ) -> list[Result]:
-        """Return one result of each source for each group of layers of one shape; `absent` takes what has none.
+    ) -> tuple[list[Result], list[Later]]:
+        """Return results of weights, and what returns further ones: of copies that are kept for the next reading.
 
-        Sharded weights are gathered in the order of the layers, the same on every rank. A second reading at a step has
-        the same weights, and is not compared. Of the layers and roles in `trained` a movement is told.
+        There is one of each source for each group of layers of one shape; `absent` takes what has none. Sharded weights
+        are gathered in the order of the layers, the same on every rank. A second reading at a step has the same
+        weights, and is not compared. Of the layers and roles in `trained` a movement is told.
         """
         earlier, self._last, self._next = self._last, {} if step == self._step else self._next, {}
         self._step, self._bytes, self.checksums = step, 0, {}
-        self._outputs.clear()
+        self._outputs = {}
         results: list[Result] = []
+        later: list[Later] = []
         groups: dict[Any, tuple[list[AttentionLayer], list[dict[str, Tensor]]]] = {}
 
         def measure_group(group: tuple[list[AttentionLayer], list[dict[str, Tensor]]]) -> None:
             names = tuple(layer.name for layer in group[0])
             with absent.unless(self.sources, names):
                 stacks = _Stacks(*group, earlier)
-                if "output" in stacks.of:
-                    self._outputs[names] = stacks.of["output"]
                 if stacks.of and with_checksums:
                     self.checksums |= dict(zip(names, checksums_of(stacks.of)))
-                able = [source for source in self.sources if stacks.of and set(_ROLES_OF[source]) <= stacks.of.keys()]
-                for source in able:
-                    with absent.unless([source], names):
-                        measure = _MEASURES.get(source)
-                        sums, finish = self._movement(stacks, trained) if measure is None else measure(stacks)
-                        results.append(Result(source, names, sums, finish))
+                measure = partial(self._measured, stacks, self._exchange(stacks), trained)
+                devices = {stack.device for stack in stacks.whole.values()}
+                are_kept = all(self._next.get((names, roles)) is stack for roles, stack in stacks.whole.items())
+                if are_kept and {device.type for device in devices} <= {"cpu", "cuda"}:
+                    self._outputs |= dict(zip(names, stacks.of.get("output", ())))
+                    later.append(Later(measure, devices))
+                else:
+                    results.extend(measure(absent))
 
         for layer in layers:
             weights = self._read(layer, absent)
@@ -99,12 +102,35 @@ class WeightReader:
             absent.note(
                 layer.name, MOVEMENT, f"its weights are not kept, beyond {_LARGEST_KEPT / 2**30:.0f} GiB in all"
             )
+        return results, later
+
+    def output_weights(
+        self, layers: Sequence[AttentionLayer], *, is_sharded: bool = False
+    ) -> tuple[list[Tensor], bool]:
+        """Return output weights of layers, and whether they are copies, as where no rank has to be asked."""
+        if not is_sharded and all(layer.name in self._outputs for layer in layers):
+            return [self._outputs[layer.name] for layer in layers], True
+        return [layer.weight("output").detach() for layer in layers], False
+
+    def _measured(
+        self, stacks: _Stacks, before: Mapping[Any, Tensor | None], trained: Collection[tuple[str, str]], absent: Absent
+    ) -> list[Result]:
+        """Return a result of each source that has the weights that it needs."""
+        results = []
+        for source in self.sources:
+            if stacks.of and set(_ROLES_OF[source]) <= stacks.of.keys():
+                with absent.unless([source], stacks.names):
+                    measure = _MEASURES.get(source)
+                    sums, finish = _movement(stacks, before, trained) if measure is None else measure(stacks)
+                    results.append(Result(source, stacks.names, sums, finish))
         return results
 
-    def output_weight(self, layers: Sequence[AttentionLayer], *, is_sharded: bool = False) -> Tensor:
-        """Return the stacked output weights of layers, those of this reading where no rank has to be asked."""
-        weight = None if is_sharded else self._outputs.get(tuple(layer.name for layer in layers))
-        return stacked([layer.weight("output").detach() for layer in layers]) if weight is None else weight
+    def _exchange(self, stacks: _Stacks) -> dict[Any, Tensor | None]:
+        """Keep weights for the next reading, and return those of the last one, `None` where there are none."""
+        if MOVEMENT in self.sources:
+            for roles, stack in stacks.whole.items():
+                self._keep((stacks.names, roles), stack)
+        return {roles: self._last.get((stacks.names, roles)) for roles in stacks.whole}
 
     def _read(self, layer: AttentionLayer, absent: Absent) -> dict[str, Tensor]:
         """Return the weights of a layer, as at the last reading if they are views of the same memory."""
@@ -128,38 +154,6 @@ class WeightReader:
     def forget_views(self) -> None:
         """Look all parameters up again, as some were replaced."""
         self._views.clear()
-
-    def _movement(self, stacks: _Stacks, trained: Collection[tuple[str, str]]) -> Measured:
-        """Compare the weights of each role with those of the last reading, and keep them; NaN without a last one."""
-        layer, names = stacks.layer, stacks.names
-        before = {roles: self._last.get((names, roles)) for roles in stacks.whole}
-        for roles, stack in stacks.whole.items():
-            self._keep((names, roles), stack)
-        own = {role: weight[0, 0].numel() for role, weight in stacks.of.items() if weight.shape[1] == layer.num_heads}
-        sums: list[Tensor] = []
-
-        def blank() -> Tensor:
-            return torch.full((len(names), layer.num_heads), torch.nan, device="cpu")
-
-        for roles, stack in stacks.whole.items():
-            last = before[roles]
-            if last is None or last.shape != stack.shape or not own:
-                return (), lambda: HeadMovement(blank(), blank(), dict.fromkeys(ROLES, blank()))
-            sums += [part for parts in movement_sums(stack, last) for part in parts]
-
-        def finish(*sums: Tensor) -> HeadMovement:
-            arrived, of_role = iter(sums), {}
-            for roles in stacks.whole:
-                moved, size, same = (list(islice(arrived, len(roles))) for _ in range(3))
-                for role, *parts in zip(roles, moved, size, same):
-                    of_role[role] = MovementSums(*(_by_head(layer, role, part) for part in parts))
-            measured = movement_of(of_role, own)
-            by_role: dict[str, Tensor] = {role: measured.by_role.get(role, blank()) for role in ROLES}
-            for role, movement in by_role.items():
-                movement[[(name, role) not in trained for name in names]] = torch.nan
-            return measured._replace(by_role=by_role)
-
-        return sums, finish
 
     def _keep(self, key: Any, stack: Tensor) -> None:
         self._bytes += stack.numel() * stack.element_size()
@@ -228,6 +222,36 @@ def _finiteness(stacks: _Stacks) -> Measured:
     roles = list(stacks.of)
     bad = [heads for stack in stacks.whole.values() for heads in not_finite(stack)]
     return bad, lambda *arrived: sum(_by_head(stacks.layer, *pair).double() for pair in zip(roles, arrived))
+
+
+def _movement(stacks: _Stacks, before: Mapping[Any, Tensor | None], trained: Collection[tuple[str, str]]) -> Measured:
+    """Compare the weights of each role with those of the last reading; NaN without a last one."""
+    layer, names = stacks.layer, stacks.names
+    own = {role: weight[0, 0].numel() for role, weight in stacks.of.items() if weight.shape[1] == layer.num_heads}
+    sums: list[Tensor] = []
+
+    def blank() -> Tensor:
+        return torch.full((len(names), layer.num_heads), torch.nan, device="cpu")
+
+    for roles, stack in stacks.whole.items():
+        last = before[roles]
+        if last is None or last.shape != stack.shape or not own:
+            return (), lambda: HeadMovement(blank(), blank(), dict.fromkeys(ROLES, blank()))
+        sums += [part for parts in movement_sums(stack, last) for part in parts]
+
+    def finish(*sums: Tensor) -> HeadMovement:
+        arrived, of_role = iter(sums), {}
+        for roles in stacks.whole:
+            moved, size, same = (list(islice(arrived, len(roles))) for _ in range(3))
+            for role, *parts in zip(roles, moved, size, same):
+                of_role[role] = MovementSums(*(_by_head(layer, role, part) for part in parts))
+        measured = movement_of(of_role, own)
+        by_role: dict[str, Tensor] = {role: measured.by_role.get(role, blank()) for role in ROLES}
+        for role, movement in by_role.items():
+            movement[[(name, role) not in trained for name in names]] = torch.nan
+        return measured._replace(by_role=by_role)
+
+    return sums, finish
 
 
 _MEASURES: dict[str, Callable[[_Stacks], Measured]] = {KEYS: _keys, QK: _qk, OV: _ov, FINITENESS: _finiteness}

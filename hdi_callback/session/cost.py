@@ -12,8 +12,8 @@ _FEWEST = 3  # steps with a reading
 class Cost:
     """Times optimizer steps, from the first forward to the end, with a reading and without one.
 
-    A reading costs what a step with one takes longer than the last step without one: only neighbours are compared, as
-    steps become slower and faster in a training. Delivering readings in other steps is added.
+    A reading costs what a step with one, and the next, beside which a thread makes its numbers, take longer than their
+    neighbours, as steps become slower and faster in a training. Delivering readings in other steps is added.
     """
 
     def __init__(self) -> None:
@@ -21,6 +21,7 @@ class Cost:
         self._step_start: float | None = None
         self._step, self._has_reading = 0, False  # of the step that has begun
         self._last_without: float | None = None
+        self._since: list[float] = []  # how long a step with a reading, and the next, took after it
         self._extra: deque[float] = deque(maxlen=200)
         self._number, self._delivering = 0, 0.0
 
@@ -41,12 +42,21 @@ class Cost:
         if self._step_start is None or step == self._step:
             return
         took, self._step_start = now - self._step_start, None
-        self._number += self._has_reading
-        if not self._has_reading:
-            self._last_without = took
+        if self._has_reading:
+            if len(self._since) > 1:
+                self._compare(self._since.pop())  # there is no other step without one
+            self._number, self._since = self._number + 1, [took]
+        elif len(self._since) == 1:
+            self._since.append(took)
+        else:
+            self._compare(took)
             self._delivering += now - delivering_from
-        elif self._last_without is not None:
-            self._extra.append(took - self._last_without)
+
+    def _compare(self, without: float) -> None:
+        """Compare steps with the last step before them, and with the first one after, which had no reading."""
+        if self._since and self._last_without is not None:
+            self._extra.append(sum(self._since) - len(self._since) * (self._last_without + without) / 2)
+        self._last_without, self._since = without, []
 
     def share(self) -> float | None:
         """Return the share so far; `None` where too few steps could be compared."""

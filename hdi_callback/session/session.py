@@ -45,10 +45,10 @@ class Session:
 
     A reading is due at step 0 and whenever a multiple of ``every_n_steps`` has been reached since the last one, as the
     count of steps may advance by more than one, repeat, or start in the middle. It is taken after the backward of the
-    forward that was captured, while the weights are still those of the forward, and handed on once the optimizer has
-    stepped and its numbers have arrived on the host: a thread makes the record, judges it and writes it to history and
-    TensorBoard, in order, and the training's own thread gives it to the other dashboards later. With interventions all
-    is done at once.
+    forward that was captured, while the weights are still those of the forward: they and samples are copied. It is
+    handed on once the optimizer has stepped: a thread measures the copies, makes the record, judges it and writes it to
+    history and TensorBoard, in order, and the training's own thread gives it to the other dashboards later. With
+    interventions all is done at once.
     """
 
     def __init__(self, model: nn.Module, settings: Settings, trainer: Trainer, *, guard: Guard) -> None:
@@ -126,7 +126,7 @@ class Session:
         self.monitor.pause()
         self.after_backward()  # of a batch without a backward
         last = self._pending[-1] if self._pending else None
-        if isinstance(last, Reading) and last.loss is None and loss is not None:
+        if isinstance(last, Reading) and loss is not None:
             last.keep_loss(loss)
         if isinstance(last, Reading) and self.monitor.training_step.written:
             last.written, self.monitor.training_step.written = self.monitor.training_step.written, ()
@@ -261,10 +261,7 @@ class Session:
         intervenes = bool(self._settings.interventions) and may_intervene
         # That of the present step is not complete: under gradient accumulation the optimizer has yet to step.
         while self._pending and (before is None or self._pending[0].step < before):
-            reading = self._pending[0]
-            if not (waits or isinstance(reading, Record) or reading.is_ready()):
-                break
-            self._pending.popleft()
+            reading = self._pending.popleft()
             notes = {"is_last": reading.step == final, "cost": self._cost.share()}
             sinks = () if intervenes else self._sinks_of(worker=True)
             self._judging.append(self._worker.submit(self._judge, reading, notes, sinks))

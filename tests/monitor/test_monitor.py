@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -24,7 +28,7 @@ from hdi_callback.monitor.forward_source import FORWARD, measure_forwards
 from hdi_callback.monitor.metrics import FORWARD_SOURCES, MOVEMENT, OUTPUTS, SOURCES, TRAINING, WEIGHT_SOURCES
 from hdi_callback.monitor.parameter_source import ParameterReader
 from hdi_callback.monitor.ranks import Ranks
-from hdi_callback.monitor.reading import Absent
+from hdi_callback.monitor.reading import Absent, Later
 from hdi_callback.monitor.weight_source import WeightReader
 from tests.core.no_sync import Crossings
 from tests.monitor.models import Model, after_a_call
@@ -74,11 +78,11 @@ def test_measuring_waits_for_nothing_before_the_record():
             rows=[rows],
         )  # fmt: skip
     absent, reader = Absent(), WeightReader(SOURCES)
-    results = [*reader.measure(0, layers, absent), *reader.measure(1, layers, absent)]
+    results = [*reader.measure(0, layers, absent)[0], *reader.measure(1, layers, absent)[0]]
     parameters = ParameterReader()
     parameters.look(model, layers)
     results += [result for step in range(2) for result in parameters.measure(step, with_changes=True)]
-    results += measure_forwards(FORWARD, layers, captured, reader.output_weight, Ranks([]), absent)
+    results += measure_forwards(FORWARD, layers, captured, reader.output_weights, Ranks([]), absent)[0]
     assert not absent
     assert {result.source for result in results} == {*SOURCES, TRAINING}
     record = Reading(0, [layer.name for layer in layers], results, absent).record()
@@ -238,6 +242,71 @@ def test_weights_of_the_last_reading_stay_on_the_device_up_to_a_budget(budget, c
     assert made.names == crossings
 
 
+def _numbers(readings):
+    return [
+        [[*layer.values.items(), *layer.heads.items()] for layer in each.record().layers.values()] for each in readings
+    ]
+
+
+def _read(is_later, worker=None):
+    """Read at three steps, between which all weights and outputs change, and make the numbers at once or at the end."""
+    torch.manual_seed(0)
+    model, readings = Model(2), []
+    with after_a_call(model, lambda: model(X)) as monitor:
+        for step in range(3):
+            monitor.arm()
+            model(X + step).sum().backward()
+            readings.append(monitor.measure(step))
+            if worker is not None:
+                worker.submit(readings[-1].record)
+            elif not is_later:
+                readings[-1].record()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.normal_()
+        return _numbers(readings)
+
+
+def test_numbers_are_those_of_the_step_whenever_and_wherever_they_are_made():
+    at_once = _read(is_later=False)
+    assert str(_read(is_later=True)) == str(at_once)
+    with ThreadPoolExecutor(1) as worker:
+        assert str(_read(is_later=True, worker=worker)) == str(at_once)
+    assert len({str(numbers) for numbers in at_once}) == 3
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="only where processes fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_process_forks_once_what_a_thread_measures_is_done():
+    events, begun = [], Event()
+
+    def measure(absent):
+        begun.set()
+        time.sleep(0.3)
+        events.append("measured")
+        return []
+
+    reading = Reading(0, [], [], {}, later=[Later(measure, [])])
+    with ThreadPoolExecutor(1) as worker:
+        worker.submit(reading.complete)
+        assert begun.wait(10)
+        child = os.fork()
+        if child == 0:
+            os._exit(len(events))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert events == ["measured"]
+
+
+def test_weights_that_are_not_kept_are_measured_at_once(monkeypatch):
+    kept = _read(is_later=True)
+    monkeypatch.setattr(weights_of_monitor, "_LARGEST_KEPT", 0)
+    monkeypatch.setattr("hdi_callback.monitor.forward_source._LARGEST_LATER", 0)
+    for ours, theirs in zip(_read(is_later=True), kept):
+        for numbers, expected in zip(ours, theirs):
+            assert numbers
+            assert str(dict(numbers)) == str({name: dict(expected)[name] for name, _ in numbers})
+
+
 def test_a_metric_that_is_asked_for_is_all_that_is_measured():
     model = Model(1)
     with after_a_call(model, lambda: model(X), metrics=["circuit_qk_norm"]) as monitor:
@@ -281,8 +350,8 @@ def test_a_weight_is_read_where_it_is_now(change, name):
         NEW_WEIGHTS[change](model.layers[1], name)
         measured = monitor.measure(1).record().layers
         absent, names = Absent(), [layer.name for layer in monitor.layers]
-        weights = WeightReader(WEIGHT_SOURCES).measure(1, monitor.layers, absent)
-        fresh = Reading(1, names, weights, absent).record().layers
+        weights, later = WeightReader(WEIGHT_SOURCES).measure(1, monitor.layers, absent)
+        fresh = Reading(1, names, weights, absent, later=later).record().layers
     for layer in ("layers.0", "layers.1"):
         of_weights = {key: value for key, value in measured[layer].values.items() if key in fresh[layer].values}
         assert of_weights == fresh[layer].values

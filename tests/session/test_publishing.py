@@ -131,6 +131,19 @@ def test_the_share_is_that_of_a_clock_which_knows_what_readings_take(every, extr
     assert measured.share() == pytest.approx(share)
 
 
+@pytest.mark.parametrize("every", [3, 10])
+def test_the_share_counts_what_a_thread_makes_beside_the_step_after_a_reading(every, monkeypatch):
+    now = beyond = 0.0
+    monkeypatch.setattr(cost, "perf_counter", lambda: now)
+    measured = cost.Cost()
+    for step in range(400):
+        extra = {0: 0.02, 1: 0.06}.get(step % every, 0.0)
+        measured.begin(step)
+        now, beyond = now + 1.0 + extra, beyond + extra
+        measured.end(step + 1, now, has_reading=step % every == 0)
+    assert measured.share() == pytest.approx(beyond / now, rel=0.01)
+
+
 def test_the_share_holds_where_gradients_are_accumulated_and_the_first_step_and_evaluations_are_long(monkeypatch):
     now = readings = 0.0
     monkeypatch.setattr(cost, "perf_counter", lambda: now)

@@ -34,12 +34,12 @@ def arguments(description: str | None, *, rounds: int) -> argparse.ArgumentParse
     return parser
 
 
-def seconds(work: Callable[[], object], device: str) -> float:
-    """Time of the process on a CPU, which others may share; of the clock on a GPU, waiting for it."""
+def seconds(work: Callable[[], object], device: str, cpu_clock: Callable[[], float] = time.process_time) -> float:
+    """Time of the process, or another one, on a CPU, which others may share; of the clock on a GPU, waiting for it."""
     if device == "cpu":
-        start = time.process_time()
+        start = cpu_clock()
         work()
-        return time.process_time() - start
+        return cpu_clock() - start
     torch.cuda.synchronize()
     start = time.perf_counter()
     work()
@@ -47,16 +47,22 @@ def seconds(work: Callable[[], object], device: str) -> float:
     return time.perf_counter() - start
 
 
-def ratios(baseline: Callable[[], object], *works: Callable[[], object], rounds: int, device: str) -> list[Ratio]:
+def ratios(
+    baseline: Callable[[], object],
+    *works: Callable[[], object],
+    rounds: int,
+    device: str,
+    cpu_clock: Callable[[], float] = time.process_time,
+) -> list[Ratio]:
     """Run all in turn, in alternating order, after a warm-up round.
 
     Works run in the order in which they are given, before the baseline or after it.
     """
     found: list[list[tuple[float, float]]] = [[] for _ in works]
     for turn in range(rounds + 1):
-        before = seconds(baseline, device) if turn % 2 else None
-        times = [seconds(work, device) for work in works]
-        own = seconds(baseline, device) if before is None else before
+        before = seconds(baseline, device, cpu_clock) if turn % 2 else None
+        times = [seconds(work, device, cpu_clock) for work in works]
+        own = seconds(baseline, device, cpu_clock) if before is None else before
         for pairs, one in zip(found, times) if turn else ():
             pairs.append((one, own))
     return [_ratio(pairs) for pairs in found]
