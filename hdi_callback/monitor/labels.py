@@ -20,7 +20,7 @@ from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.tape import Tape
 from hdi_callback.checks.facts import embedded_tokens
 from hdi_callback.guard import Guard, guarded
-from hdi_callback.monitor.inputs import Numbers, UsualRanges
+from hdi_callback.monitor.inputs import LabelFit, Numbers, UsualRanges
 from hdi_callback.monitor.loss_path import COPIES, OUTPUT, LossPaths, node_name, path_to_loss
 from hdi_callback.monitor.reading import StepFacts
 
@@ -48,8 +48,8 @@ class LabelOffset(NamedTuple):
 class LossLabels:
     """Looks at the gradients of outputs."""
 
-    def __init__(self) -> None:
-        self._guard = Guard()
+    def __init__(self, fit: LabelFit) -> None:
+        self._guard, self._fit = Guard(), fit
         self._tokens: list[Tensor] = []  # that the calls of this armed step have embedded
         self._hooks: list[Any] = []
         self._sums: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, numbers of rows, and which are trained
@@ -81,6 +81,8 @@ class LossLabels:
                 cast("Any", node).metadata[OUTPUT] = True
                 rows, name = _some(tensor).softmax(-1), f"output {at}" if at else "the output"
                 self._hooks.append(node.register_prehook(partial(self._look, number, rows, name)))
+                self._fit.note(name, tensor)
+        self._fit.tensors.clear()
 
     @guarded("looking at what the loss trains")
     def _look(self, number: int, softmax: Tensor, name: str, gradients: Sequence[Tensor | None]) -> None:
@@ -101,6 +103,7 @@ class LossLabels:
         below, above = 2 * -rows.amin(-1) / (size - total), 2 * rows.amax(-1) / (size + total)
         label = torch.where(below >= above.nan_to_num(0), rows.argmin(-1), rows.argmax(-1))  # a reward may turn signs
         is_label = (torch.maximum(below, above) > 0.6) & (count > 0)
+        self._fit.look(name, places, label, is_label)
         offsets = torch.arange(-_FARTHEST, _FARTHEST + 1, device=label.device)[:, None]
         for tokens in self._tokens:
             if tokens.numel() != is_trained.numel() or tokens.device != label.device:
