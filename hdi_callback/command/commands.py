@@ -35,9 +35,8 @@ def hdi() -> None:
 @click.argument("target")
 @_MODEL
 @click.option("--strict", is_flag=True, help="Exit with code 1 also for what is odd.")
-@click.option("--explain", metavar="LAYER", help="Show instead, operation by operation, how its heads were read.")
 @_JSON
-def check(target: str, build: str | None, strict: bool, explain: str | None, as_json: bool) -> str:
+def check(target: str, build: str | None, strict: bool, as_json: bool) -> str:
     """Say what each attention of a model does, and what is wrong or odd about it.
 
     A few forwards run: on the batch that module:function gives beside its model, on example_input_array, or on a
@@ -45,18 +44,13 @@ def check(target: str, build: str | None, strict: bool, explain: str | None, as_
 
     \b
     Examples:
-      hdi check ./Llama-3.2-1B --explain model.layers.0.self_attn
+      hdi check ./Llama-3.2-1B
       hdi check epoch=3.ckpt --model my_package.models:LitGPT
     """
     from hdi_callback.audits.sources import open_target
     from hdi_callback.checks import check as check_model
-    from hdi_callback.checks.explained import explained
 
     opened = open_target(target, model=build, needs_weights=False)
-    if explain is not None:
-        listing = opened.first_result(lambda forward: explained(opened.model, forward, explain))
-        click.echo(listing)
-        return "nothing to judge" if listing.startswith("No attention") else "clear"
     result = opened.first_result(lambda forward: check_model(opened.model, forward))
     _print_result(result, as_json and asdict(result))
     if result.wrong or (strict and result.findings):

@@ -82,13 +82,6 @@ def test_check_gives_plain_data():
     assert [(each["name"], each["verdict"]) for each in found["findings"]] == [("mask", "wrong")]
 
 
-def test_check_explains_how_the_heads_of_a_layer_were_read():
-    shown = run("check", f"{MODELS}:build_blocks", "--explain", "blocks.0")
-    assert shown.exit_code == 0
-    assert re.search(r"^ *\d+ +(addmm|mm) .*`blocks\.0\.\w+\.weight`", shown.output, flags=re.M)
-    assert "\n  queries, keys, values rows of query" in shown.output
-
-
 def test_check_says_what_is_missing_and_ends_with_code_2():
     shown = run("check", f"{MODELS}:build_encoder")
     assert shown.exit_code == 2
