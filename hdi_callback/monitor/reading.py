@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from hdi_callback.guard import without_modes
-from hdi_callback.monitor.metrics import HEADS, MATRICES, METRICS, WHOLE, WHY_NOT
+from hdi_callback.monitor.metrics import FORWARD_SOURCES, HEADS, MATRICES, METRICS, WEIGHT_SOURCES, WHOLE, WHY_NOT
 from hdi_callback.record import Alert, LayerRecord, Record
 
 Terms = dict[tuple[str, int, str], dict[str, str]]  # as of `Contract`: layer, call and fact -> name -> its state
@@ -156,10 +156,10 @@ class Reading:
                 entered.enter_context(without_modes())
                 for stream in self._streams:
                     entered.enter_context(torch.cuda.stream(stream))
-                measured = [result for each in self._later for result in each.measure(self._absent)]
-                self._results.insert(0, self._sent(measured))
+                with self._absent.unless((*WEIGHT_SOURCES, *FORWARD_SOURCES), self.layers):
+                    measured = [result for each in self._later for result in each.measure(self._absent)]
+                    self._results.insert(0, self._sent(measured))
                 self._later = ()
-                _UNDER_WAY.discard(self)
 
     def keep_loss(self, loss: Tensor | float) -> None:
         """Keep the loss of the forward, the first one, without waiting for the device."""

@@ -275,6 +275,20 @@ def test_numbers_are_those_of_the_step_whenever_and_wherever_they_are_made():
     assert len({str(numbers) for numbers in at_once}) == 3
 
 
+def test_what_cannot_be_measured_later_has_a_reason_and_the_next_reading_goes_on(monkeypatch):
+    model = Model(1)
+    with after_a_call(model, lambda: model(X)) as monitor:
+        with monkeypatch.context() as patched:
+            patched.setattr(WeightReader, "_measured", lambda *args: 1 / 0)
+            broken = monitor.measure(0)
+            broken.complete()
+        fresh = monitor.measure(1).record().layers["layers.0"]
+    layer = broken.record().layers["layers.0"]
+    assert {"trains"} == layer.values.keys()
+    assert "ZeroDivisionError" in layer.absent["key weights"]
+    assert {"hdi", "circuit_ov_norm"} <= fresh.values.keys()
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="only where processes fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a_process_forks_once_what_a_thread_measures_is_done():
