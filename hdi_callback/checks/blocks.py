@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hdi_callback.attention.discovery.heads import FoundAttention
@@ -37,8 +38,8 @@ def block_of(labels: Labels, attn: FoundAttention) -> str | None:
     result = attn.takers[0][0].output.cell
     if not result.users:
         return UNUSED
-    downstream = _downstream(labels, result, through_sums=True)
-    for step, addend, is_normed in downstream.sums:
+    downstream = _Downstream({result: False})
+    for step, addend, is_normed in _sums(labels, downstream, through_sums=True):
         before = _downstream(labels, _source(addend.cell)).is_normed
         if step.op != "add" or before.keys().isdisjoint(inputs[0]):
             continue
@@ -74,9 +75,14 @@ def _inputs_of_maps(labels: Labels, cell: Cell) -> list[Cell]:
     return inputs
 
 
-def _downstream(labels: Labels, cell: Cell, *, through_sums: bool = False) -> _Downstream:
+def _downstream(labels: Labels, cell: Cell) -> _Downstream:
     downstream = _Downstream({cell: False})
-    walk = WalkOn([cell], _FAR)
+    downstream.sums += _sums(labels, downstream)
+    return downstream
+
+
+def _sums(labels: Labels, downstream: _Downstream, *, through_sums: bool = False) -> Iterator[tuple[Step, View, bool]]:
+    walk = WalkOn(list(downstream.is_normed), _FAR)
     for step in walk:
         is_after = any(downstream.is_normed.get(view.cell, False) for view in step.inputs)
         operands = [v for v in step.inputs if v.is_float and v.cell not in downstream.is_normed and len(v.shape) > 1]
@@ -86,14 +92,13 @@ def _downstream(labels: Labels, cell: Cell, *, through_sums: bool = False) -> _D
             continue
         downstream.joined += [view.cell for view in operands]
         if step.op in {"add", "cat"} and operands and operands[0].shape[-2:] == step.output.shape[-2:]:
-            downstream.sums.append((step, operands[0], is_after))
+            yield step, operands[0], is_after
             if not through_sums and not is_after and operands[0].cell.kind == DATA:  # behind a norm it is a shift
                 continue
         for output in step.outputs:
             if output is not None:
                 downstream.is_normed.setdefault(output.cell, is_after or step.op in NORMS or step.op in REDUCTIONS)
         walk.follow(step)
-    return downstream
 
 
 def _source(cell: Cell) -> Cell:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from hdi_callback.attention.discovery.cores import Core, core_of, sums_of
 from hdi_callback.attention.discovery.find import TapeReader, place_of
 from hdi_callback.attention.discovery.heads import IN, FoundAttention, Projection
-from hdi_callback.attention.discovery.labels import NORMED, SEVERAL, SUM, Label, Labels
+from hdi_callback.attention.discovery.labels import NORMED, NOTHING, SEVERAL, SUM, Label, Labels
 from hdi_callback.attention.discovery.planes import small, unique_rows
 from hdi_callback.attention.discovery.products import Unreadable
 from hdi_callback.attention.operations import SOFTMAX_LIKE, SOFTMAXES
@@ -44,15 +45,13 @@ class HeadRows:
         """The last name of its module, as code calls it: ``"q_proj"``."""
         return _last_name(self.name)
 
-    @property
+    @cached_property
     def order(self) -> str:
         """How heads lie in the parameter: ``"head by head"``, ``"interleaved"``, or ``""``."""
-        rows = self.rows.sort(-1).values
-        rows = rows[rows[:, 0].argsort()].unique_consecutive(dim=0)  # heads may share keys
-        steps = rows[:, 1:] - rows[:, :-1]
-        if rows.shape[1] < 2 or len(steps.unique()) > 1:
+        rows = sorted({tuple(sorted(row)) for row in self.rows.tolist()})  # heads may share keys
+        if len({after - row for own in rows for row, after in pairwise(own)}) != 1:
             return ""
-        return "head by head" if bool((rows[1:, 0] > rows[:-1, -1]).all()) else "interleaved"
+        return "head by head" if all(after[0] > own[-1] for own, after in pairwise(rows)) else "interleaved"
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +97,7 @@ class Facts:
     tokens: tuple[Tensor, ...] = ()  # numbers of tokens that both queries and keys are made of
     earlier: int | None = None  # how many tensors that this forward has not made are in keys, and not in queries
 
-    @property
+    @cached_property
     def key_head_of(self) -> tuple[int, ...]:
         """Return the number of each head's keys among the different ones, in the order of their rows."""
         if not self.rows.get("key"):
@@ -136,7 +135,7 @@ class Facts:
         )
         return sums[0] / sums[1]
 
-    @property
+    @cached_property
     def seen(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return shares of `distances`: of earlier tokens, nearest first, of the token itself, and of later ones."""
         if self.distances is None:
@@ -370,16 +369,17 @@ def shown_heads(heads: Sequence[int]) -> str:
 
 def _order(tokens: Tensor) -> str:
     """Return how tokens lie in ``(matrices, tokens, features)``, or `""` if that is not known."""
-    if tokens.shape[1] < 2 or bool((small(tokens) == 0).any()):
+    short = small(tokens)
+    if tokens.shape[1] < 2 or bool((short == NOTHING).any()):
         return ""
-    if bool((small(tokens) == SEVERAL).any()):
+    if bool((short == SEVERAL).any()):
         return "several together"
     numbers = tokens[..., 0]
     if not bool((numbers[:, 1:] > numbers[:, :-1]).all()):
         return "in another order"
-    samples, different = numbers[:, 0], numbers[:, 0].unique()
-    is_sorted = bool((samples[1:] >= samples[:-1]).all())
-    is_sorted |= torch.equal(samples, different.repeat(len(samples) // len(different)))  # matrices head by head
+    samples = numbers[:, 0].tolist()
+    different = sorted(set(samples))
+    is_sorted = samples in (sorted(samples), different * (len(samples) // len(different)))  # by samples, or by heads
     return "in their order" if is_sorted else "under other samples"
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.attention.discovery.cores import Core
-from hdi_callback.attention.discovery.labels import Label, Labels
+from hdi_callback.attention.discovery.labels import SEVERAL, Label, Labels
 from hdi_callback.attention.discovery.planes import small, unique_rows
 from hdi_callback.attention.tape import Step
 from hdi_callback.checks.scores import KEPT, sides_of
@@ -18,7 +18,7 @@ _ROWS = 64  # of queries, keys or values are looked at for pairs
 def pairs_of(labels: Labels, label: Label) -> frozenset[tuple[int, int]]:
     """Return the pairs of places of a head that hold the same two features, as a rotation makes them."""
     short = small(label.features)
-    if short.shape[-1] != label.features.shape[-1]:  # one feature at all places
+    if short.shape[-1] != label.features.shape[-1] or not bool((short < SEVERAL).any()):  # one feature, or no sets
         return frozenset()
     rows, _ = unique_rows(short.reshape(-1, short.shape[-1])[:_ROWS])
     pairs: set[tuple[int, int]] = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from functools import partial
 
@@ -20,6 +21,7 @@ from hdi_callback.testing import assert_heads
 from tests.attention.by_hand import CASES
 from tests.attention.by_hand_refused import REFUSED
 from tests.checks.corpus import BUGS, VOCABULARY, Attention, B, Biased, D, Grouped, H, Model, Rotary, T, causal
+from tests.studies.benchmarks.gpt import GPT
 
 BY_NAME = {bug.name: bug for bug in BUGS}
 TOKENS = torch.randint(VOCABULARY, (B, T), generator=torch.Generator().manual_seed(1))
@@ -524,3 +526,19 @@ def test_scale_and_masks_of_a_packages_kernel_are_read_by_its_arguments_and_not_
     assert facts(lambda *qkv: fwd(*qkv, softmax_scale=0.125, causal=True)) == (0.125, True)
     assert facts(lambda *qkv: fwd(*qkv, causal=True, window_size_left=3))[1] is None
     assert facts(lambda *qkv: other(*qkv, 0.125, True)) == (None, None)
+
+
+def calls_a_layer(depth):
+    model, tokens, readers, calls = GPT(depth, 8, 2, 4), torch.arange(4)[None], [], []
+    survey(model, lambda: model(tokens), readers.append)
+    sys.setprofile(lambda *event: calls.append(event[1]))
+    try:
+        facts = facts_of(readers[0])
+    finally:
+        sys.setprofile(None)
+    assert {each.block for each in facts} == {"x + attention(norm(x))"}
+    return len(calls) / depth
+
+
+def test_a_layer_takes_as_much_in_a_deep_model_as_in_a_shallow_one():
+    assert calls_a_layer(24) < 1.1 * calls_a_layer(3)

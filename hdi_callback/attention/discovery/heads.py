@@ -78,10 +78,6 @@ class FoundAttention:
     members: list[FoundAttention] = field(default_factory=list)  # of single heads that were put together
     takers: list[tuple[Step, Product]] = field(default_factory=list)  # products with parameters that take its output
 
-    def __repr__(self) -> str:
-        names = {role: [name for part in parts for name in {*part.names}] for role, parts in self.maps.items()}
-        return f"<FoundAttention of {self.heads} heads in `{self.path}`: {names}>"
-
     @property
     def path(self) -> str | None:
         """The module that runs it."""
@@ -103,13 +99,13 @@ def heads_of(labels: Labels, core: Core) -> FoundAttention:
         attn.flags |= {flag.of(role) for role, label in part.labels.items() for flag in label.flags}
         attn.flags |= {SUM.of(role) for role, (_, _, is_sum) in table.items() if is_sum}
         own, number = _heads_of_part(labels, part, table)
-        if any(_named(head["value"]) != _named(heads.get(name, head)["value"]) for name, head in own.items()):
+        if any(_named(head["value"]) != _named(heads[name]["value"]) for name, head in own.items() if name in heads):
             attn.notes.append("further values that its weights are multiplied with")
             continue
         heads |= {name: head for name, head in own.items() if name not in heads}
         order = list(heads)
         at = torch.tensor([*(order.index(name) for name in own), -1])
-        parts.append((part, thin(at[number])))
+        parts.append((part, thin(at[small(number)].expand(number.shape))))
     attn.heads = len(heads)
     # Streams of tokens, each of which has projections of its own in all roles.
     counts = {len(head[role]) for head in heads.values() for role in IN if len(head[role]) > 1}
@@ -135,15 +131,15 @@ def heads_of(labels: Labels, core: Core) -> FoundAttention:
 def _heads_of_part(labels: Labels, part: ValueProduct, table: dict[str, _Vectors]) -> tuple[dict[_Name, _Head], Tensor]:
     """Return the heads of one product with values, whatever the sequence and token, and which each query is of."""
     heads: dict[_Name, _Head] = {}
-    different = table["query"][0]
-    number = torch.full(different.shape, -1)
+    head_of: list[list[int]] = []
     # Matrices with the same different queries, keys and values have the same heads.
-    head_of_row: dict[object, Tensor] = {}  # of each different query
-    for slot in range(len(different)):
-        numbers_of = (small(table[role][0][slot]).tolist() for role in IN)
-        of_query, of_key, of_value = key = tuple(tuple(dict.fromkeys(numbers)) for numbers in numbers_of)
+    head_of_row: dict[object, dict[int, int]] = {}  # of each different query
+    different = {role: small(table[role][0]).tolist() for role in IN}
+    for slot in range(len(table["query"][0])):
+        rows_of = [different[role][slot % len(different[role])] for role in IN]
+        of_query, of_key, of_value = key = tuple(tuple(dict.fromkeys(rows)) for rows in rows_of)
         if key not in head_of_row:
-            head_of_row[key] = torch.full((len(table["query"][1]),), -1)
+            head_of_row[key] = {}
             keys, values = (
                 _streams_of_tokens(labels, [table[role][1][i] for i in numbers], part.width(role), role)
                 for role, numbers in (("key", of_key), ("value", of_value))
@@ -154,11 +150,11 @@ def _heads_of_part(labels: Labels, part: ValueProduct, table: dict[str, _Vectors
                     name = _named(head["query"]), _named(head["key"])
                     if _named(heads.setdefault(name, head)["value"]) != _named(values):
                         raise Unreadable("several heads share queries and keys")
-                    head_of_row[key][list(rows)] = list(heads).index(name)
-        number[slot] = head_of_row[key][different[slot]]
+                    head_of_row[key] |= dict.fromkeys(rows, list(heads).index(name))
+        head_of.append([head_of_row[key].get(row, -1) for row in rows_of[0]])
     if not heads:
         raise Unreadable("neither its queries nor its keys come from a linear map")
-    return heads, number
+    return heads, torch.tensor(head_of).expand(table["query"][0].shape)
 
 
 def _vectors(labels: Labels, plane: Tensor) -> _Vectors:
@@ -171,6 +167,9 @@ def _vectors(labels: Labels, plane: Tensor) -> _Vectors:
     rows, different = unique_rows(short.reshape(-1, width))
     vectors, is_sum = [], False
     for row in rows.tolist():
+        if 0 < width == len({*row}) and min(row) > 0 and labels.owner(min(row)) == labels.owner(max(row)):
+            vectors.append({labels.owner(row[0]): tuple(enumerate(row))})
+            continue
         of_owner: dict[int, dict[int, int]] = {}  # parameter -> feature -> its position; summed ones may have none: -1
         for place, number in enumerate(row):
             members = [number] if number > 0 else sorted(labels.members(number))
@@ -341,9 +340,9 @@ def _read_columns(labels: Labels, attn: FoundAttention, step: Step, product: Pro
         features = reshaped(thin(features.movedim(1, -1)), (1, -1, features.shape[1])) if is_grid else features[None]
     first, stride = labels.products.lines(columns, 2)
     of_heads = _columns_by_head(labels, attn, features, first.tolist())
-    starts = torch.tensor([list(of_heads[head]) for head in range(attn.heads)])
-    names = tuple(labels.tape.names[labels.owner(int(row[0]))] for row in starts)
-    output = Projection(names, starts, stride, columns.shape[2])
+    starts = [list(of_heads[head]) for head in range(attn.heads)]
+    names = tuple(labels.tape.names[labels.owner(row[0])] for row in starts)
+    output = Projection(names, torch.tensor(starts), stride, columns.shape[2])
     if all(projection.key != output.key for _, projection in attn.outputs):
         attn.outputs.append((step, output))
         tokens, stream = small(label.tokens), 0

@@ -77,9 +77,6 @@ class Label:
     tokens: Tensor  # the number of the token, or `SEVERAL`; 0 for none
     flags: frozenset[Flag] = frozenset()  # what else happened to it
 
-    def __repr__(self) -> str:
-        return f"<Label {tuple(self.features.shape)}: {sorted(map(str, self.flags))}>"
-
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Label:
         """Return the labels with both planes changed in the same way."""
         return Label(function(self.features), function(self.tokens), self.flags)
@@ -173,10 +170,9 @@ class Labels:
 
     def owners(self, features: Tensor) -> set[int]:
         """Return the parameters and feature ranges in a plane."""
-        numbers = small(features).unique()
-        owners = set(owners_of(numbers[numbers > 0], self.tape))
-        sets = map(self.members, numbers[numbers < -1].tolist())
-        return owners.union(*({self.owner(member) for member in members} for members in sets))
+        numbers = small(features).unique().tolist()
+        at = bisect.bisect_right(numbers, 0)
+        return {*owners_of(sorted({*numbers[at:]}.union(*map(self.members, numbers[:at]))), self.tape)}
 
     def sources_in(self, features: Tensor, kind: str) -> list[FeatureRange]:
         """Return the feature ranges of a kind in a plane, in the order of their steps."""

@@ -19,8 +19,9 @@ from hdi_callback.attention.tape import View
 
 def small(plane: Tensor) -> Tensor:
     """Return a plane with every expanded (stride 0) dimension narrowed to size 1."""
-    for dim, (size, stride) in enumerate(zip(plane.shape, plane.stride())):
-        if stride == 0 and size > 1:
+    strides = plane.stride()
+    for dim, size in enumerate(plane.shape) if 0 in strides else ():
+        if strides[dim] == 0 and size > 1:
             plane = plane.narrow(dim, 0, 1)
     return plane
 
@@ -61,7 +62,7 @@ def unique_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the different rows of a matrix, and which of them each row is."""
     short = small(rows) if rows.shape[0] > 1 and rows.stride(0) == 0 else rows
     factors = torch.randint(1, 2**62, rows.shape[1:], generator=torch.Generator().manual_seed(0))
-    code = (short[:, : rows.shape[1]] * factors).sum(1)  # sorting rows would take long; a sum tells them apart
+    code = (short * factors).sum(1)  # sorting rows would take long; a sum tells them apart
     unique, number = torch.unique(code, return_inverse=True)
     first = torch.zeros(len(unique), dtype=torch.int64).scatter_(0, number, torch.arange(len(number)))
     return short[first].expand(-1, rows.shape[1]), number.expand(len(rows))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hdi_callback.attention import operations as ops
-from hdi_callback.attention.discovery.planes import reshaped, written_out
+from hdi_callback.attention.discovery.planes import reshaped, small, written_out
 from hdi_callback.attention.replay import NotReplayedError, Recipe
 from hdi_callback.attention.tape import CONSTANT, DATA, MADE, WEIGHT, Cell, Step, Tape, View, mapped, walk_back
 
@@ -184,10 +185,11 @@ class Products:
         view = self.through_copies(view)
         cell = view.cell
         if cell.parameter is not None:
-            at = torch.zeros((), dtype=torch.int64)
+            at = torch.tensor(self.tape.first[self.tape.places[cell.parameter]] + view.offset)
             for dim, (size, stride) in enumerate(zip(view.shape, view.stride)):
-                at = at + (torch.arange(size) * stride).reshape(-1, *[1] * (len(view.shape) - 1 - dim))
-            return (at + self.tape.first[self.tape.places[cell.parameter]] + view.offset).expand(view.shape)
+                if size > 1:
+                    at = at + (torch.arange(size) * stride).reshape(-1, *[1] * (len(view.shape) - 1 - dim))
+            return at.expand(view.shape)
         base, written = self._copied(cell), cell.written
         if base is None or written is None:
             raise Unreadable("a weight is made of nothing that is known")
@@ -211,7 +213,7 @@ class Products:
     def features(self, weight: View) -> Tensor:
         """Return the features ``(n, columns)`` of a weight ``(n, k, columns)``: the first element of each."""
         first, stride = self.lines(weight, 1)
-        for owner in owners_of(first, self.tape):
+        for owner in owners_of(small(first).unique().tolist(), self.tape):
             if self.stride.get(owner, (0, -1))[1] < weight.shape[1]:
                 self.stride[owner] = stride, weight.shape[1]
         return first
@@ -302,9 +304,12 @@ def _as_batch(view: View, *, is_row: bool) -> View:
     return view.seen_as(shape, stride)
 
 
-def owners_of(numbers: Tensor, tape: Tape) -> list[int]:
-    """Return the parameters and feature ranges, by their places, that elements with some numbers are of."""
-    owners: list[int] = (torch.bucketize(numbers, torch.tensor(tape.first), right=True) - 1).unique().tolist()
+def owners_of(numbers: Sequence[int], tape: Tape) -> list[int]:
+    """Return the parameters and feature ranges, by their places, that elements with ascending numbers are of."""
+    owners, at, ends = list[int](), 0, [*tape.first[1:], tape.end]
+    while at < len(numbers):
+        owners.append(bisect.bisect_right(tape.first, numbers[at]) - 1)
+        at = bisect.bisect_left(numbers, ends[owners[-1]], at + 1)
     return owners
 
 
