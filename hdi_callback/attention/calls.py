@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 _INNER, _WRAPPED = nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__
-_CALLS = {_INNER, _WRAPPED}
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ def running_frames() -> Iterator[FrameType]:
 def module_of(frame: FrameType, modules: Container[nn.Module]) -> nn.Module | None:
     """Return the module whose call or forward a frame is, if it is one of some modules."""
     code = frame.f_code
-    is_call = (code in _CALLS or code.co_name == "forward") and code.co_argcount > 0
+    is_call = (code is _INNER or code is _WRAPPED or code.co_name == "forward") and code.co_argcount > 0
     module = frame.f_locals.get(code.co_varnames[0]) if is_call else None
     return module if isinstance(module, nn.Module) and module in modules else None
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from hdi_callback.attention.calls import ModuleCall, running_calls
 from hdi_callback.attention.capture.capture import Capture, Sample, first_of
@@ -25,7 +24,7 @@ from hdi_callback.attention.discovery.sites import site_of
 from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.layer import Survey
 from hdi_callback.attention.releases import arguments_of, has_saving_hooks
-from hdi_callback.attention.tape import Step, Tape
+from hdi_callback.attention.tape import Step, Tape, tensors_in
 from hdi_callback.guard import describe, warnings_off
 
 
@@ -114,7 +113,7 @@ class FirstForward:
         elif kind is None or not self.keeps():
             return
         if step.path is not None and torch._C._current_graph_task_id() == -1:
-            versions = _versions((args, kwargs, out))
+            versions = _versions((args, *kwargs.values(), out))
             self._held = _Held(step, func, args, kwargs, out, running_calls(), versions)
             ordinal = step.ordinal if normaliser is None else normaliser.start.ordinal
             self._at[(step.path, normaliser is not None), ordinal] = step.number
@@ -123,7 +122,7 @@ class FirstForward:
         """Read the attention before this one, whose matmul with the values has run."""
         held = self._held
         is_superseded = held is not None and held.func not in KINDS and held.step.normaliser is None
-        if held is None or is_superseded or held.versions != _versions((held.args, held.kwargs, held.out)):
+        if held is None or is_superseded or held.versions != _versions((held.args, *held.kwargs.values(), held.out)):
             self._held = None
             return
         with aside(), torch.device("cpu"), warnings_off():
@@ -217,6 +216,5 @@ class FirstForward:
 
 
 def _versions(value: Any) -> list[int]:
-    """Return how often the tensors in lists, tuples and dicts were written into."""
-    tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+    """Return how often the tensors in lists and tuples were written into."""
+    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors_in(value)]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hdi_callback.attention import operations as ops
 
@@ -67,23 +68,25 @@ class Normalisers:
         """Release all tensors."""
         self._products, self._product_of = [], {}
 
-    @torch.no_grad()
     def look(self, step: Step, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
         """Look at what a step took and returned."""
         view, tensor = next(zip(step.outputs, outputs), (None, None))
         if view is None or tensor is None or not view.is_float or tensor.is_meta or type(tensor) is not Tensor:
             return
         of_scores = [item for item in zip(step.inputs, inputs) if item[0].cell in self._product_of]
-        products = [self._product_of[each.cell] for each, _ in of_scores]
-        if step.op in ops.BATCHED:
-            self._begin(step, view, tensor)
-        elif of_scores and step.op not in ops.SHAPED_LIKE | ops.MATMULS.keys():
-            product = None if step.op in ops.SOFTMAXES or None in products else products[0]
-            self._product_of.update({out.cell: product for out in step.outputs if out is not None})
-            alike = [item for item in of_scores if item[0].numel == view.numel and item[0].is_float]
-            if product is not None and alike and (step.is_pointwise or step.op in _KEEPS_PLACES):
-                product.is_past_scores |= step.op not in ops.OF_SCORES or len(of_scores) > 1
-                self._follow(product, step, *alike[0], tensor)
+        if not of_scores and step.op not in ops.BATCHED:
+            return
+        with torch.no_grad(), _disable_current_modes():  # modes of the user's see nothing of it
+            products = [self._product_of[each.cell] for each, _ in of_scores]
+            if step.op in ops.BATCHED:
+                self._begin(step, view, tensor)
+            elif step.op not in ops.SHAPED_LIKE | ops.MATMULS.keys():
+                product = None if step.op in ops.SOFTMAXES or None in products else products[0]
+                self._product_of.update({out.cell: product for out in step.outputs if out is not None})
+                alike = [item for item in of_scores if item[0].numel == view.numel and item[0].is_float]
+                if product is not None and alike and (step.is_pointwise or step.op in _KEEPS_PLACES):
+                    product.is_past_scores |= step.op not in ops.OF_SCORES or len(of_scores) > 1
+                    self._follow(product, step, *alike[0], tensor)
 
     def _begin(self, step: Step, view: View, tensor: Tensor) -> None:
         product = _Product(step)

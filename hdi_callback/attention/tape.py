@@ -13,6 +13,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, TypeVar
@@ -34,6 +35,7 @@ from hdi_callback.attention.releases import FLEX, Mode, arguments_of, passed_on
 # the model is given. What is made of several is the last of them.
 CONSTANT, WEIGHT, MADE, DATA = range(4)
 _DRAWN = {"bernoulli", *ops.RANDOM}
+_PLACED = ops.SOFTMAX_LIKE | ops.WHOLE_LAYERS | ops.BATCHED | ops.CUMULATIVE | ops.FUSED.keys()
 _KEPT = 64  # of masks and factors so many queries and keys are kept, of the first 8 sequences and heads
 # Arguments with such names say which tokens are padding, or by a position of 0 where documents start.
 _PADDING = ("pad", "attention_mask", "key_mask", "position_ids", "cu_seq")
@@ -60,10 +62,6 @@ class Cell:
         """The contents that it is made of."""
         views = [] if self.step is None else self.step.inputs
         return [view.cell for view in views] + ([] if self.before is None else [self.before])
-
-    def __repr__(self) -> str:
-        source = self.parameter or ("an input" if self.step is None else f"{self.step.number} {self.step.op}")
-        return f"<Cell of {self.numel} elements: {source}>"
 
 
 def walk_back(nodes: Iterable[_Node], inputs: Callable[[_Node], Iterable[_Node]]) -> Iterator[_Node]:
@@ -107,7 +105,7 @@ class WalkOn:
             heapq.heappush(self._todo, (user.number, user))
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class View:
     """A tensor: a part of a cell."""
 
@@ -118,9 +116,6 @@ class View:
     itemsize: int
     is_float: bool
     value: Tensor | None = None  # of indices, and the beginning of masks and factors
-
-    def __repr__(self) -> str:
-        return f"<View {self.shape} of {self.cell!r}>"
 
     def seen_as(self, shape: tuple[int, ...], stride: tuple[int, ...], offset: int | None = None) -> View:
         """Return the same memory in another geometry."""
@@ -264,29 +259,33 @@ class Tape(Mode):
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
+        out = passed_on(func, args, kwargs) if (is_view := getattr(func, "is_view", False)) else None
         flex = FlexCall(*args) if func is FLEX else None
         name = op_name(func) if flex is None else ops.FUSED_FLEX
         inputs, options = (args, kwargs) if flex is None else (args[:3], _of_flex(flex))
         try:
             with torch._C.DisableTorchFunction():  # modes of the user's see nothing of what is written down
-                views, named_views = mapped((inputs, options), Tensor, partial(self._view, op=name))
+                keys = {storage_key(tensor) for tensor in tensors_in((args[:1], out))} if is_view else set()
+                if len(keys) == 1 and not self.local and keys <= self._cells.keys():
+                    return out  # parts of its first argument alone, and so no step
+                read = list[View]()
+                views, named_views = mapped((inputs, options), Tensor, partial(self._view, op=name, read=read))
         except Exception as error:
             self.errors.append(f"{name}: {type(error).__name__}: {error}")
-            return passed_on(func, args, kwargs)
-        out = passed_on(func, args, kwargs) if flex is None else flex.run()
+            return out if is_view else passed_on(func, args, kwargs)
+        out = out if is_view else passed_on(func, args, kwargs) if flex is None else flex.run()
         try:
             with torch._C.DisableTorchFunction():
-                step = self._write(func, name, inputs, options, views, named_views, out)
+                step = self._write(func, name, inputs, options, views, named_views, read, out)
                 if step is not None:
-                    with _disable_current_modes():
-                        self.normalisers.look(step, tensors_in((inputs, tuple(options.values()))), tensors_in((out,)))
+                    self.normalisers.look(step, tensors_in((inputs, tuple(options.values()))), tensors_in((out,)))
                 if self._on_step is not None:
                     self._on_step(step, func, args, kwargs, out)
         except Exception as error:
             self.errors.append(f"{name}: {type(error).__name__}: {error}")
         return out
 
-    def _view(self, tensor: Tensor, op: str = "") -> View | None:
+    def _view(self, tensor: Tensor, op: str = "", read: list[View] | None = None) -> View | None:
         key = storage_key(tensor)
         if key is None:
             return None
@@ -300,7 +299,10 @@ class Tape(Mode):
         is_float = tensor.is_floating_point() or tensor.is_complex()
         value = _value(tensor, op, cell, is_float=is_float) if op and not tensor.is_meta else None
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        return View(cell, shape, stride, int(tensor.storage_offset()), tensor.element_size(), is_float, value)
+        view = View(cell, shape, stride, int(tensor.storage_offset()), tensor.element_size(), is_float, value)
+        if read is not None:
+            read.append(view)
+        return view
 
     def _put_together(self, key: int, tensor: Tensor) -> Cell | None:
         """Return the cell of a parameter that lies elsewhere while its module runs, as FSDP gathers it."""
@@ -323,9 +325,9 @@ class Tape(Mode):
         return None
 
     def _write(
-        self, func: Any, op: str, args: tuple[Any, ...], kwargs: Any, views: tuple[Any, ...], options: Any, out: Any
-    ) -> Step | None:
-        inputs = [*_items_in(views, View), *_items_in(tuple(options.values()), View)]
+        self, func: Any, op: str, args: tuple[Any, ...], kwargs: Any, views: tuple[Any, ...], options: Any,
+        inputs: list[View], out: Any
+    ) -> Step | None:  # fmt: skip
         written = [tensor for tensor in written_tensors(func, args, kwargs) if storage_key(tensor) is not None]
         cells = {id(view.cell) for view in inputs}
         outs = out if isinstance(out, (tuple, list)) else (out,)
@@ -373,8 +375,7 @@ class Tape(Mode):
     def _place(self, op: str) -> tuple[str | None, str, dict[str, Tensor]]:
         """Return which module runs what may be attention, on which line, and its masks of tokens, from the stack."""
         path, line, padding = None, "", dict[str, Tensor]()
-        places = ops.SOFTMAX_LIKE | ops.WHOLE_LAYERS | ops.BATCHED | ops.CUMULATIVE
-        for frame in running_frames() if op in places or op in ops.FUSED or "::" in op else ():
+        for frame in running_frames() if op in _PLACED or "::" in op else ():
             code = frame.f_code
             module = module_of(frame, self._paths)
             if module is not None:
@@ -392,7 +393,7 @@ def _padding_given(frame: Any) -> dict[str, Tensor]:
     code, values = frame.f_code, frame.f_locals
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     tensors = {name: values.get(name) for name in names if any(word in name for word in _PADDING)}
-    with _disable_current_modes():
+    with _disable_current_modes() if tensors else nullcontext():
         masks = {
             name: mask.detach()
             for name, mask in tensors.items()
@@ -468,17 +469,13 @@ def _numel(tensor: Tensor) -> int:
 _Item = TypeVar("_Item", Tensor, View)
 
 
-def _items_in(value: Any, kind: type[_Item]) -> Iterator[_Item]:
-    if isinstance(value, kind):
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Return the tensors in lists and tuples."""
+    if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _items_in(item, kind)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Return the tensors in lists and tuples."""
-    return _items_in(value, Tensor)
+            yield from tensors_in(item)
 
 
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -498,7 +495,7 @@ def mapped(value: Any, kind: type[_Item], function: Callable[[_Item], Any]) -> A
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, (tuple, list)):
-        return tuple(mapped(item, kind, function) for item in value)
+        return tuple([mapped(item, kind, function) for item in value])
     if isinstance(value, dict):
         return {name: mapped(item, kind, function) for name, item in value.items()}
     return value

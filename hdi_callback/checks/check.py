@@ -96,12 +96,13 @@ def examine(
     is_chosen: Callable[[str], bool] = lambda path: True,
     other_mode: Sequence[Facts] = (),
     broken: Sequence[Diagnosis] = (),
+    has_cards: bool = True,
 ) -> Check:
     """Return cards and findings of the facts of a forward, and of one in the other mode, and of what questions show."""
     every = [*facts, *other_mode]
     chosen = [each for each in facts if is_chosen(each.path)]
     cards: dict[str, list[Card]] = {}  # of equal layers
-    for card in map(card_of, chosen):
+    for card in map(card_of, chosen if has_cards else ()):
         cards.setdefault(str(replace(card, layer="")), []).append(card)
     layers: dict[Diagnosis, list[str]] = {}  # of which the same is told
     told: set[tuple[str, str]] = set()

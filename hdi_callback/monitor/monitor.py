@@ -334,7 +334,7 @@ class HeadDiversityMonitor:
         self._read.clear()
         facts = [facts_of(reader) for reader in read]
         self._facts += [each for listed in facts for each in listed]
-        checks = [examine(listed, self._is_chosen) for listed in facts]
+        checks = [examine(listed, self._is_chosen, has_cards=False) for listed in facts]
         texts = [str(finding) for each in checks for finding in each.findings]
         new = [text for text in texts if text not in self._said]
         self._said.update(new)
