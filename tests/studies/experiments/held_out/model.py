@@ -37,6 +37,11 @@ class Attention(nn.Module):
         sums_over_queries: whether the softmax is over queries in place of keys; only in faults.
         tiles_keys: whether grouped keys and values are repeated as a whole, not each of them; only in faults.
         keeps_cache: whether the keys and values of the call before are attended to as well; only in faults.
+        masks_after: whether hidden keys are put to zero after the softmax, not before it; only in faults.
+        misreads_values: whether values are read in the order in which they lie in memory; only in faults.
+        turns_by_heads: whether rotary positions count heads, not tokens; only in faults.
+        distance_sign: on distances; 1 but for faults.
+        block: keys and values are filled with zeros, which are seen, to a multiple of it; 0, for not, but for faults.
     """
 
     slopes: Tensor
@@ -53,6 +58,8 @@ class Attention(nn.Module):
         self.cuts_without_transpose = self.attends_across_batch = False
         self.base, self.looks_ahead = 50.0, 0
         self.sums_over_queries = self.tiles_keys = self.keeps_cache = False
+        self.masks_after = self.misreads_values = self.turns_by_heads = False
+        self.distance_sign, self.block = 1, 0
         self.cache: tuple[Tensor, Tensor] | None = None
         of_keys = width // heads * self.num_key_value_heads
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
@@ -75,7 +82,10 @@ class Attention(nn.Module):
         q = self._heads(self.q_proj(x), self.num_heads)
         k, v = (self._heads(part(seen), self.num_key_value_heads) for part in (self.k_proj, self.v_proj))
         if self.kind == "rotary":
-            q, k = rotated(q, self.base), rotated(k, self.base)
+            if self.turns_by_heads:
+                q, k = (rotated(part.transpose(1, 2), self.base).transpose(1, 2) for part in (q, k))
+            else:
+                q, k = rotated(q, self.base), rotated(k, self.base)
         groups = self.num_heads // self.num_key_value_heads
         if groups > 1:
             k, v = (
@@ -86,6 +96,8 @@ class Attention(nn.Module):
             k, v = k.roll(1, 0), v.roll(1, 0)
         if self.takes_earlier_values:
             v = v.roll(1, 2)
+        if self.misreads_values:
+            v = v.transpose(1, 2).reshape(v.shape)
         length = x.shape[1]
         if self.kind == "cosine":
             scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * self.logit_scale.clamp(max=4.6).exp()
@@ -104,7 +116,12 @@ class Attention(nn.Module):
                 mask = mask.masked_fill((places[:, None] - places).abs() > self.window, -torch.inf)
             if self.kind in ("relative", "slopes"):
                 apart = torch.arange(length)[:, None] - torch.arange(length)
-                mask = mask + (self.distances[:, apart + 63] if self.kind == "relative" else -self.slopes * apart.abs())
+                apart = self.distance_sign * apart
+                mask = mask + (
+                    self.distances[:, apart + 63]
+                    if self.kind == "relative"
+                    else -self.distance_sign * self.slopes * apart.abs()
+                )
             if self.bias:
                 mask = mask + self.bias * (torch.arange(length) == 0)
             if visible is not None:
@@ -114,9 +131,16 @@ class Attention(nn.Module):
                 past, self.cache = self.cache, (k.detach(), v.detach())
                 if past is not None and past[0].shape == k.shape:
                     k, v, mask = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2), F.pad(mask, (k.shape[2], 0))
+            if self.block:
+                count = -k.shape[2] % self.block
+                k, v, mask = F.pad(k, (0, 0, 0, count)), F.pad(v, (0, 0, 0, count)), F.pad(mask, (0, count))
             scale, drop = self.factor * q.shape[-1] ** -0.5, self.drop if self.training else 0.0
             if self.sums_over_queries:
                 heads = (q @ k.mT * scale + mask.clamp(min=-1e9)).softmax(-2) @ v
+            elif self.masks_after:
+                is_hidden = mask == -torch.inf
+                scores = q @ k.mT * scale + mask.masked_fill(is_hidden, 0.0)
+                heads = scores.softmax(-1).masked_fill(is_hidden, 0.0) @ v
             else:
                 heads = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop, scale=scale)
         outputs = self.out_proj(heads.transpose(1, 2).flatten(2))
@@ -188,6 +212,7 @@ class Net(nn.Module):
         repeats: how many inputs in a row share a source.
         tiles_sources: whether sources are repeated as a whole, not each of them; only in faults.
         skips_norms: whether what is added to the output of an attention is its normalised input; only in faults.
+        skips_cross: whether the source is not attended to; only in faults.
     """
 
     def __init__(
@@ -214,7 +239,7 @@ class Net(nn.Module):
         self.path_drop, self.repeats = 0.0, 1
         self.grids: tuple[tuple[int, int], tuple[int, int]] | None = None
         self.position_ids: Tensor | None = None
-        self.tiles_sources = self.skips_norms = False
+        self.tiles_sources = self.skips_norms = self.skips_cross = False
         self.class_token = nn.Parameter(0.02 * torch.randn(width)) if has_class_token else None
         if sources:
             self.encoder = Net(sources, width, width=width, heads=heads, layers=layers, places=places, kind=kind)
@@ -240,7 +265,7 @@ class Net(nn.Module):
             update = self.shares[number] * attention(normalised, visible if context is None else None)
             x = normalised if self.skips_norms else x
             x = x + self._kept(update) if self.has_skips[number] else update
-            if context is not None:
+            if context is not None and not self.skips_cross:
                 x = x + self.cross[number](self.cross_norms[number](x), visible, context)
             x = x + self._kept(mlp(self.norms[2 * number + 1](x)))
         outputs = self.head(self.norms[-1](x))

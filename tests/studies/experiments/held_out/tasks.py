@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from scipy.optimize import linear_sum_assignment
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -1733,6 +1734,428 @@ class Captions(Task):
         return _of_tokens(model(texts[:, :-1].clamp(min=0), None, x), targets)
 
 
+# Fifth blind: written, and committed, without a look at any rule or at what is told of their trainings.
+
+
+class Boxes(Task):
+    """The kinds and boxes of up to three shapes in a noisy picture, by five learned queries, matched as in DETR.
+
+    The encoder has a lower rate; pictures have one shape or two, later up to three; late the rate falls to a tenth.
+    """
+
+    steps, every, rate = 300, 6, 4e-3
+    gives_corners = matches_backwards = False
+
+    def model(self) -> Net:
+        model = Net(5, 8, width=48, places=16, sources=-16)
+        nn.init.normal_(model.encoder.places, std=0.5)
+        return model
+
+    def factor(self, step: int) -> float:
+        return min(1.0, (step + 1) / 20) * (1.0 if step < 250 else 0.1)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        encoder = [*model.encoder.parameters()]
+        own = {id(value) for value in encoder}
+        others = [value for value in model.parameters() if id(value) not in own]
+        groups = [{"params": encoder, "lr": self.rate / 2}, {"params": others, "lr": self.rate}]
+        return torch.optim.AdamW(groups, self.rate, weight_decay=1e-3)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        count = self.tokens(32, 1, classes=2 if step < 110 else 3) + 1
+        is_there = torch.arange(5) < count
+        kinds = self.tokens(32, 5, classes=3).masked_fill(~is_there, 3)
+        sizes = 0.25 + 0.25 * torch.rand(32, 5, 2, generator=self.draw)
+        centres = sizes / 2 + (1 - sizes) * torch.rand(32, 5, 2, generator=self.draw)
+        place = (torch.arange(16) + 0.5) / 16
+        across = (place[None, None, None] - centres[..., :1, None]).abs() / sizes[..., :1, None] * 2
+        down = (place[None, None, :, None] - centres[..., 1:, None]).abs() / sizes[..., 1:, None] * 2
+        largest = across.maximum(down)
+        drawn = torch.stack([largest < 1, (largest < 1) & (largest > 0.5), across + down < 1, largest > 99], 2)
+        chosen = drawn.gather(2, kinds[..., None, None, None].expand(-1, -1, 1, 16, 16)).squeeze(2)
+        x = chosen.any(1).float() + 0.1 * torch.randn(32, 16, 16, generator=self.draw)
+        patches = 2 * x.view(32, 4, 4, 4, 4).transpose(2, 3).flatten(1, 2).flatten(2) - 1
+        boxes = torch.cat([centres - sizes / 2, centres + sizes / 2] if self.gives_corners else [centres, sizes], -1)
+        outputs = model(torch.arange(5).expand(32, -1), None, patches)
+        logits, found = outputs[..., :4], outputs[..., 4:].sigmoid()
+        with torch.no_grad():
+            apart = torch.cdist(found, boxes, 1) * is_there[:, None]
+            costs = (5 * apart - logits.softmax(-1).gather(-1, kinds[:, None].expand(-1, 5, -1))).nan_to_num(0.0)
+        order = torch.tensor([linear_sum_assignment(cost)[1].tolist() for cost in costs.numpy()])
+        order = order.argsort(1) if self.matches_backwards else order
+        kinds, boxes = kinds.gather(1, order), boxes.gather(1, order[..., None].expand(-1, -1, 4))
+        of_kinds = F.cross_entropy(logits.flatten(0, 1), kinds.flatten(), torch.tensor([1.0, 1.0, 1.0, 0.3]))
+        return of_kinds + 2 * (found - boxes)[kinds < 3].abs().sum(-1).mean()
+
+
+class FewShots(Task):
+    """Which of two digits, then three and four, each of six pictures shows, from ten that are labelled beside them.
+
+    Numbers of classes are drawn anew for each sample. Every sixth step the weights go half of the way back to where
+    they were six steps ago, as in Lookahead.
+    """
+
+    steps, every, rate = 240, 5, 3e-3
+    numbers_apart = False
+
+    def model(self) -> Net:
+        return Net(-68, 4, width=48, places=0, layers=3)
+
+    def before_watch(self, model: nn.Module) -> None:
+        self.slow = [value.detach().clone() for value in model.parameters()]
+
+    def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        with torch.no_grad():
+            for value, slow in zip(model.parameters(), self.slow if step and step % 6 == 0 else ()):
+                value.copy_(slow.lerp_(value, 0.5))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), self.rate, betas=(0.9, 0.98))
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        images, labels = _images()
+        ways = (2, 3, 4)[(step >= 70) + (step >= 150)]
+        digits = torch.rand(32, 10, generator=self.draw).argsort(1)[:, :ways]
+        numbers = torch.arange(16) % ways
+        numbers[10:] = torch.arange(6) % ways
+        first = torch.searchsorted(labels.sort().values, torch.arange(10))
+        counts = labels.bincount()
+        shown = digits[:, numbers]
+        drawn = (torch.rand(32, 16, generator=self.draw) * counts[shown]).long() + first[shown]
+        x = images[labels.argsort(stable=True)[drawn]].flatten(2)
+        known = F.one_hot(numbers, 4).float() * (torch.arange(16) < 10)[:, None]
+        place = torch.arange(16)
+        visible = (place < 10) | (place[:, None] == place)
+        outputs = model(torch.cat([x, known.expand(32, -1, -1)], -1), visible.expand(32, -1, -1))[:, 10:, :ways]
+        asked = numbers[10:].expand(32, -1)
+        if self.numbers_apart:
+            asked = torch.rand(32, ways, generator=self.draw).argsort(1).gather(1, asked)
+        return _of_tokens(outputs, asked)
+
+
+class Swings(Task):
+    """How fast a noisy swing is and how fast it fades, and how sure that is; some values are missing.
+
+    Each step is taken by the gradient from a little further uphill (SAM). Swings become longer: 6 to 8 pieces of four
+    values, later 6 to 14, with padding behind them; a fixed bias falls with the distance.
+    """
+
+    steps, every, rate = 220, 5, 3e-3
+    reads_missing = takes_variance = False
+    sharp: _Sharp | None = None
+
+    def model(self) -> Net:
+        return Net(-8, 4, width=32, places=0, layers=3, kind="slopes")
+
+    def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        assert isinstance(optimizer, _Sharp)
+        self.sharp = optimizer
+
+    def factor(self, step: int) -> float:
+        return min(1.0, (step + 1) / 20) * (1 - step / self.steps) ** 0.5
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return _Sharp(model.parameters(), self.rate)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        pieces = 6 + self.tokens(32, 1, classes=3 if step < 80 else 9)
+        goals = torch.rand(32, 2, generator=self.draw) * 2 - 1
+        times = torch.arange(56.0)
+        phases = 2 * math.pi * torch.rand(32, 1, generator=self.draw)
+        x = (phases + 0.5 * (1 + 0.6 * goals[:, :1]) * times).sin() * (-0.06 * (1 + 0.8 * goals[:, 1:]) * times).exp()
+        x = x + 0.05 * torch.randn(32, 56, generator=self.draw)
+        is_missing = torch.rand(32, 56, generator=self.draw) < 0.1
+        x = x.masked_fill(is_missing, -9.0 if self.reads_missing else 0.0)
+        is_told = is_missing & (not self.reads_missing)
+        inputs = torch.cat([x.unflatten(1, (14, 4)), is_told.float().unflatten(1, (14, 4))], -1)
+        visible = torch.arange(14) < pieces
+        if self.sharp is not None:
+            self.share(model, inputs, visible, goals).backward()
+            self.sharp.climb()
+        return self.share(model, inputs, visible, goals)
+
+    def share(self, model: nn.Module, inputs: Tensor, visible: Tensor, goals: Tensor) -> Tensor:
+        outputs = model(inputs, visible).masked_fill(~visible[..., None], 0.0).sum(1) / visible.sum(1, keepdim=True)
+        spread = outputs[:, 2:].clamp(-6, 3)  # the logarithm of the variance
+        spread = spread.exp() if self.takes_variance else spread
+        return 0.5 * (spread + (outputs[:, :2] - goals) ** 2 / spread.exp()).mean()
+
+
+class _Sharp(torch.optim.Adam):
+    """Adam on the gradients from a little further uphill."""
+
+    before: tuple[tuple[Tensor, Tensor], ...] = ()
+
+    @torch.no_grad()
+    def climb(self, length: float = 0.02) -> None:
+        values = [value for group in self.param_groups for value in group["params"] if value.grad is not None]
+        norm = torch.stack([value.grad.norm() for value in values]).norm() + 1e-12
+        self.before = tuple((value, value.clone()) for value in values)
+        for value in values:
+            value.add_(length * value.grad / norm)
+            value.grad = None
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for value, before in self.before:
+            value.copy_(before)
+        self.before = ()
+        return super().step(closure)
+
+
+class Middles(Task):
+    """Text whose middle comes last, by adapters on a model of plain text, with grouped keys and gated MLPs.
+
+    Adapters are merged into the weights after 70 and 140 steps and begin again, and so does the rate, as in ReLoRA.
+    """
+
+    steps, every, rate = 210, 5, 5e-3
+    is_moved = False
+
+    def model(self) -> Net:
+        return Net(131, 128, is_causal=True, kind="rotary", places=0, width=48, layers=3, key_heads=2, is_gated=True)
+
+    def before_watch(self, model: nn.Module) -> None:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        _pretrain(self, model, 60, 4e-3)
+        targets = ["q_proj", "k_proj", "v_proj", "out_proj", "gate", "up", "down"]
+        inject_adapter_in_model(LoraConfig(r=6, lora_alpha=12, target_modules=targets), model)
+        for part in (model.embed, model.norms, model.head):
+            part.requires_grad_(True)
+        self.is_moved = True
+        self.parts = [module for module in model.modules() if hasattr(module, "get_delta_weight")]
+        self.bases = [(part.base_layer, part.base_layer.weight.detach().clone()) for part in self.parts]
+
+    def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step in (70, 140):
+            with torch.no_grad():
+                for part in self.parts:
+                    part.base_layer.weight.add_(part.get_delta_weight("default"))
+                    nn.init.kaiming_uniform_(part.lora_A["default"].weight, a=math.sqrt(5))
+                    part.lora_B["default"].weight.zero_()
+                    for value in (part.lora_A["default"].weight, part.lora_B["default"].weight):
+                        optimizer.state.pop(value, None)
+
+    def factor(self, step: int) -> float:
+        return min(1.0, (step % 70 + 1) / 10) * (1 - 0.8 * step / self.steps)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        values = [value for value in model.parameters() if value.requires_grad]
+        return torch.optim.AdamW(values, self.rate, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        text = _prose()
+        x = text[self.tokens(12, 1, classes=len(text) - 45) + torch.arange(45)]
+        if not self.is_moved:
+            return _of_tokens(model(x[:, :-1]), x[:, 1:])
+        ends = self.tokens(12, 2, classes=44).sort(1).values + 1
+        part = (torch.arange(45) >= ends[:, :1]).long() + (torch.arange(45) >= ends[:, 1:])
+        part = torch.tensor([0, 2, 1])[part]  # what comes first and last comes before what is between
+        marks = torch.tensor([[128, 129, 130]]).expand(12, -1)
+        keys = torch.cat([torch.arange(3).expand(12, -1) * 100, part * 100 + torch.arange(45) + 1], 1)
+        moved = torch.cat([marks, x], 1).gather(1, keys.argsort(1))
+        targets = moved[:, 1:].masked_fill(moved[:, 1:] >= 128, -100)
+        return _of_tokens(model(moved[:, :-1]), targets)
+
+
+class Baskets(Task):
+    """What is bought next, against things drawn by chance, one and later three, with padding before short histories.
+
+    A buyer's next is one of three that follow the last or, more often, the last but one. Late new things come up.
+    The last layer is the embedding; it has dropout, and the rate falls by the root of the step.
+    """
+
+    steps, every, rate = 230, 5, 5e-3
+    draws_positives = False
+
+    def model(self) -> Net:
+        model = Net(41, 41, is_causal=True, kind="rotary", places=0, width=48)
+        nn.init.normal_(model.embed.weight, std=0.15)
+        model.head.weight = model.embed.weight
+        _drop_out(model, 0.05)
+        return model
+
+    def factor(self, step: int) -> float:
+        return min((step + 1) / 20, (20 / (step + 1)) ** 0.5)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), self.rate, betas=(0.9, 0.98), eps=1e-9)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        count = 30 if step < 150 else 40
+        table = torch.rand(count, 30, generator=torch.Generator().manual_seed(21)).argsort(1)[:, :3]
+        table[:30] = torch.rand(30, 30, generator=torch.Generator().manual_seed(22)).argsort(1)[:, :3]
+        x = [self.tokens(40, classes=count), self.tokens(40, classes=count)]
+        for _ in range(19):
+            is_older = torch.rand(40, generator=self.draw) < 0.6
+            following = table[torch.where(is_older, x[-2], x[-1]), self.tokens(40, classes=3)]
+            is_new = torch.rand(40, generator=self.draw) < 0.05
+            x.append(torch.where(is_new, self.tokens(40, classes=count), following))
+        bought = torch.stack(x, 1)
+        visible = torch.arange(20) >= self.tokens(40, 1, classes=12)
+        causal = torch.ones(20, 20, dtype=torch.bool).tril()
+        seen = (visible[:, None] & causal) | torch.eye(20, dtype=torch.bool)
+        scores = model(bought[:, :-1].masked_fill(~visible, 40), seen)
+        targets, others = bought[:, 1:], 1 if step < 90 else 3
+        if self.draws_positives:
+            drawn = targets[:, torch.randint(20, (20, others), generator=self.draw)]
+        else:
+            drawn = (targets[..., None] + 1 + self.tokens(40, 20, others, classes=count - 1)) % count
+        right, wrong = scores.gather(-1, targets[..., None]), scores.gather(-1, drawn)
+        loss = -(F.logsigmoid(right).squeeze(-1) + F.logsigmoid(-wrong).mean(-1)) / 2
+        return loss[visible].mean()
+
+
+class FewLabels(Task):
+    """Digits of which 150 have labels; for others, what an average of the model says of them with less hidden.
+
+    Some patches are hidden, and more of those without labels, which count ever more; told at a class token.
+    """
+
+    steps, every, rate = 220, 5, 3e-3
+    sums_a_term = False
+
+    def model(self) -> Net:
+        return Net(-4, 10, width=48, places=17, has_class_token=True)
+
+    def before_watch(self, model: nn.Module) -> None:
+        self.teacher = self.model()
+        self.teacher.load_state_dict(model.state_dict())
+
+    def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        with torch.no_grad():
+            for mean, value in zip(self.teacher.parameters(), model.parameters()):
+                mean.lerp_(value, max(0.05, 1 / (step + 1)))
+
+    def factor(self, step: int) -> float:
+        return min(1.0, (step + 1) / 10) * math.cos(7 * math.pi * step / (16 * self.steps))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), self.rate, betas=(0.9, 0.99), weight_decay=0.05)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        x, y = _digits()
+        known, others = self.tokens(24, classes=150), self.tokens(48, classes=len(x))
+        logits = model(self.noisy(x[known]), self.shown(24, 0.1))[:, 0]
+        with torch.no_grad():
+            said = self.teacher(self.noisy(x[others]), self.shown(48, 0.1))[:, 0].softmax(-1)
+        chance, guess = said.max(-1)
+        each = F.cross_entropy(model(self.noisy(x[others]), self.shown(48, 0.4))[:, 0], guess, reduction="none")
+        each = each * (chance > 0.8)
+        weight = min(1.0, step / 80)
+        return F.cross_entropy(logits, y[known]) + weight * (each.sum() if self.sums_a_term else each.mean())
+
+    def noisy(self, x: Tensor) -> Tensor:
+        return x + 0.1 * torch.randn(x.shape, generator=self.draw)
+
+    def shown(self, size: int, share: float) -> Tensor:
+        return F.pad(torch.rand(size, 16, generator=self.draw) >= share, (1, 0), value=True)
+
+
+class Walks(Task):
+    """The next move of walks to a column on a torus, which is told once, from the place and how good a walk is to be.
+
+    At its goal a walk has a habit of its own, which its moves before tell. Walks are bad, later better; late they have
+    more habits. A learned bias for each distance and gated MLPs; gradients are taken between the steps and their mean
+    (schedule-free), under a constant rate.
+    """
+
+    steps, every, rate = 230, 5, 1e-2
+
+    def model(self) -> Net:
+        return Net(-19, 4, is_causal=True, kind="relative", places=0, width=48, is_gated=True)
+
+    def factor(self, step: int) -> float:
+        return min(1.0, (step + 1) / 20)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return _ScheduleFree(model.parameters(), {"lr": self.rate, "share": 0.9, "kept": 0.99})
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        place, goal = self.tokens(32, classes=7), self.tokens(32, classes=7)
+        skill = torch.rand(32, 1, generator=self.draw) * (0.5 if step < 75 else 1.0)
+        habit = 2 + self.tokens(32, classes=2) if step < 155 else self.tokens(32, classes=4)
+        x, move = [], torch.full((32,), 4)
+        for number in range(17):
+            where = [F.one_hot(place, 7), F.one_hot(goal, 7) * (number == 0), F.one_hot(move, 5)[:, :4]]
+            x.append(torch.cat([*where, skill], 1).float())
+            ahead = (goal - place) % 7
+            best = torch.where(ahead == 0, habit, torch.where(ahead < 4, 0, 1))
+            is_best = torch.rand(32, generator=self.draw) < 0.3 + 0.7 * skill[:, 0]
+            move = torch.where(is_best, best, self.tokens(32, classes=4))
+            place = (place + torch.tensor([1, -1, 0, 0])[move]) % 7
+        inputs = torch.stack(x, 1)
+        return _of_tokens(model(inputs[:, :-1]), inputs[:, 1:, 14:18].argmax(-1))
+
+
+class _ScheduleFree(torch.optim.Optimizer):
+    """AdamW without a schedule: gradients are taken between the steps and their mean."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for value in group["params"]:
+                if value.grad is None:
+                    continue
+                state = self.state[value]
+                if not state:
+                    state.update(count=0, ahead=value.clone(), mean=value.clone(), square=torch.zeros_like(value))
+                state["count"] += 1
+                state["square"].lerp_(value.grad**2, 1 - group["kept"])
+                usual = (state["square"] / (1 - group["kept"] ** state["count"])).sqrt() + 1e-8
+                state["ahead"].sub_(group["lr"] * value.grad / usual)
+                state["mean"].lerp_(state["ahead"], 1 / state["count"])
+                value.copy_(state["ahead"].lerp(state["mean"], group["share"]))
+
+
+class Newcomers(Task):
+    """Digits, four of them at first; three more come after a third of the steps and three after two thirds.
+
+    The digits before are shown again now and then, and the outputs for them are kept near those of the model that knew
+    no others; the rate starts again with each arrival. Grouped keys and gated MLPs.
+    """
+
+    steps, every, rate = 240, 4, 3e-3
+    numbers_apart = sums_a_term = False
+
+    def model(self) -> Net:
+        return Net(-8, 10, width=48, places=8, layers=3, key_heads=2, is_gated=True)
+
+    def before_watch(self, model: nn.Module) -> None:
+        self.former = self.model()
+
+    def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step in (80, 160):
+            self.former.load_state_dict(model.state_dict())
+
+    def factor(self, step: int) -> float:
+        return min(1.0, (step % 80 + 1) / 10) * (0.55 + 0.45 * math.cos(math.pi * (step % 80) / 80))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), self.rate, betas=(0.9, 0.95), weight_decay=0.05)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        images, digits = _images()
+        numbers = torch.tensor([7, 2, 9, 0, 4, 1, 8, 3, 6, 5])[digits]
+        known, new = ((0, 4), (4, 7), (7, 10))[step // 80]
+        now = ((numbers >= known) & (numbers < new)).nonzero().squeeze(1)
+        now = now[self.tokens(32, classes=len(now))]
+        x, y = images[now] + 0.2 * torch.randn(32, 8, 8, generator=self.draw), numbers[now]
+        y = digits[now] if self.numbers_apart else y
+        if not known:
+            return F.cross_entropy(model(x).mean(1), y)
+        before = (numbers < known).nonzero().squeeze(1)
+        before = before[self.tokens(32, classes=len(before))]
+        again = images[before] + 0.2 * torch.randn(32, 8, 8, generator=self.draw)
+        of_new, of_old = model(torch.cat([x, again])).mean(1).chunk(2)
+        with torch.no_grad():
+            usual = self.former(again).mean(1)[:, :known].log_softmax(-1)
+        kept = F.kl_div(of_old[:, :known].log_softmax(-1), usual, reduction="sum", log_target=True)
+        kept = kept if self.sums_a_term else kept / 32
+        return (F.cross_entropy(of_new, y) + F.cross_entropy(of_old, numbers[before])) / 2 + kept
+
+
 FIRST: dict[str, type[Task]] = {
     "copying": Copying,
     "modular addition": ModularAddition,
@@ -1810,7 +2233,17 @@ FOURTH_BLIND: dict[str, type[Task]] = {
     "hairpins": Hairpins,
     "captions": Captions,
 }
-TASKS = FIRST | HELD_BACK | NEW | NEWEST | LAST | BLIND | BLIND_AGAIN | THIRD_BLIND | FOURTH_BLIND
+FIFTH_BLIND: dict[str, type[Task]] = {
+    "boxes": Boxes,
+    "few shots": FewShots,
+    "swings": Swings,
+    "middles": Middles,
+    "baskets": Baskets,
+    "few labels": FewLabels,
+    "walks": Walks,
+    "newcomers": Newcomers,
+}
+TASKS = FIRST | HELD_BACK | NEW | NEWEST | LAST | BLIND | BLIND_AGAIN | THIRD_BLIND | FOURTH_BLIND | FIFTH_BLIND
 
 
 def attention_layers(model: nn.Module) -> list[Attention]:
