@@ -179,10 +179,10 @@ def _of_features(features: Tensor) -> Tensor:
 
 def _of_rows(rows: Tensor) -> Tensor:
     """Return a checksum of whole numbers, and the share of rows that differ."""
-    weights = torch.arange(1, rows.shape[1] + 1, device=rows.device) * 2654435761 % 2**31
-    sums = (rows.long() * weights % 2**31).sum(-1).sort().values
-    different = 1 + (sums[1:] != sums[:-1]).sum()
-    return torch.stack([sums.sum() % 2**24, different / len(rows)]).float()
+    prime, places = 2**31 - 1, torch.arange(1, rows.shape[1] + 1, device=rows.device)  # coarse numbers end with zeros
+    weights = (places * 2654435761 ^ places << 13) * 2246822519 % prime  # in no even steps, as sums of few are few
+    sums = ((rows.long() * weights % prime).sum(-1) % prime).sort().values
+    return torch.stack([(sums * sums % prime).sum() % 16777213, ((sums.diff() != 0).sum() + 1) / len(rows)]).float()
 
 
 _Place = tuple[str, Tensor, int, int]  # a name, what is given, ``(places, ...)``, its version, and positions of a place

@@ -73,7 +73,7 @@ def path_to_loss(output: Any) -> frozenset[str] | None:
 def _shown(node: Any) -> list[str]:
     """Return the operation of a node with its numbers, and along which axes it repeats what it takes."""
     name = node_name(node)
-    if name in COPIES:
+    if name in COPIES | {"Slice"}:  # autograd does not record a slice that takes the whole
         return []
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
     takes = [(entry._input_metadata, at) for entry, at in node.next_functions if entry]

@@ -218,6 +218,13 @@ def told(values, fewest=3, steadiness=math.inf):
     return [usual.departures("it", {"size": torch.tensor([value])}).get("it size") for value in values]
 
 
+@pytest.mark.parametrize("kinds", [2, 17])
+def test_checksums_differ_between_batches_of_coarse_numbers(kinds):
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(kinds, (16, 8, 6), generator=generator) / 16 for _ in range(100)]
+    assert len({float(numbers_of(Model(6), batch)[0][0]) for batch in batches}) == 100
+
+
 def test_a_number_is_told_from_its_second_reading_far_outside_on_and_only_by_its_first_value():
     assert told([0.0, 1.0, 0.5, 9.0, 9.2, 0.3]) == ["", "", "", *["it is 9, and 0 to 1 before"] * 3]
 
