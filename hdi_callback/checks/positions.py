@@ -65,10 +65,10 @@ def _cosines(labels: Labels, step: Step, starts: Tensor) -> Tensor | None:
 
 
 def turns_of(cosines: Tensor) -> Tensor:
-    """Return the cosine of the angle from one token to the next, ``(width,)``, of a table ``(tokens, width)``."""
+    """Return cosines of the angles from one token to the next, ``(..., width)``, of tables ``(..., tokens, width)``."""
     # Wherever it starts, cos(a - d) + cos(a + d) = 2 cos(a) cos(d).
-    here, around = cosines[1:-1], cosines[:-2] + cosines[2:]
-    return (around / (2 * here)).where(here.abs() > 0.3, torch.nan).nanmedian(0).values
+    here, around = cosines[..., 1:-1, :], cosines[..., :-2, :] + cosines[..., 2:, :]
+    return (around / (2 * here)).where(here.abs() > 0.3, torch.nan).nanmedian(-2).values
 
 
 def shift_of(query: Tensor, key: Tensor) -> int | None:

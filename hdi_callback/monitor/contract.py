@@ -480,7 +480,7 @@ COMPARED: dict[str, tuple[Callable[[Facts], Any], Callable[[Any, Any], Clauses]]
     "earlier": (lambda each: each.earlier, _tell_value("tensors from before the forward in keys, and no queries, are")),
     "documents": (_hides_documents, _tell_value("documents before the own one, by positions that start again, are")),
     "rotated": (lambda each: _roles(each, filter(each.pairs.get, PLURAL)), _tell_value("positions turn")),
-    "turns": (lambda each: {role: turns_of(table[0]) for role, table in each.cosines.items()}, _tell_turns),
+    "turns": (lambda each: {role: turns_of(table) for role, table in each.cosines.items()}, _tell_turns),
     "shift": (lambda each: each.shift, _tell_value("the shift of positions from queries to keys is")),
     "curves": (lambda each: None if each.reason else ", ".join(each.curves), _tell_value("scores are bent by")),
     "bias": (lambda each: each.bias, _tell_bias),

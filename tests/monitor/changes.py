@@ -30,6 +30,7 @@ class Ways:
     documents: bool = False
     scale: float = 1.0
     rotary: float = 0.0  # its base; 0 for none
+    turned_by_heads: bool = False  # by the number of a head, not of a token
     query_shift: int = 0
     both_shift: int = 0
     slope: float = 0.0  # of a bias that grows with the distance
@@ -70,7 +71,9 @@ class Attention(nn.Module):
         if ways.stale and self.before is not None and self.before[0].shape == k.shape:
             k, v = self.before
         self.before = fresh
-        if ways.rotary:
+        if ways.turned_by_heads:
+            q, k = (turn(part.transpose(1, 2), ways.rotary, 0).transpose(1, 2) for part in (q, k))
+        elif ways.rotary:
             q, k = turn(q, ways.rotary, ways.query_shift + ways.both_shift), turn(k, ways.rotary, ways.both_shift)
         k, v = (part.repeat(1, 2, 1, 1) if ways.tiled else part.repeat_interleave(2, 1) for part in (k, v))
         visible = self.visible(q.shape[2], padding_mask)
@@ -221,6 +224,7 @@ CHANGES: dict[str, Change] = {
     "keys and values swapped": Change({}, _to(swaps=True), tells="keys are made by v_proj, and k_proj before"),
     "keys of the batch before": Change({}, _to(stale=True), tells="keys are made by no parameter"),
     "another rope base": Change({"rotary": 100.0}, _to(rotary=1e4), tells="another base"),
+    "rope counts heads": Change({"rotary": 100.0}, _to(turned_by_heads=True), tells="turn by other angles"),
     "queries shifted by a token": Change(
         {"rotary": 100.0}, _to(query_shift=1), tells="the shift of positions from queries to keys is 1, and 0 before"
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def test_a_change_is_told_once_with_before_and_after(name):
 def test_as_many_changes_are_told_as_the_page_says():
     changes = CHANGES.values()
     counts = sum(change.first for change in changes), sum(bool(change.tells) for change in changes), len(changes)
-    assert counts == (3, 31, 31)
+    assert counts == (3, 32, 32)
 
 
 def test_a_reading_that_is_judged_while_the_model_is_evaluated_tells_what_its_forward_did():
@@ -266,6 +267,17 @@ class Turned(nn.Module):
         first, second = x.chunk(2, -1)
         turned = first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()
         return torch.cat(turned, -1)
+
+
+def test_angles_are_compared_of_each_head_as_those_of_the_first_may_not_be_known():
+    read, tell = contract.COMPARED["turns"]
+    places, pace = torch.arange(12.0)[:, None], torch.tensor([1.0, 0.3])
+    of_tokens = (places * pace).sin().expand(2, -1, -1)
+    of_heads = of_tokens[0, :2, None].expand(2, 12, 2)  # zeros, which say nothing, in the first
+    by_tokens, by_heads = (read(SimpleNamespace(cosines={"query": table})) for table in (of_tokens, of_heads))
+    torch.testing.assert_close(by_tokens["query"], pace.cos().expand(2, -1))
+    assert tell(by_tokens, by_heads)
+    assert not tell(by_tokens, by_tokens)
 
 
 def test_rotary_angles_do_not_depend_on_the_length_of_sequences():
