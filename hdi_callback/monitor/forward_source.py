@@ -154,8 +154,7 @@ def measure_forwards(
                 measure = partial(_summed, able, names, reads, samples, weights, is_alone)
                 held += sum(each.outputs.nbytes for each in samples if each.outputs is not None)
                 if is_alone and are_copies and held <= _LARGEST_LATER:
-                    devices = {weight.device for weight in weights}
-                    later.append(Later(partial(_results, measure, names, batch[0]), devices))
+                    later.append(partial(_results, measure, names, batch[0]))
                 elif is_alone:
                     results += _results(measure, names, batch[0], absent)
                 else:

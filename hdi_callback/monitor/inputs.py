@@ -31,7 +31,7 @@ _FEWEST, _FEWEST_OF_MEAN, _FEW = 6, 3, 0.05  # earlier readings; those of a firs
 _KINDS, _PLACES, _FEATURES, _ENTRIES = 256, 4, 64, 2**20  # of tokens and places, by their remainder; that are read
 
 _CLEAR, _CHANCE, _SIDE, _STEADY, _FAR = 4.0, 2.0, 16, 1e-6, 25.0  # of how labels fit: deviations; of what is given
-_NO_FIT = "labels of {} fit no better than in a random order, and clearly better before"
+_NO_FIT = "labels of {} fit at most a third as well as at each comparison before"
 
 # Name of a number -> by how much it may be more than ever before, the unit in which it is told, and a text.
 Numbers = Mapping[str, tuple[float, Callable[[float], float], str]]
@@ -185,7 +185,7 @@ def _of_rows(rows: Tensor) -> Tensor:
     return torch.stack([(sums * sums % prime).sum() % 16777213, ((sums.diff() != 0).sum() + 1) / len(rows)]).float()
 
 
-_Place = tuple[str, Tensor, int, int]  # a name, what is given, ``(places, ...)``, its version, and positions of a place
+Place = tuple[str, Tensor, int, int]  # a name, what is given, ``(places, ...)``, its version, and positions of a place
 
 
 class LabelFit:
@@ -193,20 +193,18 @@ class LabelFit:
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}  # that have entered modules in the call that is written down
-        self._sums: dict[str, tuple[Any, Any, Any, int]] = {}  # covariance, of the last batch too, spread, and count
+        self._sums: dict[Any, tuple[Any, Any, Any, int]] = {}  # covariance, of the last batch too, spread, and count
         self._fits: dict[str, Tensor] = {}  # of this armed step
-        self._places: dict[str, list[_Place]] = {}  # of each output
         self._earlier: dict[str, list[tuple[float, float]]] = {}  # how well labels have fitted, and how means moved
 
     def take(self) -> list[StepFacts]:
         """Return how labels have fitted since this was called last."""
-        fits, self._fits, self._places, self.tensors = self._fits, {}, {}, {}
+        fits, self._fits, self.tensors = self._fits, {}, {}
         return [StepFacts([*fits.values()], partial(self._terms, [*fits]))] if fits else []
 
-    def note(self, name: str, output: Tensor) -> None:
-        """Note what positions, and samples, of an output are given, where there are as many of both."""
-        samples, positions = len(output), output.shape[:-1].numel()
-        places = self._places[name] = []
+    def places_of(self, output: Tensor) -> list[Place]:
+        """Return what positions, and samples, of an output are given, where there are as many of both."""
+        samples, positions, places = len(output), output.shape[:-1].numel(), list[Place]()
         for module, tensor in self.tensors.items():
             is_row = tensor.is_floating_point() and tensor.dim() < 4
             rows, whole = tensor.flatten(0, -2) if is_row else tensor.reshape(-1, 1), tensor
@@ -216,10 +214,12 @@ class LabelFit:
                 if len(each) * size == positions and each.device == output.device:
                     text = f"{'samples' if each is whole else 'positions'} by `{module}`"
                     places.append((text, each, tensor._version, size))
+        return places
 
-    def look(self, output: str, at: Tensor, labels: Tensor, is_label: Tensor) -> None:
-        """Compare labels at positions `at`, in their order and perhaps repeated, with what is given there."""
-        for text, tensor, version, size in self._places.pop(output, ()):
+    def look(self, output: str, places: list[Place], at: Tensor, labels: Tensor, is_label: Tensor) -> None:
+        """Compare labels at positions `at`, in their order and perhaps repeated, with what is given there, once."""
+        while places:
+            text, tensor, version, size = places.pop()
             if tensor._version == version:  # else it was written to meanwhile
                 rows, place = at // size, f"{output} and {text}"
                 is_first = is_label & F.pad(rows[1:] != rows[:-1], (1, 0), value=True)
@@ -228,17 +228,21 @@ class LabelFit:
 
     def _fit(self, place: str, labels: Tensor, numbers: Tensor) -> Tensor:
         """Return how well labels fit what they did before, of how many places, and how far what is given has moved."""
-        covariance, last, usual, count = self._sums.get(place, (0.0, 0.0, 0.0, 0))
+        key = place, numbers.shape[1], numbers.device
+        covariance, last, usual, count = self._sums.get(key, (0.0, 0.0, 0.0, 0))
         weights = labels.sum(1)
         centred, mean = _centred(numbers, weights)
         deviation = (centred.square().sum(0) / weights.sum().clamp(min=1)).sqrt()
         centred, spread = torch.where(deviation > _STEADY, centred / deviation, 0), torch.stack([mean, deviation])
         moved = torch.where(deviation > _STEADY, (spread - usual) / deviation, 0).square() * weights.sum()
-        usual = torch.where(weights.sum() > 0, usual + (spread - usual) / (count + 1), usual)
+        is_other = ~torch.isclose(mean, usual[0], 1e-4, 1e-6) & (usual[1].maximum(deviation) <= _STEADY) if count else 0
+        moved = moved.clamp(max=_FAR) + 1e3 * is_other  # what is the same in all of a batch may name its task
+        is_usable = (weights.sum() > 0) & spread.isfinite().all()
+        usual = torch.where(is_usable, usual + (spread - usual) / (count + 1), usual)
         # A batch counts from the one after the next on: it may be the first of those that do not fit.
-        self._sums[place] = covariance + last, centred.T @ _centred(labels, weights)[0], usual, count + 1
+        self._sums[key] = covariance + last, centred.T @ _centred(labels, weights)[0], usual, count + 1
         fit = fit_of(centred, labels, covariance) if count > 1 else mean.new_full((2,), torch.nan)
-        return torch.stack([*fit, count / (count + 1) * moved.clamp(max=_FAR).sum() / (deviation > _STEADY).sum()])
+        return torch.stack([*fit, count / (count + 1) * moved.sum() / (deviation > _STEADY).sum()])
 
     def _terms(self, names: Sequence[str], *arrived: Tensor) -> dict[tuple[str, int, str], Any]:
         """Return what is told of labels that fit by chance, where earlier ones let expect more and inputs are usual."""

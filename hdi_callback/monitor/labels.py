@@ -20,7 +20,7 @@ from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.tape import Tape
 from hdi_callback.checks.facts import embedded_tokens
 from hdi_callback.guard import Guard, guarded
-from hdi_callback.monitor.inputs import LabelFit, Numbers, UsualRanges
+from hdi_callback.monitor.inputs import LabelFit, Numbers, Place, UsualRanges
 from hdi_callback.monitor.loss_path import COPIES, OUTPUT, LossPaths, node_name, path_to_loss
 from hdi_callback.monitor.reading import StepFacts
 
@@ -80,12 +80,14 @@ class LossLabels:
                     node, number = node.next_functions[0]  # type: ignore[assignment]
                 cast("Any", node).metadata[OUTPUT] = True
                 rows, name = _some(tensor).softmax(-1), f"output {at}" if at else "the output"
-                self._hooks.append(node.register_prehook(partial(self._look, number, rows, name)))
-                self._fit.note(name, tensor)
+                given = self._fit.places_of(tensor)
+                self._hooks.append(node.register_prehook(partial(self._look, number, rows, name, given)))
         self._fit.tensors.clear()
 
     @guarded("looking at what the loss trains")
-    def _look(self, number: int, softmax: Tensor, name: str, gradients: Sequence[Tensor | None]) -> None:
+    def _look(
+        self, number: int, softmax: Tensor, name: str, given: list[Place], gradients: Sequence[Tensor | None]
+    ) -> None:
         gradient = None if torch.compiler.is_compiling() else gradients[number]
         if gradient is not None and name not in self._paths:
             path = path_to_loss(torch._C._current_autograd_node())
@@ -103,7 +105,6 @@ class LossLabels:
         below, above = 2 * -rows.amin(-1) / (size - total), 2 * rows.amax(-1) / (size + total)
         label = torch.where(below >= above.nan_to_num(0), rows.argmin(-1), rows.argmax(-1))  # a reward may turn signs
         is_label = (torch.maximum(below, above) > 0.6) & (count > 0)
-        self._fit.look(name, places, label, is_label)
         offsets = torch.arange(-_FARTHEST, _FARTHEST + 1, device=label.device)[:, None]
         for tokens in self._tokens:
             if tokens.numel() != is_trained.numel() or tokens.device != label.device:
@@ -115,6 +116,7 @@ class LossLabels:
                 is_same = flat[(places + stride * offsets).clamp(0, len(flat) - 1)] == label
                 numbers += [(is_same & is_inside).sum(1), is_inside.sum(1)]
             self._sums.append((tokens, torch.cat(numbers), is_trained.view(tokens.shape)[:_TOKENS, :_TOKENS]))
+        self._fit.look(name, given, places, label, is_label)
 
     def _form(
         self, names: Sequence[str], paths: Mapping[str, frozenset[str]], calls: int, *arrived: Tensor

@@ -42,7 +42,7 @@ from hdi_callback.monitor.metrics import (
 )
 from hdi_callback.monitor.parameter_source import ParameterReader
 from hdi_callback.monitor.ranks import Ranks, number_of_ranks
-from hdi_callback.monitor.reading import Absent, Reading, StepFacts
+from hdi_callback.monitor.reading import Absent, Reading, StepFacts, complete_all
 from hdi_callback.monitor.training_step import TrainingStep
 from hdi_callback.monitor.weight_source import WeightReader
 from hdi_callback.record import Alert
@@ -112,7 +112,6 @@ class HeadDiversityMonitor:
         self._facts: list[Facts] = []  # of first forwards, which the contract has not taken yet
         self._is_compared = False  # whether the reading that begins is compared with the contract
         self._step: int | None = None  # of the last reading
-        self._latest: Reading | None = None  # that reading, which may be under way
         self._left_out: set[str] = set()  # by `include` and `exclude`
         # The layers that were looked for last, and on the way to each a module, the name of a part of it, and the part.
         self._placed: tuple[Sequence[AttentionLayer], list[tuple[nn.Module, str, nn.Module]]] = (), []
@@ -142,6 +141,7 @@ class HeadDiversityMonitor:
         self.disarm()
         self._first_calls.remove()
         self._capture = None
+        self._weights.forget_views()
         self.training_step.close()
 
     # --- steps
@@ -237,8 +237,7 @@ class HeadDiversityMonitor:
                     self._weights.forget_views()
                 self.training_step.look(step, self._parameters.of_model, is_new=is_new)
             trained = self._parameters.trained
-            if self._latest is not None:
-                self._latest.complete()  # the memory of copies is used again
+            complete_all()  # the memory of copies is used again
             results, later = self._weights.measure(step, self.layers, absent, trained, with_checksums=ranks.size > 1)
             ranks.compare(self._weights.checksums)
             captured = self._take(absent)
@@ -250,8 +249,7 @@ class HeadDiversityMonitor:
             of_steps = [*self.training_step.take(), *self._labels.take(calls), *self._inputs.take()]
             further = [tensor for facts in of_steps for tensor in facts.tensors]
             alerts = self._compared(step, of_steps)
-            self._latest = Reading(step, names, results, absent, alerts=alerts, further=further, later=later)
-            return self._latest
+            return Reading(step, names, results, absent, alerts=alerts, further=further, later=later)
 
     def _compared(self, step: int, of_steps: Sequence[StepFacts]) -> Callable[..., tuple[Alert, ...]]:
         """Return what compares this reading with the contract of the run, on the host."""

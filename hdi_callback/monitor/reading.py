@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import os
 import time as clock
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from threading import RLock
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -59,11 +59,8 @@ class Absent(dict[str, dict[str, str]]):
                     self.note(layer, source, f"measuring it failed ({type(error).__name__}: {error})")
 
 
-class Later(NamedTuple):
-    """What measures copies, so that the training may go on before: it returns results, and notes what has none."""
-
-    measure: Callable[[Absent], list[Result]]
-    devices: Collection[torch.device]  # of the copies
+Later = Callable[[Absent], list[Result]]
+"""What measures copies, so that the training may go on before: it returns results, and notes what has none."""
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
@@ -134,12 +131,10 @@ class Reading:
         self._alerts, self._further = alerts, OnTheWay(further)
         self._results = [self._sent(results)]  # in parts, each with its sums
         self._later, self._lock = later, RLock()
-        if later:
-            _UNDER_WAY.add(self)
-        devices = {device for each in later for device in each.devices if device.type == "cuda"}
-        self._streams = [torch.cuda.current_stream(device) for device in devices]  # on which the copies are made
         self._loss: OnTheWay | float | None = None
         self.written: tuple[str, ...] = ()  # see `Record`
+        if later:
+            _UNDER_WAY[id(self)] = self
 
     def __repr__(self) -> str:
         return f"<Reading at step {self.step}: {len(self.layers)} layers; its numbers: record()>"
@@ -151,20 +146,16 @@ class Reading:
 
     def complete(self) -> None:
         """Measure the rest, once, in any thread: neither the model nor its weights are looked at."""
-        with self._lock, ExitStack() as entered:
+        with self._lock, without_modes():
             if self._later:
-                entered.enter_context(without_modes())
-                for stream in self._streams:
-                    entered.enter_context(torch.cuda.stream(stream))
                 with self._absent.unless((*WEIGHT_SOURCES, *FORWARD_SOURCES), self.layers):
-                    measured = [result for each in self._later for result in each.measure(self._absent)]
-                    self._results.insert(0, self._sent(measured))
+                    self._results.insert(0, self._sent(result for each in self._later for result in each(self._absent)))
                 self._later = ()
 
     def keep_loss(self, loss: Tensor | float) -> None:
         """Keep the loss of the forward, the first one, without waiting for the device."""
         if self._loss is None:
-            self._loss = OnTheWay([loss]) if isinstance(loss, Tensor) else loss
+            self._loss = OnTheWay([loss.detach().clone()]) if isinstance(loss, Tensor) else loss
 
     def record(self) -> Record:
         """Turn the reading into numbers, once the rest is measured and the copies have arrived.
@@ -189,17 +180,20 @@ class Reading:
         return Record(self.step, layers, time=self.time, loss=loss, written=self.written, alerts=alerts)
 
 
-_UNDER_WAY = WeakSet[Reading]()
+_UNDER_WAY = WeakValueDictionary[int, Reading]()
 
 
-def _complete_all() -> None:
-    """Let no thread be in a product while a process forks: the child would have the locks of its library for ever."""
-    for reading in tuple(_UNDER_WAY):
-        reading.complete()
+def complete_all() -> None:
+    """Measure the rest of all readings that somebody waits for."""
+    for reference in _UNDER_WAY.valuerefs():
+        reading = reference()
+        if reading is not None:
+            reading.complete()
 
 
+# A process that forks while a thread is in a product leaves the locks of its library to the child, for ever.
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_complete_all)
+    os.register_at_fork(before=complete_all, after_in_child=_UNDER_WAY.clear)
 
 _Column = tuple[str, str, Any]  # "values", "heads" or "matrices"; the name; the numbers of all layers of a result
 

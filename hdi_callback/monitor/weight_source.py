@@ -57,7 +57,7 @@ class WeightReader:
         *,
         with_checksums: bool = False,
     ) -> tuple[list[Result], list[Later]]:
-        """Return results of weights, and what returns further ones: of copies that are kept for the next reading.
+        """Return results of weights, and what returns further ones: of copies on a CPU that are kept anyway.
 
         There is one of each source for each group of layers of one shape; `absent` takes what has none. Sharded weights
         are gathered in the order of the layers, the same on every rank. A second reading at a step has the same
@@ -77,11 +77,10 @@ class WeightReader:
                 if stacks.of and with_checksums:
                     self.checksums |= dict(zip(names, checksums_of(stacks.of)))
                 measure = partial(self._measured, stacks, self._exchange(stacks), trained)
-                devices = {stack.device for stack in stacks.whole.values()}
-                are_kept = all(self._next.get((names, roles)) is stack for roles, stack in stacks.whole.items())
-                if are_kept and {device.type for device in devices} <= {"cpu", "cuda"}:
+                kept = [stack for roles, stack in stacks.whole.items() if self._next.get((names, roles)) is stack]
+                if len(kept) == len(stacks.whole) and all(stack.is_cpu for stack in kept):
                     self._outputs |= dict(zip(names, stacks.of.get("output", ())))
-                    later.append(Later(measure, devices))
+                    later.append(measure)
                 else:
                     results.extend(measure(absent))
 
@@ -219,14 +218,14 @@ def _ov(stacks: _Stacks) -> Measured:
 
 def _finiteness(stacks: _Stacks) -> Measured:
     """Count the roles of each head that are not finite; keys and values of a group belong to all of its heads."""
-    roles = list(stacks.of)
+    layer, roles = stacks.layer, list(stacks.of)
     bad = [heads for stack in stacks.whole.values() for heads in not_finite(stack)]
-    return bad, lambda *arrived: sum(_by_head(stacks.layer, *pair).double() for pair in zip(roles, arrived))
+    return bad, lambda *arrived: sum(_by_head(layer, *pair).double() for pair in zip(roles, arrived))
 
 
 def _movement(stacks: _Stacks, before: Mapping[Any, Tensor | None], trained: Collection[tuple[str, str]]) -> Measured:
     """Compare the weights of each role with those of the last reading; NaN without a last one."""
-    layer, names = stacks.layer, stacks.names
+    layer, names, kinds = stacks.layer, stacks.names, [*stacks.whole]
     own = {role: weight[0, 0].numel() for role, weight in stacks.of.items() if weight.shape[1] == layer.num_heads}
     sums: list[Tensor] = []
 
@@ -241,7 +240,7 @@ def _movement(stacks: _Stacks, before: Mapping[Any, Tensor | None], trained: Col
 
     def finish(*sums: Tensor) -> HeadMovement:
         arrived, of_role = iter(sums), {}
-        for roles in stacks.whole:
+        for roles in kinds:
             moved, size, same = (list(islice(arrived, len(roles))) for _ in range(3))
             for role, *parts in zip(roles, moved, size, same):
                 of_role[role] = MovementSums(*(_by_head(layer, role, part) for part in parts))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -94,8 +94,7 @@ class Session:
         is_due = self.last_step is None or step // every > self.last_step // every
         if is_due and not self._is_closed:  # `_check_ranks` may have closed it
             self._armed_at = step
-            if self.monitor.contract.is_comparing:
-                wait(self._judging)  # this reading confirms what the last one has seen
+            self._deliver(waits=True, intervenes=False)  # this reading confirms what the last one has seen
             self.monitor.arm()
             step_of_training, contract = self.monitor.training_step, self.monitor.contract
             step_of_training.arm(self._trainer.optimizers, self.monitor.layers, compares=contract.is_comparing)

@@ -8,6 +8,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
+from unittest.mock import patch
+from weakref import ref
 
 import pytest
 import torch
@@ -28,7 +30,7 @@ from hdi_callback.monitor.forward_source import FORWARD, measure_forwards
 from hdi_callback.monitor.metrics import FORWARD_SOURCES, MOVEMENT, OUTPUTS, SOURCES, TRAINING, WEIGHT_SOURCES
 from hdi_callback.monitor.parameter_source import ParameterReader
 from hdi_callback.monitor.ranks import Ranks
-from hdi_callback.monitor.reading import Absent, Later
+from hdi_callback.monitor.reading import Absent
 from hdi_callback.monitor.weight_source import WeightReader
 from tests.core.no_sync import Crossings
 from tests.monitor.models import Model, after_a_call
@@ -275,6 +277,18 @@ def test_numbers_are_those_of_the_step_whenever_and_wherever_they_are_made():
     assert len({str(numbers) for numbers in at_once}) == 3
 
 
+def test_nothing_of_a_reading_stays_once_its_record_is_made():
+    model, kept = Model(2), []
+    with after_a_call(model, lambda: model(X)) as monitor:
+        original = weights_of_monitor._Stacks
+        with patch.object(weights_of_monitor, "_Stacks", lambda *args: kept.append(original(*args)) or kept[-1]):
+            record = monitor.measure(0).record()
+    stacks = [ref(each) for each in kept]
+    kept.clear()
+    assert {"hdi"} <= record.layers["layers.0"].values.keys()
+    assert [each() for each in stacks] == [None]
+
+
 def test_what_cannot_be_measured_later_has_a_reason_and_the_next_reading_goes_on(monkeypatch):
     model = Model(1)
     with after_a_call(model, lambda: model(X)) as monitor:
@@ -300,7 +314,7 @@ def test_a_process_forks_once_what_a_thread_measures_is_done():
         events.append("measured")
         return []
 
-    reading = Reading(0, [], [], {}, later=[Later(measure, [])])
+    reading = Reading(0, [], [], {}, later=[measure])
     with ThreadPoolExecutor(1) as worker:
         worker.submit(reading.complete)
         assert begun.wait(10)

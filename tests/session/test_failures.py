@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,8 +15,9 @@ import torch
 
 from hdi_callback import HeadDiversityMonitor, MonitoringWarning, NothingToWatchError, Record, Rule, watch_heads
 from hdi_callback.dashboards import Console
-from hdi_callback.history import History
+from hdi_callback.history import History, load_history
 from hdi_callback.monitor import Reading, monitor
+from hdi_callback.monitor.contract import Contract
 from hdi_callback.record import Alert
 from hdi_callback.rules import Alerts
 from tests.integrations.runs import LAYERS, STEPS, TRAINERS, WIDTH, Classifier, Training, batches
@@ -255,6 +257,35 @@ def test_a_loop_without_a_step_is_told(tmp_path: Path) -> None:
         with watch_heads(model, optimizer, log_dir=tmp_path) as heads:
             with heads.step():
                 model(torch.randn(2, 5, 16)).sum().backward()
+
+
+def test_a_thread_that_is_slow_changes_no_loss_and_no_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss is overwritten after the step, and a reading begins once the one before has been compared."""
+    events: list[str] = []
+    complete, is_due, compare = Reading.complete, Contract.is_due, Contract.compare
+
+    def slowly(reading: Reading) -> None:
+        time.sleep(0.1)
+        complete(reading)
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: events.append(name) or function(*args, **kwargs)
+
+    monkeypatch.setattr(Reading, "complete", slowly)
+    monkeypatch.setattr(Contract, "is_due", noted("begins", is_due))
+    monkeypatch.setattr(Contract, "compare", noted("compared", compare))
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch_heads(model, optimizer, every_n_steps=2, log_dir=tmp_path) as heads:
+        for _, (tokens, labels) in zip(range(8), batches()):
+            with heads.step():
+                heads.loss = model(tokens, labels)["loss"]
+                heads.loss.backward()
+                optimizer.step()
+            with torch.no_grad():
+                heads.loss.zero_()
+    assert all(record.loss for record in load_history(tmp_path).records[:-1])
+    assert events[:7] == ["compared", *["begins", "compared"] * 3]
 
 
 def calls_in_the_first_forward(folder: Path, stop_at: float = float("inf")) -> tuple[int, list[str]]:
