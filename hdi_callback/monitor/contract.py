@@ -71,13 +71,14 @@ class Contract:
         self._pending: dict[Key, tuple[Any, int]] = {}  # changes that wait for the next reading
         self._scheduled: set[Key] = set()
         self._told: set[str] = set()  # layers of which the rule on later tokens has told that they are seen
-        self._readings = self._forwards = 0
+        self.readings = self._forwards = 0
+        self._reading = 0  # the one that is compared, perhaps by another thread as the next one has begun
         self._has_failed = self._is_wanted = self.is_comparing = False  # the last of the latest reading
 
     def is_due(self) -> bool:
         """Return whether the forward of the reading that begins is to be written down."""
-        self._readings += 1
-        is_due = self._is_wanted or self._readings % EVERY == 0 or self._readings in _FIRST or bool(self._pending)
+        self.readings += 1
+        is_due = self._is_wanted or self.readings % EVERY == 0 or self.readings in _FIRST or bool(self._pending)
         self._is_wanted, self.is_comparing = False, is_due and not self._has_failed
         return self.is_comparing
 
@@ -89,12 +90,13 @@ class Contract:
 
     def compare(
         self, step: int, read: Sequence[Facts | Tape], no_gradient: Mapping[str, Mapping[str, Tensor]],
-        of_steps: Iterable[StepFacts] = (), *arrived: Tensor, before: int | None = None,
+        of_steps: Iterable[StepFacts] = (), *arrived: Tensor, before: int | None = None, reading: int,
     ) -> tuple[Alert, ...]:  # fmt: skip
         """Return alerts of what has changed since each layer was last read, by facts, calls, steps and gradients.
 
-        The training step that is looked at began at the reading `before`, if there was one.
+        The step that is looked at began at the reading `before`, if there was one; the number of this one is `reading`.
         """
+        self._reading = reading
         # Of a layer, the step or the forward, by time and first step: what, in which layers, and if it is a warning.
         changes: dict[tuple[str, str, int], tuple[Clauses, set[str], set[bool]]] = {}
         try:
@@ -160,7 +162,7 @@ class Contract:
         for each in facts:
             layer = layer_name(each.path)
             of_call = {term: read(each) for term, (read, _) in COMPARED.items()} if self._is_chosen(layer) else {}
-            of_call |= {} if self._readings else {"earlier": None}  # the first forward has no memory
+            of_call |= {} if self._reading else {"earlier": None}  # the first forward has no memory
             values |= {(layer, calls[layer], term): value for term, value in of_call.items() if value is not None}
             calls[layer] += 1
         of_one_key = {layer_name(each.path) for each in facts if each.keys == 1}  # of weight one, whatever its score
@@ -211,7 +213,7 @@ class Contract:
             tell = COMPARED[key[2]][1]
             change = tell(before, value)
             if key in self._scheduled:
-                if self._readings % EVERY == 0 and key[2] != OPERATIONS:
+                if self._reading % EVERY == 0 and key[2] != OPERATIONS:
                     # What has stood still from comparison to comparison may be told again.
                     self._latest[key] = value, step
                     self._scheduled -= set() if change else {key}

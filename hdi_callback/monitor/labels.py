@@ -80,13 +80,13 @@ class LossLabels:
                     node, number = node.next_functions[0]  # type: ignore[assignment]
                 cast("Any", node).metadata[OUTPUT] = True
                 rows, name = _some(tensor).softmax(-1), f"output {at}" if at else "the output"
-                given = self._fit.places_of(tensor)
-                self._hooks.append(node.register_prehook(partial(self._look, number, rows, name, given)))
+                sources = self._fit.places_of(tensor)
+                self._hooks.append(node.register_prehook(partial(self._look, number, rows, name, sources)))
         self._fit.tensors.clear()
 
     @guarded("looking at what the loss trains")
     def _look(
-        self, number: int, softmax: Tensor, name: str, given: list[Place], gradients: Sequence[Tensor | None]
+        self, number: int, softmax: Tensor, name: str, sources: list[Place], gradients: Sequence[Tensor | None]
     ) -> None:
         gradient = None if torch.compiler.is_compiling() else gradients[number]
         if gradient is not None and name not in self._paths:
@@ -116,7 +116,7 @@ class LossLabels:
                 is_same = flat[(places + stride * offsets).clamp(0, len(flat) - 1)] == label
                 numbers += [(is_same & is_inside).sum(1), is_inside.sum(1)]
             self._sums.append((tokens, torch.cat(numbers), is_trained.view(tokens.shape)[:_TOKENS, :_TOKENS]))
-        self._fit.look(name, given, places, label, is_label)
+        self._fit.look(name, sources, places, label, is_label)
 
     def _form(
         self, names: Sequence[str], paths: Mapping[str, frozenset[str]], calls: int, *arrived: Tensor

@@ -261,7 +261,9 @@ class HeadDiversityMonitor:
         if not read and not of_steps:
             return tuple
         gradients = without_gradient(self.layers) if read else {}
-        return partial(self.contract.compare, step, read, gradients, of_steps, before=before)
+        return partial(
+            self.contract.compare, step, read, gradients, of_steps, before=before, reading=self.contract.readings
+        )
 
     def _take(self, absent: Absent) -> Mapping[str, Captured]:
         """Return the captured tensors of each layer; nothing if no forward was armed."""

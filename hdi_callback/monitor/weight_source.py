@@ -77,8 +77,8 @@ class WeightReader:
                 if stacks.of and with_checksums:
                     self.checksums |= dict(zip(names, checksums_of(stacks.of)))
                 measure = partial(self._measured, stacks, self._exchange(stacks), trained)
-                kept = [stack for roles, stack in stacks.whole.items() if self._next.get((names, roles)) is stack]
-                if len(kept) == len(stacks.whole) and all(stack.is_cpu for stack in kept):
+                copies = [stack for roles, stack in stacks.whole.items() if self._next.get((names, roles)) is stack]
+                if len(copies) == len(stacks.whole) and all(stack.is_cpu for stack in copies):
                     self._outputs |= dict(zip(names, stacks.of.get("output", ())))
                     later.append(measure)
                 else:

@@ -94,7 +94,8 @@ class Session:
         is_due = self.last_step is None or step // every > self.last_step // every
         if is_due and not self._is_closed:  # `_check_ranks` may have closed it
             self._armed_at = step
-            self._deliver(waits=True, intervenes=False)  # this reading confirms what the last one has seen
+            if self.monitor.contract.is_comparing:
+                self._deliver(waits=True, intervenes=False)  # this reading confirms what the last one has seen
             self.monitor.arm()
             step_of_training, contract = self.monitor.training_step, self.monitor.contract
             step_of_training.arm(self._trainer.optimizers, self.monitor.layers, compares=contract.is_comparing)
