@@ -260,6 +260,8 @@ def rotation(facts: Facts, _: Sequence[Facts]) -> Found:
     if by_head := [role for role, table in facts.cosines.items() if _is_by_head(table)]:
         text = f"{listed([PLURAL[role] for role in by_head])} are turned by an angle of each head, not of each token"
         return "odd", f"{text}: positions run along heads; transpose before the rotation"
+    if facts.length is not None and abs(facts.length - 1) > 0.02:
+        return "odd", f"rotary positions make queries and keys {facts.length:.3g} times as long: cos^2 + sin^2 is not 1"
     if facts.pairs.get("value"):
         return "odd", "rotary positions are applied to values as well; queries and keys are enough"
     if facts.heads and len(pairs) == 1 and {"query", "key"} <= facts.pairs.keys():

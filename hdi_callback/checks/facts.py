@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hdi_callback.attention.discovery.cores import Core, core_of, sums_of
 from hdi_callback.attention.discovery.find import TapeReader, place_of
@@ -26,7 +26,7 @@ from hdi_callback.attention.operations import SOFTMAX_LIKE, SOFTMAXES
 from hdi_callback.attention.tape import CONSTANT, DATA, Cell, Step, Tape
 from hdi_callback.checks import scores
 from hdi_callback.checks.blocks import block_of
-from hdi_callback.checks.positions import cosines_of, pairs_of, shift_of
+from hdi_callback.checks.positions import cosines_of, length_of, pairs_of, shift_of
 
 CUT = "cut across heads"
 PLURAL = {"query": "queries", "key": "keys", "value": "values", "output": "outputs"}
@@ -73,6 +73,7 @@ class Facts:
     normed: tuple[str, ...] = ()  # roles that have a norm behind their map, or before that of the output
     mixed: tuple[tuple[int, int], ...] = ()  # (head, token) in the first row of the output projection, if in disorder
     cosines: Mapping[str, Tensor] = field(default_factory=dict)  # by role: ``(heads, tokens, width)``, of rotations
+    length: float | None = None  # of rotations: 1 if queries and keys are only turned, and not scaled too
     shift: int | None = None  # by how many tokens queries are turned more than keys
     block: str | None = None  # what is around it: "x + attention(norm(x))", with y for another stream
 
@@ -189,7 +190,7 @@ def facts_of(reader: TapeReader) -> list[Facts]:
     every: list[tuple[Step, FoundAttention | str]] = [
         *((attention.core.step, attention) for attention in reader.attentions), *reader.refused
     ]  # fmt: skip
-    sources = _sources(labels.tape)
+    is_scaled, sources = _is_rotation_scaled(labels.tape.model), _sources(labels.tape)
     for step, attention in sorted(every, key=lambda pair: pair[0].number):
         values = _of_step(labels, step)
         try:
@@ -205,6 +206,7 @@ def facts_of(reader: TapeReader) -> list[Facts]:
         except Exception as error:  # one attention that is not understood leaves the others
             values = _of_step(labels, step)
             values["reason"] = f"its facts could not be collected ({type(error).__name__}: {error})"
+        values |= {"length": None} if is_scaled else {}
         collected.append(Facts(**values))
     return collected
 
@@ -312,6 +314,7 @@ def _of_attention(labels: Labels, attn: FoundAttention, values: dict[str, Any]) 
         "normed": tuple(role for role in PLURAL if _is_normed(labels, attn, role)),
         "scale": None if is_sum and not is_usual else values["scale"],
         "cosines": tables,
+        "length": length_of(labels, attn.core),
         "shift": shift_of(*cosines) if len(cosines) == 2 else None,
         # Of a sum of maps features are of more pairs than their own.
         "pairs": {role: pairs for role, pairs in values["pairs"].items() if len(attn.maps.get(role, ())) < 2},
@@ -326,6 +329,12 @@ def _is_normed(labels: Labels, attn: FoundAttention, role: str) -> bool:
         return NORMED.of(role) in attn.flags
     entering = (labels.may_read(product.first) for _, product in attn.takers)
     return any(label is not None and NORMED in label.flags for label in entering)
+
+
+def _is_rotation_scaled(model: nn.Module) -> bool:
+    """Whether a module declares that rotary tables are scaled, as YaRN does."""
+    names = ("attention_scaling", "attention_factor", "mscale")
+    return any(getattr(module, name, 1) not in {1, None} for module in model.modules() for name in names)
 
 
 # rows of parameters

@@ -12,6 +12,7 @@ from hdi_callback.attention.tape import Step
 from hdi_callback.checks.scores import KEPT, sides_of
 
 _FURTHEST = 4096  # tokens by which queries may be turned more than keys
+_ROUNDING = 0.02  # of tables in bf16
 _ROWS = 64  # of queries, keys or values are looked at for pairs
 
 
@@ -40,6 +41,24 @@ def cosines_of(labels: Labels, core: Core, starts: Tensor) -> Tensor | None:
     """
     steps = (step for step in labels.leading_to(sides_of(labels, core)) if step.op == "mul")
     return next((table for step in steps if (table := _cosines(labels, step, starts)) is not None), None)
+
+
+def length_of(labels: Labels, core: Core) -> float | None:
+    """Return the length of the rotation of queries and keys, 1 if they are only turned; `None` if it is not known."""
+    for step in labels.leading_to(sides_of(labels, core)):
+        before = [view.cell.step for view in step.inputs if view.cell.step is not None] if step.op == "add" else [step]
+        tables = [
+            view.value for part in before if part.op == "mul" for view in part.inputs
+            if view.value is not None and view.numel > 1
+        ]  # fmt: skip
+        if len(tables) == 1 and tables[0].is_complex():
+            lengths = tables[0].abs().double()
+        elif len(tables) == 2 and step.op == "add" and tables[0].shape == tables[1].shape:
+            lengths = (tables[0].double().square() + tables[1].double().square()).sqrt()
+        else:
+            continue
+        return float(lengths.mean()) if float(lengths.max() - lengths.min()) < _ROUNDING else None
+    return None
 
 
 def _cosines(labels: Labels, step: Step, starts: Tensor) -> Tensor | None:

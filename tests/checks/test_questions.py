@@ -226,6 +226,25 @@ def test_a_bias_that_prefers_far_tokens_is_wrong_whether_it_is_added_or_subtract
     assert names == (["distance"] if (sign > 0) is not is_subtracted else [])
 
 
+def test_rotary_tables_that_scale_are_odd_unless_a_module_declares_it():
+    class Longer(Attention):
+        def place(self, q, k, v):
+            return self.turned(q), self.turned(k), v
+
+        def turned(self, x):
+            half = x.shape[-1] // 2
+            angles = torch.arange(x.shape[-2])[:, None] * 100 ** (-torch.arange(half) / half)
+            angles = torch.cat([angles, angles], -1)
+            return x * (1.2 * angles.cos()) + torch.cat([-x[..., half:], x[..., :half]], -1) * (1.2 * angles.sin())
+
+    model = Decoder(Longer).eval()
+    (finding,) = check(model, lambda: model(TOKENS)).findings
+    assert (finding.verdict, finding.name) == ("odd", "rotation")
+    assert "1.2 times as long" in finding.text
+    model.attention_scaling = 1.2
+    assert check(model, lambda: model(TOKENS)).findings == ()
+
+
 class OfLengths(Decoder):
     """Documents in a row, of which the lengths are given."""
 
