@@ -7,11 +7,12 @@ import pickle
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from hdi_callback.attention.discovery.find import survey, survey_tape
-from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Term, WeightRows
+from hdi_callback.attention.layer import AttentionLayer, HeadWeight, Term, WeightRows, bias_of
 from hdi_callback.attention.tape import Tape
 from hdi_callback.errors import UnsupportedAttentionError
 from tests.attention.models import blocks
@@ -195,3 +196,24 @@ def test_layers_are_copied_and_saved_with_their_model():
     (layer,) = survey(module, lambda: module(x, x, x)).layers
     again = pickle.loads(pickle.dumps(copy.deepcopy(layer)))
     assert torch.equal(again.weight("key"), layer.weight("key"))
+
+
+def test_biases_of_heads_are_read_from_separate_packed_and_transposed_maps():
+    bert = transformers.BertModel(transformers.BertConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, vocab_size=20
+    ))  # fmt: skip
+    gpt = transformers.GPT2Model(transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=20, n_positions=16))
+    torchs, tokens = nn.TransformerEncoderLayer(32, 4, batch_first=True), torch.randint(20, (2, 8))
+    own = bert.encoder.layer[0].attention.self
+    packed = gpt.h[0].attn.c_attn.bias, torchs.self_attn.in_proj_bias
+    for bias in (own.query.bias, own.key.bias, *packed):
+        nn.init.normal_(bias)
+    for model, forward, biases in (
+        (bert, lambda: bert(tokens), (own.query.bias, own.key.bias)),
+        (gpt, lambda: gpt(tokens), packed[0].split(32)[:2]),
+        (torchs, lambda: torchs(torch.randn(2, 8, 32)), packed[1].split(32)[:2]),
+    ):
+        (layer,) = survey(model, forward).layers
+        for role, expected in zip(("query", "key"), biases):
+            of_heads = [bias_of(layer.weights[role], head) for head in range(4)]
+            assert torch.equal(torch.cat([bias[places] for bias, places in of_heads]), expected)

@@ -504,9 +504,8 @@ def test_nothing_is_told_of_layers_that_were_trained_alike_or_not_at_all(trained
         (lambda q, k, v, o: k.copy_(k.flip(1)), "its query and key weights match by chance alone"),
         (lambda q, k, v, o: drawn_again(v), "its value and output weights match by chance alone"),
         (lambda *weights: drawn_again(*weights), "chance alone and its value and output weights match by chance"),
-        (lambda q, k, v, o: q.mul_(0.1), "the norm of its query weights is 0.098 times that of its key weights"),
     ],
-    ids=["heads of keys", "heads of outputs", "interleaved", "reversed", "fresh values", "fresh layer", "scale"],
+    ids=["heads of keys", "heads of outputs", "interleaved", "reversed", "fresh values", "fresh layer"],
 )
 def test_a_layer_whose_weights_are_not_matched_as_training_leaves_them_is_named(trained, change, clause):
     torch.manual_seed(1)
