@@ -72,7 +72,7 @@ class Contract:
         self._scheduled: set[Key] = set()
         self._told: set[str] = set()  # layers of which the rule on later tokens has told that they are seen
         self.readings = self._forwards = 0
-        self._reading = 0  # the one that is compared, perhaps by another thread as the next one has begun
+        self._number = 0  # of the reading that is compared, perhaps by another thread once the next one has begun
         self._has_failed = self._is_wanted = self.is_comparing = False  # the last of the latest reading
 
     def is_due(self) -> bool:
@@ -96,7 +96,7 @@ class Contract:
 
         The step that is looked at began at the reading `before`, if there was one; the number of this one is `reading`.
         """
-        self._reading = reading
+        self._number = reading
         # Of a layer, the step or the forward, by time and first step: what, in which layers, and if it is a warning.
         changes: dict[tuple[str, str, int], tuple[Clauses, set[str], set[bool]]] = {}
         try:
@@ -162,7 +162,7 @@ class Contract:
         for each in facts:
             layer = layer_name(each.path)
             of_call = {term: read(each) for term, (read, _) in COMPARED.items()} if self._is_chosen(layer) else {}
-            of_call |= {} if self._reading else {"earlier": None}  # the first forward has no memory
+            of_call |= {} if self._number else {"earlier": None}  # the first forward has no memory
             values |= {(layer, calls[layer], term): value for term, value in of_call.items() if value is not None}
             calls[layer] += 1
         of_one_key = {layer_name(each.path) for each in facts if each.keys == 1}  # of weight one, whatever its score
@@ -213,7 +213,7 @@ class Contract:
             tell = COMPARED[key[2]][1]
             change = tell(before, value)
             if key in self._scheduled:
-                if self._reading % EVERY == 0 and key[2] != OPERATIONS:
+                if self._number % EVERY == 0 and key[2] != OPERATIONS:
                     # What has stood still from comparison to comparison may be told again.
                     self._latest[key] = value, step
                     self._scheduled -= set() if change else {key}

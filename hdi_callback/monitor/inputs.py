@@ -233,8 +233,9 @@ class LabelFit:
         weights = labels.sum(1)
         centred, mean = _centred(numbers, weights)
         deviation = (centred.square().sum(0) / weights.sum().clamp(min=1)).sqrt()
-        centred, spread = torch.where(deviation > _STEADY, centred / deviation, 0), torch.stack([mean, deviation])
-        moved = torch.where(deviation > _STEADY, (spread - usual) / deviation, 0).square() * weights.sum()
+        varies, spread = (deviation > _STEADY) & deviation.isfinite(), torch.stack([mean, deviation])
+        centred = torch.where(varies, centred / deviation, 0)
+        moved = torch.where(varies, (spread - usual) / deviation, 0).square() * weights.sum()
         is_other = ~torch.isclose(mean, usual[0], 1e-4, 1e-6) & (usual[1].maximum(deviation) <= _STEADY) if count else 0
         moved = moved.clamp(max=_FAR) + 1e3 * is_other  # what is the same in all of a batch may name its task
         is_usable = (weights.sum() > 0) & spread.isfinite().all()
@@ -242,7 +243,7 @@ class LabelFit:
         # A batch counts from the one after the next on: it may be the first of those that do not fit.
         self._sums[key] = covariance + last, centred.T @ _centred(labels, weights)[0], usual, count + 1
         fit = fit_of(centred, labels, covariance) if count > 1 else mean.new_full((2,), torch.nan)
-        return torch.stack([*fit, count / (count + 1) * moved.sum() / (deviation > _STEADY).sum()])
+        return torch.stack([*fit, count / (count + 1) * moved.sum() / varies.sum()])
 
     def _terms(self, names: Sequence[str], *arrived: Tensor) -> dict[tuple[str, int, str], Any]:
         """Return what is told of labels that fit by chance, where earlier ones let expect more and inputs are usual."""

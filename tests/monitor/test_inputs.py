@@ -351,3 +351,18 @@ def test_labels_are_compared_with_what_their_own_call_was_given():
         fit.look("the output", places, torch.arange(size), torch.arange(size) % 4, torch.ones(size, dtype=torch.bool))
         assert fit.take()
     assert sorted(key[1] for key in fit._sums) == [6, 64]
+
+
+@pytest.mark.parametrize("size", [1e20, 3e38])
+def test_one_batch_of_huge_numbers_ends_no_comparison(size):
+    torch.manual_seed(0)
+    fit, labels, found = LabelFit(), torch.arange(64) % 4, []
+    for batch in range(8):
+        features = F.one_hot(labels, 6) + 0.1 * torch.randn(64, 6)
+        features[:2] = size if batch == 3 else features[:2]
+        fit.tensors["embed"] = features
+        fit.look("it", fit.places_of(torch.zeros(64, 4)), torch.arange(64), labels, torch.ones(64, dtype=torch.bool))
+        (facts,) = fit.take()
+        found.append(facts.tensors[0])
+    assert torch.stack(found[5:]).isfinite().all()
+    assert min(float(numbers[0]) for numbers in found[5:]) > 4

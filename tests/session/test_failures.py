@@ -272,7 +272,7 @@ def test_a_thread_that_is_slow_keeps_the_loss_and_the_number_of_each_reading(
 
     def noted(contract: Contract, *args: Any, **kwargs: Any) -> Any:
         told = compare(contract, *args, **kwargs)
-        numbers.append(contract._reading)
+        numbers.append(contract._number)
         return told
 
     monkeypatch.setattr(Reading, "complete", slowly)
