@@ -1,8 +1,7 @@
 """What the model is given as a part of the contract: numbers of each batch, judged by how they have varied so far.
 
 Looked at are tokens that are looked up in parameters, and features that enter the first maps. Longer sequences, more
-kinds of tokens and less padding, as a curriculum brings them, are none of what is judged. Labels and what is given may
-each be as usual and not fit: how they go together is compared with labels in a random order.
+kinds of tokens and less padding, as a curriculum brings them, are none of what is judged.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hdi_callback.attention import operations as ops
@@ -29,9 +27,6 @@ INPUTS = "inputs"
 
 _FEWEST, _FEWEST_OF_MEAN, _FEW = 6, 3, 0.05  # earlier readings; those of a first mean; so few tokens are others
 _KINDS, _PLACES, _FEATURES, _ENTRIES = 256, 4, 64, 2**20  # of tokens and places, by their remainder; that are read
-
-_CLEAR, _CHANCE, _SIDE, _STEADY, _FAR = 4.0, 2.0, 16, 1e-6, 25.0  # of how labels fit: deviations; of what is given
-_NO_FIT = "labels of {} fit at most a third as well as at each comparison before"
 
 # Name of a number -> by how much it may be more than ever before, the unit in which it is told, and a text.
 Numbers = Mapping[str, tuple[float, Callable[[float], float], str]]
@@ -104,15 +99,14 @@ class ModelInputs:
     """Looks at what enters modules in forwards that are written down."""
 
     def __init__(self) -> None:
-        self._guard, self._usual, self.labels = Guard(), UsualRanges(_NUMBERS, _FEWEST), LabelFit()
+        self._guard, self._usual = Guard(), UsualRanges(_NUMBERS, _FEWEST)
         self._tensors: dict[str, Tensor] = {}  # name of a module -> numbers of what entered it first
         self._checksums: dict[str, float] = {}
 
     def take(self) -> list[StepFacts]:
         """Return what has entered since this was called last."""
         tensors, self._tensors = self._tensors, {}
-        facts = [StepFacts([*tensors.values()], partial(self._terms, [*tensors]))] if tensors else []
-        return facts + self.labels.take()
+        return [StepFacts([*tensors.values()], partial(self._terms, [*tensors]))] if tensors else []
 
     @guarded("looking at what the model is given")
     def look(self, step: Step | None, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -131,7 +125,6 @@ class ModelInputs:
                 )
                 if not is_sharded(tensor) and (enters or any(view.value is each for each in tokens)):
                     self._tensors[name] = _of_features(tensor) if enters else _of_tokens(tensor)
-                    self.labels.tensors[name] = tensor.detach()
 
     def _terms(self, names: Sequence[str], *arrived: Tensor) -> dict[tuple[str, int, str], Any]:
         terms: dict[tuple[str, int, str], Any] = {}
@@ -183,107 +176,3 @@ def _of_rows(rows: Tensor) -> Tensor:
     weights = (places * 2654435761 ^ places << 13) * 2246822519 % prime  # in no even steps, as sums of few are few
     sums = ((rows.long() * weights % prime).sum(-1) % prime).sort().values
     return torch.stack([(sums * sums % prime).sum() % 16777213, ((sums.diff() != 0).sum() + 1) / len(rows)]).float()
-
-
-Place = tuple[str, Tensor, int, int]  # a name, what is given, ``(places, ...)``, its version, and positions of a place
-
-
-class LabelFit:
-    """Keeps how labels and what the model is given have gone together, on the device."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}  # that have entered modules in the call that is written down
-        self._sums: dict[Any, tuple[Any, Any, Any, int]] = {}  # covariance, of the last batch too, spread, and count
-        self._fits: dict[str, Tensor] = {}  # of this armed step
-        self._earlier: dict[str, list[tuple[float, float]]] = {}  # how well labels have fitted, and how means moved
-
-    def take(self) -> list[StepFacts]:
-        """Return how labels have fitted since this was called last."""
-        fits, self._fits, self.tensors = self._fits, {}, {}
-        return [StepFacts([*fits.values()], partial(self._terms, [*fits]))] if fits else []
-
-    def places_of(self, output: Tensor) -> list[Place]:
-        """Return what positions, and samples, of an output are given, where there are as many of both."""
-        samples, positions, places = len(output), output.shape[:-1].numel(), list[Place]()
-        for module, tensor in self.tensors.items():
-            is_row = tensor.is_floating_point() and tensor.dim() < 4
-            rows, whole = tensor.flatten(0, -2) if is_row else tensor.reshape(-1, 1), tensor
-            if is_row and len(rows) % samples == 0:
-                whole = tensor.reshape(samples, -1, tensor.shape[-1]).squeeze(1)  # a map takes positions in a row
-            for size, each in {1: rows, positions // samples: whole}.items():
-                if len(each) * size == positions and each.device == output.device:
-                    text = f"{'samples' if each is whole else 'positions'} by `{module}`"
-                    places.append((text, each, tensor._version, size))
-        return places
-
-    def look(self, output: str, places: list[Place], at: Tensor, labels: Tensor, is_label: Tensor) -> None:
-        """Compare labels at positions `at`, in their order and perhaps repeated, with what is given there, once."""
-        while places:
-            text, tensor, version, size = places.pop()
-            if tensor._version == version:  # else it was written to meanwhile
-                rows, place = at // size, f"{output} and {text}"
-                is_first = is_label & F.pad(rows[1:] != rows[:-1], (1, 0), value=True)
-                numbers = _numbers_of(tensor)[rows] if len(tensor) < len(rows) else _numbers_of(tensor[rows])
-                self._fits[place] = self._fit(place, _one_hot(labels) * is_first[:, None], numbers.nan_to_num(0, 0, 0))
-
-    def _fit(self, place: str, labels: Tensor, numbers: Tensor) -> Tensor:
-        """Return how well labels fit what they did before, of how many places, and how far what is given has moved."""
-        key = place, numbers.shape[1], numbers.device
-        covariance, last, usual, count = self._sums.get(key, (0.0, 0.0, 0.0, 0))
-        weights = labels.sum(1)
-        centred, mean = _centred(numbers, weights)
-        deviation = (centred.square().sum(0) / weights.sum().clamp(min=1)).sqrt()
-        varies, spread = (deviation > _STEADY) & deviation.isfinite(), torch.stack([mean, deviation])
-        centred = torch.where(varies, centred / deviation, 0)
-        moved = torch.where(varies, (spread - usual) / deviation, 0).square() * weights.sum()
-        is_other = ~torch.isclose(mean, usual[0], 1e-4, 1e-6) & (usual[1].maximum(deviation) <= _STEADY) if count else 0
-        moved = moved.clamp(max=_FAR) + 1e3 * is_other  # what is the same in all of a batch may name its task
-        is_usable = (weights.sum() > 0) & spread.isfinite().all()
-        usual = torch.where(is_usable, usual + (spread - usual) / (count + 1), usual)
-        # A batch counts from the one after the next on: it may be the first of those that do not fit.
-        self._sums[key] = covariance + last, centred.T @ _centred(labels, weights)[0], usual, count + 1
-        fit = fit_of(centred, labels, covariance) if count > 1 else mean.new_full((2,), torch.nan)
-        return torch.stack([*fit, count / (count + 1) * moved.sum() / varies.sum()])
-
-    def _terms(self, names: Sequence[str], *arrived: Tensor) -> dict[tuple[str, int, str], Any]:
-        """Return what is told of labels that fit by chance, where earlier ones let expect more and inputs are usual."""
-        terms: dict[tuple[str, int, str], Any] = {}
-        for name, (fit, count, moved) in zip(names, (each.tolist() for each in arrived)):
-            earlier = self._earlier.setdefault(name, [])
-            shares, moves = zip(*earlier[-1 - _FEWEST : -1]) if len(earlier) > _FEWEST else ((0.0,), (0.0,))
-            if math.isfinite(fit + moved):
-                least = min(shares) * math.sqrt(count)  # to be expected of so many places
-                is_lost = least >= _CLEAR and fit < max(_CHANCE, least / 3) and moved <= 1.25 * max(moves)
-                earlier += [] if is_lost else [(fit / math.sqrt(count), moved)]
-                terms[f"fit of {name}", 0, INPUTS] = _NO_FIT.format(name) if is_lost else ""
-        return terms
-
-
-def fit_of(numbers: Tensor, labels: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how well labels ``(places, kinds)`` go with numbers as a covariance says, and of how many places.
-
-    It is in standard deviations of what labels in a random order give. Kinds without a covariance count for nothing.
-    """
-    labels = labels * (covariance != 0).any(0)
-    weights = labels.sum(1)
-    products = _centred(numbers, weights)[0] @ covariance @ _centred(labels, weights)[0].T
-    fit = products.trace() / (products.square().sum() / (weights.sum() - 1)).sqrt()
-    return torch.where(weights.sum() > _PLACES, fit, torch.nan), weights.sum()
-
-
-def _centred(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    mean = weights @ rows / weights.sum().clamp(min=1)
-    return (rows - mean) * weights[:, None], mean
-
-
-def _one_hot(numbers: Tensor) -> Tensor:
-    return (numbers[:, None] % _FEATURES == torch.arange(_FEATURES, device=numbers.device)).float()
-
-
-def _numbers_of(rows: Tensor) -> Tensor:
-    """Return features, means of them over parts of a sample, or how often each part of it has each token."""
-    if rows.is_floating_point():
-        rows = rows.float()
-        return rows[:, :_FEATURES] if rows.dim() < 3 else F.adaptive_avg_pool2d(rows.flatten(1, -2), _SIDE).flatten(1)
-    parts = rows.tensor_split(_PLACES, 1)
-    return torch.cat([_one_hot(part.flatten()).view(*part.shape, _FEATURES).sum(1) for part in parts], 1)

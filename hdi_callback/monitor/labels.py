@@ -20,7 +20,7 @@ from hdi_callback.attention.dtensors import is_sharded
 from hdi_callback.attention.tape import Tape
 from hdi_callback.checks.facts import embedded_tokens
 from hdi_callback.guard import Guard, guarded
-from hdi_callback.monitor.inputs import LabelFit, Numbers, Place, UsualRanges
+from hdi_callback.monitor.inputs import Numbers, UsualRanges
 from hdi_callback.monitor.loss_path import COPIES, OUTPUT, LossPaths, node_name, path_to_loss
 from hdi_callback.monitor.reading import StepFacts
 
@@ -48,8 +48,8 @@ class LabelOffset(NamedTuple):
 class LossLabels:
     """Looks at the gradients of outputs."""
 
-    def __init__(self, fit: LabelFit) -> None:
-        self._guard, self._fit = Guard(), fit
+    def __init__(self) -> None:
+        self._guard = Guard()
         self._tokens: list[Tensor] = []  # that the calls of this armed step have embedded
         self._hooks: list[Any] = []
         self._sums: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, numbers of rows, and which are trained
@@ -80,14 +80,10 @@ class LossLabels:
                     node, number = node.next_functions[0]  # type: ignore[assignment]
                 cast("Any", node).metadata[OUTPUT] = True
                 rows, name = _some(tensor).softmax(-1), f"output {at}" if at else "the output"
-                sources = self._fit.places_of(tensor)
-                self._hooks.append(node.register_prehook(partial(self._look, number, rows, name, sources)))
-        self._fit.tensors.clear()
+                self._hooks.append(node.register_prehook(partial(self._look, number, rows, name)))
 
     @guarded("looking at what the loss trains")
-    def _look(
-        self, number: int, softmax: Tensor, name: str, sources: list[Place], gradients: Sequence[Tensor | None]
-    ) -> None:
+    def _look(self, number: int, softmax: Tensor, name: str, gradients: Sequence[Tensor | None]) -> None:
         gradient = None if torch.compiler.is_compiling() else gradients[number]
         if gradient is not None and name not in self._paths:
             path = path_to_loss(torch._C._current_autograd_node())
@@ -116,7 +112,6 @@ class LossLabels:
                 is_same = flat[(places + stride * offsets).clamp(0, len(flat) - 1)] == label
                 numbers += [(is_same & is_inside).sum(1), is_inside.sum(1)]
             self._sums.append((tokens, torch.cat(numbers), is_trained.view(tokens.shape)[:_TOKENS, :_TOKENS]))
-        self._fit.look(name, sources, places, label, is_label)
 
     def _form(
         self, names: Sequence[str], paths: Mapping[str, frozenset[str]], calls: int, *arrived: Tensor

@@ -107,8 +107,7 @@ class HeadDiversityMonitor:
         self._read: list[TapeReader] = []  # of forwards, and not yet checked: warnings are off while a forward is read
         self._said: set[str] = set()  # of findings
         self.contract = Contract(self._is_chosen)
-        self.training_step, self._inputs = TrainingStep(self._model), ModelInputs()
-        self._labels = LossLabels(self._inputs.labels)
+        self.training_step, self._labels, self._inputs = TrainingStep(self._model), LossLabels(), ModelInputs()
         self._facts: list[Facts] = []  # of first forwards, which the contract has not taken yet
         self._is_compared = False  # whether the reading that begins is compared with the contract
         self._step: int | None = None  # of the last reading

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import permutations
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 from hdi_callback import load_history, watch_heads
 from hdi_callback.attention.tape import Tape
 from hdi_callback.monitor import contract
-from hdi_callback.monitor.inputs import INPUTS, LabelFit, ModelInputs, UsualRanges, fit_of
+from hdi_callback.monitor.inputs import INPUTS, ModelInputs, UsualRanges
 
 KINDS, WIDTH, SAMPLES, LENGTH = 40, 16, 8, 12
 START = 40
@@ -247,122 +246,3 @@ def test_a_number_that_comes_back_moves_on_or_varies_is_not_told():
     assert told([0.0, 0.4, 0.2, 9.0, 9.0], steadiness=0.3) == [""] * 5
     assert told([0.0, 9.0, 9.0]) == [""] * 3, "too few"
     assert told([0.0, math.nan, 0.0, 0.0]) == ["", None, "", ""]
-
-
-CLASSES, MANY = 5, 32
-
-
-def with_labels(step, classes=CLASSES, many=MANY):
-    labels = torch.randint(classes, (many,))
-    means = torch.randn(CLASSES, LENGTH, 6, generator=torch.Generator().manual_seed(3))
-    return means[labels] + torch.randn(many, LENGTH, 6), labels
-
-
-def words_with_labels(step):
-    labels = torch.randint(CLASSES, (MANY,))
-    return torch.where(torch.rand(MANY, LENGTH) < 0.5, labels[:, None], torch.randint(KINDS, (MANY, LENGTH))), labels
-
-
-def changed(change, batch=with_labels):
-    return lambda step: change(*batch(step)) if step >= START else batch(step)
-
-
-UNFIT = {
-    "labels of other samples": changed(lambda x, y: (x, y.roll(1))),
-    "samples in another order": changed(lambda x, y: (x[torch.randperm(MANY)], y)),
-    "labels that are sorted": changed(lambda x, y: (x, y.sort().values)),
-    "classes in another order": changed(lambda x, y: (x, torch.tensor([3, 0, 4, 1, 2])[y])),
-    "words with labels of other samples": changed(lambda x, y: (x, y.roll(1)), words_with_labels),
-}
-FITTING = {
-    "as ever": with_labels,
-    "words": words_with_labels,
-    "noise that rises": lambda step: (lambda x, y: (x + step / 10 * torch.randn_like(x), y))(*with_labels(step)),
-    "labels of noise": changed(lambda x, y: (x, y.where(torch.rand(MANY) < 0.6, torch.randint(CLASSES, (MANY,))))),
-    "mixed, with the label of the larger part": changed(lambda x, y: (0.7 * x + 0.3 * x.roll(1, 0), y)),
-    "smaller batches": lambda step: with_labels(step, many=8 if step >= START else MANY),
-    "more classes": lambda step: with_labels(step, classes=CLASSES if step >= START else 3),
-    "negatives, as of another set": changed(lambda x, y: (1 - x, y)),
-    "labels at random from the start": lambda step: (features_of(), torch.randint(CLASSES, (SAMPLES,))),
-}
-
-
-def told_of_labels(batch, folder):
-    torch.manual_seed(0)
-    model = Model(6) if batch(0)[0].is_floating_point() else Model()
-    model.head = nn.Linear(WIDTH, CLASSES)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with watch_heads(model, optimizer, 1, log_dir=folder) as heads:
-        for step in range(60):
-            x, labels = batch(step)
-            with heads.step():
-                F.cross_entropy(model(x), labels).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    return [alert for alert in load_history(heads.history_path).alerts if "labels of the output" in alert.message]
-
-
-@pytest.mark.usefixtures("_each_fifth_reading")
-@pytest.mark.parametrize("name", UNFIT)
-def test_labels_that_fit_no_more_what_the_model_is_given_are_told(name, tmp_path):
-    (alert,) = told_of_labels(UNFIT[name], tmp_path)
-    assert "labels of the output and samples by `embed` fit at most a third as well as at each" in alert.message
-    assert alert.level == "notice"
-    assert START - 5 <= alert.since <= START + 1 <= alert.step
-
-
-@pytest.mark.usefixtures("_each_fifth_reading")
-@pytest.mark.parametrize("name", FITTING)
-def test_labels_that_fit_less_well_or_never_did_are_not_told(name, tmp_path):
-    assert [str(alert) for alert in told_of_labels(FITTING[name], tmp_path)] == []
-
-
-def test_a_fit_is_in_deviations_of_all_orders_of_labels():
-    torch.manual_seed(0)
-    numbers, labels = torch.randn(6, 3).double(), F.one_hot(torch.tensor([0, 2, 1, 0, 2, 3]), 4).double()
-    covariance = torch.randn(3, 4).double()
-    covariance[:, 3] = 0  # of a kind that has not been
-    fit, count = fit_of(numbers, labels, covariance)
-    orders = torch.tensor([*permutations(range(5))])
-    sums = torch.einsum("ia,ab,pib->p", numbers[:5], covariance, labels[:5][orders])
-    torch.testing.assert_close(fit, (sums[0] - sums.mean()) / sums.std(unbiased=False))
-    assert count == 5
-
-
-def test_what_is_written_to_after_it_was_given_is_not_compared_with_labels():
-    for is_written in (False, True):
-        fit, output = LabelFit(), torch.zeros(SAMPLES, 4)
-        fit.tensors["embed"] = tokens = tokens_of()
-        places = fit.places_of(output)
-        _ = tokens.add_(1) if is_written else tokens
-        for is_passed_over in (is_written, True):  # once is enough
-            fit.look("the output", places, *(torch.arange(SAMPLES),) * 2, torch.ones(SAMPLES, dtype=torch.bool))
-            assert len(fit.take()) == 1 - is_passed_over
-
-
-def test_labels_are_compared_with_what_their_own_call_was_given():
-    """Of outputs of other sizes, in the order in which they are differentiated, and of features that grow."""
-    fit, found = LabelFit(), []
-    for size, width in ((32, 6), (16, 6), (8, 64), (8, 6)):
-        fit.tensors["embed"] = torch.randn(size, width)
-        found.append((fit.places_of(torch.zeros(size, 4)), size))
-        fit.tensors = {}
-    for places, size in found:
-        fit.look("the output", places, torch.arange(size), torch.arange(size) % 4, torch.ones(size, dtype=torch.bool))
-        assert fit.take()
-    assert sorted(key[1] for key in fit._sums) == [6, 64]
-
-
-@pytest.mark.parametrize("size", [1e20, 3e38])
-def test_one_batch_of_huge_numbers_ends_no_comparison(size):
-    torch.manual_seed(0)
-    fit, labels, found = LabelFit(), torch.arange(64) % 4, []
-    for batch in range(8):
-        features = F.one_hot(labels, 6) + 0.1 * torch.randn(64, 6)
-        features[:2] = size if batch == 3 else features[:2]
-        fit.tensors["embed"] = features
-        fit.look("it", fit.places_of(torch.zeros(64, 4)), torch.arange(64), labels, torch.ones(64, dtype=torch.bool))
-        (facts,) = fit.take()
-        found.append(facts.tensors[0])
-    assert torch.stack(found[5:]).isfinite().all()
-    assert min(float(numbers[0]) for numbers in found[5:]) > 4

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from hdi_callback import load_history, watch_heads
 from hdi_callback.attention.tape import Tape
 from hdi_callback.monitor import contract
-from hdi_callback.monitor.inputs import LabelFit
 from hdi_callback.monitor.labels import ELSEWHERE, IGNORED, LABELS, LOSS, PARTLY, TARGET, LossLabels, _fitted
 
 LABELS_KEY = ("", 0, LABELS)
@@ -99,7 +98,7 @@ def shifted(tokens, offset):
 
 def terms_of(model, loss, tokens, labels, returned=lambda logits: logits):
     """What is known after one forward and backward of a model on its own."""
-    looking = LossLabels(LabelFit())
+    looking = LossLabels()
     with Tape(model) as tape:
         logits = model(tokens)
         output = returned(logits)
@@ -113,7 +112,7 @@ def terms_of(model, loss, tokens, labels, returned=lambda logits: logits):
 
 def form_of(loss, tokens, labels, model=None):
     """How far a gradient is off that of a cross entropy, its factor times the rows trained, and its smoothing."""
-    looking, model = LossLabels(LabelFit()), Model(causal) if model is None else model
+    looking, model = LossLabels(), Model(causal) if model is None else model
     with Tape(model) as tape:
         logits = model(tokens)
     looking.note(tape, logits)
@@ -260,7 +259,7 @@ def test_other_losses_are_far_from_a_cross_entropy(loss, tokens):
     ],
 )
 def test_outputs_without_rows_are_passed_over_in_silence(shaped, tokens, recwarn):
-    looking, model = LossLabels(LabelFit()), nn.Sequential(nn.Embedding(SIZE, WIDTH), nn.Linear(WIDTH, SIZE))
+    looking, model = LossLabels(), nn.Sequential(nn.Embedding(SIZE, WIDTH), nn.Linear(WIDTH, SIZE))
     with Tape(model) as tape:
         logits = model(tokens)
     output = shaped(logits)
@@ -308,7 +307,7 @@ def test_training_is_the_same_to_the_bit(way, twice, tmp_path):
 
 
 def test_no_tensor_of_the_training_is_kept(tokens):
-    looking, model = LossLabels(LabelFit()), Model(causal)
+    looking, model = LossLabels(), Model(causal)
     with Tape(model) as tape:
         logits = model(tokens)
     looking.note(tape, logits)
