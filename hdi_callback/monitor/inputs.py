@@ -52,9 +52,8 @@ _NUMBERS: Numbers = {
 class UsualRanges:
     """How large numbers have been; what is larger at two readings in a row, and does not move on, is told."""
 
-    def __init__(self, numbers: Numbers, fewest: int, steadiness: float = math.inf) -> None:
+    def __init__(self, numbers: Numbers, fewest: int) -> None:
         self._numbers, self._fewest = numbers, fewest
-        self._steadiness = steadiness  # what has varied by more than this share of its margin is not judged
         self._ranges: dict[tuple[str, str], tuple[int, Tensor, Tensor]] = {}  # how many, the least and the most
         self._larger: dict[tuple[str, str], tuple[Tensor, str]] = {}  # at the last reading, and what is told of it
         self._told: set[tuple[str, str]] = set()
@@ -83,9 +82,9 @@ class UsualRanges:
         if key in self._told:
             return told
         beyond = value - most - (2 * (most - least)).clamp(min=margin)
-        is_judged = count >= self._fewest and float((most - least).max()) <= self._steadiness * margin
         at = int(beyond.argmax()) % value.shape[-1]  # a second row is the first with the other sign
-        if is_judged and float(beyond.max()) > 0 and float((value - first).flatten()[at].abs()) <= margin / 2:
+        stays = float((value - first).flatten()[at].abs()) <= margin / 2
+        if count >= self._fewest and float(beyond.max()) > 0 and stays:
             self._told |= {key} if told else set()
             shown = (f"{unit(float(each.flatten()[at])):.3g}" for each in (value, least, most))
             self._larger[key] = first, told or text.format(place, *shown)

@@ -223,7 +223,7 @@ class HeadDiversityMonitor:
         self._leave_moved()
         if not self.layers:
             raise NothingToWatchError(f"{self.why_nothing()}\nRun a forward of the model before the first reading.")
-        absent, calls = Absent(), self._first_calls.called
+        absent = Absent()
         ranks = self.join_ranks()
         with without_modes():
             ranks.begin(step, self._why_alone())
@@ -245,7 +245,7 @@ class HeadDiversityMonitor:
             results, later = results + of_forwards[0], later + of_forwards[1]
             with absent.unless([PARAMETERS], names):
                 results += self._parameters.measure(step, with_changes=PARAMETERS in self._sources)
-            of_steps = [*self.training_step.take(), *self._labels.take(calls), *self._inputs.take()]
+            of_steps = [*self.training_step.take(), *self._labels.take(), *self._inputs.take()]
             further = [tensor for facts in of_steps for tensor in facts.tensors]
             alerts = self._compared(step, of_steps)
             return Reading(step, names, results, absent, alerts=alerts, further=further, later=later)
