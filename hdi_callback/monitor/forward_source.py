@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial, reduce
 from operator import add
 from typing import Any, NamedTuple, cast
@@ -129,75 +129,76 @@ def measure_forwards(
         for layer in layers:
             if why := _why_not(source, layer) or _why_nothing(source.reads, captured.get(layer.name)):
                 absent.note(layer.name, source.name, why)
-    results: list[Result] = []
-    later: list[Later] = []
-    held = 0
+    results, later, held = list[Result](), list[Later](), 0
     is_alone = ranks.size == 1
     for reads in dict.fromkeys(source.reads for source in sources):
         of_field = [source for source in sources if source.reads == reads]
-        own: dict[tuple[str, str], Any] = {}  # source and layer -> sums of this rank, where they are to be added up
-        # Ranks that share the heads of a layer have the same tokens.
         broken = {name for name, of_layer in captured.items() if reads in of_layer.failed}
         counted = {
             layer.name: captured[layer.name]
             for layer in layers
             if layer.name not in broken
             and not _why_nothing(reads, captured.get(layer.name))
-            and (is_alone or not repeats_tokens(layer))
+            and (is_alone or not repeats_tokens(layer))  # ranks that share the heads of a layer have the same tokens
         }
+        measured: list[Result] = []
         for batch in _batches(reads, layers, counted, ranks):
-            able, names = [each for each in of_field if not _why_not(each, batch[0])], tuple(x.name for x in batch)
-            with absent.unless([source.name for source in able], names):
+            able = [source for source in of_field if not _why_not(source, batch[0])]
+            with absent.unless([source.name for source in able], [layer.name for layer in batch]):
                 needs_weights = any(source.name == OUTPUTS for source in able)
                 weights, are_copies = output_weights(batch) if needs_weights else ([], False)
-                samples = [counted[name] for name in names if name in counted]
-                measure = partial(_summed, able, names, reads, samples, weights, is_alone)
+                samples = [counted[layer.name] for layer in batch if layer.name in counted]
+                measure = partial(_measured, able, batch, reads, samples, weights, is_alone)
                 held += sum(each.outputs.nbytes for each in samples if each.outputs is not None)
                 if is_alone and are_copies and held <= _LARGEST_LATER:
-                    later.append(partial(_results, measure, names, batch[0]))
-                elif is_alone:
-                    results += _results(measure, names, batch[0], absent)
+                    later.append(measure)
                 else:
-                    for source, sums in measure(absent):
-                        of_layers = zip(*(tensor.unbind() for tensor in sums))
-                        own |= {(source.name, name): type(sums)(*each) for name, each in zip(names, of_layers)}
-        for source in () if is_alone else of_field:
-            able_layers = [layer for layer in layers if not _why_not(source, layer)]
-            for layer in able_layers:
-                if (source.name, layer.name) not in own:
-                    blank = source.blank(layer, ranks.device)
-                    own[source.name, layer.name] = failed(blank) if layer.name in broken | counted.keys() else blank
-            groups: dict[Any, list[tuple[AttentionLayer, Any]]] = {}
-            for layer, total in zip(able_layers, ranks.add([own[source.name, layer.name] for layer in able_layers])):
-                groups.setdefault(tuple(map(_kind, total)), []).append((layer, total))
-            for group in groups.values():
-                of_group, totals = zip(*group)
-                names, finish = tuple(layer.name for layer in of_group), partial(source.finish, of_group[0])
-                results.append(Result(source.name, names, [*map(stacked, zip(*totals))], finish))
+                    measured += measure(absent)
+        results += measured if is_alone else _over_ranks(of_field, layers, measured, broken | counted.keys(), ranks)
     return results, later
 
 
-def _summed(
-    sources: Sequence[ForwardSource], names: Sequence[str], reads: str, captured: Sequence[Captured],
+def _measured(
+    sources: Sequence[ForwardSource], layers: Sequence[AttentionLayer], reads: str, captured: Sequence[Captured],
     weights: Sequence[Tensor], is_alone: bool, absent: Absent,
-) -> list[tuple[ForwardSource, Any]]:  # fmt: skip
-    """Return the sums of each source over what was captured of some layers; none if nothing was."""
-    summed = []
+) -> list[Result]:  # fmt: skip
+    """Return a result of each source, of what was captured of some layers alike; none if nothing was."""
+    results, names = list[Result](), tuple(layer.name for layer in layers)
+    if not captured:
+        return results
     with absent.unless([source.name for source in sources], names):
         samples = _stacked(captured, reads, stacked(weights) if weights else None)
-        if samples is not None:
-            for source in sources:
-                with absent.unless([source.name], names):
-                    summed.append((source, source.sums(samples, is_alone)))
-    return summed
+        for source in sources:
+            with absent.unless([source.name], names):
+                sums = source.sums(samples, is_alone)
+                results.append(Result(source.name, names, sums, partial(source.finish, layers[0])))
+    return results
 
 
-def _results(
-    measure: Callable[[Absent], list[tuple[ForwardSource, Any]]], names: tuple[str, ...], layer: AttentionLayer,
-    absent: Absent,
+def _over_ranks(
+    sources: Sequence[ForwardSource], layers: Sequence[AttentionLayer], measured: Sequence[Result],
+    expected: Collection[str], ranks: Ranks,
 ) -> list[Result]:  # fmt: skip
-    """Return the results of sums, of layers that are like one."""
-    return [Result(source.name, names, sums, partial(source.finish, layer)) for source, sums in measure(absent)]
+    """Return results over all ranks; of layers that are `expected` to have been measured here and were not, NaN."""
+    own: dict[tuple[str, str], Any] = {}  # source and layer -> sums of this rank
+    for result in measured:
+        of_layers = zip(*(tensor.unbind() for tensor in result.sums))
+        own |= {(result.source, name): type(result.sums)(*sums) for name, sums in zip(result.layers, of_layers)}
+    results = []
+    for source in sources:
+        able = [layer for layer in layers if not _why_not(source, layer)]
+        for layer in able:
+            if (source.name, layer.name) not in own:
+                blank = source.blank(layer, ranks.device)
+                own[source.name, layer.name] = failed(blank) if layer.name in expected else blank
+        groups: dict[Any, list[tuple[AttentionLayer, Any]]] = {}
+        for layer, total in zip(able, ranks.add([own[source.name, layer.name] for layer in able])):
+            groups.setdefault(tuple(map(_kind, total)), []).append((layer, total))
+        for group in groups.values():
+            of_group, totals = zip(*group)
+            names, finish = tuple(layer.name for layer in of_group), partial(source.finish, of_group[0])
+            results.append(Result(source.name, names, [*map(stacked, zip(*totals))], finish))
+    return results
 
 
 def _why_not(source: ForwardSource, layer: AttentionLayer) -> str:
@@ -237,10 +238,10 @@ def _batches(
     return batches
 
 
-def _stacked(captured: Sequence[Captured], reads: str, weight: Tensor | None) -> Samples | None:
-    """Stack what was captured of layers; `None` if nothing was."""
-    if reads == "rows" or not captured:
-        return Samples([of_layer.rows for of_layer in captured], weight, None) if captured else None
+def _stacked(captured: Sequence[Captured], reads: str, weight: Tensor | None) -> Samples:
+    """Stack what was captured of layers."""
+    if reads == "rows":
+        return Samples([of_layer.rows for of_layer in captured], weight, None)
     valid = [of_layer.valid for of_layer in captured if of_layer.valid is not None]
     tokens = stacked([of_layer.outputs for of_layer in captured if of_layer.outputs is not None])
     return Samples(tokens, weight, stacked(valid) if valid else None)
